@@ -1,0 +1,483 @@
+"""The seams into TRL: reductions to GRPO, streams under every loss, scoring once, eval, sampling, errors."""
+
+import copy
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+from world import (
+    assert_same,
+    contains_answer,
+    differ,
+    make_dataset,
+    make_model,
+    make_trainer,
+    never,
+    parameters,
+    saved_model,
+    some_letter,
+    text_of,
+    trained,
+)
+
+from trl_explore.rollouts import Rows
+from trl_explore.streams import LOSS_NORMALISERS
+from trl_explore.trainers import ExplorationConfig, ExplorationTrainer
+
+SGD = dict(optim="sgd", lr_scheduler_type="constant", max_grad_norm=0.0, learning_rate=0.1)
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+
+
+class Echo(ExplorationTrainer):
+    """Trains the main rows a second time as an extra stream: the sum must be (1 + weight) times GRPO."""
+
+    weight = 0.5
+    copies = 1
+
+    def extra_streams(self, output, examples, rewards):
+        prompts = self.prompt_token_ids(output)
+        rows = Rows(
+            examples=examples * self.copies,
+            prompt_ids=prompts * self.copies,
+            completion_ids=self.main_completion_ids * self.copies,
+            loss_mask=[[1] * len(ids) for ids in self.main_completion_ids] * self.copies,
+            group_size=self.num_generations,
+        )
+        return {"echo": (self.score("echo", rows), self.weight)}
+
+
+class EchoTwice(Echo):
+    copies = 2
+
+
+REDUCTIONS = {
+    "default": {},
+    "beta": dict(beta=0.1),
+    "lora": dict(peft_config=LORA),
+    "lora and beta": dict(peft_config=LORA, beta=0.1),
+    "iterations": dict(num_iterations=2, max_steps=4),
+    "accumulation": dict(gradient_accumulation_steps=2),
+    "generation longer than accumulation": dict(gradient_accumulation_steps=2, steps_per_generation=4),
+    "accumulation longer than generation": dict(gradient_accumulation_steps=4, steps_per_generation=2),
+    "truncated masked": dict(mask_truncated_completions=True),
+    "conversational": dict(conversational=True),
+    "rewards with None": dict(reward_funcs=[contains_answer, some_letter], reward_weights=[1.0, 0.5]),
+    "batch scale": dict(scale_rewards="batch"),
+    "normalise then sum": dict(
+        reward_funcs=[contains_answer, some_letter], multi_objective_aggregation="normalize_then_sum"
+    ),
+    "entropy bonus": dict(entropy_coef=0.01),
+    "entropy quantile": dict(top_entropy_quantile=0.5),
+    "padded to a multiple": dict(pad_to_multiple_of=8),
+}
+
+
+@pytest.mark.parametrize("options", REDUCTIONS.values(), ids=REDUCTIONS.keys())
+def test_without_hooks_the_base_is_grpo_bit_for_bit(tmp_path, options):
+    expected, _ = trained(GRPOTrainer, GRPOConfig, tmp_path, **options)
+    got, _ = trained(ExplorationTrainer, ExplorationConfig, tmp_path, **options)
+    assert_same(got, expected)
+
+
+def sgd_run(trainer_class, config_class, tmp_path, *, scale=1.0, **options):
+    settings = {**SGD, **options}
+    settings["learning_rate"] = settings["learning_rate"] * scale
+    return trained(trainer_class, config_class, tmp_path, **settings)
+
+
+@pytest.mark.parametrize("loss_type", sorted(LOSS_NORMALISERS))
+@pytest.mark.parametrize("trainer_class", [Echo, EchoTwice])
+def test_an_echo_of_the_main_stream_adds_its_weight_under_every_loss_type(tmp_path, loss_type, trainer_class):
+    # Two rows of every group and one micro-batch: bnpo's own normaliser is then the whole batch, as for the stream.
+    options = dict(loss_type=loss_type, epsilon_high=5.0 if loss_type == "cispo" else 0.2)
+    if loss_type == "luspo":
+        options["importance_sampling_level"] = "sequence"
+    expected, _ = sgd_run(GRPOTrainer, GRPOConfig, tmp_path, scale=1.5, **options)
+    got, _ = sgd_run(trainer_class, ExplorationConfig, tmp_path, **options)
+    plain, _ = sgd_run(GRPOTrainer, GRPOConfig, tmp_path, **options)
+    assert_same(got, expected, tolerance=1e-6)
+    assert max((got[n] - plain[n]).abs().max() for n in got) > 1e-4  # the stream did act
+
+
+ECHO_CASES = {
+    name: REDUCTIONS[name]
+    for name in (
+        "lora",
+        "iterations",
+        "accumulation",
+        "accumulation longer than generation",
+        "truncated masked",
+        "conversational",
+        "rewards with None",
+        "batch scale",
+        "normalise then sum",
+        "padded to a multiple",
+    )
+}
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
+@pytest.mark.parametrize("options", ECHO_CASES.values(), ids=ECHO_CASES.keys())
+def test_an_echo_adds_its_weight_in_every_setting(tmp_path, options, loss_type):
+    options = {**options, "loss_type": loss_type}
+    if loss_type == "dapo" and options.get("gradient_accumulation_steps") == 4:
+        pytest.skip("TRL scales dapo's accumulation window by the last generation batch only")
+    expected, _ = sgd_run(GRPOTrainer, GRPOConfig, tmp_path, scale=1.5, **options)
+    got, _ = sgd_run(Echo, ExplorationConfig, tmp_path, **options)
+    assert_same(got, expected, tolerance=2e-6)
+
+
+class SumOfGradients(TrainerCallback):
+    def __init__(self):
+        self.total = {}
+
+    def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+        for name, p in model.named_parameters():
+            self.total[name] = self.total.get(name, 0) + p.grad
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "luspo"])
+def test_over_a_generation_batch_of_several_steps_an_echo_adds_its_weight(tmp_path, loss_type):
+    # The two streams cut the batch differently, so only the sum over its optimiser steps can agree.
+    options = dict(
+        gradient_accumulation_steps=2, steps_per_generation=4, max_steps=2, loss_type=loss_type, learning_rate=0.0
+    )
+    sums = []
+    for trainer_class, config_class in ((GRPOTrainer, GRPOConfig), (Echo, ExplorationConfig)):
+        callback = SumOfGradients()
+        sgd_run(trainer_class, config_class, tmp_path, callbacks=[callback], **options)
+        sums.append(callback.total)
+    assert_same(sums[1], {name: 1.5 * g for name, g in sums[0].items()}, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("peft_config", [None, LORA], ids=["full", "lora"])
+def test_the_kl_term_acts_in_both_streams(tmp_path, peft_config):
+    # The reference is the initial policy (LoRA: the base model), away from which the KL term has a gradient.
+    options = dict(beta=0.5, peft_config=peft_config)
+    expected, _ = sgd_run(GRPOTrainer, GRPOConfig, tmp_path, scale=1.5, **options)
+    got, log = sgd_run(Echo, ExplorationConfig, tmp_path, **options)
+    assert_same(got, expected, tolerance=2e-6)
+    assert log[-2]["echo/kl"] == pytest.approx(log[-2]["kl"], rel=1e-4)
+
+
+def test_main_metrics_are_those_of_grpo_and_the_stream_logs_under_its_own_name(tmp_path):
+    options = dict(reward_funcs=[contains_answer, some_letter], beta=0.1, entropy_coef=0.01, log_completions=False)
+    _, expected = trained(GRPOTrainer, GRPOConfig, tmp_path, **options)
+    _, got = trained(Echo, ExplorationConfig, tmp_path, **options)
+    untouched = set(expected[0]) - {"loss", "grad_norm", "step_time"}
+    assert {k: got[0][k] for k in untouched} == {k: expected[0][k] for k in untouched}
+    for name in ("reward", "rewards/contains_answer/mean", "entropy", "kl", "completions/mean_length", "num_tokens"):
+        assert got[0][f"echo/{name}"] == pytest.approx(got[0][name], rel=1e-5), name
+    assert got[0]["loss"] == pytest.approx(expected[0]["loss"] + 0.5 * got[0]["echo/loss"], abs=1e-6)
+    assert "echo/policy_loss" not in got[0]  # the entropy bonus belongs to the main stream
+
+
+def test_an_adaptive_entropy_controller_sees_the_main_stream_only(tmp_path):
+    options = dict(use_adaptive_entropy=True, entropy_target=0.1, entropy_coef=0.02, max_steps=2)
+    before = make_trainer(GRPOTrainer, GRPOConfig, tmp_path, **options)
+    after = make_trainer(Echo, ExplorationConfig, tmp_path, **options)
+    for trainer in (before, after):
+        trainer.train()
+    assert after.entropy_coef == before.entropy_coef  # one decrement per step, not one per stream
+
+
+class Recorder:
+    """A reward function that remembers what it was called with."""
+
+    __name__ = "recorder"
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, prompts, completions, completion_ids, answer, trainer_state, log_metric, **kwargs):
+        log_metric("seen", len(completions))
+        self.calls.append((list(prompts), list(answer), [list(ids) for ids in completion_ids], trainer_state.global_step))
+        return contains_answer(completions, answer)
+
+
+def test_extra_rows_reach_the_reward_functions_as_main_rows_do_and_once(tmp_path):
+    recorder = Recorder()
+    _, log = trained(Echo, ExplorationConfig, tmp_path, reward_funcs=recorder, max_steps=1)
+    main, echo = recorder.calls
+    assert main == echo
+    for prompt, answer in zip(main[0], main[1], strict=True):
+        assert answer == str((int(prompt[0]) + int(prompt[2])) % 10)
+    assert log[0]["seen"] == log[0]["echo/seen"] == 8
+
+
+class Rescored(Echo):
+    """Hands the rewards of half the rows back as known."""
+
+    def extra_streams(self, output, examples, rewards):
+        prompts = self.prompt_token_ids(output)
+        rows = Rows(
+            examples=examples,
+            prompt_ids=prompts,
+            completion_ids=self.main_completion_ids,
+            loss_mask=[[1] * len(ids) for ids in self.main_completion_ids],
+            group_size=self.num_generations,
+            known_rewards=[[r] if i % 2 else None for i, r in enumerate(rewards.tolist())],
+        )
+        scored = self.score("echo", rows)
+        assert torch.equal(scored.rewards, rewards)
+        return {"echo": (scored, self.weight)}
+
+
+def test_rows_whose_rewards_are_known_are_not_scored_again(tmp_path):
+    recorder = Recorder()
+    got, _ = sgd_run(Rescored, ExplorationConfig, tmp_path, reward_funcs=recorder)
+    assert [len(prompts) for prompts, *_ in recorder.calls] == [8, 4] * 3
+    assert recorder.calls[1][2] == recorder.calls[0][2][::2]
+    expected, _ = sgd_run(Echo, ExplorationConfig, tmp_path)
+    assert_same(got, expected)
+
+
+def test_a_reward_function_with_a_wrong_count_is_named_also_on_extra_rows(tmp_path):
+    def short_on_parts(completions, **kwargs):
+        return [0.0] * (len(completions) - (len(completions) < 8))
+
+    with pytest.raises(ValueError, match="'short_on_parts' returned 3 rewards for 4 completions"):
+        trained(Rescored, ExplorationConfig, tmp_path, reward_funcs=short_on_parts)
+    with pytest.raises(ValueError, match="returned 1 rewards, but 8"):
+        trained(Echo, ExplorationConfig, tmp_path, reward_funcs=lambda completions, **kwargs: [0.0])
+
+
+class Empty(ExplorationTrainer):
+    def extra_streams(self, output, examples, rewards):
+        rows = Rows(examples=[], prompt_ids=[], completion_ids=[], loss_mask=[], group_size=4)
+        assert self.sample([], 2, 3) == []
+        assert self.score("none", rows) is None
+        return {}
+
+
+def test_a_stream_without_rows_changes_nothing(tmp_path):
+    got, _ = trained(Empty, ExplorationConfig, tmp_path)
+    expected, _ = trained(GRPOTrainer, GRPOConfig, tmp_path)
+    assert_same(got, expected)
+
+
+class Shaped(ExplorationTrainer):
+    def shape_rewards(self, rewards_per_func):
+        return 1 - rewards_per_func
+
+
+def test_shaped_rewards_train_and_raw_rewards_are_logged(tmp_path):
+    def inverted(completions, answer, **kwargs):
+        return [1 - r for r in contains_answer(completions, answer)]
+
+    got, log = trained(Shaped, ExplorationConfig, tmp_path)
+    expected, inverted_log = trained(GRPOTrainer, GRPOConfig, tmp_path, reward_funcs=inverted)
+    _, raw_log = trained(GRPOTrainer, GRPOConfig, tmp_path)
+    assert_same(got, expected)
+    assert log[0]["shaped_reward"] == inverted_log[0]["reward"]
+    for name in ("reward", "reward_std", "rewards/contains_answer/mean", "rewards/contains_answer/std"):
+        assert log[0][name] == pytest.approx(raw_log[0][name], rel=1e-6), name
+
+
+class PerToken(ExplorationTrainer):
+    def assign_advantages(self, output):
+        return output["advantages"].unsqueeze(1).expand(output["completion_ids"].shape)
+
+
+def test_constant_advantages_per_token_equal_scalar_ones(tmp_path):
+    got, _ = trained(PerToken, ExplorationConfig, tmp_path, steps_per_generation=2)
+    expected, _ = trained(GRPOTrainer, GRPOConfig, tmp_path, steps_per_generation=2)
+    assert_same(got, expected, tolerance=1e-7)
+
+
+class Rolled(ExplorationTrainer):
+    """Samples each prompt after a token of its own, as SESA's sketches do."""
+
+    def rollout(self, prompt_ids, plain):
+        return plain([ids + [7] for ids in prompt_ids])
+
+
+def test_a_method_that_samples_itself_leaves_prompts_and_evaluation_alone(tmp_path):
+    trainer = make_trainer(Rolled, ExplorationConfig, tmp_path, eval_dataset=make_dataset().select(range(4)), max_steps=1)
+    reference = make_trainer(
+        GRPOTrainer, GRPOConfig, tmp_path, eval_dataset=make_dataset().select(range(4)), max_steps=1
+    )
+    torch.manual_seed(0)
+    first = trainer.evaluate()
+    torch.manual_seed(0)
+    second = reference.evaluate()
+    timing = {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second"}
+    assert first.keys() == second.keys()
+    assert {k: (v, second[k]) for k, v in first.items() if v != second[k] and k not in timing} == {}
+    trainer.train()
+    reference.train()
+    assert differ(parameters(trainer), parameters(reference))
+    log, expected = trainer.state.log_history[-2], reference.state.log_history[-2]
+    prompt_tokens = 8 * 4  # a row is billed for its own prompt of four characters, not for the sampling prefix
+    assert log["num_tokens"] - 8 * log["completions/mean_length"] == prompt_tokens
+    assert expected["num_tokens"] - 8 * expected["completions/mean_length"] == prompt_tokens
+
+
+@pytest.fixture
+def sampler(tmp_path):
+    trainer = make_trainer(ExplorationTrainer, ExplorationConfig, tmp_path)
+    trainer.model.train()
+    return trainer
+
+
+def test_sampling_keeps_counts_budgets_and_the_global_random_state(sampler):
+    before = torch.get_rng_state()
+    groups = sampler.sample([[5, 15, 6], [5], [6, 7]], [3, 1, 2], [1, 8, 4])
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [len(group) for group in groups] == [3, 1, 2]
+    for group, budget in zip(groups, [1, 8, 4], strict=True):
+        for continuation in group:
+            assert 1 <= len(continuation.token_ids) <= budget
+            assert continuation.finished == (continuation.token_ids[-1] == 1)
+            assert 1 not in continuation.token_ids[:-1] and 0 not in continuation.token_ids
+    assert sampler.generation_config.max_new_tokens == 8
+
+
+def test_the_same_state_samples_the_same_and_the_next_call_differs(sampler):
+    state = sampler.exploration_generator.get_state()
+    first = sampler.sample([[5, 6]] * 4, 4, 8)
+    second = sampler.sample([[5, 6]] * 4, 4, 8)
+    sampler.exploration_generator.set_state(state)
+    assert sampler.sample([[5, 6]] * 4, 4, 8) == first != second
+
+
+def test_greedy_samples_continue_the_prefix_as_the_model_would(tmp_path):
+    trainer = make_trainer(ExplorationTrainer, ExplorationConfig, tmp_path, generation_kwargs={"do_sample": False})
+    trainer.model.train()
+    prefixes = [[5, 15, 6], [9, 8, 7, 6, 5], [6]]
+    for prefix, group in zip(prefixes, trainer.sample(prefixes, 2, 6), strict=True):
+        ids = list(prefix)
+        for _ in range(6):
+            ids.append(int(trainer.model(torch.tensor([ids])).logits[0, -1].argmax()))
+            if ids[-1] == 1:
+                break
+        assert [c.token_ids for c in group] == [ids[len(prefix) :]] * 2
+
+
+def test_a_stage_can_be_sampled_in_parts(tmp_path):
+    trainer = make_trainer(ExplorationTrainer, ExplorationConfig, tmp_path, sampling_batch_size=3)
+    trainer.model.train()
+    sizes = []
+    generate = trainer.model.generate
+    trainer.model.generate = lambda **kwargs: (sizes.append(len(kwargs["input_ids"])), generate(**kwargs))[1]
+    groups = trainer.sample([[5, 6]] * 4, 2, 5)
+    assert sizes == [3, 3, 2] and [len(g) for g in groups] == [2] * 4
+
+
+def test_dropping_rows_without_advantage_is_a_mean_over_the_others(tmp_path):
+    # One group of two is all equal: without it, TRL's mean would be over the other group's rows only.
+    trainer = make_trainer(
+        ExplorationTrainer, ExplorationConfig, tmp_path, drop_zero_advantage=True, loss_type="grpo", **SGD
+    )
+    plain = make_trainer(GRPOTrainer, GRPOConfig, tmp_path, loss_type="grpo", **SGD)
+    losses = []
+    for t in (trainer, plain):
+        t.model.train()
+        rows = next(iter(t.get_train_dataloader()))
+        torch.manual_seed(5)
+        inputs = t._prepare_inputs(copy.deepcopy(rows))
+        t.current_gradient_accumulation_steps = 1
+        losses.append((t.compute_loss(t.model, inputs), inputs))
+    (dropped, inputs), (full, _) = losses
+    nonzero = int((inputs["advantages"] != 0).sum())
+    assert 0 < nonzero < 8
+    torch.testing.assert_close(dropped, full * 8 / nonzero)
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo"])
+def test_dropping_rows_acts_in_both_streams_alike(tmp_path, loss_type):
+    options = dict(drop_zero_advantage=True, loss_type=loss_type, gradient_accumulation_steps=2)
+    got, _ = sgd_run(Echo, ExplorationConfig, tmp_path, **options)
+    expected, _ = sgd_run(ExplorationTrainer, ExplorationConfig, tmp_path, scale=1.5, **options)
+    assert_same(got, expected, tolerance=2e-6)
+
+
+def test_dropping_rows_when_none_has_an_advantage_trains_nothing(tmp_path):
+    before = parameters(make_trainer(ExplorationTrainer, ExplorationConfig, tmp_path))
+    for loss_type in ("dapo", "grpo"):
+        got, _ = trained(
+            Echo, ExplorationConfig, tmp_path, drop_zero_advantage=True, reward_funcs=never, loss_type=loss_type
+        )
+        assert_same(got, before)
+
+
+def test_a_plain_grpo_config_gets_the_methods_defaults(tmp_path):
+    args = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, num_generations=4, generation_batch_size=16)
+    trainer = ExplorationTrainer(
+        make_model(), contains_answer, args, make_dataset(), processing_class=make_trainer().processing_class
+    )
+    assert isinstance(trainer.args, ExplorationConfig)
+    assert trainer.args.drop_zero_advantage is False
+    assert vars(args).items() <= vars(trainer.args).items()
+
+
+def test_a_trainer_made_without_init_has_its_defaults():
+    trainer = ExplorationTrainer.__new__(ExplorationTrainer)
+    assert trainer.drop_zero_advantage is False and trainer.main_completion_ids == []
+    assert trainer._stream_steps == {} and trainer._partial is None
+
+
+@dataclass
+class ConfigOnCPU(ExplorationConfig):
+    use_cpu: bool = True
+    bf16: bool = False
+    report_to: str = "none"
+
+
+class OnCPU(ExplorationTrainer):
+    config_class = ConfigOnCPU
+
+
+def test_no_args_make_a_config_of_the_methods_class(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trainer = OnCPU(saved_model(), contains_answer, train_dataset=make_dataset())
+    assert type(trainer.args) is ConfigOnCPU
+    assert trainer.args.output_dir == f"{Path(saved_model()).name}-GRPO"
+
+
+def some_tool(x: int) -> int:
+    """A tool.
+
+    Args:
+        x: A number.
+    """
+    return x
+
+
+@pytest.mark.parametrize(
+    "options,error,words",
+    [
+        (dict(loss_type="ppo"), ValueError, "loss_type='ppo'"),
+        (dict(train_dataset=make_dataset().rename_column("prompt", "question")), ValueError, "no `prompt` column"),
+        (dict(rollout_func=lambda prompts, trainer: {}), ValueError, "rollout_func"),
+        (dict(tools=[some_tool]), ValueError, "does not support `tools`"),
+        (dict(sampling_batch_size=0), ValueError, "sampling_batch_size=0"),
+        (dict(drop_zero_advantage=True, loss_type="grpo", entropy_coef=0.1), ValueError, "entropy_coef"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_bad_input_is_refused_before_any_model_work(tmp_path, options, error, words):
+    touched = []
+    model = make_model()
+    model.register_forward_pre_hook(lambda *args: touched.append(1))
+    with pytest.raises(error, match=words):
+        make_trainer(ExplorationTrainer, ExplorationConfig, tmp_path, model=model, **options)
+    assert not touched
+
+
+def test_an_unknown_config_field_names_the_nearest_one(tmp_path):
+    with pytest.raises(TypeError, match="unknown field 'drop_zero_advantages'; did you mean 'drop_zero_advantage'"):
+        ExplorationConfig(str(tmp_path), drop_zero_advantages=True)
+
+
+def test_completions_are_logged_for_the_main_stream_only(tmp_path, caplog):
+    caplog.set_level(logging.ERROR)
+    trainer = make_trainer(Echo, ExplorationConfig, tmp_path, max_steps=1)
+    trainer.train()
+    assert len(trainer._logs["prompt"]) == len(trainer._logs["advantages"]) == 8
+    assert all(text_of(p) for p in trainer._logs["prompt"])

@@ -1,0 +1,76 @@
+"""Files that are whole or absent."""
+
+import json
+
+import pytest
+import torch
+
+from trl_explore.checkpoints import (
+    append_lines,
+    is_complete,
+    last_complete_checkpoint,
+    load_state,
+    path_inside,
+    save_state,
+)
+
+
+def test_state_round_trips_and_a_missing_one_is_none(tmp_path):
+    assert load_state(tmp_path, rank=0, world_size=1) is None
+    state = {"x": torch.arange(3), "n": 1.5, "nested": [{"a": None}, "text"]}
+    save_state(state, tmp_path / "new", rank=0)
+    loaded = load_state(tmp_path / "new", rank=0, world_size=1)
+    assert torch.equal(loaded.pop("x"), state.pop("x")) and loaded == state
+
+
+def test_another_number_of_processes_is_refused_with_the_remedy(tmp_path):
+    save_state({}, tmp_path, rank=0)
+    save_state({}, tmp_path, rank=1)
+    with pytest.raises(ValueError, match=r"written by 2 process\(es\), this run has 1"):
+        load_state(tmp_path, rank=0, world_size=1)
+
+
+class Unpicklable:
+    def __reduce__(self):
+        raise KeyboardInterrupt
+
+
+def test_an_interrupted_write_leaves_the_old_state(tmp_path):
+    save_state({"n": 1}, tmp_path, rank=0)
+    with pytest.raises(KeyboardInterrupt):
+        save_state({"n": Unpicklable()}, tmp_path, rank=0)
+    assert load_state(tmp_path, rank=0, world_size=1) == {"n": 1}
+
+
+def test_only_whole_checkpoints_are_resumed(tmp_path):
+    for step, text in [(2, "{}"), (10, "{}"), (20, '{"cut": '), (30, None)]:
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        if text is not None:
+            (folder / "trainer_state.json").write_text(text)
+    found, skipped = last_complete_checkpoint(tmp_path)
+    assert found == str(tmp_path / "checkpoint-10")
+    assert [s.rsplit("-")[-1] for s in skipped] == ["30", "20"]
+    assert not is_complete(tmp_path / "checkpoint-30")
+    assert last_complete_checkpoint(tmp_path / "nowhere") == (None, [])
+
+
+def test_lines_are_appended_whole_and_a_cut_line_is_removed_first(tmp_path):
+    path = tmp_path / "deep" / "states.jsonl"
+    append_lines(path, [{"a": 1}, {"b": "é\n"}])
+    with open(path, "ab") as file:
+        file.write(b'{"cut": "off')
+    append_lines(path, [{"c": 3}])
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [{"a": 1}, {"b": "é\n"}, {"c": 3}]
+    append_lines(path, [])
+    assert len(path.read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize("name", ["../out.jsonl", "/etc/x", "a/../../b", "."])
+def test_a_path_that_leaves_the_output_folder_is_refused(tmp_path, name):
+    with pytest.raises(ValueError, match="hard_states_file"):
+        path_inside(tmp_path, name, field="hard_states_file")
+
+
+def test_a_path_inside_the_output_folder_is_resolved(tmp_path):
+    assert path_inside(tmp_path, "a/b.jsonl", field="f") == (tmp_path / "a" / "b.jsonl").resolve()

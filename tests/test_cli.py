@@ -1,0 +1,354 @@
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import yaml
+from datasets import Dataset, DatasetDict
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from trl import DatasetMixtureConfig, ScriptArguments
+
+from trl_explore.cli import main
+from trl_explore.cli_inputs import find_checkpoint, load_reward_functions, load_train_and_eval, looks_like_path
+from trl_explore.cli_train import METHODS, parse_train_arguments, resume_command
+from trl_explore.interrupt import InterruptCallback
+
+ROWS = [{"prompt": [{"role": "user", "content": f"{i}+{i}="}], "answer": str(2 * i)} for i in range(8)]
+
+REWARDS = """
+import time
+from pathlib import Path
+
+not_a_function = 3
+
+def variety_reward(completions, **kwargs):
+    return [float(len(set(completion[0]["content"]))) for completion in completions]
+
+calls = 0
+
+def gated_reward(completions, **kwargs):
+    # From the third step on, training waits for the test.
+    global calls
+    calls += 1
+    while calls >= 3 and not Path("gate").exists():
+        time.sleep(0.02)
+    return variety_reward(completions)
+"""
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    """A random Qwen2 with one layer and one token per character."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    vocab = {
+        token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *"0123456789+=-# abcdefghijklmnopqrstuvwxyz"])
+    }
+    core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    core.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    config = Qwen2Config(
+        vocab_size=len(vocab),
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=128,
+        pad_token_id=0,
+        eos_token_id=1,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def workdir(tmp_path, monkeypatch):
+    """An empty working directory with a data file and a module of rewards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    sys.modules.pop("my_rewards", None)
+    Path("my_rewards.py").write_text(REWARDS)
+    Path("data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return tmp_path
+
+
+def flags(model_folder, **fields):
+    """Flags of a run of two steps."""
+    settings = {
+        "method": "grpo",
+        "model_name_or_path": model_folder,
+        "dataset_name": "data.jsonl",
+        "reward_funcs": "my_rewards.variety_reward",
+        "output_dir": "out",
+        "max_steps": 2,
+        "per_device_train_batch_size": 4,
+        "num_generations": 4,
+        "max_completion_length": 5,
+        "save_steps": 1,
+        "logging_steps": 1,
+        "report_to": "none",
+        "use_cpu": "true",
+        "bf16": "false",
+        "disable_tqdm": "true",
+    } | fields
+    return [text for name, value in settings.items() if value is not None for text in (f"--{name}", str(value))]
+
+
+def step_of(checkpoint):
+    return json.loads((Path(checkpoint) / "trainer_state.json").read_text())["global_step"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_trains_and_saves_a_model(method, workdir, model_folder, capfd):
+    assert main(["train", *flags(model_folder, method=method)]) == 0
+    assert step_of("out/checkpoint-2") == 2
+    AutoModelForCausalLM.from_pretrained("out")
+    assert "Trained 2 steps; model saved to out" in capfd.readouterr().out
+
+
+def test_flags_override_the_file_and_lora_saves_an_adapter(workdir, model_folder):
+    names = [text[2:] for text in flags(model_folder)[::2]]
+    config = dict(zip(names, flags(model_folder)[1::2], strict=True)) | {"max_steps": 7, "use_peft": True, "lora_r": 2}
+    config |= {"method": "deep_grpo", "num_branches": 2, "success_threshold": 100, "segment_delimiters": ["1", "2"]}
+    Path("run.yaml").write_text(yaml.safe_dump(config))
+    assert main(["train", "--config", "run.yaml", "--max_steps", "1", "--lora_r", "4"]) == 0
+    assert [path.name for path in Path("out").glob("checkpoint-*")] == ["checkpoint-1"]
+    assert json.loads(Path("out/adapter_config.json").read_text())["r"] == 4
+
+
+def test_a_run_evaluates_on_the_test_split_of_a_folder(workdir, model_folder):
+    Path("data").mkdir()
+    for split in ("train", "test"):
+        Dataset.from_list(ROWS).to_parquet(f"data/{split}.parquet")
+    run = flags(model_folder, dataset_name="data", eval_strategy="steps", eval_steps=1, max_steps=1)
+    assert main(["train", *run, "--per_device_eval_batch_size", "4"]) == 0
+    history = json.loads(Path("out/checkpoint-1/trainer_state.json").read_text())["log_history"]
+    assert any("eval_reward" in entry for entry in history)
+
+
+def write_data(kind):
+    rows = Dataset.from_list(ROWS)
+    if kind == "dataset on disk":
+        rows.save_to_disk("data")
+    elif kind == "dataset dict on disk":
+        DatasetDict(train=rows, test=rows.select([0])).save_to_disk("data")
+    elif kind == "folder with one file":
+        Path("data").mkdir()
+        rows.to_json("data/test.jsonl")
+    elif kind == "parquet":
+        rows.to_parquet("data.parquet")
+        return "data.parquet"
+    elif kind == "jsonl":
+        return "data.jsonl"
+    return "./data"
+
+
+@pytest.mark.parametrize(
+    "kind", ["dataset on disk", "dataset dict on disk", "folder with one file", "parquet", "jsonl"]
+)
+def test_every_kind_of_local_data_gives_the_same_rows(kind, workdir):
+    arguments = ScriptArguments(dataset_name=write_data(kind))
+    train, evaluation = load_train_and_eval(arguments, DatasetMixtureConfig(), needs_eval=False)
+    assert [row["answer"] for row in train] == [row["answer"] for row in ROWS]
+    assert evaluation is None
+
+
+def test_a_mixture_of_local_files_can_be_named_in_the_file(workdir, model_folder):
+    mixture = DatasetMixtureConfig(datasets=[{"path": "json", "data_files": "data.jsonl"}] * 2)
+    train, _ = load_train_and_eval(ScriptArguments(), mixture, needs_eval=False)
+    assert len(train) == 16
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("openai/gsm8k", False),
+        ("gsm8k", False),
+        ("./gsm8k", True),
+        ("/data/gsm8k", True),
+        ("~/gsm8k", True),
+        ("a/b/c", True),
+        ("train.jsonl", True),
+        ("Qwen/Qwen2.5-0.5B", False),
+    ],
+)
+def test_paths_are_told_from_hub_names(name, expected):
+    assert looks_like_path(name) is expected
+
+
+def test_values_that_yaml_reads_differently_mean_what_they_say(workdir):
+    Path("run.yaml").write_text(
+        "method: grpo\nsave_strategy: no\nreward_funcs: accuracy_reward\nlearning_rate: 1e-5\nrun_name: 12\n"
+        "model_init_kwargs: {use_cache: false}\nresume_from_checkpoint: true\nbf16: false\n"
+        "env: {CLI_TEST_VARIABLE: 3}\n"
+    )
+    script, training, _, _ = parse_train_arguments(["--config=run.yaml"])
+    assert os.environ.pop("CLI_TEST_VARIABLE") == "3"
+    assert script.reward_funcs == ["accuracy_reward"]
+    assert (training.save_strategy, training.learning_rate, training.run_name) == ("no", 1e-5, "12")
+    assert training.model_init_kwargs == {"use_cache": False}
+    assert not training.bf16
+
+
+def test_named_rewards_come_from_this_package_and_from_trl(workdir):
+    import trl_explore.rewards
+
+    ours, theirs, own, model = load_reward_functions(
+        ["accuracy_reward", "think_format_reward", "my_rewards.variety_reward"], None
+    ) + load_reward_functions(None, "reward-model")
+    assert ours is trl_explore.rewards.accuracy_reward
+    assert theirs.__module__.startswith("trl.")
+    assert own.__name__ == "variety_reward"
+    assert model == "reward-model"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"method": "deep_gpro"}, "unknown method 'deep_gpro'; did you mean 'deep_grpo'?"),
+        ({"method": None}, "no method: pass --method with one of"),
+        ({"num_generation": 4}, "did you mean '--num_generations'?"),
+        ({"num_processes": 2}, "accelerate launch FLAGS -m trl_explore.cli"),
+        ({"max_steps": "many"}, "--max_steps/--max-steps: invalid int value: 'many'"),
+        ({"num_generations": 3}, "num_generations (3)"),
+        ({"config": "missing.yaml"}, "--config missing.yaml: "),
+        ({"config": "typo.yaml"}, "--config: unknown field 'learning_rat'; did you mean 'learning_rate'?"),
+        ({"config": "list.yaml"}, "expected lines of the form"),
+        ({"reward_funcs": "accuracy_rewrad"}, "did you mean 'accuracy_reward'?"),
+        ({"reward_funcs": "my_reward.variety_reward"}, "importing 'my_reward' failed (ModuleNotFoundError"),
+        ({"reward_funcs": "my_rewards.varyety_reward"}, "did you mean 'variety_reward'?"),
+        ({"reward_funcs": "my_rewards.not_a_function"}, "unknown function 'not_a_function'"),
+        ({"reward_funcs": None}, "no reward: pass --reward_funcs"),
+        ({"dataset_name": "./dota.jsonl"}, "did you mean 'data.jsonl'?"),
+        ({"dataset_name": "./nowhere/data.jsonl"}, "nowhere does not exist"),
+        ({"dataset_name": "my_rewards.py"}, "cannot read '.py' files, only .jsonl"),
+        ({"dataset_name": "questions.jsonl"}, "needs a column 'prompt', but has question"),
+        ({"dataset_name": None}, "name the data once"),
+        ({"dataset_train_split": "trian"}, "did you mean 'train'?"),
+        ({"eval_strategy": "steps"}, "dataset_test_split: unknown split 'test'; choose one of train."),
+        ({"model_name_or_path": "./tiny"}, "model_name_or_path='tiny' does not exist"),
+        ({"model_name_or_path": None}, "model_name_or_path is missing"),
+        ({"resume_from_checkpoint": "true"}, "no checkpoint in 'out'"),
+        ({"resume_from_checkpoint": "elsewhere"}, "'elsewhere' is not a checkpoint folder"),
+    ],
+)
+def test_mistakes_are_explained_in_one_line(changes, message, workdir, model_folder, capsys):
+    Path("typo.yaml").write_text("learning_rat: 1.0\n")
+    Path("list.yaml").write_text("- 1\n")
+    Path("questions.jsonl").write_text('{"question": "1+1="}\n')
+    assert main(["train", *flags(model_folder, **changes)]) == 2
+    _, error = capsys.readouterr().err.split("trl-explore: error: ")  # before it: the progress bars of datasets
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_env_lists_versions_methods_and_backends(capsys):
+    assert main(["env"]) == 0
+    lines = dict(line[2:].split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    assert lines["trl"].startswith("1.16") and "(supported: " in lines["trl"]
+    assert lines["methods"] == ", ".join(METHODS)
+    assert lines["sampling with vllm"] == "not yet"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["env", "--help"], ["quickstart", "--help"], ["train", "--help"]])
+def test_help_does_not_wait_for_torch(arguments):
+    code = (
+        "import sys\nfrom trl_explore.cli import main\n"
+        f"try:\n    main({arguments})\nexcept SystemExit:\n    pass\nsys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_the_example_runs_offline(workdir, model_folder):
+    rows = [{"question": f"{i}+{i}=", "answer": f"#### {2 * i}"} for i in range(4)]
+    Path("data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = flags(model_folder, method=None, reward_funcs=None, gradient_accumulation_steps=2, num_branches=2)
+    script = Path(__file__).parents[1] / "examples" / "deep_grpo.py"
+    subprocess.run([sys.executable, str(script), *run, "--use_peft"], check=True)
+    assert step_of("out/checkpoint-2") == 2
+    assert Path("out/adapter_model.safetensors").exists()
+
+
+def test_the_help_of_a_method_lists_its_fields(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["train", "--method", "grpo", "--help"])
+    assert "--num_generations" in capsys.readouterr().out
+
+
+def test_the_resume_command_replaces_an_earlier_checkpoint():
+    command = resume_command(
+        ["--method", "grpo", "--resume_from_checkpoint", "a", "--run_name", "b c"], "out/checkpoint-2"
+    )
+    assert command == "trl-explore train --method grpo --run_name 'b c' --resume_from_checkpoint out/checkpoint-2"
+
+
+def test_the_last_checkpoint_is_found(workdir):
+    for step in (2, 10):
+        Path(f"out/checkpoint-{step}").mkdir(parents=True)
+        Path(f"out/checkpoint-{step}/trainer_state.json").write_text("{}")
+    assert find_checkpoint("true", "out") == "out/checkpoint-10"
+    assert find_checkpoint(None, "out") is find_checkpoint("false", "out") is None
+
+
+def test_the_first_ctrl_c_stops_at_the_step_and_the_second_aborts(workdir):
+    before = signal.getsignal(signal.SIGINT)
+    callback, state, control = InterruptCallback(), TrainerState(), TrainerControl(should_evaluate=True)
+    args = TrainingArguments("out", use_cpu=True, save_only_model=True)
+    callback.on_train_begin(args, state, control)
+    callback.on_step_end(args, state, control)
+    assert not control.should_training_stop
+    signal.raise_signal(signal.SIGINT)
+    callback.on_step_end(args, state, control)
+    assert callback.interrupted and control.should_save and control.should_training_stop
+    assert not control.should_evaluate and not args.save_only_model
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    callback.on_train_end(args, state, control)
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_an_interrupted_run_says_how_to_resume_and_resumes_to_the_full_step_count(workdir, model_folder):
+    run = flags(model_folder, max_steps=4, save_strategy="no", save_steps=None, reward_funcs="my_rewards.gated_reward")
+    run += ["--method", "deep_grpo", "--num_branches", "2", "--success_threshold", "100", "--beta", "1e-4"]
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "trl_explore.cli", "train", *run],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # even where a shell ignores it
+    )
+    watchdog = threading.Timer(120, process.kill)
+    watchdog.start()
+    output = []
+    for line in process.stdout:
+        output.append(line)
+        if "'loss'" in line and len([seen for seen in output if "'loss'" in seen]) == 1:
+            process.send_signal(signal.SIGINT)
+        if "saving a checkpoint" in line:
+            Path("gate").touch()  # only now may the run get beyond the step it waits in
+    watchdog.cancel()
+    assert process.wait() == 130, "".join(output)
+    (checkpoint,) = Path("out").glob("checkpoint-*")
+    assert step_of(checkpoint) in (1, 2, 3)
+    assert not Path("out/model.safetensors").exists()
+    (command,) = [line.strip() for line in output if line.strip().startswith("trl-explore train")]
+    assert main([*shlex.split(command)[1:], "--save_strategy", "steps", "--save_steps", "1"]) == 0
+    assert step_of("out/checkpoint-4") == 4
+    AutoModelForCausalLM.from_pretrained("out")

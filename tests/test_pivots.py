@@ -1,0 +1,184 @@
+"""Segmentation, pivot distribution, success estimator: against brute force and their limits."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from world import make_tokenizer
+
+from trl_explore.pivots import (
+    SuccessEstimator,
+    draw_pivots,
+    failed_rows,
+    pivot_distribution,
+    relative_depths,
+    segment_delimiters,
+    segment_fixed,
+)
+
+
+@given(st.integers(1, 200), st.integers(1, 60))
+def test_fixed_segments_cover_the_completion_in_equal_chunks(num_tokens, length):
+    starts = segment_fixed(num_tokens, length=length)
+    sizes = [b - a for a, b in zip(starts, [*starts[1:], num_tokens], strict=True)]
+    assert starts[0] == 0
+    assert sum(sizes) == num_tokens
+    assert all(size == length for size in sizes[:-1]) and 1 <= sizes[-1] <= length
+
+
+def test_delimiters_end_a_segment_and_never_start_an_empty_one():
+    tokenizer = make_tokenizer()
+    ids = tokenizer("ab.c;d..e.")["input_ids"]
+    assert segment_delimiters(ids, tokenizer, delimiters=["."]) == [0, 3, 7, 8]
+    assert segment_delimiters(ids, tokenizer, delimiters=[".", ";"]) == [0, 3, 5, 7, 8]
+    assert segment_delimiters(ids, tokenizer, delimiters=["#"]) == [0]
+
+
+def test_a_special_token_whose_name_holds_the_delimiter_does_not_delimit():
+    tokenizer = make_tokenizer()
+    assert segment_delimiters([5, 1, 6], tokenizer, delimiters=["e", "o"]) == [0]
+
+
+def test_the_cache_holds_each_token_once_and_changes_no_result():
+    tokenizer = make_tokenizer()
+    ids = tokenizer("1;2;3;12")["input_ids"]
+    cache = {}
+    first = segment_delimiters(ids, tokenizer, delimiters=[";"], cache=cache)
+    assert set(cache) == set(ids) and sum(cache.values()) == 1
+    assert segment_delimiters(ids, tokenizer, delimiters=[";"], cache=cache) == first == [0, 2, 4, 6]
+
+
+@pytest.mark.parametrize("delimiters", [[], [""], [".", ""]])
+def test_empty_delimiters_are_refused(delimiters):
+    with pytest.raises(ValueError, match="delimiters"):
+        segment_delimiters([5], make_tokenizer(), delimiters=delimiters)
+
+
+@given(
+    st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=30),
+    st.floats(-3.0, 6.0),
+)
+def test_the_distribution_is_utility_normalised(probs, gamma):
+    count = len(probs)
+    utility = [p * ((t + 1) / count) ** gamma for t, p in enumerate(probs)]
+    expected = torch.tensor([u / math.fsum(utility) for u in utility], dtype=torch.float64)
+    torch.testing.assert_close(pivot_distribution(torch.tensor(probs, dtype=torch.float64), gamma=gamma), expected)
+
+
+def test_gamma_zero_and_constant_success_is_uniform():
+    torch.testing.assert_close(pivot_distribution(torch.full((5,), 0.3), gamma=0.0), torch.full((5,), 0.2).double())
+
+
+def test_a_single_point_has_probability_one():
+    assert pivot_distribution(torch.tensor([0.01]), gamma=50.0).tolist() == [1.0]
+
+
+@pytest.mark.parametrize("gamma", [-20.0, 50.0])
+@pytest.mark.parametrize("count", [2, 1000, 100_000])
+def test_extreme_gamma_neither_overflows_nor_vanishes(gamma, count):
+    probs = pivot_distribution(torch.full((count,), 0.5), gamma=gamma)
+    assert torch.isfinite(probs).all()
+    assert probs.sum().item() == pytest.approx(1.0, abs=1e-9)
+    assert probs.argmax().item() == (count - 1 if gamma > 0 else 0)
+
+
+@pytest.mark.parametrize("gamma", [math.inf, math.nan])
+def test_a_gamma_that_is_not_finite_is_refused(gamma):
+    with pytest.raises(ValueError, match="gamma"):
+        pivot_distribution(torch.tensor([0.5]), gamma=gamma)
+
+
+def test_draws_are_without_replacement_and_follow_the_distribution():
+    generator = torch.Generator().manual_seed(0)
+    probs = torch.tensor([0.1, 0.2, 0.7], dtype=torch.float64)
+    first = [draw_pivots(probs, 2, generator=generator) for _ in range(4000)]
+    assert all(len(set(pair)) == 2 for pair in first)
+    shares = [sum(pair[0] == t for pair in first) / len(first) for t in range(3)]
+    assert shares == pytest.approx([0.1, 0.2, 0.7], abs=0.03)  # 4 standard errors
+    assert sorted(draw_pivots(probs, 9, generator=generator)) == [0, 1, 2]
+
+
+def test_which_rows_to_branch_from():
+    nan = math.nan
+    rewards = torch.tensor([0.0, 1.0, nan, 0.0, 0.5, nan])  # two groups of three
+    options = dict(threshold=1.0, group_size=3)
+    assert failed_rows(rewards, branch_from="failures", **options).tolist() == [1, 0, 0, 1, 1, 0]
+    assert failed_rows(rewards, branch_from="failed_groups", **options).tolist() == [0, 0, 0, 1, 1, 0]
+    assert failed_rows(rewards, branch_from="all", **options).tolist() == [1, 1, 0, 1, 1, 0]
+
+
+def filled(pairs, *, l2=1e-3, **options):
+    estimator = SuccessEstimator(buffer_size=1000, l2=l2, **options)
+    estimator.add([d for d, _ in pairs], [y for _, y in pairs])
+    return estimator
+
+
+def test_every_depth_is_equal_before_both_labels_and_enough_samples():
+    for pairs in ([], [(0.5, 0)] * 50, [(0.5, 1)] * 50, [(0.2, 1), (0.9, 0)] * 4):
+        estimator = filled(pairs)
+        estimator.fit()
+        assert (estimator.weight, estimator.bias) == (0.0, 0.0)
+        assert estimator.predict(torch.tensor([0.1, 0.9])).tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("l2", [1e-3, 0.1])
+def test_the_fit_is_the_minimum_of_the_penalised_cross_entropy(l2):
+    generator = torch.Generator().manual_seed(1)
+    depths = torch.rand(200, generator=generator, dtype=torch.float64)
+    labels = (torch.rand(200, generator=generator, dtype=torch.float64) < torch.sigmoid(2 - 4 * depths)).long()
+    estimator = filled(list(zip(depths.tolist(), labels.tolist(), strict=True)), l2=l2)
+    estimator.fit()
+
+    def objective(w, b):
+        p = torch.sigmoid(w * depths + b)
+        cross_entropy = -(labels * p.log() + (1 - labels) * (1 - p).log()).mean()
+        return (cross_entropy + l2 * (w**2 + b**2)).item()
+
+    best = objective(estimator.weight, estimator.bias)
+    assert estimator.weight < 0  # recoverability falls with depth here
+    for dw, db in [(1e-2, 0), (-1e-2, 0), (0, 1e-2), (0, -1e-2), (1e-2, -1e-2)]:
+        assert objective(estimator.weight + dw, estimator.bias + db) > best
+
+
+def test_separable_and_one_class_data_stay_finite():
+    estimator = filled([(0.1, 1), (0.9, 0)] * 200)
+    for _ in range(5):
+        estimator.fit()
+    assert abs(estimator.weight) < 100 and abs(estimator.bias) < 100
+    estimator.add([0.5] * 1000, [0] * 1000)  # the window now holds one class only
+    estimator.fit()
+    assert estimator.predict(torch.tensor([0.5])).item() < 0.1
+
+
+def test_the_buffer_forgets_the_oldest():
+    estimator = SuccessEstimator(buffer_size=20, l2=1e-3)
+    estimator.add([0.9] * 30, [1] * 30)
+    estimator.add([0.9] * 20, [0] * 20)
+    estimator.fit()
+    assert len(estimator) == 20
+    assert estimator.predict(torch.tensor([0.9])).item() < 0.1
+
+
+def test_state_restores_the_next_fit_exactly():
+    generator = torch.Generator().manual_seed(2)
+    pairs = [(float(d), int(d < 0.4)) for d in torch.rand(60, generator=generator)]
+    estimator = filled(pairs)
+    estimator.fit()
+    other = SuccessEstimator(buffer_size=1000, l2=1e-3)
+    other.load_state_dict(estimator.state_dict())
+    for e in (estimator, other):
+        e.add([0.5], [1])
+        e.fit()
+    assert (other.weight, other.bias) == (estimator.weight, estimator.bias)
+
+
+def test_relative_depths_end_at_one():
+    assert relative_depths(4).tolist() == [0.25, 0.5, 0.75, 1.0]
+
+
+@pytest.mark.parametrize("options", [dict(buffer_size=0, l2=1e-3), dict(buffer_size=5, l2=0.0)])
+def test_an_estimator_that_cannot_work_is_refused(options):
+    with pytest.raises(ValueError):
+        SuccessEstimator(**options)

@@ -1,0 +1,234 @@
+r"""Which answers count: marks, numbers, formulas, and text that no one should trust."""
+
+import subprocess
+import sys
+import threading
+import time
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trl_explore.rewards import (
+    accuracy_reward,
+    answer_key,
+    answers_match,
+    completion_text,
+    extract_answer,
+    format_reward,
+    parse_number,
+    soft_overlong_penalty,
+    think_format_reward,
+)
+
+
+def test_the_last_mark_holds_the_answer():
+    assert extract_answer(r"\boxed{1} then #### 2") == "2"
+    assert extract_answer("#### 2\nno: \\boxed{1}") == "1"
+    assert extract_answer(r"\boxed{\frac{1}{2}} and no more") == r"\frac{1}{2}"
+    assert extract_answer("####   42 \nbye") == "42"
+    assert extract_answer(r"#### \boxed{42}") == "42"
+
+
+def test_unclosed_boxes_and_empty_hashes_are_no_marks():
+    assert extract_answer(r"\boxed{\frac{1}{2}") is None
+    assert extract_answer("####\n42") is None
+    assert extract_answer(r"\boxed{7} hence \boxed{1") == "7"
+
+
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("1000", 1000),
+        ("1,000", 1000),
+        ("1{,}000", 1000),
+        (r"1,\!000", 1000),
+        ("1000.0", 1000),
+        ("$1,234,567.50", Fraction("1234567.5")),
+        (r"\$42", 42),
+        ("$42$", 42),
+        ("-$5", -5),
+        ("$-5", -5),
+        ("€7.", 7),
+        ("\u22123", -3),
+        (".5", Fraction(1, 2)),
+        ("1e3", 1000),
+        ("-1/2", Fraction(-1, 2)),
+        (r"\dfrac{3}{4}", Fraction(3, 4)),
+    ],
+)
+def test_one_number_is_read_exactly(text, value):
+    assert parse_number(text) == value
+
+
+@pytest.mark.parametrize(
+    "text", ["", "-", ".", "e5", ".e5", "1,00", "3 4", "x", "42%", "42 apples", "1/0", "1e9999", "9" * 101, "1.2.3"]
+)
+def test_other_texts_are_no_number(text):
+    assert parse_number(text) is None
+
+
+@given(st.integers(-(10**12), 10**12))
+def test_a_whole_number_matches_itself_in_every_spelling_and_not_its_neighbour(value):
+    completions = [f"#### {value}", f"#### {value:,}", rf"\boxed{{{value}.0}}", f"#### ${value}", f"{value}"]
+    assert accuracy_reward(completions, answer=[f"so\n#### {value:,}"] * 5) == [1.0] * 5
+    assert accuracy_reward([f"#### {value + 1}"], solution=[rf"\boxed{{{value}}}"]) == [0.0]
+
+
+@given(st.fractions(min_value=-1000, max_value=1000, max_denominator=1000))
+def test_decimals_match_fractions_within_the_tolerance(value):
+    gold = f"{value.numerator}/{value.denominator}"
+    assert answers_match(f"#### {float(value):.12f}", gold) is (abs(Fraction(f"{float(value):.12f}") - value) <= 1e-6)
+    if value and value.denominator > 1:
+        assert answers_match(f"#### {float(value) * (1 + 1e-4):.12f}", gold) is False
+
+
+@pytest.mark.parametrize(
+    "completion, gold, reward",
+    [
+        (r"\boxed{\frac{2}{6}}", r"\frac{1}{3}", 1.0),
+        (r"so $\frac{2}{6}$", r"\boxed{\frac{1}{3}}", 1.0),
+        (r"\boxed{1+x}", "x+1", 1.0),
+        (r"\boxed{x-1}", "x+1", 0.0),
+        ("#### (1, 2)", "(1,2)", 1.0),
+        (r"\boxed{B}", "B", 1.0),
+        (r"\boxed{A}", "B", 0.0),
+        (r"\boxed{\text{Monday}}", r"\boxed{\text{Monday}}", 1.0),
+        (r"\boxed{42\%}", "42", 1.0),
+        (r"\boxed{42\%}", "0.42", 1.0),
+        (r"\boxed{42\%}", "0.43", 0.0),
+        ("#### 42 apples", "#### 42", 1.0),
+        ("The answer is **42**.", "42", 1.0),
+        ("42", "42", 1.0),
+        ("First 42, then 43", "42", 0.0),
+        (r"\boxed{42} or rather \boxed{41}", "42", 0.0),
+        ("no idea", "42", 0.0),
+        ("", "42", 0.0),
+        ("42", "no idea", None),
+        ("42", "", None),
+        (r"\boxed{10^{10^{10}}}", r"\boxed{10^{10^{10}}}", 1.0),
+    ],
+)
+def test_what_counts_as_right(completion, gold, reward):
+    assert accuracy_reward([completion], solution=[gold]) == [reward]
+
+
+def test_both_completion_forms_and_both_column_names_are_read():
+    plain = [r"\boxed{1}", r"\boxed{2}"]
+    messages = [[{"role": "assistant", "content": text}] for text in plain]
+    assert accuracy_reward(plain, solution=["1", "1"]) == [1.0, 0.0]
+    assert accuracy_reward(messages, answer=["... #### 1", "... #### 1"], prompts=["a", "b"]) == [1.0, 0.0]
+    assert accuracy_reward(plain, answer=[1, None]) == [1.0, None]
+    assert accuracy_reward(plain, solution=["1", "2"], answer=["5", "5"]) == [1.0, 1.0]
+
+
+def test_a_missing_gold_column_is_an_error_that_names_the_columns():
+    with pytest.raises(ValueError, match="`solution` or `answer`"):
+        accuracy_reward(["1"])
+
+
+def test_the_last_message_is_the_completion():
+    call = {"role": "assistant", "content": None, "tool_calls": []}
+    assert completion_text([call, {"role": "assistant", "content": "4"}]) == "4"
+    assert completion_text([{"role": "assistant", "content": [{"type": "text", "text": "5"}]}]) == "5"
+    assert completion_text([call]) == completion_text([]) == ""
+
+
+GARBAGE = [
+    r"\boxed{9^{9^{9^{9}}}}",
+    "9 ** 9 ** 9 ** 9",
+    r"\boxed{(10^{9})!}",
+    r"\boxed{123456789!}",
+    r"\boxed{2^{99999999999}}",
+    r"\boxed{1e999999999}",
+    r"\boxed{\binom{10^9}{5\cdot 10^8}}",
+    r"\boxed{\frac{1}{0}}",
+    "#### 1/0",
+    "\x00\ud800\uffff",
+    "\\boxed{" * 2000,
+    "####" * 2000,
+    "{" * 100_000,
+    "$" * 10_000,
+    "#### " + "-" * 400,
+    "#### " + "(" * 499,
+    "9" * 10_000,
+    r"\boxed{" + "9" * 499 + "}",
+]
+
+
+def test_garbage_is_wrong_and_neither_raises_nor_hangs():
+    start = time.monotonic()
+    assert accuracy_reward(GARBAGE, solution=["42"] * len(GARBAGE)) == [0.0] * len(GARBAGE)
+    assert format_reward(GARBAGE)[-1] == 1.0
+    assert time.monotonic() - start < 10
+
+
+def test_rewards_work_outside_the_main_thread_where_signals_do_not():
+    results = []
+    completions = [*GARBAGE, r"\boxed{\frac{2}{4}}"]
+    thread = threading.Thread(
+        target=lambda: results.append(accuracy_reward(completions, solution=[r"\frac{1}{2}"] * len(completions))),
+        daemon=True,
+    )
+    thread.start()
+    thread.join(timeout=20)
+    assert results == [[0.0] * len(GARBAGE) + [1.0]]
+
+
+PIECES = [*"0123456789.,$%#{}()\\^_+-*/=! \nabx", "\\boxed{", "#### ", "\\frac{", "^{9"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from(PIECES)).map("".join))
+def test_no_text_makes_a_reward_raise(text):
+    assert set(accuracy_reward([text, text], answer=["#### 42", r"\frac{1}{3}"])) <= {0.0, 1.0}
+    assert format_reward([text])[0] in (0.0, 1.0)
+    assert answers_match("42", text) in (True, False, None)
+    hash(answer_key(text))
+
+
+def test_equal_answers_vote_for_the_same_key():
+    assert answer_key(r"\boxed{1,000}") == answer_key("#### 1000.0") == answer_key("$1000") == 1000
+    assert answer_key(r"\boxed{x + 1}") == answer_key("#### x+1") == "x+1"
+    assert answer_key("thinking of 5 things") is None
+
+
+@pytest.mark.parametrize(
+    "completion, reward",
+    [
+        ("Thus\n#### 42", 1.0),
+        (r"It is $\boxed{42}$.", 1.0),
+        ("It is \\[\\boxed{\\frac{1}{2}}\\]\n", 1.0),
+        (r"#### \boxed{42}", 1.0),
+        ("It is 42.", 0.0),
+        (r"\boxed{42} I hope", 0.0),
+        (r"\boxed{41} or \boxed{42}", 0.0),
+        ("#### 41\n#### 42", 0.0),
+        ("#### 42\nmore", 0.0),
+        (r"\boxed{}", 0.0),
+        (r"\boxed{42", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_the_format_is_one_mark_at_the_end(completion, reward):
+    assert format_reward([completion]) == [reward]
+    assert format_reward([[{"role": "assistant", "content": completion}]], solution=["42"]) == [reward]
+
+
+def test_the_overlong_penalty_is_trls_and_checks_its_arguments():
+    penalty = soft_overlong_penalty(max_completion_len=100, soft_punish_cache=20)
+    assert penalty(completion_ids=[[1] * 80, [1] * 90, [1] * 100, [1] * 101]) == [0.0, -0.5, -1.0, -1.0]
+    with pytest.raises(ValueError, match="soft_punish_cache=101"):
+        soft_overlong_penalty(100, 101)
+    with pytest.raises(ValueError, match="max_completion_len=0"):
+        soft_overlong_penalty(0, 0)
+
+
+def test_trls_think_format_reward_is_at_hand():
+    assert think_format_reward([[{"content": "<think>\na\n</think>\nb"}], [{"content": "b"}]]) == [1.0, 0.0]
+
+
+def test_importing_the_rewards_loads_neither_torch_nor_math_verify():
+    code = "import sys, trl_explore.rewards, trl_explore.metrics; print({'torch', 'math_verify'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"

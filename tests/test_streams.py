@@ -1,0 +1,146 @@
+"""Streams: whatever TRL divides by in a micro-batch, a stream is the mean over its own rows or tokens."""
+
+import pytest
+import torch
+
+from trl_explore.advantages import combine_rewards, has_signal
+from trl_explore.streams import (
+    LOSS_NORMALISERS,
+    StreamTotals,
+    check_loss_type,
+    loss_mask,
+    select_rows,
+    split_stream,
+    stream_scale,
+    trim_padding,
+)
+
+
+def make_rows(lengths, *, suffix_from=0, width=6):
+    """Rows whose i-th completion has `lengths[i]` tokens, trained from `suffix_from` on."""
+    count = len(lengths)
+    positions = torch.arange(width).expand(count, width)
+    mask = (positions < torch.tensor(lengths).unsqueeze(1)).long()
+    return {
+        "prompt_ids": torch.ones(count, 3, dtype=torch.long),
+        "prompt_mask": torch.ones(count, 3, dtype=torch.long),
+        "completion_ids": torch.arange(count).unsqueeze(1).expand(count, width).clone(),
+        "completion_mask": mask,
+        "tool_mask": (positions >= suffix_from).long(),
+        "advantages": torch.arange(1.0, count + 1),
+        "num_items_in_batch": torch.tensor(0),
+    }
+
+
+def trl_loss(loss_type, rows, per_token, *, max_length, window, num_items, processes, steps):
+    """TRL's reduction of a per-token loss in one micro-batch, written out from its definition."""
+    mask = loss_mask(rows).double()
+    if loss_type in ("grpo", "sapo"):
+        return ((per_token * mask).sum(1) / mask.sum(1).clamp(min=1)).mean() / window
+    if loss_type == "bnpo":
+        return (per_token * mask).sum() / mask.sum().clamp(min=1) / window
+    if loss_type == "dr_grpo":
+        return (per_token * mask).sum() / (len(mask) * max_length) / window
+    if loss_type == "luspo":
+        return (per_token * mask).sum(1).mean() / window
+    return (per_token * mask).sum() / (max(num_items, 1) / processes * window / steps)
+
+
+@pytest.mark.parametrize("loss_type", sorted(LOSS_NORMALISERS))
+@pytest.mark.parametrize("steps,max_rows", [(1, 100), (2, 2), (3, 4)])
+def test_a_stream_is_its_own_mean_however_it_is_cut_up(loss_type, steps, max_rows):
+    lengths, max_length = [5, 2, 6, 3, 1, 4, 6], 6
+    rows = make_rows(lengths, suffix_from=1)
+    keep = torch.tensor([True, True, False, True, True, True, True])
+    mask = loss_mask(rows).double() * keep.unsqueeze(1)
+    totals = StreamTotals(num_rows=int(keep.sum()), num_tokens=int(mask.sum()))
+    value = rows["completion_ids"].double() + 1  # a per-token loss that tells the rows apart
+
+    if LOSS_NORMALISERS[loss_type] == "rows":
+        per_row = (value * mask).sum(1)
+        if loss_type in ("grpo", "sapo"):
+            per_row = per_row / mask.sum(1).clamp(min=1)
+        expected = per_row.sum() / totals.num_rows / (max_length if loss_type == "dr_grpo" else 1)
+    else:
+        expected = (value * mask).sum() / totals.num_tokens
+
+    processes = 2  # the other process holds the same number of rows, all of them padding
+    total = torch.zeros((), dtype=torch.float64)
+    for parts in split_stream(rows, keep, num_rows=6, num_steps=steps, max_rows=max_rows):
+        for part in parts:
+            loss = trl_loss(
+                loss_type,
+                part,
+                part["completion_ids"].double() + 1,
+                max_length=max_length,
+                window=steps,
+                num_items=totals.num_tokens,
+                processes=processes,
+                steps=steps,
+            )
+            total += loss * stream_scale(loss_type, part, totals, num_slots=steps * processes)
+    torch.testing.assert_close(total / processes, expected)  # processes average their gradients
+
+
+def test_rows_are_dealt_out_evenly_and_missing_ones_are_masked_copies():
+    rows = make_rows([3] * 5)
+    steps = split_stream(rows, torch.ones(5, dtype=torch.bool), num_rows=7, num_steps=2, max_rows=3)
+    assert [[len(part["advantages"]) for part in parts] for parts in steps] == [[3, 1], [3, 1]]
+    trained = [int(loss_mask(part).any(1).sum()) for parts in steps for part in parts]
+    assert sum(trained) == 5
+    assert sorted(a for parts in steps for part in parts for a in part["advantages"].tolist()) == [
+        1.0,
+        1.0,
+        1.0,
+        1.0,
+        2.0,
+        3.0,
+        4.0,
+        5.0,
+    ]
+    for parts in steps:
+        for part in parts:
+            assert part["completion_mask"].sum(1).min() >= 1  # an all-masked row would make attention NaN
+
+
+def test_a_process_without_rows_still_gets_its_share_of_masked_ones():
+    steps = split_stream(make_rows([2, 2]), torch.zeros(2, dtype=torch.bool), num_rows=3, num_steps=1, max_rows=8)
+    assert len(steps[0][0]["advantages"]) == 3
+    assert loss_mask(steps[0][0]).sum() == 0
+
+
+def test_nothing_to_train_makes_no_parts():
+    assert split_stream(make_rows([2]), torch.tensor([False]), num_rows=0, num_steps=2, max_rows=4) == [[], []]
+
+
+def test_trimming_removes_only_columns_without_tokens():
+    rows = make_rows([2, 4], width=6)
+    rows["prompt_mask"] = torch.tensor([[0, 0, 1], [0, 1, 1]])
+    rows["ref_per_token_logps"] = torch.zeros(2, 6)
+    trimmed = trim_padding(rows)
+    assert trimmed["completion_ids"].shape == (2, 4) and trimmed["ref_per_token_logps"].shape == (2, 4)
+    assert trimmed["prompt_ids"].shape == (2, 2)
+    assert trimmed["prompt_mask"].tolist() == [[0, 1], [1, 1]]
+    assert rows["completion_ids"].shape == (2, 6)  # the caller's rows are left alone
+
+
+def test_selecting_rows_keeps_scalars():
+    picked = select_rows(make_rows([1, 2, 3]), torch.tensor([2, 0]))
+    assert picked["advantages"].tolist() == [3.0, 1.0]
+    assert picked["num_items_in_batch"].dim() == 0
+
+
+def test_an_unknown_loss_type_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="loss_type='ppo'.*dapo"):
+        check_loss_type("ppo")
+
+
+def test_rewards_are_weighted_and_unscorable_rows_stay_nan():
+    nan = float("nan")
+    total = combine_rewards(torch.tensor([[1.0, 2.0], [nan, 2.0], [nan, nan]]), torch.tensor([1.0, 0.5]))
+    assert total[:2].tolist() == [2.0, 1.0] and total[2].isnan()
+
+
+def test_signal_is_any_advantage_off_zero():
+    assert has_signal(torch.tensor([0.0, 1e-9, -0.1])).tolist() == [False, False, True]
+    assert has_signal(torch.tensor([[0.0, 0.0], [0.0, 2.0]])).tolist() == [False, True]

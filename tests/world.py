@@ -1,0 +1,142 @@
+"""The small world that the trainer tests share: a character tokenizer, a random Qwen2 model, sums as a task."""
+
+import functools
+import re
+import tempfile
+
+import torch
+from datasets import Dataset
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from trl import GRPOConfig, GRPOTrainer
+
+CHARACTERS = "0123456789+-=;. abcdefgh"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}<u>{{ m['content'] }}"
+    "{% else %}<a>{{ m['content'] }}<eos>{% endif %}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
+def make_tokenizer():
+    tokens = ["<pad>", "<eos>", "<unk>", "<u>", "<a>", *CHARACTERS]
+    raw = Tokenizer(models.WordLevel({t: i for i, t in enumerate(tokens)}, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.Split(Regex(""), "isolated")
+    raw.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        additional_special_tokens=["<u>", "<a>"],
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def make_model(seed=0, **changes):
+    config = dict(
+        vocab_size=5 + len(CHARACTERS),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+        pad_token_id=0,
+        initializer_range=0.3,
+    )
+    torch.manual_seed(seed)
+    return Qwen2ForCausalLM(Qwen2Config(**{**config, **changes}))
+
+
+@functools.cache
+def saved_model():
+    """A folder with the small model, which trainers with a KL term load their reference from."""
+    folder = tempfile.mkdtemp(prefix="small-world-")
+    make_model().save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def make_dataset(conversational=False):
+    pairs = [(i, j) for i in range(6) for j in range(6)]
+    prompts = [f"{i}+{j}=" for i, j in pairs]
+    if conversational:
+        prompts = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    return Dataset.from_dict({"prompt": prompts, "answer": [str((i + j) % 10) for i, j in pairs]})
+
+
+def text_of(completion):
+    return completion if isinstance(completion, str) else completion[0]["content"]
+
+
+def contains_answer(completions, answer, **kwargs):
+    """1 where the answer's digit occurs anywhere: a random model gets about a quarter of the sums right."""
+    return [1.0 if a in text_of(c) else 0.0 for c, a in zip(completions, answer, strict=True)]
+
+
+def some_letter(completions, **kwargs):
+    """Scores only completions that hold a digit."""
+    return [float("a" in text_of(c)) if re.search(r"\d", text_of(c)) else None for c in completions]
+
+
+def never(completions, **kwargs):
+    return [0.0] * len(completions)
+
+
+def always(completions, **kwargs):
+    return [1.0] * len(completions)
+
+
+def make_trainer(trainer_class=GRPOTrainer, config_class=GRPOConfig, output_dir=".", *, model=None, **options):
+    """A trainer in the small world; options that are no trainer arguments become configuration fields."""
+    arguments = {
+        "reward_funcs": contains_answer,
+        "train_dataset": make_dataset(options.pop("conversational", False)),
+        "processing_class": make_tokenizer(),
+    }
+    for name in ("reward_funcs", "train_dataset", "eval_dataset", "peft_config", "callbacks", "tools", "rollout_func"):
+        if name in options:
+            arguments[name] = options.pop(name)
+    config = dict(
+        output_dir=str(output_dir),
+        per_device_train_batch_size=8,
+        num_generations=4,
+        max_completion_length=8,
+        max_steps=3,
+        learning_rate=1e-2,
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        logging_steps=1,
+        save_strategy="no",
+        disable_tqdm=True,
+        seed=3,
+    )
+    args = config_class(**{**config, **options})
+    return trainer_class(model=AutoModelForCausalLM.from_pretrained(saved_model()) if model is None else model, args=args, **arguments)
+
+
+def parameters(trainer):
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+def trained(*args, **options):
+    """Train in the small world; returns the final parameters and the log history."""
+    trainer = make_trainer(*args, **options)
+    trainer.train()
+    return parameters(trainer), trainer.state.log_history
+
+
+def assert_same(first, second, *, tolerance=0.0):
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        if tolerance:
+            torch.testing.assert_close(value, second[name], rtol=0, atol=tolerance, msg=name)
+        else:
+            assert torch.equal(value, second[name]), name
+
+
+def differ(first, second):
+    return any(not torch.equal(value, second[name]) for name, value in first.items())

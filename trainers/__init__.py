@@ -1,0 +1,15 @@
+# From the repository root this folder is also importable as `trainers`, which would make a second copy of every class.
+if __name__ != "trl_explore.trainers":
+    raise ImportError("this folder is the package trl_explore.trainers; import it under that name")
+
+import trl
+
+from trl_explore.compat import check_trl_version
+
+check_trl_version(trl.__version__)
+
+from .base import ExplorationTrainer
+from .config import ExplorationConfig
+from .deep_grpo import DeepGRPOConfig, DeepGRPOTrainer
+
+__all__ = ["DeepGRPOConfig", "DeepGRPOTrainer", "ExplorationConfig", "ExplorationTrainer"]

@@ -1,0 +1,84 @@
+"""What the configurations of all exploration trainers share."""
+
+from dataclasses import MISSING, dataclass, field, fields
+from typing import TypeVar
+
+from trl import GRPOConfig
+
+from trl_explore.names import explain_unknown_fields
+
+C = TypeVar("C", bound="ExplorationConfig")
+
+
+@explain_unknown_fields
+@dataclass
+class ExplorationConfig(GRPOConfig):
+    r"""
+    Base of the exploration configurations: every field of [`~trl.GRPOConfig`], and two that all methods share.
+
+    Args:
+        drop_zero_advantage (`bool`, *optional*, defaults to `False`):
+            Leave rows whose advantage is 0 out of the loss and out of what it is averaged over, in the main stream and
+            in extra streams alike. `False` is TRL's convention.
+        sampling_batch_size (`int`, *optional*):
+            Rows per `generate` call when a method samples extra rows with the transformers backend. `None` samples a
+            whole stage in a single call; lower it if that call runs out of memory.
+    """
+
+    drop_zero_advantage: bool = field(
+        default=False,
+        metadata={
+            "help": "Leave rows with advantage 0 out of the loss and its normaliser, in all streams alike. False is "
+            "TRL's convention."
+        },
+    )
+    sampling_batch_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Rows per `generate` call for extra samples (transformers backend). None: a whole stage in one "
+            "call; lower it if that call runs out of memory."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        self.validate()
+        super().__post_init__()
+
+    def validate(self) -> None:
+        """
+        Check the method's own fields.
+
+        Raises:
+            ValueError: Naming the field, its value and the remedy.
+        """
+        if self.sampling_batch_size is not None and self.sampling_batch_size < 1:
+            raise ValueError(
+                f"`sampling_batch_size={self.sampling_batch_size}` must be at least 1, or None for a single call."
+            )
+
+
+def upgrade_config(args: GRPOConfig, config_class: type[C]) -> C:
+    """
+    Turn a plain `GRPOConfig` into a method's configuration with the method's defaults.
+
+    Args:
+        args ([`~trl.GRPOConfig`]):
+            Any GRPO configuration.
+        config_class (`type`):
+            The method's configuration class.
+
+    Returns:
+        `config_class`: `args` itself where it is one already; else a configuration with the same values. Its
+        `__post_init__` does not run again: the values it derives (batch sizes, devices) are already there.
+    """
+    if isinstance(args, config_class):
+        return args
+    upgraded = object.__new__(config_class)
+    for f in fields(config_class):
+        if f.default is not MISSING:
+            vars(upgraded)[f.name] = f.default
+        elif f.default_factory is not MISSING:
+            vars(upgraded)[f.name] = f.default_factory()
+    vars(upgraded).update(vars(args))
+    upgraded.validate()
+    return upgraded

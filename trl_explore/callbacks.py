@@ -1,0 +1,300 @@
+"""Evaluation during training: pass@k, majority vote and greedy accuracy of the current model on held-out prompts."""
+
+import asyncio
+import copy
+import math
+import random
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import gather_object
+from torch import nn
+from transformers import GenerationConfig, ProcessorMixin, Trainer, TrainerCallback, TrainerState, set_seed
+from trl import apply_chat_template, is_conversational
+from trl.chat_template_utils import parse_response
+from trl.distributed import DistributedBackend
+from trl.models import unwrap_model_for_generation
+from trl.trainer.utils import is_async_callable, pad
+
+from trl_explore.metrics import sample_metrics
+from trl_explore.rewards import answer_key, completion_text
+
+
+@contextmanager
+def _undisturbed(model: nn.Module, *, seed: int) -> Iterator[None]:
+    """`model` is in eval mode and the random generators start from `seed`; afterwards all is as before."""
+    # Module by module: frozen parts may be in eval mode already.
+    modes = [(module, module.training) for module in model.modules()]
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    accelerator = torch.accelerator.current_accelerator()
+    devices = range(torch.accelerator.device_count())  # seeding reaches all, not only the one in use
+    try:
+        with torch.random.fork_rng(devices, device_type=accelerator.type if accelerator else "cuda"):
+            set_seed(seed)
+            model.eval()
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        for module, training in modes:
+            module.training = training
+
+
+class PassAtKCallback(TrainerCallback):
+    """
+    Logs pass@k of the current model on held-out prompts during training, and leaves no trace in the training.
+
+    Random states, training flags, metric accumulators, token counts and the generation config are afterwards as
+    before: parameters and training metrics of a run are the same with and without it. Completions come from the
+    training model through `generate`, even where training samples with vLLM. Logged, and kept in `history`
+    (`list[dict]`, with the step): `eval/pass_at_{k}`, `eval/maj_at_{k}`, `eval/greedy_accuracy` and `eval/reward`, as
+    defined by [`~trl_explore.metrics.sample_metrics`] on the weighted sums of rewards.
+
+    Args:
+        trainer ([`~trl.GRPOTrainer`]):
+            The trainer, of this class or a subclass, that the callback is added to.
+        eval_dataset ([`~datasets.Dataset`] or `list[dict]`):
+            Prompts in a column `prompt`, plain or conversational, and the columns that the reward functions read.
+        reward_funcs (`Callable` or `list[Callable]`, *optional*):
+            Synchronous reward functions that decide success. `None` for the trainer's own, with their weights.
+        num_samples (`int`, *optional*, defaults to `8`):
+            Samples per prompt.
+        k (`Sequence[int]`, *optional*, defaults to `(1, 8)`):
+            Values of k for pass@k. Each in `[1, num_samples]`.
+        maj_k (`Sequence[int]`, *optional*, defaults to `()`):
+            Values of k for the majority vote. Each in `[1, num_samples]`.
+        every (`int`, *optional*):
+            Optimizer steps between evaluations. `None` for the trainer's `eval_steps`; where these are not set either,
+            only the beginning and the end of training are evaluated.
+        temperature (`float`, *optional*, defaults to `1.0`):
+            Sampling temperature, positive. The other sampling options are those of the training arguments.
+        greedy (`bool`, *optional*, defaults to `True`):
+            Whether to decode one more completion per prompt greedily.
+        answer_fn (`Callable`, *optional*, defaults to [`~trl_explore.rewards.answer_key`]):
+            Text of a completion to its answer (hashable, `None` for none), for the majority vote.
+        success_threshold (`float`, *optional*):
+            Smallest weighted sum of rewards that counts as success. `None` stands for a reward of 1 from the only
+            reward function; with several it must be given.
+        batch_size (`int`, *optional*, defaults to `64`):
+            Completions per `generate` call and process. Positive.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of each evaluation: all draw the same random numbers, which makes their differences less noisy.
+        metric_prefix (`str`, *optional*, defaults to `"eval"`):
+            First part of the logged names.
+        at_begin (`bool`, *optional*, defaults to `True`):
+            Whether to evaluate before the first step. The end is always evaluated; no step is evaluated twice.
+
+    Raises:
+        `ValueError`: If an argument is outside its range, the reward functions leave open what success is, or the
+        trainer has tools, environments, a `rollout_func` or a multimodal processor.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        eval_dataset: Iterable[dict[str, Any]],
+        *,
+        reward_funcs: Callable | list[Callable] | None = None,
+        num_samples: int = 8,
+        k: Sequence[int] = (1, 8),
+        maj_k: Sequence[int] = (),
+        every: int | None = None,
+        temperature: float = 1.0,
+        greedy: bool = True,
+        answer_fn: Callable[[str], Hashable | None] = answer_key,
+        success_threshold: float | None = None,
+        batch_size: int = 64,
+        seed: int = 0,
+        metric_prefix: str = "eval",
+        at_begin: bool = True,
+    ) -> None:
+        self.trainer = trainer
+        self.rows = [dict(row) for row in eval_dataset]
+        if reward_funcs is None:
+            funcs, processing_classes = list(trainer.reward_funcs), trainer.reward_processing_classes
+            weights = trainer.reward_weights.tolist()
+        else:
+            funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+            processing_classes, weights = [None] * len(funcs), [1.0] * len(funcs)
+            if any(isinstance(func, nn.Module) or is_async_callable(func) for func in funcs):
+                raise ValueError(
+                    "reward_funcs must be synchronous functions; for reward models and async functions pass them to "
+                    "the trainer and leave reward_funcs out."
+                )
+        self.rewards = list(zip(funcs, processing_classes, weights, strict=True))
+        self.num_samples, self.k, self.maj_k = num_samples, tuple(k), tuple(maj_k)
+        self.temperature, self.greedy, self.batch_size, self.seed = temperature, greedy, batch_size, seed
+        self.every, self.at_begin = every, at_begin
+        self.answer_fn, self.metric_prefix = answer_fn, metric_prefix
+        self.history: list[dict[str, float]] = []
+        if success_threshold is None and len(funcs) != 1:
+            raise ValueError(
+                f"success_threshold must be given, because the sum of {len(funcs)} rewards does not say what success "
+                f"is; or pass the one function that does as reward_funcs."
+            )
+        self.success_threshold = weights[0] if success_threshold is None else success_threshold
+        if not self.rows or any("prompt" not in row for row in self.rows):
+            raise ValueError("eval_dataset must have rows, each with a `prompt`; rename the column of the prompts.")
+        if not self.k or not all(1 <= value <= num_samples for value in self.k + self.maj_k):
+            raise ValueError(
+                f"k and maj_k must be between 1 and num_samples={num_samples}, got k={self.k}, maj_k={self.maj_k}; "
+                f"raise num_samples or lower them."
+            )
+        if temperature <= 0 or batch_size < 1 or (every is not None and every < 1):
+            raise ValueError(
+                f"temperature, batch_size and every must be positive, got temperature={temperature}, "
+                f"batch_size={batch_size}, every={every}; greedy=True decodes greedily."
+            )
+        episodes = trainer.tools or trainer.environment_factories is not None or trainer.rollout_func is not None
+        if episodes or isinstance(trainer.processing_class, ProcessorMixin):
+            raise ValueError(
+                "PassAtKCallback samples one text completion per prompt, and the trainer has tools, environments, a "
+                "rollout_func or a multimodal processor; evaluate with the trainer's eval_dataset instead."
+            )
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if self.at_begin:
+            self._report(state)
+
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        every = self.every
+        if every is None and args.eval_steps is not None:
+            every = state.eval_steps  # the arguments' value may be a share of the run; the state's is resolved
+        if every is not None and state.global_step % every == 0:
+            self._report(state)
+
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self._report(state)
+
+    def _report(self, state: TrainerState) -> None:
+        key = f"{self.metric_prefix}/pass_at_{self.k[0]}"
+        if any(entry["step"] == state.global_step and key in entry for entry in state.log_history):
+            return
+        metrics = self.evaluate()
+        self.history.append({"step": state.global_step, **metrics})
+        # GRPOTrainer.log would average and clear the training metrics gathered so far; the parent's only logs. It also
+        # takes the pending order to log the training step as carried out.
+        should_log = self.trainer.control.should_log
+        Trainer.log(self.trainer, dict(metrics))
+        self.trainer.control.should_log = should_log
+
+    def evaluate(self) -> dict[str, float]:
+        """
+        Evaluates the current model without logging; every process must call it.
+
+        Returns:
+            `dict[str, float]`: The metrics under their logged names, equal on all processes.
+        """
+        accelerator = self.trainer.accelerator
+        rank, num_ranks, num_rows = accelerator.process_index, accelerator.num_processes, len(self.rows)
+        # Sharded models wait for each other in every forward pass, so each rank takes as many rows: some come twice.
+        share = [i % num_rows for i in range(rank, math.ceil(num_rows / num_ranks) * num_ranks, num_ranks)]
+        with _undisturbed(self.trainer.model_wrapped, seed=self.seed + rank):
+            sampled = self._evaluate_rows(share, self.num_samples, do_sample=True)
+            greedy = self._evaluate_rows(share, 1, do_sample=False) if self.greedy else [([], [])] * len(share)
+        by_index = dict(gather_object([(i, records) for i, *records in zip(share, sampled, greedy, strict=True)]))
+        samples, best = zip(*(by_index[index] for index in range(num_rows)), strict=True)
+        rewards, answers = zip(*samples, strict=True)  # (P, N) each
+        greedy_rewards = [of_prompt[0] for of_prompt, _ in best] if self.greedy else None
+        threshold = self.success_threshold
+        metrics = sample_metrics(rewards, answers, greedy_rewards, threshold=threshold, k=self.k, maj_k=self.maj_k)
+        return {f"{self.metric_prefix}/{name}": value for name, value in metrics.items()}
+
+    def _evaluate_rows(self, indices: list[int], copies: int, *, do_sample: bool) -> list[tuple[list, list]]:
+        """Rewards and answers of `copies` completions of each row: a pair of lists `[copies]` per index."""
+        trainer = self.trainer
+        records, chunk = [], max(1, self.batch_size // copies)
+        unwrapped = unwrap_model_for_generation(
+            trainer.model_wrapped,
+            trainer.accelerator,
+            gather_deepspeed3_params=trainer.args.ds3_gather_for_generation,
+            gradient_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs,
+        )
+        full = DistributedBackend(trainer.accelerator).summon_full_params(trainer.model_wrapped, recurse=False)
+        with unwrapped as model, torch.no_grad(), full:
+            for start in range(0, len(indices), chunk):
+                # Copies, because a reward function may change what it is given.
+                rows = [copy.deepcopy(self.rows[i]) for i in indices[start : start + chunk] for _ in range(copies)]
+                completion_ids, completions = self._generate(model, rows, do_sample=do_sample)
+                rewards = self._score(rows, completions, completion_ids)
+                answers = [self.answer_fn(completion_text(text)) if self.maj_k else None for text in completions]
+                records += [(rewards[i : i + copies], answers[i : i + copies]) for i in range(0, len(rows), copies)]
+        return records
+
+    def _generate(self, model: Any, rows: list[dict], *, do_sample: bool) -> tuple[list[list[int]], list]:
+        """A completion per row: its ids `[B][T_i]` including the end token, and in the form that rewards receive."""
+        trainer, args, tokenizer = self.trainer, self.trainer.args, self.trainer.processing_class
+        prompts = [row["prompt"] for row in rows]
+        conversational = is_conversational(rows[0])
+        if conversational:
+            template = {"chat_template": trainer.chat_template, **trainer.chat_template_kwargs}
+            encoded = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=True, **template)
+        else:
+            encoded = tokenizer(text=prompts)
+        prompt_ids = encoded["input_ids"]
+
+        options = {"repetition_penalty": args.repetition_penalty, "cache_implementation": args.cache_implementation}
+        if do_sample:
+            options |= {"top_p": args.top_p, "top_k": args.top_k, "min_p": args.min_p}
+        if not args.use_vllm:  # else they are vLLM's options
+            options |= args.generation_kwargs or {}
+        options |= {
+            "max_new_tokens": args.max_completion_length,
+            "do_sample": do_sample,
+            "temperature": self.temperature if do_sample else 1.0,
+            "pad_token_id": tokenizer.pad_token_id,
+            "eos_token_id": trainer.eos_token_ids,  # the model's and the tokenizer's
+        }
+        config = GenerationConfig(**options, disable_compile=True)
+        completion_ids = []
+        for start in range(0, len(rows), self.batch_size):
+            tensors = [torch.tensor(ids) for ids in prompt_ids[start : start + self.batch_size]]
+            ids = pad(tensors, padding_value=tokenizer.pad_token_id, padding_side="left").to(model.device)  # (B, P)
+            mask = pad([torch.ones_like(row) for row in tensors], padding_side="left").to(model.device)
+            output = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
+            for row in output[:, ids.shape[1] :].tolist():
+                ends = [position for position, token in enumerate(row) if token in trainer.eos_token_ids]
+                completion_ids.append(row[: ends[0] + 1] if ends else row)
+
+        texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+        if not conversational:
+            return completion_ids, texts
+        if vars(tokenizer).get("response_template") is None:
+            return completion_ids, [[{"role": "assistant", "content": text}] for text in texts]
+        pairs = zip(completion_ids, prompt_ids, strict=True)
+        return completion_ids, [[parse_response(tokenizer, ids, prefix=prefix)] for ids, prefix in pairs]
+
+    def _score(self, rows: list[dict], completions: list, completion_ids: list[list[int]]) -> list[float | None]:
+        """Weighted sum of the rewards of each completion; `None` where no function gives one."""
+        trainer, prompts = self.trainer, [row["prompt"] for row in rows]
+        columns = [name for name in rows[0] if name not in ("prompt", "completion", "completion_ids")]
+        inputs: dict[str, Any] = {name: [row[name] for row in rows] for name in columns}
+        inputs |= {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
+        inputs |= {"trainer_state": trainer.state, "log_extra": _discard, "log_metric": _discard}
+        totals: list[float | None] = [None] * len(rows)
+        for func, processing_class, weight in self.rewards:
+            if isinstance(func, nn.Module):
+                texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+                if is_conversational(rows[0]):
+                    kwargs = {"processing_class": processing_class, **trainer.chat_template_kwargs}
+                    texts = [apply_chat_template({"messages": messages}, **kwargs)["text"] for messages in texts]
+                options = {"return_tensors": "pt", "padding": True, "padding_side": "right"}
+                encoded = processing_class(text=texts, add_special_tokens=False, **options)
+                rewards = func(**encoded.to(trainer.accelerator.device)).logits[:, 0].tolist()
+            elif is_async_callable(func):
+                rewards = asyncio.run_coroutine_threadsafe(func(**inputs), trainer.async_loop).result()
+            else:
+                rewards = func(**inputs)
+            if len(rewards) != len(rows):
+                raise ValueError(f"{func} must return one reward per completion, got {len(rewards)} for {len(rows)}.")
+            for i, reward in enumerate(rewards):
+                if reward is not None and not math.isnan(reward):
+                    totals[i] = (totals[i] or 0.0) + weight * float(reward)
+        return totals
+
+
+def _discard(name: str, values: Any) -> None:
+    """Stands in for TRL's log_extra and log_metric, which would mix evaluation into the training log."""

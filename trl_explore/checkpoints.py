@@ -1,0 +1,155 @@
+"""Files that are either whole or not there: trainer state beside a checkpoint, and lines appended to a log."""
+
+import json
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+STATE_FILE = "explore_state_{rank}.pt"
+TRAINER_STATE = "trainer_state.json"
+
+
+def save_state(state: dict[str, Any], folder: str | Path, *, rank: int) -> None:
+    """
+    Write one process's state; an interrupted write leaves the old file or none.
+
+    Args:
+        state (`dict`):
+            Tensors, numbers, strings, and containers of them: what `torch.load(weights_only=True)` can read.
+        folder (`str` or `Path`):
+            The checkpoint folder; made if it is missing, since ranks do not wait for each other here.
+        rank (`int`):
+            Process index.
+    """
+    os.makedirs(folder, exist_ok=True)
+    path = Path(folder) / STATE_FILE.format(rank=rank)
+    part = path.with_suffix(".part")
+    torch.save(state, part)
+    os.replace(part, path)
+
+
+def load_state(folder: str | Path, *, rank: int, world_size: int) -> dict[str, Any] | None:
+    """
+    Read one process's state.
+
+    Args:
+        folder (`str` or `Path`):
+            The checkpoint folder.
+        rank (`int`):
+            Process index.
+        world_size (`int`):
+            Number of processes of this run.
+
+    Returns:
+        `dict` or `None`: The state; `None` where the checkpoint was made by a plain `GRPOTrainer`.
+
+    Raises:
+        ValueError: If the checkpoint was made with another number of processes.
+    """
+    found = len(list(Path(folder).glob(STATE_FILE.format(rank="*"))))
+    if not found:
+        return None
+    if found != world_size:
+        raise ValueError(
+            f"the checkpoint {folder} was written by {found} process(es), this run has {world_size}: rollouts and "
+            f"random states cannot be redistributed. Resume with {found} process(es), or start a new run from the "
+            "checkpoint's weights (`--model_name_or_path`)."
+        )
+    return torch.load(Path(folder) / STATE_FILE.format(rank=rank), weights_only=True, map_location="cpu")
+
+
+def is_complete(folder: str | Path) -> bool:
+    """
+    Whether a checkpoint was written to its end.
+
+    Args:
+        folder (`str` or `Path`):
+            The checkpoint folder.
+
+    Returns:
+        `bool`: `False` where the trainer state, which is written last, is missing or cut off.
+    """
+    try:
+        json.loads((Path(folder) / TRAINER_STATE).read_text())
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def last_complete_checkpoint(output_dir: str | Path) -> tuple[str | None, list[str]]:
+    """
+    The newest checkpoint that is whole.
+
+    Args:
+        output_dir (`str` or `Path`):
+            Folder that holds `checkpoint-<step>` folders.
+
+    Returns:
+        `tuple[str | None, list[str]]`: Its path, and the newer ones passed over because they are incomplete.
+    """
+    pattern = re.compile(r"checkpoint-(\d+)$")
+    steps = {}
+    for path in Path(output_dir).glob("checkpoint-*"):
+        match = pattern.match(path.name)
+        if match and path.is_dir():
+            steps[int(match.group(1))] = path
+    skipped: list[str] = []
+    for step in sorted(steps, reverse=True):
+        if is_complete(steps[step]):
+            return str(steps[step]), skipped
+        skipped.append(str(steps[step]))
+    return None, skipped
+
+
+def path_inside(folder: str | Path, name: str, *, field: str) -> Path:
+    """
+    Resolve a path from a configuration against the output folder.
+
+    Args:
+        folder (`str` or `Path`):
+            The output folder.
+        name (`str`):
+            Path relative to it.
+        field (`str`):
+            The configuration field, for the error message.
+
+    Returns:
+        `Path`: The absolute path.
+
+    Raises:
+        ValueError: If the path leaves the output folder.
+    """
+    root = Path(folder).resolve()
+    path = (root / name).resolve()
+    if not path.is_relative_to(root) or path == root:
+        raise ValueError(f"`{field}={name!r}` must name a file inside `output_dir` ({folder}).")
+    return path
+
+
+def append_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    """
+    Append JSON lines; a line that an earlier interruption cut off is removed first.
+
+    Args:
+        path (`Path`):
+            The file; made if it is missing.
+        records (`Iterable[dict]`):
+            One JSON object per line.
+    """
+    data = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
+    if not data:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(size - 1, 0))
+        if file.read(1) not in (b"\n", b""):
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,67 @@
+"""The `trl-explore` command. Nothing heavy is imported before a sub-command runs, so that `--help` answers at once."""
+
+import argparse
+import sys
+
+from trl_explore import __version__
+from trl_explore.cli_inputs import UsageError
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="trl-explore", description="Exploration trainers for TRL.")
+    parser.add_argument("--version", action="version", version=f"trl-explore {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("train", help="train a model: trl-explore train --method deep_grpo --config run.yaml")
+    commands.add_parser("env", help="print versions, devices and what is supported here")
+    quickstart = commands.add_parser("quickstart", help="compare the methods on a tiny task, offline, on a CPU")
+    quickstart.add_argument("--fast", action="store_true", help="fewer steps: a look in a minute, not a result")
+    quickstart.add_argument("--output_dir", default="out/quickstart", help="where results go (default: %(default)s)")
+    quickstart.add_argument("--seed", type=int, default=0, help="first seed (default: %(default)s)")
+    quickstart.add_argument("--num_seeds", type=int, default=1, help="seeds per method (default: %(default)s)")
+    quickstart.add_argument("--resume", action="store_true", help="continue an interrupted quick-start")
+    return parser
+
+
+def _dispatch(argv: list[str]) -> int:
+    if argv[:1] == ["train"]:  # its flags are the fields of the method's config: TrlParser reads them, not this parser
+        from trl_explore.cli_train import run
+
+        return run(argv[1:])
+    args = _build_parser().parse_args(argv)
+    if args.command == "env":
+        from trl_explore.cli_env import describe_environment
+
+        print(describe_environment())
+        return 0
+    from trl_explore.quickstart import main as run_quickstart
+
+    return run_quickstart(args) or 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """
+    Runs the `trl-explore` command.
+
+    Args:
+        argv (`list[str]`, *optional*):
+            Arguments after the program's name. Those of the process when not given.
+
+    Returns:
+        `int`: Exit code: `0`, `2` for a mistake in the arguments, `130` after Ctrl-C.
+    """
+    try:
+        return _dispatch(sys.argv[1:] if argv is None else argv)
+    except UsageError as error:
+        # datasets and transformers explain over several lines
+        print(f"trl-explore: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(
+            "trl-explore: aborted; --resume_from_checkpoint true continues from the last checkpoint, if any",
+            file=sys.stderr,
+        )
+        return 130
+
+
+if __name__ == "__main__":  # accelerate launch -m trl_explore.cli train ...
+    raise SystemExit(main())

@@ -1,0 +1,278 @@
+"""`trl-explore train`: the interface of `trl grpo` (YAML file, flags that override it, LoRA), plus `--method`."""
+
+import os
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from inspect import isclass
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, NoReturn, Union, get_args, get_origin, get_type_hints
+
+from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
+
+from trl_explore.cli_inputs import (
+    UsageError,
+    check_model,
+    find_checkpoint,
+    load_reward_functions,
+    load_train_and_eval,
+)
+from trl_explore.names import unknown_name
+
+if TYPE_CHECKING:
+    from trl import GRPOConfig, GRPOTrainer
+
+
+def _grpo() -> "tuple[type[GRPOConfig], type[GRPOTrainer]]":
+    from trl import GRPOConfig, GRPOTrainer
+
+    return GRPOConfig, GRPOTrainer
+
+
+def _deep_grpo() -> "tuple[type[GRPOConfig], type[GRPOTrainer]]":
+    from trl_explore.trainers import DeepGRPOConfig, DeepGRPOTrainer
+
+    return DeepGRPOConfig, DeepGRPOTrainer
+
+
+# Functions, because a trainer's import costs seconds that `--help` and a mistyped name need not wait for.
+METHODS: "dict[str, Callable[[], tuple[type[GRPOConfig], type[GRPOTrainer]]]]" = {
+    "deep_grpo": _deep_grpo,
+    "grpo": _grpo,
+}
+
+SHORT_HELP = f"""\
+usage: trl-explore train --method METHOD [--config RUN.yaml] [--FIELD VALUE ...]
+
+methods: {", ".join(METHODS)} (grpo is plain TRL, for comparisons)
+
+Fields are those of the method's config, ModelConfig and the script; flags override the file. A first run:
+  trl-explore train --method deep_grpo --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct \\
+      --dataset_name data.jsonl --reward_funcs accuracy_reward --output_dir out/first
+
+All fields of a method: trl-explore train --method deep_grpo --help
+Several processes: accelerate launch --num_processes 4 -m trl_explore.cli train --method deep_grpo ...
+"""
+
+
+@dataclass
+class TrainArguments(ScriptArguments):
+    """
+    Arguments of `trl-explore train` beside those of the method's config.
+
+    Args:
+        method (`str`, *optional*):
+            Name of the method, one of `METHODS`.
+        reward_funcs (`list[str]`, *optional*):
+            Reward functions: names from `trl_explore.rewards` or TRL, or import paths.
+        reward_model_name_or_path (`str`, *optional*):
+            Reward model, a Hub name or a folder.
+    """
+
+    method: str | None = field(default=None, metadata={"help": f"Training method: {', '.join(METHODS)}."})
+    reward_funcs: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Reward functions: names from trl_explore.rewards or TRL (`accuracy_reward`, `format_reward`, "
+            "`think_format_reward`, ...) or import paths (`my_module.my_reward`)."
+        },
+    )
+    reward_model_name_or_path: str | None = field(
+        default=None, metadata={"help": "Reward model: a Hub name or a folder written by `save_pretrained`."}
+    )
+
+
+class OneLineParser(TrlParser):
+    """A `TrlParser` whose complaint is one line: the usage of 300 fields would push it off the screen."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (all fields: trl-explore train --method METHOD --help)")
+
+
+def _read_config(path: str | None) -> dict[str, Any]:
+    import yaml
+
+    if path is None:
+        return {}
+    try:
+        with open(path, encoding="utf-8") as file:
+            config = yaml.safe_load(file) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise UsageError(f"--config {path}: {error}") from error
+    if not isinstance(config, dict):
+        raise UsageError(f"--config {path}: expected lines of the form `field: value`, got a {type(config).__name__}")
+    for name, value in (config.pop("env", None) or {}).items():
+        os.environ[name] = str(value)
+    return config
+
+
+def _as_default(value: Any, hint: Any) -> Any:
+    """Brings a YAML value into the form that a flag's text has, so that the parser checks both alike."""
+    union = get_origin(hint) in (Union, UnionType)
+    alternatives = [choice for choice in get_args(hint) if choice is not NoneType] if union else [hint]
+    if value is None or isinstance(value, (list, dict)):
+        return value
+    if all(get_origin(choice) is list for choice in alternatives):
+        return [value]
+    if isinstance(value, bool):  # YAML reads the `no` of `save_strategy: no` as a boolean
+        is_strategy = any(isclass(choice) and issubclass(choice, Enum) for choice in alternatives)
+        return "no" if is_strategy and not value else value
+    return str(value)
+
+
+def _split_arguments(argv: list[str]) -> tuple[str, list[str], dict[str, Any]]:
+    """Takes method and config file out of the flags, because the method decides which other flags there are."""
+    scout = OneLineParser(add_help=False, allow_abbrev=False)
+    scout.add_argument("--method")
+    scout.add_argument("--config")
+    found, flags = scout.parse_known_args(argv)
+    config = _read_config(found.config)
+    method = found.method or config.get("method")
+    if method is None:
+        raise UsageError(f"no method: pass --method with one of {', '.join(METHODS)}")
+    if method not in METHODS:
+        raise UsageError(unknown_name("method", str(method), METHODS))
+    return method, flags, config | {"method": method}
+
+
+def parse_train_arguments(
+    argv: list[str],
+) -> "tuple[TrainArguments, GRPOConfig, ModelConfig, DatasetMixtureConfig]":
+    """
+    Reads the arguments of `trl-explore train`.
+
+    Args:
+        argv (`list[str]`):
+            Flags, among them `--method` and `--config`. Flags override the file.
+
+    Returns:
+        `tuple`: Script arguments, the method's config, [`~trl.ModelConfig`] and [`~trl.DatasetMixtureConfig`].
+    """
+    method, flags, config = _split_arguments(argv)
+    types: tuple[Any, ...] = (TrainArguments, METHODS[method]()[0], ModelConfig, DatasetMixtureConfig)
+    hints = {name: hint for cls in types for name, hint in get_type_hints(cls).items()}
+    known = {spec.name for cls in types for spec in fields(cls) if spec.init}
+    parser = OneLineParser(types, prog=f"trl-explore train --method {method}", allow_abbrev=False)
+    for name in config.keys() - known:
+        raise UsageError(f"--config: {unknown_name('field', str(name), known)}")
+    parser.set_defaults_with_config(**{name: _as_default(value, hints[name]) for name, value in config.items()})
+    # Looked at before the dataclasses are built: a mistyped field would else show as a complaint about its default.
+    for text in parser.parse_known_args(flags)[1]:
+        if not text.startswith("--"):
+            raise UsageError(f"unexpected argument {text!r}; fields are written --field value")
+        name = text[2:].split("=")[0].replace("-", "_")
+        raise UsageError(f"{unknown_name('flag', '--' + name, {'--' + field for field in known})}{_launch_hint(name)}")
+    try:
+        parsed: Any = parser.parse_args_into_dataclasses(args=flags, look_for_args_file=False)
+    except (ValueError, TypeError) as error:  # what the configs' own checks raise
+        raise UsageError(str(error)) from error
+    return parsed
+
+
+def _launch_hint(flag: str) -> str:
+    from accelerate.commands.launch import launch_command_parser
+
+    if flag not in vars(launch_command_parser().parse_args(["script.py"])):
+        return ""
+    return " It is a flag of accelerate: accelerate launch FLAGS -m trl_explore.cli train ..."
+
+
+def _build_trainer(
+    script_args: TrainArguments, training_args: "GRPOConfig", model_args: ModelConfig, mixture: DatasetMixtureConfig
+) -> "GRPOTrainer":
+    from trl import get_peft_config, get_quantization_config
+
+    rewards = load_reward_functions(script_args.reward_funcs, script_args.reward_model_name_or_path)
+    model = check_model(
+        model_args.model_name_or_path,
+        revision=model_args.model_revision,
+        trust_remote_code=training_args.trust_remote_code,
+    )
+    train_dataset, eval_dataset = load_train_and_eval(
+        script_args, mixture, needs_eval=training_args.eval_strategy != "no"
+    )
+    given: Any = training_args.model_init_kwargs or {}  # the config has turned JSON text into a dictionary
+    training_args.model_init_kwargs = {
+        "revision": model_args.model_revision,
+        "trust_remote_code": training_args.trust_remote_code,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+        **given,
+    }
+    trainer_class = METHODS[str(script_args.method)]()[1]
+    return trainer_class(
+        model=model,
+        reward_funcs=rewards,
+        args=training_args,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        quantization_config=get_quantization_config(model_args),
+        peft_config=get_peft_config(model_args),
+    )
+
+
+def resume_command(argv: list[str], checkpoint: str) -> str:
+    """
+    Writes the command that continues a run.
+
+    Args:
+        argv (`list[str]`):
+            Arguments the run was started with, after `train`.
+        checkpoint (`str`):
+            Folder of the checkpoint.
+
+    Returns:
+        `str`: A line for the shell.
+    """
+    scout = OneLineParser(add_help=False, allow_abbrev=False)
+    scout.add_argument("--resume_from_checkpoint", "--resume-from-checkpoint")
+    kept = scout.parse_known_args(argv)[1]
+    return shlex.join(["trl-explore", "train", *kept, "--resume_from_checkpoint", checkpoint])
+
+
+def run(argv: list[str]) -> int:
+    """
+    Runs `trl-explore train`.
+
+    Args:
+        argv (`list[str]`):
+            Arguments after `train`.
+
+    Returns:
+        `int`: `0`, or `130` when Ctrl-C stopped the training early.
+    """
+    if argv in (["-h"], ["--help"]):
+        print(SHORT_HELP)
+        return 0
+    script_args, training_args, model_args, mixture = parse_train_arguments(argv)
+    checkpoint = find_checkpoint(training_args.resume_from_checkpoint, str(training_args.output_dir))
+    trainer = _build_trainer(script_args, training_args, model_args, mixture)
+    return _train(trainer, script_args, checkpoint, argv)
+
+
+def _train(trainer: "GRPOTrainer", script_args: TrainArguments, checkpoint: str | None, argv: list[str]) -> int:
+    from trl_explore.interrupt import InterruptCallback
+
+    output_dir = str(trainer.args.output_dir)
+    interrupt = InterruptCallback()
+    trainer.add_callback(interrupt)
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint)
+    finally:
+        interrupt.restore()
+    say = trainer.accelerator.print
+    stopped_early = interrupt.interrupted and trainer.state.global_step < trainer.state.max_steps
+    if stopped_early:
+        # not the newest in the folder, which an earlier and longer run may have left there
+        saved = os.path.join(output_dir, f"checkpoint-{trainer.state.global_step}")
+        say(f"Stopped after step {trainer.state.global_step} of {trainer.state.max_steps}. Continue with:")
+        say(f"  {resume_command(argv, saved)}")
+    else:
+        trainer.save_model(output_dir)
+        say(f"Trained {trainer.state.global_step} steps; model saved to {output_dir}")
+        if trainer.args.push_to_hub:
+            trainer.push_to_hub(dataset_name=script_args.dataset_name)
+            say(f"Pushed to https://huggingface.co/{trainer.hub_model_id}")
+    trainer.accelerator.end_training()  # trackers and process group
+    return 130 if stopped_early else 0

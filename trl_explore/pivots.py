@@ -1,0 +1,286 @@
+"""Where to branch: segments of a failed completion, the pivot distribution over them, and the success estimator.
+
+Follows DEEP-GRPO (https://huggingface.co/papers/2602.14169), sections 4.1 and 4.2.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+
+class Decoder(Protocol):
+    """The part of a tokenizer that segmentation needs."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> Any:
+        """Text of some tokens."""
+        ...
+
+
+@dataclass(frozen=True)
+class Pivot:
+    """
+    A state of a main-chain completion from which to branch.
+
+    Args:
+        row (`int`):
+            Index of the completion in this process's batch.
+        start (`int`):
+            Tokens of the completion that stay: the branch begins at this position.
+        depth (`float`):
+            Relative depth `r_t = t / T` in (0, 1].
+    """
+
+    row: int
+    start: int
+    depth: float
+
+
+def segment_fixed(num_tokens: int, *, length: int) -> list[int]:
+    """
+    Cut a completion into chunks of equal length (section 4.1).
+
+    Args:
+        num_tokens (`int`):
+            Number of completion tokens.
+        length (`int`):
+            Tokens per chunk; the last one may be shorter.
+
+    Returns:
+        `list[int]`: Start index of each chunk, the first 0.
+
+    Raises:
+        ValueError: If `length` is smaller than 1.
+
+    Example:
+
+    ```python
+    >>> segment_fixed(7, length=3)
+    [0, 3, 6]
+    ```
+    """
+    if length < 1:
+        raise ValueError(f"`length` must be at least 1 token, got {length}.")
+    return list(range(0, num_tokens, length))
+
+
+def segment_delimiters(
+    ids: Sequence[int], tokenizer: Decoder, *, delimiters: Sequence[str], cache: dict[int, bool] | None = None
+) -> list[int]:
+    """
+    Cut a completion after every token whose text contains a delimiter (section 4.1).
+
+    Args:
+        ids (`Sequence[int]`):
+            Completion tokens.
+        tokenizer (`PreTrainedTokenizerBase`):
+            Tokenizer that decodes them. Special tokens never delimit.
+        delimiters (`Sequence[str]`):
+            Texts that end a segment, for example `(".", "\\n")`.
+        cache (`dict[int, bool]`, *optional*):
+            Filled with what each token was found to be; pass the same dictionary again (with the same tokenizer and
+            delimiters) to decode every token of the vocabulary at most once.
+
+    Returns:
+        `list[int]`: Start index of each segment, the first 0.
+
+    Raises:
+        ValueError: If there is no delimiter or one is empty.
+    """
+    if not delimiters or any(not delimiter for delimiter in delimiters):
+        raise ValueError(f"`delimiters` must hold at least one text and no empty one, got {list(delimiters)!r}.")
+    ends = {} if cache is None else cache
+    for token in set(ids) - ends.keys():
+        text = tokenizer.decode([token], skip_special_tokens=True)
+        ends[token] = any(delimiter in text for delimiter in delimiters)
+    return [0, *(i + 1 for i, token in enumerate(ids[:-1]) if ends[token])] if ids else []
+
+
+def pivot_distribution(success_prob: torch.Tensor, *, gamma: float) -> torch.Tensor:
+    """
+    Sampling distribution over the branching points of one completion, `Q(t) ∝ P(success | r_t) r_t^gamma` (Eq. 1).
+
+    Args:
+        success_prob (`torch.Tensor`):
+            Estimated probability of recovering from each point, shape `(T,)`, values in (0, 1].
+        gamma (`float`):
+            Depth bias: 0 prefers no depth, larger values prefer later points, negative ones earlier points.
+
+    Returns:
+        `torch.Tensor`: Probabilities of shape `(T,)` in float64 that sum to 1.
+
+    Raises:
+        ValueError: If `success_prob` is not a non-empty vector or `gamma` is not finite.
+    """
+    prob = torch.as_tensor(success_prob, dtype=torch.float64)
+    if prob.dim() != 1 or not len(prob):
+        raise ValueError(f"`success_prob` must have shape (T,) with T >= 1, got {tuple(prob.shape)}.")
+    if not torch.isfinite(torch.tensor(float(gamma))):
+        raise ValueError(f"`gamma` must be finite, got {gamma}.")
+    depths = relative_depths(len(prob))
+    # In log space: r^50 underflows and r^-20 overflows long before the ratio of two utilities does.
+    return torch.softmax(prob.clamp(min=1e-300).log() + gamma * depths.log(), dim=0)
+
+
+def relative_depths(num_points: int) -> torch.Tensor:
+    """
+    Relative depth `r_t = t / T` of each branching point.
+
+    Args:
+        num_points (`int`):
+            Number of branching points T.
+
+    Returns:
+        `torch.Tensor`: Shape `(T,)`, float64, from `1 / T` to 1.
+    """
+    return torch.arange(1, num_points + 1, dtype=torch.float64) / num_points
+
+
+def draw_pivots(probs: torch.Tensor, num_pivots: int, *, generator: torch.Generator) -> list[int]:
+    """
+    Draw branching points without replacement.
+
+    Args:
+        probs (`torch.Tensor`):
+            Probabilities of shape `(T,)`.
+        num_pivots (`int`):
+            Points wanted; fewer are returned where there are fewer with a positive probability.
+        generator (`torch.Generator`):
+            Source of randomness.
+
+    Returns:
+        `list[int]`: Indices in `0..T-1`, in the order drawn.
+    """
+    available = min(num_pivots, int((probs > 0).sum()))
+    return torch.multinomial(probs, available, replacement=False, generator=generator).tolist()
+
+
+def failed_rows(rewards: torch.Tensor, *, threshold: float, group_size: int, branch_from: str) -> torch.Tensor:
+    """
+    Rows of the main stream to branch from.
+
+    Args:
+        rewards (`torch.Tensor`):
+            Total reward per row over all processes, shape `(N,)`, groups contiguous; NaN for unscorable rows.
+        threshold (`float`):
+            A row with a smaller reward has failed.
+        group_size (`int`):
+            Rows per prompt G.
+        branch_from (`str`):
+            `"failures"`: every failed row. `"failed_groups"`: those of groups in which no row succeeded. `"all"`:
+            every scorable row.
+
+    Returns:
+        `torch.Tensor`: Boolean mask of shape `(N,)`. Unscorable rows are never chosen.
+    """
+    failed = rewards < threshold  # NaN compares false
+    if branch_from == "failures":
+        return failed
+    if branch_from == "all":
+        return ~rewards.isnan()
+    solved = (rewards >= threshold).view(-1, group_size).any(dim=1)
+    return failed & ~solved.repeat_interleave(group_size)
+
+
+class SuccessEstimator:
+    """
+    Logistic regression of recoverability on relative depth, `P(success | r) = sigmoid(w r + b)` (section 4.2).
+
+    The parameters minimise the mean binary cross-entropy over a first-in-first-out buffer of `(r, y)` plus
+    `l2 * (w**2 + b**2)`. Until both labels have been seen and `min_samples` pairs are held, `w = b = 0`, which makes
+    every depth equally promising.
+
+    Args:
+        buffer_size (`int`):
+            Pairs kept.
+        l2 (`float`):
+            Weight of the quadratic term, positive: without it separable labels have no minimum.
+        min_samples (`int`, *optional*, defaults to `10`):
+            Pairs needed before the first fit.
+    """
+
+    def __init__(self, *, buffer_size: int, l2: float, min_samples: int = 10) -> None:
+        if buffer_size < 1:
+            raise ValueError(f"`buffer_size` must be at least 1, got {buffer_size}.")
+        if not l2 > 0:
+            raise ValueError(f"`l2` must be positive, got {l2}: separable labels have no finite fit without it.")
+        self.buffer_size = buffer_size
+        self.l2 = l2
+        self.min_samples = min_samples
+        self.weight = 0.0
+        self.bias = 0.0
+        self._seen = {0: False, 1: False}
+        self._buffer: deque[tuple[float, int]] = deque(maxlen=buffer_size)
+
+    def __len__(self) -> int:
+        return len(self._buffer)
+
+    def add(self, depths: Sequence[float], labels: Sequence[int]) -> None:
+        """
+        Remember outcomes.
+
+        Args:
+            depths (`Sequence[float]`):
+                Relative depths of pivots, in (0, 1].
+            labels (`Sequence[int]`):
+                1 where at least one branch succeeded, else 0.
+        """
+        for depth, label in zip(depths, labels, strict=True):
+            self._buffer.append((float(depth), int(label)))
+            self._seen[int(label)] = True
+
+    def fit(self) -> None:
+        """Refit from the last parameters. Does nothing before both labels and `min_samples` pairs have been seen."""
+        if not all(self._seen.values()) or len(self) < self.min_samples:
+            return
+        depths, labels = torch.tensor(list(self._buffer), dtype=torch.float64).unbind(dim=1)
+        params = torch.tensor([self.weight, self.bias], dtype=torch.float64, requires_grad=True)
+        optimizer = torch.optim.LBFGS([params], max_iter=50, line_search_fn="strong_wolfe")
+
+        def objective() -> torch.Tensor:
+            optimizer.zero_grad()
+            with torch.enable_grad():
+                logits = params[0] * depths + params[1]
+                loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels)
+                loss = loss + self.l2 * params.square().sum()
+                loss.backward()
+            return loss
+
+        optimizer.step(objective)
+        self.weight, self.bias = params.tolist()
+
+    def predict(self, depths: torch.Tensor) -> torch.Tensor:
+        """
+        Estimated probability of recovering.
+
+        Args:
+            depths (`torch.Tensor`):
+                Relative depths of shape `(T,)`.
+
+        Returns:
+            `torch.Tensor`: Probabilities of shape `(T,)`, float64.
+        """
+        return torch.sigmoid(self.weight * torch.as_tensor(depths, dtype=torch.float64) + self.bias)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a resumed run needs, as plain numbers and lists."""
+        return {
+            "weight": self.weight,
+            "bias": self.bias,
+            "seen": [self._seen[0], self._seen[1]],
+            "buffer": [list(pair) for pair in self._buffer],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """
+        Restore what [`~SuccessEstimator.state_dict`] returned; a smaller buffer keeps the newest pairs.
+
+        Args:
+            state (`dict`):
+                The saved state.
+        """
+        self.weight, self.bias = state["weight"], state["bias"]
+        self._seen = {0: state["seen"][0], 1: state["seen"][1]}
+        self._buffer = deque(((depth, int(label)) for depth, label in state["buffer"]), maxlen=self.buffer_size)

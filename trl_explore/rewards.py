@@ -1,0 +1,299 @@
+"""Reward functions for tasks with one final answer, on plain and conversational completions, beside two of TRL's."""
+
+import re
+import threading
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+from trl.rewards import get_soft_overlong_punishment
+from trl.rewards import think_format_reward as think_format_reward
+
+# Without any answer mark only the end of a completion can hold the answer; the limit also bounds the parsing time.
+TAIL_LENGTH = 2000
+# No sane final answer is longer; sympy can need minutes for a long random formula.
+MAX_ANSWER_LENGTH = 500
+TIMEOUT_SECONDS = 4
+
+BOXED = re.compile(r"\\boxed\s*\{")
+HASHES = re.compile(r"####[ \t]*(\S[^\n]*)")
+NUMBER = re.compile(r"[-+]?((\d{1,3}(,\d{3})+|\d+)(\.\d*)?|\.\d+)([eE][-+]?\d{1,3})?", re.ASCII)
+FRACTION = re.compile(r"([-+]?)(?:\\[dt]?frac\{(\d+)\}\{(\d+)\}|(\d+)\s*/\s*(\d+))", re.ASCII)
+# A word of three letters that is no LaTeX command: prose or a unit, not a formula.
+WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
+# 9^{9^9}, 2^123456, 123456!, \binom{10^9}{9}: a few characters that keep sympy busy for ever.
+EXPLOSIVE = re.compile(
+    r"(\^|(?<=[\d)}])\s*\*\*)[\s{(]*(\d+[\s)}]*(\^|\*\*)[\s{(]*\d|[-+]?\d[\d,]{4,})"
+    r"|(\d{5,}|[({][\d\s^*{}!]*[\d!}][)}])\s*!"
+    r"|binom\{[^{}]*(\d{5}|\^)"
+)
+
+
+def completion_text(completion: str | list[dict[str, Any]]) -> str:
+    """
+    Text of a completion as TRL hands it to reward functions.
+
+    Args:
+        completion (`str` or `list[dict]`):
+            Plain text, or a list of messages: the content of the last one counts, its blocks joined.
+
+    Returns:
+        `str`: The text.
+    """
+    if isinstance(completion, str):
+        return completion
+    content = completion[-1].get("content") if completion else None
+    if isinstance(content, list):
+        return "".join(block.get("text", "") for block in content)
+    return content or ""
+
+
+def _marks(text: str) -> list[tuple[int, int, str, str]]:
+    """Marks of final answers, in order: `(start, end, answer, source)`, `source` being what math-verify reads."""
+    marks = []
+    for match in HASHES.finditer(text):
+        answer = match.group(1).strip()
+        marks.append((match.start(), match.end(), answer, answer))
+    for match in BOXED.finditer(text):
+        depth = 1
+        for position in range(match.end(), min(len(text), match.end() + MAX_ANSWER_LENGTH + 1)):
+            depth += (text[position] == "{") - (text[position] == "}")
+            if depth == 0:
+                answer = text[match.end() : position].strip()
+                marks.append((match.start(), position + 1, answer, rf"\boxed{{{answer}}}"))
+                break
+    return sorted(marks)
+
+
+def _answer_and_source(text: str) -> tuple[str, str] | None:
+    marks = _marks(text)
+    return marks[-1][2:] if marks else None
+
+
+def extract_answer(text: str) -> str | None:
+    r"""
+    Final answer of a text: what stands in its last `\boxed{...}` or after its last `#### `, whichever comes last.
+
+    Args:
+        text (`str`):
+            Any text. A `\boxed{` that is never closed (truncation) and a `####` at the end of its line do not count.
+
+    Returns:
+        `str` or `None`: The answer without the mark, stripped; `None` if the text marks no answer.
+    """
+    return (_answer_and_source(text) or (None,))[0]
+
+
+def parse_number(text: str) -> Fraction | None:
+    r"""
+    Exact value of a text that is one number and nothing else.
+
+    Read as numbers: `1000`, `1,000`, `1{,}000`, `1000.0`, `-0.5`, `.5`, `1e3`, `1/2`, `\frac{1}{2}`, each with a
+    currency sign (`$42`, `\$42`, `€42`, `£42`), dollar signs around it (`$42$`) or a full stop behind it. A percentage
+    is no number here, because it can mean two: see [`answers_match`].
+
+    Args:
+        text (`str`):
+            Any text; one of more than 100 characters is no number.
+
+    Returns:
+        `Fraction` or `None`: The value, `None` if there is none.
+    """
+    if len(text) > 100:
+        return None
+    text = re.sub(r"^(?:[\s$€£]|\\\$)+|(?:[\s.$€£]|\\\$)+$", "", text.replace("\u2212", "-"))
+    text = re.sub(r"^([-+])\s*(\\?\$|[€£])?\s*", r"\1", text)  # -$5
+    text = re.sub(r",\\!|\{,\}|\\[,!]", ",", text)  # LaTeX's thousands separators
+    if NUMBER.fullmatch(text):
+        return Fraction(text.replace(",", ""))
+    fraction = FRACTION.fullmatch(text)
+    if fraction:
+        sign, numerator, denominator = [group for group in fraction.groups() if group is not None]
+        return Fraction(int(sign + numerator), int(denominator)) if int(denominator) else None
+    return None
+
+
+def answer_key(text: str) -> Fraction | str | None:
+    """
+    Final answer of a completion in a form in which equal answers are equal, for majority votes.
+
+    Args:
+        text (`str`):
+            Text of the completion.
+
+    Returns:
+        `Fraction`, `str` or `None`: The number, else the marked answer without spaces; `None` without an answer. A
+        text without a mark is an answer if it is one number.
+    """
+    answer = extract_answer(text)
+    number = parse_number(text if answer is None else answer)
+    if number is not None or answer is None:
+        return number
+    return re.sub(r"\s+", "", answer)
+
+
+def _timeout() -> int | None:
+    # math-verify's timeouts are signal.alarm, which raises outside the main thread.
+    return TIMEOUT_SECONDS if threading.current_thread() is threading.main_thread() else None
+
+
+def _expressions(answer: str, source: str) -> list:
+    """What math-verify reads in `source`; empty where it reads nothing."""
+    from math_verify import parse
+
+    expressions = parse(source, parsing_timeout=_timeout())
+    # A bare formula such as `(1, 2)` or `x + 1` is only read as LaTeX; prose would be read as a product of letters.
+    if not expressions and answer and not WORD.search(answer):
+        expressions = parse(f"${answer}$", parsing_timeout=_timeout())
+    return expressions
+
+
+def answers_match(prediction: str, gold: str, *, rel_tol: float = 1e-6) -> bool | None:
+    r"""
+    Whether a completion's final answer equals the gold one.
+
+    The answer of either text is the marked one (see [`extract_answer`]), else the whole text. Two whole numbers are
+    compared exactly, other numbers up to `rel_tol`, everything else by math-verify, for which a percentage `42\%`
+    equals both `42` and `0.42`. A prediction without a mark is what math-verify finds in its last 2,000 characters
+    (a formula, else the last number). Predictions over 500 characters, and those that would keep sympy busy for ever
+    (`9^{9^9}`, exponents of five digits, factorials of large numbers), are only right when they repeat the gold text.
+
+    Args:
+        prediction (`str`):
+            Text of the completion, untrusted.
+        gold (`str`):
+            Gold answer, bare or at the end of a solution.
+        rel_tol (`float`, *optional*, defaults to `1e-6`):
+            Relative tolerance between numbers of which at least one is not whole. Non-negative.
+
+    Returns:
+        `bool` or `None`: `None` if the gold answer cannot be read.
+    """
+    gold_answer, gold_source = _answer_and_source(gold) or (gold.strip(), gold)
+    gold_number = parse_number(gold_answer)
+    marked = _answer_and_source(prediction)
+    answer, source = marked or (prediction[-TAIL_LENGTH:].strip(), prediction[-TAIL_LENGTH:])
+    number = parse_number(answer)
+    if gold_number is not None and number is not None:
+        if gold_number.denominator == number.denominator == 1:
+            return gold_number == number
+        return abs(gold_number - number) <= Fraction(rel_tol) * max(abs(gold_number), abs(number))
+
+    if gold_number is not None:
+        gold_answer = gold_source = str(gold_number)
+    gold_expressions = _expressions(gold_answer, gold_source)
+    if not gold_expressions:
+        return None
+    if answer and re.sub(r"\s+", "", answer) == re.sub(r"\s+", "", gold_answer):
+        return True
+    if EXPLOSIVE.search(answer) or (marked and len(answer) > MAX_ANSWER_LENGTH):
+        return False
+    from math_verify import verify
+
+    # Without a mark the answer is somewhere in prose, which must not be read as one formula.
+    expressions = _expressions(answer if marked else "", source)
+    return verify(gold_expressions, expressions, timeout_seconds=_timeout())
+
+
+def accuracy_reward(
+    completions: Sequence[str | list[dict[str, Any]]],
+    solution: list[Any] | None = None,
+    answer: list[Any] | None = None,
+    **kwargs: Any,
+) -> list[float | None]:
+    r"""
+    Reward function that is 1.0 where the final answer of a completion is right and 0.0 where it is wrong.
+
+    Beyond TRL's function of this name it accepts plain completions, GSM8K's `#### 42`, either column name and bare
+    numbers. [`answers_match`] says what counts as equal. No model output makes it raise; math-verify's timeouts bound
+    the time in the main thread, and limits on what it is given do elsewhere.
+
+    Args:
+        completions (`list[str]` or `list[list[dict]]`):
+            Completions, plain or as messages.
+        solution (`list`, *optional*):
+            Gold answers, bare or at the end of a text: TRL's column.
+        answer (`list`, *optional*):
+            The same under GSM8K's column name; only used where there is no `solution`.
+        **kwargs:
+            The other columns and TRL's arguments, unused.
+
+    Returns:
+        `list[float | None]`: 1.0 or 0.0; `None` where the gold answer is missing or cannot be read, which TRL skips.
+
+    Raises:
+        `ValueError`: If the data set has neither column.
+
+    Example:
+    ```python
+    >>> accuracy_reward([r"so \boxed{1000}", "#### 12"], answer=["... #### 1,000", "... #### 13"])
+    [1.0, 0.0]
+    ```
+    """
+    golds = solution if solution is not None else answer
+    if golds is None:
+        raise ValueError(
+            "accuracy_reward needs the gold answers in a column `solution` or `answer`, and the data set has neither; "
+            "rename the column that holds them."
+        )
+    rewards: list[float | None] = []
+    for completion, gold in zip(completions, golds, strict=True):
+        match = None if gold is None else answers_match(completion_text(completion), str(gold))
+        rewards.append(None if match is None else float(match))
+    return rewards
+
+
+def format_reward(completions: Sequence[str | list[dict[str, Any]]], **kwargs: Any) -> list[float]:
+    r"""
+    Reward function that is 1.0 where a completion ends with exactly one final answer, marked by `\boxed{}` or `####`.
+
+    The mark must be the only one, hold something, and be followed by nothing but white space, full stops and the end
+    of a formula (`$`, `\)`, `\]`). A box on the `####` line is part of that mark: `#### \boxed{42}` is one answer.
+
+    Args:
+        completions (`list[str]` or `list[list[dict]]`):
+            Completions, plain or as messages.
+
+    Returns:
+        `list[float]`: 1.0 or 0.0 per completion.
+
+    Example:
+    ```python
+    >>> format_reward([r"It is $\boxed{42}$.", r"\boxed{41} or \boxed{42}", "It is 42."])
+    [1.0, 0.0, 0.0]
+    ```
+    """
+    rewards = []
+    for completion in completions:
+        text = completion_text(completion)
+        outer: list[tuple[int, int, str, str]] = []
+        for mark in _marks(text):
+            if not outer or mark[0] >= outer[-1][1]:
+                outer.append(mark)
+        ends = len(outer) == 1 and outer[0][2] and re.fullmatch(r"(\s|[.$]|\\[)\]])*", text[outer[0][1] :])
+        rewards.append(1.0 if ends else 0.0)
+    return rewards
+
+
+def soft_overlong_penalty(max_completion_len: int, soft_punish_cache: int) -> Callable[..., list[float]]:
+    """
+    TRL's soft overlong punishment of DAPO (https://huggingface.co/papers/2503.14476, equation 13), arguments checked.
+
+    Args:
+        max_completion_len (`int`):
+            Number of completion tokens with penalty -1. Positive.
+        soft_punish_cache (`int`):
+            Number of tokens before that over which the penalty grows linearly from 0. In `[0, max_completion_len]`.
+
+    Returns:
+        `Callable`: A reward function with rewards in `[-1, 0]`.
+
+    Raises:
+        `ValueError`: If an argument is outside its range.
+    """
+    if max_completion_len < 1 or not 0 <= soft_punish_cache <= max_completion_len:
+        raise ValueError(
+            f"soft_punish_cache must be between 0 and max_completion_len, and that positive; got "
+            f"soft_punish_cache={soft_punish_cache}, max_completion_len={max_completion_len}."
+        )
+    return get_soft_overlong_punishment(max_completion_len, soft_punish_cache)

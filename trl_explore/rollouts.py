@@ -1,0 +1,203 @@
+"""What a method samples: continuations of token prefixes, and rows (prompt, completion, loss mask) made of them.
+
+Dimension letters used throughout the package: P prompts, G generations per prompt, B = P·G rows on this process,
+N rows over all processes, R sampling requests, K siblings, T completion tokens, F reward functions.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """
+    Tokens sampled after a prefix.
+
+    Args:
+        token_ids (`list[int]`):
+            Sampled tokens, the end-of-sequence token included where one was sampled. Never empty.
+        logprobs (`list[float]`, *optional*):
+            Log-probability of each sampled token under the sampler, where the backend reports it.
+        finished (`bool`, *optional*, defaults to `True`):
+            Whether the continuation ended with an end-of-sequence token, and not because its budget ran out.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float] | None = None
+    finished: bool = True
+
+
+class Sampler(Protocol):
+    """The one way a method asks the policy for tokens: all prefixes of a stage in one call."""
+
+    def __call__(
+        self, prefixes: list[list[int]], num_samples: int | Sequence[int], max_new_tokens: int | Sequence[int]
+    ) -> list[list[Continuation]]:
+        """
+        Sample continuations of every prefix.
+
+        Args:
+            prefixes (`list[list[int]]`):
+                Token ids of each request's prompt and partial completion, `[R][T_i]`.
+            num_samples (`int` or `Sequence[int]`):
+                Continuations per request.
+            max_new_tokens (`int` or `Sequence[int]`):
+                Budget of new tokens per request.
+
+        Returns:
+            `list[list[Continuation]]`: `[R][num_samples_i]`.
+        """
+        ...
+
+
+def per_request(value: int | Sequence[int], num_requests: int, *, name: str) -> list[int]:
+    """
+    Spread a per-call number over the requests of the call.
+
+    Args:
+        value (`int` or `Sequence[int]`):
+            One number for all requests, or one per request.
+        num_requests (`int`):
+            Number of requests.
+        name (`str`):
+            What the number is, for the error message.
+
+    Returns:
+        `list[int]`: One number per request.
+
+    Raises:
+        ValueError: If the counts differ or a number is smaller than 1.
+    """
+    values = [value] * num_requests if isinstance(value, int) else list(value)
+    if len(values) != num_requests:
+        raise ValueError(f"`{name}` has {len(values)} entries for {num_requests} prefixes; pass one per prefix.")
+    if any(v < 1 for v in values):
+        raise ValueError(f"`{name}` must be at least 1 for every prefix, got {min(values)}.")
+    return values
+
+
+@dataclass
+class Rollout:
+    """
+    Completions sampled for the prompts of a batch, exactly one per row.
+
+    Args:
+        completion_ids (`list[list[int]]`):
+            Completion tokens `[B][T_i]`.
+        logprobs (`list[list[float]]`, *optional*):
+            Log-probabilities under the sampler, `[B][T_i]`, where the backend reports them.
+    """
+
+    completion_ids: list[list[int]]
+    logprobs: list[list[float]] | None = None
+
+
+@dataclass
+class Rows:
+    """
+    Ragged training rows that are already sampled, in groups of `group_size` consecutive siblings.
+
+    Args:
+        examples (`list[dict]`):
+            The data-set example behind each row; its columns reach the reward functions as for the main rows. `[B]`.
+        prompt_ids (`list[list[int]]`):
+            Prompt tokens `[B][P_i]`.
+        completion_ids (`list[list[int]]`):
+            Completion tokens, shared prefix and new suffix, `[B][T_i]`.
+        loss_mask (`list[list[int]]`):
+            1 where a token is trained, 0 where it only conditions, `[B][T_i]`.
+        group_size (`int`):
+            Siblings per group; advantages are normalised inside a group.
+        logprobs (`list[list[float]]`, *optional*):
+            Log-probabilities under the sampler, `[B][T_i]`.
+        known_rewards (`list[list[float] | None]`):
+            Rewards `[F]` of rows that were scored before; `None` asks the reward functions. `[B]`.
+    """
+
+    examples: list[dict[str, Any]]
+    prompt_ids: list[list[int]]
+    completion_ids: list[list[int]]
+    loss_mask: list[list[int]]
+    group_size: int
+    logprobs: list[list[float]] | None = None
+    known_rewards: list[list[float] | None] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self.known_rewards:
+            self.known_rewards = [None] * len(self)
+        counts = {
+            "examples": len(self.examples),
+            "prompt_ids": len(self.prompt_ids),
+            "loss_mask": len(self.loss_mask),
+            "known_rewards": len(self.known_rewards),
+        }
+        wrong = {name: count for name, count in counts.items() if count != len(self)}
+        if wrong:
+            raise ValueError(f"rows must agree in number: {len(self)} completions, but {wrong}.")
+        if len(self) % self.group_size:
+            raise ValueError(f"{len(self)} rows do not form whole groups of {self.group_size} siblings.")
+
+    def __len__(self) -> int:
+        return len(self.completion_ids)
+
+    def padded(self, num_rows: int, *, example: dict[str, Any], token_id: int, num_rewards: int) -> "Rows":
+        """
+        Append rows that train nothing, so that every process scores the same number.
+
+        Args:
+            num_rows (`int`):
+                Number of rows wanted, a multiple of the group size.
+            example (`dict`):
+                Any example of this process, so that the rows have its columns.
+            token_id (`int`):
+                An end-of-sequence token, the only token of the appended completions.
+            num_rewards (`int`):
+                Number of reward functions F; the appended rows count as unscorable (NaN) for each.
+
+        Returns:
+            [`Rows`]: These rows followed by the appended ones, whose loss mask is 0.
+        """
+        extra = num_rows - len(self)
+        return replace(
+            self,
+            examples=self.examples + [dict(example) for _ in range(extra)],
+            prompt_ids=self.prompt_ids + [[token_id]] * extra,
+            completion_ids=self.completion_ids + [[token_id]] * extra,
+            loss_mask=self.loss_mask + [[0]] * extra,
+            logprobs=None if self.logprobs is None else self.logprobs + [[0.0]] * extra,
+            known_rewards=self.known_rewards + [[float("nan")] * num_rewards] * extra,
+        )
+
+
+class ScriptedSampler:
+    """
+    A sampler that replays written continuations, for tests without a model.
+
+    Args:
+        script (`dict[tuple[int, ...], list[list[int]]]`):
+            For each prefix, the suffixes to hand out in order. Asking for more than was written is an error.
+        eos_token_id (`int`, *optional*, defaults to `0`):
+            A suffix that ends with this token counts as finished.
+    """
+
+    def __init__(self, script: dict[tuple[int, ...], list[list[int]]], eos_token_id: int = 0) -> None:
+        self.script = {prefix: list(suffixes) for prefix, suffixes in script.items()}
+        self.eos_token_id = eos_token_id
+        self.calls: list[list[list[int]]] = []
+
+    def __call__(
+        self, prefixes: list[list[int]], num_samples: int | Sequence[int], max_new_tokens: int | Sequence[int]
+    ) -> list[list[Continuation]]:
+        """Hand out the next suffixes of each prefix, cut to the request's budget (see [`Sampler`])."""
+        self.calls.append(prefixes)
+        counts = per_request(num_samples, len(prefixes), name="num_samples")
+        budgets = per_request(max_new_tokens, len(prefixes), name="max_new_tokens")
+        groups = []
+        for prefix, count, budget in zip(prefixes, counts, budgets, strict=True):
+            queue = self.script.get(tuple(prefix), [])
+            if len(queue) < count:
+                raise ValueError(f"the script holds {len(queue)} suffixes for prefix {prefix}, {count} were asked for")
+            suffixes = [queue.pop(0)[:budget] for _ in range(count)]
+            groups.append([Continuation(ids, finished=ids[-1] == self.eos_token_id) for ids in suffixes])
+        return groups

@@ -1,0 +1,124 @@
+"""Embedded tasks: small problems with exact verifiers that a model built from nothing can learn on a CPU.
+
+chain.py       arithmetic chains; demonstrations with habits make the warm start wrong in known places
+tiny_model.py  the character tokenizer and the 111,296-parameter model
+warm_start.py  supervised training on demonstrations, cached on disk
+"""
+
+import difflib
+import random
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol
+
+from datasets import Dataset
+
+from trl_explore.tasks.chain import CHAIN, CHAIND, LATE1, LATE3, ChainTask
+
+__all__ = ["TASKS", "ChainTask", "Task", "TeachableTask", "get_task"]
+
+
+class Task(Protocol):
+    """
+    What examples, benchmarks and the command line ask of a task. A task is data plus pure functions: it owns no model
+    and no state.
+    """
+
+    @property
+    def name(self) -> str:
+        """Short name, as given to [`get_task`]."""
+
+    @property
+    def max_completion_length(self) -> int:
+        """Tokens of a complete correct answer, end-of-sequence token included."""
+
+    @property
+    def reward(self) -> Callable[..., list[float]]:
+        """
+        TRL reward function `(completions, **columns) -> list[float]`; `columns` are the data set's columns and what
+        TRL adds (`prompts`, `completion_ids`, ...). TRL names its metrics after the function's `__name__`.
+        """
+
+    def build_dataset(self, num_examples: int, *, seed: int) -> Dataset:
+        """
+        Training problems.
+
+        Args:
+            num_examples (`int`):
+                Number of problems.
+            seed (`int`):
+                Seed of the draw.
+
+        Returns:
+            [`~datasets.Dataset`]: A conversational `prompt` column and the columns that `reward` needs.
+        """
+
+    def evaluation_set(self, num_examples: int = 256, *, seed: int = 0) -> Dataset:
+        """
+        Held-out problems, which no training set and no demonstration ever contains.
+
+        Args:
+            num_examples (`int`, *optional*, defaults to `256`):
+                Number of problems.
+            seed (`int`, *optional*, defaults to `0`):
+                Seed of the draw.
+
+        Returns:
+            [`~datasets.Dataset`]: Columns as in `build_dataset`.
+        """
+
+
+class TeachableTask(Task, Protocol):
+    """A [`Task`] that can also show how it is done, which is what `warm_start` needs. It must be a dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def warm_start_steps(self) -> int:
+        """Optimizer steps after which supervised training on the demonstrations has converged."""
+
+    def sample_problem(self, rng: random.Random) -> str:
+        """
+        Draws one training problem.
+
+        Args:
+            rng (`random.Random`):
+                Source of randomness.
+
+        Returns:
+            `str`: The user's message.
+        """
+
+    def demonstration(self, prompt: str, rng: random.Random) -> str:
+        """
+        Shows how `prompt` is answered; demonstrations need not be right.
+
+        Args:
+            prompt (`str`):
+                Problem.
+            rng (`random.Random`):
+                Source of randomness.
+
+        Returns:
+            `str`: The assistant's message.
+        """
+
+
+TASKS: dict[str, ChainTask] = {task.name: task for task in (CHAIN, CHAIND, LATE1, LATE3)}
+
+
+def get_task(name: str) -> ChainTask:
+    """
+    Looks a task up by its name.
+
+    Args:
+        name (`str`):
+            One of `chain`, `chaind`, `late1`, `late3`.
+
+    Returns:
+        [`ChainTask`]: The task. `dataclasses.replace` makes a variant of it.
+    """
+    if name in TASKS:
+        return TASKS[name]
+    nearest = difflib.get_close_matches(name, TASKS, n=1, cutoff=0.4)
+    hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+    raise ValueError(f"`name` is {name!r}, which is no embedded task.{hint} Choose one of: {', '.join(TASKS)}.")

@@ -1,0 +1,244 @@
+"""Supervised warm start: trains the tiny model on a task's demonstrations and caches the result on disk.
+
+The recipe is fixed: AdamW (learning rate 3e-3, betas 0.9 / 0.95, no weight decay), 20 warm-up steps, cosine decay to
+5 %, batches of 32 fresh problems, loss on the completion only, gradients clipped at norm 1.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import random
+import shutil
+import uuid
+from pathlib import Path
+
+import torch
+import transformers
+from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+from trl_explore.tasks import TeachableTask
+from trl_explore.tasks.tiny_model import ASSISTANT, CHARACTERS, EOS, USER, build_model, build_tokenizer
+
+CACHE_VERSION = 1  # raise it when the recipe, the tokenizer or the way tasks draw from their seeds changes
+BATCH_SIZE = 32
+LEARNING_RATE = 3e-3
+WARMUP_STEPS = 20
+FINAL_LEARNING_RATE_SHARE = 0.05
+IGNORED = -100  # label that the loss skips
+
+
+def warm_start(
+    task: TeachableTask,
+    *,
+    seed: int,
+    steps: int | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    progress: bool = True,
+    hidden_size: int = 64,
+    num_layers: int = 2,
+) -> Path:
+    """
+    Trains a tiny model on demonstrations, or finds it in the cache.
+
+    The same arguments give the same weights, up to rounding that depends on the number of threads. The caller's random
+    states and settings are left alone.
+
+    Args:
+        task ([`TeachableTask`]):
+            Task to learn.
+        seed (`int`):
+            Seed of the initial weights and of the demonstrations.
+        steps (`int`, *optional*):
+            Optimizer steps. Defaults to `task.warm_start_steps`.
+        cache_dir (`str` or `os.PathLike`, *optional*):
+            Where warm starts are kept. Defaults to the environment variable `TRL_EXPLORE_CACHE`, or else to
+            `~/.cache/trl-explore`.
+        progress (`bool`, *optional*, defaults to `True`):
+            Whether to show a progress bar with the loss.
+        hidden_size (`int`, *optional*, defaults to `64`):
+            Width of the model.
+        num_layers (`int`, *optional*, defaults to `2`):
+            Layers of the model.
+
+    Returns:
+        `Path`: Folder that `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load.
+    """
+    steps = task.warm_start_steps if steps is None else steps
+    if steps < 1:
+        raise ValueError(f"`steps` is {steps}; give at least 1.")
+    model = build_model(seed=seed, hidden_size=hidden_size, num_layers=num_layers)
+    key = cache_key(task, seed=seed, steps=steps, model_config=model.config.to_diff_dict())
+    folder = cache_root(cache_dir) / f"{task.name}-seed{seed}-{key}"
+    if folder.is_dir():
+        return folder
+    tokenizer = build_tokenizer()
+    train(model, tokenizer, task, rng=random.Random(f"demonstrations/{seed}"), steps=steps, progress=progress)
+    publish(model, tokenizer, folder)
+    return folder
+
+
+def cache_root(cache_dir: str | os.PathLike[str] | None = None) -> Path:
+    """
+    The folder that holds all warm starts.
+
+    Args:
+        cache_dir (`str` or `os.PathLike`, *optional*):
+            Explicit choice. Defaults to the environment variable `TRL_EXPLORE_CACHE`, or else to
+            `~/.cache/trl-explore`.
+
+    Returns:
+        `Path`: Folder, which need not exist.
+    """
+    return Path(
+        cache_dir or os.environ.get("TRL_EXPLORE_CACHE") or Path.home() / ".cache" / "trl-explore"
+    ).expanduser()
+
+
+def cache_key(task: TeachableTask, *, seed: int, steps: int, model_config: dict) -> str:
+    """
+    Names everything that a warm start's weights depend on.
+
+    Args:
+        task ([`TeachableTask`]):
+            Task, with all its knobs.
+        seed (`int`):
+            Seed of the run.
+        steps (`int`):
+            Optimizer steps.
+        model_config (`dict`):
+            The model's configuration.
+
+    Returns:
+        `str`: Twelve hexadecimal digits.
+    """
+    # The configuration repeats the version of transformers down to the patch release, which is finer than we want.
+    model_config = {name: value for name, value in model_config.items() if name != "transformers_version"}
+    parts = {
+        "cache_version": CACHE_VERSION,
+        "task": dataclasses.asdict(task),
+        "seed": seed,
+        "steps": steps,
+        "model": model_config,
+        "libraries": [".".join(version.split(".")[:2]) for version in (torch.__version__, transformers.__version__)],
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+
+def train(
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    task: TeachableTask,
+    *,
+    rng: random.Random,
+    steps: int,
+    progress: bool,
+) -> None:
+    """
+    Trains `model` in place on fresh demonstrations.
+
+    Args:
+        model ([`~transformers.Qwen2ForCausalLM`]):
+            Model to train.
+        tokenizer ([`~transformers.PreTrainedTokenizerFast`]):
+            Its tokenizer.
+        task ([`TeachableTask`]):
+            Source of problems and demonstrations.
+        rng (`random.Random`):
+            Source of randomness.
+        steps (`int`):
+            Optimizer steps.
+        progress (`bool`):
+            Whether to show a progress bar with the loss.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_share(step, steps))
+    model.train()
+    with torch.enable_grad(), tqdm(total=steps, desc=f"warm start {task.name}", disable=not progress) as bar:
+        for _ in range(steps):
+            prompts = [task.sample_problem(rng) for _ in range(BATCH_SIZE)]
+            batch = encode(tokenizer, [(prompt, task.demonstration(prompt, rng)) for prompt in prompts])
+            loss = model(**batch).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            bar.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
+            bar.update()
+    model.eval()
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[str, str]]) -> dict[str, torch.Tensor]:
+    """
+    Turns prompts and completions into a training batch whose loss covers the completions, end of sequence included.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerFast`]):
+            Tokenizer.
+        pairs (`list[tuple[str, str]]`):
+            Prompts and completions.
+
+    Returns:
+        `dict[str, torch.Tensor]`: `input_ids`, `attention_mask` and `labels`, each `(B, P+C)`, padded on the left.
+    """
+    unknown = {character for pair in pairs for text in pair for character in text} - set(CHARACTERS)
+    if unknown:
+        raise ValueError(f"`pairs` contain {sorted(unknown)}, which the tokenizer lacks; it knows {CHARACTERS!r}.")
+    # What the chat template renders, written directly: rendering it for every demonstration would cost more than the
+    # model's forward pass.
+    texts = [f"{USER}{prompt}{ASSISTANT}{completion}{EOS}" for prompt, completion in pairs]
+    encoded = tokenizer(texts, padding=True, padding_side="left", return_tensors="pt")
+    input_ids, attention_mask = encoded["input_ids"], encoded["attention_mask"]  # (B, P+C)
+    from_end = torch.arange(input_ids.shape[1] - 1, -1, -1)  # (P+C,)
+    completion_lengths = torch.tensor([len(completion) + 1 for _, completion in pairs])  # one character, one token
+    labels = input_ids.masked_fill(from_end >= completion_lengths[:, None], IGNORED)
+    return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+
+
+def learning_rate_share(step: int, steps: int) -> float:
+    """
+    Warm-up and cosine decay, as a share of the peak learning rate.
+
+    Args:
+        step (`int`):
+            Optimizer steps taken so far.
+        steps (`int`):
+            Optimizer steps in all.
+
+    Returns:
+        `float`: Share in (0, 1].
+    """
+    if step < WARMUP_STEPS:
+        return (step + 1) / WARMUP_STEPS
+    progress = (step - WARMUP_STEPS) / max(1, steps - WARMUP_STEPS)
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return FINAL_LEARNING_RATE_SHARE + (1 - FINAL_LEARNING_RATE_SHARE) * cosine
+
+
+def publish(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """
+    Writes model and tokenizer so that `folder` appears all at once or not at all.
+
+    Args:
+        model ([`~transformers.Qwen2ForCausalLM`]):
+            Trained model.
+        tokenizer ([`~transformers.PreTrainedTokenizerFast`]):
+            Its tokenizer.
+        folder (`Path`):
+            Where they shall be.
+    """
+    unfinished = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}")
+    unfinished.mkdir(parents=True)
+    try:
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        unfinished.rename(folder)
+    except OSError:
+        # Another process has published the same warm start in the meantime: keep its copy.
+        if not folder.is_dir():
+            raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
