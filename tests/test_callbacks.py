@@ -12,6 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from transformers import Qwen2Config, Qwen2ForSequenceClassification
+from trl import GRPOConfig, GRPOTrainer
 from world import assert_same, contains_answer, make_dataset, make_model, make_tokenizer, make_trainer, parameters
 
 from trl_explore.metrics import PassAtKCallback
@@ -175,24 +176,17 @@ def test_the_trainers_reward_functions_count_with_their_weights_async_ones_inclu
     assert both["eval/reward"] == pytest.approx(2 * alone["eval/reward"] + 0.5)
 
 
-def test_reward_models_of_the_trainer_score_prompt_and_completion():
+def test_reward_models_of_the_trainer_score_prompt_and_completion(tmp_path):
     torch.manual_seed(0)
-    judge = Qwen2ForSequenceClassification(
-        Qwen2Config(
-            vocab_size=29,
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            num_labels=1,
-            pad_token_id=0,
-        )
-    )
-    judge.config._name_or_path = "judge"
+    judge = Qwen2ForSequenceClassification(Qwen2Config(**{**make_model().config.to_dict(), "num_labels": 1}))
     recorder = Recorder()
-    trainer = make_trainer(
-        reward_funcs=[recorder, judge], reward_processing_classes=[None, make_tokenizer()], reward_weights=[0.0, 1.0]
+    trainer = GRPOTrainer(
+        model=make_model(),
+        reward_funcs=[recorder, judge],
+        reward_processing_classes=[None, make_tokenizer()],
+        processing_class=make_tokenizer(),
+        train_dataset=ROWS,
+        args=GRPOConfig(output_dir=tmp_path, use_cpu=True, bf16=False, report_to=[], reward_weights=[0.0, 1.0]),
     )
     metrics = PassAtKCallback(trainer, ROWS, num_samples=2, k=(1,), greedy=False, success_threshold=0.0).evaluate()
     call = recorder.calls[0]

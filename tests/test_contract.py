@@ -1,0 +1,143 @@
+"""Every TRL and transformers private that the trainers touch, as it is in the supported version.
+
+A failure here means that TRL moved: read the seam again before touching anything else.
+"""
+
+import inspect
+from collections import defaultdict
+
+import pytest
+import torch
+import transformers
+import trl
+from trl import GRPOConfig, GRPOTrainer
+from world import make_trainer
+
+from trl_explore.compat import check_trl_version
+from trl_explore.streams import LOSS_NORMALISERS
+from trl_explore.trainers import DeepGRPOTrainer, ExplorationTrainer
+
+SIGNATURES = {
+    "_generate_single_turn": ["prompt_ids", "images", "multimodal_fields", "num_generations", "has_tool_images"],
+    "_generate_and_score_completions": ["inputs"],
+    "_calculate_rewards": ["inputs", "prompts", "completions", "completion_ids_list"],
+    "_compute_loss": ["model", "inputs"],
+    "_prepare_inputs": ["generation_batch"],
+    "compute_loss": ["model", "inputs", "return_outputs", "num_items_in_batch"],
+    "_save_checkpoint": ["model", "trial"],
+    "_save_optimizer_and_scheduler": ["output_dir"],
+    "_load_optimizer_and_scheduler": ["checkpoint"],
+    "_get_output_dir": ["trial"],
+    "train": ["resume_from_checkpoint", "trial", "ignore_keys_for_eval"],
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signature(name):
+    parameters = list(inspect.signature(vars_of_mro(GRPOTrainer, name)).parameters)
+    assert parameters == ["self", *SIGNATURES[name]]
+
+
+def vars_of_mro(cls, name):
+    return next(vars(c)[name] for c in cls.__mro__ if name in vars(c))
+
+
+@pytest.mark.parametrize("trainer_class", [ExplorationTrainer, DeepGRPOTrainer])
+def test_constructors_take_what_grpo_trainer_takes(trainer_class):
+    ours = inspect.signature(trainer_class.__init__).parameters
+    theirs = inspect.signature(GRPOTrainer.__init__).parameters
+    assert list(ours) == list(theirs)
+    assert {n: p.default for n, p in ours.items()} == {n: p.default for n, p in theirs.items()}
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    trainer = make_trainer(GRPOTrainer, GRPOConfig, tmp_path, beta=0.1, steps_per_generation=2, max_steps=2)
+    trainer.model.train()
+    return trainer
+
+
+def test_attributes_that_are_swapped_or_read(trainer):
+    assert set(trainer._metrics) == {"train", "eval"} and isinstance(trainer._metrics["train"], defaultdict)
+    assert set(trainer._logs) == {"images", "prompt", "completion", "rewards", "advantages", "extra"}
+    assert isinstance(trainer._logs["rewards"], defaultdict) and isinstance(trainer._logs["extra"], defaultdict)
+    assert isinstance(trainer._pending_extra_logs, defaultdict) and isinstance(trainer._pending_metrics, defaultdict)
+    assert trainer._entropy_bonus_enabled is False and trainer.aux_loss_enabled is False
+    assert trainer._step == 0 and trainer._buffered_inputs is None
+    assert trainer._is_vlm is False and trainer._tokenizer.pad_token_id == 0
+    assert trainer.eos_token_ids == [1]
+    assert trainer.rollout_func is None and trainer.num_generations == 4 and trainer.num_iterations == 1
+    assert trainer.generation_config.max_new_tokens == trainer.max_completion_length == 8
+    assert trainer.top_entropy_quantile == 1.0 and trainer.beta == 0.1 and trainer.loss_type == "dapo"
+    assert trainer.reward_func_names == ["contains_answer"] and trainer.reward_weights.tolist() == [1.0]
+    assert trainer.state.num_input_tokens_seen == 0
+    assert trainer.accelerator.gradient_state.sync_gradients is True
+    assert callable(trainer.accelerator.gradient_state._set_sync_gradients)
+
+
+def test_a_generation_batch_is_a_dict_of_tensors_that_the_loss_takes(trainer):
+    rows = next(iter(trainer.get_train_dataloader()))
+    assert len(rows) == 16 and set(rows[0]) == {"prompt", "answer"}
+    completion_ids, logprobs = trainer._generate_single_turn([[5, 6], [7]], None, {}, 1)
+    assert len(completion_ids) == 2 and isinstance(completion_ids[0], list) and logprobs is None
+    output = trainer._generate_and_score_completions(rows)
+    assert set(output) == {
+        "prompt_ids",
+        "prompt_mask",
+        "completion_ids",
+        "completion_mask",
+        "advantages",
+        "num_items_in_batch",
+        "old_per_token_logps",
+        "ref_per_token_logps",
+    }
+    assert output["advantages"].shape == (16,) and output["num_items_in_batch"].dim() == 0
+    assert output["completion_ids"].shape == output["ref_per_token_logps"].shape
+    trainer.current_gradient_accumulation_steps = 1
+    trainer._buffered_inputs = None
+    batch = trainer._prepare_inputs(rows)
+    assert len(trainer._buffered_inputs) == 2 and len(batch["advantages"]) == 8
+    per_row = trainer._compute_loss(trainer.model, batch)
+    wide = batch["advantages"].unsqueeze(1).expand(batch["completion_ids"].shape)
+    torch.testing.assert_close(trainer._compute_loss(trainer.model, {**batch, "advantages": wide}), per_row)
+
+
+def test_finished_rollouts_go_back_through_the_rollout_slot(trainer):
+    rows = next(iter(trainer.get_train_dataloader()))[:4]
+    seen = {}
+    trainer.reward_funcs = [
+        lambda completion_ids, completions, **kwargs: seen.update(ids=completion_ids) or [0.0, 0.0, 1.0, 1.0]
+    ]
+    trainer.rollout_func = lambda prompts, trainer: {
+        "prompt_ids": [[5, 6]] * 4,
+        "completion_ids": [[7, 8, 1], [7, 9, 1], [7, 1], [7, 8, 8, 1]],
+        "logprobs": None,
+        "env_mask": [[0, 1, 1], [0, 1, 1], [0, 1], [0, 1, 1, 1]],
+    }
+    output = trainer._generate_and_score_completions(rows)
+    assert seen["ids"] == [[7, 8, 1], [7, 9, 1], [7, 1], [7, 8, 8, 1]]
+    assert output["tool_mask"].tolist() == [[0, 1, 1, 1], [0, 1, 1, 1], [0, 1, 1, 1], [0, 1, 1, 1]]
+    assert (output["tool_mask"] * output["completion_mask"]).sum() == output["num_items_in_batch"] == 8
+    assert output["advantages"][0] == output["advantages"][1] == -output["advantages"][2]
+
+
+def test_loss_types_are_those_whose_normaliser_is_known(tmp_path):
+    source = inspect.getsource(GRPOTrainer._compute_loss)
+    assert all(f'"{name}"' in source for name in LOSS_NORMALISERS)
+    choices = next(f for f in GRPOConfig.__dataclass_fields__.values() if f.name == "loss_type").metadata["help"]
+    named = {word.strip("'`\",.") for word in choices.split()} & set(LOSS_NORMALISERS)
+    assert named == set(LOSS_NORMALISERS)
+
+
+def test_the_installed_trl_is_supported_and_others_are_refused():
+    check_trl_version(trl.__version__)
+    for version in ("1.15.0", "1.17.0", "2.0"):
+        with pytest.raises(ImportError, match=f"trl {version} is installed"):
+            check_trl_version(version)
+
+
+def test_trainer_writes_its_state_last():
+    # `is_complete` relies on it: a checkpoint that has it has everything else.
+    source = inspect.getsource(transformers.Trainer._save_checkpoint)
+    order = [source.index(part) for part in ("_save_optimizer_and_scheduler", "_save_rng_state", "save_to_json")]
+    assert order == sorted(order)

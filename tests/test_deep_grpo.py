@@ -1,0 +1,361 @@
+"""DEEP-GRPO: reductions to GRPO, what it branches from, what it trains on, its files and its errors."""
+
+import json
+import math
+
+import pytest
+import torch
+from peft import LoraConfig
+from trl import GRPOConfig, GRPOTrainer
+from world import (
+    always,
+    assert_same,
+    contains_answer,
+    differ,
+    make_dataset,
+    make_tokenizer,
+    make_trainer,
+    never,
+    parameters,
+    some_letter,
+    trained,
+)
+
+import trl_explore
+from trl_explore.streams import loss_mask
+from trl_explore.trainers import DeepGRPOConfig, DeepGRPOTrainer
+
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+CUTS = dict(num_branches=3, segmentation="fixed", segment_length=2)
+SETTINGS = {
+    "beta 0": {},
+    "beta": dict(beta=0.1),
+    "grpo loss": dict(loss_type="grpo"),
+    "dr_grpo loss and beta": dict(loss_type="dr_grpo", beta=0.1),
+    "two iterations": dict(num_iterations=2, max_steps=4),
+    "accumulation": dict(gradient_accumulation_steps=2),
+    "generation longer than accumulation": dict(gradient_accumulation_steps=2, steps_per_generation=4),
+    "lora": dict(peft_config=LORA),
+    "lora, beta, two iterations": dict(peft_config=LORA, beta=0.1, num_iterations=2, max_steps=4),
+    "conversational": dict(conversational=True),
+    "rewards with None": dict(reward_funcs=[contains_answer, some_letter], success_threshold=1.5),
+}
+grpo = pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS.keys())
+
+
+def as_grpo(options):
+    return {name: value for name, value in options.items() if name != "success_threshold"}
+
+
+@grpo
+def test_weight_zero_is_grpo_bit_for_bit(tmp_path, options):
+    expected, _ = trained(GRPOTrainer, GRPOConfig, tmp_path, **as_grpo(options))
+    got, log = trained(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, aux_loss_weight=0.0, **CUTS, **options)
+    assert_same(got, expected)
+    assert sum(entry.get("pivots/tried", 0) for entry in log) > 0  # it did branch
+
+
+@grpo
+def test_without_failures_it_is_grpo_bit_for_bit(tmp_path, options):
+    options = {**options, "success_threshold": -1.0}
+    expected, _ = trained(GRPOTrainer, GRPOConfig, tmp_path, **as_grpo(options))
+    got, log = trained(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **CUTS, **options)
+    assert_same(got, expected)
+    assert all(entry.get("pivots/tried", 0) == 0 for entry in log)
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
+def test_siblings_with_equal_rewards_have_no_gradient(tmp_path, loss_type):
+    before = parameters(make_trainer(GRPOTrainer, GRPOConfig, tmp_path))
+    # A quantile of entropies looks at every row, so here the forward pass of rows without advantage is not skipped.
+    options = dict(reward_funcs=never, loss_type=loss_type, top_entropy_quantile=0.9)
+    got, log = trained(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **CUTS, **options)
+    assert_same(got, before)
+    assert log[0]["pivots/tried"] == 8 and log[0]["aux/loss"] == 0.0
+
+
+def streams_of(trainer):
+    """The auxiliary rows of the first generation batch, in one micro-batch."""
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    inputs = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    return inputs, trainer._stream_steps
+
+
+class Duplicated(DeepGRPOTrainer):
+    def _branch_rows(self, branchings):
+        return super()._branch_rows([b for b in branchings for _ in range(2)])
+
+    def _learn_from(self, branchings, scored):
+        return super()._learn_from([b for b in branchings for _ in range(2)], scored)[::2]
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo"])
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_duplicating_every_auxiliary_row_leaves_the_gradient_unchanged(tmp_path, loss_type, beta):
+    options = dict(loss_type=loss_type, beta=beta, max_steps=1, optim="sgd", max_grad_norm=0.0, learning_rate=0.1)
+    once, _ = trained(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **CUTS, **options)
+    twice, _ = trained(Duplicated, DeepGRPOConfig, tmp_path, **CUTS, **options)
+    plain, _ = trained(GRPOTrainer, GRPOConfig, tmp_path, **options)
+    assert_same(twice, once, tolerance=1e-6)
+    assert differ(once, plain)
+
+
+def test_the_prefix_conditions_but_is_not_trained(tmp_path):
+    trainer = make_trainer(
+        DeepGRPOTrainer, DeepGRPOConfig, tmp_path, beta=0.1, **CUTS, depth_bias=20.0, max_pivots_per_batch=2
+    )
+    _, steps = streams_of(trainer)
+    (part,) = steps["aux"][2][0]
+    assert len(part["advantages"]) == 2 * 3
+    completions, masks = part["completion_ids"].tolist(), loss_mask(part).tolist()
+    mains = trainer.main_completion_ids
+    siblings = {}
+    for ids, mask in zip(completions, masks, strict=True):
+        start = mask.index(1)
+        length = start + sum(mask[start:])
+        assert mask[start:length] == [1] * (length - start) and not any(mask[length:])
+        assert start % 2 == 0 and start > 0
+        prefix = tuple(ids[:start])
+        assert any(tuple(main[:start]) == prefix for main in mains)
+        siblings.setdefault(prefix, []).append(tuple(ids[start:length]))
+    assert sum(len(s) for s in siblings.values()) == 6
+
+
+def test_advantages_are_relative_to_siblings_only(tmp_path):
+    trainer = make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, beta=0.1, scale_rewards="none", **CUTS)
+    _, steps = streams_of(trainer)
+    rows = [row for part in steps["aux"][2][0] for row in part["advantages"].tolist()]
+    count = int(trainer._metrics["train"]["pivots/tried"][0])
+    for i in range(count):
+        group = rows[3 * i : 3 * i + 3]
+        assert sum(group) == pytest.approx(0, abs=1e-6)
+        assert all(any(math.isclose(a, s, abs_tol=1e-6) for s in (0, 1 / 3, 2 / 3, -1 / 3, -2 / 3)) for a in group)
+
+
+def test_auxiliary_loss_equals_the_equation_written_out(tmp_path):
+    """Eq. 4 with App. C's token mean, against autograd on the rows themselves."""
+    trainer = make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, aux_loss_weight=0.7, **CUTS)
+    _, steps = streams_of(trainer)
+    trainer.model.zero_grad()
+    trainer._backward_streams(trainer.model)
+    got = {n: p.grad.clone() for n, p in trainer.model.named_parameters()}
+
+    trainer.model.zero_grad()
+    _, totals, ((*parts,),) = steps["aux"]
+    loss = torch.zeros(())
+    for part in parts:
+        ids = torch.cat([part["prompt_ids"], part["completion_ids"]], dim=1)
+        attention = torch.cat([part["prompt_mask"], part["completion_mask"]], dim=1)
+        logits = trainer.model(input_ids=ids, attention_mask=attention).logits[:, :-1]
+        width = part["completion_ids"].size(1)
+        logps = logits.log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)[:, -width:]
+        ratio = (logps - logps.detach()).exp()
+        loss = loss - (ratio * part["advantages"][:, None] * loss_mask(part)).sum()
+    (0.7 * loss / totals.num_tokens).backward()
+    assert any(g.abs().max() > 1e-4 for g in got.values())
+    for name, p in trainer.model.named_parameters():
+        torch.testing.assert_close(got[name], p.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_every_suffix_token_counts_in_the_normaliser_also_of_rows_without_advantage(tmp_path):
+    trainer = make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **CUTS)
+    _, steps = streams_of(trainer)
+    _, totals, ((*parts,),) = steps["aux"]
+    metrics = trainer._metrics["train"]
+    assert totals.num_tokens == metrics["pivots/sampled_tokens"][0]
+    assert totals.num_rows == 3 * metrics["pivots/tried"][0]
+    forwarded = sum(int(loss_mask(p).any(1).sum()) for p in parts)
+    assert forwarded == 3 * round(metrics["pivots/informative_fraction"][0] * metrics["pivots/tried"][0])
+    assert 0 < forwarded < totals.num_rows  # rows without advantage are counted, not computed
+
+
+def test_skipping_rows_without_advantage_changes_no_gradient(tmp_path):
+    options = dict(max_steps=1, optim="sgd", max_grad_norm=0.0, learning_rate=0.1, **CUTS)
+    skipping, _ = trained(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **options)
+    # A vanishing KL weight computes every row.
+    computing, _ = trained(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, beta=1e-12, **options)
+    assert_same(skipping, computing, tolerance=1e-6)
+
+
+def log_of(tmp_path, **options):
+    return trained(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **{**CUTS, **options})[1]
+
+
+@pytest.mark.parametrize("branch_from,expected", [("failures", 0), ("failed_groups", 0), ("all", 8)])
+def test_which_completions_are_branched(tmp_path, branch_from, expected):
+    assert log_of(tmp_path, branch_from=branch_from, reward_funcs=always)[0]["pivots/tried"] == expected
+    logs = log_of(tmp_path, branch_from=branch_from, max_steps=6)[:-1]
+    failures = [round(8 * log["pivots/failure_fraction"]) for log in logs]
+    tried = [log["pivots/tried"] for log in logs]
+    assert 0 < min(failures) < 8
+    if branch_from == "failures":
+        assert tried == failures
+    elif branch_from == "failed_groups":
+        assert set(tried) <= {0, 4, 8} and tried != failures
+    else:
+        assert tried == [8] * 6
+
+
+def test_unscorable_completions_are_neither_failures_nor_branched(tmp_path):
+    def only_short_ones(completion_ids, **kwargs):
+        return [0.0 if len(ids) < 8 else None for ids in completion_ids]
+
+    logs = log_of(tmp_path, reward_funcs=only_short_ones, branch_from="all", max_steps=6)[:-1]
+    tried = [log["pivots/tried"] for log in logs]
+    assert tried == [round(8 * log["pivots/failure_fraction"]) for log in logs]
+    assert 0 < sum(tried) < 48
+
+
+@pytest.mark.parametrize("selection,depth", [("root", None), ("uniform", None), ("utility", 1.0)])
+def test_pivot_selection(tmp_path, selection, depth):
+    logs = log_of(tmp_path, pivot_selection=selection, depth_bias=50.0, reward_funcs=never)
+    for log in logs[:-1]:
+        if selection == "root":  # a whole completion is resampled
+            assert log["pivots/mean_depth"] <= 0.5
+        elif selection == "utility":
+            assert log["pivots/mean_depth"] == pytest.approx(depth)
+        else:
+            assert 0.3 < log["pivots/mean_depth"] < 1.0
+
+
+def test_the_cap_bounds_pivots_and_serves_every_completion_before_a_second_pivot(tmp_path):
+    trainer = make_trainer(
+        DeepGRPOTrainer,
+        DeepGRPOConfig,
+        tmp_path,
+        **CUTS,
+        num_pivots=3,
+        max_pivots_per_batch=8,
+        reward_funcs=never,
+        beta=0.1,
+    )
+    rows = []
+    draw = trainer._draw
+    trainer._draw = lambda row: rows.append(row) or draw(row)
+    capped = trainer._capped
+    kept = []
+    trainer._capped = lambda pivots, limit: kept.extend(capped(pivots, limit)) or kept
+    streams_of(trainer)
+    assert rows == list(range(8))
+    assert sorted(p.row for p in kept) == list(range(8))
+    assert trainer._metrics["train"]["pivots/tried"] == [8]
+
+
+def test_several_pivots_of_a_completion_are_distinct(tmp_path):
+    trainer = make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **CUTS, num_pivots=3)
+    trainer.main_completion_ids = [[5, 6, 7, 8, 9, 10, 11, 12], [5]]
+    pivots = trainer._draw(0)
+    assert len({p.start for p in pivots}) == 3 and all(p.depth == (p.start / 2 + 1) / 4 for p in pivots)
+    assert [(p.start, p.depth) for p in trainer._draw(1)] == [(0, 1.0)]
+
+
+def test_the_estimator_learns_from_every_pivot_and_steers_the_next_draw(tmp_path):
+    trainer = make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **CUTS, max_steps=6)
+    trainer.train()
+    tried = sum(entry.get("pivots/tried", 0) for entry in trainer.state.log_history)
+    assert len(trainer.estimator) == tried
+    assert trainer.estimator.weight != 0.0
+    assert trainer.state.log_history[-2]["pivots/success_weight"] == trainer.estimator.weight
+
+
+def test_updates_are_as_rare_as_configured(tmp_path):
+    logs = log_of(tmp_path, estimator_update_steps=4, max_steps=5)
+    weights = [entry["pivots/success_weight"] for entry in logs[:-1]]
+    assert weights[:3] == [0.0] * 3 and weights[3] != 0.0 and weights[4] == weights[3]
+
+
+def test_deferred_branches_are_sampled_with_the_next_batch_and_trained_then(tmp_path):
+    trainer = make_trainer(
+        DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **CUTS, deferred_branching=True, max_steps=3, depth_bias=6.0
+    )
+    calls = []
+    generate = trainer.model.generate
+    trainer.model.generate = lambda **kwargs: (calls.append(len(kwargs["input_ids"])), generate(**kwargs))[1]
+    trainer.train()
+    logs = trainer.state.log_history
+    failures = [round(8 * entry["pivots/failure_fraction"]) for entry in logs[:-1]]
+    assert calls == [8, 8 + 3 * failures[0], 8 + 3 * failures[1]]  # one generation call per batch
+    assert [entry["pivots/tried"] for entry in logs[:-1]] == [0, *failures[:2]]
+    assert all("generation/extra_seconds" not in entry for entry in logs)
+    assert all(entry["completions/max_length"] <= 8 for entry in logs[:-1])
+    assert logs[1]["aux/completions/max_length"] <= 8
+    assert "aux/loss" in logs[1]
+
+
+def test_unrecovered_pivots_are_written_one_per_line(tmp_path):
+    logs = log_of(tmp_path, hard_states_file="hard/states.jsonl", conversational=True)
+    lines = [json.loads(line) for line in (tmp_path / "hard" / "states.jsonl").read_text().splitlines()]
+    unrecovered = sum(e["pivots/tried"] * (1 - e["pivots/recovered_fraction"]) for e in logs[:-1])
+    assert len(lines) == round(unrecovered) > 0
+    tokenizer = make_tokenizer()
+    for line in lines:
+        assert tokenizer.decode(line["prefix_ids"]) == line["prefix"]
+        assert tokenizer.decode(line["prompt_ids"]) == f"<u>{line['prompt'][0]['content']}<a>"
+        assert 0 < line["depth"] <= 1 and line["step"] in (0, 1, 2)
+
+
+def test_evaluation_is_plain_and_touches_no_state(tmp_path):
+    evaluation = make_dataset().select(range(8))
+    options = dict(eval_dataset=evaluation, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=8)
+    with_eval = make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **CUTS, **options)
+    reference = make_trainer(GRPOTrainer, GRPOConfig, tmp_path, **options)
+    torch.manual_seed(0)
+    first = with_eval.evaluate()
+    torch.manual_seed(0)
+    second = reference.evaluate()
+    same = [k for k in second if not k.endswith(("runtime", "per_second", "_time"))]
+    assert {k: first[k] for k in same} == {k: second[k] for k in same}
+    assert not any("pivots" in k or "aux" in k for k in first)
+    assert len(with_eval.estimator) == 0 and with_eval.main_completion_ids == []
+
+
+def test_a_plain_config_gets_the_papers_defaults(tmp_path):
+    trainer = make_trainer(DeepGRPOTrainer, GRPOConfig, tmp_path)
+    args = trainer.args
+    assert (args.num_branches, args.num_pivots, args.depth_bias, args.aux_loss_weight) == (8, 1, 2.0, 1.0)
+    assert (args.pivot_selection, args.branch_from, args.success_threshold) == ("utility", "failures", 1.0)
+    trainer.train()
+    assert trainer.state.log_history[0]["pivots/tried"] > 0
+
+
+def test_the_names_are_exported_from_the_top_level():
+    assert trl_explore.DeepGRPOTrainer is DeepGRPOTrainer and trl_explore.DeepGRPOConfig is DeepGRPOConfig
+    with pytest.raises(AttributeError):
+        trl_explore.Nothing  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "options,words",
+    [
+        (dict(num_branches=1), "`num_branches=1` must be at least 2"),
+        (dict(num_pivots=0), "`num_pivots=0`"),
+        (dict(aux_loss_weight=-0.5), "`aux_loss_weight=-0.5` must not be negative"),
+        (dict(aux_loss_weight=math.nan), "`aux_loss_weight=nan`"),
+        (dict(depth_bias=math.inf), "`depth_bias=inf` must be a finite"),
+        (dict(estimator_l2=0.0), "`estimator_l2=0.0`"),
+        (dict(max_pivots_per_batch=0), "`max_pivots_per_batch=0`"),
+        (dict(segment_length=9), "`max_completion_length=8` is smaller than one segment of `segment_length=9`"),
+        (dict(segment_length=0), "`segment_length=0`"),
+        (dict(segment_delimiters=[""]), "segment_delimiters"),
+        (dict(segmentation="delimiters"), "`segmentation`: unknown value 'delimiters'; did you mean 'delimiter'"),
+        (dict(pivot_selection="best"), "`pivot_selection`: unknown value 'best'; choose one of root, uniform"),
+        (dict(branch_from="failure"), "did you mean 'failures'"),
+        (dict(hard_states_file="../x.jsonl"), "`hard_states_file='../x.jsonl'`"),
+    ],
+    ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else None,
+)
+def test_bad_values_are_refused_by_the_config(tmp_path, options, words):
+    with pytest.raises(ValueError) as error:
+        DeepGRPOConfig(str(tmp_path), max_completion_length=8, use_cpu=True, bf16=False, **options)
+    assert words in str(error.value)
+
+
+def test_an_unknown_field_names_the_nearest_one(tmp_path):
+    with pytest.raises(TypeError, match="unknown field 'num_branch'; did you mean 'num_branches'"):
+        DeepGRPOConfig(str(tmp_path), num_branch=4)
+
+
+def test_vllm_is_refused_with_the_supported_backends(tmp_path):
+    with pytest.raises(NotImplementedError, match="use_transformers_continuous_batching"):
+        make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, use_vllm=True)

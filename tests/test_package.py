@@ -1,0 +1,66 @@
+"""What is installed is what is in the tree, and importing it is cheap."""
+
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import trl_explore
+from trl_explore.names import explain_unknown_fields, unknown_name
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_every_sub_package_of_the_tree_is_installed():
+    installed = Path(trl_explore.__file__).parent
+    for folder, name in ((ROOT / "trl_explore", installed), (ROOT / "trainers", installed / "trainers")):
+        for path in folder.rglob("*.py"):
+            relative = path.relative_to(folder)
+            if "trainers" not in relative.parts:
+                assert (name / relative).is_file(), relative
+    assert (installed / "py.typed").is_file()
+
+
+def test_the_version_is_the_distributions():
+    assert metadata.version("trl-explore") == trl_explore.__version__
+
+
+def python(code, cwd):
+    return subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True)
+
+
+def test_importing_the_package_loads_neither_torch_nor_trl(tmp_path):
+    done = python("import sys, trl_explore; print([m for m in ('torch', 'trl') if m in sys.modules])", tmp_path)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_the_trainers_folder_cannot_be_imported_under_another_name():
+    done = python("import trainers", ROOT)
+    assert done.returncode == 1 and "import it under that name" in done.stderr
+
+
+def test_unknown_names_get_the_nearest_or_all():
+    assert unknown_name("method", "deep_grp", ["deep_grpo", "sesa"]) == (
+        "unknown method 'deep_grp'; did you mean 'deep_grpo'?"
+    )
+    assert unknown_name("method", "x", ["b", "a"]) == "unknown method 'x'; choose one of a, b."
+
+
+def test_private_names_of_trl_stay_in_the_base_files():
+    allowed = {"base.py", "resume.py"}
+    privates = ("._generate", "._calculate_rewards", "._compute_loss", "._prepare_inputs", "._get_per_token", "._step")
+    for path in (ROOT / "trainers").glob("*.py"):
+        if path.name not in allowed:
+            text = path.read_text()
+            assert not [p for p in privates if f"self{p}" in text or f"super(){p}" in text], path
+
+
+def test_the_decorator_keeps_a_dataclass_working():
+    from dataclasses import dataclass
+
+    @explain_unknown_fields
+    @dataclass
+    class Knobs:
+        width: int = 1
+
+    assert Knobs(2).width == Knobs(width=2).width == 2
