@@ -197,7 +197,9 @@ class Recorder:
 
     def __call__(self, prompts, completions, completion_ids, answer, trainer_state, log_metric, **kwargs):
         log_metric("seen", len(completions))
-        self.calls.append((list(prompts), list(answer), [list(ids) for ids in completion_ids], trainer_state.global_step))
+        self.calls.append(
+            (list(prompts), list(answer), [list(ids) for ids in completion_ids], trainer_state.global_step)
+        )
         return contains_answer(completions, answer)
 
 
@@ -299,7 +301,9 @@ class Rolled(ExplorationTrainer):
 
 
 def test_a_method_that_samples_itself_leaves_prompts_and_evaluation_alone(tmp_path):
-    trainer = make_trainer(Rolled, ExplorationConfig, tmp_path, eval_dataset=make_dataset().select(range(4)), max_steps=1)
+    trainer = make_trainer(
+        Rolled, ExplorationConfig, tmp_path, eval_dataset=make_dataset().select(range(4)), max_steps=1
+    )
     reference = make_trainer(
         GRPOTrainer, GRPOConfig, tmp_path, eval_dataset=make_dataset().select(range(4)), max_steps=1
     )
@@ -481,3 +485,25 @@ def test_completions_are_logged_for_the_main_stream_only(tmp_path, caplog):
     trainer.train()
     assert len(trainer._logs["prompt"]) == len(trainer._logs["advantages"]) == 8
     assert all(text_of(p) for p in trainer._logs["prompt"])
+
+
+def test_continuous_batching_samples_the_same_as_generate(tmp_path):
+    prefixes = [[5, 15, 6], [9, 8, 7, 6, 5], [6], [7, 7], [8]]
+    batching = dict(
+        use_transformers_continuous_batching=True,
+        transformers_continuous_batching_config={"num_blocks": 64, "max_batch_tokens": 64},
+    )
+
+    def greedy(eos_token_ids, **options):
+        trainer = make_trainer(
+            ExplorationTrainer, ExplorationConfig, tmp_path, generation_kwargs={"do_sample": False}, **options
+        )
+        trainer.model.train()
+        trainer.eos_token_ids = trainer.generation_config.eos_token_id = eos_token_ids
+        return trainer.sample(prefixes, 2, [6, 6, 2, 6, 6])
+
+    # A token that greedy decoding reaches early becomes an end token, so that requests finish out of order.
+    stop = greedy([1])[1][0].token_ids[1]
+    expected = greedy([1, stop])
+    assert [group[0].finished for group in expected][:2] == [False, True]
+    assert greedy([1, stop], **batching) == expected

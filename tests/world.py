@@ -1,6 +1,7 @@
 """The small world that the trainer tests share: a character tokenizer, a random Qwen2 model, sums as a task."""
 
 import functools
+import os
 import re
 import tempfile
 
@@ -53,6 +54,8 @@ def make_model(seed=0, **changes):
 @functools.cache
 def saved_model():
     """A folder with the small model, which trainers with a KL term load their reference from."""
+    if "SMALL_WORLD_MODEL" in os.environ:  # processes of one run share what their parent saved
+        return os.environ["SMALL_WORLD_MODEL"]
     folder = tempfile.mkdtemp(prefix="small-world-")
     make_model().save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
@@ -115,7 +118,9 @@ def make_trainer(trainer_class=GRPOTrainer, config_class=GRPOConfig, output_dir=
         seed=3,
     )
     args = config_class(**{**config, **options})
-    return trainer_class(model=AutoModelForCausalLM.from_pretrained(saved_model()) if model is None else model, args=args, **arguments)
+    return trainer_class(
+        model=AutoModelForCausalLM.from_pretrained(saved_model()) if model is None else model, args=args, **arguments
+    )
 
 
 def parameters(trainer):

@@ -1,0 +1,151 @@
+"""Where a DEEP-GRPO step spends its time, beside plain GRPO on the same model and data.
+
+    python examples/benchmarks/step_breakdown.py                      # the quick-start's tiny model, CPU
+    python examples/benchmarks/step_breakdown.py --half_billion       # Qwen2.5-0.5B's shape with random weights, CUDA
+
+Rounds of the two trainers alternate in one process, so that a machine that drifts slows both; figures are medians over
+the steps of all rounds, ratios are per pair of rounds. `own work` is what the method itself does (segmenting, estimator,
+pivots, splicing rows), in percent of the step.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+
+import torch
+import transformers
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from trl_explore.comparison import common_options
+from trl_explore.tasks import get_task
+from trl_explore.tasks.tiny_model import build_tokenizer
+from trl_explore.tasks.warm_start import warm_start
+from trl_explore.trainers import DeepGRPOConfig, DeepGRPOTrainer
+
+
+class StepClock(TrainerCallback):
+    """Wall seconds of each optimiser step; the first of a run is a warm-up."""
+
+    def __init__(self):
+        self.seconds = []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.start = time.perf_counter()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds.append(time.perf_counter() - self.start)
+
+
+def tiny_setting(args):
+    """The quick-start: warm-started tiny model, 16 prompts x 8, pivots as the quick-start has them."""
+    task = get_task("chain")
+    start = warm_start(task, seed=args.seed)
+    config = common_options(task, seed=args.seed)
+    deep = dict(max_pivots_per_batch=16, segment_delimiters=[";"])
+    make = lambda: AutoModelForCausalLM.from_pretrained(start)  # noqa: E731
+    return make, AutoTokenizer.from_pretrained(start), task.build_dataset(2000, seed=1), task.reward, config, deep, None
+
+
+def half_billion_setting(args):
+    """Qwen2.5-0.5B's shape, bf16, LoRA, 8 prompts x 8 of up to 512 tokens. Rewards are a coin per completion."""
+    from peft import LoraConfig
+
+    shape = dict(vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24)
+    heads = dict(num_attention_heads=14, num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=True)
+    model_config = Qwen2Config(**shape, **heads, eos_token_id=1, pad_token_id=0)
+
+    def make():
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(model_config, dtype=torch.bfloat16).cuda()
+
+    def coin(completion_ids, **kwargs):
+        return [float(sum(ids) % 4 == 0) for ids in completion_ids]
+
+    tokenizer = build_tokenizer()
+    data = Dataset.from_dict({"prompt": ["1+2=" * 16] * 512})
+    config = dict(
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=8,
+        num_generations=8,
+        max_completion_length=512,
+        learning_rate=1e-6,
+        bf16=True,
+        report_to=[],
+        logging_steps=1,
+        save_strategy="no",
+        disable_tqdm=True,
+        seed=args.seed,
+    )
+    deep = dict(segmentation="fixed", segment_length=50, max_pivots_per_batch=args.max_pivots)
+    return make, tokenizer, data, coin, config, deep, LoraConfig(r=16, target_modules="all-linear")
+
+
+def run(trainer_class, config_class, setting, options, steps):
+    make, tokenizer, data, reward, config, _, peft_config = setting
+    clock = StepClock()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = trainer_class(
+            model=make(),
+            reward_funcs=reward,
+            args=config_class(output_dir=folder, **{**config, **options, "max_steps": steps}),
+            train_dataset=data,
+            processing_class=tokenizer,
+            peft_config=peft_config,
+            callbacks=[clock],
+        )
+        trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "step_time" in entry and "train_runtime" not in entry]
+    peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else float("nan")
+    return clock.seconds[1:], logs[1:], peak
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--half_billion", action="store_true")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--max_pivots", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    transformers.utils.logging.set_verbosity_error()
+    setting = (half_billion_setting if args.half_billion else tiny_setting)(args)
+    seconds, logs, peaks = {"grpo": [], "deep": []}, [], {}
+    ratios = []
+    for _ in range(args.rounds):
+        plain, _, peaks["grpo"] = run(GRPOTrainer, GRPOConfig, setting, {}, args.steps)
+        deep, deep_logs, peaks["deep"] = run(DeepGRPOTrainer, DeepGRPOConfig, setting, setting[5], args.steps)
+        seconds["grpo"] += plain
+        seconds["deep"] += deep
+        logs += deep_logs
+        ratios.append(statistics.median(deep) / statistics.median(plain))
+
+    step = statistics.median(seconds["deep"])
+    print(f"\nstep GRPO            {statistics.median(seconds['grpo']):8.3f} s   (n={len(seconds['grpo'])})")
+    print(f"step DEEP-GRPO       {step:8.3f} s   ratio {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})")
+    for label, key in {
+        "  main generation": "generation/main_seconds",
+        "  branch generation": "generation/extra_seconds",
+        "  own work": "pivots/own_seconds",
+    }.items():
+        value = statistics.median([entry.get(key, 0.0) for entry in logs])
+        print(f"{label:20s} {value:8.3f} s   {100 * value / step:5.1f} % of the step")
+    shares = [100 * entry["pivots/own_seconds"] / entry["step_time"] for entry in logs]
+    print(f"  own work / step      median {statistics.median(shares):.2f} %, largest {max(shares):.2f} %")
+    for key in ("pivots/tried", "pivots/token_ratio", "pivots/informative_fraction", "pivots/mean_suffix_length"):
+        values = [entry[key] for entry in logs if key in entry]
+        print(f"  {key:28s} {statistics.median(values):8.3f}" if values else f"  {key:28s} none")
+    if torch.cuda.is_available():
+        print(f"peak memory          GRPO {peaks['grpo']:.2f} GiB, DEEP-GRPO {peaks['deep']:.2f} GiB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Two real processes over gloo: groups that span ranks, unequal numbers of branches, state and files of each rank."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from world import saved_model
+
+SCRIPT = Path(__file__).with_name("two_process_runs.py")
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = str(SCRIPT.parent.parent)
+    environment["SMALL_WORLD_MODEL"] = saved_model()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = subprocess.run(
+        [*command, str(SCRIPT), str(folder)], env=environment, capture_output=True, text=True, cwd=folder, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+
+
+def test_it_really_ran_on_two_processes(results):
+    assert results["rank0"]["num_processes"] == results["rank1"]["num_processes"] == 2
+
+
+@pytest.mark.parametrize("case", ["base", "weight zero", "no failures"])
+def test_reductions_hold_across_ranks(results, case):
+    assert results["rank0"][case] == results["rank1"][case] == "same"
+
+
+@pytest.mark.parametrize("case", ["dapo", "grpo", "bnpo", "dr_grpo", "luspo", "accumulation", "beta", "lora"])
+def test_a_stream_with_rows_on_one_rank_only_equals_the_sum_over_both(results, case):
+    assert results["rank0"][f"uneven {case}"] == "same", results["rank0"][f"uneven {case}"]
+
+
+def test_ranks_agree_on_parameters_and_estimator_after_training(results):
+    for key in ("parameters", "estimator"):
+        assert results["rank0"][key] == results["rank1"][key]
+
+
+def test_the_cap_holds_over_all_ranks(results):
+    assert set(results["rank0"]["tried"]) <= {0.0, 1.0, 2.0, 3.0}
+    assert max(results["rank0"]["tried"]) == 3.0
+    assert any(a != b for a, b in zip(results["rank0"]["local"], results["rank1"]["local"], strict=True))
+
+
+def test_padding_rows_never_reach_a_reward_function(results):
+    tried = sum(results["rank0"]["local"]) + sum(results["rank1"]["local"])
+    scored = results["rank0"]["scored extra rows"] + results["rank1"]["scored extra rows"]
+    assert scored == 3 * tried
+
+
+def test_metrics_count_real_rows_only(results):
+    assert results["rank0"]["metrics"] == results["rank1"]["metrics"] == "consistent"
+
+
+def test_resume_is_exact_on_every_rank(results):
+    assert results["rank0"]["resume"] == results["rank1"]["resume"] == "same"
+
+
+def test_hard_states_of_all_ranks_are_in_one_file(results):
+    assert results["rank0"]["hard states"] == results["rank0"]["unrecovered"] > 0

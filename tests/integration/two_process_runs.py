@@ -1,0 +1,151 @@
+"""Runs of test_two_processes.py; started by torchrun, writes one JSON file per rank."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from peft import LoraConfig
+from trl import GRPOConfig, GRPOTrainer
+from world import always, contains_answer, differ, make_trainer, parameters
+
+from trl_explore.rollouts import Rows
+from trl_explore.trainers import DeepGRPOConfig, DeepGRPOTrainer, ExplorationConfig, ExplorationTrainer
+
+torch.set_num_threads(1)
+CUTS = dict(num_branches=3, segmentation="fixed", segment_length=2)
+SGD = dict(optim="sgd", lr_scheduler_type="constant", max_grad_norm=0.0, learning_rate=0.1)
+# Groups of four over two ranks with two rows each: every group spans both.
+SPANNING = dict(per_device_train_batch_size=6, num_generations=4, max_steps=3)
+
+
+class Echo(ExplorationTrainer):
+    """The first group of every rank's rows again; `where` says which ranks hand theirs in."""
+
+    where = (0, 1)
+
+    def extra_streams(self, output, examples, rewards):
+        rows = slice(0, 4) if self.accelerator.process_index in self.where else slice(0, 0)
+        ids = self.main_completion_ids[rows]
+        group = Rows(
+            examples=examples[rows],
+            prompt_ids=self.prompt_token_ids(output)[rows],
+            completion_ids=ids,
+            loss_mask=[[1] * len(i) for i in ids],
+            group_size=4,
+            known_rewards=[[float(sum(i) % 2)] for i in ids],
+        )
+        return {"echo": (self.score("echo", group), 1.0)}
+
+
+class Rank1Only(Echo):
+    where = (1,)
+
+
+class Handed(ExplorationTrainer):
+    """Both ranks hand in the rows that rank 1 sampled: a mean over copies is the mean over the originals."""
+
+    def extra_streams(self, output, examples, rewards):
+        from accelerate.utils import gather_object
+
+        mine = [
+            dict(examples=[e], prompt_ids=[p], completion_ids=[c], loss_mask=[[1] * len(c)])
+            for e, p, c in zip(examples, self.prompt_token_ids(output), self.main_completion_ids, strict=True)
+        ][:4]
+        theirs = gather_object(mine)[4:8]
+        merged = {k: [row[k][0] for row in theirs] for k in theirs[0]}
+        known = [[float(sum(c) % 2)] for c in merged["completion_ids"]]
+        return {"echo": (self.score("echo", Rows(**merged, group_size=4, known_rewards=known)), 1.0)}
+
+
+def run(trainer_class, config_class, folder, **options):
+    trainer = make_trainer(trainer_class, config_class, folder, **options)
+    trainer.train()
+    return trainer
+
+
+def compare(first, second, tolerance=0.0):
+    first, second = parameters(first), parameters(second)
+    worst = max((first[n] - second[n]).abs().max().item() for n in first)
+    return "same" if worst <= tolerance else f"differ by {worst}"
+
+
+def main(folder):
+    out = {}
+    plain = run(GRPOTrainer, GRPOConfig, folder, **SPANNING)
+    rank = plain.accelerator.process_index
+    out["num_processes"] = plain.accelerator.num_processes
+    out["base"] = compare(run(ExplorationTrainer, ExplorationConfig, folder, **SPANNING), plain)
+    out["weight zero"] = compare(
+        run(DeepGRPOTrainer, DeepGRPOConfig, folder, aux_loss_weight=0.0, **CUTS, **SPANNING), plain
+    )
+    solved = run(GRPOTrainer, GRPOConfig, folder, reward_funcs=always, **SPANNING)
+    out["no failures"] = compare(
+        run(DeepGRPOTrainer, DeepGRPOConfig, folder, reward_funcs=always, **CUTS, **SPANNING), solved
+    )
+
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    cases = {name: dict(loss_type=name) for name in ("dapo", "grpo", "bnpo", "dr_grpo", "luspo")}
+    cases["luspo"]["importance_sampling_level"] = "sequence"
+    cases["accumulation"] = dict(gradient_accumulation_steps=2, steps_per_generation=2)
+    cases["beta"] = dict(beta=0.2)
+    cases["lora"] = dict(peft_config=lora)
+    for name, options in cases.items():
+        options = {**SGD, **SPANNING, "per_device_train_batch_size": 8, **options, "max_steps": 2}
+        one = run(Rank1Only, ExplorationConfig, folder, **options)
+        both = run(Handed, ExplorationConfig, folder, **options)
+        grpo = run(GRPOTrainer, GRPOConfig, folder, **options)
+        acted = differ(parameters(one), parameters(grpo))
+        out[f"uneven {name}"] = compare(one, both, 2e-6) if acted else "the stream did not act"
+
+    scored = []
+
+    def counting(completions, answer, completion_ids, **kwargs):
+        scored.append(len(completions))
+        return contains_answer(completions, answer)
+
+    class Counting(DeepGRPOTrainer):
+        counts = []
+
+        def _sample_branches(self, branchings):
+            self.counts.append(len(branchings))
+            super()._sample_branches(branchings)
+
+    options = dict(
+        **CUTS, **{**SPANNING, "max_steps": 6}, steps_per_generation=1, max_pivots_per_batch=3, reward_funcs=counting
+    )
+    deep = run(Counting, DeepGRPOConfig, folder, hard_states_file="hard.jsonl", **options)
+    steps = deep.state.log_history[:-1]
+    out["tried"] = [entry["pivots/tried"] for entry in steps]
+    out["local"] = Counting.counts
+    out["scored extra rows"] = sum(scored) - 6 * 6
+    out["parameters"] = [round(p.double().sum().item(), 6) for p in parameters(deep).values()]
+    out["estimator"] = deep.estimator.state_dict()
+    out["unrecovered"] = round(
+        sum(e["pivots/tried"] * (1 - e["pivots/recovered_fraction"]) for e in steps if e["pivots/tried"])
+    )
+    deep.accelerator.wait_for_everyone()
+    out["hard states"] = len((Path(folder) / "hard.jsonl").read_text().splitlines())
+    for entry in steps:
+        if entry["pivots/tried"]:
+            rate, size = entry["aux/reward"] * entry["pivots/tried"] * 3, entry["pivots/sampled_tokens"]
+            consistent = abs(rate - round(rate)) < 1e-3 and size == round(size)
+            consistent &= entry["aux/rewards/counting/mean"] == entry["aux/reward"]
+            out["metrics"] = "consistent" if consistent and out.get("metrics", "consistent") == "consistent" else entry
+
+    options = dict(**CUTS, **{**SPANNING, "max_steps": 5}, steps_per_generation=4)
+    whole = run(DeepGRPOTrainer, DeepGRPOConfig, folder, save_strategy="steps", save_steps=2, **options)
+    whole.accelerator.wait_for_everyone()
+    again = make_trainer(DeepGRPOTrainer, DeepGRPOConfig, folder, **options)
+    again.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-2"))
+    out["resume"] = compare(again, whole)
+
+    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(out))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

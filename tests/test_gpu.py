@@ -1,0 +1,66 @@
+"""The same promises on a CUDA device: reductions, random state, streams with LoRA in bf16."""
+
+import pytest
+import torch
+from peft import LoraConfig
+from trl import GRPOConfig, GRPOTrainer
+from world import assert_same, differ, make_trainer, parameters, trained
+
+from trl_explore.trainers import DeepGRPOConfig, DeepGRPOTrainer, ExplorationConfig, ExplorationTrainer
+
+pytestmark = pytest.mark.gpu
+CUTS = dict(num_branches=3, segmentation="fixed", segment_length=2, use_cpu=False)
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+SETTINGS = {
+    "float32": {},
+    "bf16": dict(bf16=True),
+    "bf16, lora, beta, checkpointing": dict(bf16=True, peft_config=LORA, beta=0.1, gradient_checkpointing=True),
+}
+
+
+@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS.keys())
+def test_weight_zero_is_grpo_bit_for_bit(tmp_path, options):
+    expected, _ = trained(GRPOTrainer, GRPOConfig, tmp_path, use_cpu=False, **options)
+    got, log = trained(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, aux_loss_weight=0.0, **CUTS, **options)
+    assert_same(got, expected)
+    assert log[0]["pivots/tried"] > 0
+    learned, _ = trained(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **CUTS, **options)
+    assert differ(learned, expected)
+
+
+def test_sampling_leaves_the_devices_random_state_alone(tmp_path):
+    trainer = make_trainer(ExplorationTrainer, ExplorationConfig, tmp_path, use_cpu=False)
+    trainer.model.train()
+    before = torch.cuda.get_rng_state()
+    state = trainer.exploration_generator.get_state()
+    first = trainer.sample([[5, 6]] * 4, 4, 8)
+    trainer.exploration_generator.set_state(state)
+    torch.rand(5, device="cuda")
+    assert trainer.sample([[5, 6]] * 4, 4, 8) == first
+    torch.cuda.set_rng_state(before)
+    torch.rand(5, device="cuda")
+    after = torch.cuda.get_rng_state()
+    torch.cuda.set_rng_state(before)
+    trainer.sample([[5, 6]], 2, 8)
+    assert torch.equal(torch.cuda.get_rng_state(), before) and not torch.equal(after, before)
+
+
+def test_a_run_resumed_off_a_boundary_is_exact(tmp_path):
+    options = dict(**CUTS, steps_per_generation=4, max_steps=7, peft_config=LORA)
+    whole = make_trainer(
+        DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **{**options, "save_strategy": "steps", "save_steps": 2}
+    )
+    whole.train()
+    again = make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert_same(parameters(again), parameters(whole))
+
+
+def test_continuous_batching_samples_within_budgets(tmp_path):
+    trainer = make_trainer(
+        ExplorationTrainer, ExplorationConfig, tmp_path, use_cpu=False, use_transformers_continuous_batching=True
+    )
+    trainer.model.train()
+    groups = trainer.sample([[5, 15, 6], [5], [6, 7]], [3, 1, 2], [1, 8, 4])
+    assert [len(g) for g in groups] == [3, 1, 2]
+    assert all(1 <= len(c.token_ids) <= b for g, b in zip(groups, [1, 8, 4], strict=True) for c in g)

@@ -1,0 +1,274 @@
+"""Train one method from a warm start on a budget, and note what it had learned at which cost.
+
+The quick-start and the benchmarks are made of this. Costs are generated tokens, process CPU seconds, wall seconds and
+optimiser steps of training; evaluation counts towards none of them.
+"""
+
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from trl_explore.tasks import Task
+
+METHODS = ("grpo", "deep_grpo")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """
+    One side of a comparison.
+
+    Args:
+        name (`str`):
+            Label in tables and plots.
+        method (`str`):
+            `"grpo"` or `"deep_grpo"`.
+        options (`dict`):
+            Configuration fields that differ from the comparison's common ones.
+    """
+
+    name: str
+    method: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Budget:
+    """
+    When to stop; whichever is reached first.
+
+    Args:
+        tokens (`float`, *optional*):
+            Generated tokens, of extra streams too.
+        cpu_seconds (`float`, *optional*):
+            CPU seconds of training steps.
+        steps (`int`, *optional*):
+            Optimiser steps.
+    """
+
+    tokens: float = float("inf")
+    cpu_seconds: float = float("inf")
+    steps: int = 100_000
+
+
+@dataclass
+class Cost:
+    """What training has used so far: `step`, generated `tokens`, `cpu_seconds` and wall `seconds`."""
+
+    step: int = 0
+    tokens: float = 0.0
+    cpu_seconds: float = 0.0
+    seconds: float = 0.0
+
+
+class CostCallback(TrainerCallback):
+    """
+    Counts the cost of training steps and stops at a budget.
+
+    Reads TRL's logs, so `logging_steps` must be 1 and a generation batch one optimiser step.
+
+    Args:
+        budget ([`Budget`]):
+            When to stop.
+        progress (`tqdm`, *optional*):
+            A bar over the tokens of the budget, moved at every step.
+    """
+
+    def __init__(self, budget: Budget, progress: Any = None) -> None:
+        self.budget = budget
+        self.cost = Cost()
+        self.history: list[dict[str, float]] = []
+        self.progress = progress
+        self._started = (0.0, 0.0)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._started = (time.process_time(), time.perf_counter())
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.cost.step = state.global_step
+        self.cost.cpu_seconds += time.process_time() - self._started[0]
+        self.cost.seconds += time.perf_counter() - self._started[1]
+
+    def on_log(self, args, state, control, logs, **kwargs):
+        if "completions/mean_length" not in logs or "train_runtime" in logs:
+            return
+        self.cost.tokens += logs["completions/mean_length"] * args.generation_batch_size
+        self.cost.tokens += logs.get("pivots/sampled_tokens", 0.0)
+        self.history.append({**asdict(self.cost), **{k: v for k, v in logs.items() if v is not None}})
+        if self.progress is not None:
+            self.progress.update(min(self.cost.tokens, self.budget.tokens) - self.progress.n)
+            self.progress.set_postfix(step=self.cost.step, reward=f"{logs['reward']:.2f}", refresh=False)
+        if self.cost.tokens >= self.budget.tokens or self.cost.cpu_seconds >= self.budget.cpu_seconds:
+            # The end of training is evaluated once; a save that is due at this step still happens.
+            control.should_training_stop = True
+
+
+@dataclass
+class Run:
+    """
+    Outcome of one arm on one seed.
+
+    Args:
+        arm (`str`):
+            Name of the arm.
+        seed (`int`):
+            Seed of training.
+        points (`list[dict]`):
+            One entry per evaluation: its metrics and the cost so far.
+        steps (`list[dict]`):
+            One entry per training step: TRL's logs and the cost so far.
+        interrupted (`bool`):
+            Whether Ctrl-C ended the training.
+    """
+
+    arm: str
+    seed: int
+    points: list[dict[str, float]]
+    steps: list[dict[str, float]]
+    interrupted: bool = False
+
+
+def common_options(task: Task, *, seed: int) -> dict[str, Any]:
+    """
+    Training options for the tiny model that all arms share (128 rows per step: 16 prompts with 8 completions).
+
+    Args:
+        task ([`~trl_explore.tasks.Task`]):
+            The embedded task.
+        seed (`int`):
+            Seed of data order and sampling.
+
+    Returns:
+        `dict`: Fields of [`~trl.GRPOConfig`].
+    """
+    return dict(
+        per_device_train_batch_size=128,
+        num_generations=8,
+        max_completion_length=task.max_completion_length,
+        learning_rate=3e-4,
+        lr_scheduler_type="constant",
+        adam_beta2=0.95,
+        beta=0.0,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to=[],
+        logging_steps=1,
+        save_strategy="no",
+        disable_tqdm=True,
+        seed=seed,
+    )
+
+
+class PointCallback(TrainerCallback):
+    """Notes the cost beside every evaluation of a [`~trl_explore.metrics.PassAtKCallback`]."""
+
+    def __init__(self, evaluation: Any, costs: CostCallback) -> None:
+        self.evaluation, self.costs = evaluation, costs
+        self.points: list[dict[str, float]] = []
+
+    def note(self) -> None:
+        for entry in self.evaluation.history[len(self.points) :]:
+            self.points.append({**asdict(self.costs.cost), **entry})
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.note()
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.note()
+
+
+def train_arm(
+    arm: Arm,
+    task: Task,
+    start: str | Path,
+    *,
+    output_dir: str | Path,
+    seed: int,
+    budget: Budget,
+    evaluate_every: int,
+    num_eval: int = 128,
+    num_samples: int = 8,
+    k: tuple[int, ...] = (1, 8),
+    num_train: int = 4000,
+    options: dict[str, Any] | None = None,
+    progress: Any = None,
+    callbacks: list[TrainerCallback] | None = None,
+    resume: bool = False,
+) -> Run:
+    """
+    Train one arm and evaluate it on held-out problems along the way.
+
+    Args:
+        arm ([`Arm`]):
+            Method and options.
+        task ([`~trl_explore.tasks.Task`]):
+            The embedded task.
+        start (`str` or `Path`):
+            Folder of the warm-started model.
+        output_dir (`str` or `Path`):
+            Where checkpoints go.
+        seed (`int`):
+            Seed of data, sampling and training.
+        budget ([`Budget`]):
+            When to stop.
+        evaluate_every (`int`):
+            Optimiser steps between evaluations; beginning and end are always evaluated.
+        num_eval (`int`, *optional*, defaults to `128`):
+            Held-out problems.
+        num_samples (`int`, *optional*, defaults to `8`):
+            Samples per held-out problem.
+        k (`tuple[int, ...]`, *optional*, defaults to `(1, 8)`):
+            Values of k for pass@k.
+        num_train (`int`, *optional*, defaults to `4000`):
+            Training problems.
+        options (`dict`, *optional*):
+            Configuration fields for every arm, over [`common_options`].
+        progress (`tqdm`, *optional*):
+            A bar over the token budget.
+        callbacks (`list[TrainerCallback]`, *optional*):
+            Further callbacks.
+        resume (`bool`, *optional*, defaults to `False`):
+            Whether to continue from the newest checkpoint in `output_dir`, if there is one.
+
+    Returns:
+        [`Run`]: What it had learned at which cost.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    from trl_explore.checkpoints import last_complete_checkpoint
+    from trl_explore.metrics import PassAtKCallback
+    from trl_explore.trainers import DeepGRPOConfig, DeepGRPOTrainer
+
+    trainer_class, config_class = {"grpo": (GRPOTrainer, GRPOConfig), "deep_grpo": (DeepGRPOTrainer, DeepGRPOConfig)}[
+        arm.method
+    ]
+    settings = {**common_options(task, seed=seed), "max_steps": budget.steps, **(options or {}), **arm.options}
+    costs = CostCallback(budget, progress)
+    trainer = trainer_class(
+        model=AutoModelForCausalLM.from_pretrained(start),
+        reward_funcs=task.reward,
+        args=config_class(output_dir=str(output_dir), **settings),
+        train_dataset=task.build_dataset(num_train, seed=seed),
+        processing_class=AutoTokenizer.from_pretrained(start),
+        callbacks=[costs, *(callbacks or [])],
+    )
+    evaluation = PassAtKCallback(
+        trainer,
+        task.evaluation_set(num_eval),
+        num_samples=num_samples,
+        k=k,
+        every=evaluate_every,
+        batch_size=512,
+        seed=1234,
+    )
+    points = PointCallback(evaluation, costs)
+    trainer.add_callback(evaluation)
+    trainer.add_callback(points)
+    checkpoint = last_complete_checkpoint(output_dir)[0] if resume else None
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return Run(arm=arm.name, seed=seed, points=points.points, steps=costs.history)
