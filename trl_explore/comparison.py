@@ -4,6 +4,7 @@ The quick-start and the benchmarks are made of this. Costs are generated tokens,
 optimiser steps of training; evaluation counts towards none of them.
 """
 
+import json
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -92,8 +93,8 @@ class CostCallback(TrainerCallback):
         self.cost.cpu_seconds += time.process_time() - self._started[0]
         self.cost.seconds += time.perf_counter() - self._started[1]
 
-    def on_log(self, args, state, control, logs, **kwargs):
-        if "completions/mean_length" not in logs or "train_runtime" in logs:
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if logs is None or "completions/mean_length" not in logs or "train_runtime" in logs:
             return
         self.cost.tokens += logs["completions/mean_length"] * args.generation_batch_size
         self.cost.tokens += logs.get("pivots/sampled_tokens", 0.0)
@@ -163,16 +164,35 @@ def common_options(task: Task, *, seed: int) -> dict[str, Any]:
     )
 
 
+RECORD = "comparison.json"
+
+
 class PointCallback(TrainerCallback):
-    """Notes the cost beside every evaluation of a [`~trl_explore.metrics.PassAtKCallback`]."""
+    """
+    Notes the cost beside every evaluation of a [`~trl_explore.metrics.PassAtKCallback`].
+
+    The record goes into every checkpoint, so that a resumed run keeps its curve and what is left of its budget.
+    """
 
     def __init__(self, evaluation: Any, costs: CostCallback) -> None:
         self.evaluation, self.costs = evaluation, costs
         self.points: list[dict[str, float]] = []
+        self.noted = 0
 
     def note(self) -> None:
-        for entry in self.evaluation.history[len(self.points) :]:
+        for entry in self.evaluation.history[self.noted :]:
             self.points.append({**asdict(self.costs.cost), **entry})
+        self.noted = len(self.evaluation.history)
+
+    def on_save(self, args, state, control, **kwargs):
+        self.note()
+        record = {"cost": asdict(self.costs.cost), "points": self.points, "steps": self.costs.history}
+        (Path(args.output_dir) / f"checkpoint-{state.global_step}" / RECORD).write_text(json.dumps(record))
+
+    def restore(self, checkpoint: str) -> None:
+        record = json.loads((Path(checkpoint) / RECORD).read_text())
+        self.costs.cost = Cost(**record["cost"])
+        self.costs.history, self.points = record["steps"], record["points"]
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.note()
@@ -237,7 +257,7 @@ def train_arm(
     Returns:
         [`Run`]: What it had learned at which cost.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
     from trl import GRPOConfig, GRPOTrainer
 
     from trl_explore.checkpoints import last_complete_checkpoint
@@ -247,11 +267,12 @@ def train_arm(
     trainer_class, config_class = {"grpo": (GRPOTrainer, GRPOConfig), "deep_grpo": (DeepGRPOTrainer, DeepGRPOConfig)}[
         arm.method
     ]
+    reward: Any = task.reward
     settings = {**common_options(task, seed=seed), "max_steps": budget.steps, **(options or {}), **arm.options}
     costs = CostCallback(budget, progress)
     trainer = trainer_class(
         model=AutoModelForCausalLM.from_pretrained(start),
-        reward_funcs=task.reward,
+        reward_funcs=reward,
         args=config_class(output_dir=str(output_dir), **settings),
         train_dataset=task.build_dataset(num_train, seed=seed),
         processing_class=AutoTokenizer.from_pretrained(start),
@@ -269,6 +290,9 @@ def train_arm(
     points = PointCallback(evaluation, costs)
     trainer.add_callback(evaluation)
     trainer.add_callback(points)
+    trainer.remove_callback(PrinterCallback)  # a line of 50 metrics per step would bury the progress bar
     checkpoint = last_complete_checkpoint(output_dir)[0] if resume else None
+    if checkpoint is not None:
+        points.restore(checkpoint)
     trainer.train(resume_from_checkpoint=checkpoint)
     return Run(arm=arm.name, seed=seed, points=points.points, steps=costs.history)

@@ -119,7 +119,8 @@ def main():
         keys = ("pivots/tried", "pivots/informative_fraction", "pivots/recovered_fraction", "pivots/token_ratio")
         found = {k: statistics.median(s[k] for s in steps if k in s) for k in keys if any(k in s for s in steps)}
         cpu = sum(run["steps"][-1]["cpu_seconds"] / run["steps"][-1]["step"] for run in runs if run["arm"] == arm.name)
-        print(f"  {arm.name:16s} CPU s/step {cpu / len(args.seeds):.3f}  {({k: round(v, 3) for k, v in found.items()})}")
+        shares = {k: round(v, 3) for k, v in found.items()}
+        print(f"  {arm.name:16s} CPU s/step {cpu / len(args.seeds):.3f}  {shares}")
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
     python examples/benchmarks/step_breakdown.py --half_billion       # Qwen2.5-0.5B's shape with random weights, CUDA
 
 Rounds of the two trainers alternate in one process, so that a machine that drifts slows both; figures are medians over
-the steps of all rounds, ratios are per pair of rounds. `own work` is what the method itself does (segmenting, estimator,
-pivots, splicing rows), in percent of the step.
+the steps of all rounds, ratios are per pair of rounds. `own work` is what the method itself does (segmenting,
+estimator, pivots, splicing rows), in percent of the step.
 """
 
 import argparse
@@ -48,7 +48,15 @@ def tiny_setting(args):
     config = common_options(task, seed=args.seed)
     deep = dict(max_pivots_per_batch=16, segment_delimiters=[";"])
     make = lambda: AutoModelForCausalLM.from_pretrained(start)  # noqa: E731
-    return make, AutoTokenizer.from_pretrained(start), task.build_dataset(2000, seed=1), task.reward, config, deep, None
+    return (
+        make,
+        AutoTokenizer.from_pretrained(start),
+        task.build_dataset(2000, seed=1),
+        task.reward,
+        config,
+        deep,
+        None,
+    )
 
 
 def half_billion_setting(args):
@@ -130,7 +138,8 @@ def main():
 
     step = statistics.median(seconds["deep"])
     print(f"\nstep GRPO            {statistics.median(seconds['grpo']):8.3f} s   (n={len(seconds['grpo'])})")
-    print(f"step DEEP-GRPO       {step:8.3f} s   ratio {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})")
+    spread = f"{min(ratios):.2f}-{max(ratios):.2f}"
+    print(f"step DEEP-GRPO       {step:8.3f} s   ratio {statistics.median(ratios):.2f} ({spread})")
     for label, key in {
         "  main generation": "generation/main_seconds",
         "  branch generation": "generation/extra_seconds",

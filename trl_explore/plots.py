@@ -1,0 +1,72 @@
+"""Learning curves as a picture (needs the extra `plots`)."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+LABELS = {
+    "eval/greedy_accuracy": "greedy accuracy",
+    "eval/pass_at_1": "pass@1",
+    "eval/pass_at_8": "pass@8",
+    "tokens": "generated tokens",
+    "seconds": "seconds of training",
+    "step": "optimiser steps",
+}
+
+
+def learning_curves(
+    runs: Sequence[dict[str, Any]],
+    path: str | Path,
+    *,
+    metrics: Sequence[str] = ("eval/greedy_accuracy", "eval/pass_at_1", "eval/pass_at_8"),
+    clocks: Sequence[str] = ("tokens", "seconds"),
+    title: str = "",
+) -> Path:
+    """
+    Draw one panel per clock and metric, one line per run, one colour per arm.
+
+    Args:
+        runs (`Sequence[dict]`):
+            Runs with `arm`, `seed` and `points` (see [`~trl_explore.comparison.Run`]).
+        path (`str` or `Path`):
+            The PNG file.
+        metrics (`Sequence[str]`, *optional*):
+            Metrics of the points, one row of panels each.
+        clocks (`Sequence[str]`, *optional*, defaults to `("tokens", "seconds")`):
+            Costs of the points, one column of panels each.
+        title (`str`, *optional*):
+            Title of the figure.
+
+    Returns:
+        `Path`: The file.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    colours = {arm: f"C{i}" for i, arm in enumerate(dict.fromkeys(run["arm"] for run in runs))}
+    size = (5.2 * len(clocks), 2.7 * len(metrics) + 0.6)
+    figure, axes = plt.subplots(len(metrics), len(clocks), figsize=size, squeeze=False, sharey=True)
+    for row, metric in zip(axes, metrics, strict=True):
+        for panel, clock in zip(row, clocks, strict=True):
+            for run in runs:
+                points = [p for p in run["points"] if metric in p]
+                label = run["arm"] if run is next(r for r in runs if r["arm"] == run["arm"]) else None
+                panel.plot(
+                    [p[clock] for p in points],
+                    [100 * p[metric] for p in points],
+                    color=colours[run["arm"]],
+                    marker="o",
+                    markersize=3,
+                    label=label,
+                )
+            panel.set_xlabel(LABELS.get(clock, clock))
+            panel.set_ylabel(f"{LABELS.get(metric, metric)} (%)")
+            panel.grid(alpha=0.3)
+    axes[0][0].legend()
+    figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return Path(path)
