@@ -23,8 +23,9 @@ from trl_explore.pivots import (
 )
 from trl_explore.rollouts import Continuation, Rollout, Rows
 
-from .base import ExplorationTrainer, ScoredRows
+from .base import ExplorationTrainer
 from .config import ExplorationConfig
+from .streams import ScoredRows
 
 CHOICES = {
     "segmentation": ("delimiter", "fixed"),

@@ -1,0 +1,311 @@
+"""Rows beside the main ones: TRL scores them in a second pass and its own loss trains them, each stream by itself."""
+
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.utils import gather
+from trl.trainer.utils import is_async_callable
+
+from trl_explore.advantages import combine_rewards, has_signal
+from trl_explore.rollouts import Rows
+from trl_explore.streams import RowDict, StreamTotals, loss_mask, split_stream, stream_scale
+
+from .resume import ResumableTrainer
+
+
+@dataclass
+class ScoredRows:
+    """
+    Rows of an extra stream after TRL has scored them.
+
+    Args:
+        rows (`dict`):
+            What TRL's loss receives, padded to the same number of rows on every process.
+        real (`torch.Tensor`):
+            Boolean mask of shape `(B,)`: `False` on rows that only pad.
+        rewards (`torch.Tensor`):
+            Total reward of the real rows of this process, shape `(B_real,)`; NaN where unscorable.
+    """
+
+    rows: RowDict
+    real: torch.Tensor
+    rewards: torch.Tensor
+
+
+class StreamTrainer(ResumableTrainer):
+    """
+    [`~trl.GRPOTrainer`] that can train further streams of rows, each with a normaliser of its own.
+
+    [`score`] hands finished rows to TRL's own scoring; what `_stream_steps` holds is trained beside the main
+    micro-batch of the same index. Nothing that TRL logs, counts or regularises there touches the main stream.
+    """
+
+    # Class-level defaults: objects made without `__init__` behave as plain GRPO.
+    drop_zero_advantage = False
+    _stream_steps: dict[str, tuple[float, StreamTotals, list[list[RowDict]]]] = {}
+    _main_totals: StreamTotals | None = None
+    _partial: Rows | None = None
+    _rewards_per_func: torch.Tensor | None = None
+    _any_example: dict[str, Any] = {}
+
+    def score(self, name: str, rows: Rows) -> ScoredRows | None:
+        """
+        Let TRL score rows that are already sampled: rewards, advantages among siblings, old and reference log-probs.
+
+        Reward functions see each row once, with its example's columns; rows whose rewards are known are not scored
+        again. What TRL logs meanwhile is logged under `name/`.
+
+        Args:
+            name (`str`):
+                Name of the stream, the prefix of its metrics.
+            rows ([`Rows`]):
+                Rows of this process, in whole groups; may be empty.
+
+        Returns:
+            [`ScoredRows`] or `None`: `None` where no process has a row.
+        """
+        num_rows = self._max_over_processes(len(rows))
+        if num_rows == 0:
+            return None
+        padded = rows.padded(
+            num_rows,
+            example=self._any_example,
+            token_id=self.eos_token_ids[0],
+            num_rewards=len(self.reward_funcs),
+        )
+        with self._stream_scope(name, num_generations=rows.group_size, rows=padded):
+            output = super()._generate_and_score_completions(padded.examples)
+            totals = self._total_rewards()[self._process_rows(num_rows)]
+        real = torch.arange(num_rows, device=totals.device) < len(rows)
+        return ScoredRows(rows=output, real=real, rewards=totals[: len(rows)])
+
+    def gathered(self, value: float) -> torch.Tensor:
+        """
+        One number per process, for metrics and counts.
+
+        Args:
+            value (`float`):
+                This process's number.
+
+        Returns:
+            `torch.Tensor`: Shape `(num_processes,)`, float64.
+        """
+        return gather(torch.tensor([float(value)], dtype=torch.float64, device=self.accelerator.device))
+
+    def log_metric(self, name: str, value: float) -> None:
+        """
+        Log a training metric, averaged over the logging interval.
+
+        Args:
+            name (`str`):
+                `noun/stat`.
+            value (`float`):
+                The value, equal on all processes.
+        """
+        self._metrics["train"][name].append(float(value))
+
+    def local(self, gathered: torch.Tensor) -> torch.Tensor:
+        """
+        This process's part of a tensor gathered over all processes.
+
+        Args:
+            gathered (`torch.Tensor`):
+                Shape `(N, ...)`, the same number of rows from every process.
+
+        Returns:
+            `torch.Tensor`: Shape `(B, ...)`.
+        """
+        return gathered[self._process_rows(len(gathered) // self.accelerator.num_processes)]
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        arguments = inputs, prompts, completions, completion_ids_list
+        if self._partial is None:
+            rewards = super()._calculate_rewards(*arguments)
+        else:
+            rewards = self._calculate_missing_rewards(self._partial, *arguments)
+        if self._is_training:
+            self._rewards_per_func = rewards
+        return rewards
+
+    def _calculate_missing_rewards(self, rows: Rows, inputs, prompts, completions, completion_ids_list):
+        missing = [known is None for known in rows.known_rewards]
+        reward_funcs = self.reward_funcs
+        self.reward_funcs = [
+            _only_missing(f, n, missing) for f, n in zip(reward_funcs, self.reward_func_names, strict=True)
+        ]
+        try:
+            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        finally:
+            self.reward_funcs = reward_funcs
+        unknown = [0.0] * len(reward_funcs)
+        known = torch.tensor([r or unknown for r in rows.known_rewards], dtype=rewards.dtype, device=rewards.device)
+        keep = gather(torch.tensor(missing, device=rewards.device))
+        return torch.where(keep.unsqueeze(1), rewards, gather(known))
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if not self._is_training or return_outputs:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        extra = self._backward_streams(model)
+        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if self.drop_zero_advantage and self._main_totals is not None:
+            loss = loss * stream_scale(self.loss_type, inputs, self._main_totals, num_slots=self._num_slots)
+        return loss if extra is None else loss + extra
+
+    def _backward_streams(self, model) -> torch.Tensor | None:
+        # Each part's graph is freed before the next is built, so that peak memory stays that of one micro-batch. The
+        # main stream's backward, which comes last, synchronises the gradients of all.
+        step = self._step % self.args.steps_per_generation
+        total = None
+        for name, (weight, totals, steps) in self._stream_steps.items():
+            stream_loss = torch.zeros((), device=self.accelerator.device)
+            for rows in steps[step]:
+                scale = stream_scale(self.loss_type, rows, totals, num_slots=self._num_slots)
+                with self._stream_scope(name), self._deferred_sync(model):
+                    loss = self._compute_loss(model, rows) * scale
+                    self.accelerator.backward(loss * weight, **self._backward_kwargs)
+                stream_loss = stream_loss + loss.detach()
+            self.log_metric(
+                f"{name}/loss", gather(stream_loss).mean().item() * self.current_gradient_accumulation_steps
+            )
+            total = stream_loss * weight if total is None else total + stream_loss * weight
+        return total
+
+    def _prepare_stream(self, scored: ScoredRows, weight: float):
+        rows, keep = scored.rows, scored.real
+        signal = has_signal(rows["advantages"])
+        if self.drop_zero_advantage:
+            keep = keep & signal
+        totals = self._totals(rows, keep)
+        rows["num_items_in_batch"] = torch.full_like(rows["num_items_in_batch"], totals.num_tokens)
+        # Rows without advantage count in the averages above, but where neither a KL term nor an entropy quantile looks
+        # at them their gradient is exactly 0, and their forward pass can be saved.
+        if self.beta == 0.0 and self.top_entropy_quantile >= 1.0:
+            keep = keep & signal
+        num_rows = self._max_over_processes(int(keep.sum()))
+        steps = split_stream(
+            rows,
+            keep,
+            num_rows=num_rows,
+            num_steps=self.args.steps_per_generation,
+            max_rows=self.args.per_device_train_batch_size,
+        )
+        return weight, totals, steps
+
+    def _totals(self, rows: RowDict, keep: torch.Tensor) -> StreamTotals:
+        local = torch.stack([keep.sum(), (loss_mask(rows) * keep.unsqueeze(1)).sum()])
+        num_rows, num_tokens = gather(local.unsqueeze(0)).sum(dim=0).tolist()
+        return StreamTotals(num_rows=num_rows, num_tokens=num_tokens)
+
+    @property
+    def _num_slots(self) -> int:
+        return self.args.steps_per_generation * self.accelerator.num_processes
+
+    @property
+    def _backward_kwargs(self) -> dict[str, Any]:
+        return {"scale_wrt_gas": False} if self.is_deepspeed_enabled else {}
+
+    @contextmanager
+    def _deferred_sync(self, model) -> Iterator[None]:
+        # DeepSpeed steps its optimiser inside `backward` whenever gradients are due to be synchronised.
+        state = self.accelerator.gradient_state
+        due = state.sync_gradients
+        state._set_sync_gradients(False)
+        try:
+            with self.accelerator.no_sync(model):
+                yield
+        finally:
+            state._set_sync_gradients(due)
+
+    @contextmanager
+    def _stream_scope(
+        self, name: str, *, num_generations: int | None = None, rows: Rows | None = None
+    ) -> Iterator[None]:
+        """Run TRL's methods on rows of another stream: nothing they log, count or regularise touches the main one."""
+        metrics, logs = self._metrics["train"], self._logs
+        pending = self._pending_extra_logs, self._pending_metrics
+        tokens_seen, rewards_per_func = self.state.num_input_tokens_seen, self._rewards_per_func
+        self.state.num_input_tokens_seen = self._stream_tokens.get(name, 0)
+        siblings, rollout_func = self.num_generations, self.rollout_func
+        bonuses = self._entropy_bonus_enabled, self.aux_loss_enabled
+        self._metrics["train"] = defaultdict(list)
+        self._logs = {k: defaultdict(deque) if isinstance(v, defaultdict) else deque() for k, v in logs.items()}
+        self._pending_extra_logs, self._pending_metrics = defaultdict(list), defaultdict(list)
+        # Entropy bonus and router loss are regularisers of the policy, not of a stream: the main stream has them once.
+        self._entropy_bonus_enabled = self.aux_loss_enabled = False
+        if rows is not None:
+            self.num_generations, self._partial = num_generations, rows
+            # TRL's own slot for finished rollouts: it decodes and scores them, and takes their loss mask.
+            self.rollout_func = lambda prompts, trainer: {
+                "prompt_ids": rows.prompt_ids,
+                "completion_ids": rows.completion_ids,
+                "logprobs": rows.logprobs,
+                "env_mask": rows.loss_mask,
+            }
+        try:
+            yield
+        finally:
+            for key, values in self._metrics["train"].items():
+                metrics[f"{name}/{key}"].extend(values)
+            self._metrics["train"], self._logs = metrics, logs
+            self._pending_extra_logs, self._pending_metrics = pending
+            self._stream_tokens = {**self._stream_tokens, name: self.state.num_input_tokens_seen}
+            self.state.num_input_tokens_seen, self._rewards_per_func = tokens_seen, rewards_per_func
+            self.num_generations, self.rollout_func = siblings, rollout_func
+            self._entropy_bonus_enabled, self.aux_loss_enabled = bonuses
+            self._partial = None
+
+    @property
+    def _is_training(self) -> bool:
+        assert self.model is not None
+        return self.model.training
+
+    def _max_over_processes(self, value: int) -> int:
+        return int(self.gathered(value).max())
+
+    def _process_rows(self, num_rows: int) -> slice:
+        start = self.accelerator.process_index * num_rows
+        return slice(start, start + num_rows)
+
+    def _total_rewards(self) -> torch.Tensor:
+        assert self._rewards_per_func is not None
+        return combine_rewards(self._rewards_per_func, self.reward_weights)
+
+    def rollout_state(self) -> dict[str, Any]:
+        return {
+            "streams": [[name, w, vars(totals), steps] for name, (w, totals, steps) in self._stream_steps.items()],
+            "main_totals": vars(self._main_totals) if self._main_totals else None,
+        }
+
+    def load_rollout_state(self, state: dict[str, Any]) -> None:
+        self._stream_steps = {name: (w, StreamTotals(**totals), steps) for name, w, totals, steps in state["streams"]}
+        self._main_totals = StreamTotals(**state["main_totals"]) if state["main_totals"] else None
+
+
+def _only_missing(func: Any, name: str, missing: list[bool]) -> Any:
+    """Wrap a reward function so that it sees only rows without rewards; the others get a placeholder."""
+    if isinstance(func, torch.nn.Module) or all(missing):
+        return func  # a reward model has no side effects, and its extra rows are overwritten
+
+    def pick(value):
+        return [v for v, m in zip(value, missing, strict=True) if m] if isinstance(value, list) else value
+
+    def spread(rewards):
+        if len(rewards) != sum(missing):
+            raise ValueError(
+                f"The reward function '{name}' returned {len(rewards)} rewards for {sum(missing)} completions; it "
+                "must return exactly one per completion."
+            )
+        found = iter(rewards)
+        return [next(found) if m else 0.0 for m in missing]
+
+    def scored(**columns):
+        return spread(func(**{k: pick(v) for k, v in columns.items()}) if any(missing) else [])
+
+    async def scored_async(**columns):
+        return spread(await func(**{k: pick(v) for k, v in columns.items()}) if any(missing) else [])
+
+    return scored_async if is_async_callable(func) else scored
