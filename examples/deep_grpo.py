@@ -55,6 +55,7 @@ if __name__ == "__main__":
         depth_bias=2.0,
         segmentation="delimiter",
         segment_delimiters=["."],
+        sampling_batch_size=256,  # the branches of a step can outnumber its completions: bound the memory of sampling
         logging_steps=1,
         save_steps=50,
     )

@@ -244,6 +244,9 @@ class ExplorationTrainer(StreamTrainer):
         if most_rows == 0:
             return [[] for _ in prefixes]
         chunk = self.sampling_batch_size or most_rows
+        # Neighbours get similar budgets, so that a part of short ones need not wait for a long one.
+        order = sorted(range(len(rows)), key=row_budgets.__getitem__)
+        rows, row_budgets = [rows[i] for i in order], [row_budgets[i] for i in order]
         sampled: list[list[int]] = []
         start_time = time.perf_counter()
         with self._forked_randomness(seed):
@@ -251,11 +254,19 @@ class ExplorationTrainer(StreamTrainer):
                 # A process that has run out of rows still takes part: sharded models gather weights in `generate`.
                 part = rows[start : start + chunk] or [[self.eos_token_ids[0]]]
                 part_budgets = row_budgets[start : start + chunk] or [1]
-                ids = self._generate_tokens(part, max(part_budgets))
+                try:
+                    ids = self._generate_tokens(part, max(part_budgets))
+                except torch.OutOfMemoryError as error:
+                    error.add_note(
+                        f"while sampling {len(part)} extra rows in one call: set `sampling_batch_size` below that, or "
+                        "sample fewer (DEEP-GRPO: `max_pivots_per_batch`)."
+                    )
+                    raise
                 sampled += [i[:budget] for i, budget in zip(ids, part_budgets, strict=True)]
         self._metrics["train"]["generation/extra_seconds"].append(time.perf_counter() - start_time)
 
-        done = iter(Continuation(ids, finished=ids[-1] in self.eos_token_ids) for ids in sampled[: len(rows)])
+        in_order = [ids for _, ids in sorted(zip(order, sampled, strict=False))]
+        done = iter(Continuation(ids, finished=ids[-1] in self.eos_token_ids) for ids in in_order)
         return [[next(done) for _ in range(n)] for n in counts]
 
     def prompt_token_ids(self, output: RowDict) -> list[list[int]]:

@@ -41,11 +41,10 @@ class Size:
     tokens: float
     evaluate_every: int
     num_eval: int
-    warm_start_steps: int | None = None
 
 
 FULL = Size(tokens=1.5e6, evaluate_every=20, num_eval=128)
-FAST = Size(tokens=1.2e5, evaluate_every=6, num_eval=64, warm_start_steps=600)
+FAST = Size(tokens=1.5e5, evaluate_every=8, num_eval=64)
 
 
 class Interrupted(Exception):
@@ -170,7 +169,7 @@ def main(args: argparse.Namespace) -> int:
             console.print(
                 f"seed {seed}: teaching a tiny language model arithmetic with bad habits (cached afterwards)"
             )
-            start = warm_start(task, seed=seed, steps=size.warm_start_steps)
+            start = warm_start(task, seed=seed)
             console.print(f"then {size.tokens:,.0f} generated tokens for each method")
             for arm in ARMS:
                 folder = output / f"seed{seed}" / arm.name.lower()

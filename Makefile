@@ -1,0 +1,55 @@
+# Every target builds what it needs: a virtual environment from constraints.txt, then the command.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+export HF_HUB_DISABLE_TELEMETRY = 1
+
+.PHONY: help install quickstart quickstart-fast test test-slow test-wheel lint types clean
+
+help:
+	@echo "make quickstart       train DEEP-GRPO and GRPO on a tiny task, about 6 minutes on one CPU core"
+	@echo "make quickstart-fast  the same in under 2 minutes: a look, not a result"
+	@echo "make test             the default test suite"
+	@echo "make test-slow        the slow tests: real warm starts, two processes"
+	@echo "make test-wheel       build the wheel, install it in a clean environment, run the suite from elsewhere"
+	@echo "make lint types       ruff and mypy"
+
+# torch first: without its pin, pip would take another build for the packages that follow.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,plots]"
+	@touch $@
+
+install: $(VENV)/.installed
+
+quickstart: install
+	HF_HUB_OFFLINE=1 $(BIN)/trl-explore quickstart
+
+quickstart-fast: install
+	HF_HUB_OFFLINE=1 $(BIN)/trl-explore quickstart --fast
+
+test: install
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow"
+
+test-slow: install
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install
+	$(BIN)/mypy
+
+# From another folder, so that nothing is imported from the checkout by accident.
+test-wheel: install
+	rm -rf build dist .venv-wheel
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist .
+	$(PYTHON) -m venv .venv-wheel
+	.venv-wheel/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	.venv-wheel/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "$$(ls dist/*.whl)[dev,plots]"
+	cd "$$(mktemp -d)" && HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(CURDIR)/.venv-wheel/bin/python -m pytest -q -m "not slow" -p no:cacheprovider $(CURDIR)/tests
+
+clean:
+	rm -rf .venv .venv-wheel build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
