@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import TrainerCallback
+from transformers import Qwen2ForSequenceClassification, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from world import (
     assert_same,
@@ -16,6 +16,7 @@ from world import (
     differ,
     make_dataset,
     make_model,
+    make_tokenizer,
     make_trainer,
     never,
     parameters,
@@ -126,8 +127,6 @@ ECHO_CASES = {
 @pytest.mark.parametrize("options", ECHO_CASES.values(), ids=ECHO_CASES.keys())
 def test_an_echo_adds_its_weight_in_every_setting(tmp_path, options, loss_type):
     options = {**options, "loss_type": loss_type}
-    if loss_type == "dapo" and options.get("gradient_accumulation_steps") == 4:
-        pytest.skip("TRL scales dapo's accumulation window by the last generation batch only")
     expected, _ = sgd_run(GRPOTrainer, GRPOConfig, tmp_path, scale=1.5, **options)
     got, _ = sgd_run(Echo, ExplorationConfig, tmp_path, **options)
     assert_same(got, expected, tolerance=2e-6)
@@ -238,6 +237,30 @@ def test_rows_whose_rewards_are_known_are_not_scored_again(tmp_path):
     assert recorder.calls[1][2] == recorder.calls[0][2][::2]
     expected, _ = sgd_run(Echo, ExplorationConfig, tmp_path)
     assert_same(got, expected)
+
+
+async def contains_answer_later(completions, answer, **kwargs):
+    return contains_answer(completions, answer)
+
+
+def test_async_reward_functions_score_extra_rows_too(tmp_path):
+    got, _ = sgd_run(Rescored, ExplorationConfig, tmp_path, reward_funcs=contains_answer_later)
+    expected, _ = sgd_run(Rescored, ExplorationConfig, tmp_path)
+    assert_same(got, expected)
+
+
+def test_reward_models_score_extra_rows_too(tmp_path):
+    torch.manual_seed(0)
+    config = make_model().config
+    config.num_labels = 1
+    judge = Qwen2ForSequenceClassification(config)
+    judge.eval()
+    tokenizer = make_tokenizer()
+    options = dict(reward_funcs=judge, reward_processing_classes=tokenizer)
+    got, log = sgd_run(Rescored, ExplorationConfig, tmp_path, **options)
+    expected, _ = sgd_run(Echo, ExplorationConfig, tmp_path, **options)
+    assert_same(got, expected, tolerance=1e-6)
+    assert log[0]["echo/reward"] == pytest.approx(log[0]["reward"]) != 0
 
 
 def test_a_reward_function_with_a_wrong_count_is_named_also_on_extra_rows(tmp_path):

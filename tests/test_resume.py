@@ -120,6 +120,14 @@ def test_resume_true_passes_over_a_half_written_checkpoint(tmp_path, caplog):
     assert_same(parameters(trainer), parameters(whole))
 
 
+def test_a_resumed_run_leaves_no_hard_state_twice(tmp_path):
+    options = dict(**CUTS, **OFF_BOUNDARY, hard_states_file="hard.jsonl")
+    run(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **options)
+    lines = (tmp_path / "hard.jsonl").read_text()
+    resumed(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **options)
+    assert (tmp_path / "hard.jsonl").read_text() == lines and lines.count("\n") > 3
+
+
 def test_state_files_load_without_pickle(tmp_path):
     run(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **CUTS, **OFF_BOUNDARY)
     folder = tmp_path / "checkpoint-2"

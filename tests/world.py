@@ -1,6 +1,7 @@
 """The small world that the trainer tests share: a character tokenizer, a random Qwen2 model, sums as a task."""
 
 import functools
+import inspect
 import os
 import re
 import tempfile
@@ -99,9 +100,8 @@ def make_trainer(trainer_class=GRPOTrainer, config_class=GRPOConfig, output_dir=
         "train_dataset": make_dataset(options.pop("conversational", False)),
         "processing_class": make_tokenizer(),
     }
-    for name in ("reward_funcs", "train_dataset", "eval_dataset", "peft_config", "callbacks", "tools", "rollout_func"):
-        if name in options:
-            arguments[name] = options.pop(name)
+    for name in inspect.signature(GRPOTrainer.__init__).parameters.keys() & options.keys():
+        arguments[name] = options.pop(name)
     config = dict(
         output_dir=str(output_dir),
         per_device_train_batch_size=8,

@@ -4,12 +4,13 @@ import math
 import textwrap
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 
-from trl_explore.checkpoints import append_lines, path_inside
+from trl_explore.checkpoints import append_lines, cut_file, file_size, path_inside
 from trl_explore.names import explain_unknown_fields, unknown_name
 from trl_explore.pivots import (
     Pivot,
@@ -386,6 +387,10 @@ class DeepGRPOTrainer(ExplorationTrainer):
             self.log_metric("pivots/mean_depth", depth / tried)
             self.log_metric("pivots/mean_suffix_length", aux / num_branches)
 
+    @property
+    def _hard_states_path(self) -> Path:
+        return path_inside(self.args.output_dir, self.args.hard_states_file, field="hard_states_file")
+
     def _write_hard_states(self, unrecovered: list[Branching]) -> None:
         records = [
             {
@@ -400,15 +405,15 @@ class DeepGRPOTrainer(ExplorationTrainer):
         ]
         records = gather_object(records)
         if self.accelerator.is_main_process:
-            append_lines(
-                path_inside(self.args.output_dir, self.args.hard_states_file, field="hard_states_file"), records
-            )
+            append_lines(self._hard_states_path, records)
 
     def exploration_state(self) -> dict[str, Any]:
         return {
             "estimator": self.estimator.state_dict(),
             "shared_generator": self._shared_generator.get_state(),
             "num_generation_batches": self._num_generation_batches,
+            # A resumed run writes what came after the checkpoint again, so the file goes back to its length here.
+            "hard_states_bytes": file_size(self._hard_states_path) if self.args.hard_states_file else 0,
             "queue": [[b.example, b.prompt_ids, b.prefix_ids, b.depth] for b in self._queue],
         }
 
@@ -417,3 +422,5 @@ class DeepGRPOTrainer(ExplorationTrainer):
         self._shared_generator.set_state(state["shared_generator"])
         self._num_generation_batches = state["num_generation_batches"]
         self._queue = [Branching(*fields) for fields in state["queue"]]
+        if self.args.hard_states_file and self.accelerator.is_main_process:
+            cut_file(self._hard_states_path, state["hard_states_bytes"])

@@ -153,3 +153,31 @@ def append_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def file_size(path: Path) -> int:
+    """
+    Length of a file that may not exist yet.
+
+    Args:
+        path (`Path`):
+            The file.
+
+    Returns:
+        `int`: Bytes; 0 where there is no file.
+    """
+    return path.stat().st_size if path.is_file() else 0
+
+
+def cut_file(path: Path, size: int) -> None:
+    """
+    Take a file back to an earlier length; a shorter or missing file stays as it is.
+
+    Args:
+        path (`Path`):
+            The file.
+        size (`int`):
+            Bytes to keep.
+    """
+    if file_size(path) > size:
+        os.truncate(path, size)

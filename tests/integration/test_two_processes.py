@@ -47,6 +47,11 @@ def test_ranks_agree_on_parameters_and_estimator_after_training(results):
         assert results["rank0"][key] == results["rank1"][key]
 
 
+def test_a_rank_without_failures_takes_part(results):
+    assert results["rank0"]["lonely"] == results["rank1"]["lonely"]
+    assert max(results["rank0"]["lonely tried"]) > 0
+
+
 def test_the_cap_holds_over_all_ranks(results):
     assert set(results["rank0"]["tried"]) <= {0.0, 1.0, 2.0, 3.0}
     assert max(results["rank0"]["tried"]) == 3.0
