@@ -13,6 +13,7 @@ from accelerate.utils import gather_object
 from trl_explore.checkpoints import append_lines, cut_file, file_size, path_inside
 from trl_explore.names import explain_unknown_fields, unknown_name
 from trl_explore.pivots import (
+    Branching,
     Pivot,
     SuccessEstimator,
     draw_pivots,
@@ -153,31 +154,6 @@ class DeepGRPOConfig(ExplorationConfig):
             path_inside(self.output_dir or ".", self.hard_states_file, field="hard_states_file")
 
 
-@dataclass
-class Branching:
-    """
-    One pivot of the batch and what was sampled from it.
-
-    Args:
-        example (`dict`):
-            The data-set example.
-        prompt_ids (`list[int]`):
-            Prompt tokens.
-        prefix_ids (`list[int]`):
-            Completion tokens before the pivot.
-        depth (`float`):
-            Relative depth in (0, 1].
-        branches (`list[Continuation]`):
-            The K continuations.
-    """
-
-    example: dict[str, Any]
-    prompt_ids: list[int]
-    prefix_ids: list[int]
-    depth: float
-    branches: list[Continuation] = field(default_factory=list)
-
-
 class DeepGRPOTrainer(ExplorationTrainer):
     """
     GRPO that also resamples from inside failed completions, and learns from those branches in a second stream.
@@ -190,9 +166,12 @@ class DeepGRPOTrainer(ExplorationTrainer):
     3. Their advantages are relative to their siblings only; the shared prefix is masked out of the loss (Eq. 4).
     4. The loss is `L_main + aux_loss_weight * L_aux`, each averaged over its own tokens or rows (Eq. 2).
 
-    Deviations from the paper: branches whose siblings all got the same reward stay in the average unless
-    `drop_zero_advantage=True` (the paper's appendix C); the KL term follows `beta`, TRL's default is 0; the estimator
-    has a quadratic penalty. `aux_loss_weight=0` gives GRPO's parameters bit for bit.
+    `aux_loss_weight=0` gives GRPO's parameters bit for bit. Deviations from the paper (all of them in
+    `trainers/README.md`):
+
+    1. Branches whose siblings all got the same reward stay in the average unless `drop_zero_advantage=True` (App. C).
+    2. The KL term follows `beta`, whose default is TRL's 0; the paper trains with 1e-4.
+    3. The success estimator has a quadratic penalty, so that separable outcomes cannot diverge.
 
     The constructor takes what [`~trl.GRPOTrainer`] takes; `args` is a [`DeepGRPOConfig`] or a plain
     [`~trl.GRPOConfig`]. Tools, environments, vision-language models, `rollout_func` and vLLM are refused.

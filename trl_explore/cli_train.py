@@ -247,7 +247,10 @@ def run(argv: list[str]) -> int:
         return 0
     script_args, training_args, model_args, mixture = parse_train_arguments(argv)
     checkpoint = find_checkpoint(training_args.resume_from_checkpoint, str(training_args.output_dir))
-    trainer = _build_trainer(script_args, training_args, model_args, mixture)
+    try:
+        trainer = _build_trainer(script_args, training_args, model_args, mixture)
+    except (ValueError, NotImplementedError) as error:  # what a trainer refuses, it explains in its message
+        raise UsageError(str(error)) from error
     return _train(trainer, script_args, checkpoint, argv)
 
 

@@ -5,10 +5,12 @@ Follows DEEP-GRPO (https://huggingface.co/papers/2602.14169), sections 4.1 and 4
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+
+from trl_explore.rollouts import Continuation
 
 
 class Decoder(Protocol):
@@ -36,6 +38,31 @@ class Pivot:
     row: int
     start: int
     depth: float
+
+
+@dataclass
+class Branching:
+    """
+    One pivot of the batch and what was sampled from it.
+
+    Args:
+        example (`dict`):
+            The data-set example.
+        prompt_ids (`list[int]`):
+            Prompt tokens.
+        prefix_ids (`list[int]`):
+            Completion tokens before the pivot.
+        depth (`float`):
+            Relative depth in (0, 1].
+        branches (`list[Continuation]`):
+            The K continuations.
+    """
+
+    example: dict[str, Any]
+    prompt_ids: list[int]
+    prefix_ids: list[int]
+    depth: float
+    branches: list[Continuation] = field(default_factory=list)
 
 
 def segment_fixed(num_tokens: int, *, length: int) -> list[int]:

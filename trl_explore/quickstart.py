@@ -20,7 +20,7 @@ from trl_explore.tasks import TeachableTask, get_task
 from trl_explore.tasks.warm_start import warm_start
 
 ARMS = (
-    Arm("DEEP-GRPO", "deep_grpo", dict(segment_delimiters=[";"], max_pivots_per_batch=16)),
+    Arm("DEEP-GRPO", "deep_grpo", dict(segment_delimiters=[";"], max_pivots_per_batch=16, sampling_batch_size=32)),
     Arm("GRPO", "grpo"),
 )
 COLUMNS = {
@@ -29,8 +29,8 @@ COLUMNS = {
     "pass@8": "eval/pass_at_8",
 }
 NOTE = (
-    "This task is easy: plain GRPO solves it too, and often with fewer tokens. It shows that the trainers run and "
-    "learn on your machine, not which one is better; for that, see examples/README.md."
+    "This task is easy: plain GRPO solves it too, and in less time. It shows that the trainers run and learn on your "
+    "machine, not which one is better; for that, see examples/README.md."
 )
 
 

@@ -46,7 +46,7 @@ def tiny_setting(args):
     task = get_task("chain")
     start = warm_start(task, seed=args.seed)
     config = common_options(task, seed=args.seed)
-    deep = dict(max_pivots_per_batch=16, segment_delimiters=[";"])
+    deep = dict(max_pivots_per_batch=16, segment_delimiters=[";"], sampling_batch_size=args.sampling_batch_size)
     make = lambda: AutoModelForCausalLM.from_pretrained(start)  # noqa: E731
     return (
         make,
@@ -90,6 +90,7 @@ def half_billion_setting(args):
         seed=args.seed,
     )
     deep = dict(segmentation="fixed", segment_length=50, max_pivots_per_batch=args.max_pivots)
+    deep["sampling_batch_size"] = args.sampling_batch_size
     return make, tokenizer, data, coin, config, deep, LoraConfig(r=16, target_modules="all-linear")
 
 
@@ -120,6 +121,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--max_pivots", type=int, default=16)
+    parser.add_argument("--sampling_batch_size", type=int, default=None)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
