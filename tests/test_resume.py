@@ -120,6 +120,17 @@ def test_resume_true_passes_over_a_half_written_checkpoint(tmp_path, caplog):
     assert_same(parameters(trainer), parameters(whole))
 
 
+def test_there_must_be_a_whole_checkpoint_to_resume(tmp_path):
+    trainer = make_trainer(ExplorationTrainer, ExplorationConfig, tmp_path)
+    with pytest.raises(ValueError, match="holds nothing"):
+        trainer.train(resume_from_checkpoint=True)
+    (tmp_path / "checkpoint-3").mkdir()
+    with pytest.raises(ValueError, match="checkpoint-3, not written to the end"):
+        trainer.train(resume_from_checkpoint=True)
+    with pytest.raises(ValueError, match="is no whole checkpoint"):
+        trainer.train(resume_from_checkpoint=tmp_path / "checkpoint-3")
+
+
 def test_a_resumed_run_leaves_no_hard_state_twice(tmp_path):
     options = dict(**CUTS, **OFF_BOUNDARY, hard_states_file="hard.jsonl")
     run(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **options)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from trl import GRPOTrainer
 
-from trl_explore.checkpoints import last_complete_checkpoint, load_state, save_state
+from trl_explore.checkpoints import is_complete, last_complete_checkpoint, load_state, save_state
 
 logger = logging.getLogger(__name__)
 
@@ -52,10 +52,20 @@ class ResumableTrainer(GRPOTrainer):
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         if resume_from_checkpoint is True:
-            found, skipped = last_complete_checkpoint(self.args.output_dir)
+            resume_from_checkpoint, skipped = last_complete_checkpoint(self.args.output_dir)
+            if resume_from_checkpoint is None:
+                found = f"only {', '.join(skipped)}, not written to the end" if skipped else "nothing"
+                raise ValueError(
+                    f"`resume_from_checkpoint=True` needs a whole checkpoint in {self.args.output_dir}, which holds "
+                    f"{found}: train without it."
+                )
             if skipped:
                 logger.warning("passing over %s: not written to the end", ", ".join(skipped))
-            resume_from_checkpoint = found or True  # with none at all, Trainer has the error for it
+        elif resume_from_checkpoint and not is_complete(resume_from_checkpoint):
+            raise ValueError(
+                f"`resume_from_checkpoint={str(resume_from_checkpoint)!r}` is no whole checkpoint: its trainer state "
+                "is missing or cut off. Pass an older one, or `True` for the newest that is whole."
+            )
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _save_checkpoint(self, model, trial):
