@@ -1,6 +1,7 @@
 """PassAtKCallback: it reports what a brute-force recomputation reports, and training does not notice it."""
 
 import itertools
+import os
 import random
 import re
 import subprocess
@@ -13,7 +14,16 @@ import torch
 from peft import LoraConfig
 from transformers import Qwen2Config, Qwen2ForSequenceClassification
 from trl import GRPOConfig, GRPOTrainer
-from world import assert_same, contains_answer, make_dataset, make_model, make_tokenizer, make_trainer, parameters
+from world import (
+    assert_same,
+    contains_answer,
+    make_dataset,
+    make_model,
+    make_tokenizer,
+    make_trainer,
+    parameters,
+    saved_model,
+)
 
 from trl_explore.metrics import PassAtKCallback
 
@@ -288,5 +298,6 @@ def test_two_processes_share_the_prompts_and_agree_on_the_metrics(tmp_path):
     script.write_text(TWO_RANKS)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command = [*launch, str(script), str(Path(__file__).parent), str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    environment = {**os.environ, "SMALL_WORLD_MODEL": saved_model(), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert result.stdout.count("RANK_OK") == 2, result.stderr[-3000:]
