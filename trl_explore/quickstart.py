@@ -34,6 +34,9 @@ NOTE = (
 )
 
 
+FAST_NOTE = "With --fast the budget is too small to learn much: this was a check that everything runs."
+
+
 @dataclass(frozen=True)
 class Size:
     """How much of the quick-start to run."""
@@ -188,6 +191,6 @@ def main(args: argparse.Namespace) -> int:
         console.print(f"curves: {learning_curves(runs, output / 'curves.png', title='quick-start task: chain')}")
     except ModuleNotFoundError:
         console.print("no picture: matplotlib is missing (pip install 'trl-explore[plots]')")
-    console.print(NOTE)
+    console.print(FAST_NOTE if args.fast else NOTE)
     console.print(f"all in {time.perf_counter() - began:.0f} s")
     return 0
