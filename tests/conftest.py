@@ -6,8 +6,14 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import signal
+
 import pytest
 import torch
+
+# A shell that starts the suite in the background has it ignore Ctrl-C; the tests of Ctrl-C, and the processes they
+# start, need the default.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
