@@ -326,7 +326,7 @@ def test_the_first_ctrl_c_stops_at_the_step_and_the_second_aborts(workdir):
 
 def test_an_interrupted_run_says_how_to_resume_and_resumes_to_the_full_step_count(workdir, model_folder):
     run = flags(model_folder, max_steps=4, save_strategy="no", save_steps=None, reward_funcs="my_rewards.gated_reward")
-    run += ["--method", "deep_grpo", "--num_branches", "2", "--success_threshold", "100", "--beta", "1e-4"]
+    run += ["--method", "deep_grpo", "--num_branches", "2", "--success_threshold", "100"]
     process = subprocess.Popen(
         [sys.executable, "-u", "-m", "trl_explore.cli", "train", *run],
         stdout=subprocess.PIPE,

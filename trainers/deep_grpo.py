@@ -217,7 +217,7 @@ class DeepGRPOTrainer(ExplorationTrainer):
         own_seconds = time.perf_counter() - start
         if self.args.deferred_branching:
             # What was sampled together with this batch is trained now; this batch's pivots go with the next one.
-            branchings, self._queue = [b for b in self._queue if b.branches], chosen
+            branchings, self._queue = self._queue, chosen
         else:
             branchings = chosen
             self._sample_branches(branchings)
@@ -271,13 +271,12 @@ class DeepGRPOTrainer(ExplorationTrainer):
         starts = self._segment(self.main_completion_ids[row])
         depths = relative_depths(len(starts))
         if self.args.pivot_selection == "root":
-            drawn = [0]
-        elif self.args.pivot_selection == "uniform":
-            uniform = torch.full_like(depths, 1 / len(depths))
-            drawn = draw_pivots(uniform, self.args.num_pivots, generator=self.exploration_generator)
+            return [Pivot(row, starts[0], float(depths[0]))]
+        if self.args.pivot_selection == "uniform":
+            probs = pivot_distribution(torch.ones_like(depths), gamma=0.0)
         else:
-            utility = pivot_distribution(self.estimator.predict(depths), gamma=self.args.depth_bias)
-            drawn = draw_pivots(utility, self.args.num_pivots, generator=self.exploration_generator)
+            probs = pivot_distribution(self.estimator.predict(depths), gamma=self.args.depth_bias)
+        drawn = draw_pivots(probs, self.args.num_pivots, generator=self.exploration_generator)
         return [Pivot(row, starts[t], float(depths[t])) for t in drawn]
 
     def _segment(self, ids: list[int]) -> list[int]:

@@ -14,8 +14,6 @@ from transformers import TrainerCallback
 
 from trl_explore.tasks import Task
 
-METHODS = ("grpo", "deep_grpo")
-
 
 @dataclass(frozen=True)
 class Arm:
