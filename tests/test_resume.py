@@ -9,7 +9,15 @@ from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
 from world import assert_same, differ, make_trainer, parameters
 
-from trl_explore.trainers import DeepGRPOConfig, DeepGRPOTrainer, ExplorationConfig, ExplorationTrainer
+from trl_explore.replay import read_cache
+from trl_explore.trainers import (
+    DeepGRPOConfig,
+    DeepGRPOTrainer,
+    ExplorationConfig,
+    ExplorationTrainer,
+    TreeGRPOConfig,
+    TreeGRPOTrainer,
+)
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
 CUTS = dict(num_branches=3, segmentation="fixed", segment_length=2)
@@ -55,6 +63,33 @@ def test_a_resumed_run_ends_where_the_uninterrupted_one_does(tmp_path, options):
     for first, second in zip(again.state.log_history[-3:], whole.state.log_history[-3:], strict=True):
         same = [key for key in second if not key.endswith(timing)]
         assert {k: first[k] for k in same} == {k: second[k] for k in same}
+
+
+TREE = dict(expansion_width=3, node_length=2)
+TREE_CASES = {
+    "off a generation boundary": OFF_BOUNDARY,
+    "on a boundary": dict(steps_per_generation=2, max_steps=5),
+    "two iterations, lora": dict(num_iterations=2, steps_per_generation=2, max_steps=7, peft_config=LORA),
+    "replay": dict(replay_buffer=True, replay_threshold=0.9, max_steps=30, steps_per_generation=1),
+    "once, beta": dict(share_prefix_once=True, beta=0.1, **OFF_BOUNDARY),
+}
+
+
+@pytest.mark.parametrize("options", TREE_CASES.values(), ids=TREE_CASES.keys())
+def test_a_resumed_tree_search_ends_where_the_uninterrupted_one_does(tmp_path, options):
+    options = {**TREE, "dump_trees": "trees", **options}
+    whole = run(TreeGRPOTrainer, TreeGRPOConfig, tmp_path, **options)
+    trees = tmp_path / "trees" / "trees_0.jsonl"
+    written = trees.read_text()
+    again = resumed(TreeGRPOTrainer, TreeGRPOConfig, tmp_path, **options)
+    assert_same(parameters(again), parameters(whole))
+    assert again.solutions.state_dict() == whole.solutions.state_dict()
+    assert trees.read_text() == written  # no tree twice, none missing
+    if "replay_buffer" in options:
+        assert sum(entry["replay/prompts"] for entry in again.state.log_history[:-1]) > 0
+        file = tmp_path / "solutions.jsonl"
+        read = read_cache(file, again.processing_class, solutions_per_prompt=2, threshold=0.9)
+        assert read.state_dict() == whole.solutions.state_dict()
 
 
 def test_the_base_resumes_plain_grpo_exactly_where_grpo_itself_does_not(tmp_path):

@@ -11,5 +11,13 @@ check_trl_version(trl.__version__)
 from .base import ExplorationTrainer
 from .config import ExplorationConfig
 from .deep_grpo import DeepGRPOConfig, DeepGRPOTrainer
+from .tree_grpo import TreeGRPOConfig, TreeGRPOTrainer
 
-__all__ = ["DeepGRPOConfig", "DeepGRPOTrainer", "ExplorationConfig", "ExplorationTrainer"]
+__all__ = [
+    "DeepGRPOConfig",
+    "DeepGRPOTrainer",
+    "ExplorationConfig",
+    "ExplorationTrainer",
+    "TreeGRPOConfig",
+    "TreeGRPOTrainer",
+]

@@ -1,16 +1,15 @@
 """The seams between exploration methods and TRL's `GRPOTrainer`.
 
-This file, `streams.py` and `resume.py` are the only ones that name a TRL private; `tests/test_contract.py` pins each.
+This file, `sampling.py`, `streams.py` and `resume.py` are the only ones that name a TRL private;
+`tests/test_contract.py` pins each.
 
 A method answers up to four questions (how is a group sampled, what is a completion worth, which tokens get the credit,
 which further rows are trained); the answers given here are plain GRPO's.
 """
 
-import copy
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from datasets import Dataset, IterableDataset
 from trl.trainer.utils import get_config_model_id
 
 from trl_explore.advantages import combine_rewards, has_signal
-from trl_explore.rollouts import Continuation, Rollout, per_request
+from trl_explore.rollouts import Rollout
 from trl_explore.streams import (
     LOSS_NORMALISERS,
     RowDict,
@@ -27,18 +26,19 @@ from trl_explore.streams import (
 )
 
 from .config import ExplorationConfig, upgrade_config
-from .streams import ScoredRows, StreamTrainer
+from .sampling import SamplingTrainer, vllm_message
+from .streams import ScoredRows
 
 Chooser = Callable[[list[list[int]]], Rollout]
 
 
-class ExplorationTrainer(StreamTrainer):
+class ExplorationTrainer(SamplingTrainer):
     """
     Base class of the exploration trainers; used by itself it is [`~trl.GRPOTrainer`].
 
     What it changes with respect to GRPO is nothing by itself. It gives subclasses four hooks ([`rollout`],
-    [`shape_rewards`], [`assign_advantages`], [`extra_streams`]), two services ([`sample`], [`score`]), and it saves
-    what a bit-exact resume needs, also off generation boundaries.
+    [`shape_rewards`], [`assign_advantages`], [`extra_streams`]), three services ([`sample`], [`judge`], [`score`]),
+    and it saves what a bit-exact resume needs, also off generation boundaries.
 
     The constructor takes what [`~trl.GRPOTrainer`] takes. `args` may be a plain [`~trl.GRPOConfig`], which gets the
     method's defaults.
@@ -58,8 +58,9 @@ class ExplorationTrainer(StreamTrainer):
     # Class-level defaults: objects made without `__init__` behave as plain GRPO.
     args: Any
     main_completion_ids: list[list[int]] = []
-    sampling_batch_size: int | None = None
+    main_examples: list[dict[str, Any]] = []
     _shaped_rewards: torch.Tensor | None = None
+    _rollout: Rollout | None = None
 
     def __init__(
         self,
@@ -132,7 +133,7 @@ class ExplorationTrainer(StreamTrainer):
                 f"{name} does not support `{field}` (multi-turn rollouts): remove it, or use GRPOTrainer."
             )
         if args.use_vllm and self.samples_extra_rows:
-            raise NotImplementedError(_vllm_message(name))
+            raise NotImplementedError(vllm_message(name))
         if isinstance(train_dataset, Dataset | IterableDataset) and environment_factory is None:
             columns = train_dataset.column_names
             if columns is not None and "prompt" not in columns:
@@ -209,66 +210,6 @@ class ExplorationTrainer(StreamTrainer):
 
     # ------------------------------------------------------------------------------------- services for the methods
 
-    def sample(
-        self, prefixes: list[list[int]], num_samples: int | Sequence[int], max_new_tokens: int | Sequence[int]
-    ) -> list[list[Continuation]]:
-        """
-        Sample continuations of token prefixes from the current policy, all in one batched call.
-
-        Every process must call it equally often; a process may have no prefix. The global random state is left as it
-        was, so that the main stream draws the same rollouts with and without extra sampling.
-
-        Args:
-            prefixes (`list[list[int]]`):
-                Token ids `[R][T_i]`, without an end-of-sequence token.
-            num_samples (`int` or `Sequence[int]`):
-                Continuations per prefix.
-            max_new_tokens (`int` or `Sequence[int]`):
-                Budget of new tokens per prefix.
-
-        Returns:
-            `list[list[Continuation]]`: `[R][num_samples_i]`.
-
-        Raises:
-            NotImplementedError: With vLLM, which is not supported yet.
-        """
-        if self.use_vllm:
-            raise NotImplementedError(_vllm_message(type(self).__name__))
-        counts = per_request(num_samples, len(prefixes), name="num_samples")
-        budgets = per_request(max_new_tokens, len(prefixes), name="max_new_tokens")
-        rows = [prefix for prefix, n in zip(prefixes, counts, strict=True) for _ in range(n)]
-        row_budgets = [budget for budget, n in zip(budgets, counts, strict=True) for _ in range(n)]
-        seed = int(torch.randint(2**62, (1,), generator=self.exploration_generator))
-
-        most_rows = self._max_over_processes(len(rows))
-        if most_rows == 0:
-            return [[] for _ in prefixes]
-        chunk = self.sampling_batch_size or most_rows
-        # Neighbours get similar budgets, so that a part of short ones need not wait for a long one.
-        order = sorted(range(len(rows)), key=row_budgets.__getitem__)
-        rows, row_budgets = [rows[i] for i in order], [row_budgets[i] for i in order]
-        sampled: list[list[int]] = []
-        start_time = time.perf_counter()
-        with self._forked_randomness(seed):
-            for start in range(0, most_rows, chunk):
-                # A process that has run out of rows still takes part: sharded models gather weights in `generate`.
-                part = rows[start : start + chunk] or [[self.eos_token_ids[0]]]
-                part_budgets = row_budgets[start : start + chunk] or [1]
-                try:
-                    ids = self._generate_tokens(part, max(part_budgets))
-                except torch.OutOfMemoryError as error:
-                    error.add_note(
-                        f"while sampling {len(part)} extra rows in one call: set `sampling_batch_size` below that, or "
-                        "sample fewer (DEEP-GRPO: `max_pivots_per_batch`)."
-                    )
-                    raise
-                sampled += [i[:budget] for i, budget in zip(ids, part_budgets, strict=True)]
-        self._metrics["train"]["generation/extra_seconds"].append(time.perf_counter() - start_time)
-
-        in_order = [ids for _, ids in sorted(zip(order, sampled, strict=False))]
-        done = iter(Continuation(ids, finished=ids[-1] in self.eos_token_ids) for ids in in_order)
-        return [[next(done) for _ in range(n)] for n in counts]
-
     def prompt_token_ids(self, output: RowDict) -> list[list[int]]:
         """
         Prompt tokens of the main rows without padding.
@@ -296,12 +237,20 @@ class ExplorationTrainer(StreamTrainer):
             return Rollout(completion_ids, logprobs)
 
         rollout = self.rollout(prompt_ids, plain) if self._is_training else plain(prompt_ids)
+        self._rollout = rollout if self._is_training else None
         return rollout.completion_ids, rollout.logprobs
+
+    def _generate(self, prompts):
+        result = super()._generate(prompts)
+        if self._partial is not None or self._rollout is None or self._rollout.loss_mask is None:
+            return result
+        prompt_ids, completion_ids, _, *others = result
+        return prompt_ids, completion_ids, self._rollout.loss_mask, *others
 
     def _generate_and_score_completions(self, inputs):
         if not self._is_training:
             return super()._generate_and_score_completions(inputs)
-        self._any_example = inputs[0]
+        self._any_example, self.main_examples = inputs[0], inputs
         output = super()._generate_and_score_completions(inputs)
         self._log_raw_rewards()
         output["advantages"] = self.assign_advantages(output)
@@ -315,6 +264,14 @@ class ExplorationTrainer(StreamTrainer):
         self._stream_steps = {name: self._prepare_stream(*stream) for name, stream in streams.items() if stream[1] > 0}
         return output
 
+    def _main_rewards(self) -> list[list[float] | None] | None:
+        if self._rollout is None or self._rollout.known_rewards is None:
+            return None
+        # What the reward functions logged when they saw these rows, as if they saw them now.
+        for column in sorted({name for row in self._rollout.extra or [] for name in row}):
+            self._pending_extra_logs[column].extend(row.get(column) for row in self._rollout.extra or [])
+        return list(self._rollout.known_rewards)
+
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         if self._partial is not None or not self._is_training:
@@ -322,23 +279,6 @@ class ExplorationTrainer(StreamTrainer):
         self.main_completion_ids = completion_ids_list
         self._shaped_rewards = self.shape_rewards(rewards.clone())
         return self._shaped_rewards
-
-    def _generate_tokens(self, prefixes: list[list[int]], max_new_tokens: int) -> list[list[int]]:
-        config = self.generation_config
-        self.generation_config = copy.deepcopy(config)
-        self.generation_config.max_new_tokens = max_new_tokens
-        try:
-            return super()._generate_single_turn(prefixes, None, {}, 1)[0]
-        finally:
-            self.generation_config = config
-
-    @contextmanager
-    def _forked_randomness(self, seed: int) -> Iterator[None]:
-        device = self.accelerator.device
-        devices = [] if device.type == "cpu" else [device]
-        with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
-            torch.manual_seed(seed)
-            yield
 
     def _log_raw_rewards(self) -> None:
         raw, shaped = self._rewards_per_func, self._shaped_rewards
@@ -358,10 +298,3 @@ class ExplorationTrainer(StreamTrainer):
             for _ in range(min(len(raw), len(logged))):
                 logged.pop()
             logged.extend(raw[:, i].tolist())
-
-
-def _vllm_message(name: str) -> str:
-    return (
-        f"{name} does not sample with vLLM yet (`use_vllm=True`): the supported backends are transformers generation "
-        "(the default) and transformers continuous batching (`use_transformers_continuous_batching=True`)."
-    )

@@ -83,6 +83,51 @@ class StreamTrainer(ResumableTrainer):
         real = torch.arange(num_rows, device=totals.device) < len(rows)
         return ScoredRows(rows=output, real=real, rewards=totals[: len(rows)])
 
+    def judge(
+        self, examples: list[dict[str, Any]], completion_ids: list[list[int]]
+    ) -> tuple[list[list[float]], list[dict[str, Any]]]:
+        """
+        Rewards of completions while they are being sampled; rows made of them need not be scored again.
+
+        Every process calls it equally often; a process may have no completion. Reward functions see what they would
+        see for training rows.
+
+        Args:
+            examples (`list[dict]`):
+                The data-set example behind each completion, `[R]`.
+            completion_ids (`list[list[int]]`):
+                Tokens of the completions, `[R][T_i]`.
+
+        Returns:
+            `tuple[list[list[float]], list[dict]]`: Rewards per function, `[R][F]`, NaN where one returned `None`; and
+            what the functions logged with `log_extra`, by column, `[R]`.
+        """
+        num_rows = self._max_over_processes(len(completion_ids))
+        if num_rows == 0:
+            return [], []
+        rows = Rows(
+            examples=[dict(example) for example in examples],
+            prompt_ids=[[self.eos_token_ids[0]] for _ in completion_ids],
+            completion_ids=completion_ids,
+            loss_mask=[[1] * len(ids) for ids in completion_ids],
+            group_size=1,
+        ).padded(
+            num_rows,
+            example=self._any_example,
+            token_id=self.eos_token_ids[0],
+            num_rewards=len(self.reward_funcs),
+        )
+        prompts = [example["prompt"] for example in rows.examples]
+        with self._stream_scope(None, num_generations=1, rows=rows):
+            # TRL's own decoding: what reward functions see of a completion depends on it.
+            completions = self._generate(prompts)[3]
+            rewards = self._calculate_rewards(rows.examples, prompts, completions, rows.completion_ids)
+            columns, logged = self._pending_extra_logs, self._pending_metrics
+        for name, values in logged.items():
+            self._pending_metrics[name].extend(values)
+        extra = [{name: values[i] for name, values in columns.items()} for i in range(len(completion_ids))]
+        return self.local(rewards)[: len(completion_ids)].tolist(), extra
+
     def gathered(self, value: float) -> torch.Tensor:
         """
         One number per process, for metrics and counts.
@@ -95,6 +140,20 @@ class StreamTrainer(ResumableTrainer):
             `torch.Tensor`: Shape `(num_processes,)`, float64.
         """
         return gather(torch.tensor([float(value)], dtype=torch.float64, device=self.accelerator.device))
+
+    def summed(self, values: dict[str, float]) -> dict[str, float]:
+        """
+        Numbers added up over all processes, in one call.
+
+        Args:
+            values (`dict[str, float]`):
+                This process's numbers; every process has the same names.
+
+        Returns:
+            `dict[str, float]`: Their sums.
+        """
+        numbers = torch.tensor([list(values.values())], dtype=torch.float64, device=self.accelerator.device)
+        return dict(zip(values, gather(numbers).sum(dim=0).tolist(), strict=True))
 
     def log_metric(self, name: str, value: float) -> None:
         """
@@ -123,16 +182,23 @@ class StreamTrainer(ResumableTrainer):
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         arguments = inputs, prompts, completions, completion_ids_list
-        if self._partial is None:
+        known = self._partial.known_rewards if self._partial is not None else self._main_rewards()
+        if known is None:
             rewards = super()._calculate_rewards(*arguments)
         else:
-            rewards = self._calculate_missing_rewards(self._partial, *arguments)
+            rewards = self._calculate_missing_rewards(known, *arguments)
         if self._is_training:
             self._rewards_per_func = rewards
         return rewards
 
-    def _calculate_missing_rewards(self, rows: Rows, inputs, prompts, completions, completion_ids_list):
-        missing = [known is None for known in rows.known_rewards]
+    def _main_rewards(self) -> list[list[float] | None] | None:
+        """Rewards `[B][F]` of main rows that were scored before TRL asks; `None` where TRL is the first to ask."""
+        return None
+
+    def _calculate_missing_rewards(
+        self, known_rewards: list[list[float] | None], inputs, prompts, completions, completion_ids_list
+    ):
+        missing = [known is None for known in known_rewards]
         reward_funcs = self.reward_funcs
         self.reward_funcs = [
             _only_missing(f, n, missing) for f, n in zip(reward_funcs, self.reward_func_names, strict=True)
@@ -142,7 +208,7 @@ class StreamTrainer(ResumableTrainer):
         finally:
             self.reward_funcs = reward_funcs
         unknown = [0.0] * len(reward_funcs)
-        known = torch.tensor([r or unknown for r in rows.known_rewards], dtype=rewards.dtype, device=rewards.device)
+        known = torch.tensor([r or unknown for r in known_rewards], dtype=rewards.dtype, device=rewards.device)
         keep = gather(torch.tensor(missing, device=rewards.device))
         return torch.where(keep.unsqueeze(1), rewards, gather(known))
 
@@ -222,13 +288,16 @@ class StreamTrainer(ResumableTrainer):
 
     @contextmanager
     def _stream_scope(
-        self, name: str, *, num_generations: int | None = None, rows: Rows | None = None
+        self, name: str | None, *, num_generations: int | None = None, rows: Rows | None = None
     ) -> Iterator[None]:
-        """Run TRL's methods on rows of another stream: nothing they log, count or regularise touches the main one."""
+        """
+        Run TRL's methods on rows of another stream: nothing they log, count or regularise touches the main one. What
+        they log is kept under the stream's name, or dropped without one.
+        """
         metrics, logs = self._metrics["train"], self._logs
         pending = self._pending_extra_logs, self._pending_metrics
         tokens_seen, rewards_per_func = self.state.num_input_tokens_seen, self._rewards_per_func
-        self.state.num_input_tokens_seen = self._stream_tokens.get(name, 0)
+        self.state.num_input_tokens_seen = self._stream_tokens.get(name or "", 0)
         siblings, rollout_func = self.num_generations, self.rollout_func
         bonuses = self._entropy_bonus_enabled, self.aux_loss_enabled
         self._metrics["train"] = defaultdict(list)
@@ -248,11 +317,12 @@ class StreamTrainer(ResumableTrainer):
         try:
             yield
         finally:
-            for key, values in self._metrics["train"].items():
-                metrics[f"{name}/{key}"].extend(values)
+            if name is not None:
+                for key, values in self._metrics["train"].items():
+                    metrics[f"{name}/{key}"].extend(values)
+                self._stream_tokens = {**self._stream_tokens, name: self.state.num_input_tokens_seen}
             self._metrics["train"], self._logs = metrics, logs
             self._pending_extra_logs, self._pending_metrics = pending
-            self._stream_tokens = {**self._stream_tokens, name: self.state.num_input_tokens_seen}
             self.state.num_input_tokens_seen, self._rewards_per_func = tokens_seen, rewards_per_func
             self.num_generations, self.rollout_func = siblings, rollout_func
             self._entropy_bonus_enabled, self.aux_loss_enabled = bonuses
@@ -287,7 +357,7 @@ class StreamTrainer(ResumableTrainer):
 
 def _only_missing(func: Any, name: str, missing: list[bool]) -> Any:
     """Wrap a reward function so that it sees only rows without rewards; the others get a placeholder."""
-    if isinstance(func, torch.nn.Module) or all(missing):
+    if all(missing) or (isinstance(func, torch.nn.Module) and any(missing)):
         return func  # a reward model has no side effects, and its extra rows are overwritten
 
     def pick(value):

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from trl_explore.trainers import DeepGRPOConfig, DeepGRPOTrainer
+    from trl_explore.trainers import DeepGRPOConfig, DeepGRPOTrainer, TreeGRPOConfig, TreeGRPOTrainer
 
-__all__ = ["DeepGRPOConfig", "DeepGRPOTrainer", "__version__"]
+__all__ = ["DeepGRPOConfig", "DeepGRPOTrainer", "TreeGRPOConfig", "TreeGRPOTrainer", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
     # TRL and torch load only when a trainer is asked for: `import trl_explore` and the command line stay quick.
-    if name in ("DeepGRPOConfig", "DeepGRPOTrainer"):
+    if name in __all__:
         return vars(importlib.import_module("trl_explore.trainers"))[name]
     raise AttributeError(f"module 'trl_explore' has no attribute {name!r}")

@@ -24,7 +24,7 @@ from trl_explore.rewards import answer_key, completion_text
 
 
 @contextmanager
-def _undisturbed(model: nn.Module, *, seed: int) -> Iterator[None]:
+def undisturbed(model: nn.Module, *, seed: int) -> Iterator[None]:
     """`model` is in eval mode and the random generators start from `seed`; afterwards all is as before."""
     # Module by module: frozen parts may be in eval mode already.
     modes = [(module, module.training) for module in model.modules()]
@@ -60,6 +60,8 @@ class PassAtKCallback(TrainerCallback):
             Prompts in a column `prompt`, plain or conversational, and the columns that the reward functions read.
         reward_funcs (`Callable` or `list[Callable]`, *optional*):
             Synchronous reward functions that decide success. `None` for the trainer's own, with their weights.
+        reward_weights (`list[float]`, *optional*):
+            Weight of each reward function. `None` for the trainer's, or 1 each for `reward_funcs` given here.
         num_samples (`int`, *optional*, defaults to `8`):
             Samples per prompt.
         k (`Sequence[int]`, *optional*, defaults to `(1, 8)`):
@@ -71,6 +73,8 @@ class PassAtKCallback(TrainerCallback):
             only the beginning and the end of training are evaluated.
         temperature (`float`, *optional*, defaults to `1.0`):
             Sampling temperature, positive. The other sampling options are those of the training arguments.
+        max_completion_length (`int`, *optional*):
+            Most tokens per completion. `None` for the trainer's.
         greedy (`bool`, *optional*, defaults to `True`):
             Whether to decode one more completion per prompt greedily.
         answer_fn (`Callable`, *optional*, defaults to [`~trl_explore.rewards.answer_key`]):
@@ -98,11 +102,13 @@ class PassAtKCallback(TrainerCallback):
         eval_dataset: Iterable[dict[str, Any]],
         *,
         reward_funcs: Callable | list[Callable] | None = None,
+        reward_weights: Sequence[float] | None = None,
         num_samples: int = 8,
         k: Sequence[int] = (1, 8),
         maj_k: Sequence[int] = (),
         every: int | None = None,
         temperature: float = 1.0,
+        max_completion_length: int | None = None,
         greedy: bool = True,
         answer_fn: Callable[[str], Hashable | None] = answer_key,
         success_threshold: float | None = None,
@@ -124,10 +130,17 @@ class PassAtKCallback(TrainerCallback):
                     "reward_funcs must be synchronous functions; for reward models and async functions pass them to "
                     "the trainer and leave reward_funcs out."
                 )
-        self.rewards = list(zip(funcs, processing_classes, weights, strict=True))
+        weights = weights if reward_weights is None else list(reward_weights)
+        if len(weights) != len(funcs):
+            raise ValueError(
+                f"reward_weights must have one weight per reward function, got {len(weights)} for {len(funcs)}."
+            )
+        self.rewards: list[tuple[Any, Any, float]] = list(zip(funcs, processing_classes, weights, strict=True))
         self.num_samples, self.k, self.maj_k = num_samples, tuple(k), tuple(maj_k)
         self.temperature, self.greedy, self.batch_size, self.seed = temperature, greedy, batch_size, seed
         self.every, self.at_begin = every, at_begin
+        length = trainer.args.max_completion_length if max_completion_length is None else max_completion_length
+        self.max_completion_length = length
         self.answer_fn, self.metric_prefix = answer_fn, metric_prefix
         self.history: list[dict[str, float]] = []
         if success_threshold is None and len(funcs) != 1:
@@ -151,7 +164,7 @@ class PassAtKCallback(TrainerCallback):
         episodes = trainer.tools or trainer.environment_factories is not None or trainer.rollout_func is not None
         if episodes or isinstance(trainer.processing_class, ProcessorMixin):
             raise ValueError(
-                "PassAtKCallback samples one text completion per prompt, and the trainer has tools, environments, a "
+                "Sampled here are text completions of a single turn, and the trainer has tools, environments, a "
                 "rollout_func or a multimodal processor; evaluate with the trainer's eval_dataset instead."
             )
 
@@ -192,7 +205,7 @@ class PassAtKCallback(TrainerCallback):
         rank, num_ranks, num_rows = accelerator.process_index, accelerator.num_processes, len(self.rows)
         # Sharded models wait for each other in every forward pass, so each rank takes as many rows: some come twice.
         share = [i % num_rows for i in range(rank, math.ceil(num_rows / num_ranks) * num_ranks, num_ranks)]
-        with _undisturbed(self.trainer.model_wrapped, seed=self.seed + rank):
+        with undisturbed(self.trainer.model_wrapped, seed=self.seed + rank):
             sampled = self._evaluate_rows(share, self.num_samples, do_sample=True)
             greedy = self._evaluate_rows(share, 1, do_sample=False) if self.greedy else [([], [])] * len(share)
         by_index = dict(gather_object([(i, records) for i, *records in zip(share, sampled, greedy, strict=True)]))
@@ -203,10 +216,26 @@ class PassAtKCallback(TrainerCallback):
         metrics = sample_metrics(rewards, answers, greedy_rewards, threshold=threshold, k=self.k, maj_k=self.maj_k)
         return {f"{self.metric_prefix}/{name}": value for name, value in metrics.items()}
 
-    def _evaluate_rows(self, indices: list[int], copies: int, *, do_sample: bool) -> list[tuple[list, list]]:
-        """Rewards and answers of `copies` completions of each row: a pair of lists `[copies]` per index."""
+    def sample_rewards(self, indices: list[int], *, seed: int) -> list[list[float | None]]:
+        """
+        Rewards of `num_samples` completions of some of the rows; every process must call it.
+
+        Args:
+            indices (`list[int]`):
+                Positions in `eval_dataset`. Each process may have its own, equally many.
+            seed (`int`):
+                What the samples are drawn from, instead of the callback's seed.
+
+        Returns:
+            `list[list[float | None]]`: Weighted sums of rewards, per index; `None` where no function gives one.
+        """
+        with undisturbed(self.trainer.model_wrapped, seed=seed):
+            return [rewards for rewards, _ in self._evaluate_rows(indices, self.num_samples, do_sample=True)]
+
+    @contextmanager
+    def generating_model(self) -> Iterator[Any]:
+        """The trainer's model with all its parameters, without gradients; every process must enter."""
         trainer = self.trainer
-        records, chunk = [], max(1, self.batch_size // copies)
         unwrapped = unwrap_model_for_generation(
             trainer.model_wrapped,
             trainer.accelerator,
@@ -215,6 +244,12 @@ class PassAtKCallback(TrainerCallback):
         )
         full = DistributedBackend(trainer.accelerator).summon_full_params(trainer.model_wrapped, recurse=False)
         with unwrapped as model, torch.no_grad(), full:
+            yield model
+
+    def _evaluate_rows(self, indices: list[int], copies: int, *, do_sample: bool) -> list[tuple[list, list]]:
+        """Rewards and answers of `copies` completions of each row: a pair of lists `[copies]` per index."""
+        records, chunk = [], max(1, self.batch_size // copies)
+        with self.generating_model() as model:
             for start in range(0, len(indices), chunk):
                 # Copies, because a reward function may change what it is given.
                 rows = [copy.deepcopy(self.rows[i]) for i in indices[start : start + chunk] for _ in range(copies)]
@@ -242,7 +277,7 @@ class PassAtKCallback(TrainerCallback):
         if not args.use_vllm:  # else they are vLLM's options
             options |= args.generation_kwargs or {}
         options |= {
-            "max_new_tokens": args.max_completion_length,
+            "max_new_tokens": self.max_completion_length,
             "do_sample": do_sample,
             "temperature": self.temperature if do_sample else 1.0,
             "pad_token_id": tokenizer.pad_token_id,

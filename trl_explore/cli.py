@@ -12,6 +12,8 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"trl-explore {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("train", help="train a model: trl-explore train --method deep_grpo --config run.yaml")
+    commands.add_parser("tree", help="look at a dumped search tree: trl-explore tree FILE --index N --html tree.html")
+    commands.add_parser("filter", help="keep the prompts that a model rarely solves: trl-explore filter --k 4 ...")
     commands.add_parser("env", help="print versions, devices and what is supported here")
     quickstart = commands.add_parser("quickstart", help="compare the methods on a tiny task, offline, on a CPU")
     quickstart.add_argument("--fast", action="store_true", help="fewer steps: a look in a minute, not a result")
@@ -27,6 +29,14 @@ def _dispatch(argv: list[str]) -> int:
         from trl_explore.cli_train import run
 
         return run(argv[1:])
+    if argv[:1] == ["tree"]:
+        from trl_explore.cli_tree import run as show_tree
+
+        return show_tree(argv[1:])
+    if argv[:1] == ["filter"]:
+        from trl_explore.cli_filter import run as filter_prompts
+
+        return filter_prompts(argv[1:])
     args = _build_parser().parse_args(argv)
     if args.command == "env":
         from trl_explore.cli_env import describe_environment

@@ -36,9 +36,16 @@ def _deep_grpo() -> "tuple[type[GRPOConfig], type[GRPOTrainer]]":
     return DeepGRPOConfig, DeepGRPOTrainer
 
 
+def _tree_grpo() -> "tuple[type[GRPOConfig], type[GRPOTrainer]]":
+    from trl_explore.trainers import TreeGRPOConfig, TreeGRPOTrainer
+
+    return TreeGRPOConfig, TreeGRPOTrainer
+
+
 # Functions, because a trainer's import costs seconds that `--help` and a mistyped name need not wait for.
 METHODS: "dict[str, Callable[[], tuple[type[GRPOConfig], type[GRPOTrainer]]]]" = {
     "deep_grpo": _deep_grpo,
+    "tree_grpo": _tree_grpo,
     "grpo": _grpo,
 }
 

@@ -24,7 +24,7 @@ class Arm:
         name (`str`):
             Label in tables and plots.
         method (`str`):
-            `"grpo"` or `"deep_grpo"`.
+            A name of `trl_explore.cli_train.METHODS`, such as `"grpo"` or `"tree_grpo"`.
         options (`dict`):
             Configuration fields that differ from the comparison's common ones.
     """
@@ -94,8 +94,9 @@ class CostCallback(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if logs is None or "completions/mean_length" not in logs or "train_runtime" in logs:
             return
-        self.cost.tokens += logs["completions/mean_length"] * args.generation_batch_size
-        self.cost.tokens += logs.get("pivots/sampled_tokens", 0.0)
+        # A tree search samples more than it trains on, and says how much.
+        main = logs["completions/mean_length"] * args.generation_batch_size
+        self.cost.tokens += logs.get("tree/sampled_tokens", main) + logs.get("pivots/sampled_tokens", 0.0)
         self.history.append({**asdict(self.cost), **{k: v for k, v in logs.items() if v is not None}})
         if self.progress is not None:
             self.progress.update(min(self.cost.tokens, self.budget.tokens) - self.progress.n)
@@ -256,15 +257,12 @@ def train_arm(
         [`Run`]: What it had learned at which cost.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
-    from trl import GRPOConfig, GRPOTrainer
 
     from trl_explore.checkpoints import last_complete_checkpoint
+    from trl_explore.cli_train import METHODS
     from trl_explore.metrics import PassAtKCallback
-    from trl_explore.trainers import DeepGRPOConfig, DeepGRPOTrainer
 
-    trainer_class, config_class = {"grpo": (GRPOTrainer, GRPOConfig), "deep_grpo": (DeepGRPOTrainer, DeepGRPOConfig)}[
-        arm.method
-    ]
+    config_class, trainer_class = METHODS[arm.method]()
     reward: Any = task.reward
     settings = {**common_options(task, seed=seed), "max_steps": budget.steps, **(options or {}), **arm.options}
     costs = CostCallback(budget, progress)

@@ -4,7 +4,7 @@ Dimension letters used throughout the package: P prompts, G generations per prom
 N rows over all processes, R sampling requests, K siblings, T completion tokens, F reward functions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -19,6 +19,8 @@ class Continuation:
             Sampled tokens, the end-of-sequence token included where one was sampled. Never empty.
         logprobs (`list[float]`, *optional*):
             Log-probability of each sampled token under the sampler, where the backend reports it.
+        entropies (`list[float]`, *optional*):
+            Entropy of the distribution that each token was drawn from, in nats, where it was asked for.
         finished (`bool`, *optional*, defaults to `True`):
             Whether the continuation ended with an end-of-sequence token, and not because its budget ran out.
     """
@@ -26,6 +28,7 @@ class Continuation:
     token_ids: list[int]
     logprobs: list[float] | None = None
     finished: bool = True
+    entropies: list[float] | None = None
 
 
 class Sampler(Protocol):
@@ -87,10 +90,19 @@ class Rollout:
             Completion tokens `[B][T_i]`.
         logprobs (`list[list[float]]`, *optional*):
             Log-probabilities under the sampler, `[B][T_i]`, where the backend reports them.
+        loss_mask (`list[list[int]]`, *optional*):
+            1 where a token is trained, 0 where it only conditions, `[B][T_i]`; all are trained by default.
+        known_rewards (`list[list[float]]`, *optional*):
+            Rewards `[F]` of rows that the method scored while sampling, `[B]`; no row is scored twice.
+        extra (`Sequence[Mapping[str, Any]]`, *optional*):
+            What the reward functions logged beside then, by column, `[B]`.
     """
 
     completion_ids: list[list[int]]
     logprobs: list[list[float]] | None = None
+    loss_mask: list[list[int]] | None = None
+    known_rewards: list[list[float]] | None = None
+    extra: Sequence[Mapping[str, Any]] | None = None
 
 
 @dataclass

@@ -1,13 +1,9 @@
 """Two real processes over gloo: groups that span ranks, unequal numbers of branches, state and files of each rank."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from world import saved_model
+from ranks import results_of
 
 SCRIPT = Path(__file__).with_name("two_process_runs.py")
 
@@ -16,16 +12,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = str(SCRIPT.parent.parent)
-    environment["SMALL_WORLD_MODEL"] = saved_model()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run(
-        [*command, str(SCRIPT), str(folder)], env=environment, capture_output=True, text=True, cwd=folder, timeout=600
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+    return results_of(SCRIPT, tmp_path_factory.mktemp("ranks"))
 
 
 def test_it_really_ran_on_two_processes(results):

@@ -1,0 +1,55 @@
+"""Tree search on two real processes: trees of unequal size, whole groups per rank, one cache of solutions."""
+
+from pathlib import Path
+
+import pytest
+from ranks import results_of
+
+SCRIPT = Path(__file__).with_name("tree_two_process_runs.py")
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return results_of(SCRIPT, tmp_path_factory.mktemp("ranks"))
+
+
+def test_depth_one_is_grpo_across_ranks(results):
+    assert results["rank0"]["depth one"] == results["rank1"]["depth one"] == "same"
+
+
+def test_ranks_with_unequal_trees_end_with_the_same_parameters(results):
+    assert max(results["rank0"]["iterations"]) <= 4 < max(results["rank1"]["iterations"])
+    assert results["rank0"]["unequal"] == results["rank1"]["unequal"]
+    assert results["rank0"]["logged"] == results["rank1"]["logged"]
+
+
+@pytest.mark.parametrize("case", ["beta", "lora", "accumulation", "iterations"])
+def test_ranks_agree_with(results, case):
+    assert results["rank0"][f"fingerprint {case}"] == results["rank1"][f"fingerprint {case}"]
+
+
+def test_every_rank_scores_its_own_completions_once(results):
+    for rank in results.values():
+        scored, terminal = rank["scored"]
+        assert scored == terminal > 0
+
+
+def test_every_rank_writes_its_own_trees(results):
+    assert results["rank0"]["dumped"] == [10, 10]
+
+
+def test_solutions_are_shared(results):
+    assert results["rank0"]["solutions"] == results["rank1"]["solutions"] != []
+    assert results["rank0"]["solutions held"] <= results["rank0"]["solutions in file"]
+
+
+def test_resume_is_exact_on_every_rank(results):
+    for rank in results.values():
+        assert rank["resume"] == "same" and rank["resumed solutions"] is True
+
+
+def test_groups_that_would_span_ranks_are_refused(results):
+    for rank in results.values():
+        assert "`per_device_train_batch_size=6` times `steps_per_generation=1`" in rank["split groups"]

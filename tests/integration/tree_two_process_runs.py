@@ -1,0 +1,116 @@
+"""Runs of test_tree_two_processes.py; started by torchrun, writes one JSON file per rank."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from peft import LoraConfig
+from trl import GRPOConfig, GRPOTrainer
+from world import contains_answer, make_trainer, parameters
+
+from trl_explore.trainers import TreeGRPOConfig, TreeGRPOTrainer
+
+torch.set_num_threads(1)
+SMALL = dict(expansion_width=3, node_length=2, per_device_train_batch_size=8, num_generations=4)
+FLAT = dict(expansion_width=4, max_tree_depth=1, node_length=8, epsilon_high=None)
+
+
+def run(trainer_class, config_class, folder, **options):
+    trainer = make_trainer(trainer_class, config_class, folder, **options)
+    trainer.train()
+    return trainer
+
+
+def compare(first, second):
+    first, second = parameters(first), parameters(second)
+    worst = max((first[n] - second[n]).abs().max().item() for n in first)
+    return "same" if worst == 0 else f"differ by {worst}"
+
+
+def fingerprint(trainer):
+    return [round(p.double().sum().item(), 9) for p in parameters(trainer).values()]
+
+
+def signed(completions, answer, **kwargs):
+    return [2 * reward - 1 for reward in contains_answer(completions, answer)]
+
+
+def main(folder):
+    out = {}
+    plain = run(GRPOTrainer, GRPOConfig, folder, scale_rewards="none", reward_funcs=signed)
+    rank = plain.accelerator.process_index
+    out["depth one"] = compare(run(TreeGRPOTrainer, TreeGRPOConfig, folder, **FLAT), plain)
+
+    scored = []
+
+    def counting(completions, answer, completion_ids, **kwargs):
+        scored.extend(tuple(ids) for ids in completion_ids)
+        return contains_answer(completions, answer)
+
+    class Watching(TreeGRPOTrainer):
+        iterations, terminal = [], 0
+
+        def _log_trees(self, searched, trees, seconds):
+            self.iterations.append(max(tree.iterations for tree in searched))
+            Watching.terminal += sum(node.terminal for tree in searched for node in tree.nodes)
+            super()._log_trees(searched, trees, seconds)
+
+    tree = run(
+        Watching, TreeGRPOConfig, folder, **SMALL, reward_funcs=counting, max_steps=5, skip_uniform_trees=False,
+        max_search_iterations=4 if rank == 0 else 9, dump_trees="trees",
+    )  # fmt: skip
+    out["iterations"] = Watching.iterations
+    out["scored"] = [len(scored), Watching.terminal]
+    out["unequal"] = fingerprint(tree)
+    out["logged"] = [entry["tree/iterations"] for entry in tree.state.log_history[:-1]]
+    tree.accelerator.wait_for_everyone()
+    out["dumped"] = [sum(1 for _ in (Path(folder) / "trees" / f"trees_{i}.jsonl").open()) for i in range(2)]
+
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    for name, options in {
+        "beta": dict(beta=0.1),
+        "lora": dict(peft_config=lora),
+        "accumulation": dict(gradient_accumulation_steps=2, share_prefix_once=True),
+        "iterations": dict(num_iterations=2),
+    }.items():
+        out[f"fingerprint {name}"] = fingerprint(
+            run(TreeGRPOTrainer, TreeGRPOConfig, folder, **SMALL, max_steps=2, **options)
+        )
+
+    options = dict(**SMALL, replay_buffer=True, replay_threshold=0.9, max_steps=8, steps_per_generation=2)
+    whole = run(TreeGRPOTrainer, TreeGRPOConfig, folder, save_strategy="steps", save_steps=3, **options)
+    whole.accelerator.wait_for_everyone()
+    out["solutions"] = [len(prompt) + sum(map(len, found)) for prompt, found in sorted_solutions(whole)]
+    out["solutions in file"] = len((Path(folder) / "solutions.jsonl").read_text().splitlines()) - 1
+    out["solutions held"] = whole.solutions.num_solutions
+    again = make_trainer(TreeGRPOTrainer, TreeGRPOConfig, folder, **options)
+    again.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-3"))
+    out["resume"] = compare(again, whole)
+    out["resumed solutions"] = again.solutions.state_dict() == whole.solutions.state_dict()
+
+    try:
+        make_trainer(TreeGRPOTrainer, TreeGRPOConfig, folder, **{**SMALL, "per_device_train_batch_size": 6})
+    except ValueError as error:
+        out["split groups"] = str(error)
+
+    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(out))
+    torch.distributed.barrier()
+    os._exit(0)
+
+
+def sorted_solutions(trainer):
+    prompts = sorted({tuple(line["prompt_ids"]) for line in solution_lines(trainer)})
+    return [(prompt, trainer.solutions.get(prompt)) for prompt in prompts]
+
+
+def solution_lines(trainer):
+    text = (Path(trainer.args.output_dir) / "solutions.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()[1:]]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

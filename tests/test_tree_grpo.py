@@ -1,0 +1,506 @@
+"""TreeGRPO: reductions to GRPO, what it trains on, scoring, replay, its files and its errors."""
+
+import json
+import logging
+from collections import Counter
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM
+from trl import GRPOConfig, GRPOTrainer
+from world import (
+    always,
+    assert_same,
+    contains_answer,
+    differ,
+    make_dataset,
+    make_tokenizer,
+    make_trainer,
+    never,
+    parameters,
+    saved_model,
+    text_of,
+    trained,
+)
+
+import trl_explore
+from trl_explore.advantages import first_appearance, tree_advantages
+from trl_explore.replay import SolutionCache, write_cache
+from trl_explore.streams import loss_mask
+from trl_explore.trainers import TreeGRPOConfig, TreeGRPOTrainer
+
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+SMALL = dict(expansion_width=3, node_length=2)
+FLAT = dict(expansion_width=4, max_tree_depth=1, node_length=8, epsilon_high=None)
+
+
+def signed(completions, answer, **kwargs):
+    return [2 * reward - 1 for reward in contains_answer(completions, answer)]
+
+
+def with_letter(completions, **kwargs):
+    """A second reward for the same completions, of which one in three is `None`."""
+    return [None if len(text_of(c)) % 3 == 0 else 0.0 for c in completions]
+
+
+SETTINGS = {
+    "beta 0": {},
+    "beta": dict(beta=0.1),
+    "grpo loss": dict(loss_type="grpo"),
+    "dr_grpo loss and beta": dict(loss_type="dr_grpo", beta=0.1),
+    "two iterations": dict(num_iterations=2, max_steps=4),
+    "accumulation": dict(gradient_accumulation_steps=2),
+    "generation longer than accumulation": dict(gradient_accumulation_steps=2, steps_per_generation=4),
+    "lora": dict(peft_config=LORA),
+    "lora, beta, two iterations": dict(peft_config=LORA, beta=0.1, num_iterations=2, max_steps=4),
+    "conversational": dict(conversational=True),
+    "clip higher": dict(num_iterations=2, max_steps=4, epsilon_high=0.28),
+    "truncated completions masked": dict(mask_truncated_completions=True, max_completion_length=24, node_length=24),
+    "zero advantages dropped": dict(drop_zero_advantage=True),
+}
+
+
+@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS.keys())
+@pytest.mark.parametrize("skip_uniform_trees", [True, False])
+def test_depth_one_is_grpo_on_signed_rewards_bit_for_bit(tmp_path, options, skip_uniform_trees):
+    from trl_explore.trainers import ExplorationConfig, ExplorationTrainer
+
+    plain = (ExplorationTrainer, ExplorationConfig) if "drop_zero_advantage" in options else (GRPOTrainer, GRPOConfig)
+    as_grpo = {name: value for name, value in options.items() if name != "node_length"}
+    expected, plain_log = trained(*plain, tmp_path, scale_rewards="none", reward_funcs=signed, **as_grpo)
+    options = {**FLAT, "skip_uniform_trees": skip_uniform_trees, **options}
+    got, log = trained(TreeGRPOTrainer, TreeGRPOConfig, tmp_path, **options)
+    assert_same(got, expected)
+    assert differ(got, parameters(make_trainer(output_dir=tmp_path, peft_config=options.get("peft_config"))))
+    for first, second in zip(log[:-1], plain_log[:-1], strict=True):
+        if "reward" not in second:  # a step on rows of an earlier generation
+            continue
+        assert first["reward"] == pytest.approx((second["reward"] + 1) / 2)
+        assert first["completions/mean_length"] == second["completions/mean_length"]
+
+
+def first_batch(trainer):
+    """The first generation batch as it reaches the loss."""
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    return trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+
+
+def tree_trainer(folder, **options):
+    return make_trainer(TreeGRPOTrainer, TreeGRPOConfig, folder, **{**SMALL, **options})
+
+
+def rows_by_completion(inputs, trainer):
+    """Row of the batch for every trained completion of every tree; TRL shuffles rows."""
+    lengths = inputs["completion_mask"].sum(dim=1).tolist()
+    prompts = trainer.prompt_token_ids(inputs)
+    rows = {}
+    for i, (ids, length) in enumerate(zip(inputs["completion_ids"].tolist(), lengths, strict=True)):
+        rows.setdefault((tuple(prompts[i]), tuple(ids[:length])), []).append(i)
+    return rows
+
+
+@pytest.mark.parametrize("selection", ["global", "uct"])
+def test_rows_and_advantages_are_those_of_the_trees(tmp_path, selection):
+    trainer = tree_trainer(tmp_path, selection=selection, skip_uniform_trees=False)
+    inputs = first_batch(trainer)
+    rows = rows_by_completion(inputs, trainer)
+    assert len(trainer._trees) == 2 and inputs["completion_ids"].shape[0] == 8
+    depths = set()
+    for tree in trainer._trees:
+        for row, advantages in zip(tree.rows, tree_advantages(tree), strict=True):
+            i = rows[tuple(tree.prompt_ids), tuple(tree.completion_ids(row))].pop()
+            got = inputs["advantages"][i].tolist()
+            assert got[: len(advantages)] == pytest.approx(advantages)
+            assert not any(got[len(advantages) :])
+            depths.add(tree.nodes[row].depth)
+        assert all(len(node.token_ids) <= 2 or node.direct for node in tree.nodes)
+        # A random model is unsure, but never more than over its whole vocabulary.
+        assert all(0 < node.entropy < 3.5 for node in tree.nodes[1:])
+    assert len(depths) > 1 and not any(rows.values())
+
+
+def test_entropies_are_those_that_a_forward_pass_gives(tmp_path):
+    trainer = tree_trainer(tmp_path, temperature=0.8)
+    first_batch(trainer)
+    tree = trainer._trees[0]
+    row = tree.rows[-1]
+    ids = torch.tensor([tree.prompt_ids + tree.completion_ids(row)])
+    with torch.no_grad():
+        logprobs = (trainer.model(ids).logits[0, len(tree.prompt_ids) - 1 : -1] / 0.8).log_softmax(dim=-1)
+    expected = -(logprobs.exp() * logprobs).sum(dim=-1).mean().item()
+    assert tree.trajectory_entropy(row) == pytest.approx(expected, abs=1e-4)
+
+
+def test_continuous_batching_gives_the_same_kind_of_tree(tmp_path):
+    trainer = tree_trainer(tmp_path)
+    inputs = first_batch(trainer)
+    prefixes, ids = [t.prompt_ids for t in trainer._trees], [t.completion_ids(t.rows[0]) for t in trainer._trees]
+    by_forward = trainer._entropies(prefixes, ids)
+    for tree, entropies in zip(trainer._trees, by_forward, strict=True):
+        expected = tree.trajectory_entropy(tree.rows[0])
+        assert sum(entropies) / len(entropies) == pytest.approx(expected, abs=1e-4)
+    assert inputs["advantages"].shape == inputs["completion_ids"].shape
+
+
+class Counting:
+    """A reward function that notes every completion it is asked about."""
+
+    __name__ = "counting"
+
+    def __init__(self):
+        self.seen, self.calls = Counter(), 0
+
+    def __call__(self, prompts, completions, completion_ids, answer, trainer_state, log_extra, log_metric, **kwargs):
+        assert trainer_state.global_step >= 0 and len(prompts) == len(answer) == len(completion_ids)
+        for prompt, ids in zip(prompts, completion_ids, strict=True):
+            self.seen[str(prompt), tuple(ids)] += 1
+        self.calls += 1
+        log_extra("length", [len(ids) for ids in completion_ids])
+        log_metric("calls", self.calls)
+        return contains_answer(completions, answer)
+
+
+@pytest.mark.parametrize("conversational", [False, True])
+def test_every_completion_is_scored_once(tmp_path, conversational):
+    reward = Counting()
+    trainer = tree_trainer(tmp_path, reward_funcs=reward, conversational=conversational)
+    first_batch(trainer)
+    terminal = sum(node.terminal for tree in trainer._trees for node in tree.nodes)
+    assert sum(reward.seen.values()) == terminal
+    scored = [node for tree in trainer._trees for node in tree.nodes if node.terminal]
+    assert all(node.rewards in ((0.0,), (1.0,)) for node in scored)
+    # The table of completions shows what was logged when each was scored.
+    lengths = [len(ids) for ids in trainer.main_completion_ids]
+    assert list(trainer._logs["extra"]["length"]) == lengths
+    assert trainer._metrics["train"]["calls"] and trainer._metrics["train"]["reward"][0] == pytest.approx(
+        sum(trainer.model is not None and node.rewards[0] for tree in trainer._trees for node in
+            [tree.nodes[row] for row in tree.rows]) / 8
+    )  # fmt: skip
+
+
+def test_several_reward_functions_keep_their_values_and_weights(tmp_path):
+    async def slow(completions, **kwargs):
+        return [0.5] * len(completions)
+
+    trainer = tree_trainer(
+        tmp_path,
+        reward_funcs=[contains_answer, with_letter, slow],
+        reward_weights=[1.0, 5.0, 2.0],
+        success_threshold=2,
+    )
+    first_batch(trainer)
+    metrics = trainer._metrics["train"]
+    assert metrics["rewards/slow/mean"] == [0.5] and metrics["rewards/with_letter/mean"] == [0.0]
+    nodes = [tree.nodes[row] for tree in trainer._trees for row in tree.rows]
+    assert all((node.outcome > 0) == (node.rewards[0] == 1.0) for node in nodes)
+    assert metrics["reward"][0] == pytest.approx(1.0 + sum(node.rewards[0] for node in nodes) / 8)
+
+
+def test_completions_that_cannot_be_scored_have_no_advantage(tmp_path):
+    def begins_well(completions, **kwargs):
+        return [None if c[:1].isdigit() else float(len(c) % 2) for c in completions]
+
+    options = dict(reward_funcs=begins_well, skip_uniform_trees=False, max_search_iterations=2)
+    trainer = tree_trainer(tmp_path, **options)
+    inputs = first_batch(trainer)
+    rows = rows_by_completion(inputs, trainer)
+    unscored = 0
+    for tree in trainer._trees:
+        for row in tree.rows:
+            i = rows[tuple(tree.prompt_ids), tuple(tree.completion_ids(row))].pop()
+            if tree.nodes[row].outcome is None:
+                unscored += 1
+                assert not inputs["advantages"][i].any()
+    assert unscored > 0
+
+
+def test_uniform_trees_train_nothing_unless_asked_to(tmp_path):
+    before = parameters(make_trainer(output_dir=tmp_path))
+    for reward in (never, always):
+        skipped, log = trained(
+            TreeGRPOTrainer, TreeGRPOConfig, tmp_path, reward_funcs=reward, skip_uniform_trees=True, **SMALL
+        )
+        assert_same(skipped, before)
+        assert log[0]["tree/uniform_fraction"] == 1.0
+        kept, _ = trained(
+            TreeGRPOTrainer, TreeGRPOConfig, tmp_path, reward_funcs=reward, skip_uniform_trees=False, **SMALL
+        )
+        assert differ(kept, before)
+
+
+def test_shared_nodes_trained_once_give_the_gradient_over_distinct_nodes(tmp_path):
+    options = dict(optim="sgd", max_grad_norm=0.0, learning_rate=0.5, max_steps=1, lr_scheduler_type="constant")
+    trainer = tree_trainer(tmp_path, share_prefix_once=True, skip_uniform_trees=False, **options)
+    trainer.train()
+    model = AutoModelForCausalLM.from_pretrained(saved_model())
+    loss, num_tokens, shared = 0.0, 0, 0
+    for tree in trainer._trees:
+        advantages, masks = tree_advantages(tree), first_appearance(tree)
+        for row, credit, mask in zip(tree.rows, advantages, masks, strict=True):
+            completion = tree.completion_ids(row)
+            ids = torch.tensor([tree.prompt_ids + completion])
+            logits = model(ids).logits[0, len(tree.prompt_ids) - 1 : -1]
+            logprobs = logits.log_softmax(dim=-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
+            loss = loss - (logprobs * torch.tensor(credit) * torch.tensor(mask)).sum()
+            num_tokens += sum(mask)
+            shared += len(mask) - sum(mask)
+    assert shared > 0
+    (loss / num_tokens).backward()
+    expected = {name: p.detach() - 0.5 * p.grad for name, p in model.named_parameters()}
+    assert_same(parameters(trainer), expected, tolerance=1e-6)
+    again, _ = trained(TreeGRPOTrainer, TreeGRPOConfig, tmp_path, **SMALL, **options, skip_uniform_trees=False)
+    assert differ(again, expected)
+
+
+def test_shared_nodes_trained_once_are_masked_in_later_rows(tmp_path):
+    trainer = tree_trainer(tmp_path, share_prefix_once=True)
+    inputs = first_batch(trainer)
+    distinct = sum(sum(mask) for tree in trainer._trees for mask in first_appearance(tree))
+    assert loss_mask(inputs).sum().item() == inputs["num_items_in_batch"].item() == distinct
+    assert distinct < inputs["completion_mask"].sum().item()
+
+
+def test_direct_rollouts_fill_the_rows_when_the_budget_ends(tmp_path):
+    trainer = tree_trainer(tmp_path, max_search_iterations=1)
+    assert len(first_batch(trainer)["advantages"]) == 8
+    assert all(tree.iterations == 1 and len(tree.results) == 4 for tree in trainer._trees)
+    assert sum(tree.nodes[row].direct for tree in trainer._trees for row in tree.rows) >= 6
+    trainer = tree_trainer(tmp_path, max_tree_tokens=20)
+    first_batch(trainer)
+    for tree in trainer._trees:
+        assert sum(len(node.token_ids) for node in tree.nodes if not node.direct) <= 20
+
+
+OTHERS = {
+    "uct": dict(selection="uct"),
+    "shrinking width": dict(width_decay=1, min_expansion_width=2, max_tree_depth=4),
+    "mean and std": dict(advantage_normalization="mean_std"),
+    "overlong penalty": dict(overlong_buffer=4),
+    "entropy, log depth": dict(entropy_weight=0.4, depth_bonus="log"),
+    "once, dropped": dict(share_prefix_once=True, drop_zero_advantage=True),
+    "small calls": dict(sampling_batch_size=3),
+    "sequence level": dict(importance_sampling_level="sequence", num_iterations=2),
+    "cispo": dict(loss_type="cispo", num_iterations=2),
+    "vespo": dict(loss_type="vespo", num_iterations=2),
+    "luspo": dict(loss_type="luspo", num_iterations=2),
+    "sapo": dict(loss_type="sapo", num_iterations=2),
+    "off-policy mask": dict(off_policy_mask_threshold=0.5, num_iterations=2),
+}
+
+
+@pytest.mark.parametrize("options", OTHERS.values(), ids=OTHERS.keys())
+def test_it_learns_with(tmp_path, options):
+    before = parameters(make_trainer(output_dir=tmp_path))
+    got, log = trained(TreeGRPOTrainer, TreeGRPOConfig, tmp_path, **{**SMALL, **options})
+    assert differ(got, before) and all(p.isfinite().all() for p in got.values())
+    assert all(torch.tensor(entry["loss"]).isfinite() for entry in log[:-1])
+
+
+def test_metrics(tmp_path):
+    trainer = tree_trainer(tmp_path, max_steps=1)
+    trainer.train()
+    log, trees = trainer.state.log_history[0], trainer._trees
+    rows = [(tree, row) for tree in trees for row in tree.rows]
+    trained_tokens = sum(len(tree.completion_ids(row)) for tree, row in rows)
+    assert log["tree/sampled_tokens"] == sum(tree.generated_tokens for tree in trees)
+    assert log["tree/trained_tokens"] == trained_tokens
+    assert log["tree/token_ratio"] == pytest.approx(log["tree/sampled_tokens"] / trained_tokens)
+    assert log["tree/iterations"] == sum(tree.iterations for tree in trees) / 2
+    assert log["tree/nodes"] == sum(len(tree.nodes) - 1 for tree in trees) / 2
+    assert log["tree/max_depth"] == sum(max(n.depth for n in tree.nodes) for tree in trees) / 2
+    assert log["tree/success_fraction"] == log["reward"]
+    assert 0 < log["tree/encoded_fraction"] < 0.5  # siblings share the encoding of their prefix
+    assert 0 < log["tree/distinct_fraction"] < 1
+    for name in ("sampling_seconds", "scoring_seconds", "own_seconds"):
+        assert log[f"tree/{name}"] > 0
+
+
+def test_evaluation_is_plain_grpo(tmp_path):
+    options = dict(eval_dataset=make_dataset().select(range(8)), num_generations_eval=2, max_steps=2)
+    plain = make_trainer(GRPOTrainer, GRPOConfig, tmp_path, **options)
+    tree = tree_trainer(tmp_path, **options)
+    state = tree.exploration_generator.get_state()
+    torch.manual_seed(5)
+    expected = plain.evaluate()
+    torch.manual_seed(5)
+    got = tree.evaluate()
+    same = [key for key in expected if "time" not in key and "second" not in key]
+    assert {k: got[k] for k in same} == {k: expected[k] for k in same}
+    assert tree._trees == [] and torch.equal(tree.exploration_generator.get_state(), state)
+
+
+def test_a_plain_grpo_config_gets_the_defaults(tmp_path):
+    trainer = make_trainer(TreeGRPOTrainer, GRPOConfig, tmp_path, max_steps=1)
+    trainer.train()
+    assert trainer.limits.width == 8 and trainer.limits.node_length == 1 and trainer.limits.max_iterations == 4 * 8
+    assert trl_explore.TreeGRPOTrainer is TreeGRPOTrainer
+
+
+def test_default_node_length_follows_short_completions(tmp_path):
+    def node_length(**options):
+        return TreeGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, **options).limits().node_length
+
+    assert node_length(max_completion_length=256) == 32 and node_length(max_completion_length=16384) == 256
+    assert node_length(max_completion_length=3, num_generations=2) == 1
+
+
+# ------------------------------------------------------------------------------------------------------- replay
+
+
+REPLAY = dict(replay_buffer=True, replay_threshold=0.9, replay_solutions=2)
+
+
+def test_solutions_replace_failures_at_the_next_visit(tmp_path):
+    dataset = make_dataset().select(range(2))
+    trainer = tree_trainer(tmp_path, **REPLAY, train_dataset=dataset, max_steps=6)
+    trainer.train()
+    log = trainer.state.log_history
+    assert log[0]["replay/prompts"] == 0
+    later = [entry for entry in log[:-1] if entry["replay/prompts"] > 0]
+    assert later and sum(entry["replay/replaced_rows"] for entry in later) > 0
+    for entry in later:  # a tree that was not searched costs what GRPO costs
+        if entry["replay/prompts"] == 2:
+            assert entry["tree/sampled_tokens"] <= 8 * 8 and "tree/iterations" not in entry
+    lines = [json.loads(line) for line in (tmp_path / "solutions.jsonl").read_text().splitlines()]
+    assert len(lines) - 1 == trainer.solutions.num_solutions > 0
+
+
+def test_a_replayed_row_keeps_successes_and_its_score(tmp_path):
+    dataset = make_dataset().select(range(2))
+    trainer = tree_trainer(tmp_path, **REPLAY, train_dataset=dataset)
+    tokenizer = make_tokenizer()
+    solutions = {}
+    for example in dataset:
+        prompt_ids = tuple(tokenizer(example["prompt"])["input_ids"])
+        solutions[prompt_ids] = [tokenizer(example["answer"])["input_ids"] + [1]]
+        trainer.solutions.offer(list(prompt_ids), solutions[prompt_ids], 0.25)
+    reward = Counting()
+    trainer.reward_funcs[0] = reward
+    inputs = first_batch(trainer)
+    assert len(inputs["advantages"]) == 8
+    for tree in trainer._trees:
+        assert tree.reason == "replayed" and tree.iterations == 0
+        (solution,) = solutions[tuple(tree.prompt_ids)]
+        assert sum(tree.completion_ids(row) == solution for row in tree.rows) == 1
+        assert all(tree.nodes[row].outcome == 2 * tree.nodes[row].rewards[0] - 1 for row in tree.rows)
+    # Direct rollouts, and each solution when it is used.
+    assert sum(reward.seen.values()) == 8 + 2
+
+
+def test_nothing_is_replaced_where_nothing_failed(tmp_path):
+    dataset = make_dataset().select(range(2))
+    trainer = tree_trainer(tmp_path, **REPLAY, train_dataset=dataset, reward_funcs=always)
+    tokenizer = make_tokenizer()
+    for prompt in dataset["prompt"]:
+        trainer.solutions.offer(tokenizer(prompt)["input_ids"], [[2, 2, 1]], 0.25)
+    first_batch(trainer)
+    assert not any(tree.completion_ids(row) == [2, 2, 1] for tree in trainer._trees for row in tree.rows)
+
+
+def test_a_second_round_starts_from_the_solutions_of_the_first(tmp_path):
+    first = tree_trainer(tmp_path / "first", **REPLAY)
+    first.train()
+    file = tmp_path / "first" / "solutions.jsonl"
+    second = tree_trainer(tmp_path / "second", **REPLAY, replay_file=str(file))
+    assert second.solutions.state_dict() == first.solutions.state_dict() and len(first.solutions) > 0
+    second.train()
+    again = tree_trainer(tmp_path / "third", **REPLAY, replay_file=str(tmp_path / "second" / "solutions.jsonl"))
+    assert again.solutions.state_dict() == second.solutions.state_dict()
+
+
+def test_solutions_of_another_tokenizer_are_refused(tmp_path):
+    other = make_tokenizer()
+    other.add_tokens(["zz"])
+    cache = SolutionCache(solutions_per_prompt=2, threshold=0.5)
+    cache.offer([5], [[6, 1]], 0.25)
+    write_cache(tmp_path / "solutions.jsonl", cache, other)
+    with pytest.raises(ValueError, match="tokenizer"):
+        tree_trainer(tmp_path, **REPLAY, replay_file=str(tmp_path / "solutions.jsonl"))
+
+
+# -------------------------------------------------------------------------------------------------------- files
+
+
+def test_trees_are_written_down(tmp_path):
+    trainer = tree_trainer(tmp_path, dump_trees="trees", max_steps=2)
+    trainer.train()
+    lines = (tmp_path / "trees" / "trees_0.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert [(r["step"], r["index"]) for r in records] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    last, tree = records[-1], trainer._trees[-1]
+    assert last["prompt"] == make_tokenizer().decode(tree.prompt_ids) and last["iterations"] == tree.iterations
+    assert [n["token_ids"] for n in last["nodes"]] == [n.token_ids for n in tree.nodes]
+    assert [n["result"] is not None for n in last["nodes"]] == [n.index in tree.results for n in tree.nodes]
+    assert all(n["reward"] in (0.0, 1.0) for n in last["nodes"] if n["terminal"])
+
+
+# ------------------------------------------------------------------------------------------------------- errors
+
+
+ERRORS = {
+    "expansion_width=0": dict(expansion_width=0),
+    "max_tree_depth=0": dict(max_tree_depth=0),
+    "node_length=0": dict(node_length=0),
+    "node_length=9` is longer than a whole completion of `max_completion_length=8": dict(node_length=9),
+    "num_generations=4` is more than the 2 completions": dict(expansion_width=2, max_tree_depth=1),
+    "more than the 3 completions.*depth 1": dict(expansion_width=3, node_length=8),
+    "unknown value 'global_frontier'": dict(selection="global_frontier"),
+    "depth_bonus.*unknown value 'cube'": dict(depth_bonus="cube"),
+    "advantage_normalization.*unknown value 'std'": dict(advantage_normalization="std"),
+    "max_search_iterations=0": dict(max_search_iterations=0),
+    "max_tree_tokens=0": dict(max_tree_tokens=0),
+    "incomplete_score=0.5` must be between -1 and 0": dict(incomplete_score=0.5),
+    "q_decay_min=2": dict(q_decay_min=2),
+    "q_temperature=0.0": dict(q_temperature=0.0),
+    "overlong_buffer=9` is longer than": dict(overlong_buffer=9),
+    "overlong_buffer=-1": dict(overlong_buffer=-1),
+    "replay_threshold=1.5": dict(replay_threshold=1.5),
+    "replay_solutions=0": dict(replay_solutions=0),
+    "has no effect without `replay_buffer=True`": dict(replay_file="x.jsonl"),
+    "dump_trees='../x'` must name a file inside": dict(dump_trees="../x"),
+    "no meaning for a tree search": dict(multi_objective_aggregation="normalize_then_sum"),
+    "must be a finite number": dict(entropy_weight=float("nan")),
+}
+
+
+@pytest.mark.parametrize("message, options", ERRORS.items(), ids=ERRORS.keys())
+def test_bad_input_is_refused_at_construction(tmp_path, message, options):
+    with pytest.raises(ValueError, match=message):
+        make_trainer(TreeGRPOTrainer, TreeGRPOConfig, tmp_path, **options)
+
+
+def test_a_missing_replay_file_is_named(tmp_path):
+    with pytest.raises((ValueError, FileNotFoundError), match="nowhere.jsonl"):
+        tree_trainer(tmp_path, **REPLAY, replay_file=str(tmp_path / "nowhere.jsonl"))
+
+
+def test_groups_that_span_processes_are_refused(tmp_path):
+    args = make_trainer(TreeGRPOTrainer, TreeGRPOConfig, tmp_path, **SMALL).args
+    args.per_device_train_batch_size = 6  # as on one of two processes that share twelve rows
+    with pytest.raises(ValueError, match="`per_device_train_batch_size=6` times `steps_per_generation=1` must be a"):
+        TreeGRPOTrainer(
+            AutoModelForCausalLM.from_pretrained(saved_model()),
+            contains_answer,
+            args,
+            make_dataset(),
+            processing_class=make_tokenizer(),
+        )
+
+
+def test_what_does_not_go_together_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="`rollout_func` cannot be combined with TreeGRPOTrainer"):
+        tree_trainer(tmp_path, rollout_func=lambda prompts, trainer: {})
+    with pytest.raises(NotImplementedError, match="TreeGRPOTrainer does not sample with vLLM"):
+        tree_trainer(tmp_path, use_vllm=True)
+
+
+def test_a_failing_reward_function_is_the_users_own_error(tmp_path, caplog):
+    def broken(completions, **kwargs):
+        raise ZeroDivisionError("mine")
+
+    trainer = tree_trainer(tmp_path, reward_funcs=broken)
+    with caplog.at_level(logging.ERROR), pytest.raises(ZeroDivisionError, match="mine"):
+        trainer.train()
+    assert trainer.rollout_func is None  # what was swapped in is swapped back

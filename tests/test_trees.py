@@ -1,0 +1,497 @@
+"""Tree search: golden trees, replayed and hand-checked; the rules one by one; invariants of any search."""
+
+import json
+import math
+import random
+from functools import partial
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trl_explore.advantages import first_appearance, is_uniform, overlong_penalty, tree_advantages
+from trl_explore.rollouts import Continuation
+from trl_explore.tree_records import tree_record
+from trl_explore.tree_rules import mean_entropy
+from trl_explore.trees import (
+    ROOT,
+    Limits,
+    Tree,
+    Verdict,
+    backup,
+    backup_value,
+    best_child,
+    choose_terminal,
+    expand,
+    frontier,
+    frontier_score,
+    judge,
+    search,
+    select,
+    select_uct,
+    terminal_outcome,
+    uct_score,
+)
+
+GOLDEN = {path.stem: json.loads(path.read_text()) for path in (Path(__file__).parent / "golden_trees").glob("*.json")}
+EOS = 0
+
+
+class Script:
+    """Hands out written continuations in order, and notes what was asked for."""
+
+    def __init__(self, trees):
+        self.left, self.calls = {}, []
+        for tree in trees:
+            for entry in tree["script"]:
+                known = entry.get("entropies", [None] * len(entry["sampled"]))
+                queue = self.left.setdefault((*tree["prompt_ids"], *entry["after"]), [])
+                queue += zip(entry["sampled"], known, strict=True)
+
+    def __call__(self, prefixes, num_samples, max_new_tokens):
+        self.calls.append([(tuple(p), n, b) for p, n, b in zip(prefixes, num_samples, max_new_tokens, strict=True)])
+        sampled = []
+        for prefix, number, budget in self.calls[-1]:
+            queue = self.left[prefix]
+            part, self.left[prefix] = queue[:number], queue[number:]
+            assert len(part) == number and all(len(ids) <= budget for ids, _ in part)
+            sampled.append([Continuation(ids, finished=ids[-1] == EOS, entropies=known) for ids, known in part])
+        return sampled
+
+
+def judged_by(golden, trees):
+    def value_fn(leaves):
+        return [
+            Verdict(
+                terminal_outcome(
+                    float(leaf.completion_ids in trees[leaf.tree]["correct"]),
+                    finished=leaf.finished,
+                    success_threshold=1.0,
+                    incomplete_score=golden.get("incomplete_score", -1.0),
+                )
+            )
+            for leaf in leaves
+        ]
+
+    return value_fn
+
+
+def grow(golden, trees):
+    """The finished trees, and every call to the sampler."""
+    script = Script(trees)
+    roots = [tree["prompt_ids"] for tree in trees]
+    grown = search(roots, script, judged_by(golden, trees), limits=Limits(**golden["limits"]))
+    assert not any(script.left.values())
+    return grown, script.calls
+
+
+def check(tree, expected):
+    nodes = tree.nodes
+    assert [node.index for node in nodes] == list(range(len(nodes)))
+    assert [node.parent for node in nodes] == expected["parents"]
+    assert list(tree.results) == expected["results"]
+    assert tree.reason == expected["reason"]
+    assert tree.iterations == len(expected["visited"])
+    assert tree.generated_tokens == expected["generated_tokens"]
+    assert [node.outcome for node in nodes] == expected["outcomes"]
+    assert [node.visits for node in nodes] == expected["visits"]
+    assert [node.value for node in nodes] == pytest.approx(expected["values"], abs=1e-6)
+    grown_in = {node.iteration: node.parent for node in nodes[1:] if not node.direct}
+    assert all(expected["visited"][iteration - 1] == parent for iteration, parent in grown_in.items())
+    for row, wanted in zip(tree_advantages(tree), expected["advantages"], strict=True):
+        assert row == pytest.approx(wanted, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_trees_grow_as_written(name):
+    golden = GOLDEN[name]
+    for tree, written in zip(grow(golden, golden["trees"])[0], golden["trees"], strict=True):
+        check(tree, written["expected"])
+
+
+def test_trees_of_a_batch_do_not_touch_each_other():
+    golden = GOLDEN["batch"]
+    together, calls = grow(golden, golden["trees"])
+    alone = [grow(golden, [tree])[0][0] for tree in golden["trees"]]
+    assert together == alone
+    shuffled = [golden["trees"][i] for i in (2, 0, 1)]
+    assert grow(golden, shuffled)[0] == [alone[i] for i in (2, 0, 1)]
+    # One call per iteration of the largest tree, for all trees that still grow, and one for direct rollouts.
+    assert [[request[0] for request in call] for call in calls] == [
+        [(9,), (7, 7), (9, 9)],
+        [(9, 1), (7, 7, 1)],
+        [(9, 1, 3)],
+        [(9, 2)],
+        [(9, 1, 4)],
+        [(9, 9)],
+    ]
+    assert calls[0] == [((9,), 2, 1), ((7, 7), 2, 1), ((9, 9), 2, 1)]
+    assert calls[-1] == [((9, 9), 1, 3)]
+
+
+# ---------------------------------------------------------------------------------------------- rules, one by one
+
+
+@pytest.mark.parametrize(
+    "value, reward, step, length, expected",
+    [
+        (0.0, 1.0, 1, 4, 0.25),
+        (0.0, 1.0, 4, 4, 1.0),
+        (0.0, -1.0, 1, 20, -0.1),  # the decay has a floor
+        (0.0, 1.0, 0, 5, 0.1),  # the root
+        (0.5, 1.0, 2, 4, 1.0),  # equal signs add up
+        (-0.5, -1.0, 2, 4, -1.0),
+        (-3.0, 1.0, 2, 4, 0.5),  # a success clears a penalty
+        (0.5, -1.0, 2, 4, 0.5),  # a failure leaves a credit
+        (0.5, 0.0, 2, 4, 0.5),
+        (-0.5, 0.0, 2, 4, -0.5),
+    ],
+)
+def test_backup_value(value, reward, step, length, expected):
+    assert backup_value(value, reward, step=step, length=length, decay_min=0.1) == pytest.approx(expected)
+
+
+def test_uct_score():
+    assert uct_score(0.5, 2, 8, coef=2.0) == pytest.approx(0.5 + 2 * math.sqrt(math.log(8) / 2))
+    assert uct_score(0.5, 0, 8, coef=2.0) == uct_score(0.5, 3, 0, coef=2.0) == 0.5
+    assert uct_score(0.5, 1, 1, coef=2.0) == 0.5
+
+
+def test_frontier_score():
+    weights = dict(max_depth=16, quality_weight=0.4, entropy_weight=0.2, depth_weight=0.01)
+    assert frontier_score(0.5, 1.5, 4, **weights) == pytest.approx(0.4 * math.tanh(0.5) + 0.3 + 0.01 * 0.5)
+    assert frontier_score(0.5, 0.0, 4, **weights, depth_bonus="linear") == pytest.approx(0.4 * math.tanh(0.5) + 0.04)
+    log = 0.4 * math.tanh(0.5) + 0.01 * math.log(5)
+    assert frontier_score(0.5, 0.0, 4, **weights, depth_bonus="log") == pytest.approx(log)
+
+
+@pytest.mark.parametrize(
+    "reward, finished, expected",
+    [
+        (1.0, True, 1.0),
+        (2.5, False, 1.0),
+        (0.9, True, -1.0),
+        (0.9, False, -0.3),
+        (None, True, None),
+        (math.nan, False, None),
+    ],
+)
+def test_terminal_outcome(reward, finished, expected):
+    assert terminal_outcome(reward, finished=finished, success_threshold=1.0, incomplete_score=-0.3) == expected
+
+
+def test_entropy_is_the_mean_of_what_is_known():
+    assert mean_entropy(Continuation([1, 2], entropies=[0.2, 0.4], logprobs=[-5.0, -5.0])) == pytest.approx(0.3)
+    assert mean_entropy(Continuation([1, 2], logprobs=[-0.5, -1.5])) == pytest.approx(1.0)
+    assert mean_entropy(Continuation([1, 2])) == 0.0
+
+
+LIMITS = Limits(num_results=4, width=2, max_depth=4, node_length=2, max_completion_length=8, max_iterations=99)
+
+
+def sampled(*rows, entropies=None):
+    known = entropies or [0.0] * len(rows)
+    return [
+        Continuation(list(r), finished=r[-1] == EOS, entropies=[h] * len(r)) for r, h in zip(rows, known, strict=True)
+    ]
+
+
+def outcomes(tree, **by_node):
+    return judge(tree, {int(name[1:]): Verdict(value) for name, value in by_node.items()})
+
+
+def test_expansion_leaves_the_old_tree_alone():
+    old = Tree.plant([9])
+    new = expand(old, ROOT, sampled([1, 2], [3, EOS]), LIMITS)
+    assert len(old.nodes) == 1 and old.nodes[0].children == ()
+    assert new.nodes[0].children == (1, 2) and [n.visits for n in new.nodes] == [1, 1, 0]
+    assert backup(outcomes(new, n2=1.0), 2, decay_min=0.1) != new and new.results == ()
+
+
+def test_what_makes_a_child_terminal():
+    tree = expand(Tree.plant([9]), ROOT, sampled([1, 2], [3, EOS]), LIMITS)
+    # An end-of-sequence token in the very last slot of a chunk is one.
+    assert [n.terminal for n in tree.nodes] == [False, False, True] and tree.nodes[2].finished
+    deep = Limits(num_results=2, width=2, max_depth=1, node_length=2, max_completion_length=8, max_iterations=9)
+    assert expand(Tree.plant([9]), ROOT, sampled([1, 2]), deep).nodes[1].terminal
+    short = Limits(num_results=2, width=2, max_depth=9, node_length=2, max_completion_length=2, max_iterations=9)
+    child = expand(Tree.plant([9]), ROOT, sampled([1, 2]), short).nodes[1]
+    assert child.terminal and not child.finished
+
+
+def test_the_terminal_node_to_back_up():
+    limits = Limits(num_results=4, width=6, max_depth=1, node_length=2, max_completion_length=2, max_iterations=9)
+    rows = [1, EOS], [2, 2], [3, EOS], [4, EOS], [5, 5], [6, EOS]
+    tree = expand(Tree.plant([9]), ROOT, sampled(*rows, entropies=[0.5, 0.1, 0.4, 0.9, 0.2, 0.9]), limits)
+    tree = outcomes(tree, n1=-1.0, n2=-1.0, n3=-1.0, n4=1.0, n5=-1.0, n6=1.0)
+    order = []
+    for _ in range(6):
+        order.append(choose_terminal(tree, tree.candidates))
+        tree = backup(tree, order[-1], decay_min=0.1)
+    # Correct ones (equal entropy: the older), then finished ones by entropy, then incomplete ones by entropy.
+    assert order == [4, 6, 3, 1, 2, 5]
+
+
+def test_entropy_is_that_of_the_whole_trajectory():
+    tree = expand(Tree.plant([9]), ROOT, sampled([1, 2], [3, 4], entropies=[0.1, 0.9]), LIMITS)
+    tree = expand(tree, 1, sampled([5, EOS], entropies=[0.6]), LIMITS)
+    tree = expand(tree, 2, sampled([EOS], entropies=[0.0]), LIMITS)
+    assert tree.trajectory_entropy(3) == pytest.approx((2 * 0.1 + 2 * 0.6) / 4)
+    assert tree.trajectory_entropy(4) == pytest.approx((2 * 0.9 + 0.0) / 3)
+    assert choose_terminal(outcomes(tree, n3=-1.0, n4=-1.0), [3, 4]) == 3
+
+
+def test_ties_go_to_the_oldest():
+    tree = expand(Tree.plant([9]), ROOT, sampled([1, 1], [2, 2]), LIMITS)
+    assert best_child(tree, (2, 1), coef=2.0) == 1
+    assert select(tree, LIMITS) == 1
+
+
+def test_frontier_selection_looks_at_the_whole_tree():
+    tree = expand(Tree.plant([9]), ROOT, sampled([1, 1], [2, 2]), LIMITS)
+    tree = expand(tree, 1, sampled([3, 3], [4, EOS]), LIMITS)
+    assert frontier(tree, LIMITS) == [2, 3]
+    lucky = backup(outcomes(tree, n4=1.0), 4, decay_min=0.1)
+    unlucky = backup(outcomes(tree, n4=-1.0), 4, decay_min=0.1)
+    assert select(lucky, LIMITS) == 3 and select(unlucky, LIMITS) == 2
+    # Weights and bonuses decide: depth alone, entropy alone.
+    assert select(unlucky, LIMITS, quality_weight=0.0) == 3
+    assert select(unlucky, LIMITS, depth_weight=10.0) == 3
+    unsure = expand(Tree.plant([9]), ROOT, sampled([1, 1], [2, 2], entropies=[0.2, 0.8]), LIMITS)
+    assert select(unsure, LIMITS, entropy_weight=0.4) == 2 and select(unsure, LIMITS, entropy_weight=-0.4) == 1
+
+
+def test_uct_selection_walks_from_the_root():
+    tree = expand(Tree.plant([9]), ROOT, sampled([1, 1], [2, 2]), LIMITS)
+    tree = expand(tree, 1, sampled([3, 3], [4, EOS]), LIMITS)
+    lucky = backup(outcomes(tree, n4=1.0), 4, decay_min=0.1)
+    assert select_uct(lucky, LIMITS, coef=0.0) == 3  # 1 is full and better than 2
+    assert select_uct(lucky, LIMITS, coef=10.0) == 2  # 2 is visited less
+    both = expand(tree, 2, sampled([5, EOS], [6, EOS]), LIMITS)
+    both = backup(outcomes(both, n4=-1.0, n5=1.0, n6=-1.0), 5, decay_min=0.1)
+    assert select_uct(both, LIMITS, coef=0.0) == 2  # a terminal child is left over there
+    assert select_uct(expand(Tree.plant([9]), ROOT, sampled([EOS], [EOS]), LIMITS), LIMITS) is None
+
+
+def test_width_can_shrink_with_depth():
+    limits = Limits(
+        num_results=4, width=8, max_depth=64, node_length=2, max_completion_length=128, max_iterations=9,
+        min_width=3, width_decay=2,
+    )  # fmt: skip
+    assert [limits.width_at(depth) for depth in (0, 7, 8, 16, 24, 60)] == [8, 8, 6, 4, 3, 3]
+
+
+def test_how_many_completions_a_tree_can_end_with():
+    limits = partial(Limits, num_results=9, max_iterations=9)
+    assert limits(width=2, max_depth=3, node_length=4, max_completion_length=12).most_results == 8
+    assert (
+        limits(width=2, max_depth=64, node_length=4, max_completion_length=5).most_results == 4
+    )  # two levels at most
+    assert limits(width=1, max_depth=64, node_length=1, max_completion_length=64).most_results == 1
+    assert limits(width=8, max_depth=64, node_length=1, max_completion_length=64).most_results == 9
+
+
+def test_completions_that_cannot_be_scored_count_for_nothing():
+    limits = Limits(num_results=2, width=2, max_depth=1, node_length=2, max_completion_length=2, max_iterations=9)
+    (tree,) = search(
+        [[9]],
+        lambda prefixes, n, budgets: [sampled(*[[1, EOS]] * k) for k in n],
+        lambda leaves: [Verdict(None) for _ in leaves],
+        limits=limits,
+    )
+    assert len(tree.results) == 2 and all(tree.nodes[row].direct for row in tree.results)
+    assert [node.value for node in tree.nodes] == [0.0] * 5 and tree.nodes[0].visits == 1
+    assert tree_advantages(tree) == [[0.0, 0.0], [0.0, 0.0]]
+
+
+# -------------------------------------------------------------------------------------------------- advantages
+
+
+def failed_tree():
+    golden = GOLDEN["all_failed"]
+    return grow(golden, golden["trees"])[0][0]
+
+
+def mixed_tree():
+    golden = GOLDEN["success_clears_penalty"]
+    return grow(golden, golden["trees"])[0][0]
+
+
+def test_uniform_trees_can_be_skipped():
+    assert is_uniform(failed_tree()) and not is_uniform(mixed_tree())
+    assert tree_advantages(failed_tree(), skip_uniform=True) == [[0.0], [0.0] * 4, [0.0] * 4]
+    assert tree_advantages(mixed_tree(), skip_uniform=True) == tree_advantages(mixed_tree())
+
+
+def test_normalisation_by_the_standard_deviation():
+    plain, scaled = tree_advantages(mixed_tree()), tree_advantages(mixed_tree(), normalization="mean_std")
+    std = math.sqrt(8 / 9) + 1e-6  # of -1, -1, 1
+    for row, other in zip(plain, scaled, strict=True):
+        assert other == pytest.approx([a / std for a in row])
+
+
+def test_clip_of_intermediate_values():
+    rows = tree_advantages(mixed_tree(), q_temperature=0.5, q_max=0.3)
+    assert rows[2] == pytest.approx([0.3 * math.tanh(2 / 3) + 1 / 3, 0.3 * math.tanh(4 / 3) + 1 / 3, 4 / 3])
+
+
+def test_overlong_penalty_reaches_every_token_and_the_baseline():
+    penalty = partial(overlong_penalty, max_completion_length=10, buffer=4, penalty=2.0)
+    assert [penalty(length) for length in (5, 6, 7, 10)] == [0.0, 0.0, -0.5, -2.0]
+    assert overlong_penalty(10, max_completion_length=10, buffer=0, penalty=2.0) == 0.0
+    rows = tree_advantages(mixed_tree(), max_completion_length=3, overlong_buffer=2, overlong_penalty_weight=1.0)
+    # Lengths 3, 2, 3: penalties 1, 1/2, 1.
+    baseline = (-2.0 - 1.5 + 0.0) / 3
+    assert rows[0][-1] == pytest.approx(-2.0 - baseline) and rows[1][-1] == pytest.approx(-1.5 - baseline)
+    assert rows[2][0] == pytest.approx(math.tanh(1 / 3) - 1 - baseline)
+
+
+def test_shared_nodes_can_be_trained_once():
+    assert first_appearance(mixed_tree()) == [[1, 1, 1], [1, 1], [0, 1, 1]]
+
+
+def test_a_record_is_plain_json():
+    record = tree_record(mixed_tree(), step=4, index=1, decode=str, reward_weights=[1.0], q_temperature=1.0, q_max=1.0)
+    assert json.loads(json.dumps(record, allow_nan=False)) == record
+    assert record["results"] == [6, 7, 9] and record["success_ratio"] == pytest.approx(1 / 3)
+    assert record["nodes"][9]["result"] == 2 and record["nodes"][9]["text"] == "[0]"
+    assert record["nodes"][1]["credit"] == pytest.approx(math.tanh(1 / 3))
+
+
+# --------------------------------------------------------------------------------------------------- invariants
+
+
+@st.composite
+def worlds(draw):
+    """Limits, a way of selecting, and a random world in which a prefix decides what follows it."""
+    width, depth = draw(st.integers(1, 4)), draw(st.integers(1, 5))
+    node_length = draw(st.integers(1, 3))
+    limits = Limits(
+        num_results=draw(st.integers(1, 6)),
+        width=width,
+        max_depth=depth,
+        node_length=node_length,
+        max_completion_length=draw(st.integers(node_length, 12)),
+        max_iterations=draw(st.integers(1, 25)),
+        max_tokens=draw(st.one_of(st.none(), st.integers(1, 60))),
+        min_width=draw(st.integers(1, 2)),
+        width_decay=draw(st.integers(0, 1)),
+    )
+    return dict(
+        limits=limits,
+        select_fn=draw(st.sampled_from([select, select_uct, partial(select, entropy_weight=0.5, depth_bonus="log")])),
+        seed=draw(st.integers(0, 10**6)),
+        end=draw(st.sampled_from([0.0, 0.2, 0.5, 1.0])),
+        success=draw(st.sampled_from([0.0, 0.3, 0.7, 1.0])),
+        incomplete=draw(st.sampled_from([-1.0, -0.5, 0.0])),
+        num_trees=draw(st.integers(1, 3)),
+        skip=draw(st.booleans()),
+    )
+
+
+def grow_world(world, prompts=None):
+    calls = []
+
+    def sample_fn(prefixes, num_samples, budgets):
+        calls.append((list(map(tuple, prefixes)), list(num_samples), list(budgets)))
+        rows = []
+        for prefix, number, budget in zip(prefixes, num_samples, budgets, strict=True):
+            rng = random.Random(f"{world['seed']} {prefix} {number}")
+            group = []
+            for _ in range(number):
+                ids = []
+                while len(ids) < budget and (not ids or ids[-1] != EOS):
+                    ids.append(EOS if rng.random() < world["end"] else rng.randrange(1, 4))
+                entropies = [rng.choice([0.1, 0.5, 1.0]) for _ in ids]
+                group.append(Continuation(ids, finished=ids[-1] == EOS, entropies=entropies))
+            rows.append(group)
+        return rows
+
+    def value_fn(leaves):
+        assert all(len(leaf.completion_ids) <= world["limits"].max_completion_length for leaf in leaves)
+        rewards = [random.Random(f"{world['seed']} {leaf.completion_ids}").random() for leaf in leaves]
+        return [
+            Verdict(
+                terminal_outcome(
+                    float(reward < world["success"]),
+                    finished=leaf.finished,
+                    success_threshold=1.0,
+                    incomplete_score=world["incomplete"],
+                )
+            )
+            for reward, leaf in zip(rewards, leaves, strict=True)
+        ]
+
+    prompts = prompts or [[100 + i] for i in range(world["num_trees"])]
+    skip = [world["skip"] and i == 0 for i in range(len(prompts))]
+    trees = search(prompts, sample_fn, value_fn, limits=world["limits"], select_fn=world["select_fn"], skip=skip)
+    return trees, calls
+
+
+@settings(max_examples=400, deadline=None)
+@given(worlds())
+def test_invariants_of_any_search(world):
+    limits, (trees, calls) = world["limits"], grow_world(world)
+    for tree in trees:
+        rows = [tree.nodes[row] for row in tree.results]
+        searched = [node for node in tree.nodes[1:] if not node.direct]
+        assert len(rows) == len(set(tree.results)) == limits.num_results
+        assert all(row.terminal for row in rows)
+        assert tree.iterations <= limits.max_iterations
+        # At most one terminal node is backed up per visit of a node.
+        assert sum(not row.direct for row in rows) <= tree.iterations
+        if limits.max_tokens is not None:
+            assert sum(len(node.token_ids) for node in searched) <= limits.max_tokens
+        assert tree.generated_tokens == sum(len(node.token_ids) for node in tree.nodes)
+        on_correct_path = {n for row in tree.results if (tree.nodes[row].outcome or 0) > 0 for n in tree.path(row)}
+        for node in tree.nodes:
+            children = [tree.nodes[child] for child in node.children]
+            assert all(child.parent == node.index and child.depth == node.depth + 1 for child in children)
+            assert all(node.visits >= child.visits for child in children)
+            assert sum(not child.direct for child in children) <= limits.width_at(node.depth)
+            assert node.index not in on_correct_path or node.value > 0
+            assert not (node.terminal and children) and node.depth <= limits.max_depth
+            assert node.direct or len(node.token_ids) <= limits.node_length
+            assert EOS not in node.token_ids[:-1] and node.finished == (node.token_ids[-1:] == [EOS])
+        values = dict.fromkeys(range(len(tree.nodes)), 0.0)
+        for row in tree.results:  # every value from the definition, in the order of the results
+            path = [ROOT, *tree.path(row)]
+            for i, index in enumerate(path):
+                change = max(i / (len(path) - 1), 0.1) * tree.nodes[row].outcome
+                old = values[index]
+                values[index] = change if old < 0 < change else old if change < 0 < old else old + change
+        assert values == pytest.approx({node.index: node.value for node in tree.nodes})
+    # One call per iteration for all trees, one more where rows are missing.
+    fillers = any(node.direct for tree in trees for node in tree.nodes)
+    assert len(calls) == max(tree.iterations for tree in trees) + fillers
+
+
+@settings(max_examples=60, deadline=None)
+@given(worlds())
+def test_the_same_seed_gives_the_same_tree_whatever_grows_beside_it(world):
+    world["skip"] = False
+    trees, _ = grow_world(world)
+    assert grow_world(world)[0] == trees
+    assert grow_world(world, [[100]])[0] == trees[:1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 8), st.integers(0, 10**6))
+def test_depth_one_is_direct_sampling(num_results, length, seed):
+    limits = Limits(
+        num_results=num_results, width=num_results, max_depth=1, node_length=length, max_completion_length=length,
+        max_iterations=num_results,
+    )  # fmt: skip
+    world = dict(
+        limits=limits, select_fn=select, seed=seed, end=0.3, success=0.5, incomplete=-1.0, num_trees=2, skip=False
+    )
+    trees, calls = grow_world(world)
+    # Later iterations back up what is there without sampling anything.
+    assert [call for call in calls if call[0]] == [([(100,), (101,)], [num_results] * 2, [length] * 2)]
+    for tree in trees:
+        assert tree.rows == list(range(1, num_results + 1)) and tree.reason == "complete"
+        outcome = [tree.nodes[row].outcome for row in tree.rows]
+        for row, advantages in zip(tree.rows, tree_advantages(tree), strict=True):
+            expected = tree.nodes[row].outcome - sum(outcome) / num_results
+            assert advantages == pytest.approx([expected] * len(tree.nodes[row].token_ids))

@@ -1,0 +1,163 @@
+"""Sampling from the current policy through TRL's own generation, for whatever prefixes a method asks for."""
+
+import copy
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+from trl_explore.generation import recorded
+from trl_explore.rollouts import Continuation, per_request
+
+from .streams import StreamTrainer
+
+
+class SamplingTrainer(StreamTrainer):
+    """
+    [`~trl.GRPOTrainer`] that can continue any token prefixes, as many times and as far as asked.
+
+    `prefix_tokens_asked` and `prefix_tokens_encoded` count the tokens of the prefixes of all samples, and those that a
+    forward pass was spent on.
+    """
+
+    sampling_batch_size: int | None = None
+    prefix_tokens_asked = 0
+    prefix_tokens_encoded = 0
+
+    def sample(
+        self,
+        prefixes: list[list[int]],
+        num_samples: int | Sequence[int],
+        max_new_tokens: int | Sequence[int],
+        *,
+        main_stream: bool = False,
+        entropies: bool = False,
+    ) -> list[list[Continuation]]:
+        """
+        Sample continuations of token prefixes from the current policy, all in one batched call.
+
+        Every process must call it equally often; a process may have no prefix. Unless the samples are the main stream
+        itself, the global random state is left as it was, so that the main stream draws the same rollouts with and
+        without extra sampling. A prefix is encoded once, however many samples it gets.
+
+        Args:
+            prefixes (`list[list[int]]`):
+                Token ids `[R][T_i]`, without an end-of-sequence token.
+            num_samples (`int` or `Sequence[int]`):
+                Continuations per prefix.
+            max_new_tokens (`int` or `Sequence[int]`):
+                Budget of new tokens per prefix.
+            main_stream (`bool`, *optional*, defaults to `False`):
+                Whether the samples become the main rows; they are then drawn from the global random state, as GRPO's.
+            entropies (`bool`, *optional*, defaults to `False`):
+                Whether to note the entropy of the distribution that each token was drawn from.
+
+        Returns:
+            `list[list[Continuation]]`: `[R][num_samples_i]`.
+
+        Raises:
+            NotImplementedError: With vLLM, which is not supported yet.
+        """
+        if self.use_vllm:
+            raise NotImplementedError(vllm_message(type(self).__name__))
+        counts = per_request(num_samples, len(prefixes), name="num_samples")
+        budgets = per_request(max_new_tokens, len(prefixes), name="max_new_tokens")
+        rows = [prefix for prefix, n in zip(prefixes, counts, strict=True) for _ in range(n)]
+        row_budgets = [budget for budget, n in zip(budgets, counts, strict=True) for _ in range(n)]
+
+        most_rows = self._max_over_processes(len(rows))
+        if most_rows == 0:
+            return [[] for _ in prefixes]
+        chunk = self.sampling_batch_size or most_rows
+        # Neighbours get similar budgets, so that a part of short ones need not wait for a long one.
+        order = sorted(range(len(rows)), key=row_budgets.__getitem__)
+        sampled: list[Continuation | None] = [None] * len(rows)
+        start_time = time.perf_counter()
+        with nullcontext() if main_stream else self._forked_randomness():
+            for start in range(0, most_rows, chunk):
+                # A process that has run out of rows still takes part: sharded models gather weights in `generate`.
+                part = order[start : start + chunk]
+                part_budgets = [row_budgets[i] for i in part] or [1]
+                try:
+                    ids, uncertainty = self._generate_tokens(
+                        [rows[i] for i in part] or [[self.eos_token_ids[0]]], max(part_budgets), entropies=entropies
+                    )
+                except torch.OutOfMemoryError as error:
+                    error.add_note(
+                        f"while sampling {len(part)} extra rows in one call: set `sampling_batch_size` below that, or "
+                        "sample fewer (DEEP-GRPO: `max_pivots_per_batch`; tree search: `expansion_width`)."
+                    )
+                    raise
+                for place, i in enumerate(part):
+                    tokens = ids[place][: row_budgets[i]]
+                    sampled[i] = Continuation(
+                        tokens,
+                        finished=tokens[-1] in self.eos_token_ids,
+                        entropies=None if uncertainty is None else uncertainty[place][: row_budgets[i]],
+                    )
+        if not main_stream:
+            self._metrics["train"]["generation/extra_seconds"].append(time.perf_counter() - start_time)
+        done = iter(sampled)
+        return [[next(done) for _ in range(n)] for n in counts]  # type: ignore[misc]
+
+    def _generate_tokens(
+        self, prefixes: list[list[int]], max_new_tokens: int, *, entropies: bool
+    ) -> tuple[list[list[int]], list[list[float]] | None]:
+        config = self.generation_config
+        self.generation_config = copy.deepcopy(config)
+        self.generation_config.max_new_tokens = max_new_tokens
+        model = self.accelerator.unwrap_model(self.model)
+        by_hooks = not self.use_transformers_continuous_batching  # which schedules forward passes of its own
+        try:
+            with recorded(
+                model, temperature=self.temperature, entropies=entropies and by_hooks, share_prefill=by_hooks
+            ) as record:
+                ids = super()._generate_single_turn(prefixes, None, {}, 1)[0]
+        finally:
+            self.generation_config = config
+        self.prefix_tokens_asked += record.prefill_tokens
+        self.prefix_tokens_encoded += record.encoded_tokens
+        if not entropies:
+            return ids, None
+        return ids, record.token_entropies([len(i) for i in ids]) if by_hooks else self._entropies(prefixes, ids)
+
+    def _entropies(self, prefixes: list[list[int]], ids: list[list[int]]) -> list[list[float]]:
+        """Entropies of the distributions that tokens were drawn from, by a forward pass over them."""
+        device, pad_id = self.accelerator.device, self._tokenizer.pad_token_id
+        longest = max(len(i) for i in ids)
+        left, right = max(len(p) for p in prefixes), [longest - len(i) for i in ids]
+        rows = [
+            [pad_id] * (left - len(p)) + p + i + [pad_id] * r for p, i, r in zip(prefixes, ids, right, strict=True)
+        ]
+        real = [
+            [0] * (left - len(p)) + [1] * (len(p) + len(i)) + [0] * r
+            for p, i, r in zip(prefixes, ids, right, strict=True)
+        ]
+        with torch.no_grad():
+            _, entropies, _ = self._get_per_token_logps_and_entropies(
+                self.model,
+                torch.tensor(rows, device=device),
+                torch.tensor(real, device=device),
+                longest,
+                batch_size=self.args.per_device_train_batch_size,
+                compute_entropy=True,
+            )
+        return [row[: len(i)] for row, i in zip(entropies.tolist(), ids, strict=True)]
+
+    @contextmanager
+    def _forked_randomness(self) -> Iterator[None]:
+        seed = int(torch.randint(2**62, (1,), generator=self.exploration_generator))
+        device = self.accelerator.device
+        devices = [] if device.type == "cpu" else [device]
+        with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
+            torch.manual_seed(seed)
+            yield
+
+
+def vllm_message(name: str) -> str:
+    """What to tell a user who asks for vLLM."""
+    return (
+        f"{name} does not sample with vLLM yet (`use_vllm=True`): the supported backends are transformers generation "
+        "(the default) and transformers continuous batching (`use_transformers_continuous_batching=True`)."
+    )

@@ -1,0 +1,270 @@
+"""What happens inside `generate`: the entropy behind each token, and one prompt pass for all samples of a prompt.
+
+TRL calls `generate` itself and hands it no further arguments, so both are forward hooks on the causal language model,
+which `generate` calls once per token.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DynamicCache, GenerationMixin
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+# Rows whose probabilities exist at the same time: with a large vocabulary, those of a whole batch would fill a device.
+ENTROPY_ROWS = 64
+
+# What a layer of these keeps is keys and values with the batch dimension first, all of which `reorder_cache` selects.
+# Other layers (quantized, linear attention, indexed) keep more, or mark their tensors as static.
+CACHE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+
+# All that tells the rows of a prompt pass apart.
+ROW_INPUTS = ("input_ids", "attention_mask", "position_ids")
+
+
+@dataclass
+class GenerationRecord:
+    """
+    What one call of `generate` did.
+
+    The counts are those of the prompt: a token that is padding is not counted, except where the model gets no
+    two-dimensional attention mask (a static cache).
+
+    Args:
+        entropies (`list[torch.Tensor]`):
+            For each sampling step the entropy of every row in nats, `(B,)`.
+        prefill_rows (`int`, *optional*, defaults to `0`):
+            Rows that were asked for.
+        encoded_rows (`int`, *optional*, defaults to `0`):
+            Rows that the model encoded.
+        prefill_tokens (`int`, *optional*, defaults to `0`):
+            Tokens of the rows that were asked for.
+        encoded_tokens (`int`, *optional*, defaults to `0`):
+            Tokens of the rows that the model encoded.
+    """
+
+    entropies: list[torch.Tensor] = field(default_factory=list)
+    prefill_rows: int = 0
+    encoded_rows: int = 0
+    prefill_tokens: int = 0
+    encoded_tokens: int = 0
+
+    def token_entropies(self, lengths: list[int]) -> list[list[float]]:
+        """
+        Entropies of the distributions that the kept tokens were sampled from.
+
+        Args:
+            lengths (`list[int]`):
+                Tokens kept of each row's completion. They are its first: what a row gets after its end is padding, and
+                with sharded weights a process takes part in steps of which it keeps nothing.
+
+        Returns:
+            `list[list[float]]`: One number per kept token, `[B][lengths_i]`.
+
+        Raises:
+            ValueError: If the record has other rows, or fewer steps than a row has tokens.
+        """
+        most = max(lengths, default=0)
+        if most == 0:
+            return [[] for _ in lengths]
+        if most > len(self.entropies):
+            raise ValueError(
+                f"`lengths` asks for {most} tokens, but {len(self.entropies)} steps were recorded: pass "
+                "`entropies=True` to `recorded`, and sample one token per forward pass (no assisted decoding)."
+            )
+        steps = torch.stack(self.entropies[:most], dim=1)  # (B, T)
+        return [row[:length] for row, length in zip(steps.tolist(), lengths, strict=True)]
+
+
+@contextmanager
+def recorded(
+    model: nn.Module, *, temperature: float, entropies: bool = True, share_prefill: bool = True
+) -> Iterator[GenerationRecord]:
+    """
+    Record one call of `model.generate`, and let it encode equal prompts once.
+
+    Sharing changes the numbers only by rounding, as another batch size does. A prompt pass that is not understood
+    entirely is left as it is: with a cache that is filled or is no plain `DynamicCache` of full or sliding-window
+    attention, with row inputs besides token ids, attention mask and positions, of a multimodal or encoder-decoder
+    model, and with active dropout, whose noise would be shared as well.
+
+    With `prefill_chunk_size`, a last chunk of a single token cannot be told from a step, and shifts the entropies by
+    one: record entropies with the prompt in one piece.
+
+    Args:
+        model (`torch.nn.Module`):
+            The model whose `generate` is called, or any module around it (PEFT, data parallel).
+        temperature (`float`):
+            Sampling temperature.
+        entropies (`bool`, *optional*, defaults to `True`):
+            Whether to record the entropy of `softmax(logits / temperature)` at each step, without what `generate` may
+            do to the distribution besides (top-k, top-p, penalties).
+        share_prefill (`bool`, *optional*, defaults to `True`):
+            Whether to encode each distinct row of the prompt batch once and copy its logits and its cache to all rows.
+
+    Yields:
+        [`GenerationRecord`]: Complete once `generate` has returned.
+
+    Raises:
+        ValueError: If the temperature is not positive.
+    """
+    if not temperature > 0:
+        raise ValueError(f"`temperature` must be positive, got {temperature}.")
+    hooks = _Hooks(temperature=temperature, entropies=entropies, share_prefill=share_prefill)
+    language_model = next(module for module in model.modules() if isinstance(module, GenerationMixin))
+    handles = [
+        language_model.register_forward_pre_hook(hooks.before, with_kwargs=True),
+        language_model.register_forward_hook(hooks.after),
+    ]
+    try:
+        yield hooks.record
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def row_entropies(logits: torch.Tensor, *, temperature: float) -> torch.Tensor:
+    """
+    Entropy of the distribution `softmax(logits / temperature)` of each row, accumulated in float32.
+
+    Args:
+        logits (`torch.Tensor`):
+            Logits `(B, V)` of any floating type; minus infinity is probability zero.
+        temperature (`float`):
+            Sampling temperature.
+
+    Returns:
+        `torch.Tensor`: Entropies in nats, `(B,)`.
+    """
+    parts = [
+        torch.special.entr((part.float() / temperature).softmax(dim=-1)).sum(dim=-1)
+        for part in logits.split(ENTROPY_ROWS)
+    ]
+    return torch.cat(parts)  # (B,)
+
+
+class _Hooks:
+    """
+    The two hooks around every forward pass of one `generate`, and what they hand to each other.
+
+    With a static cache `generate` compiles the steps. The hooks stay outside: a list that grows would be a reason to
+    compile each step again, and results of a compiled step may be overwritten by the next.
+    """
+
+    def __init__(self, *, temperature: float, entropies: bool, share_prefill: bool) -> None:
+        self.record = GenerationRecord()
+        self.temperature = temperature
+        self.entropies = entropies
+        self.share_prefill = share_prefill
+        self.encoded_row: torch.Tensor | None = None  # for each row asked for the encoded one, in a shared pass: (B,)
+
+    @torch.compiler.disable
+    def before(self, model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        self.encoded_row = None
+        record, mask = self.record, kwargs.get("attention_mask")
+        new = next(
+            kwargs[name]
+            for name in ("decoder_input_ids", "input_ids", "inputs_embeds")
+            if kwargs.get(name) is not None
+        )
+        num_rows, num_new = new.shape[:2]
+        is_first = record.prefill_rows == 0
+        # Without a cache, every step passes the whole row again.
+        if not is_first and (num_new == 1 or kwargs.get("past_key_values") is None):
+            return None
+
+        # A prompt can come in several chunks; only the last of them is followed by a token.
+        record.entropies.clear()
+        keep = _first_of_each(kwargs) if self.share_prefill and _is_understood(model, args, kwargs) else None
+        if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+            row_tokens = mask[:, -num_new:].sum(dim=1).tolist()
+        else:
+            row_tokens = [num_new] * num_rows  # no mask is one without padding
+        record.prefill_tokens += sum(row_tokens)
+        record.encoded_tokens += sum(row_tokens if keep is None else [row_tokens[i] for i in keep[0]])
+        if is_first:
+            record.prefill_rows = num_rows
+            record.encoded_rows = num_rows if keep is None else len(keep[0])
+        if keep is None:
+            return None
+
+        first_rows, encoded_row = (torch.tensor(rows, device=new.device) for rows in keep)
+        self.encoded_row = encoded_row
+        return args, kwargs | {name: kwargs[name].index_select(0, first_rows) for name in _row_inputs(kwargs)}
+
+    @torch.compiler.disable
+    def after(self, model: Any, args: tuple, output: Any) -> None:
+        entropies = row_entropies(output.logits[:, -1], temperature=self.temperature) if self.entropies else None
+        if self.encoded_row is not None:
+            rows = self.encoded_row.to(output.logits.device)
+            output.logits = output.logits.index_select(0, rows)
+            # Not `batch_select_indices`: that one needs all layers on one device.
+            output.past_key_values.reorder_cache(rows)
+            entropies = None if entropies is None else entropies.index_select(0, rows)
+        if entropies is not None:
+            self.record.entropies.append(entropies)
+
+
+def _is_understood(model: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a forward pass is the start of a prompt pass all of whose inputs, states and outputs can be shared."""
+    cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
+    tensors = [kwargs[name] for name in ROW_INPUTS if kwargs.get(name) is not None]
+    others = {name: value for name, value in kwargs.items() if name not in ROW_INPUTS}
+    return (
+        not args
+        and ids is not None
+        # Masks of four dimensions belong to static caches, positions of three to multimodal models.
+        and all(isinstance(x, torch.Tensor) and x.dim() == 2 and x.shape[1] == ids.shape[1] for x in tensors)
+        and all(
+            value is None or isinstance(value, bool | int | float | str)
+            for name, value in others.items()
+            if name not in ("past_key_values", "cache_position")
+        )
+        and not others.get("output_attentions")
+        and not others.get("output_hidden_states")
+        and type(cache) is DynamicCache
+        and not cache.offloading
+        and all(type(layer) in CACHE_LAYERS for layer in cache.layers)
+        and cache.get_seq_length() == 0
+        # Multimodal models keep state of the batch outside the cache.
+        and model.config.get_text_config(decoder=True) is model.config
+        and not _has_dropout(model)
+    )
+
+
+def _has_dropout(model: Any) -> bool:
+    """TRL generates in training mode, with dropout where the model or an adapter has it."""
+    in_attention = model.training and model.config.to_dict().get("attention_dropout")
+    return bool(in_attention) or any(isinstance(m, nn.Dropout) and m.training and m.p > 0 for m in model.modules())
+
+
+def _row_inputs(kwargs: dict[str, Any]) -> list[str]:
+    """Names of the inputs that have one row per row of the batch; a single row of positions is for all of them."""
+    num_rows = len(kwargs["input_ids"])
+    return [name for name in ROW_INPUTS if kwargs.get(name) is not None and len(kwargs[name]) == num_rows]
+
+
+def _first_of_each(kwargs: dict[str, Any]) -> tuple[list[int], list[int]] | None:
+    """
+    Find rows of the batch that are equal in every input.
+
+    Args:
+        kwargs (`dict[str, Any]`):
+            Arguments of the forward pass.
+
+    Returns:
+        `tuple[list[int], list[int]]`, *optional*: The first row of each kind `[U]`, and for each row its kind `[B]`;
+        `None` if no two rows are equal.
+    """
+    table = torch.cat([kwargs[name].long() for name in _row_inputs(kwargs)], dim=1).cpu().numpy()  # (B, ...)
+    keys = [row.tobytes() for row in table]
+    first_rows: dict[bytes, int] = {}
+    for i, key in enumerate(keys):
+        first_rows.setdefault(key, i)
+    if len(first_rows) == len(keys):
+        return None
+    kinds = {key: kind for kind, key in enumerate(first_rows)}
+    return list(first_rows.values()), [kinds[key] for key in keys]
