@@ -15,10 +15,11 @@ from world import make_trainer
 
 from trl_explore.compat import check_trl_version
 from trl_explore.streams import LOSS_NORMALISERS
-from trl_explore.trainers import DeepGRPOTrainer, ExplorationTrainer
+from trl_explore.trainers import DeepGRPOTrainer, ExplorationTrainer, TreeGRPOTrainer
 
 SIGNATURES = {
     "_generate_single_turn": ["prompt_ids", "images", "multimodal_fields", "num_generations", "has_tool_images"],
+    "_generate": ["prompts"],
     "_generate_and_score_completions": ["inputs"],
     "_calculate_rewards": ["inputs", "prompts", "completions", "completion_ids_list"],
     "_compute_loss": ["model", "inputs"],
@@ -42,7 +43,7 @@ def vars_of_mro(cls, name):
     return next(vars(c)[name] for c in cls.__mro__ if name in vars(c))
 
 
-@pytest.mark.parametrize("trainer_class", [ExplorationTrainer, DeepGRPOTrainer])
+@pytest.mark.parametrize("trainer_class", [ExplorationTrainer, DeepGRPOTrainer, TreeGRPOTrainer])
 def test_constructors_take_what_grpo_trainer_takes(trainer_class):
     ours = inspect.signature(trainer_class.__init__).parameters
     theirs = inspect.signature(GRPOTrainer.__init__).parameters
@@ -71,6 +72,10 @@ def test_attributes_that_are_swapped_or_read(trainer):
     assert trainer.top_entropy_quantile == 1.0 and trainer.beta == 0.1 and trainer.loss_type == "dapo"
     assert trainer.reward_func_names == ["contains_answer"] and trainer.reward_weights.tolist() == [1.0]
     assert trainer.state.num_input_tokens_seen == 0
+    assert trainer.temperature == 1.0 and trainer.use_transformers_continuous_batching is False
+    trainer._log_completion_extra("column", [1, 2])
+    trainer._log_metric("metric", 3.0)
+    assert trainer._pending_extra_logs == {"column": [1, 2]} and trainer._pending_metrics == {"metric": [3.0]}
     assert trainer.accelerator.gradient_state.sync_gradients is True
     assert callable(trainer.accelerator.gradient_state._set_sync_gradients)
 
@@ -119,6 +124,24 @@ def test_finished_rollouts_go_back_through_the_rollout_slot(trainer):
     assert output["tool_mask"].tolist() == [[0, 1, 1, 1], [0, 1, 1, 1], [0, 1, 1, 1], [0, 1, 1, 1]]
     assert (output["tool_mask"] * output["completion_mask"]).sum() == output["num_items_in_batch"] == 8
     assert output["advantages"][0] == output["advantages"][1] == -output["advantages"][2]
+
+
+def test_generation_gives_completions_fourth_and_the_loss_mask_third(trainer):
+    prompts = [row["prompt"] for row in next(iter(trainer.get_train_dataloader()))[:4]]
+    prompt_ids, completion_ids, mask, completions, *_ = trainer._generate(prompts)
+    assert len(prompt_ids) == len(completion_ids) == len(completions) == 4 and mask is None
+    assert completions[0] == trainer.processing_class.decode(completion_ids[0], skip_special_tokens=True)
+
+
+def test_entropies_are_of_the_tempered_distribution(tmp_path):
+    trainer = make_trainer(GRPOTrainer, GRPOConfig, tmp_path, temperature=0.5)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        _, entropies, _ = trainer._get_per_token_logps_and_entropies(
+            trainer.model, ids, torch.ones_like(ids), 2, batch_size=1, compute_entropy=True
+        )
+        logprobs = (trainer.model(ids).logits[:, 1:3] / 0.5).log_softmax(dim=-1)
+    torch.testing.assert_close(entropies, -(logprobs.exp() * logprobs).sum(dim=-1), rtol=1e-4, atol=1e-5)
 
 
 def test_loss_types_are_those_whose_normaliser_is_known(tmp_path):

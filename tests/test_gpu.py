@@ -4,13 +4,21 @@ import pytest
 import torch
 from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
-from world import assert_same, differ, make_trainer, parameters, trained
+from world import assert_same, contains_answer, differ, make_trainer, parameters, trained
 
-from trl_explore.trainers import DeepGRPOConfig, DeepGRPOTrainer, ExplorationConfig, ExplorationTrainer
+from trl_explore.trainers import (
+    DeepGRPOConfig,
+    DeepGRPOTrainer,
+    ExplorationConfig,
+    ExplorationTrainer,
+    TreeGRPOConfig,
+    TreeGRPOTrainer,
+)
 
 pytestmark = pytest.mark.gpu
 CUTS = dict(num_branches=3, segmentation="fixed", segment_length=2, use_cpu=False)
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+SAVING = dict(save_strategy="steps", save_steps=2)
 SETTINGS = {
     "float32": {},
     "bf16": dict(bf16=True),
@@ -54,6 +62,39 @@ def test_a_run_resumed_off_a_boundary_is_exact(tmp_path):
     again = make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **options)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert_same(parameters(again), parameters(whole))
+
+
+@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS.keys())
+def test_tree_search_of_depth_one_is_grpo(tmp_path, options):
+    def signed(completions, answer, **kwargs):
+        return [2 * reward - 1 for reward in contains_answer(completions, answer)]
+
+    flat = dict(expansion_width=4, max_tree_depth=1, node_length=8, epsilon_high=None)
+    expected, _ = trained(
+        GRPOTrainer, GRPOConfig, tmp_path, use_cpu=False, scale_rewards="none", reward_funcs=signed, **options
+    )
+    got, _ = trained(TreeGRPOTrainer, TreeGRPOConfig, tmp_path, use_cpu=False, **flat, **options)
+    assert_same(got, expected, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS.keys())
+def test_tree_search_trains_and_resumes(tmp_path, options):
+    options = dict(use_cpu=False, expansion_width=3, node_length=2, steps_per_generation=4, max_steps=7, **options)
+    whole = make_trainer(TreeGRPOTrainer, TreeGRPOConfig, tmp_path, **options, **SAVING)
+    whole.train()
+    assert whole.state.log_history[0]["tree/encoded_fraction"] < 0.5
+    again = make_trainer(TreeGRPOTrainer, TreeGRPOConfig, tmp_path, **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert_same(parameters(again), parameters(whole))
+
+
+def test_tree_search_with_continuous_batching_knows_its_entropies(tmp_path):
+    trainer = make_trainer(
+        TreeGRPOTrainer, TreeGRPOConfig, tmp_path, use_cpu=False, use_transformers_continuous_batching=True,
+        expansion_width=3, node_length=2, max_steps=1,
+    )  # fmt: skip
+    trainer.train()
+    assert all(node.entropy > 0 for tree in trainer._trees for node in tree.nodes[1:])
 
 
 def test_continuous_batching_samples_within_budgets(tmp_path):

@@ -107,20 +107,20 @@ class SamplingTrainer(StreamTrainer):
         config = self.generation_config
         self.generation_config = copy.deepcopy(config)
         self.generation_config.max_new_tokens = max_new_tokens
-        model = self.accelerator.unwrap_model(self.model)
+        self.generation_config.prefill_chunk_size = None  # one forward pass per recorded token
         by_hooks = not self.use_transformers_continuous_batching  # which schedules forward passes of its own
+        model = self.accelerator.unwrap_model(self.model)
+        recording = recorded(model, temperature=self.temperature, entropies=entropies) if by_hooks else nullcontext()
         try:
-            with recorded(
-                model, temperature=self.temperature, entropies=entropies and by_hooks, share_prefill=by_hooks
-            ) as record:
+            with recording as record:
                 ids = super()._generate_single_turn(prefixes, None, {}, 1)[0]
         finally:
             self.generation_config = config
+        if record is None:
+            return ids, self._entropies(prefixes, ids) if entropies else None
         self.prefix_tokens_asked += record.prefill_tokens
         self.prefix_tokens_encoded += record.encoded_tokens
-        if not entropies:
-            return ids, None
-        return ids, record.token_entropies([len(i) for i in ids]) if by_hooks else self._entropies(prefixes, ids)
+        return ids, record.token_entropies([len(i) for i in ids]) if entropies else None
 
     def _entropies(self, prefixes: list[list[int]], ids: list[list[int]]) -> list[list[float]]:
         """Entropies of the distributions that tokens were drawn from, by a forward pass over them."""

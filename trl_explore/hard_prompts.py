@@ -78,7 +78,7 @@ def filter_hard_prompts(
         threshold (`float`, *optional*, defaults to `0.25`):
             Pass rate below which a prompt is hard. In `(0, 1]`.
         max_completion_length (`int`, *optional*):
-            Most tokens per completion. `None` for the trainer's, with a model for TRL's default (256).
+            Most tokens per completion. `None` for the trainer's, with a model for TRL's default.
         temperature (`float`, *optional*, defaults to `1.0`):
             Sampling temperature, positive.
         success_threshold (`float`, *optional*, defaults to `1.0`):

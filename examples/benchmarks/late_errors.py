@@ -17,12 +17,12 @@ from pathlib import Path
 import torch
 import transformers
 
+from trl_explore.clocks import comparison_table
 from trl_explore.comparison import Arm, Budget, train_arm
 from trl_explore.tasks import get_task
 from trl_explore.tasks.warm_start import warm_start
 
 METRICS = {"greedy": "eval/greedy_accuracy", "pass@1": "eval/pass_at_1", "pass@16": "eval/pass_at_16"}
-T_95 = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # two-sided, n - 1 degrees of freedom
 
 
 def make_arms(max_pivots):
@@ -35,40 +35,6 @@ def make_arms(max_pivots):
         Arm("root control", "deep_grpo", {**common, "pivot_selection": "root"}),
         Arm("uniform control", "deep_grpo", {**common, **parts, "pivot_selection": "uniform"}),
     ]
-
-
-def at(points, clock, value, metric):
-    """Metric where the clock shows `value`, between the two nearest evaluations; None past the last one."""
-    for before, after in zip(points, points[1:], strict=False):
-        if before[clock] <= value <= after[clock]:
-            share = (value - before[clock]) / max(after[clock] - before[clock], 1e-9)
-            return before[metric] + share * (after[metric] - before[metric])
-    return None
-
-
-def with_interval(values):
-    mean = statistics.mean(values)
-    if len(values) < 2:
-        return f"{100 * mean:5.1f}"
-    half = T_95[len(values)] * statistics.stdev(values) / len(values) ** 0.5
-    return f"{100 * mean:5.1f} ± {100 * half:4.1f}"
-
-
-def table(runs, clock):
-    seeds = sorted({run["seed"] for run in runs})
-    names = list(dict.fromkeys(run["arm"] for run in runs))
-    points = {(run["arm"], run["seed"]): run["points"] for run in runs}
-    value = min(p[-1][clock] for p in points.values())
-    print(f"\nat equal {clock}: {value:,.0f}      (mean ± 95 % interval over {len(seeds)} seeds; per seed)")
-    for name in names:
-        cells = []
-        for label, metric in METRICS.items():
-            values = [at(points[name, seed], clock, value, metric) for seed in seeds]
-            base = [at(points[names[0], seed], clock, value, metric) for seed in seeds]
-            gap = with_interval([v - b for v, b in zip(values, base, strict=True)]) if name != names[0] else ""
-            each = "/".join(f"{100 * v:.0f}" for v in values)
-            cells.append(f"{label} {with_interval(values)} ({each}) {f'[vs GRPO {gap}]' if gap else '':24s}")
-        print(f"  {name:16s} " + "  ".join(cells))
 
 
 def main():
@@ -114,7 +80,7 @@ def main():
             last = run.points[-1]
             print({k: round(v, 3) for k, v in last.items()}, arm.name, seed, flush=True)
     for clock in ("cpu_seconds", "tokens", "step"):
-        table(runs, clock)
+        print("\n" + comparison_table(runs, clock, METRICS))
     print("\nper step, median over the run")
     for arm in arms:
         steps = [step for run in runs if run["arm"] == arm.name for step in run["steps"]]

@@ -1,11 +1,12 @@
-"""Where a DEEP-GRPO step spends its time, beside plain GRPO on the same model and data.
+"""Where a step of DEEP-GRPO or of tree search spends its time, beside plain GRPO on the same model and data.
 
     python examples/benchmarks/step_breakdown.py                      # the quick-start's tiny model, CPU
+    python examples/benchmarks/step_breakdown.py --method tree_grpo
     python examples/benchmarks/step_breakdown.py --half_billion       # Qwen2.5-0.5B's shape with random weights, CUDA
 
 Rounds of the two trainers alternate in one process, so that a machine that drifts slows both; figures are medians over
 the steps of all rounds, ratios are per pair of rounds. `own work` is what the method itself does (segmenting,
-estimator, pivots, splicing rows), in percent of the step.
+estimator, pivots, splicing rows; selecting, expanding, backing up), in percent of the step.
 """
 
 import argparse
@@ -23,7 +24,21 @@ from trl_explore.comparison import common_options
 from trl_explore.tasks import get_task
 from trl_explore.tasks.tiny_model import build_tokenizer
 from trl_explore.tasks.warm_start import warm_start
-from trl_explore.trainers import DeepGRPOConfig, DeepGRPOTrainer
+from trl_explore.trainers import DeepGRPOConfig, DeepGRPOTrainer, TreeGRPOConfig, TreeGRPOTrainer
+
+LABELS = {
+    "deep_grpo": {
+        "main generation": "generation/main_seconds",
+        "branch generation": "generation/extra_seconds",
+        "own work": "pivots/own_seconds",
+    },
+    "tree_grpo": {
+        "sampling nodes": "tree/sampling_seconds",
+        "scoring leaves": "tree/scoring_seconds",
+        "own work": "tree/own_seconds",
+    },
+}
+TRAINERS = {"deep_grpo": (DeepGRPOTrainer, DeepGRPOConfig), "tree_grpo": (TreeGRPOTrainer, TreeGRPOConfig)}
 
 
 class StepClock(TrainerCallback):
@@ -46,7 +61,11 @@ def tiny_setting(args):
     task = get_task("chain")
     start = warm_start(task, seed=args.seed)
     config = common_options(task, seed=args.seed)
-    deep = dict(max_pivots_per_batch=16, segment_delimiters=[";"], sampling_batch_size=args.sampling_batch_size)
+    method = {
+        "deep_grpo": dict(max_pivots_per_batch=16, segment_delimiters=[";"]),
+        "tree_grpo": dict(node_length=7),
+    }[args.method]
+    method["sampling_batch_size"] = args.sampling_batch_size
     make = lambda: AutoModelForCausalLM.from_pretrained(start)  # noqa: E731
     return (
         make,
@@ -54,7 +73,7 @@ def tiny_setting(args):
         task.build_dataset(2000, seed=1),
         task.reward,
         config,
-        deep,
+        method,
         None,
     )
 
@@ -89,9 +108,12 @@ def half_billion_setting(args):
         disable_tqdm=True,
         seed=args.seed,
     )
-    deep = dict(segmentation="fixed", segment_length=50, max_pivots_per_batch=args.max_pivots)
-    deep["sampling_batch_size"] = args.sampling_batch_size
-    return make, tokenizer, data, coin, config, deep, LoraConfig(r=16, target_modules="all-linear")
+    method = {
+        "deep_grpo": dict(segmentation="fixed", segment_length=50, max_pivots_per_batch=args.max_pivots),
+        "tree_grpo": dict(node_length=64),
+    }[args.method]
+    method["sampling_batch_size"] = args.sampling_batch_size
+    return make, tokenizer, data, coin, config, method, LoraConfig(r=16, target_modules="all-linear")
 
 
 def run(trainer_class, config_class, setting, options, steps):
@@ -118,6 +140,7 @@ def run(trainer_class, config_class, setting, options, steps):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--half_billion", action="store_true")
+    parser.add_argument("--method", choices=TRAINERS, default="deep_grpo")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--max_pivots", type=int, default=16)
@@ -128,34 +151,32 @@ def main():
     torch.set_num_threads(args.threads)
     transformers.utils.logging.set_verbosity_error()
     setting = (half_billion_setting if args.half_billion else tiny_setting)(args)
-    seconds, logs, peaks = {"grpo": [], "deep": []}, [], {}
+    seconds, logs, peaks = {"grpo": [], "method": []}, [], {}
     ratios = []
     for _ in range(args.rounds):
         plain, _, peaks["grpo"] = run(GRPOTrainer, GRPOConfig, setting, {}, args.steps)
-        deep, deep_logs, peaks["deep"] = run(DeepGRPOTrainer, DeepGRPOConfig, setting, setting[5], args.steps)
+        ours, our_logs, peaks["method"] = run(*TRAINERS[args.method], setting, setting[5], args.steps)
         seconds["grpo"] += plain
-        seconds["deep"] += deep
-        logs += deep_logs
-        ratios.append(statistics.median(deep) / statistics.median(plain))
+        seconds["method"] += ours
+        logs += our_logs
+        ratios.append(statistics.median(ours) / statistics.median(plain))
 
-    step = statistics.median(seconds["deep"])
+    step = statistics.median(seconds["method"])
     print(f"\nstep GRPO            {statistics.median(seconds['grpo']):8.3f} s   (n={len(seconds['grpo'])})")
     spread = f"{min(ratios):.2f}-{max(ratios):.2f}"
-    print(f"step DEEP-GRPO       {step:8.3f} s   ratio {statistics.median(ratios):.2f} ({spread})")
-    for label, key in {
-        "  main generation": "generation/main_seconds",
-        "  branch generation": "generation/extra_seconds",
-        "  own work": "pivots/own_seconds",
-    }.items():
+    print(f"step {args.method:15s} {step:8.3f} s   ratio {statistics.median(ratios):.2f} ({spread})")
+    for label, key in LABELS[args.method].items():
         value = statistics.median([entry.get(key, 0.0) for entry in logs])
-        print(f"{label:20s} {value:8.3f} s   {100 * value / step:5.1f} % of the step")
-    shares = [100 * entry["pivots/own_seconds"] / entry["step_time"] for entry in logs]
+        print(f"  {label:18s} {value:8.3f} s   {100 * value / step:5.1f} % of the step")
+    own = LABELS[args.method]["own work"]
+    shares = [100 * entry[own] / entry["step_time"] for entry in logs]
     print(f"  own work / step      median {statistics.median(shares):.2f} %, largest {max(shares):.2f} %")
-    for key in ("pivots/tried", "pivots/token_ratio", "pivots/informative_fraction", "pivots/mean_suffix_length"):
+    counted = [key for key in logs[0] if key.startswith(own.split("/")[0]) and "seconds" not in key]
+    for key in counted:
         values = [entry[key] for entry in logs if key in entry]
-        print(f"  {key:28s} {statistics.median(values):8.3f}" if values else f"  {key:28s} none")
+        print(f"  {key:28s} {statistics.median(values):8.3f}")
     if torch.cuda.is_available():
-        print(f"peak memory          GRPO {peaks['grpo']:.2f} GiB, DEEP-GRPO {peaks['deep']:.2f} GiB")
+        print(f"peak memory          GRPO {peaks['grpo']:.2f} GiB, {args.method} {peaks['method']:.2f} GiB")
 
 
 if __name__ == "__main__":
