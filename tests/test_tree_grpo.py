@@ -180,6 +180,32 @@ def test_every_completion_is_scored_once(tmp_path, conversational):
     )  # fmt: skip
 
 
+def test_extra_columns_need_one_value_per_completion(tmp_path):
+    def sloppy(completions, log_extra, **kwargs):
+        log_extra("column", [0])
+        return [0.0] * len(completions)
+
+    trainer = tree_trainer(tmp_path, reward_funcs=sloppy)
+    with pytest.raises(ValueError, match=r"`log_extra\('column', ...\)` was given 1 values for"):
+        first_batch(trainer)
+
+
+def test_a_reward_model_sees_each_completion_once(tmp_path):
+    class Model(torch.nn.Module):
+        config = type("Config", (), {"_name_or_path": "tiny/reward", "pad_token_id": 0, "problem_type": None})()
+        rows = 0
+
+        def forward(self, input_ids, **kwargs):
+            Model.rows += len(input_ids)
+            return type("Output", (), {"logits": (input_ids == 6).any(dim=1, keepdim=True).float()})()
+
+    trainer = tree_trainer(tmp_path, reward_funcs=Model(), reward_processing_classes=make_tokenizer())
+    first_batch(trainer)
+    scored = sum(node.terminal for tree in trainer._trees for node in tree.nodes)
+    assert Model.rows == scored
+    assert {node.outcome for tree in trainer._trees for node in tree.nodes if node.terminal} <= {1.0, -1.0}
+
+
 def test_several_reward_functions_keep_their_values_and_weights(tmp_path):
     async def slow(completions, **kwargs):
         return [0.5] * len(completions)

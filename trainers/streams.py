@@ -101,6 +101,9 @@ class StreamTrainer(ResumableTrainer):
         Returns:
             `tuple[list[list[float]], list[dict]]`: Rewards per function, `[R][F]`, NaN where one returned `None`; and
             what the functions logged with `log_extra`, by column, `[R]`.
+
+        Raises:
+            ValueError: If a reward function logs another number of values than there are completions.
         """
         num_rows = self._max_over_processes(len(completion_ids))
         if num_rows == 0:
@@ -125,6 +128,12 @@ class StreamTrainer(ResumableTrainer):
             columns, logged = self._pending_extra_logs, self._pending_metrics
         for name, values in logged.items():
             self._pending_metrics[name].extend(values)
+        for name, values in columns.items():
+            if len(values) != len(completion_ids):
+                raise ValueError(
+                    f"`log_extra({name!r}, ...)` was given {len(values)} values for {len(completion_ids)} "
+                    "completions: log one per completion, from one reward function."
+                )
         extra = [{name: values[i] for name, values in columns.items()} for i in range(len(completion_ids))]
         return self.local(rewards)[: len(completion_ids)].tolist(), extra
 
