@@ -12,7 +12,7 @@ Offline, on a CPU, with a file of your own that has DeepMath's two columns `ques
     python examples/tree_grpo.py --dataset_name data.jsonl --model_name_or_path ./my-model --use_cpu --bf16 false \
         --max_steps 3 --per_device_train_batch_size 8 --gradient_accumulation_steps 1 --max_completion_length 64
 
-Afterwards, look at what was searched: `trl-explore tree out/tree-grpo/trees/trees_0.jsonl --index 0 --html tree.html`.
+Afterwards, look at what was searched: `trl-explore tree out/tree-grpo/trees/trees_0.jsonl --index 0`.
 """
 
 from dataclasses import dataclass, field

@@ -5,6 +5,7 @@ import io
 import json
 import shutil
 import subprocess
+from pathlib import Path
 from html.parser import HTMLParser
 
 import pytest
@@ -387,7 +388,10 @@ def test_the_command_prints_one_tree_unwrapped(dump, capsys):
 @pytest.mark.parametrize(("index", "step"), [("0", 0), ("2", 2), ("-1", 2), ("-3", 0)])
 def test_trees_are_counted_from_either_end(dump, capsys, index, step):
     assert main(["tree", str(dump(*(small_tree(step=i) for i in range(3)))), "--index", index]) == 0
-    assert f"step {step}, index 3" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"step {step}, index 3" in printed
+    page = Path(printed.split("wrote ")[1].strip())  # beside the dump, named after the tree
+    assert page.name.endswith(f"_{step}.html") and page.read_text() == html_page(small_tree(step=step))
 
 
 def test_the_list_has_one_row_per_tree(dump, capsys):

@@ -22,12 +22,12 @@ LINE_WIDTH = 60
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="trl-explore tree",
-        description="Look at a search tree that a trainer dumped.",
+        description="Look at a search tree that a trainer dumped: here, and as a web page in one file.",
         epilog="Piped into another command, lines are not wrapped: trl-explore tree FILE | less -S",
     )
     parser.add_argument("file", metavar="FILE", help="dumped trees, such as out/trees/trees_0.jsonl")
     parser.add_argument("--index", type=int, help="which tree: 0 is the first, -1 the last (default: 0)")
-    parser.add_argument("--html", metavar="PATH", help="also write the tree as a web page, one file")
+    parser.add_argument("--html", metavar="PATH", help="where the web page goes (default: FILE_<index>.html)")
     parser.add_argument("--list", action="store_true", help="print a table of all trees of the file")
     return parser
 
@@ -58,7 +58,7 @@ def run(argv: list[str]) -> int:
                 )
             _print(_table_of(path))
             return 0
-        record = _pick(path, args.index or 0)
+        index, record = _pick(path, args.index or 0)
     except ValueError as error:
         raise UsageError(
             f"{str(path)!r}: {error}; delete that line, or pass a trees_<rank>.jsonl from a run's `dump_trees` folder"
@@ -66,10 +66,10 @@ def run(argv: list[str]) -> int:
     except OSError as error:
         raise UsageError(f"{str(path)!r} cannot be read: {error.strerror}") from error
     # the page first: a reader like `head` may end this process while it prints
-    page = None if args.html is None else _write_page(Path(args.html).expanduser(), record)
+    beside = path.with_name(f"{path.stem}_{index}.html")
+    page = _write_page(beside if args.html is None else Path(args.html).expanduser(), record)
     _print_tree(record)
-    if page is not None:
-        _print(Text(f"\nwrote {page}"))
+    _print(Text(f"\nwrote {page}"))
     return 0
 
 
@@ -91,18 +91,18 @@ def _no_tree(path: Path) -> UsageError:
     return UsageError(f"{str(path)!r} holds no whole tree yet; try again once the run has written one")
 
 
-def _pick(path: Path, index: int) -> dict[str, Any]:
+def _pick(path: Path, index: int) -> tuple[int, dict[str, Any]]:
     count = 0
     last: deque[dict[str, Any]] = deque(maxlen=max(-index, 1))  # never the whole file: dumps grow large
     for record in read_trees(path):
         if count == index:
-            return record
+            return index, record
         last.append(record)
         count += 1
     if not count:
         raise _no_tree(path)
     if index < 0 and count >= -index:
-        return last[0]
+        return count + index, last[0]
     raise UsageError(
         f"--index {index}: {str(path)!r} holds {count} tree(s); pass a number from {-count} to {count - 1}"
     )

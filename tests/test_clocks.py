@@ -1,0 +1,35 @@
+"""Reading learning curves at equal cost."""
+
+import pytest
+
+from trl_explore.clocks import comparison_table, mean_with_interval, value_at
+
+CURVE = [{"tokens": 0, "acc": 0.2}, {"tokens": 100, "acc": 0.4}, {"tokens": 300, "acc": 0.8}]
+
+
+@pytest.mark.parametrize("reading, expected", [(0, 0.2), (50, 0.3), (100, 0.4), (200, 0.6), (300, 0.8), (301, None)])
+def test_a_curve_is_read_between_its_points(reading, expected):
+    got = value_at(CURVE, "tokens", reading, "acc")
+    assert got == (None if expected is None else pytest.approx(expected))
+
+
+def test_points_at_the_same_cost():
+    assert value_at([{"t": 5, "acc": 0.1}, {"t": 5, "acc": 0.9}], "t", 5, "acc") == pytest.approx(0.1)
+
+
+def test_interval_is_students():
+    # Standard deviation 0.1 of three values, 4.303 for two degrees of freedom.
+    assert mean_with_interval([0.4, 0.5, 0.6]) == " 50.0 ± 24.8"
+    assert mean_with_interval([0.5]) == " 50.0"
+
+
+def test_arms_are_compared_where_the_slowest_stopped_and_paired_by_seed():
+    def run(arm, seed, end, cost):
+        return {"arm": arm, "seed": seed, "points": [{"t": 0, "acc": 0.0}, {"t": cost, "acc": end}]}
+
+    runs = [run("A", 0, 0.8, 200), run("B", 0, 0.5, 100), run("A", 1, 0.4, 200), run("B", 1, 0.3, 100)]
+    table = comparison_table(runs, "t", {"accuracy": "acc"})
+    assert table.splitlines()[0].startswith("at equal t: 100 ")
+    # At 100, A has 0.4 and 0.2, B 0.5 and 0.3: B is ahead by 10 points on both seeds.
+    assert "accuracy  30.0" in table.splitlines()[1] and "(40/20)" in table.splitlines()[1]
+    assert "(50/30)" in table.splitlines()[2] and "[vs A  10.0 ±  0.0]" in table.splitlines()[2]
