@@ -5,8 +5,8 @@ import io
 import json
 import shutil
 import subprocess
-from pathlib import Path
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from rich.color import ColorSystem
