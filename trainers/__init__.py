@@ -11,6 +11,7 @@ check_trl_version(trl.__version__)
 from .base import ExplorationTrainer
 from .config import ExplorationConfig
 from .deep_grpo import DeepGRPOConfig, DeepGRPOTrainer
+from .sesa import SESAConfig, SESATrainer
 from .tree_grpo import TreeGRPOConfig, TreeGRPOTrainer
 
 __all__ = [
@@ -18,6 +19,8 @@ __all__ = [
     "DeepGRPOTrainer",
     "ExplorationConfig",
     "ExplorationTrainer",
+    "SESAConfig",
+    "SESATrainer",
     "TreeGRPOConfig",
     "TreeGRPOTrainer",
 ]

@@ -54,6 +54,7 @@ class ExplorationTrainer(SamplingTrainer):
     accepts_tools = False
     accepts_vision = False
     samples_extra_rows = False
+    needs_whole_groups = False
 
     # Class-level defaults: objects made without `__init__` behave as plain GRPO.
     args: Any
@@ -134,6 +135,14 @@ class ExplorationTrainer(SamplingTrainer):
             )
         if args.use_vllm and self.samples_extra_rows:
             raise NotImplementedError(vllm_message(name))
+        rows = args.per_device_train_batch_size * args.steps_per_generation
+        if self.needs_whole_groups and rows % args.num_generations:
+            raise ValueError(
+                f"{name} needs all completions of a prompt on one process, but its {args.num_generations} would span "
+                f"several: `per_device_train_batch_size={args.per_device_train_batch_size}` times "
+                f"`steps_per_generation={args.steps_per_generation}` must be a multiple of "
+                f"`num_generations={args.num_generations}`. Change one of the three."
+            )
         if isinstance(train_dataset, Dataset | IterableDataset) and environment_factory is None:
             columns = train_dataset.column_names
             if columns is not None and "prompt" not in columns:

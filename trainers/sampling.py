@@ -101,6 +101,35 @@ class SamplingTrainer(StreamTrainer):
         done = iter(sampled)
         return [[next(done) for _ in range(n)] for n in counts]  # type: ignore[misc]
 
+    def token_logprobs(self, prefixes: list[list[int]], completion_ids: list[list[int]]) -> list[list[float]]:
+        """
+        Log-probabilities of completions under the current policy; every process calls it with as many rows.
+
+        Args:
+            prefixes (`list[list[int]]`):
+                Tokens that each completion is conditioned on, `[R][P_i]`.
+            completion_ids (`list[list[int]]`):
+                Tokens of the completions, `[R][T_i]`.
+
+        Returns:
+            `list[list[float]]`: `[R][T_i]`, at the sampling temperature.
+        """
+        logprobs, _ = self._forward(prefixes, completion_ids)
+        return [row[: len(ids)] for row, ids in zip(logprobs.tolist(), completion_ids, strict=True)]
+
+    def encode_prompts(self, prompts: list) -> list[list[int]]:
+        """
+        Tokens of prompts, as TRL encodes those of the data set.
+
+        Args:
+            prompts (`list[str]` or `list[list[dict]]`):
+                Plain prompts, or conversations.
+
+        Returns:
+            `list[list[int]]`: `[R][P_i]`.
+        """
+        return self._tokenize_prompts(prompts)[0] if prompts else []
+
     def _generate_tokens(
         self, prefixes: list[list[int]], max_new_tokens: int, *, entropies: bool
     ) -> tuple[list[list[int]], list[list[float]] | None]:
@@ -124,6 +153,11 @@ class SamplingTrainer(StreamTrainer):
 
     def _entropies(self, prefixes: list[list[int]], ids: list[list[int]]) -> list[list[float]]:
         """Entropies of the distributions that tokens were drawn from, by a forward pass over them."""
+        _, entropies = self._forward(prefixes, ids)
+        return [row[: len(i)] for row, i in zip(entropies.tolist(), ids, strict=True)]
+
+    def _forward(self, prefixes: list[list[int]], ids: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities and entropies of completions, `(R, T)`, meaningless on padding."""
         device, pad_id = self.accelerator.device, self._tokenizer.pad_token_id
         longest = max(len(i) for i in ids)
         left, right = max(len(p) for p in prefixes), [longest - len(i) for i in ids]
@@ -135,7 +169,7 @@ class SamplingTrainer(StreamTrainer):
             for p, i, r in zip(prefixes, ids, right, strict=True)
         ]
         with torch.no_grad():
-            _, entropies, _ = self._get_per_token_logps_and_entropies(
+            logprobs, entropies, _ = self._get_per_token_logps_and_entropies(
                 self.model,
                 torch.tensor(rows, device=device),
                 torch.tensor(real, device=device),
@@ -143,7 +177,7 @@ class SamplingTrainer(StreamTrainer):
                 batch_size=self.args.per_device_train_batch_size,
                 compute_entropy=True,
             )
-        return [row[: len(i)] for row, i in zip(entropies.tolist(), ids, strict=True)]
+        return logprobs, entropies
 
     @contextmanager
     def _forked_randomness(self) -> Iterator[None]:

@@ -283,17 +283,10 @@ class TreeGRPOTrainer(ExplorationTrainer):
     num_generations: int
     config_class = TreeGRPOConfig
     samples_extra_rows = True
+    needs_whole_groups = True
 
     def _check_arguments(self, args, train_dataset, tools, rollout_func, environment_factory) -> None:
         super()._check_arguments(args, train_dataset, tools, rollout_func, environment_factory)
-        rows = args.per_device_train_batch_size * args.steps_per_generation
-        if rows % args.num_generations:
-            raise ValueError(
-                f"a tree grows on one process, but the {args.num_generations} completions of a prompt would span "
-                f"several: `per_device_train_batch_size={args.per_device_train_batch_size}` times "
-                f"`steps_per_generation={args.steps_per_generation}` must be a multiple of "
-                f"`num_generations={args.num_generations}`. Change one of the three."
-            )
         if args.multi_objective_aggregation != "sum_then_normalize":
             raise ValueError(
                 f"`multi_objective_aggregation={args.multi_objective_aggregation!r}` has no meaning for a tree "

@@ -6,9 +6,24 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from trl_explore.trainers import DeepGRPOConfig, DeepGRPOTrainer, TreeGRPOConfig, TreeGRPOTrainer
+    from trl_explore.trainers import (
+        DeepGRPOConfig,
+        DeepGRPOTrainer,
+        SESAConfig,
+        SESATrainer,
+        TreeGRPOConfig,
+        TreeGRPOTrainer,
+    )
 
-__all__ = ["DeepGRPOConfig", "DeepGRPOTrainer", "TreeGRPOConfig", "TreeGRPOTrainer", "__version__"]
+__all__ = [
+    "DeepGRPOConfig",
+    "DeepGRPOTrainer",
+    "SESAConfig",
+    "SESATrainer",
+    "TreeGRPOConfig",
+    "TreeGRPOTrainer",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -36,6 +36,12 @@ def _deep_grpo() -> "tuple[type[GRPOConfig], type[GRPOTrainer]]":
     return DeepGRPOConfig, DeepGRPOTrainer
 
 
+def _sesa() -> "tuple[type[GRPOConfig], type[GRPOTrainer]]":
+    from trl_explore.trainers import SESAConfig, SESATrainer
+
+    return SESAConfig, SESATrainer
+
+
 def _tree_grpo() -> "tuple[type[GRPOConfig], type[GRPOTrainer]]":
     from trl_explore.trainers import TreeGRPOConfig, TreeGRPOTrainer
 
@@ -46,6 +52,7 @@ def _tree_grpo() -> "tuple[type[GRPOConfig], type[GRPOTrainer]]":
 METHODS: "dict[str, Callable[[], tuple[type[GRPOConfig], type[GRPOTrainer]]]]" = {
     "deep_grpo": _deep_grpo,
     "tree_grpo": _tree_grpo,
+    "sesa": _sesa,
     "grpo": _grpo,
 }
 

@@ -94,9 +94,10 @@ class CostCallback(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if logs is None or "completions/mean_length" not in logs or "train_runtime" in logs:
             return
-        # A tree search samples more than it trains on, and says how much.
+        # Methods that sample other tokens than they train on say how many.
         main = logs["completions/mean_length"] * args.generation_batch_size
-        self.cost.tokens += logs.get("tree/sampled_tokens", main) + logs.get("pivots/sampled_tokens", 0.0)
+        main = logs.get("tree/sampled_tokens", logs.get("sketch/sampled_tokens", main))
+        self.cost.tokens += main + logs.get("pivots/sampled_tokens", 0.0)
         self.history.append({**asdict(self.cost), **{k: v for k, v in logs.items() if v is not None}})
         if self.progress is not None:
             self.progress.update(min(self.cost.tokens, self.budget.tokens) - self.progress.n)

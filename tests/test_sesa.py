@@ -1,0 +1,271 @@
+"""SESA: reductions to GRPO, what the sampler is shown, what is trained, and its errors."""
+
+import pytest
+import torch
+from peft import LoraConfig
+from trl import GRPOConfig, GRPOTrainer
+from world import (
+    always,
+    assert_same,
+    contains_answer,
+    differ,
+    make_dataset,
+    make_tokenizer,
+    make_trainer,
+    parameters,
+    trained,
+)
+
+from trl_explore.trainers import SESAConfig, SESATrainer
+
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+SHORT = dict(
+    max_sketch_length=4,
+    sketch_template="{problem}a",
+    next_sketch_template="{problem}b{sketches}",
+    sketch_separator=";",
+    solve_template="{sketch} {problem}",
+    candidate_template="{problem}c",
+    candidate_separator="+",
+)
+NEUTRAL = {**SHORT, "solve_template": "{problem}"}
+SETTINGS = {
+    "beta 0": {},
+    "beta": dict(beta=0.1),
+    "grpo loss": dict(loss_type="grpo"),
+    "two iterations": dict(num_iterations=2, max_steps=4),
+    "accumulation": dict(gradient_accumulation_steps=2),
+    "generation longer than accumulation": dict(gradient_accumulation_steps=2, steps_per_generation=4),
+    "lora, beta, two iterations": dict(peft_config=LORA, beta=0.1, num_iterations=2, max_steps=4),
+    "conversational": dict(conversational=True),
+}
+
+
+@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS.keys())
+@pytest.mark.parametrize("neutral", [dict(num_sketches=0), NEUTRAL], ids=["no sketches", "hidden sketches"])
+def test_without_visible_sketches_it_is_grpo_bit_for_bit(tmp_path, options, neutral):
+    expected, _ = trained(GRPOTrainer, GRPOConfig, tmp_path, **options)
+    got, log = trained(SESATrainer, SESAConfig, tmp_path, **neutral, **options)
+    assert_same(got, expected)
+    assert any("sketch/tokens" in entry for entry in log) == ("num_sketches" not in neutral)
+
+
+def sesa_trainer(folder, **options):
+    return make_trainer(SESATrainer, SESAConfig, folder, **{**SHORT, **options})
+
+
+def first_batch(trainer):
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    return trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+
+
+class Watched(SESATrainer):
+    """Notes every text that the model was asked to continue, and what it answered."""
+
+    def sample(self, prefixes, num_samples, max_new_tokens, **options):
+        sampled = super().sample(prefixes, num_samples, max_new_tokens, **options)
+        self.asked.append([self._tokenizer.decode(ids) for ids in prefixes])
+        self.answered.append([[self._text(c.token_ids) for c in group] for group in sampled])
+        return sampled
+
+    def rollout(self, prompt_ids, plain):
+        self.asked, self.answered = [], []
+
+        def watched(ids):
+            self.solved = [self._tokenizer.decode(row) for row in ids]
+            return plain(ids)
+
+        return super().rollout(prompt_ids, watched)
+
+
+def test_every_sketch_is_shown_the_ones_before_it_and_every_solution_its_own(tmp_path):
+    trainer = make_trainer(Watched, SESAConfig, tmp_path, **SHORT)
+    inputs = first_batch(trainer)
+    problems = [trainer.main_examples[g * 4]["prompt"] for g in range(2)]
+    assert len(trainer.asked) == 4  # one call per sketch for all prompts
+    drafts = [[], []]
+    for asked, answered in zip(trainer.asked, trainer.answered, strict=True):
+        for g in range(2):
+            told = ";".join(sketch for sketch in drafts[g] if sketch)
+            assert asked[g] == (f"{problems[g]}b{told}" if told else f"{problems[g]}a")
+            drafts[g].append(answered[g][0])
+    rows = [(problems[i // 4], drafts[i // 4][i % 4]) for i in range(8)]
+    assert trainer.solved == [f"{sketch} {problem}" if sketch else problem for problem, sketch in rows]
+    # Trained under the problem alone.
+    prompts = {tuple(ids) for ids in trainer.prompt_token_ids(inputs)}
+    assert prompts == {tuple(make_tokenizer()(problem)["input_ids"]) for problem in problems}
+
+
+def test_fewer_sketches_are_shared_in_turn(tmp_path):
+    trainer = make_trainer(Watched, SESAConfig, tmp_path, **SHORT, num_sketches=3)
+    first_batch(trainer)
+    assert len(trainer.asked) == 3
+    assert trainer.solved[0] == trainer.solved[3] and trainer.solved[4] == trainer.solved[7]
+
+
+def test_the_oldest_sketches_go_where_the_context_ends(tmp_path):
+    # Four tokens of problem, one of template, then sketches of up to four with a separator.
+    trainer = make_trainer(Watched, SESAConfig, tmp_path, **SHORT, context_length=18)
+    first_batch(trainer)
+    assert all(len(text) + 4 <= 18 for call in trainer.asked for text in call)
+    (dropped,) = trainer._metrics["train"]["sketch/dropped"]
+    assert dropped > 0
+    newest = [trainer.answered[2][g][0] for g in range(2)]
+    assert all(text.endswith(sketch) for text, sketch in zip(trainer.asked[3], newest, strict=True) if sketch)
+
+
+def test_a_solution_prompt_without_room_is_the_problem(tmp_path):
+    trainer = make_trainer(Watched, SESAConfig, tmp_path, **SHORT, context_length=13)
+    first_batch(trainer)
+    assert trainer._metrics["train"]["sketch/too_long"][0] > 0
+    assert all(len(text) + 8 <= 13 for text in trainer.solved)
+
+
+# ---------------------------------------------------------------------------------------------------- sequential
+
+
+class Listing(SESATrainer):
+    """Lists what the test says, and counts what else is sampled."""
+
+    def sample(self, prefixes, num_samples, max_new_tokens, **options):
+        sampled = super().sample(prefixes, num_samples, max_new_tokens, **options)
+        if isinstance(num_samples, int):
+            for group, text in zip(sampled, self.lists, strict=True):
+                ids = self._tokenizer(text)["input_ids"]
+                object.__setattr__(group[0], "token_ids", ids)
+                object.__setattr__(group[0], "finished", not text.endswith("+"))
+        else:
+            self.filled = list(num_samples)
+        return sampled
+
+
+def test_candidates_of_a_list_become_rows(tmp_path):
+    trainer = make_trainer(Listing, SESAConfig, tmp_path, **SHORT, mode="sequential")
+    trainer.lists = ["1+2+1+3+4+5", "12+34+5+"]
+    inputs = first_batch(trainer)
+    texts = [trainer._text(ids) for ids in trainer.main_completion_ids]
+    assert texts[:4] == ["1", "2", "3", "4"] and texts[4:6] == ["12", "34"]
+    assert trainer.filled == [2]  # the last one of a list that was cut off does not count
+    assert all(ids[-1] == 1 for ids in trainer.main_completion_ids[:6])
+    assert len(inputs["advantages"]) == 8
+    metrics = trainer._metrics["train"]
+    assert metrics["sketch/fillers"] == [2.0] and metrics["sketch/distinct"] == [pytest.approx((5 / 6 + 1) / 2)]
+
+
+def test_long_candidates_are_cut_to_a_completion(tmp_path):
+    trainer = make_trainer(Listing, SESAConfig, tmp_path, **SHORT, mode="sequential")
+    trainer.lists = ["1234567890+2+3+4", "1+2+3+4"]
+    first_batch(trainer)
+    assert [len(ids) for ids in trainer.main_completion_ids] == [8, 2, 2, 2] + [2] * 4
+
+
+def test_lists_are_trained_and_learned_from(tmp_path):
+    before = parameters(make_trainer(output_dir=tmp_path))
+    got, log = trained(SESATrainer, SESAConfig, tmp_path, **SHORT, mode="sequential")
+    assert differ(got, before) and log[0]["sketch/sampled_tokens"] >= log[0]["sketch/tokens"] > 0
+
+
+# -------------------------------------------------------------------------------------------- likelihoods and metrics
+
+
+def test_the_correction_weights_tokens_by_the_likelihood_ratio(tmp_path):
+    trainer = sesa_trainer(tmp_path, off_policy_correction=True, off_policy_cap=1.5, steps_per_generation=1)
+    kept = {}
+
+    def remember(prompt_ids, solve_ids, completion_ids):
+        kept.update(prompts=prompt_ids, solves=solve_ids, completions=completion_ids)
+        return SESATrainer._likelihood_ratios(trainer, prompt_ids, solve_ids, completion_ids)
+
+    trainer._likelihood_ratios = remember
+    trainer.model.train()
+    rows = next(iter(trainer.get_train_dataloader()))
+    output = trainer._generate_and_score_completions(rows)
+    assert output["advantages"].shape == output["completion_ids"].shape
+    plain = output["advantages"].abs().sum()
+    for i, ids in enumerate(kept["completions"]):
+        expected = []
+        for context in (kept["prompts"][i], kept["solves"][i]):
+            with torch.no_grad():
+                logits = trainer.model(torch.tensor([context + ids])).logits[0, len(context) - 1 : -1]
+            expected.append(logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0])
+        ratio = (expected[0] - expected[1]).exp().clamp(max=1.5)
+        got = output["advantages"][i, : len(ids)]
+        scale = got[0] / ratio[0]
+        torch.testing.assert_close(got, ratio * scale, rtol=1e-3, atol=1e-5)
+    assert plain > 0 and trainer._metrics["train"]["sketch/ratio_capped_fraction"][0] > 0
+
+
+def test_metrics(tmp_path):
+    dataset = make_dataset()
+    dataset = dataset.add_column("targets", [["1", "2"]] * len(dataset))
+    trainer = sesa_trainer(tmp_path, train_dataset=dataset, max_steps=1, reward_funcs=contains_answer)
+    trainer.train()
+    log = trainer.state.log_history[0]
+    assert 0 < log["sketch/distinct"] <= 1 and 0 <= log["sketch/similarity"] < 1 and log["sketch/coverage"] == 0
+    assert log["sketch/drafting_seconds"] > 0 and log["sketch/solving_seconds"] > 0
+    main = log["completions/mean_length"] * 8
+    assert log["sketch/sampled_tokens"] == pytest.approx(log["sketch/tokens"] + main)
+    assert log["sketch/token_ratio"] == pytest.approx(log["sketch/tokens"] / log["sketch/sampled_tokens"])
+    assert 1 <= log["sketch/pass_ratio"] <= 4 and log["sketch/collapse_alarm"] in (0, 1)
+
+
+def test_the_alarm_is_for_groups_that_fail_and_succeed_together(tmp_path):
+    calls = []
+
+    def by_prompt(prompts, **kwargs):
+        calls.append(prompts)
+        return [float(prompt == prompts[0]) for prompt in prompts]
+
+    for reward, alarm in ((by_prompt, 1.0), (always, 0.0)):
+        trainer = sesa_trainer(tmp_path, reward_funcs=reward)
+        first_batch(trainer)
+        assert trainer._metrics["train"]["sketch/pass_ratio"] == [1.0]
+        assert trainer._metrics["train"]["sketch/collapse_alarm"] == [alarm]
+
+
+def test_evaluation_is_plain_grpo(tmp_path):
+    options = dict(eval_dataset=make_dataset().select(range(8)), num_generations_eval=2, max_steps=2)
+    plain = make_trainer(GRPOTrainer, GRPOConfig, tmp_path, **options)
+    sesa = sesa_trainer(tmp_path, **options)
+    torch.manual_seed(5)
+    expected = plain.evaluate()
+    torch.manual_seed(5)
+    got = sesa.evaluate()
+    same = [key for key in expected if "time" not in key and "second" not in key]
+    assert {k: got[k] for k in same} == {k: expected[k] for k in same}
+
+
+@pytest.mark.parametrize("mode", ["two_stage", "sequential"])
+def test_a_resumed_run_ends_where_the_uninterrupted_one_does(tmp_path, mode):
+    options = dict(SHORT, mode=mode, steps_per_generation=4, max_steps=7, off_policy_correction=mode == "two_stage")
+    whole = make_trainer(SESATrainer, SESAConfig, tmp_path, save_strategy="steps", save_steps=2, **options)
+    whole.train()
+    again = make_trainer(SESATrainer, SESAConfig, tmp_path, **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert_same(parameters(again), parameters(whole))
+
+
+# --------------------------------------------------------------------------------------------------------- errors
+
+
+ERRORS = {
+    "mode.*unknown value 'two-stage'; did you mean 'two_stage'": dict(mode="two-stage"),
+    "sketch_template='think'` must contain {problem}": dict(sketch_template="think"),
+    "next_sketch_template='{problem}'` must contain {sketches}": dict(next_sketch_template="{problem}"),
+    "next_sketch_template='{sketches}'` must contain {problem}": dict(next_sketch_template="{sketches}"),
+    "solve_template='{sketch}'` must contain {problem}": dict(solve_template="{sketch}"),
+    "candidate_template='list'` must contain {problem}": dict(candidate_template="list"),
+    "num_sketches=5` must be between 0 .* `num_generations=4`": dict(num_sketches=5),
+    "max_sketch_length=0` must be at least 1": dict(max_sketch_length=0),
+    "max_sketch_length=128` and `max_completion_length=8` leave no room": dict(max_sketch_length=128),
+    "off_policy_cap=0": dict(off_policy_cap=0),
+    "needs `mode='two_stage'`": dict(mode="sequential", off_policy_correction=True),
+    "sketch_separator` must not be empty": dict(sketch_separator=""),
+}
+
+
+@pytest.mark.parametrize("message, options", ERRORS.items(), ids=ERRORS.keys())
+def test_bad_input_is_refused_at_construction(tmp_path, message, options):
+    with pytest.raises(ValueError, match=message):
+        make_trainer(SESATrainer, SESAConfig, tmp_path, **options)

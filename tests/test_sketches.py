@@ -1,0 +1,81 @@
+"""Prompts with sketches, lists of candidates, and how diverse a group is."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trl_explore.sketches import (
+    check_template,
+    fill_prompt,
+    fill_template,
+    first_occurrences,
+    mean_similarity,
+    newest_that_fit,
+    pass_ratio,
+    split_candidates,
+)
+
+
+def test_slots_are_filled_once():
+    slots = {"problem": "{sketch} {x}", "sketch": "{problem}"}
+    assert fill_template("a {problem} b {sketch} {other} {}", slots) == "a {sketch} {x} b {problem} {other} {}"
+    assert fill_template("{num_candidates}", {}) == "{num_candidates}"
+
+
+def test_prompts_of_both_kinds_are_wrapped():
+    assert fill_prompt("1+1", "{problem}? {sketch}", {"sketch": "add"}) == "1+1? add"
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "1+1"}]
+    wrapped = fill_prompt(chat, "{problem}?", {})
+    assert wrapped == [{"role": "system", "content": "s"}, {"role": "user", "content": "1+1?"}]
+    assert chat[-1]["content"] == "1+1"
+    with pytest.raises(ValueError, match="end with a text message"):
+        fill_prompt([{"role": "user", "content": [{"type": "text", "text": "1"}]}], "{problem}", {})
+
+
+def test_a_template_without_a_slot_is_named():
+    check_template("solve_template", "{problem} {sketch}", required=["problem"])
+    with pytest.raises(ValueError, match=r"`next_sketch_template='{problem}'` must contain {sketches}"):
+        check_template("next_sketch_template", "{problem}", required=["problem", "sketches"])
+
+
+@given(st.lists(st.integers(0, 9)), st.integers(0, 30))
+def test_the_newest_that_fit_are_kept(lengths, budget):
+    kept = newest_that_fit([str(n) for n in lengths], lambda some: sum(map(int, some)) <= budget)
+    assert kept == [str(n) for n in lengths[len(lengths) - len(kept) :]]
+    assert sum(map(int, kept)) <= budget
+    longer = lengths[len(lengths) - len(kept) - 1 :]
+    assert len(kept) == len(lengths) or sum(longer) > budget
+
+
+@pytest.mark.parametrize(
+    "text, separator, expected",
+    [
+        ("1. a\n2) b\n\n- c\n(4) d", "\n", ["a", "b", "c", "d"]),
+        ("x,y,,z", ",", ["x", "y", "z"]),
+        ("a\na\n", "\n", ["a", "a"]),
+        ("3 apples\n-5\n1.5\n", "\n", ["3 apples", "-5", "1.5"]),  # numbers and signs of the answer stay
+        ("", "\n", []),
+    ],
+)
+def test_lists_are_taken_apart(text, separator, expected):
+    assert split_candidates(text, separator=separator) == expected
+
+
+def test_first_occurrences():
+    assert first_occurrences(["a", "b", "a", "c", "b"]) == [0, 1, 3]
+
+
+def test_similarity():
+    assert mean_similarity(["abc"]) == 0.0 and mean_similarity(["abc"] * 3) == 1.0
+    assert mean_similarity(["aaaa", "bbbb"]) == 0.0
+    assert mean_similarity(["ab", "ab", "cd"]) == pytest.approx(1 / 3)
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=4, max_size=4), min_size=1, max_size=6))
+def test_pass_ratio_is_one_where_samples_agree(groups):
+    ratio = pass_ratio(groups)
+    if ratio is None:
+        assert not any(map(any, groups))
+    else:
+        assert 1 - 1e-9 <= ratio <= 4 + 1e-9
+        assert (ratio < 1 + 1e-9) == all(len(set(group)) == 1 for group in groups)

@@ -1,0 +1,170 @@
+"""Sequential sampling: prompts that carry what was drafted before, lists taken apart, and how diverse a group is.
+
+After SESA (https://huggingface.co/papers/2510.15502), section 3.1 and algorithm 1. Drafts are short texts that go into
+the next prompt, so they are text here; what is trained is token ids again.
+"""
+
+import math
+import re
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from difflib import SequenceMatcher
+from itertools import combinations
+from typing import Any
+
+Prompt = Any  # a text, or a conversation as a list of messages
+
+SLOT = re.compile(r"\{(problem|sketches|sketch|num_candidates)\}")
+LIST_MARK = re.compile(r"^\s*(?:\(?\d{1,3}[.):]|[-*])\s+")
+
+
+def check_template(field: str, template: str, *, required: Sequence[str]) -> None:
+    """
+    Check that a template has its slots.
+
+    Args:
+        field (`str`):
+            Name of the configuration field, for the error message.
+        template (`str`):
+            The template.
+        required (`Sequence[str]`):
+            Slots that it must have, such as `"problem"`.
+
+    Raises:
+        ValueError: Naming the field and the slot that is missing.
+    """
+    missing = [f"{{{slot}}}" for slot in required if f"{{{slot}}}" not in template]
+    if missing:
+        raise ValueError(
+            f"`{field}={template!r}` must contain {' and '.join(missing)}: "
+            "that is where the text goes which the model is to see."
+        )
+
+
+def fill_template(template: str, slots: Mapping[str, str]) -> str:
+    """
+    Put texts into the slots of a template, once: a slot's name inside a text stays as it is.
+
+    Args:
+        template (`str`):
+            Text with slots such as `{problem}`; other braces are left alone.
+        slots (`Mapping[str, str]`):
+            Texts by slot.
+
+    Returns:
+        `str`: The text.
+    """
+    return SLOT.sub(lambda match: slots.get(match[1], match[0]), template)
+
+
+def fill_prompt(prompt: Prompt, template: str, slots: Mapping[str, str]) -> Prompt:
+    """
+    Wrap a data-set prompt into a template.
+
+    Args:
+        prompt (`str` or `list[dict]`):
+            A plain prompt, or a conversation that ends with a text message of the user.
+        template (`str`):
+            The template; `{problem}` stands for the prompt, in a conversation for its last message.
+        slots (`Mapping[str, str]`):
+            Texts of the other slots.
+
+    Returns:
+        `str` or `list[dict]`: A prompt of the same kind; the one given is left alone.
+
+    Raises:
+        ValueError: If a conversation does not end with a text message.
+    """
+    if isinstance(prompt, str):
+        return fill_template(template, {**slots, "problem": prompt})
+    *before, last = prompt
+    if not isinstance(last["content"], str):
+        raise ValueError(
+            f"sketches need prompts that end with a text message, but the last message is {last!r}: use plain texts "
+            "as `content`."
+        )
+    return [*before, {**last, "content": fill_template(template, {**slots, "problem": last["content"]})}]
+
+
+def newest_that_fit(sketches: Sequence[str], fits: Callable[[Sequence[str]], bool]) -> list[str]:
+    """
+    Drop the oldest sketches until the rest fits.
+
+    Args:
+        sketches (`Sequence[str]`):
+            Sketches, oldest first.
+        fits (`Callable[[Sequence[str]], bool]`):
+            Whether some of them fit; if they do, fewer do too.
+
+    Returns:
+        `list[str]`: The newest ones; empty if not even one fits.
+    """
+    for first in range(len(sketches)):
+        if fits(sketches[first:]):
+            return list(sketches[first:])
+    return []
+
+
+def split_candidates(text: str, *, separator: str) -> list[str]:
+    """
+    Take a list of candidates apart.
+
+    Args:
+        text (`str`):
+            One response.
+        separator (`str`):
+            What stands between candidates.
+
+    Returns:
+        `list[str]`: Candidates in order, without numbering, bullets and empty ones; with duplicates.
+    """
+    parts = (LIST_MARK.sub("", part).strip() for part in text.split(separator))
+    return [part for part in parts if part]
+
+
+def first_occurrences(items: Sequence[Hashable]) -> list[int]:
+    """
+    Positions of the items that do not repeat an earlier one.
+
+    Args:
+        items (`Sequence[Hashable]`):
+            Items.
+
+    Returns:
+        `list[int]`: Positions, in order.
+    """
+    return [i for i, item in enumerate(items) if item not in items[:i]]
+
+
+def mean_similarity(texts: Sequence[str]) -> float:
+    """
+    How alike texts are on average over all pairs.
+
+    Args:
+        texts (`Sequence[str]`):
+            Texts; one alone is like nothing.
+
+    Returns:
+        `float`: Mean of `difflib`'s ratio, in [0, 1]; 1 if all are equal.
+    """
+    pairs = list(combinations(texts, 2))
+    if not pairs:
+        return 0.0
+    return math.fsum(SequenceMatcher(None, a, b, autojunk=False).ratio() for a, b in pairs) / len(pairs)
+
+
+def pass_ratio(successes: Sequence[Sequence[bool]]) -> float | None:
+    """
+    Pass@G over Pass@1 of groups of G completions: near 1, a policy's samples succeed or fail together.
+
+    Args:
+        successes (`Sequence[Sequence[bool]]`):
+            Whether each completion of each prompt is correct, `[P][G]`.
+
+    Returns:
+        `float` or `None`: At least 1; `None` where nothing is correct.
+    """
+    total = sum(map(sum, successes))
+    if not total:
+        return None
+    each = total / sum(map(len, successes))
+    return sum(map(any, successes)) / len(successes) / each
