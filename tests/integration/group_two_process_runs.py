@@ -1,4 +1,4 @@
-"""Runs of test_tree_two_processes.py; started by torchrun, writes one JSON file per rank."""
+"""Runs of test_group_two_processes.py, for the methods that sample groups themselves; started by torchrun."""
 
 import json
 import os
@@ -12,10 +12,17 @@ from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
 from world import contains_answer, make_trainer, parameters
 
-from trl_explore.trainers import TreeGRPOConfig, TreeGRPOTrainer
+from trl_explore.trainers import SESAConfig, SESATrainer, TreeGRPOConfig, TreeGRPOTrainer
 
 torch.set_num_threads(1)
 SMALL = dict(expansion_width=3, node_length=2, per_device_train_batch_size=8, num_generations=4)
+SKETCHES = dict(
+    max_sketch_length=4,
+    sketch_template="{problem}a",
+    next_sketch_template="{problem}b{sketches}",
+    candidate_template="{problem}c",
+    candidate_separator="+",
+)
 FLAT = dict(expansion_width=4, max_tree_depth=1, node_length=8, epsilon_high=None)
 
 
@@ -92,10 +99,22 @@ def main(folder):
     out["resume"] = compare(again, whole)
     out["resumed solutions"] = again.solutions.state_dict() == whole.solutions.state_dict()
 
-    try:
-        make_trainer(TreeGRPOTrainer, TreeGRPOConfig, folder, **{**SMALL, "per_device_train_batch_size": 6})
-    except ValueError as error:
-        out["split groups"] = str(error)
+    unscaled = run(GRPOTrainer, GRPOConfig, folder)
+    hidden = run(SESATrainer, SESAConfig, folder, **SKETCHES, solve_template="{problem}")
+    out["hidden sketches"] = compare(hidden, unscaled)
+    out["hidden sketches drafted"] = hidden.state.log_history[0]["sketch/tokens"]
+    for mode in ("two_stage", "sequential"):
+        options = dict(SKETCHES, mode=mode, off_policy_correction=mode == "two_stage")
+        out[f"fingerprint {mode}"] = fingerprint(run(SESATrainer, SESAConfig, folder, **options))
+
+    for name, trainer_class, config_class in (
+        ("tree", TreeGRPOTrainer, TreeGRPOConfig),
+        ("sesa", SESATrainer, SESAConfig),
+    ):
+        try:
+            make_trainer(trainer_class, config_class, folder, per_device_train_batch_size=6)
+        except ValueError as error:
+            out[f"split groups {name}"] = str(error)
 
     (Path(folder) / f"rank{rank}.json").write_text(json.dumps(out))
     torch.distributed.barrier()

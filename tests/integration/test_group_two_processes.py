@@ -1,11 +1,11 @@
-"""Tree search on two real processes: trees of unequal size, whole groups per rank, one cache of solutions."""
+"""Methods that sample groups themselves, on two real processes: unequal trees, whole groups, shared solutions."""
 
 from pathlib import Path
 
 import pytest
 from ranks import results_of
 
-SCRIPT = Path(__file__).with_name("tree_two_process_runs.py")
+SCRIPT = Path(__file__).with_name("group_two_process_runs.py")
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +25,7 @@ def test_ranks_with_unequal_trees_end_with_the_same_parameters(results):
     assert results["rank0"]["logged"] == results["rank1"]["logged"]
 
 
-@pytest.mark.parametrize("case", ["beta", "lora", "accumulation", "iterations"])
+@pytest.mark.parametrize("case", ["beta", "lora", "accumulation", "iterations", "two_stage", "sequential"])
 def test_ranks_agree_with(results, case):
     assert results["rank0"][f"fingerprint {case}"] == results["rank1"][f"fingerprint {case}"]
 
@@ -50,6 +50,12 @@ def test_resume_is_exact_on_every_rank(results):
         assert rank["resume"] == "same" and rank["resumed solutions"] is True
 
 
-def test_groups_that_would_span_ranks_are_refused(results):
+def test_hidden_sketches_are_grpo_across_ranks(results):
     for rank in results.values():
-        assert "`per_device_train_batch_size=6` times `steps_per_generation=1`" in rank["split groups"]
+        assert rank["hidden sketches"] == "same" and rank["hidden sketches drafted"] > 0
+
+
+@pytest.mark.parametrize("method", ["tree", "sesa"])
+def test_groups_that_would_span_ranks_are_refused(results, method):
+    for rank in results.values():
+        assert "`per_device_train_batch_size=6` times `steps_per_generation=1`" in rank[f"split groups {method}"]
