@@ -421,7 +421,10 @@ class TreeGRPOTrainer(ExplorationTrainer):
             nodes = list(tree.nodes)
             for position, which in replace_failures(succeeded, len(solutions)):
                 node = tree.rows[position]
-                nodes[node] = nodes[node]._replace(token_ids=solutions[which], entropy=0.0, finished=True)
+                ids = solutions[which]
+                nodes[node] = nodes[node]._replace(
+                    token_ids=ids, length=len(ids), entropy=0.0, total_entropy=0.0, finished=True
+                )
                 placed.append((i, node))
             trees[i] = replace(tree, nodes=tuple(nodes))
         verdicts = self._score_leaves([Leaf(i, trees[i].completion_ids(node), True) for i, node in placed])

@@ -129,7 +129,7 @@ def tree_advantages(
         if outcome is None:
             continue
         penalties[row] = overlong_penalty(
-            len(tree.completion_ids(row)),
+            tree.nodes[row].length,
             max_completion_length=max_completion_length,
             buffer=overlong_buffer,
             penalty=overlong_penalty_weight,

@@ -38,7 +38,7 @@ def tree_counts(searched: Sequence[Tree], trained: Sequence[Tree], limits: Limit
         "solved": sum(any((tree.nodes[row].outcome or 0.0) > 0 for row in tree.rows) for tree in trained),
         "uniform": sum(is_uniform(tree) for tree in trained),
         "generated": sum(tree.generated_tokens for tree in searched),
-        "trained": sum(len(tree.completion_ids(row.index)) for tree, row in rows),
+        "trained": sum(row.length for _, row in rows),
         "distinct": sum(sum(map(sum, first_appearance(tree))) for tree in trained),
     }
 

@@ -27,8 +27,12 @@ class Node(NamedTuple):
             Number of chunks from the root to this node; the root has 0.
         token_ids (`list[int]`):
             Sampled tokens, an end-of-sequence token included; empty for the root.
+        length (`int`):
+            Tokens of the completion so far, from the root to the end of this node.
         entropy (`float`):
             Mean entropy of the distributions its tokens were drawn from, in nats, at least 0; see [`mean_entropy`].
+        total_entropy (`float`):
+            Sum of the token entropies of the completion so far, from the root to the end of this node.
         terminal (`bool`):
             Whether the completion ends here.
         finished (`bool`):
@@ -55,7 +59,9 @@ class Node(NamedTuple):
     parent: int
     depth: int
     token_ids: list[int]
+    length: int = 0
     entropy: float = 0.0
+    total_entropy: float = 0.0
     terminal: bool = False
     finished: bool = False
     iteration: int = 0
@@ -122,9 +128,8 @@ class Tree:
 
     def trajectory_entropy(self, index: int) -> float:
         """Mean token entropy over the whole completion that ends at node `index` (Eq. 3)."""
-        nodes = [self.nodes[node] for node in self.path(index)]
-        num_tokens = sum(len(node.token_ids) for node in nodes)
-        return sum(node.entropy * len(node.token_ids) for node in nodes) / max(num_tokens, 1)
+        node = self.nodes[index]
+        return node.total_entropy / max(node.length, 1)
 
     @property
     def rows(self) -> list[int]:

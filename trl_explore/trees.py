@@ -94,13 +94,16 @@ def select(
     """
 
     weights = dict(quality_weight=quality_weight, entropy_weight=entropy_weight, depth_weight=depth_weight)
+    of_siblings: dict[int, float] = {}  # what siblings have in common, computed once
 
     def score(index: int) -> float:
         node = tree.nodes[index]
-        parent_q = tree.nodes[node.parent].q if index != ROOT else 0.0
-        return frontier_score(
-            parent_q, node.entropy, node.depth, max_depth=limits.max_depth, depth_bonus=depth_bonus, **weights
-        )
+        if node.parent not in of_siblings:
+            parent_q = tree.nodes[node.parent].q if index != ROOT else 0.0
+            of_siblings[node.parent] = frontier_score(
+                parent_q, 0.0, node.depth, max_depth=limits.max_depth, depth_bonus=depth_bonus, **weights
+            )
+        return of_siblings[node.parent] + entropy_weight * node.entropy
 
     open_nodes = frontier(tree, limits)
     if open_nodes:
@@ -215,30 +218,31 @@ def expand(
         completion budget or is `direct`; the others have one visit with value 0.
     """
     parent = tree.nodes[index]
-    length = len(tree.completion_ids(index))
+    at_depth = parent.depth + 1 >= limits.max_depth
     children = []
     for offset, continuation in enumerate(continuations):
-        at_limit = parent.depth + 1 >= limits.max_depth or (
-            length + len(continuation.token_ids) >= limits.max_completion_length
-        )
-        terminal = continuation.finished or at_limit or direct
+        num_tokens, entropy = len(continuation.token_ids), mean_entropy(continuation)
+        length = parent.length + num_tokens
+        terminal = continuation.finished or at_depth or length >= limits.max_completion_length or direct
         children.append(
             Node(
                 index=len(tree.nodes) + offset,
                 parent=index,
                 depth=parent.depth + 1,
                 token_ids=list(continuation.token_ids),
-                entropy=mean_entropy(continuation),
+                length=length,
+                entropy=entropy,
+                total_entropy=parent.total_entropy + entropy * num_tokens,
                 terminal=terminal,
                 finished=continuation.finished,
-                iteration=tree.iterations,
+                iteration=tree.iterations + 1,
                 direct=direct,
                 visits=0 if terminal else 1,
             )
         )
     grown = parent._replace(children=(*parent.children, *(child.index for child in children)))
-    num_tokens = sum(len(child.token_ids) for child in children)
-    return _with_nodes(tree, {index: grown}, children, generated_tokens=tree.generated_tokens + num_tokens)
+    new_tokens = sum(len(child.token_ids) for child in children)
+    return _with_nodes(tree, {index: grown}, children, generated_tokens=tree.generated_tokens + new_tokens)
 
 
 def backup(tree: Tree, leaf: int, *, decay_min: float) -> Tree:
@@ -353,7 +357,6 @@ def _sample_children(trees: list[Tree], visits: dict[int, int], sample_fn: Sampl
     trees = list(trees)
     requests = {}  # by tree: most tokens per child, number of children
     for i, node in visits.items():
-        trees[i] = replace(trees[i], iterations=trees[i].iterations + 1)
         budget, count = _request(trees[i], node, limits)
         if count:
             requests[i] = budget, count
@@ -369,7 +372,7 @@ def _sample_children(trees: list[Tree], visits: dict[int, int], sample_fn: Sampl
 
 def _request(tree: Tree, index: int, limits: Limits) -> tuple[int, int]:
     """Most tokens of a child of the node, and how many children it may still get."""
-    budget = min(limits.node_length, limits.max_completion_length - len(tree.completion_ids(index)))
+    budget = min(limits.node_length, limits.max_completion_length - tree.nodes[index].length)
     room = _room(tree, tree.nodes[index], limits)
     if limits.max_tokens is not None:
         room = min(room, (limits.max_tokens - tree.generated_tokens) // budget)
@@ -390,22 +393,23 @@ def _score(trees: list[Tree], leaves: dict[int, list[int]], value_fn: ValueFn) -
 
 def _advance(tree: Tree, node: int, limits: Limits, *, select_fn: SelectFn, uct_coef: float, decay_min: float) -> Tree:
     """Back up one terminal child of the node just visited, if it has one, and choose the node to visit next."""
+    iterations = tree.iterations + 1
     children = tree.nodes[node].children
     candidates = _candidates_below(tree, node)
     if candidates:
         tree = backup(tree, choose_terminal(tree, candidates), decay_min=decay_min)
     if len(tree.results) >= limits.num_results:
-        return replace(tree, current=None, reason="complete")
-    if tree.iterations >= limits.max_iterations:
-        return replace(tree, current=None, reason="iterations")
+        return replace(tree, current=None, iterations=iterations, reason="complete")
+    if iterations >= limits.max_iterations:
+        return replace(tree, current=None, iterations=iterations, reason="iterations")
     # There is no child at all where the token budget allowed none.
     descend = children and not any(tree.nodes[child].terminal for child in children)
     following = best_child(tree, children, coef=uct_coef) if descend else select_fn(tree, limits)
     if following is None:
-        return replace(tree, current=None, reason="empty frontier")
+        return replace(tree, current=None, iterations=iterations, reason="empty frontier")
     if not _candidates_below(tree, following) and _request(tree, following, limits)[1] == 0:
-        return replace(tree, current=None, reason="tokens")
-    return replace(tree, current=following)
+        return replace(tree, current=None, iterations=iterations, reason="tokens")
+    return replace(tree, current=following, iterations=iterations)
 
 
 def _candidates_below(tree: Tree, node: int) -> list[int]:
