@@ -10,6 +10,7 @@ LABELS = {
     "eval/pass_at_8": "pass@8",
     "tokens": "generated tokens",
     "seconds": "seconds of training",
+    "cpu_seconds": "CPU seconds of training",
     "step": "optimiser steps",
 }
 

@@ -3,7 +3,7 @@
     python examples/benchmarks/tree_search.py --task chain --seeds 0 1 2 --tokens 2.5e6 --output out/tree_search
 
 Every seed has its own warm start, from which all arms begin; they share the learning rate, the batch of prompts and
-the held-out problems. Prints accuracy at equal generated tokens, seconds and optimiser steps (linear interpolation
+the held-out problems. Prints accuracy at equal generated tokens, CPU seconds and optimiser steps (interpolated
 between evaluations), the mean over seeds with a 95 % t-interval, paired differences to GRPO, and what a search costs.
 One node holds one step of the problem (`--node_length 7`).
 """
@@ -78,7 +78,7 @@ def main():
             runs.append(asdict(run))
             (output / "runs.json").write_text(json.dumps(runs))
             print({k: round(v, 3) for k, v in run.points[-1].items()}, arm.name, seed, flush=True)
-    for clock in ("tokens", "seconds", "step"):
+    for clock in ("tokens", "cpu_seconds", "step"):
         print("\n" + comparison_table(runs, clock, METRICS))
     print("\nper step, median over the run")
     for arm in arms:
@@ -90,7 +90,7 @@ def main():
             print(f", {part} {100 * found[f'tree/{part}_seconds'] / seconds:.1f} %", end="")
         print("".join(f", {k.removeprefix('tree/')} {v:.3g}" for k, v in found.items() if "seconds" not in k))
     try:
-        path = learning_curves(runs, output / "curves.png", title=f"tree search on {task.name}")
+        path = learning_curves(runs, output / "curves.png", clocks=("tokens", "cpu_seconds"), title=f"tree search on {task.name}")
     except ImportError:
         path = "no picture: pip install matplotlib"
     print(f"\n{path}")
