@@ -301,3 +301,33 @@ def test_two_processes_share_the_prompts_and_agree_on_the_metrics(tmp_path):
     environment = {**os.environ, "SMALL_WORLD_MODEL": saved_model(), "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert result.stdout.count("RANK_OK") == 2, result.stderr[-3000:]
+
+
+def test_coverage_is_the_share_of_targets_found(tmp_path):
+    rows = [
+        {"prompt": "1+1=", "answer": "2", "targets": ["a", "b"]},
+        {"prompt": "1+2=", "answer": "3", "targets": ["c"]},
+    ]
+    trainer = make_trainer(output_dir=tmp_path)
+    callback = PassAtKCallback(
+        trainer,
+        rows,
+        num_samples=4,
+        k=(1,),
+        coverage_k=(2, 4),
+        answer_fn=lambda text: text[:1],
+        max_completion_length=1,
+    )
+    texts = iter(["a", "x", "b", "b", "x", "c", "x", "x", "", ""])  # four samples each, then the greedy ones
+    generate = callback._generate
+
+    def written(model, batch, **options):
+        ids, completions = generate(model, batch, **options)
+        return ids, [next(texts) for _ in completions]
+
+    callback._generate = written
+    metrics = callback.evaluate()
+    assert metrics["eval/coverage_at_2"] == pytest.approx((0.5 + 1.0) / 2)
+    assert metrics["eval/coverage_at_4"] == 1.0
+    with pytest.raises(ValueError, match="coverage_k needs a column `targets`"):
+        PassAtKCallback(trainer, [{"prompt": "1+1=", "answer": "2"}], coverage_k=(4,))

@@ -19,7 +19,7 @@ from trl.distributed import DistributedBackend
 from trl.models import unwrap_model_for_generation
 from trl.trainer.utils import is_async_callable, pad
 
-from trl_explore.metrics import sample_metrics
+from trl_explore.metrics import coverage_at_k, sample_metrics
 from trl_explore.rewards import answer_key, completion_text
 
 
@@ -50,8 +50,8 @@ class PassAtKCallback(TrainerCallback):
     Random states, training flags, metric accumulators, token counts and the generation config are afterwards as
     before: parameters and training metrics of a run are the same with and without it. Completions come from the
     training model through `generate`, even where training samples with vLLM. Logged, and kept in `history`
-    (`list[dict]`, with the step): `eval/pass_at_{k}`, `eval/maj_at_{k}`, `eval/greedy_accuracy` and `eval/reward`, as
-    defined by [`~trl_explore.metrics.sample_metrics`] on the weighted sums of rewards.
+    (`list[dict]`, with the step): `eval/pass_at_{k}`, `eval/maj_at_{k}`, `eval/greedy_accuracy`, `eval/reward` and
+    `eval/coverage_at_{k}`, as defined by [`~trl_explore.metrics.sample_metrics`] on the weighted sums of rewards.
 
     Args:
         trainer ([`~trl.GRPOTrainer`]):
@@ -68,6 +68,9 @@ class PassAtKCallback(TrainerCallback):
             Values of k for pass@k. Each in `[1, num_samples]`.
         maj_k (`Sequence[int]`, *optional*, defaults to `()`):
             Values of k for the majority vote. Each in `[1, num_samples]`.
+        coverage_k (`Sequence[int]`, *optional*, defaults to `()`):
+            Values of k for coverage@k, the share of a prompt's `targets` that its first k answers hit: a column of
+            lists that every row then needs. Each in `[1, num_samples]`.
         every (`int`, *optional*):
             Optimizer steps between evaluations. `None` for the trainer's `eval_steps`; where these are not set either,
             only the beginning and the end of training are evaluated.
@@ -78,7 +81,7 @@ class PassAtKCallback(TrainerCallback):
         greedy (`bool`, *optional*, defaults to `True`):
             Whether to decode one more completion per prompt greedily.
         answer_fn (`Callable`, *optional*, defaults to [`~trl_explore.rewards.answer_key`]):
-            Text of a completion to its answer (hashable, `None` for none), for the majority vote.
+            Text of a completion to its answer (hashable, `None` for none), for the majority vote and coverage.
         success_threshold (`float`, *optional*):
             Smallest weighted sum of rewards that counts as success. `None` stands for a reward of 1 from the only
             reward function; with several it must be given.
@@ -106,6 +109,7 @@ class PassAtKCallback(TrainerCallback):
         num_samples: int = 8,
         k: Sequence[int] = (1, 8),
         maj_k: Sequence[int] = (),
+        coverage_k: Sequence[int] = (),
         every: int | None = None,
         temperature: float = 1.0,
         max_completion_length: int | None = None,
@@ -136,7 +140,7 @@ class PassAtKCallback(TrainerCallback):
                 f"reward_weights must have one weight per reward function, got {len(weights)} for {len(funcs)}."
             )
         self.rewards: list[tuple[Any, Any, float]] = list(zip(funcs, processing_classes, weights, strict=True))
-        self.num_samples, self.k, self.maj_k = num_samples, tuple(k), tuple(maj_k)
+        self.num_samples, self.k, self.maj_k, self.coverage_k = num_samples, tuple(k), tuple(maj_k), tuple(coverage_k)
         self.temperature, self.greedy, self.batch_size, self.seed = temperature, greedy, batch_size, seed
         self.every, self.at_begin = every, at_begin
         length = trainer.args.max_completion_length if max_completion_length is None else max_completion_length
@@ -151,10 +155,14 @@ class PassAtKCallback(TrainerCallback):
         self.success_threshold = weights[0] if success_threshold is None else success_threshold
         if not self.rows or any("prompt" not in row for row in self.rows):
             raise ValueError("eval_dataset must have rows, each with a `prompt`; rename the column of the prompts.")
-        if not self.k or not all(1 <= value <= num_samples for value in self.k + self.maj_k):
+        if not self.k or not all(1 <= value <= num_samples for value in self.k + self.maj_k + self.coverage_k):
             raise ValueError(
-                f"k and maj_k must be between 1 and num_samples={num_samples}, got k={self.k}, maj_k={self.maj_k}; "
-                f"raise num_samples or lower them."
+                f"k, maj_k and coverage_k must be between 1 and num_samples={num_samples}, got k={self.k}, "
+                f"maj_k={self.maj_k}, coverage_k={self.coverage_k}; raise num_samples or lower them."
+            )
+        if self.coverage_k and not all(row.get("targets") for row in self.rows):
+            raise ValueError(
+                "coverage_k needs a column `targets` with a list of targets in every row of eval_dataset."
             )
         if temperature <= 0 or batch_size < 1 or (every is not None and every < 1):
             raise ValueError(
@@ -214,6 +222,9 @@ class PassAtKCallback(TrainerCallback):
         greedy_rewards = [of_prompt[0] for of_prompt, _ in best] if self.greedy else None
         threshold = self.success_threshold
         metrics = sample_metrics(rewards, answers, greedy_rewards, threshold=threshold, k=self.k, maj_k=self.maj_k)
+        for k in self.coverage_k:
+            covered = [coverage_at_k(a, row["targets"], k) for a, row in zip(answers, self.rows, strict=True)]
+            metrics[f"coverage_at_{k}"] = math.fsum(covered) / len(covered)
         return {f"{self.metric_prefix}/{name}": value for name, value in metrics.items()}
 
     def sample_rewards(self, indices: list[int], *, seed: int) -> list[list[float | None]]:
@@ -255,7 +266,8 @@ class PassAtKCallback(TrainerCallback):
                 rows = [copy.deepcopy(self.rows[i]) for i in indices[start : start + chunk] for _ in range(copies)]
                 completion_ids, completions = self._generate(model, rows, do_sample=do_sample)
                 rewards = self._score(rows, completions, completion_ids)
-                answers = [self.answer_fn(completion_text(text)) if self.maj_k else None for text in completions]
+                needed = self.maj_k or self.coverage_k
+                answers = [self.answer_fn(completion_text(text)) if needed else None for text in completions]
                 records += [(rewards[i : i + copies], answers[i : i + copies]) for i in range(0, len(rows), copies)]
         return records
 

@@ -214,6 +214,7 @@ def train_arm(
     num_samples: int = 8,
     k: tuple[int, ...] = (1, 8),
     num_train: int = 4000,
+    evaluation_options: dict[str, Any] | None = None,
     options: dict[str, Any] | None = None,
     progress: Any = None,
     callbacks: list[TrainerCallback] | None = None,
@@ -245,6 +246,8 @@ def train_arm(
             Values of k for pass@k.
         num_train (`int`, *optional*, defaults to `4000`):
             Training problems.
+        evaluation_options (`dict`, *optional*):
+            Further arguments of [`~trl_explore.metrics.PassAtKCallback`], such as `coverage_k`.
         options (`dict`, *optional*):
             Configuration fields for every arm, over [`common_options`].
         progress (`tqdm`, *optional*):
@@ -283,6 +286,7 @@ def train_arm(
         every=evaluate_every,
         batch_size=512,
         seed=1234,
+        **(evaluation_options or {}),
     )
     points = PointCallback(evaluation, costs)
     trainer.add_callback(evaluation)
