@@ -90,7 +90,9 @@ def main():
             print(f", {part} {100 * found[f'tree/{part}_seconds'] / seconds:.1f} %", end="")
         print("".join(f", {k.removeprefix('tree/')} {v:.3g}" for k, v in found.items() if "seconds" not in k))
     try:
-        path = learning_curves(runs, output / "curves.png", clocks=("tokens", "cpu_seconds"), title=f"tree search on {task.name}")
+        path = learning_curves(
+            runs, output / "curves.png", clocks=("tokens", "cpu_seconds"), title=f"tree search on {task.name}"
+        )
     except ImportError:
         path = "no picture: pip install matplotlib"
     print(f"\n{path}")
