@@ -3,11 +3,11 @@
     python examples/benchmarks/sequential_sampling.py --task paths --seeds 0 1 2 --tokens 6e5
     python examples/benchmarks/sequential_sampling.py --task countdown --seeds 0 1 2 --tokens 1e6
 
-Every seed has its own warm start, from which all arms begin; they share the learning rate, the batch of prompts and the
-held-out problems. On `paths` (one prompt, 20 right answers among 200) the question is coverage@32: how many of the 20 do
-32 samples of the plain prompt name? Elsewhere it is pass@16 over pass@1. Prints both at equal generated tokens, CPU
-seconds and optimiser steps (interpolated between evaluations), the mean over seeds with a 95 % t-interval and each arm's
-paired difference to GRPO.
+Every seed has its own warm start, from which all arms begin; they share the learning rate, the batch of prompts and
+the held-out problems. On `paths` (one prompt, 20 right answers among 200) the question is coverage@32: how many of the
+20 do 32 samples of the plain prompt name? Elsewhere it is pass@16 over pass@1. Prints both at equal generated tokens,
+CPU seconds and optimiser steps (interpolated between evaluations), the mean over seeds with a 95 % t-interval and each
+arm's paired difference to GRPO.
 """
 
 import argparse
