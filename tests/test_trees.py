@@ -139,7 +139,6 @@ def test_trees_of_a_batch_do_not_touch_each_other():
         (0.0, 1.0, 1, 4, 0.25),
         (0.0, 1.0, 4, 4, 1.0),
         (0.0, -1.0, 1, 20, -0.1),  # the decay has a floor
-        (0.0, 1.0, 0, 5, 0.1),  # the root
         (0.5, 1.0, 2, 4, 1.0),  # equal signs add up
         (-0.5, -1.0, 2, 4, -1.0),
         (-3.0, 1.0, 2, 4, 0.5),  # a success clears a penalty
@@ -260,6 +259,19 @@ def test_frontier_selection_looks_at_the_whole_tree():
     assert select(unlucky, LIMITS, depth_weight=10.0) == 3
     unsure = expand(Tree.plant([9]), ROOT, sampled([1, 1], [2, 2], entropies=[0.2, 0.8]), LIMITS)
     assert select(unsure, LIMITS, entropy_weight=0.4) == 2 and select(unsure, LIMITS, entropy_weight=-0.4) == 1
+
+
+def test_after_a_failure_the_search_tries_another_beginning():
+    limits = Limits(num_results=9, width=2, max_depth=64, node_length=1, max_completion_length=64, max_iterations=99)
+    tree, here = Tree.plant([9]), ROOT
+    for _ in range(20):
+        tree = expand(tree, here, sampled([1], [2]), limits)
+        here = tree.nodes[here].children[0]
+    tree = expand(tree, here, sampled([EOS], [3]), limits)
+    end = tree.nodes[here].children[0]
+    assert select(backup(outcomes(tree, **{f"n{end}": -1.0}), end, decay_min=0.1), limits) == 2  # below the root
+    success = backup(outcomes(tree, **{f"n{end}": 1.0}), end, decay_min=0.1)
+    assert select(success, limits) == end + 1  # as near to the success as can be
 
 
 def test_uct_selection_walks_from_the_root():
@@ -456,9 +468,9 @@ def test_invariants_of_any_search(world):
             assert EOS not in node.token_ids[:-1] and node.finished == (node.token_ids[-1:] == [EOS])
         values = dict.fromkeys(range(len(tree.nodes)), 0.0)
         for row in tree.results:  # every value from the definition, in the order of the results
-            path = [ROOT, *tree.path(row)]
-            for i, index in enumerate(path):
-                change = max(i / (len(path) - 1), 0.1) * tree.nodes[row].outcome
+            path = tree.path(row)
+            for i, index in enumerate(path, start=1):
+                change = max(i / len(path), 0.1) * tree.nodes[row].outcome
                 old = values[index]
                 values[index] = change if old < 0 < change else old if change < 0 < old else old + change
         assert values == pytest.approx({node.index: node.value for node in tree.nodes})

@@ -64,7 +64,7 @@ def backup_value(value: float, reward: float, *, step: int, length: int, decay_m
         reward (`float`):
             Outcome of the terminal node, in [-1, 1].
         step (`int`):
-            Position of the node on the trajectory, from 1; the root has 0.
+            Position of the node on the trajectory, from 1.
         length (`int`):
             Nodes on the trajectory, at least 1.
         decay_min (`float`):

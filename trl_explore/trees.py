@@ -258,17 +258,19 @@ def backup(tree: Tree, leaf: int, *, decay_min: float) -> Tree:
             Smallest decay factor, in [0, 1].
 
     Returns:
-        [`Tree`]: The tree with one more visit and a new [`backup_value`] on every node from the leaf to the root.
+        [`Tree`]: The tree with one more visit on every node from the leaf to the root, and a new [`backup_value`] on
+        all of them but the root: it holds the problem and no step, so nothing speaks for or against what follows it.
     """
     results = (*tree.results, leaf)
     outcome = tree.nodes[leaf].outcome
     if outcome is None:
         return replace(tree, results=results)
-    path = [ROOT, *tree.path(leaf)]
-    changed = {}
-    for step, index in enumerate(path):
+    path = tree.path(leaf)
+    root = tree.nodes[ROOT]
+    changed = {ROOT: root._replace(visits=root.visits + 1)}
+    for step, index in enumerate(path, start=1):
         node = tree.nodes[index]
-        value = backup_value(node.value, outcome, step=step, length=len(path) - 1, decay_min=decay_min)
+        value = backup_value(node.value, outcome, step=step, length=len(path), decay_min=decay_min)
         changed[index] = node._replace(visits=node.visits + 1, value=value)
     return _with_nodes(tree, changed, results=results)
 
