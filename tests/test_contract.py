@@ -20,6 +20,16 @@ from trl_explore.trainers import DeepGRPOTrainer, ExplorationTrainer, TreeGRPOTr
 SIGNATURES = {
     "_generate_single_turn": ["prompt_ids", "images", "multimodal_fields", "num_generations", "has_tool_images"],
     "_generate": ["prompts"],
+    "_tool_call_loop": [
+        "prompts",
+        "prompt_ids",
+        "completion_ids",
+        "completions",
+        "logprobs",
+        "images",
+        "multimodal_fields",
+    ],
+    "_get_tool_suffix_ids": ["tool_messages"],
     "_generate_and_score_completions": ["inputs"],
     "_calculate_rewards": ["inputs", "prompts", "completions", "completion_ids_list"],
     "_compute_loss": ["model", "inputs"],
@@ -49,6 +59,21 @@ def test_constructors_take_what_grpo_trainer_takes(trainer_class):
     theirs = inspect.signature(GRPOTrainer.__init__).parameters
     assert list(ours) == list(theirs)
     assert {n: p.default for n, p in ours.items()} == {n: p.default for n, p in theirs.items()}
+
+
+def test_the_tool_loop_works_on_its_arguments_in_place():
+    # `trainers/agents.py` sees the turns of a batch through the lists that it handed over.
+    source = inspect.getsource(GRPOTrainer._tool_call_loop)
+    for line in (
+        "prompt_completion_tool = prompt_completion_tools[idx]",
+        "prompt_completion_tool.append(tool_message)",
+        "del prompts[idx_with_tool][prompts_len_before[idx] :]",
+        "completion_ids[idx_with_tool] = pct[prompt_length:] + post_tool_ids[idx]",
+        "if ids\n                else {}",  # an empty turn ends a trajectory
+    ):
+        assert line in source
+    source = inspect.getsource(GRPOTrainer._generate)
+    assert "prompts = copy.deepcopy(prompts)" in source and "self._batch_environments" in source
 
 
 @pytest.fixture

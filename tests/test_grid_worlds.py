@@ -14,7 +14,9 @@ from transformers.utils import get_json_schema
 from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import is_chat_template_prefix_preserving, parse_response, supports_tool_calling
 
-from trl_explore.tasks.frozen_lake import ACTIONS, FROZEN_LAKE, FrozenLake, FrozenLakeEnvironment, State
+from trl_explore.tasks import get_task
+from trl_explore.tasks.frozen_lake import FROZEN_LAKE, FrozenLake, FrozenLakeEnvironment
+from trl_explore.tasks.grid_worlds import ACTIONS, State
 from trl_explore.tasks.sokoban import SOKOBAN, Sokoban, SokobanEnvironment
 from trl_explore.tasks.tiny_model import CHARACTERS, build_model, build_tokenizer
 from trl_explore.tasks.warm_start import warm_start
@@ -62,7 +64,7 @@ def tool_tokenizer():
 
 def boards(task, number, seed=7):
     rng = random.Random(seed)
-    return [task.world.render(task.draw(rng)) for _ in range(number)]
+    return [task.draw(rng) for _ in range(number)]
 
 
 def play(world, state, plan):
@@ -218,6 +220,66 @@ def test_drawn_boards_can_be_solved_in_as_many_moves_as_the_knobs_say(task):
     assert task.min_moves <= min(lengths) < max(lengths) <= task.max_moves
 
 
+def sets_of_cells(board):
+    """Looks and the cells, as complex numbers, in which they are: the reading of the two searches below."""
+    cells = collections.defaultdict(set)
+    for row, looks in enumerate(board.split("/")):
+        for column, look in enumerate(looks):
+            cells[look].add(complex(row, column))
+    return cells
+
+
+def push(floor, boxes, player, step):
+    """A move of Sokoban on sets of cells."""
+    ahead, behind = player + step, player + 2 * step
+    if ahead not in floor or (ahead in boxes and (behind not in floor or behind in boxes)):
+        return boxes, player
+    return frozenset(behind if box == ahead else box for box in boxes), ahead
+
+
+STEPS = {"l": -1j, "d": 1, "r": 1j, "u": -1}
+
+
+@pytest.mark.parametrize("size", [3, 5, 6])
+def test_lakes_are_as_far_across_as_a_search_on_sets_of_cells_finds(size):
+    task = dataclasses.replace(FROZEN_LAKE, size=size, min_moves=4, max_moves=20)
+    for board in boards(task, 25):
+        cells = sets_of_cells(board)
+        reached, moves = set(cells["S"]), 0
+        while reached.isdisjoint(cells["G"]):
+            reached |= {cell + step for cell in reached for step in STEPS.values()} & (cells["."] | cells["G"])
+            moves += 1
+        assert len(LAKE.solve(LAKE.parse(board))) == moves
+
+
+ROOMS = [SOKOBAN, dataclasses.replace(SOKOBAN, num_boxes=2, num_walls=2, num_rooms=8, max_moves=20)]
+
+
+@pytest.mark.parametrize("task", ROOMS, ids=["one box", "two boxes"])
+def test_sokoban_is_what_it_is_on_sets_of_cells(task):
+    rng = random.Random(0)
+    for board in boards(task, 25):
+        cells = sets_of_cells(board)
+        goals, boxes, (player,) = (
+            cells["G"] | cells["*"] | cells["+"],
+            cells["o"] | cells["*"],
+            cells["S"] | cells["+"],
+        )
+        floor = set().union(*cells.values()) - cells["#"]
+        state, position = RULES.parse(board), (frozenset(boxes), player)
+        reached, moves = {position}, 0
+        while not any(boxes <= goals for boxes, _ in reached):
+            reached |= {push(floor, *position, step) for position in reached for step in STEPS.values()}
+            moves += 1
+        assert len(RULES.solve(state)) == moves
+        while not RULES.outcome(state) and rng.random() < 0.97:
+            action = rng.choice("ldru")
+            state, position = RULES.step(state, action)[0], push(floor, *position, STEPS[action])
+            cells = sets_of_cells(RULES.render(state))
+            assert (cells["o"] | cells["*"], cells["S"] | cells["+"]) == (position[0], {position[1]})
+            assert (RULES.outcome(state) == "goal") == (position[0] <= goals)
+
+
 @pytest.mark.parametrize(("world", "board"), [(LAKE, "SX./X../..G"), (RULES, "S../..G/..o"), (RULES, "So.#G/.....")])
 def test_hopeless_boards_have_no_plan(world, board):
     assert world.solve(world.parse(board)) is breadth_first(world, world.parse(board)) is None
@@ -250,9 +312,9 @@ def test_hostile_completions_are_worth_nothing_and_raise_nothing(task):
         "ü",
         board,
     ]
-    assert task.goal_reward(hostile, board=[board] * len(hostile)) == [0.0] * len(hostile)
-    assert task.goal_reward([plan, [{"role": "assistant", "content": plan}]], board=[board] * 2) == [1.0, 1.0]
-    assert task.reward.__name__ == "goal_reward"
+    assert task.reward(hostile, problem=[board] * len(hostile)) == [0.0] * len(hostile)
+    assert task.reward([plan, [{"role": "assistant", "content": plan}]], problem=[board] * 2) == [1.0, 1.0]
+    assert task.reward.__name__ == "accuracy_reward" and get_task(task.name) is task
     # A move against a wall is allowed, as in gymnasium, if there are moves to spare.
     blocked = next((a for a in ACTIONS if a not in task.world.legal_actions(task.world.parse(board))), "")
     assert task.verify(board, blocked + plan) == (len(blocked + plan) <= task.max_moves)
@@ -261,13 +323,15 @@ def test_hostile_completions_are_worth_nothing_and_raise_nothing(task):
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
 def test_data_sets_are_deterministic_distinct_and_disjoint(task):
     first, again, other = (task.build_dataset(400, seed=seed) for seed in (3, 3, 4))
-    assert first.to_dict() == again.to_dict() and first["board"][:] != other["board"][:]
-    assert len(set(first["board"])) == 400
-    assert first["prompt"][0] == [{"role": "user", "content": first["board"][0]}]
-    held_out = {board for seed in range(2) for board in task.evaluation_set(100, seed=seed)["board"]}
+    assert first.to_dict() == again.to_dict() and first["problem"][:] != other["problem"][:]
+    assert len(set(first["problem"])) == 400
+    assert first["prompt"][0] == [{"role": "user", "content": first["problem"][0]}]
+    held_out = {board for seed in range(2) for board in task.evaluation_set(100, seed=seed)["problem"]}
     rng = random.Random(0)
     shown = {task.sample_problem(rng).partition("?")[0].partition("|")[0] for _ in range(3000)}
-    assert held_out.isdisjoint(first["board"]) and held_out.isdisjoint(other["board"]) and held_out.isdisjoint(shown)
+    assert (
+        held_out.isdisjoint(first["problem"]) and held_out.isdisjoint(other["problem"]) and held_out.isdisjoint(shown)
+    )
 
 
 def test_more_boards_than_exist_are_refused():
@@ -510,4 +574,4 @@ def test_grpo_trains_on_the_single_turn_task(tmp_path):
     dataset = SOKOBAN.build_dataset(16, seed=0)
     trainer = GRPOTrainer(model=str(folder), reward_funcs=SOKOBAN.reward, args=config, train_dataset=dataset)
     trainer.train()
-    assert "rewards/goal_reward/mean" in trainer.state.log_history[0]
+    assert "rewards/accuracy_reward/mean" in trainer.state.log_history[0]

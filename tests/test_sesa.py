@@ -132,12 +132,13 @@ def test_a_solution_prompt_without_room_is_the_problem(tmp_path):
 
 
 class Listing(SESATrainer):
-    """Lists what the test says, and counts what else is sampled."""
+    """Lists what the test says, round by round, and notes what is asked and what else is sampled."""
 
     def sample(self, prefixes, num_samples, max_new_tokens, **options):
         sampled = super().sample(prefixes, num_samples, max_new_tokens, **options)
         if isinstance(num_samples, int):
-            for group, text in zip(sampled, self.lists, strict=True):
+            self.asked = [*getattr(self, "asked", []), [self._tokenizer.decode(ids) for ids in prefixes]]
+            for group, text in zip(sampled, self.lists[len(self.asked) - 1] if prefixes else [], strict=True):
                 ids = self._tokenizer(text)["input_ids"]
                 object.__setattr__(group[0], "token_ids", ids)
                 object.__setattr__(group[0], "finished", not text.endswith("+"))
@@ -146,23 +147,42 @@ class Listing(SESATrainer):
         return sampled
 
 
-def test_candidates_of_a_list_become_rows(tmp_path):
-    trainer = make_trainer(Listing, SESAConfig, tmp_path, **SHORT, mode="sequential")
-    trainer.lists = ["1+2+1+3+4+5", "12+34+5+"]
+def listing(folder, lists, **options):
+    trainer = make_trainer(Listing, SESAConfig, folder, **SHORT, mode="sequential", **options)
+    trainer.lists = lists
     inputs = first_batch(trainer)
-    texts = [trainer._text(ids) for ids in trainer.main_completion_ids]
+    assert len(inputs["advantages"]) == 8
+    return trainer, [trainer._text(ids) for ids in trainer.main_completion_ids]
+
+
+def test_candidates_of_a_list_become_rows(tmp_path):
+    trainer, texts = listing(tmp_path, [["1+2+1+3+4+5", "12+34+5+"]], max_lists=1)
     assert texts[:4] == ["1", "2", "3", "4"] and texts[4:6] == ["12", "34"]
     assert trainer.filled == [2]  # the last one of a list that was cut off does not count
     assert all(ids[-1] == 1 for ids in trainer.main_completion_ids[:6])
-    assert len(inputs["advantages"]) == 8
     metrics = trainer._metrics["train"]
     assert metrics["sketch/fillers"] == [2.0] and metrics["sketch/distinct"] == [pytest.approx((5 / 6 + 1) / 2)]
 
 
+def test_a_short_list_is_continued_behind_its_distinct_candidates(tmp_path):
+    lists = [["1+2+1", "5+6+7+8"], ["2+9"], ["4+0"]]
+    trainer, texts = listing(tmp_path, lists)
+    assert texts == ["1", "2", "9", "4", "5", "6", "7", "8"] and trainer.filled == []
+    first = trainer.asked[0][0]
+    assert trainer.asked[1:] == [[f"{first}1+2+"], [f"{first}1+2+9+"]]
+    metrics = trainer._metrics["train"]
+    assert metrics["sketch/tokens"] == [5 + 7 + 3 + 3] and metrics["sketch/fillers"] == [0.0]
+
+
+def test_continuations_share_the_budget_of_a_list(tmp_path):
+    trainer, _ = listing(tmp_path, [["1+2", "5+6+7+8"], ["3"], ["4"]], max_list_length=7)
+    assert len(trainer.asked) == 3 and trainer.asked[2] == [trainer.asked[0][0] + "1+2+3+"]
+    trainer, _ = listing(tmp_path, [["1+1+1+2", "5+6+7+8"], ["3"]], max_list_length=7)
+    assert trainer.asked[1:] == [[], []] and trainer.filled == [2]
+
+
 def test_long_candidates_are_cut_to_a_completion(tmp_path):
-    trainer = make_trainer(Listing, SESAConfig, tmp_path, **SHORT, mode="sequential")
-    trainer.lists = ["1234567890+2+3+4", "1+2+3+4"]
-    first_batch(trainer)
+    trainer, _ = listing(tmp_path, [["1234567890+2+3+4", "1+2+3+4"]])
     assert [len(ids) for ids in trainer.main_completion_ids] == [8, 2, 2, 2] + [2] * 4
 
 

@@ -8,10 +8,9 @@ from trl_explore.sketches import (
     check_template,
     fill_prompt,
     fill_template,
-    first_occurrences,
+    first_distinct,
     mean_similarity,
     newest_that_fit,
-    pass_ratio,
     split_candidates,
 )
 
@@ -61,21 +60,12 @@ def test_lists_are_taken_apart(text, separator, expected):
     assert split_candidates(text, separator=separator) == expected
 
 
-def test_first_occurrences():
-    assert first_occurrences(["a", "b", "a", "c", "b"]) == [0, 1, 3]
+def test_first_distinct_texts_keep_their_order():
+    assert first_distinct(["b", "a", "b", "c", "a"], 5) == ["b", "a", "c"]
+    assert first_distinct(["b", "a", "b", "c"], 2) == ["b", "a"] and first_distinct([], 3) == []
 
 
 def test_similarity():
     assert mean_similarity(["abc"]) == 0.0 and mean_similarity(["abc"] * 3) == 1.0
     assert mean_similarity(["aaaa", "bbbb"]) == 0.0
     assert mean_similarity(["ab", "ab", "cd"]) == pytest.approx(1 / 3)
-
-
-@given(st.lists(st.lists(st.booleans(), min_size=4, max_size=4), min_size=1, max_size=6))
-def test_pass_ratio_is_one_where_samples_agree(groups):
-    ratio = pass_ratio(groups)
-    if ratio is None:
-        assert not any(map(any, groups))
-    else:
-        assert 1 - 1e-9 <= ratio <= 4 + 1e-9
-        assert (ratio < 1 + 1e-9) == all(len(set(group)) == 1 for group in groups)

@@ -1,6 +1,6 @@
 """The seams between exploration methods and TRL's `GRPOTrainer`.
 
-This file, `sampling.py`, `streams.py` and `resume.py` are the only ones that name a TRL private;
+This file, `agents.py`, `sampling.py`, `streams.py` and `resume.py` are the only ones that name a TRL private;
 `tests/test_contract.py` pins each.
 
 A method answers up to four questions (how is a group sampled, what is a completion worth, which tokens get the credit,
@@ -99,7 +99,7 @@ class ExplorationTrainer(SamplingTrainer):
             peft_config=peft_config,
             tools=tools,
             rollout_func=rollout_func,
-            environment_factory=environment_factory,
+            environment_factory=self.prepare_environments(environment_factory),
         )
         if self._is_vlm and not self.accepts_vision:
             raise ValueError(
@@ -155,6 +155,10 @@ class ExplorationTrainer(SamplingTrainer):
 
     def setup(self) -> None:
         """Make the method's own state; runs at the end of construction."""
+
+    def prepare_environments(self, environment_factory: Any) -> Any:
+        """Wrap what the user passed as `environment_factory`; runs before TRL sees it."""
+        return environment_factory
 
     def rollout(self, prompt_ids: list[list[int]], plain: Chooser) -> Rollout:
         """

@@ -33,13 +33,14 @@ class SamplingTrainer(StreamTrainer):
         *,
         main_stream: bool = False,
         entropies: bool = False,
+        collective: bool = True,
     ) -> list[list[Continuation]]:
         """
         Sample continuations of token prefixes from the current policy, all in one batched call.
 
-        Every process must call it equally often; a process may have no prefix. Unless the samples are the main stream
-        itself, the global random state is left as it was, so that the main stream draws the same rollouts with and
-        without extra sampling. A prefix is encoded once, however many samples it gets.
+        Unless `collective=False`, every process must call it equally often; a process may have no prefix. Unless the
+        samples are the main stream itself, the global random state is left as it was, so that the main stream draws
+        the same rollouts with and without extra sampling. A prefix is encoded once, however many samples it gets.
 
         Args:
             prefixes (`list[list[int]]`):
@@ -52,6 +53,8 @@ class SamplingTrainer(StreamTrainer):
                 Whether the samples become the main rows; they are then drawn from the global random state, as GRPO's.
             entropies (`bool`, *optional*, defaults to `False`):
                 Whether to note the entropy of the distribution that each token was drawn from.
+            collective (`bool`, *optional*, defaults to `True`):
+                Whether all processes take part. In a tool loop they cannot: each has its own number of turns.
 
         Returns:
             `list[list[Continuation]]`: `[R][num_samples_i]`.
@@ -66,7 +69,7 @@ class SamplingTrainer(StreamTrainer):
         rows = [prefix for prefix, n in zip(prefixes, counts, strict=True) for _ in range(n)]
         row_budgets = [budget for budget, n in zip(budgets, counts, strict=True) for _ in range(n)]
 
-        most_rows = self._max_over_processes(len(rows))
+        most_rows = self._max_over_processes(len(rows)) if collective else len(rows)
         if most_rows == 0:
             return [[] for _ in prefixes]
         chunk = self.sampling_batch_size or most_rows

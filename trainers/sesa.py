@@ -4,139 +4,30 @@ import math
 import textwrap
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
 from trl_explore.metrics import coverage_at_k
-from trl_explore.names import explain_unknown_fields, unknown_name
 from trl_explore.rollouts import Rollout
 from trl_explore.sketches import (
     Prompt,
-    check_template,
+    diversity,
     fill_prompt,
-    first_occurrences,
-    mean_similarity,
+    first_distinct,
     newest_that_fit,
     split_candidates,
 )
 
-from .base import Chooser, ExplorationTrainer
-from .config import ExplorationConfig
+from .base import Chooser
+from .sesa_agent import SequentialActionTrainer, check_actions
+from .sesa_config import SESAConfig
 
-MODES = ("two_stage", "sequential")
 COLLAPSE_RATIO = 1.05  # Pass@G / Pass@1 below it: the samples of a prompt succeed or fail together
-SKETCH_TEMPLATE = (
-    "{problem}\n\nDo not solve the problem yet. Describe in one or two sentences a strategy for solving it."
-)
-NEXT_SKETCH_TEMPLATE = (
-    "{problem}\n\nStrategies that were proposed already:\n- {sketches}\n\nDo not solve the problem yet. Describe in "
-    "one or two sentences a strategy that is clearly different from all of these."
-)
-SOLVE_TEMPLATE = "{problem}\n\nUse this strategy: {sketch}"
-CANDIDATE_TEMPLATE = (
-    "{problem}\n\nGive {num_candidates} answers that are all different from each other, each on a line of its own, "
-    "and nothing else."
-)
 
 
-@explain_unknown_fields
-@dataclass
-class SESAConfig(ExplorationConfig):
-    r"""
-    Configuration of [`SESATrainer`]: every field of [`~trl.GRPOConfig`] and the knobs of SESA.
-
-    Fields of GRPO keep TRL's defaults.
-
-    Args:
-        mode (`str`, *optional*, defaults to `"two_stage"`):
-            `"two_stage"` drafts sketches one after another and solves each in a completion of its own;
-            `"sequential"` takes the candidates of one response that lists `num_generations` of them (short answers).
-        num_sketches (`int`, *optional*):
-            Sketches per prompt with `mode="two_stage"`, at most `num_generations`, which share them in turn. `None`
-            means `num_generations`; 0 is plain GRPO.
-        max_sketch_length (`int`, *optional*, defaults to `64`):
-            Most tokens per sketch.
-        sketch_template (`str`, *optional*):
-            Prompt of the first sketch, with `{problem}`.
-        next_sketch_template (`str`, *optional*):
-            Prompt of the others, with `{problem}` and `{sketches}`, those before.
-        sketch_separator (`str`, *optional*, defaults to `"\n- "`):
-            What stands between earlier sketches.
-        solve_template (`str`, *optional*):
-            Prompt of a solution, with `{problem}` and, usually, `{sketch}`.
-        candidate_template (`str`, *optional*):
-            Prompt of a list with `mode="sequential"`, with `{problem}` and, optionally, `{num_candidates}`.
-        candidate_separator (`str`, *optional*, defaults to `"\n"`):
-            What stands between the candidates of a list.
-        max_list_length (`int`, *optional*):
-            Most tokens of a list. `None` means `num_generations * max_completion_length`, or what the context allows.
-        context_length (`int`, *optional*):
-            Tokens that prompt and completion may have together. `None` means the model's `max_position_embeddings`.
-        off_policy_correction (`bool`, *optional*, defaults to `False`):
-            Weight every token of a solution by `pi(token | problem) / pi(token | problem, sketch)`, cut at
-            `off_policy_cap`. Beyond the paper; only with `mode="two_stage"`.
-        off_policy_cap (`float`, *optional*, defaults to `2.0`):
-            Largest such weight.
-        success_threshold (`float`, *optional*, defaults to `1.0`):
-            Smallest reward of a correct completion, for the metrics.
-    """
-
-    mode: str = field(default="two_stage", metadata={"help": "'two_stage' or 'sequential'."})
-    num_sketches: int | None = field(
-        default=None, metadata={"help": "Sketches per prompt; None: num_generations, 0: plain GRPO."}
-    )
-    max_sketch_length: int = field(default=64, metadata={"help": "Most tokens per sketch."})
-    sketch_template: str = field(default=SKETCH_TEMPLATE, metadata={"help": "Prompt of the first sketch."})
-    next_sketch_template: str = field(default=NEXT_SKETCH_TEMPLATE, metadata={"help": "Prompt of the other sketches."})
-    sketch_separator: str = field(default="\n- ", metadata={"help": "Text between earlier sketches."})
-    solve_template: str = field(default=SOLVE_TEMPLATE, metadata={"help": "Prompt of a solution."})
-    candidate_template: str = field(default=CANDIDATE_TEMPLATE, metadata={"help": "Prompt of a list of candidates."})
-    candidate_separator: str = field(default="\n", metadata={"help": "Text between candidates of a list."})
-    max_list_length: int | None = field(default=None, metadata={"help": "Most tokens of a list of candidates."})
-    context_length: int | None = field(default=None, metadata={"help": "Tokens of prompt and completion together."})
-    off_policy_correction: bool = field(
-        default=False, metadata={"help": "Weight tokens by their likelihood without over with the sketch."}
-    )
-    off_policy_cap: float = field(default=2.0, metadata={"help": "Largest such weight."})
-    success_threshold: float = field(default=1.0, metadata={"help": "Smallest reward of a correct completion."})
-
-    def validate(self) -> None:
-        super().validate()
-        if self.mode not in MODES:
-            raise ValueError(f"`mode`: {unknown_name('value', str(self.mode), MODES)}")
-        group = self.num_generations or 1
-        if self.num_sketches is not None and not 0 <= self.num_sketches <= group:
-            raise ValueError(
-                f"`num_sketches={self.num_sketches}` must be between 0 (plain GRPO) and `num_generations={group}`, "
-                "which solve one sketch each."
-            )
-        for name in ("max_sketch_length", "max_list_length", "context_length"):
-            value = vars(self)[name]
-            if value is not None and value < 1:
-                raise ValueError(f"`{name}={value}` must be at least 1 token.")
-        if not 0 < self.off_policy_cap < math.inf or not math.isfinite(self.success_threshold):
-            raise ValueError(
-                f"`off_policy_cap={self.off_policy_cap}` must be positive and "
-                f"`success_threshold={self.success_threshold}` finite."
-            )
-        if self.off_policy_correction and self.mode != "two_stage":
-            raise ValueError(
-                f"`off_policy_correction=True` needs `mode='two_stage'`, not {self.mode!r}: a candidate of a list was "
-                "sampled behind all candidates before it."
-            )
-        check_template("sketch_template", self.sketch_template, required=["problem"])
-        check_template("next_sketch_template", self.next_sketch_template, required=["problem", "sketches"])
-        check_template("solve_template", self.solve_template, required=["problem"])
-        check_template("candidate_template", self.candidate_template, required=["problem"])
-        for name in ("sketch_separator", "candidate_separator"):
-            if not vars(self)[name]:
-                raise ValueError(f"`{name}` must not be empty: texts would run into each other.")
-
-
-class SESATrainer(ExplorationTrainer):
+class SESATrainer(SequentialActionTrainer):
     """
     GRPO whose completions follow sketches drafted one after another, each prompted to differ from those before it.
 
@@ -148,16 +39,21 @@ class SESATrainer(ExplorationTrainer):
     2. One completion per row is sampled, from a prompt that shows the row's sketch, all in one call.
     3. Rows are trained under the original prompt: the likelihood sees no sketch, as at evaluation.
 
-    With `mode="sequential"` one response lists the candidates of a group, and each becomes a row. `num_sketches=0`
-    gives GRPO's parameters bit for bit, as do sketches that no template shows. Deviations from the paper (all of them
+    With `mode="sequential"` one response lists the candidates of a group, and each becomes a row. With `mode="agent"`
+    the trajectories of a group that stand before the same decision have `num_actions` actions proposed to them, one
+    after another, and share them out. `num_sketches=0` and `branch_depth=0` give GRPO's parameters bit for bit, as do
+    sketches that no template shows. Deviations from the paper (all of them
     in `trainers/README.md`):
 
     1. The baseline of the advantage is the group's mean, not its maximum as printed in Eq. 1.
     2. Empty sketches are not shown; their rows are sampled from the plain prompt. Duplicates are kept and counted.
-    3. What is missing in a list of candidates is filled up with completions of the plain prompt.
+    3. A list of candidates that is too short is continued; what is then missing are completions of the plain prompt.
+    4. Actions are counted as equal if their tool calls are; a branch is a row of the batch, so their number is fixed.
 
     The constructor takes what [`~trl.GRPOTrainer`] takes; `args` is a [`SESAConfig`] or a plain [`~trl.GRPOConfig`].
-    Tools, environments, vision-language models, `rollout_func` and vLLM are refused.
+    `mode="agent"` needs an `environment_factory`, the other modes accept neither environments nor tools.
+    Vision-language models, `rollout_func` and vLLM are refused. An environment that raises ends its trajectory with
+    reward 0.
     """
 
     _tag_names = ["trl", "grpo", "trl-explore", "sesa"]
@@ -188,21 +84,50 @@ class SESATrainer(ExplorationTrainer):
         config: Any = self.accelerator.unwrap_model(self.model).config
         known = vars(config.get_text_config()).get("max_position_embeddings")
         self.context_length = args.context_length or known or math.inf
-        room = self.context_length - max(args.max_sketch_length, args.max_completion_length)
-        if self.num_sketches and room < 1:
+        self.max_trajectories = self.num_generations if args.max_trajectories is None else args.max_trajectories
+        sketch_length = args.max_sketch_length if args.mode == "two_stage" and self.num_sketches else 0
+        if self.context_length - max(sketch_length, self.max_completion_length) < 1 and self._explores:
             raise ValueError(
                 f"`max_sketch_length={args.max_sketch_length}` and "
                 f"`max_completion_length={args.max_completion_length}` leave no room for a prompt in a context of "
                 f"{self.context_length} tokens: lower them, or set `context_length` if the model has more."
             )
+        if args.mode == "agent":
+            for name, tools in self.environment_tools.items():
+                check_actions(tools, "" if name is None else f"[{name!r}]")
+
+    @property
+    def _explores(self) -> bool:
+        """Whether anything differs from plain GRPO."""
+        knobs = {
+            "two_stage": self.num_sketches,
+            "sequential": self.num_generations,
+            "agent": min(self.max_trajectories, self.args.branch_depth),
+        }
+        return knobs[self.args.mode] > 0
+
+    def _check_arguments(self, args, train_dataset, tools, rollout_func, environment_factory) -> None:
+        self.accepts_tools = args.mode == "agent"
+        if args.mode == "agent" and environment_factory is None:
+            raise ValueError(
+                "`mode='agent'` needs an environment to act in: pass `environment_factory`, or choose "
+                "`mode='two_stage'` for single-turn tasks."
+            )
+        if args.mode != "agent" and environment_factory is not None:
+            raise ValueError(
+                f"`mode={args.mode!r}` does not support `environment_factory` (multi-turn rollouts): set "
+                "`mode='agent'`, or use GRPOTrainer."
+            )
+        super()._check_arguments(args, train_dataset, tools, rollout_func, environment_factory)
 
     # ------------------------------------------------------------------------------------------------ the algorithm
 
     def rollout(self, prompt_ids: list[list[int]], plain: Chooser) -> Rollout:
         self._ratios = None
-        if self.args.mode == "two_stage" and self.num_sketches == 0:
-            self._sketch_metrics = {}
+        if not self._explores:
             return plain(prompt_ids)
+        if self.args.mode == "agent":
+            return self.act(prompt_ids, plain)
         start = time.perf_counter()
         prompts = [example["prompt"] for example in self.main_examples[:: self.num_generations]]
         if self.args.mode == "sequential":
@@ -252,7 +177,7 @@ class SESATrainer(ExplorationTrainer):
             for earlier, (continuation,) in zip(drafts, sampled, strict=True):
                 earlier.append(self._text(continuation.token_ids))
                 num_tokens += len(continuation.token_ids)
-        self._sketch_metrics = {"tokens": num_tokens, "dropped": num_dropped, **_diversity(drafts)}
+        self._sketch_metrics = {"tokens": num_tokens, "dropped": num_dropped, **diversity(drafts)}
         return drafts
 
     def _sketch_prompt(self, prompt: Prompt, earlier: Sequence[str]) -> Prompt:
@@ -269,18 +194,10 @@ class SESATrainer(ExplorationTrainer):
         return len(self.encode_prompts([self._sketch_prompt(prompt, earlier)])[0]) <= self._sketch_room
 
     def _take_lists_apart(self, prompts: list[Prompt], prompt_ids: list[list[int]], start: float) -> Rollout:
-        """Rows from one list of candidates per prompt; what is missing is sampled from the plain prompt."""
-        args, size = self.args, self.num_generations
-        slots = {"num_candidates": str(size)}
-        asked = self.encode_prompts([fill_prompt(prompt, args.candidate_template, slots) for prompt in prompts])
-        most = args.max_list_length or size * self.max_completion_length
-        budgets = [max(1, int(min(most, self.context_length - len(ids)))) for ids in asked]
-        lists = [continuation for (continuation,) in self.sample(asked, 1, budgets, main_stream=True)]
-        found = [split_candidates(self._text(c.token_ids), separator=args.candidate_separator) for c in lists]
-        # A list that was cut off ends in the middle of a candidate.
-        found = [texts if c.finished else texts[:-1] for c, texts in zip(lists, found, strict=True)]
-        distinct = [[texts[i] for i in first_occurrences(texts)][:size] for texts in found]
-        candidates = [[self._candidate_ids(text) for text in texts] for texts in distinct]
+        """Rows from the candidates that are listed per prompt; what is missing is sampled from the plain prompt."""
+        size = self.num_generations
+        found, num_tokens = self._list_candidates(prompts)
+        candidates = [[self._candidate_ids(text) for text in first_distinct(texts, size)] for texts in found]
         draft_seconds = time.perf_counter() - start
 
         start = time.perf_counter()
@@ -294,16 +211,44 @@ class SESATrainer(ExplorationTrainer):
         )
         for g, continuations in zip(open_groups, fillers, strict=True):
             candidates[g] += [continuation.token_ids for continuation in continuations]
-        num_tokens = sum(len(c.token_ids) for c in lists)
         self._sketch_metrics = {
             "tokens": num_tokens,
             "fillers": sum(missing),
             "drafting_seconds": draft_seconds,
             "solving_seconds": time.perf_counter() - start,
             "sampled_tokens": num_tokens + sum(len(c.token_ids) for group in fillers for c in group),
-            **_diversity(found),
+            **diversity(found),
         }
         return Rollout([ids for rows in candidates for ids in rows])
+
+    def _list_candidates(self, prompts: list[Prompt]) -> tuple[list[list[str]], int]:
+        """
+        Candidates per prompt, with duplicates, and the tokens they cost. A list that ends too early is continued: its
+        distinct candidates are put into the model's mouth, each round in one call for all prompts.
+        """
+        args, size = self.args, self.num_generations
+        asked = self.encode_prompts(
+            [fill_prompt(prompt, args.candidate_template, {"num_candidates": str(size)}) for prompt in prompts]
+        )
+        budgets = [args.max_list_length or size * self.max_completion_length] * len(prompts)
+        found: list[list[str]] = [[] for _ in prompts]
+        num_tokens = 0
+        for _ in range(args.max_lists):
+            begun = [asked[i] + self._begun_list(first_distinct(texts, size)) for i, texts in enumerate(found)]
+            room = [int(min(left, self.context_length - len(ids))) for left, ids in zip(budgets, begun, strict=True)]
+            short = [i for i, texts in enumerate(found) if len(set(texts)) < size and room[i] > 0]
+            lists = self.sample([begun[i] for i in short], 1, [room[i] for i in short], main_stream=True)
+            for i, (continuation,) in zip(short, lists, strict=True):
+                texts = split_candidates(self._text(continuation.token_ids), separator=args.candidate_separator)
+                # A list that was cut off ends in the middle of a candidate.
+                found[i] += texts if continuation.finished else texts[:-1]
+                budgets[i] -= len(continuation.token_ids)
+                num_tokens += len(continuation.token_ids)
+        return found, num_tokens
+
+    def _begun_list(self, texts: list[str]) -> list[int]:
+        begun = "".join(text + self.args.candidate_separator for text in texts)
+        return self._tokenizer(begun, add_special_tokens=False)["input_ids"] if begun else []
 
     def _candidate_ids(self, text: str) -> list[int]:
         ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -320,7 +265,7 @@ class SESATrainer(ExplorationTrainer):
 
     def assign_advantages(self, output: dict[str, Any]) -> torch.Tensor:
         advantages = output["advantages"]
-        if self.args.mode != "two_stage" or self.num_sketches:
+        if self._explores:
             self._log_group()
         if self._ratios is None:
             return advantages
@@ -350,6 +295,9 @@ class SESATrainer(ExplorationTrainer):
                 texts = [self._text(ids) for ids in self.main_completion_ids[g * size : (g + 1) * size]]
                 covered.append(coverage_at_k(texts, example["targets"], size))
         own = self._sketch_metrics
+        if self.args.mode == "agent":
+            rows = [tuple(ids) for ids in self.main_completion_ids]
+            own["trajectories"] = sum(len(set(rows[i : i + size])) for i in range(0, len(rows), size))
         total = self.summed(
             {
                 **own,
@@ -362,7 +310,11 @@ class SESATrainer(ExplorationTrainer):
         )
         groups = total["groups"]
         for name in ("distinct", "similarity", "empty"):
-            self.log_metric(f"sketch/{name}", total[name] / groups)
+            self.log_metric(f"sketch/{name}", total[name] / max(total["lists"], 1))
+        if "trajectories" in total:
+            self.log_metric("agent/trajectories", total["trajectories"] / groups)
+            self.log_metric("agent/decisions", total["lists"] / groups)
+            self.log_metric("agent/duplicate_actions", total["duplicates"])
         for name in ("tokens", "sampled_tokens", "dropped", "too_long", "fillers"):
             if name in total:
                 self.log_metric(f"sketch/{name}", total[name])
@@ -376,12 +328,3 @@ class SESATrainer(ExplorationTrainer):
             ratio = total["solved"] / groups / each
             self.log_metric("sketch/pass_ratio", ratio)
             self.log_metric("sketch/collapse_alarm", float(ratio < COLLAPSE_RATIO and each < 1 / COLLAPSE_RATIO))
-
-
-def _diversity(drafts: list[list[str]]) -> dict[str, float]:
-    """Sums over prompts: shares of distinct and empty drafts, and how alike they are."""
-    return {
-        "distinct": sum(len(set(texts)) / len(texts) for texts in drafts if texts),
-        "empty": sum(sum(not text for text in texts) / len(texts) for texts in drafts if texts),
-        "similarity": sum(mean_similarity(texts) for texts in drafts),
-    }

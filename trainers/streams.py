@@ -196,8 +196,14 @@ class StreamTrainer(ResumableTrainer):
             rewards = super()._calculate_rewards(*arguments)
         else:
             rewards = self._calculate_missing_rewards(known, *arguments)
+        if self._partial is None:
+            rewards = self._void_rewards(rewards)
         if self._is_training:
             self._rewards_per_func = rewards
+        return rewards
+
+    def _void_rewards(self, rewards: torch.Tensor) -> torch.Tensor:
+        """Raw rewards `(N, F)` of the main rows without those that do not count."""
         return rewards
 
     def _main_rewards(self) -> list[list[float] | None] | None:
@@ -381,10 +387,19 @@ def _only_missing(func: Any, name: str, missing: list[bool]) -> Any:
         found = iter(rewards)
         return [next(found) if m else 0.0 for m in missing]
 
+    def seen_by_function(columns):
+        log_extra = columns["log_extra"]  # one value per completion, also for those that are not scored again
+
+        def log_some(column, values):
+            found = iter(values)
+            log_extra(column, [next(found, None) if m else None for m in missing])
+
+        return {**{k: pick(v) for k, v in columns.items()}, "log_extra": log_some}
+
     def scored(**columns):
-        return spread(func(**{k: pick(v) for k, v in columns.items()}) if any(missing) else [])
+        return spread(func(**seen_by_function(columns)) if any(missing) else [])
 
     async def scored_async(**columns):
-        return spread(await func(**{k: pick(v) for k, v in columns.items()}) if any(missing) else [])
+        return spread(await func(**seen_by_function(columns)) if any(missing) else [])
 
     return scored_async if is_async_callable(func) else scored

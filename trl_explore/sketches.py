@@ -6,14 +6,14 @@ the next prompt, so they are text here; what is trained is token ids again.
 
 import math
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import SequenceMatcher
 from itertools import combinations
 from typing import Any
 
 Prompt = Any  # a text, or a conversation as a list of messages
 
-SLOT = re.compile(r"\{(problem|sketches|sketch|num_candidates)\}")
+SLOT = re.compile(r"\{(problem|sketches|sketch|num_candidates|actions)\}")
 LIST_MARK = re.compile(r"^\s*(?:\(?\d{1,3}[.):]|[-*])\s+")
 
 
@@ -121,18 +121,20 @@ def split_candidates(text: str, *, separator: str) -> list[str]:
     return [part for part in parts if part]
 
 
-def first_occurrences(items: Sequence[Hashable]) -> list[int]:
+def first_distinct(texts: Sequence[str], most: int) -> list[str]:
     """
-    Positions of the items that do not repeat an earlier one.
+    The first texts that do not repeat an earlier one.
 
     Args:
-        items (`Sequence[Hashable]`):
-            Items.
+        texts (`Sequence[str]`):
+            Texts.
+        most (`int`):
+            How many of them at most.
 
     Returns:
-        `list[int]`: Positions, in order.
+        `list[str]`: Different texts, in order.
     """
-    return [i for i, item in enumerate(items) if item not in items[:i]]
+    return list(dict.fromkeys(texts))[:most]
 
 
 def mean_similarity(texts: Sequence[str]) -> float:
@@ -152,19 +154,22 @@ def mean_similarity(texts: Sequence[str]) -> float:
     return math.fsum(SequenceMatcher(None, a, b, autojunk=False).ratio() for a, b in pairs) / len(pairs)
 
 
-def pass_ratio(successes: Sequence[Sequence[bool]]) -> float | None:
+def diversity(drafts: Sequence[Sequence[str]]) -> dict[str, float]:
     """
-    Pass@G over Pass@1 of groups of G completions: near 1, a policy's samples succeed or fail together.
+    How different the drafts of each list are, as sums over lists that can be added up further.
 
     Args:
-        successes (`Sequence[Sequence[bool]]`):
-            Whether each completion of each prompt is correct, `[P][G]`.
+        drafts (`Sequence[Sequence[str]]`):
+            Drafts of each list.
 
     Returns:
-        `float` or `None`: At least 1; `None` where nothing is correct.
+        `dict[str, float]`: Number of `lists`; their shares of `distinct` and `empty` drafts and their mean
+        `similarity`; and the number of `duplicates` of earlier drafts.
     """
-    total = sum(map(sum, successes))
-    if not total:
-        return None
-    each = total / sum(map(len, successes))
-    return sum(map(any, successes)) / len(successes) / each
+    return {
+        "lists": len(drafts),
+        "distinct": sum(len(set(texts)) / len(texts) for texts in drafts if texts),
+        "duplicates": sum(len(texts) - len(set(texts)) for texts in drafts),
+        "empty": sum(sum(not text for text in texts) / len(texts) for texts in drafts if texts),
+        "similarity": sum(mean_similarity(texts) for texts in drafts),
+    }

@@ -1,8 +1,16 @@
 """Embedded tasks: small problems with exact verifiers that a model built from nothing can learn on a CPU.
 
-chain.py       arithmetic chains; demonstrations with habits make the warm start wrong in known places
-tiny_model.py  the character tokenizer and the 111,296-parameter model
-warm_start.py  supervised training on demonstrations, cached on disk
+chain.py             arithmetic chains; demonstrations with habits make the warm start wrong in known places
+path_exploration.py  guess one of many hidden places; plain GRPO keeps one of them
+countdown.py         reach a number by arithmetic; most problems have many solutions
+sudoku.py            fill 4x4 boards
+frozen_lake.py       find a way around holes; a single answer, or an environment with a tool
+sokoban.py           push boxes onto goals; likewise
+grid_worlds.py       what these two share: positions, rules and environments
+grid_tasks.py        ... and problems, with demonstrators that overlook obstacles in known places
+sketched.py          what all but the chains share: SESA's prompt formats
+tiny_model.py        the character tokenizer and the 111,296-parameter model
+warm_start.py        supervised training on demonstrations, cached on disk
 """
 
 import difflib
@@ -13,8 +21,29 @@ from typing import Any, ClassVar, Protocol
 from datasets import Dataset
 
 from trl_explore.tasks.chain import CHAIN, CHAIND, LATE1, LATE3, ChainTask
+from trl_explore.tasks.countdown import COUNTDOWN, CountdownTask
+from trl_explore.tasks.frozen_lake import FROZEN_LAKE, FrozenLakeEnvironment, FrozenLakeTask
+from trl_explore.tasks.path_exploration import PATHS, PathTask, paper_places
+from trl_explore.tasks.sketched import SketchedTask
+from trl_explore.tasks.sokoban import SOKOBAN, SokobanEnvironment, SokobanTask
+from trl_explore.tasks.sudoku import SUDOKU, SudokuTask
 
-__all__ = ["TASKS", "ChainTask", "Task", "TeachableTask", "get_task"]
+__all__ = [
+    "TASKS",
+    "ChainTask",
+    "CountdownTask",
+    "FrozenLakeEnvironment",
+    "FrozenLakeTask",
+    "PathTask",
+    "SketchedTask",
+    "SokobanEnvironment",
+    "SokobanTask",
+    "SudokuTask",
+    "Task",
+    "TeachableTask",
+    "get_task",
+    "paper_places",
+]
 
 
 class Task(Protocol):
@@ -103,19 +132,20 @@ class TeachableTask(Task, Protocol):
         """
 
 
-TASKS: dict[str, ChainTask] = {task.name: task for task in (CHAIN, CHAIND, LATE1, LATE3)}
+EMBEDDED: tuple[TeachableTask, ...] = (CHAIN, CHAIND, LATE1, LATE3, PATHS, COUNTDOWN, SUDOKU, FROZEN_LAKE, SOKOBAN)
+TASKS: dict[str, TeachableTask] = {task.name: task for task in EMBEDDED}
 
 
-def get_task(name: str) -> ChainTask:
+def get_task(name: str) -> TeachableTask:
     """
     Looks a task up by its name.
 
     Args:
         name (`str`):
-            One of `chain`, `chaind`, `late1`, `late3`.
+            One of `chain`, `chaind`, `late1`, `late3`, `paths`, `countdown`, `sudoku`, `frozen_lake`, `sokoban`.
 
     Returns:
-        [`ChainTask`]: The task. `dataclasses.replace` makes a variant of it.
+        [`TeachableTask`]: The task. `dataclasses.replace` makes a variant of it.
     """
     if name in TASKS:
         return TASKS[name]

@@ -1,6 +1,6 @@
 """Sokoban: push every box onto a goal. Rooms come from playing backwards, so every one can be solved.
 
-Boards are text as in frozen_lake.py, with `#` for a wall, `o` for a box and `*` for a box on a goal; beyond the edge
+Boards are text as in grid_worlds.py, with `#` for a wall, `o` for a box and `*` for a box on a goal; beyond the edge
 of the board there is wall too. A room has as many boxes as goals.
 """
 
@@ -9,7 +9,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from trl_explore.tasks.frozen_lake import MAX_DRAWS, OFFSETS, GridEnvironment, GridTask, State, World
+from trl_explore.tasks.grid_tasks import MAX_DRAWS, GridTask
+from trl_explore.tasks.grid_worlds import OFFSETS, GridEnvironment, State, World
 
 LIFTED = {"o": ".", "*": "G"}  # the tile under a box
 PUSHED = {tile: box for box, tile in LIFTED.items()}
@@ -130,8 +131,8 @@ class SokobanTask(GridTask):
         """The rules."""
         return RULES
 
-    def draw(self, rng: random.Random) -> State:
-        """A position, of any room, that needs between `min_moves` and `max_moves`."""
+    def draw(self, rng: random.Random) -> str:
+        """A position in any room, `min_moves` to `max_moves` from the end. Arguments as in [`SketchedTask`]."""
         for _ in range(MAX_DRAWS):
             room_rng = random.Random(f"room/{self.table_seed}/{rng.randrange(self.num_rooms)}")
             inside = ["#"] * self.num_walls + ["G"] * self.num_boxes
@@ -141,7 +142,7 @@ class SokobanTask(GridTask):
             room = tuple(text[i : i + self.size] for i in range(0, len(text), self.size))
             positions = _positions(room, self.min_moves, self.max_moves)
             if positions:
-                return rng.choice(positions)
+                return RULES.render(rng.choice(positions))
         raise ValueError(f"`min_moves` is {self.min_moves}; rooms of this kind are solved faster, give fewer.")
 
 

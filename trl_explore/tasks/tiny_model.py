@@ -22,11 +22,41 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<a>' }}{% endif %}"
 )
+# The same for agents. `!move:direction=left<eos>` is a turn with one tool call; what the tool answers is the user's.
+TOOL_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}{{ '<a>' + message['content'] }}"
+    "{% for call in message['tool_calls'] %}{{ '!' + call['function']['name'] }}"
+    "{% for name, value in call['function']['arguments'].items() %}{{ ':' + name + '=' + value }}{% endfor %}"
+    "{% endfor %}{{ '<eos>' }}"
+    "{% else %}{{ '<u>' + message['content'] }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<a>' }}{% endif %}"
+)
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": ASSISTANT,
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r"!(?P<name>\w+)",
+            "close_pattern": r"(?=!|<eos>)|$",
+            "repeats": True,
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": r":(?P<key>\w+)=(?P<value>[^:!<]*)"},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {"close": EOS, "content": "text"},
+    },
+}
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def build_tokenizer(*, tools: bool = False) -> PreTrainedTokenizerFast:
     """
     Builds the character tokenizer: 61 tokens, chat template `<u>{user}<a>{assistant}<eos>`, padding on the left.
+
+    Args:
+        tools (`bool`, *optional*, defaults to `False`):
+            Whether conversations may have tool calls, written as `!name:parameter=value`.
 
     Returns:
         [`~transformers.PreTrainedTokenizerFast`]: Tokenizer. Text in its alphabet survives encoding and decoding
@@ -43,8 +73,10 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         padding_side="left",
         model_max_length=MAX_LENGTH,
         clean_up_tokenization_spaces=False,
-        chat_template=CHAT_TEMPLATE,
+        chat_template=TOOL_CHAT_TEMPLATE if tools else CHAT_TEMPLATE,
     )
+    if tools:
+        tokenizer.response_template = RESPONSE_TEMPLATE
     # The two role marks are no special tokens: `skip_special_tokens` must not hide from a verifier that a completion
     # contains one.
     tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in (USER, ASSISTANT)])

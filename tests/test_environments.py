@@ -1,0 +1,156 @@
+"""Environments that raise: what TRL's loop sees of them, and what is the model's own mistake."""
+
+import asyncio
+import copy
+import inspect
+
+import pytest
+from transformers.utils import get_json_schema
+
+from trl_explore.environments import environment_error, guarded
+
+
+class Door:
+    """Breaks where the test says."""
+
+    def __init__(self, breaks=()):
+        self.breaks = breaks
+        self.opened = 0
+
+    def reset(self, word="", **columns):
+        if "reset" in self.breaks:
+            raise RuntimeError("no key")
+        self.opened = 0
+        return f"door {word}"
+
+    def open(self, hand: str, force: int = 1) -> str:
+        """
+        Opens the door.
+
+        Args:
+            hand: Which hand.
+            force: How strongly.
+
+        Returns:
+            What happens.
+        """
+        if "open" in self.breaks:
+            raise ValueError("stuck")
+        self.opened += force
+        return f"open by {hand}"
+
+    async def knock(self, times: int) -> str:
+        """
+        Knocks.
+
+        Args:
+            times: How often.
+
+        Returns:
+            What is heard.
+        """
+        await asyncio.sleep(0)
+        if "knock" in self.breaks:
+            raise OSError("no hand")
+        return "knock " * times
+
+    def careful(self) -> str:
+        """
+        Opens the door, and answers if it is stuck.
+
+        Returns:
+            What happens.
+        """
+        try:
+            return self.open("left")
+        except ValueError:
+            return "still closed"
+
+    def get_reward(self):
+        if "reward" in self.breaks:
+            raise ZeroDivisionError("no reward")
+        return float(self.opened)
+
+    def _private(self):
+        raise RuntimeError("private")
+
+
+def door(*breaks):
+    return guarded(lambda: Door(breaks))()
+
+
+def test_a_sound_environment_behaves_as_before():
+    environment = door()
+    assert isinstance(environment, Door) and type(environment).__name__ == "Door"
+    assert environment.reset(word="a") == "door a"
+    assert environment.open("left") == "open by left" and environment.open(hand="left", force=2)
+    assert asyncio.run(environment.knock(2)) == "knock knock "
+    assert environment.get_reward() == 3.0 and environment_error(environment) is None
+    assert type(environment) is type(door())  # one class: TRL compares types
+
+
+def test_trl_finds_the_same_tools():
+    names = [name for name, _ in inspect.getmembers(type(door()), predicate=inspect.isfunction) if name[0] != "_"]
+    assert names == ["careful", "get_reward", "knock", "open", "reset"]
+    assert get_json_schema(door().open) == get_json_schema(Door().open)
+    assert inspect.iscoroutinefunction(door().knock) and not inspect.iscoroutinefunction(door().open)
+
+
+def test_a_tool_that_raises_ends_the_episode():
+    environment = door("open")
+    with pytest.raises(ValueError, match="stuck"):
+        environment.open("left")
+    environment.breaks = ()
+    environment.open("left")  # later calls do not bring it back
+    assert str(environment_error(environment)) == "stuck" and environment.get_reward() == 0.0
+    environment.reset()
+    environment.open("left")
+    assert environment_error(environment) is None and environment.get_reward() == 1.0
+
+
+def test_coroutines_are_guarded():
+    environment = door("knock")
+    with pytest.raises(OSError, match="no hand"):
+        asyncio.run(environment.knock(1))
+    assert str(environment_error(environment)) == "no hand"
+
+
+@pytest.mark.parametrize("arguments", [{}, {"hand": "left", "speed": 1}, {"force": 2}])
+def test_a_call_that_does_not_fit_is_the_models_mistake(arguments):
+    environment = door()
+    with pytest.raises(TypeError):
+        environment.open(**arguments)
+    assert environment_error(environment) is None
+
+
+def test_what_an_environment_catches_itself_is_no_failure():
+    environment = door("open")
+    assert environment.careful() == "still closed" and environment_error(environment) is None
+
+
+def test_reset_and_reward_do_not_raise():
+    environment = door("reset")
+    assert environment.reset(word="a") is None and str(environment_error(environment)) == "no key"
+    environment = door("reward")
+    environment.reset()
+    assert environment.get_reward() == 0.0 and isinstance(environment_error(environment), ZeroDivisionError)
+
+
+def test_copies_keep_what_happened_and_fail_by_themselves():
+    environment = door("open")
+    twin = copy.deepcopy(environment)
+    with pytest.raises(ValueError):
+        twin.open("left")
+    assert environment_error(environment) is None and environment_error(twin) is not None
+
+
+def test_an_environment_that_cannot_be_guarded_is_refused():
+    class Slim:
+        __slots__ = ()
+
+        def reset(self):
+            pass
+
+    with pytest.raises(TypeError, match="Slim that cannot carry an attribute .*without `__slots__`"):
+        guarded(Slim)()
+    assert environment_error(object()) is None

@@ -1,0 +1,382 @@
+"""SESA's agent mode: reductions, who is asked what, what is trained, environments that raise, and its errors."""
+
+import re
+from collections import Counter
+
+import pytest
+import torch
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+from world import assert_same, parameters
+
+from trl_explore.tasks.frozen_lake import FrozenLakeEnvironment
+from trl_explore.tasks.tiny_model import build_model, build_tokenizer
+from trl_explore.trainers import SESAConfig, SESATrainer
+
+BOARDS = ["S../.../..G", "S../..X/..G"]
+AGENT = dict(mode="agent", action_template="{problem}?{actions}", action_separator=";")
+LETTERS = "ldru"
+
+
+class Lake(FrozenLakeEnvironment):
+    """Raises where a test says; its reward is what it is, whatever happened before."""
+
+    breaks = ()
+    made = 0
+
+    def __init__(self):
+        super().__init__(max_steps=6)
+        Lake.made += 1
+
+    def reset(self, board, prompt="", **columns):
+        if "reset" in self.breaks:
+            raise RuntimeError("the lake has melted")
+        return super().reset(board, prompt)
+
+    def move(self, direction: str) -> str:
+        """
+        Moves.
+
+        Args:
+            direction: Where to.
+
+        Returns:
+            The board.
+        """
+        if direction in self.breaks:
+            raise RuntimeError(f"no ice to the {direction}")
+        return self._play(direction)
+
+    def get_reward(self):
+        if "reward" in self.breaks:
+            raise RuntimeError("no referee")
+        return super().get_reward() + 1.0
+
+
+class Voice:
+    """Stands for what the model says: a move that it was not told about, or, now and then, a last word."""
+
+    def __init__(self, stops=0.1, stubborn=False):
+        self.stops, self.stubborn, self.calls = stops, stubborn, []
+
+    def __call__(self, trainer, prompt_ids, *others, **options):
+        tokenizer = trainer._tokenizer
+        shown = [tokenizer.decode(ids) for ids in prompt_ids]
+        said = [tokenizer(self.answer(text) + "<eos>")["input_ids"] for text in shown]
+        self.calls.append(list(zip(shown, said, strict=True)))
+        return said, None
+
+    def answer(self, text):
+        if torch.rand(()) < self.stops:
+            return "done"
+        told = re.findall(r"movedirection=(\w)", text.rpartition("<u>")[2])
+        fresh = [letter for letter in LETTERS if letter not in told or self.stubborn]
+        return f"!move:direction={fresh[torch.randint(len(fresh), ())]}"
+
+
+@pytest.fixture
+def voice(monkeypatch):
+    def use(**options):
+        speaker = Voice(**options)
+        monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", lambda *args, **kw: speaker(*args, **kw))
+        return speaker
+
+    return use
+
+
+@pytest.fixture(autouse=True)
+def sound_lake(monkeypatch):
+    monkeypatch.setattr(Lake, "breaks", ())
+
+
+def steps_reward(environments, **columns):
+    return [float(environment.episode.steps) for environment in environments]
+
+
+def make(cls, config, folder, *, boards=BOARDS, factory=Lake, **options):
+    functions = options.pop("reward_funcs", [steps_reward])
+    rows = {"prompt": [[{"role": "user", "content": board}] for board in boards], "board": boards}
+    if options.pop("plain_prompts", False):
+        rows["prompt"] = boards
+    defaults = dict(
+        output_dir=str(folder),
+        per_device_train_batch_size=16,
+        num_generations=8,
+        max_completion_length=140,
+        max_tool_calling_iterations=3,
+        max_steps=2,
+        learning_rate=1e-2,
+        logging_steps=1,
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        seed=3,
+    )
+    return cls(
+        model=build_model(seed=0, hidden_size=16, num_layers=1),
+        args=config(**{**defaults, **options}),
+        train_dataset=Dataset.from_dict(rows),
+        eval_dataset=Dataset.from_dict(rows),
+        processing_class=build_tokenizer(tools=True),
+        reward_funcs=functions,
+        environment_factory=factory,
+    )
+
+
+def agent(folder, **options):
+    return make(SESATrainer, SESAConfig, folder, **{**AGENT, **options})
+
+
+def one_batch(trainer):
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    return trainer._generate_and_score_completions(next(iter(trainer.get_train_dataloader())))
+
+
+def moves(trainer):
+    """The moves of every row of the last batch."""
+    texts = [trainer._tokenizer.decode(ids) for ids in trainer.main_completion_ids]
+    return ["".join(re.findall(r"!move:direction=(\w)", text)) for text in texts]
+
+
+@pytest.mark.parametrize("neutral", [dict(branch_depth=0), dict(max_trajectories=0)], ids=["depth", "trajectories"])
+@pytest.mark.parametrize("options", [{}, dict(num_iterations=2, gradient_accumulation_steps=2)], ids=["", "reused"])
+def test_without_branches_it_is_grpo_bit_for_bit(tmp_path, voice, neutral, options):
+    runs = []
+    for cls, config, own in ((GRPOTrainer, GRPOConfig, {}), (SESATrainer, SESAConfig, {**AGENT, **neutral})):
+        voice()
+        trainer = make(cls, config, tmp_path, **own, **options, max_steps=3)
+        trainer.train()
+        runs.append((parameters(trainer), trainer.state.log_history))
+    assert_same(runs[1][0], runs[0][0])
+    for got, expected in zip(runs[1][1], runs[0][1], strict=True):
+        same = [key for key in expected if "time" not in key and "second" not in key]
+        assert {key: got[key] for key in same} == {key: expected[key] for key in same}
+
+
+def test_actions_of_a_decision_differ_and_are_shared_out(tmp_path, voice):
+    speaker = voice(stops=0)
+    trainer = agent(tmp_path, branch_depth=1)
+    one_batch(trainer)
+    for group in (moves(trainer)[:8], moves(trainer)[8:]):
+        assert Counter(row[0] for row in group) == dict.fromkeys(LETTERS, 2)
+    board = [text for text, _ in speaker.calls[0]]
+    assert sorted(board) == sorted(f"<u>{b}<a>" for b in BOARDS)  # the first action is sampled as in GRPO
+    for number, call in enumerate(speaker.calls[1:4], start=1):
+        for (text, _), start in zip(call, board, strict=True):
+            told = re.findall(r"movedirection=\w", text)
+            assert text == start.replace("<a>", f"?{';'.join(told)}<a>") and len(set(told)) == number
+    assert [len(call) for call in speaker.calls] == [2, 2, 2, 2, 16, 16, 16]
+
+
+def test_later_decisions_are_taken_on_what_the_tools_answered(tmp_path, voice):
+    speaker = voice(stops=0)
+    trainer = agent(tmp_path, branch_depth=2, num_actions=2)
+    one_batch(trainer)
+    for group in (moves(trainer)[:8], moves(trainer)[8:]):
+        counts = Counter(row[:2] for row in group)
+        assert len(counts) == 4 and set(counts.values()) == {2}
+    # Two actions at each of the two roots, then two at each of four boards; the last two turns are plain.
+    assert [len(call) for call in speaker.calls] == [2, 2, 4, 4, 16, 16]
+    for (plain, said), (asked, _) in zip(speaker.calls[2], speaker.calls[3], strict=True):
+        first = trainer._tokenizer.decode(said).removesuffix("<eos>").replace("!move:", "move")
+        assert asked == plain.removesuffix("<a>") + f"?{first}<a>" and plain.count("<u>") == 2
+
+
+def test_trained_tokens_are_the_sampled_ones_under_the_plain_context(tmp_path, voice):
+    speaker = voice()
+    trainer = agent(tmp_path, branch_depth=2, num_actions=3)
+    output = one_batch(trainer)
+    spoken = {tuple(said) for call in speaker.calls for _, said in call}
+    prompts = [trainer._tokenizer.decode(ids) for ids in trainer.prompt_token_ids(output)]
+    assert Counter(prompts) == {f"<u>{board}<a>": 8 for board in BOARDS}
+    assert "sampling_per_token_logps" not in output
+    for ids, mask in zip(trainer.main_completion_ids, output["tool_mask"].tolist(), strict=True):
+        turns, turn = [], []
+        for token, own in zip(ids, mask, strict=False):
+            if own:
+                turn.append(token)
+            elif turn:
+                turns, turn = [*turns, tuple(turn)], []
+        assert {*turns, tuple(turn)} - {()} <= spoken
+        assert "?" not in trainer._tokenizer.decode(ids)  # what asked for other actions is not part of a row
+
+
+def test_only_max_trajectories_of_a_group_branch(tmp_path, voice):
+    speaker = voice(stops=0)
+    trainer = agent(tmp_path, branch_depth=1, num_actions=4, max_trajectories=4)
+    one_batch(trainer)
+    for group in (moves(trainer)[:4], moves(trainer)[8:12]):
+        assert {row[0] for row in group} == set(LETTERS)
+    assert [len(call) for call in speaker.calls] == [2, 2, 2, 2, 8, 16, 16, 16]
+
+
+def test_groups_with_the_same_prompt_decide_apart(tmp_path, voice):
+    speaker = voice(stops=0)
+    trainer = agent(tmp_path, branch_depth=1, num_actions=2, boards=[BOARDS[0]] * 2)
+    one_batch(trainer)
+    assert [len(call) for call in speaker.calls[:2]] == [2, 2]
+    for group in (moves(trainer)[:8], moves(trainer)[8:]):
+        assert sorted(Counter(row[0] for row in group).values()) == [4, 4]
+
+
+def test_an_answer_that_ends_the_episode_is_given_once(tmp_path, voice):
+    speaker = voice(stops=0)
+    speaker.answer = lambda text: "!move:direction=d" if "?done" in text else "done"
+    trainer = agent(tmp_path, branch_depth=1, num_actions=2)
+    one_batch(trainer)
+    assert [bool(row) for row in moves(trainer)] == [False, *[True] * 7] * 2
+
+
+def test_metrics(tmp_path, voice):
+    speaker = voice(stops=0, stubborn=True)
+    trainer = agent(tmp_path, branch_depth=2, num_actions=3, max_steps=1)
+    trainer.train()
+    log = trainer.state.log_history[0]
+    rows = [tuple(ids) for ids in trainer.main_completion_ids]
+    assert log["agent/trajectories"] == (len(set(rows[:8])) + len(set(rows[8:]))) / 2
+    assert log["agent/environment_errors"] == 0
+    asked = [call for call in speaker.calls if len(call) < 8]
+    assert log["sketch/sampled_tokens"] == sum(len(said) for call in speaker.calls for _, said in call)
+    assert log["sketch/tokens"] <= log["sketch/sampled_tokens"] and len(asked) >= 6
+    assert 0 < log["agent/duplicate_actions"] and 1 / 3 <= log["sketch/distinct"] < 1
+    assert log["agent/decisions"] >= 1.5 and log["sketch/empty"] == 0
+    assert log["sketch/drafting_seconds"] > 0 and log["sketch/solving_seconds"] > 0
+
+
+def test_what_was_proposed_first_is_forgotten_where_the_context_ends(tmp_path, voice):
+    speaker = voice(stops=0)
+    trainer = agent(tmp_path, branch_depth=1, max_completion_length=44, context_length=13 + 50)
+    one_batch(trainer)
+    shown = [re.findall(r"movedirection=\w", text) for text, _ in speaker.calls[3]]
+    assert [len(told) for told in shown] == [2, 2] and trainer._metrics["train"]["sketch/dropped"] == [2.0]
+
+
+def test_a_resumed_run_ends_where_the_uninterrupted_one_does(tmp_path, voice):
+    voice()
+    options = dict(steps_per_generation=2, max_steps=5, per_device_train_batch_size=8, boards=BOARDS * 4)
+    whole = agent(tmp_path, save_strategy="steps", save_steps=3, **options)
+    whole.train()
+    again = agent(tmp_path, **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert_same(parameters(again), parameters(whole))
+
+
+def test_a_model_that_says_anything_is_trained(tmp_path):
+    lengths = dict(reward_funcs=[lambda completion_ids, **columns: [float(len(ids)) for ids in completion_ids]])
+    trainer = agent(tmp_path, max_completion_length=24, **lengths)
+    before = parameters(trainer)
+    trainer.train()
+    assert any(not torch.equal(before[name], after) for name, after in parameters(trainer).items())
+
+
+# --------------------------------------------------------------------------------------- environments that raise
+
+
+def test_a_tool_that_raises_ends_its_trajectory_and_not_the_run(tmp_path, voice, monkeypatch):
+    monkeypatch.setattr(Lake, "breaks", ("r",))
+    speaker = voice(stops=0)
+    seen = []
+
+    def noting(environments, completions, log_extra, **columns):
+        seen.append(len(environments))
+        log_extra("turns", [len(completion) for completion in completions])
+        return [float(environment.episode.steps) for environment in environments]
+
+    trainer = agent(tmp_path, branch_depth=1, reward_funcs=[noting])
+    with pytest.warns(UserWarning, match="raised RuntimeError: no ice to the r.*ended with reward 0"):
+        output = one_batch(trainer)
+    broken = ["r" in row[:3] for row in moves(trainer)]  # the fourth move of a row is not executed any more
+    assert 4 <= sum(broken) < 16 and trainer._metrics["train"]["agent/environment_errors"] == [sum(broken)]
+    assert all(
+        row.endswith("r") and row.count("r") == 1 for row, bad in zip(moves(trainer), broken, strict=True) if bad
+    )
+    assert all(len(row) == 4 for row, bad in zip(moves(trainer), broken, strict=True) if not bad)
+    rewards = trainer._total_rewards().tolist()
+    assert [reward == 0 for reward in rewards] == broken and seen == [16 - sum(broken)]
+    assert len(trainer._logs["extra"]["turns"]) == 16
+    # Nothing was put into the model's mouth: the last tokens of such a row are the tool's.
+    ends = [
+        mask[len(ids) - 1] for ids, mask in zip(trainer.main_completion_ids, output["tool_mask"].tolist(), strict=True)
+    ]
+    assert [end == 0 for end, bad in zip(ends, broken, strict=True) if bad] == [True] * sum(broken)
+    assert speaker.calls and output["advantages"].isfinite().all()
+
+
+@pytest.mark.parametrize("place", ["reset", "reward", "l d r u"])
+def test_the_run_survives_environments_that_always_raise(tmp_path, voice, monkeypatch, place):
+    monkeypatch.setattr(Lake, "breaks", place.split())
+    voice(stops=0)
+    trainer = agent(tmp_path, boards=[BOARDS[0]] * 2, eval_strategy="steps", eval_steps=1, num_generations_eval=2,
+                    per_device_eval_batch_size=4)  # fmt: skip
+    with pytest.warns(UserWarning, match="agent/environment_errors"):
+        trainer.train()
+    logs = trainer.state.log_history
+    train = [log for log in logs if "reward" in log]
+    assert [log["agent/environment_errors"] for log in train] == [16, 16] and [log["reward"] for log in train] == [
+        0,
+        0,
+    ]
+    evaluated = [log for log in logs if "eval_reward" in log]
+    assert [log["eval_reward"] for log in evaluated] == [0, 0]
+    assert all(log["eval_agent/environment_errors"] == 4 for log in evaluated)
+
+
+def test_a_call_that_does_not_fit_is_an_observation(tmp_path, voice):
+    speaker = voice(stops=0)
+    speaker.answer = lambda text: "!move:speed=l"
+    trainer = agent(tmp_path, branch_depth=1)
+    one_batch(trainer)
+    assert trainer._metrics["train"]["agent/environment_errors"] == [0]
+    assert trainer._metrics["train"]["tools/failure_frequency"] == [1.0]
+
+
+# --------------------------------------------------------------------------------------------------------- errors
+
+
+class Bell(Lake):
+    """Has one button."""
+
+    move = None
+
+    def ring(self) -> str:
+        """
+        Rings.
+
+        Returns:
+            A sound.
+        """
+        return "ding"
+
+
+class Mute(Lake):
+    move = None
+
+
+ERRORS = {
+    "`mode='agent'` needs an environment to act in": dict(factory=None),
+    "cannot be told apart: .* there is only 'ring', without parameters": dict(factory=Bell),
+    r"`environment_factory\['bell'\]` .* cannot be told apart": dict(factory={"lake": Lake, "bell": Bell}),
+    "there is none. Give the environment": dict(factory=Mute),
+    "`mode='two_stage'` does not support `environment_factory`.*set `mode='agent'`": dict(mode="two_stage"),
+    "max_trajectories=9` must be between 0 .*num_generations=8": dict(max_trajectories=9),
+    "num_actions=1` must be at least 2": dict(num_actions=1),
+    "branch_depth=-1` at least 0": dict(branch_depth=-1),
+    "action_template='{problem}'` must contain {actions}": dict(action_template="{problem}"),
+    "action_template='{actions}'` must contain {problem}": dict(action_template="{actions}"),
+    "action_separator` must not be empty": dict(action_separator=""),
+    "leave no room for a prompt in a context of 140": dict(context_length=140),
+    "off_policy_correction=True` needs `mode='two_stage'`": dict(off_policy_correction=True),
+}
+
+
+@pytest.mark.parametrize("message, options", ERRORS.items(), ids=ERRORS.keys())
+def test_bad_input_is_refused_at_construction(tmp_path, message, options):
+    options = dict(options)
+    if isinstance(options.get("factory"), dict):
+        options["boards"] = BOARDS
+    with pytest.raises(ValueError, match=message):
+        trainer = agent(tmp_path, **options)
+        del trainer

@@ -1,0 +1,140 @@
+"""SESA for agents: at every decision, actions are proposed one after another, each knowing those before it."""
+
+import inspect
+import math
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from trl_explore.actions import action_of, decision_blocks, share_out
+from trl_explore.rollouts import Rollout
+from trl_explore.sketches import diversity, fill_prompt, first_distinct, newest_that_fit
+
+from .agents import AgentTrainer
+from .base import Chooser
+
+
+class Proposal(NamedTuple):
+    """A turn that a block of rows may take."""
+
+    action: str
+    token_ids: list[int]
+    goes_on: bool
+
+
+class SequentialActionTrainer(AgentTrainer):
+    """The part of [`SESATrainer`] that `mode="agent"` needs; section 3.1 of the paper."""
+
+    max_completion_length: int
+    num_generations: int
+    max_trajectories: int = 0
+    context_length: float = math.inf
+    _sketch_metrics: dict[str, float] = {}
+
+    def act(self, contexts: list[list[int]], plain: Chooser) -> Rollout:
+        """
+        One turn of the agents: rows before the same decision share out actions that were proposed in turn.
+
+        Args:
+            contexts (`list[list[int]]`):
+                Tokens that each row has seen, `[R][P_i]`.
+            plain (`Callable[[list[list[int]]], Rollout]`):
+                GRPO's own sampling, for the rows that stand alone.
+
+        Returns:
+            [`Rollout`]: One turn per row.
+        """
+        assert self.turn is not None
+        args, turn, size = self.args, self.turn, self.num_generations
+        if turn.number == 0:
+            names = "tokens", "sampled_tokens", "drafting_seconds", "solving_seconds", "dropped", *diversity([])
+            self._sketch_metrics = dict.fromkeys(names, 0.0)
+        start = time.perf_counter()
+        branches = [row % size < self.max_trajectories and turn.number < args.branch_depth for row in turn.rows]
+        blocks = decision_blocks([row // size for row in turn.rows], contexts, branches)
+        proposed = self._propose(contexts, blocks)
+        spoken: dict[int, list[int]] = {}
+        for block, proposals in zip(blocks, proposed, strict=True):
+            actions = {proposal.action: proposal for proposal in reversed(proposals)}  # the first of equal ones
+            distinct = [actions[action] for action in first_distinct([p.action for p in proposals], len(block))]
+            shares = share_out(len(block), [proposal.goes_on for proposal in distinct])
+            spoken |= {place: list(distinct[share].token_ids) for place, share in zip(block, shares, strict=True)}
+        draft_seconds = time.perf_counter() - start
+
+        start = time.perf_counter()
+        rest = [place for place in range(len(contexts)) if place not in spoken]
+        if rest:
+            spoken |= dict(zip(rest, plain([contexts[place] for place in rest]).completion_ids, strict=True))
+        own, num_tokens = self._sketch_metrics, sum(len(p.token_ids) for proposals in proposed for p in proposals)
+        added = {
+            "tokens": num_tokens,
+            "sampled_tokens": num_tokens + sum(len(spoken[place]) for place in rest),
+            "drafting_seconds": draft_seconds,
+            "solving_seconds": time.perf_counter() - start,
+            "dropped": 0,
+            **diversity([[proposal.action for proposal in proposals] for proposals in proposed]),
+        }
+        self._sketch_metrics = {name: own[name] + value for name, value in added.items()}
+        return Rollout([spoken[place] for place in range(len(contexts))])
+
+    def _propose(self, contexts: list[list[int]], blocks: list[list[int]]) -> list[list[Proposal]]:
+        """Actions for every block of rows, with duplicates: the j-th ones are one call for all blocks."""
+        assert self.turn is not None
+        proposed: list[list[Proposal]] = [[] for _ in blocks]
+        for j in range(min(self.args.num_actions, max(map(len, blocks), default=0))):
+            asked = [
+                (block[0], proposals) for block, proposals in zip(blocks, proposed, strict=True) if j < len(block)
+            ]
+            prefixes = [self._ask_for_another(place, contexts[place], proposals) for place, proposals in asked]
+            room = [
+                int(max(1, min(self.turn.budgets[place], self.context_length - len(ids))))
+                for (place, _), ids in zip(asked, prefixes, strict=True)
+            ]
+            # Other processes are at other turns: their tool loops are theirs.
+            sampled = self.sample(prefixes, 1, room, main_stream=True, collective=False)
+            for (place, proposals), (continuation,) in zip(asked, sampled, strict=True):
+                ids = continuation.token_ids
+                message = self.parse_turn(self.turn.rows[place], contexts[place], ids)
+                proposals.append(Proposal(action_of(message), ids, bool(message.get("tool_calls"))))
+        return proposed
+
+    def _ask_for_another(self, place: int, context: list[int], proposals: list[Proposal]) -> list[int]:
+        """The context with a last message that shows what was proposed, as far as there is room."""
+        turn, args = self.turn, self.args
+        assert turn is not None
+
+        def told(actions: Sequence[str]) -> list[int]:
+            slots = {"actions": args.action_separator.join(actions)}
+            messages = fill_prompt(turn.last_messages[place], args.action_template, slots)
+            if turn.number == 0:
+                return self.encode_conversation(turn.rows[place], messages)
+            return context[: turn.said[place]] + self.encode_tool_answers(messages)
+
+        actions = first_distinct([proposal.action for proposal in proposals if proposal.action], len(proposals))
+        longest = max((len(proposal.token_ids) for proposal in proposals), default=1)  # the next one may be as long
+        kept = newest_that_fit(actions, lambda some: len(told(some)) + longest <= self.context_length)
+        self._sketch_metrics["dropped"] += len(actions) - len(kept)
+        return told(kept) if kept else context
+
+
+def check_actions(tools: list[Any], where: str) -> None:
+    """
+    Actions are tool calls: there must be more than one that can be made.
+
+    Args:
+        tools (`list`):
+            Tools of an environment.
+        where (`str`):
+            Which environment of several, for the error message.
+
+    Raises:
+        ValueError: If all calls are equal, or there is no tool.
+    """
+    if len(tools) > 1 or any(inspect.signature(tool).parameters for tool in tools):
+        return
+    found = f"only {tools[0].__name__!r}, without parameters" if tools else "none"
+    raise ValueError(
+        f"`mode='agent'` proposes different tool calls, but `environment_factory{where}` makes environments whose "
+        f"actions cannot be told apart: of public methods beside `reset` and `get_reward` there is {found}. Give the "
+        "environment a second tool or a parameter."
+    )

@@ -1,0 +1,294 @@
+"""Path Exploration: guess where treasures are hidden; many guesses are right, and a policy may know one or many.
+
+After SESA (https://huggingface.co/papers/2510.15502), section 2.1 and appendix A.1. There is a single prompt, 200
+places `province-city-district` come into question, and 20 of them hide a treasure. Coverage is the share of the 20
+that a policy still names in some number of guesses.
+
+`PathTask` has short invented names, which a tiny model learns from demonstrations. `PaperPathTask` has the paper's
+real places, for pretrained models.
+"""
+
+import random
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+from datasets import Dataset
+
+from trl_explore.metrics import coverage_at_k
+from trl_explore.rewards import completion_text
+from trl_explore.tasks.sketched import SketchedTask
+
+PROBLEM = "place"  # without any of the marks
+NAMES = "abcdefghijklmnopqrstuvwxyz"  # one letter each: a list of places must fit a tiny model's context
+PLACE_LENGTH = 5  # three names and two dashes
+
+PAPER_PROMPT = (
+    "One day, an alien spaceship passed by and randomly dropped 20 treasures in different districts/counties across "
+    "China. Where do you think they might have landed? Please output a location from province to district/county. "
+    "Example: Guangdong Province \u2013 Shenzhen City \u2013 Nanshan District."
+)
+# The paper lists 20, but Luolong District twice.
+PAPER_PLACES = (
+    "Anhui Province \u2013 Hefei City \u2013 Feidong County",
+    "Heilongjiang Province \u2013 Harbin City \u2013 Harbin Economic & Technological Development Zone",
+    "Tianjin Municipality \u2013 Tianjin Economic-Technological Development Area",
+    "Guangdong Province \u2013 Shenzhen City \u2013 Shenzhen High-tech Zone",
+    "Sichuan Province \u2013 Deyang City \u2013 Deyang Economic Development Zone",
+    "Jiangsu Province \u2013 Lianyungang City \u2013 Lianyungang Economic & Technological Development Zone",
+    "Heilongjiang Province \u2013 Harbin City \u2013 Songbei District",
+    "Jiangxi Province \u2013 Ganzhou City \u2013 Ganzhou High-tech Industrial Development Zone",
+    "Henan Province \u2013 Luoyang City \u2013 Luolong District",
+    "Ningxia Hui Autonomous Region \u2013 Yinchuan City \u2013 Yinchuan Economic & Technological Development Zone",
+    "Sichuan Province \u2013 Chengdu City \u2013 Jinniu District",
+    "Guangdong Province \u2013 Guangzhou City \u2013 Baiyun District",
+    "Jiangsu Province \u2013 Nanjing City \u2013 Xuanwu District",
+    "Jiangxi Province \u2013 Nanchang City \u2013 Jinggangshan District",
+    "Hunan Province \u2013 Changsha City \u2013 Yuhua District",
+    "Zhejiang Province \u2013 Hangzhou City \u2013 Xihu District",
+    "Hunan Province \u2013 Changsha City \u2013 Yuelu District",
+    "Fujian Province \u2013 Xiamen City \u2013 Siming District",
+    "Gansu Province \u2013 Lanzhou City \u2013 Chengguan District",
+)
+MAX_PLACE_CHARACTERS = 200  # no place is longer; bounds the work on hostile completions
+SEPARATORS = re.compile(r"[\s\-\u2010-\u2015\u2212]+")  # white space and every kind of dash
+
+
+@dataclass(frozen=True)
+class PathTask(SketchedTask):
+    """
+    Path Exploration with invented places such as `k-a-m`. A sketch is the province, `k`.
+
+    Demonstrations name places by a Zipf law, whether or not a treasure is there: a model trained on them names a few
+    places most of the time, and rarely one that is rewarded.
+
+    Args:
+        name (`str`):
+            Name of the task.
+        num_provinces (`int`):
+            Provinces.
+        num_cities (`int`):
+            Cities per province.
+        num_districts (`int`):
+            Districts per city.
+        num_hidden (`int`):
+            Places with a treasure.
+        skew (`float`):
+            Exponent of the Zipf law: the place of rank r is named in proportion to \\( r^{-skew} \\).
+        num_candidates (`int`):
+            Places in a list.
+        warm_start_steps (`int`):
+            Optimizer steps of supervised training after which a tiny model has converged.
+        place_seed (`int`, *optional*, defaults to `0`):
+            Seed of the names, of their ranks and of the hidden ones.
+        format_weights (`tuple[float, ...]`, *optional*):
+            Shares of the formats in the demonstrations, as in [`SketchedTask`].
+    """
+
+    name: str
+    num_provinces: int
+    num_cities: int
+    num_districts: int
+    num_hidden: int
+    skew: float
+    num_candidates: int
+    warm_start_steps: int
+    place_seed: int = 0
+    format_weights: tuple[float, float, float, float] = (0.4, 0.2, 0.1, 0.3)
+
+    mode = "sequential"
+
+    def __post_init__(self) -> None:
+        for knob, number in (
+            ("num_provinces", self.num_provinces),
+            ("num_cities", self.num_cities),
+            ("num_districts", self.num_districts),
+        ):
+            if not 1 <= number <= len(NAMES):
+                raise ValueError(f"`{knob}` is {number}; give between 1 and {len(NAMES)}, the number of names.")
+        num_places = self.num_provinces * self.num_cities * self.num_districts
+        for knob, number in (("num_hidden", self.num_hidden), ("num_candidates", self.num_candidates)):
+            if not 1 <= number <= num_places:
+                raise ValueError(f"`{knob}` is {number}; give between 1 and {num_places}, the number of places.")
+
+    @property
+    def max_completion_length(self) -> int:
+        """Tokens of a place and the end-of-sequence token; a list has `num_candidates` times as many."""
+        return PLACE_LENGTH + 1
+
+    @property
+    def max_sketch_length(self) -> int:
+        """Tokens of a province and the end-of-sequence token."""
+        return 2
+
+    @cached_property
+    def places(self) -> tuple[str, ...]:
+        """All places, the most often demonstrated one first."""
+        rng = random.Random(f"places/{self.place_seed}")
+        places = [
+            f"{province}-{city}-{district}"
+            for province in rng.sample(NAMES, self.num_provinces)
+            for city in rng.sample(NAMES, self.num_cities)
+            for district in rng.sample(NAMES, self.num_districts)
+        ]
+        return tuple(rng.sample(places, len(places)))
+
+    @cached_property
+    def targets(self) -> tuple[str, ...]:
+        """The places with a treasure, the most often demonstrated one first."""
+        hidden = random.Random(f"hidden/{self.place_seed}").sample(range(len(self.places)), self.num_hidden)
+        return tuple(self.places[rank] for rank in sorted(hidden))
+
+    @cached_property
+    def cumulative_weights(self) -> tuple[float, ...]:
+        """Running sums of the Zipf law, in the order of `places`."""
+        return tuple(accumulate((rank + 1) ** -self.skew for rank in range(len(self.places))))
+
+    def draw(self, rng: random.Random) -> str:
+        """The only problem there is. Arguments as in [`SketchedTask`]."""
+        return PROBLEM
+
+    def is_held_out(self, problem: str) -> bool:
+        """Never: training and evaluation share the one problem, and differ in what is counted."""
+        return False
+
+    def _dataset(self, num_examples: int, rng: random.Random, *, held_out: bool) -> Dataset:
+        return _repeated(PROBLEM, self.targets, num_examples)
+
+    def sketch(self, problem: str, rng: random.Random) -> str:
+        """The province of a demonstrated place. Arguments as in [`SketchedTask`]."""
+        return self.attempt(problem, rng).partition("-")[0]
+
+    def attempt(self, problem: str, rng: random.Random, *, sketch: str = "") -> str:
+        """A place by the Zipf law, within the province `sketch` if there is one. Arguments as in [`SketchedTask`]."""
+        if not sketch or not any(place.startswith(f"{sketch}-") for place in self.places):
+            return rng.choices(self.places, cum_weights=self.cumulative_weights)[0]
+        weights = [(rank + 1) ** -self.skew * place.startswith(f"{sketch}-") for rank, place in enumerate(self.places)]
+        return rng.choices(self.places, weights)[0]
+
+    def verify(self, problem: str, completion: str) -> bool:
+        """Whether a treasure is at this place. Arguments as in [`SketchedTask`]."""
+        return completion in self.targets
+
+    def coverage(self, completions: Sequence[Any]) -> float:
+        """
+        Share of the treasures that are found.
+
+        Args:
+            completions (`Sequence`):
+                Places named, as strings or as lists of chat messages; repeated ones count once.
+
+        Returns:
+            `float`: Share in [0, 1].
+        """
+        return coverage_at_k([completion_text(text) for text in completions], self.targets, max(1, len(completions)))
+
+
+@dataclass(frozen=True)
+class PaperPathTask:
+    """
+    Path Exploration with the paper's prompt and places. A [`Task`] for pretrained models; nothing teaches it.
+
+    Args:
+        name (`str`, *optional*, defaults to `"paper_paths"`):
+            Name of the task.
+        max_completion_length (`int`, *optional*, defaults to `64`):
+            Tokens of a place, in any usual vocabulary.
+    """
+
+    name: str = "paper_paths"
+    max_completion_length: int = 64
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The paper's places; 19, because one of its 20 is there twice."""
+        return PAPER_PLACES
+
+    @property
+    def sesa_options(self) -> dict[str, Any]:
+        """Fields of [`~trl_explore.trainers.SESAConfig`] for an instruction-tuned model."""
+        return {
+            "mode": "sequential",
+            "sketch_template": "{problem}\n\nFor now, name only a province.",
+            "next_sketch_template": "{problem}\n\nFor now, name only a province, but none of these: {sketches}.",
+            "sketch_separator": ", ",
+            "solve_template": "{problem}\n\nOutput a location in {sketch}, and nothing else.",
+            "candidate_template": (
+                "{problem}\n\nOutput {num_candidates} such locations that are all different, one per line, and "
+                "nothing else."
+            ),
+            "candidate_separator": "\n",
+            "max_sketch_length": 16,
+        }
+
+    @property
+    def reward(self) -> Callable[..., list[float]]:
+        """The reward function to hand to a trainer; its metrics appear under `rewards/accuracy_reward`."""
+        return self.accuracy_reward
+
+    def accuracy_reward(self, completions: list, **columns: Any) -> list[float]:
+        """
+        TRL reward function: 1 for a place with a treasure, up to case, dashes, white space and a full stop, else 0.
+
+        Args:
+            completions (`list`):
+                Places, as strings or as lists of chat messages.
+            columns (`Any`):
+                What else TRL passes (`prompts`, `completion_ids`, ...); unused.
+
+        Returns:
+            `list[float]`: One reward per place.
+        """
+        hidden = {normalize_place(place) for place in self.targets}
+        return [float(normalize_place(completion_text(text)) in hidden) for text in completions]
+
+    def coverage(self, completions: Sequence[Any]) -> float:
+        """Share of the treasures that are found, as [`PathTask.coverage`] but up to [`normalize_place`]."""
+        found = [normalize_place(completion_text(text)) for text in completions]
+        return coverage_at_k(found, [normalize_place(place) for place in self.targets], max(1, len(found)))
+
+    def build_dataset(self, num_examples: int, *, seed: int) -> Dataset:
+        """Copies of the one prompt; `seed` changes nothing. Arguments as in [`Task`]."""
+        return _repeated(PAPER_PROMPT, self.targets, num_examples)
+
+    def evaluation_set(self, num_examples: int = 256, *, seed: int = 0) -> Dataset:
+        """The same copies: there is nothing to hold out. Arguments as in [`Task`]."""
+        return _repeated(PAPER_PROMPT, self.targets, num_examples)
+
+
+def paper_places() -> PaperPathTask:
+    """
+    Path Exploration as in the paper, for pretrained models.
+
+    Returns:
+        [`PaperPathTask`]: The task.
+    """
+    return PaperPathTask()
+
+
+def normalize_place(text: str) -> str:
+    """
+    Makes different ways to write a place equal.
+
+    Args:
+        text (`str`):
+            Place, for example `"henan province - Luoyang City - Luolong District."`.
+
+    Returns:
+        `str`: Its words in lower case with one space between; empty for what is too long to be a place.
+    """
+    if len(text) > MAX_PLACE_CHARACTERS:
+        return ""
+    return SEPARATORS.sub(" ", text.lower()).strip(" .")
+
+
+def _repeated(problem: str, targets: Sequence[str], num_examples: int) -> Dataset:
+    """The data set of a single problem; `targets` is what trainers measure coverage against."""
+    row = {"prompt": [{"role": "user", "content": problem}], "problem": problem, "targets": list(targets)}
+    return Dataset.from_list([row] * num_examples)
+
+
+PATHS = PathTask("paths", 20, 2, 5, num_hidden=20, skew=1.0, num_candidates=24, warm_start_steps=700)

@@ -1,0 +1,244 @@
+"""What all tasks but the chains share: SESA's prompt formats, and demonstrations that teach a tiny model each of them.
+
+A problem comes plain or wrapped: `P?` asks for a first sketch, `P?a;b` for one unlike the sketches `a` and `b`, `P|a`
+for an answer that follows the sketch `a`, and `P!` for a list of different answers, `x;y;z`. Trainers build such
+prompts from the templates of `sesa_options`; evaluation and plain GRPO see only the plain problem.
+"""
+
+import hashlib
+import random
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from datasets import Dataset
+
+from trl_explore.rewards import completion_text
+
+SKETCH_MARK, SOLVE_MARK, LIST_MARK = "?", "|", "!"
+MARKS = re.compile(f"([{re.escape(SKETCH_MARK + SOLVE_MARK + LIST_MARK)}])")
+SEPARATOR = ";"
+# Draws after which a list of different texts ends early: some problems do not have that many.
+MAX_REPEATS = 200
+HELD_OUT_ONE_IN = 16  # as in chain.py: by a hash of the problem, whatever the seeds and sizes
+
+
+class SketchedTask(ABC):
+    """
+    A task whose problems also come in SESA's formats. Sub-classes are frozen dataclasses that have these attributes.
+
+    Attributes:
+        name (`str`):
+            Name of the task.
+        num_candidates (`int`):
+            Answers in a list, and the most sketches of one problem.
+        warm_start_steps (`int`):
+            Optimizer steps of supervised training after which a tiny model has converged.
+        format_weights (`tuple[float, ...]`):
+            Shares of four kinds of demonstrations: plain answers, sketches, answers that follow a sketch, and lists.
+            Lists are long, and every batch of the warm start is padded to its longest row: a task whose `mode` needs
+            none has a share of 0.
+        mode (`str`):
+            The mode of [`~trl_explore.trainers.SESAConfig`] that suits the task.
+    """
+
+    name: str
+    num_candidates: int
+    warm_start_steps: int
+    format_weights: tuple[float, float, float, float]
+    mode: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def max_completion_length(self) -> int:
+        """Tokens of the longest plain answer, end-of-sequence token included."""
+
+    @property
+    @abstractmethod
+    def max_sketch_length(self) -> int:
+        """Tokens of the longest sketch, end-of-sequence token included."""
+
+    @abstractmethod
+    def draw(self, rng: random.Random) -> str:
+        """
+        Draws a plain problem, held out or not.
+
+        Args:
+            rng (`random.Random`):
+                Source of randomness.
+
+        Returns:
+            `str`: Problem.
+        """
+
+    @abstractmethod
+    def sketch(self, problem: str, rng: random.Random) -> str:
+        """
+        Draws a sketch as demonstrations show it.
+
+        Args:
+            problem (`str`):
+                Plain problem.
+            rng (`random.Random`):
+                Source of randomness.
+
+        Returns:
+            `str`: Sketch.
+        """
+
+    @abstractmethod
+    def attempt(self, problem: str, rng: random.Random, *, sketch: str = "") -> str:
+        """
+        Draws an answer as demonstrations show it, right or wrong.
+
+        Args:
+            problem (`str`):
+                Plain problem.
+            rng (`random.Random`):
+                Source of randomness.
+            sketch (`str`, *optional*, defaults to `""`):
+                Sketch to follow. Empty, or nothing that can be followed, for a free answer.
+
+        Returns:
+            `str`: Answer.
+        """
+
+    @abstractmethod
+    def verify(self, problem: str, completion: str) -> bool:
+        """
+        Whether an answer is right.
+
+        Args:
+            problem (`str`):
+                Plain problem.
+            completion (`str`):
+                Answer to judge; any text at all.
+
+        Returns:
+            `bool`: Verdict.
+        """
+
+    @property
+    def sesa_options(self) -> dict[str, Any]:
+        """Fields of [`~trl_explore.trainers.SESAConfig`] for a model that was warm-started on this task."""
+        return {
+            "mode": self.mode,
+            "sketch_template": f"{{problem}}{SKETCH_MARK}",
+            "next_sketch_template": f"{{problem}}{SKETCH_MARK}{{sketches}}",
+            "sketch_separator": SEPARATOR,
+            "solve_template": f"{{problem}}{SOLVE_MARK}{{sketch}}",
+            "candidate_template": f"{{problem}}{LIST_MARK}",
+            "candidate_separator": SEPARATOR,
+            "max_list_length": self.num_candidates * self.max_completion_length,
+            "max_sketch_length": self.max_sketch_length,
+        }
+
+    def accuracy_reward(self, completions: list, problem: list[str], **columns: Any) -> list[float]:
+        """
+        TRL reward function: 1 for a right answer, 0 for a wrong one.
+
+        Args:
+            completions (`list`):
+                Answers, as strings or as lists of chat messages.
+            problem (`list[str]`):
+                The data set's column of plain problems: whatever prompt an answer was sampled from, this is judged.
+            columns (`Any`):
+                What else TRL passes (`prompts`, `completion_ids`, ...); unused.
+
+        Returns:
+            `list[float]`: One reward per answer.
+        """
+        texts = map(completion_text, completions)
+        return [float(self.verify(plain, text)) for plain, text in zip(problem, texts, strict=True)]
+
+    @property
+    def reward(self) -> Callable[..., list[float]]:
+        """The reward function to hand to a trainer; its metrics appear under `rewards/accuracy_reward`."""
+        return self.accuracy_reward
+
+    def is_held_out(self, problem: str) -> bool:
+        """
+        Whether a problem belongs to the held-out share: a fixed property of its text alone.
+
+        Args:
+            problem (`str`):
+                Plain problem.
+
+        Returns:
+            `bool`: Whether it is held out.
+        """
+        return hashlib.sha256(problem.encode()).digest()[0] % HELD_OUT_ONE_IN == 0
+
+    def build_dataset(self, num_examples: int, *, seed: int) -> Dataset:
+        """Distinct training problems, plain; `problem` repeats the text. Arguments as in [`Task`]."""
+        return self._dataset(num_examples, random.Random(f"train/{seed}"), held_out=False)
+
+    def evaluation_set(self, num_examples: int = 256, *, seed: int = 0) -> Dataset:
+        """Distinct held-out problems, in the same columns. Arguments as in [`Task`]."""
+        return self._dataset(num_examples, random.Random(f"evaluation/{seed}"), held_out=True)
+
+    def _dataset(self, num_examples: int, rng: random.Random, *, held_out: bool) -> Dataset:
+        problems: dict[str, None] = {}  # a set that keeps its order
+        for _ in range(100 * HELD_OUT_ONE_IN * (num_examples + 1)):
+            if len(problems) == num_examples:
+                break
+            problem = self.draw(rng)
+            if self.is_held_out(problem) == held_out:
+                problems[problem] = None
+        if len(problems) < num_examples:
+            raise ValueError(
+                f"`num_examples` is {num_examples}, but {self.name} has only about {len(problems)} such problems; "
+                f"ask for fewer or make the problems larger."
+            )
+        prompts = [[{"role": "user", "content": problem}] for problem in problems]
+        return Dataset.from_dict({"prompt": prompts, "problem": list(problems)})
+
+    def sample_problem(self, rng: random.Random) -> str:
+        """A training problem, plain or in one of SESA's formats. Arguments as in [`TeachableTask`]."""
+        problem = self.draw(rng)
+        while self.is_held_out(problem):
+            problem = self.draw(rng)
+        (mark,) = rng.choices(("", SKETCH_MARK, SOLVE_MARK, LIST_MARK), self.format_weights)
+        if mark == SKETCH_MARK:
+            earlier = distinct(lambda: self.sketch(problem, rng), rng.randrange(self.num_candidates))
+            return f"{problem}{mark}{SEPARATOR.join(earlier)}"
+        return f"{problem}{mark}{self.sketch(problem, rng) if mark == SOLVE_MARK else ''}"
+
+    def demonstration(self, prompt: str, rng: random.Random) -> str:
+        """An answer to a prompt in any of the formats. Arguments as in [`TeachableTask`]."""
+        # The first mark counts: what follows it may be a model's sketch, with marks of its own.
+        problem, found, told = [*MARKS.split(prompt, maxsplit=1), "", ""][:3]
+        if found == SKETCH_MARK:
+            fresh = distinct(lambda: self.sketch(problem, rng), 1, told.split(SEPARATOR))
+            return fresh[0] if fresh else self.sketch(problem, rng)
+        if found == LIST_MARK:
+            return SEPARATOR.join(distinct(lambda: self.attempt(problem, rng), self.num_candidates))
+        return self.attempt(problem, rng, sketch=told)
+
+
+def distinct(draw: Callable[[], str], number: int, earlier: list[str] | None = None) -> list[str]:
+    """
+    Draws until there are `number` different texts, as a sampler that sees what it has said does.
+
+    Args:
+        draw (`Callable`):
+            Gives a text per call.
+        number (`int`):
+            Texts wanted.
+        earlier (`list[str]`, *optional*):
+            Texts that do not count.
+
+    Returns:
+        `list[str]`: Texts in the order of their first draw; fewer if they repeat too often.
+    """
+    seen = dict.fromkeys(earlier or [])
+    found: list[str] = []
+    for _ in range(number + MAX_REPEATS):
+        if len(found) == number:
+            break
+        text = draw()
+        if text not in seen:
+            seen[text] = None
+            found.append(text)
+    return found
