@@ -136,14 +136,14 @@ class Listing(SESATrainer):
 
     def sample(self, prefixes, num_samples, max_new_tokens, **options):
         sampled = super().sample(prefixes, num_samples, max_new_tokens, **options)
-        if isinstance(num_samples, int):
+        if num_samples == 1:
             self.asked = [*getattr(self, "asked", []), [self._tokenizer.decode(ids) for ids in prefixes]]
             for group, text in zip(sampled, self.lists[len(self.asked) - 1] if prefixes else [], strict=True):
                 ids = self._tokenizer(text)["input_ids"]
                 object.__setattr__(group[0], "token_ids", ids)
                 object.__setattr__(group[0], "finished", not text.endswith("+"))
         else:
-            self.filled = list(num_samples)
+            self.filled = [num_samples] * len(prefixes)
         return sampled
 
 
@@ -158,10 +158,11 @@ def listing(folder, lists, **options):
 def test_candidates_of_a_list_become_rows(tmp_path):
     trainer, texts = listing(tmp_path, [["1+2+1+3+4+5", "12+34+5+"]], max_lists=1)
     assert texts[:4] == ["1", "2", "3", "4"] and texts[4:6] == ["12", "34"]
-    assert trainer.filled == [2]  # the last one of a list that was cut off does not count
-    assert all(ids[-1] == 1 for ids in trainer.main_completion_ids[:6])
+    # The last one of a list that was cut off does not count; what is missing repeats what is there.
+    assert texts[6:] == ["12", "34"] and trainer.filled == []
+    assert all(ids[-1] == 1 for ids in trainer.main_completion_ids)
     metrics = trainer._metrics["train"]
-    assert metrics["sketch/fillers"] == [2.0] and metrics["sketch/distinct"] == [pytest.approx((5 / 6 + 1) / 2)]
+    assert metrics["sketch/repeats"] == [2.0] and metrics["sketch/distinct"] == [pytest.approx((5 / 6 + 1) / 2)]
 
 
 def test_a_short_list_is_continued_behind_its_distinct_candidates(tmp_path):
@@ -169,16 +170,17 @@ def test_a_short_list_is_continued_behind_its_distinct_candidates(tmp_path):
     trainer, texts = listing(tmp_path, lists)
     assert texts == ["1", "2", "9", "4", "5", "6", "7", "8"] and trainer.filled == []
     first = trainer.asked[0][0]
-    assert trainer.asked[1:] == [[f"{first}1+2+"], [f"{first}1+2+9+"]]
+    assert trainer.asked[1:] == [[f"{first}1+2+"], [f"{first}1+2+9+"], []]
     metrics = trainer._metrics["train"]
-    assert metrics["sketch/tokens"] == [5 + 7 + 3 + 3] and metrics["sketch/fillers"] == [0.0]
+    assert metrics["sketch/tokens"] == [5 + 7 + 3 + 3] and metrics["sketch/repeats"] == [0.0]
 
 
-def test_continuations_share_the_budget_of_a_list(tmp_path):
-    trainer, _ = listing(tmp_path, [["1+2", "5+6+7+8"], ["3"], ["4"]], max_list_length=7)
-    assert len(trainer.asked) == 3 and trainer.asked[2] == [trainer.asked[0][0] + "1+2+3+"]
-    trainer, _ = listing(tmp_path, [["1+1+1+2", "5+6+7+8"], ["3"]], max_list_length=7)
-    assert trainer.asked[1:] == [[], []] and trainer.filled == [2]
+def test_a_list_without_candidates_is_replaced_by_plain_completions(tmp_path):
+    trainer, texts = listing(tmp_path, [["", "5+6"], ["7+8"]])
+    assert texts[4:] == ["5", "6", "7", "8"] and trainer.filled == [4]
+    assert [len(asked) for asked in trainer.asked] == [2, 1, 0, 0]  # what adds nothing is not asked again
+    metrics = trainer._metrics["train"]
+    assert metrics["sketch/fillers"] == [4.0] and metrics["sketch/repeats"] == [0.0]
 
 
 def test_long_candidates_are_cut_to_a_completion(tmp_path):

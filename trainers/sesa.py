@@ -47,7 +47,7 @@ class SESATrainer(SequentialActionTrainer):
 
     1. The baseline of the advantage is the group's mean, not its maximum as printed in Eq. 1.
     2. Empty sketches are not shown; their rows are sampled from the plain prompt. Duplicates are kept and counted.
-    3. A list of candidates that is too short is continued; what is then missing are completions of the plain prompt.
+    3. A list of candidates that is too short is continued; if that does not help, its candidates are repeated.
     4. Actions are counted as equal if their tool calls are; a branch is a row of the batch, so their number is fixed.
 
     The constructor takes what [`~trl.GRPOTrainer`] takes; `args` is a [`SESAConfig`] or a plain [`~trl.GRPOConfig`].
@@ -194,32 +194,30 @@ class SESATrainer(SequentialActionTrainer):
         return len(self.encode_prompts([self._sketch_prompt(prompt, earlier)])[0]) <= self._sketch_room
 
     def _take_lists_apart(self, prompts: list[Prompt], prompt_ids: list[list[int]], start: float) -> Rollout:
-        """Rows from the candidates that are listed per prompt; what is missing is sampled from the plain prompt."""
+        """Rows from the candidates that are listed per prompt, repeated in turn where there are too few."""
         size = self.num_generations
         found, num_tokens = self._list_candidates(prompts)
         candidates = [[self._candidate_ids(text) for text in first_distinct(texts, size)] for texts in found]
         draft_seconds = time.perf_counter() - start
 
         start = time.perf_counter()
-        missing = [size - len(rows) for rows in candidates]
-        open_groups = [g for g, number in enumerate(missing) if number]
+        # Completions of the plain prompt would fill a group with what the policy says anyway.
+        empty = [g for g, rows in enumerate(candidates) if not rows]
         fillers = self.sample(
-            [prompt_ids[g * size] for g in open_groups],
-            [missing[g] for g in open_groups],
-            self.max_completion_length,
-            main_stream=True,
+            [prompt_ids[g * size] for g in empty], size, self.max_completion_length, main_stream=True
         )
-        for g, continuations in zip(open_groups, fillers, strict=True):
-            candidates[g] += [continuation.token_ids for continuation in continuations]
+        for g, continuations in zip(empty, fillers, strict=True):
+            candidates[g] = [continuation.token_ids for continuation in continuations]
         self._sketch_metrics = {
             "tokens": num_tokens,
-            "fillers": sum(missing),
+            "repeats": sum(size - len(rows) for rows in candidates),
+            "fillers": len(empty) * size,
             "drafting_seconds": draft_seconds,
             "solving_seconds": time.perf_counter() - start,
             "sampled_tokens": num_tokens + sum(len(c.token_ids) for group in fillers for c in group),
             **diversity(found),
         }
-        return Rollout([ids for rows in candidates for ids in rows])
+        return Rollout([list(rows[i % len(rows)]) for rows in candidates for i in range(size)])
 
     def _list_candidates(self, prompts: list[Prompt]) -> tuple[list[list[str]], int]:
         """
@@ -230,19 +228,22 @@ class SESATrainer(SequentialActionTrainer):
         asked = self.encode_prompts(
             [fill_prompt(prompt, args.candidate_template, {"num_candidates": str(size)}) for prompt in prompts]
         )
-        budgets = [args.max_list_length or size * self.max_completion_length] * len(prompts)
+        most = args.max_list_length or size * self.max_completion_length
         found: list[list[str]] = [[] for _ in prompts]
         num_tokens = 0
-        for _ in range(args.max_lists):
+        open_lists = set(range(len(prompts)))
+        for _ in range(args.max_lists or size):
             begun = [asked[i] + self._begun_list(first_distinct(texts, size)) for i, texts in enumerate(found)]
-            room = [int(min(left, self.context_length - len(ids))) for left, ids in zip(budgets, begun, strict=True)]
-            short = [i for i, texts in enumerate(found) if len(set(texts)) < size and room[i] > 0]
+            room = [int(min(most, self.context_length - len(ids))) for ids in begun]
+            short = [i for i, texts in enumerate(found) if i in open_lists and len(set(texts)) < size and room[i] > 0]
             lists = self.sample([begun[i] for i in short], 1, [room[i] for i in short], main_stream=True)
             for i, (continuation,) in zip(short, lists, strict=True):
                 texts = split_candidates(self._text(continuation.token_ids), separator=args.candidate_separator)
                 # A list that was cut off ends in the middle of a candidate.
-                found[i] += texts if continuation.finished else texts[:-1]
-                budgets[i] -= len(continuation.token_ids)
+                texts = texts if continuation.finished else texts[:-1]
+                if set(texts) <= set(found[i]):
+                    open_lists.discard(i)  # the policy has nothing to add
+                found[i] += texts
                 num_tokens += len(continuation.token_ids)
         return found, num_tokens
 
@@ -315,7 +316,7 @@ class SESATrainer(SequentialActionTrainer):
             self.log_metric("agent/trajectories", total["trajectories"] / groups)
             self.log_metric("agent/decisions", total["lists"] / groups)
             self.log_metric("agent/duplicate_actions", total["duplicates"])
-        for name in ("tokens", "sampled_tokens", "dropped", "too_long", "fillers"):
+        for name in ("tokens", "sampled_tokens", "dropped", "too_long", "repeats", "fillers"):
             if name in total:
                 self.log_metric(f"sketch/{name}", total[name])
         self.log_metric("sketch/drafting_seconds", own["drafting_seconds"])

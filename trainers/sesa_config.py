@@ -56,10 +56,11 @@ class SESAConfig(ExplorationConfig):
             Prompt of a list with `mode="sequential"`, with `{problem}` and, optionally, `{num_candidates}`.
         candidate_separator (`str`, *optional*, defaults to `"\n"`):
             What stands between the candidates of a list.
-        max_lists (`int`, *optional*, defaults to `3`):
-            Times that a list is asked for or continued until it has `num_generations` different candidates.
+        max_lists (`int`, *optional*):
+            Times that a list is asked for or continued, as long as that adds candidates, until it has
+            `num_generations` different ones. `None` means `num_generations`.
         max_list_length (`int`, *optional*):
-            Most tokens of a list with its continuations. `None` means `num_generations * max_completion_length`, or
+            Most tokens of a list and of each continuation. `None` means `num_generations * max_completion_length`, or
             what the context allows.
         context_length (`int`, *optional*):
             Tokens that prompt and completion may have together. `None` means the model's `max_position_embeddings`.
@@ -96,8 +97,8 @@ class SESAConfig(ExplorationConfig):
     solve_template: str = field(default=SOLVE_TEMPLATE, metadata={"help": "Prompt of a solution."})
     candidate_template: str = field(default=CANDIDATE_TEMPLATE, metadata={"help": "Prompt of a list of candidates."})
     candidate_separator: str = field(default="\n", metadata={"help": "Text between candidates of a list."})
-    max_lists: int = field(
-        default=3, metadata={"help": "Times that a list is asked for or continued until it is long enough."}
+    max_lists: int | None = field(
+        default=None, metadata={"help": "Times that a list is asked for or continued; None: num_generations."}
     )
     max_list_length: int | None = field(default=None, metadata={"help": "Most tokens of a list of candidates."})
     context_length: int | None = field(default=None, metadata={"help": "Tokens of prompt and completion together."})

@@ -7,6 +7,7 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import test_sesa_agent as lake
 import torch
 from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
@@ -106,6 +107,24 @@ def main(folder):
     for mode in ("two_stage", "sequential"):
         options = dict(SKETCHES, mode=mode, off_policy_correction=mode == "two_stage")
         out[f"fingerprint {mode}"] = fingerprint(run(SESATrainer, SESAConfig, folder, **options))
+
+    # One rank's agents go on until the tool loop ends them, the other's mostly stop at once; holes break on one rank.
+    voice = lake.Voice(stops=0.0 if rank == 0 else 0.7)
+    GRPOTrainer._generate_single_turn, heard = lambda *args, **kwargs: voice(*args, **kwargs), None
+    for name, options in (("agent", dict(branch_depth=2)), ("no branches", dict(branch_depth=0)), ("grpo", {})):
+        lake.Lake.breaks = ("r",) if rank == 0 and name == "agent" else ()
+        plain = name == "grpo"
+        chosen = (GRPOTrainer, GRPOConfig) if plain else (SESATrainer, SESAConfig)
+        own = {} if plain else lake.AGENT
+        voice.calls.clear()
+        trainer = lake.make(*chosen, folder, boards=lake.BOARDS * 4, per_device_train_batch_size=8, **own, **options)
+        trainer.train()
+        out[f"fingerprint {name}"] = fingerprint(trainer)
+        if name == "agent":
+            out["agent calls"] = len(voice.calls)
+            out["agent errors"] = [log["agent/environment_errors"] for log in trainer.state.log_history[:2]]
+        out["no branches"] = "" if heard is None else compare(trainer, heard)
+        heard = trainer
 
     for name, trainer_class, config_class in (
         ("tree", TreeGRPOTrainer, TreeGRPOConfig),

@@ -25,7 +25,7 @@ def test_ranks_with_unequal_trees_end_with_the_same_parameters(results):
     assert results["rank0"]["logged"] == results["rank1"]["logged"]
 
 
-@pytest.mark.parametrize("case", ["beta", "lora", "accumulation", "iterations", "two_stage", "sequential"])
+@pytest.mark.parametrize("case", ["beta", "lora", "accumulation", "iterations", "two_stage", "sequential", "agent"])
 def test_ranks_agree_with(results, case):
     assert results["rank0"][f"fingerprint {case}"] == results["rank1"][f"fingerprint {case}"]
 
@@ -53,6 +53,19 @@ def test_resume_is_exact_on_every_rank(results):
 def test_hidden_sketches_are_grpo_across_ranks(results):
     for rank in results.values():
         assert rank["hidden sketches"] == "same" and rank["hidden sketches drafted"] > 0
+
+
+def test_ranks_with_unequal_turns_and_failures_end_with_the_same_parameters(results):
+    assert results["rank0"]["agent calls"] > results["rank1"]["agent calls"]
+    assert (
+        results["rank0"]["agent errors"] == results["rank1"]["agent errors"]
+        and max(results["rank0"]["agent errors"]) > 0
+    )
+
+
+def test_agents_without_branches_are_grpo_across_ranks(results):
+    for rank in results.values():
+        assert rank["no branches"] == "same"
 
 
 @pytest.mark.parametrize("method", ["tree", "sesa"])

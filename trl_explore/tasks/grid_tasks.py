@@ -90,12 +90,12 @@ class GridTask(SketchedTask):
 
     def sketch(self, problem: str, rng: random.Random) -> str:
         """How a plan may begin, to somebody with blind spots. Arguments as in [`SketchedTask`]."""
-        state = self._believe(self.world.parse(problem), rng)
+        state = self.overlook(self.world.parse(problem), rng)
         return rng.choice(_beginnings(self.world, state, self.sketch_moves, self.max_moves))
 
     def attempt(self, problem: str, rng: random.Random, *, sketch: str = "") -> str:
         """A shortest plan, to somebody with blind spots, from `sketch` on. Arguments as in [`SketchedTask`]."""
-        state = self._believe(self.world.parse(problem), rng)
+        state = self.overlook(self.world.parse(problem), rng)
         begun, sketch = state, sketch if set(sketch) <= set(ACTIONS) else ""
         for action in sketch:
             begun = self.world.step(begun, action)[0]
@@ -126,8 +126,19 @@ class GridTask(SketchedTask):
         chosen = rng.sample(cells, round(self.blind_share * len(cells)))
         return {c: self.overlook_probabilities[i % len(self.overlook_probabilities)] for i, c in enumerate(chosen)}
 
-    def _believe(self, state: State, rng: random.Random) -> State:
-        """The board as a demonstrator sees it."""
+    def overlook(self, state: State, rng: random.Random) -> State:
+        """
+        The board as a demonstrator sees it.
+
+        Args:
+            state ([`State`]):
+                Position.
+            rng (`random.Random`):
+                Decides which obstacles are overlooked this time.
+
+        Returns:
+            [`State`]: The same position with fewer obstacles.
+        """
         for cell, probability in self.blind_spots.items():
             if state.tile(*cell) == self.world.obstacle and rng.random() < probability:
                 state = state.with_tile(*cell, ".")

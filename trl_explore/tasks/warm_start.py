@@ -74,7 +74,7 @@ def warm_start(
     folder = cache_root(cache_dir) / f"{task.name}-seed{seed}-{key}"
     if folder.is_dir():
         return folder
-    tokenizer = build_tokenizer()
+    tokenizer = build_tokenizer(tools=getattr(task, "tools", False))
     train(model, tokenizer, task, rng=random.Random(f"demonstrations/{seed}"), steps=steps, progress=progress)
     publish(model, tokenizer, folder)
     return folder
@@ -173,7 +173,9 @@ def train(
 
 def encode(tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[str, str]]) -> dict[str, torch.Tensor]:
     """
-    Turns prompts and completions into a training batch whose loss covers the completions, end of sequence included.
+    Turns prompts and completions into a training batch whose loss covers what the assistant says.
+
+    A completion may have several turns: behind its first end of sequence then stands what the user answers.
 
     Args:
         tokenizer ([`~transformers.PreTrainedTokenizerFast`]):
@@ -192,9 +194,9 @@ def encode(tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[str, str]]) -> 
     texts = [f"{USER}{prompt}{ASSISTANT}{completion}{EOS}" for prompt, completion in pairs]
     encoded = tokenizer(texts, padding=True, padding_side="left", return_tensors="pt")
     input_ids, attention_mask = encoded["input_ids"], encoded["attention_mask"]  # (B, P+C)
-    from_end = torch.arange(input_ids.shape[1] - 1, -1, -1)  # (P+C,)
-    completion_lengths = torch.tensor([len(completion) + 1 for _, completion in pairs])  # one character, one token
-    labels = input_ids.masked_fill(from_end >= completion_lengths[:, None], IGNORED)
+    user, assistant = (input_ids == tokenizer.convert_tokens_to_ids(mark) for mark in (USER, ASSISTANT))
+    said = (assistant.cumsum(1) >= user.cumsum(1)) & ~assistant & attention_mask.bool()  # (B, P+C)
+    labels = input_ids.masked_fill(~said, IGNORED)
     return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
 
 
