@@ -45,6 +45,7 @@ def train(name, trainer_class, config_class, options, *, seed, start, args):
         per_device_train_batch_size=64,
         num_generations=8,
         learning_rate=args.learning_rate,
+        beta=args.beta,
         max_tool_calling_iterations=LAKE_AGENT.max_turns,
         max_steps=100_000,
         per_device_eval_batch_size=64,
@@ -72,6 +73,8 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--tokens", type=float, default=3e5)
+    parser.add_argument("--arms", nargs="+", default=None, help="names of the arms to run; default: all")
+    parser.add_argument("--beta", type=float, default=0.0, help="KL coefficient of all arms")
     parser.add_argument("--learning_rate", type=float, default=3e-4)
     parser.add_argument("--branch_depth", type=int, default=2)
     parser.add_argument("--num_actions", type=int, default=3)
@@ -82,7 +85,14 @@ def main():
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     agent = {**LAKE_AGENT.sesa_options, "branch_depth": args.branch_depth, "num_actions": args.num_actions}
-    arms = {"GRPO": (GRPOTrainer, GRPOConfig, {}), "SESA agent": (SESATrainer, SESAConfig, agent)}
+    # Beyond the paper: unlikely moves that turn out wrong pull a policy apart, unless they are weighted down.
+    weighted = dict(off_policy_correction=True, off_policy_scope="negative", off_policy_cap=1.0)
+    arms = {
+        "GRPO": (GRPOTrainer, GRPOConfig, {}),
+        "SESA agent": (SESATrainer, SESAConfig, agent),
+        "SESA agent, weighted": (SESATrainer, SESAConfig, {**agent, **weighted}),
+    }
+    arms = {name: arm for name, arm in arms.items() if args.arms is None or name in args.arms}
     Path(args.output).mkdir(parents=True, exist_ok=True)
     runs = []
     for seed in args.seeds:

@@ -197,31 +197,35 @@ def test_lists_are_trained_and_learned_from(tmp_path):
 # -------------------------------------------------------------------------------------------- likelihoods and metrics
 
 
-def test_the_correction_weights_tokens_by_the_likelihood_ratio(tmp_path):
-    trainer = sesa_trainer(tmp_path, off_policy_correction=True, off_policy_cap=1.5, steps_per_generation=1)
-    kept = {}
-
-    def remember(prompt_ids, solve_ids, completion_ids):
-        kept.update(prompts=prompt_ids, solves=solve_ids, completions=completion_ids)
-        return SESATrainer._likelihood_ratios(trainer, prompt_ids, solve_ids, completion_ids)
-
-    trainer._likelihood_ratios = remember
+@pytest.mark.parametrize("mode", ["two_stage", "sequential"])
+@pytest.mark.parametrize("scope", ["all", "negative"])
+def test_the_correction_weights_tokens_by_the_likelihood_ratio(tmp_path, mode, scope):
+    options = dict(off_policy_correction=True, off_policy_cap=1.5, off_policy_scope=scope, steps_per_generation=1)
+    trainer = sesa_trainer(tmp_path, mode=mode, **options)
     trainer.model.train()
-    rows = next(iter(trainer.get_train_dataloader()))
-    output = trainer._generate_and_score_completions(rows)
-    assert output["advantages"].shape == output["completion_ids"].shape
-    plain = output["advantages"].abs().sum()
-    for i, ids in enumerate(kept["completions"]):
-        expected = []
-        for context in (kept["prompts"][i], kept["solves"][i]):
+    output = trainer._generate_and_score_completions(next(iter(trainer.get_train_dataloader())))
+    advantages, ids_of_rows = output["advantages"], trainer.main_completion_ids
+    assert advantages.shape == output["completion_ids"].shape and advantages.abs().sum() > 0
+    weighted = 0
+    for i, (prompt, ids) in enumerate(zip(trainer.prompt_token_ids(output), ids_of_rows, strict=True)):
+        (drawn,) = trainer.drawn[i] or [None]
+        tokens = drawn.token_ids if drawn else []
+        assert tokens == ids[: len(tokens)]
+        assert not drawn or len(ids) - len(tokens) == (mode == "sequential")  # the end token is a list's separator
+        likelihoods = []
+        for context in (prompt, drawn.context if drawn else prompt):
             with torch.no_grad():
                 logits = trainer.model(torch.tensor([context + ids])).logits[0, len(context) - 1 : -1]
-            expected.append(logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0])
-        ratio = (expected[0] - expected[1]).exp().clamp(max=1.5)
-        got = output["advantages"][i, : len(ids)]
+            likelihoods.append(logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0])
+        ratio = torch.ones(len(ids))
+        ratio[: len(tokens)] = (likelihoods[0] - likelihoods[1]).exp()[: len(tokens)].clamp(max=1.5)
+        got = advantages[i, : len(ids)]
+        if scope == "negative" and got[0] > 0:
+            ratio = torch.ones(len(ids))
         scale = got[0] / ratio[0]
         torch.testing.assert_close(got, ratio * scale, rtol=1e-3, atol=1e-5)
-    assert plain > 0 and trainer._metrics["train"]["sketch/ratio_capped_fraction"][0] > 0
+        weighted += (ratio != 1).any().item()
+    assert weighted > 0 and trainer._metrics["train"]["sketch/ratio_capped_fraction"][0] > 0
 
 
 def test_metrics(tmp_path):
@@ -266,7 +270,7 @@ def test_evaluation_is_plain_grpo(tmp_path):
 
 @pytest.mark.parametrize("mode", ["two_stage", "sequential"])
 def test_a_resumed_run_ends_where_the_uninterrupted_one_does(tmp_path, mode):
-    options = dict(SHORT, mode=mode, steps_per_generation=4, max_steps=7, off_policy_correction=mode == "two_stage")
+    options = dict(SHORT, mode=mode, steps_per_generation=4, max_steps=7, off_policy_correction=True)
     whole = make_trainer(SESATrainer, SESAConfig, tmp_path, save_strategy="steps", save_steps=2, **options)
     whole.train()
     again = make_trainer(SESATrainer, SESAConfig, tmp_path, **options)
@@ -288,7 +292,7 @@ ERRORS = {
     "max_sketch_length=0` must be at least 1": dict(max_sketch_length=0),
     "max_sketch_length=128` and `max_completion_length=8` leave no room": dict(max_sketch_length=128),
     "off_policy_cap=0": dict(off_policy_cap=0),
-    "needs `mode='two_stage'`": dict(mode="sequential", off_policy_correction=True),
+    "off_policy_scope.*unknown value 'positive'": dict(off_policy_scope="positive"),
     "sketch_separator` must not be empty": dict(sketch_separator=""),
 }
 

@@ -254,6 +254,31 @@ def test_what_was_proposed_first_is_forgotten_where_the_context_ends(tmp_path, v
     assert [len(told) for told in shown] == [2, 2] and trainer._metrics["train"]["sketch/dropped"] == [2.0]
 
 
+def test_proposals_are_weighted_by_their_likelihood_without_being_asked_for(tmp_path, voice):
+    voice(stops=0)
+    trainer = agent(tmp_path, branch_depth=2, num_actions=3, off_policy_correction=True, off_policy_cap=1e9)
+    output = one_batch(trainer)
+    asked = 0
+    for i, (prompt, ids) in enumerate(zip(trainer.prompt_token_ids(output), trainer.main_completion_ids, strict=True)):
+        expected = torch.ones(len(ids))
+        for drawn in trainer.drawn[i]:
+            n = len(drawn.token_ids)
+            assert ids[drawn.start : drawn.start + n] == drawn.token_ids and "?" in trainer._tokenizer.decode(
+                drawn.context
+            )
+            sums = []
+            for context in (prompt + ids[: drawn.start], drawn.context):
+                with torch.no_grad():
+                    logits = trainer.model(torch.tensor([context + drawn.token_ids])).logits[0, len(context) - 1 : -1]
+                sums.append(logits.log_softmax(-1).gather(1, torch.tensor(drawn.token_ids)[:, None])[:, 0])
+            expected[drawn.start : drawn.start + n] = (sums[0] - sums[1]).exp()
+            asked += 1
+        got = output["advantages"][i, : len(ids)]
+        plain = [k for k in range(len(ids)) if expected[k] == 1.0]
+        torch.testing.assert_close(got, expected * got[plain[0]], rtol=1e-3, atol=1e-5)
+    assert asked >= 16  # two of three first moves per group, and what follows
+
+
 def test_a_resumed_run_ends_where_the_uninterrupted_one_does(tmp_path, voice):
     voice()
     options = dict(steps_per_generation=2, max_steps=5, per_device_train_batch_size=8, boards=BOARDS * 4)
@@ -368,7 +393,6 @@ ERRORS = {
     "action_template='{actions}'` must contain {problem}": dict(action_template="{actions}"),
     "action_separator` must not be empty": dict(action_separator=""),
     "leave no room for a prompt in a context of 140": dict(context_length=140),
-    "off_policy_correction=True` needs `mode='two_stage'`": dict(off_policy_correction=True),
 }
 
 

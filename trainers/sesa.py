@@ -21,6 +21,7 @@ from trl_explore.sketches import (
 )
 
 from .base import Chooser
+from .behaviour import Drawn
 from .sesa_agent import SequentialActionTrainer, check_actions
 from .sesa_config import SESAConfig
 
@@ -80,7 +81,7 @@ class SESATrainer(SequentialActionTrainer):
         args = self.args
         self.num_sketches = self.num_generations if args.num_sketches is None else args.num_sketches
         self._sketch_metrics: dict[str, float] = {}
-        self._ratios: torch.Tensor | None = None
+        self.max_drawn = args.branch_depth if args.mode == "agent" else 1
         config: Any = self.accelerator.unwrap_model(self.model).config
         known = vars(config.get_text_config()).get("max_position_embeddings")
         self.context_length = args.context_length or known or math.inf
@@ -123,7 +124,6 @@ class SESATrainer(SequentialActionTrainer):
     # ------------------------------------------------------------------------------------------------ the algorithm
 
     def rollout(self, prompt_ids: list[list[int]], plain: Chooser) -> Rollout:
-        self._ratios = None
         if not self._explores:
             return plain(prompt_ids)
         if self.args.mode == "agent":
@@ -147,8 +147,7 @@ class SESATrainer(SequentialActionTrainer):
         too_long = [len(ids) + self.max_completion_length > self.context_length for ids in solve_ids]
         solve_ids = [p if long else s for p, s, long in zip(prompt_ids, solve_ids, too_long, strict=True)]
         rollout = plain(solve_ids)
-        if self.args.off_policy_correction:
-            self._ratios = self._likelihood_ratios(prompt_ids, solve_ids, rollout.completion_ids)
+        self.drawn = [[Drawn(0, context, ids)] for context, ids in zip(solve_ids, rollout.completion_ids, strict=True)]
         self._sketch_metrics |= {
             "drafting_seconds": draft_seconds,
             "solving_seconds": time.perf_counter() - start,
@@ -196,8 +195,9 @@ class SESATrainer(SequentialActionTrainer):
     def _take_lists_apart(self, prompts: list[Prompt], prompt_ids: list[list[int]], start: float) -> Rollout:
         """Rows from the candidates that are listed per prompt, repeated in turn where there are too few."""
         size = self.num_generations
-        found, num_tokens = self._list_candidates(prompts)
-        candidates = [[self._candidate_ids(text) for text in first_distinct(texts, size)] for texts in found]
+        asked, found, num_tokens = self._list_candidates(prompts)
+        distinct = [first_distinct(texts, size) for texts in found]
+        candidates = [[self._candidate_ids(text) for text in texts] for texts in distinct]
         draft_seconds = time.perf_counter() - start
 
         start = time.perf_counter()
@@ -217,12 +217,22 @@ class SESATrainer(SequentialActionTrainer):
             "sampled_tokens": num_tokens + sum(len(c.token_ids) for group in fillers for c in group),
             **diversity(found),
         }
+        # A candidate was drawn behind those before it, but for its end token, which a list has in another form.
+        drawn = [
+            [
+                Drawn(0, ids + self._begun_list(found[g][: found[g].index(text)]), candidates[g][i][:-1])
+                for i, text in enumerate(distinct[g])
+            ]
+            for g, ids in enumerate(asked)
+        ]
+        self.drawn = [[parts[i % len(parts)]] if parts else [] for parts in drawn for i in range(size)]
         return Rollout([list(rows[i % len(rows)]) for rows in candidates for i in range(size)])
 
-    def _list_candidates(self, prompts: list[Prompt]) -> tuple[list[list[str]], int]:
+    def _list_candidates(self, prompts: list[Prompt]) -> tuple[list[list[int]], list[list[str]], int]:
         """
-        Candidates per prompt, with duplicates, and the tokens they cost. A list that ends too early is continued: its
-        distinct candidates are put into the model's mouth, each round in one call for all prompts.
+        Prompts that ask for lists, the candidates of each with duplicates, and the tokens they cost. A list that ends
+        too early is continued: its distinct candidates are put into the model's mouth, each round in one call for all
+        prompts.
         """
         args, size = self.args, self.num_generations
         asked = self.encode_prompts(
@@ -245,7 +255,7 @@ class SESATrainer(SequentialActionTrainer):
                     open_lists.discard(i)  # the policy has nothing to add
                 found[i] += texts
                 num_tokens += len(continuation.token_ids)
-        return found, num_tokens
+        return asked, found, num_tokens
 
     def _begun_list(self, texts: list[str]) -> list[int]:
         begun = "".join(text + self.args.candidate_separator for text in texts)
@@ -255,31 +265,11 @@ class SESATrainer(SequentialActionTrainer):
         ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return [*ids[: self.max_completion_length - 1], self.eos_token_ids[0]]
 
-    def _likelihood_ratios(self, prompt_ids, solve_ids, completion_ids) -> torch.Tensor:
-        """`pi(token | problem) / pi(token | problem, sketch)`, cut at the cap; shape `(B, T)`, 1 on padding."""
-        plain = self.token_logprobs(prompt_ids, completion_ids)
-        told = self.token_logprobs(solve_ids, completion_ids)
-        ratios = torch.ones(len(plain), max(map(len, plain)))
-        for i, (p, s) in enumerate(zip(plain, told, strict=True)):
-            ratios[i, : len(p)] = (torch.tensor(p) - torch.tensor(s)).exp()
-        return ratios
-
     def assign_advantages(self, output: dict[str, Any]) -> torch.Tensor:
         advantages = output["advantages"]
         if self._explores:
             self._log_group()
-        if self._ratios is None:
-            return advantages
-        ratios, cap = self._ratios.to(advantages.device), self.args.off_policy_cap
-        real = output["completion_mask"][:, : ratios.shape[1]].bool()
-        counts = self.summed(
-            {"sum": ratios[real].sum().item(), "capped": (ratios[real] > cap).sum().item(), "n": real.sum().item()}
-        )
-        self.log_metric("sketch/ratio_mean", counts["sum"] / max(counts["n"], 1))
-        self.log_metric("sketch/ratio_capped_fraction", counts["capped"] / max(counts["n"], 1))
-        wide = torch.ones_like(output["completion_mask"], dtype=ratios.dtype)  # (B, T)
-        wide[:, : ratios.shape[1]] = ratios.clamp(max=cap)
-        return advantages.unsqueeze(1) * wide
+        return self.weigh(advantages, output) if self._explores and self.args.off_policy_correction else advantages
 
     # -------------------------------------------------------------------------------------------------------- metrics
 

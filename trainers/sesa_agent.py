@@ -10,8 +10,8 @@ from trl_explore.actions import action_of, decision_blocks, share_out
 from trl_explore.rollouts import Rollout
 from trl_explore.sketches import diversity, fill_prompt, first_distinct, newest_that_fit
 
-from .agents import AgentTrainer
 from .base import Chooser
+from .behaviour import BehaviourTrainer, Drawn
 
 
 class Proposal(NamedTuple):
@@ -20,9 +20,10 @@ class Proposal(NamedTuple):
     action: str
     token_ids: list[int]
     goes_on: bool
+    context: list[int]
 
 
-class SequentialActionTrainer(AgentTrainer):
+class SequentialActionTrainer(BehaviourTrainer):
     """The part of [`SESATrainer`] that `mode="agent"` needs; section 3.1 of the paper."""
 
     max_completion_length: int
@@ -30,6 +31,7 @@ class SequentialActionTrainer(AgentTrainer):
     max_trajectories: int = 0
     context_length: float = math.inf
     _sketch_metrics: dict[str, float] = {}
+    _prompt_lengths: list[int] = []
 
     def act(self, contexts: list[list[int]], plain: Chooser) -> Rollout:
         """
@@ -49,6 +51,8 @@ class SequentialActionTrainer(AgentTrainer):
         if turn.number == 0:
             names = "tokens", "sampled_tokens", "drafting_seconds", "solving_seconds", "dropped", *diversity([])
             self._sketch_metrics = dict.fromkeys(names, 0.0)
+            self.drawn = [[] for _ in contexts]
+            self._prompt_lengths = [len(context) for context in contexts]
         start = time.perf_counter()
         branches = [row % size < self.max_trajectories and turn.number < args.branch_depth for row in turn.rows]
         blocks = decision_blocks([row // size for row in turn.rows], contexts, branches)
@@ -58,7 +62,12 @@ class SequentialActionTrainer(AgentTrainer):
             actions = {proposal.action: proposal for proposal in reversed(proposals)}  # the first of equal ones
             distinct = [actions[action] for action in first_distinct([p.action for p in proposals], len(block))]
             shares = share_out(len(block), [proposal.goes_on for proposal in distinct])
-            spoken |= {place: list(distinct[share].token_ids) for place, share in zip(block, shares, strict=True)}
+            for place, share in zip(block, shares, strict=True):
+                spoken[place] = list(distinct[share].token_ids)
+                if distinct[share].context != contexts[place]:
+                    row = turn.rows[place]
+                    start = len(contexts[place]) - self._prompt_lengths[row]
+                    self.drawn[row].append(Drawn(start, distinct[share].context, distinct[share].token_ids))
         draft_seconds = time.perf_counter() - start
 
         start = time.perf_counter()
@@ -92,10 +101,10 @@ class SequentialActionTrainer(AgentTrainer):
             ]
             # Other processes are at other turns: their tool loops are theirs.
             sampled = self.sample(prefixes, 1, room, main_stream=True, collective=False)
-            for (place, proposals), (continuation,) in zip(asked, sampled, strict=True):
+            for (place, proposals), context, (continuation,) in zip(asked, prefixes, sampled, strict=True):
                 ids = continuation.token_ids
                 message = self.parse_turn(self.turn.rows[place], contexts[place], ids)
-                proposals.append(Proposal(action_of(message), ids, bool(message.get("tool_calls"))))
+                proposals.append(Proposal(action_of(message), ids, bool(message.get("tool_calls")), context))
         return proposed
 
     def _ask_for_another(self, place: int, context: list[int], proposals: list[Proposal]) -> list[int]:

@@ -9,6 +9,7 @@ from trl_explore.sketches import check_template
 from .config import ExplorationConfig
 
 MODES = ("two_stage", "sequential", "agent")
+OFF_POLICY_SCOPES = ("all", "negative")
 SKETCH_TEMPLATE = (
     "{problem}\n\nDo not solve the problem yet. Describe in one or two sentences a strategy for solving it."
 )
@@ -78,10 +79,15 @@ class SESAConfig(ExplorationConfig):
         action_separator (`str`, *optional*, defaults to `"; "`):
             What stands between earlier actions.
         off_policy_correction (`bool`, *optional*, defaults to `False`):
-            Weight every token of a solution by `pi(token | problem) / pi(token | problem, sketch)`, cut at
-            `off_policy_cap`. Beyond the paper; only with `mode="two_stage"`.
+            Weight every token by its likelihood under the plain prompt over that behind the context it was drawn from
+            (with its sketch, behind earlier candidates, asked for another action), cut at `off_policy_cap`. Beyond
+            the paper.
         off_policy_cap (`float`, *optional*, defaults to `2.0`):
             Largest such weight.
+        off_policy_scope (`str`, *optional*, defaults to `"all"`):
+            Rows that are weighted: `"all"`, or `"negative"` for those with a negative advantage only. The latter
+            learns at full strength from unlikely answers that turn out right, and is not pulled apart by unlikely
+            ones that do not.
         success_threshold (`float`, *optional*, defaults to `1.0`):
             Smallest reward of a correct completion, for the metrics.
     """
@@ -115,6 +121,9 @@ class SESAConfig(ExplorationConfig):
         default=False, metadata={"help": "Weight tokens by their likelihood without over with the sketch."}
     )
     off_policy_cap: float = field(default=2.0, metadata={"help": "Largest such weight."})
+    off_policy_scope: str = field(
+        default="all", metadata={"help": "'all', or 'negative' for rows with a negative advantage."}
+    )
     success_threshold: float = field(default=1.0, metadata={"help": "Smallest reward of a correct completion."})
 
     def validate(self) -> None:
@@ -146,11 +155,8 @@ class SESAConfig(ExplorationConfig):
                 f"`off_policy_cap={self.off_policy_cap}` must be positive and "
                 f"`success_threshold={self.success_threshold}` finite."
             )
-        if self.off_policy_correction and self.mode != "two_stage":
-            raise ValueError(
-                f"`off_policy_correction=True` needs `mode='two_stage'`, not {self.mode!r}: there, the samples "
-                "depend on all that were drawn before them."
-            )
+        if self.off_policy_scope not in OFF_POLICY_SCOPES:
+            raise ValueError(f"`off_policy_scope`: {unknown_name('value', self.off_policy_scope, OFF_POLICY_SCOPES)}")
         check_template("sketch_template", self.sketch_template, required=["problem"])
         check_template("next_sketch_template", self.next_sketch_template, required=["problem", "sketches"])
         check_template("solve_template", self.solve_template, required=["problem"])
