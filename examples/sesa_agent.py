@@ -94,13 +94,16 @@ def main():
     }
     arms = {name: arm for name, arm in arms.items() if args.arms is None or name in args.arms}
     Path(args.output).mkdir(parents=True, exist_ok=True)
-    runs = []
+    kept = Path(args.output) / "runs.json"  # an interrupted comparison goes on where it stopped
+    runs = json.loads(kept.read_text()) if kept.is_file() else []
     for seed in args.seeds:
         start = warm_start(LAKE_AGENT, seed=seed)
         for name, arm in arms.items():
+            if any((run["arm"], run["seed"]) == (name, seed) for run in runs):
+                continue
             run = train(name, *arm, seed=seed, start=start, args=args)
             runs.append(asdict(run))
-            (Path(args.output) / "runs.json").write_text(json.dumps(runs))
+            kept.write_text(json.dumps(runs))
             shown = {k: v for k, v in run.steps[-1].items() if k.startswith(("agent/", "sketch/", "cpu_", "step"))}
             print(name, seed, [round(p["eval/success"], 3) for p in run.points], flush=True)
             print({k: round(v, 3) for k, v in shown.items()}, flush=True)

@@ -1,8 +1,8 @@
 """How far a response's gradient points away from those of its group, and rewards shaped by it.
 
 After G2RL (https://huggingface.co/papers/2512.15687), sections 2.3 to 2.5. Rows of a group follow each other; N rows
-are N / G groups of `group_size` G. A row without a finite feature or a reward is left out: it is no peer of others, and
-its reward stays as it is.
+are N / G groups of `group_size` G. A row without a finite feature or a reward is left out: it is no peer of others,
+and its reward stays as it is.
 """
 
 from typing import NamedTuple
@@ -88,7 +88,7 @@ def cosines(features: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torc
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor]`: Similarities in float64 of shape `(N / G, G, G)`, 0 with a feature that is
-        0 or not finite; and which features are finite, of shape `(N, )`.
+        0 or not finite; and which features are finite, of shape `(N,)`.
     """
     features = features.detach().cpu().double()
     finite = features.isfinite().all(-1)
@@ -104,7 +104,7 @@ def novelty_scores(features: torch.Tensor, rewards: torch.Tensor, group_size: in
     `nu_i = sqrt(max(1 - sum_j w_ij S_ij^2, 0))` over the other valid rows j of the group, with `w_ij` the softmax of
     their rewards. A feature of 0, of a response without loss tokens, is orthogonal to all: its score is 1 if it has a
     valid peer. A row without a valid peer has nothing to differ from: its score is 0. Norms are bounded from below
-    instead of shifted by epsilon, so identical responses have a similarity of exactly 1; weights need no epsilon.
+    instead of shifted by epsilon, so identical responses have a similarity of 1; weights need no epsilon.
 
     Args:
         features (`torch.Tensor`):

@@ -63,10 +63,13 @@ def main():
     if one_prompt:
         metrics["coverage@32"] = "eval/coverage_at_32"
     arms = [arm for arm in make_arms(task) if args.arms is None or arm.name in args.arms]
-    runs = []
+    kept = output / "runs.json"  # an interrupted benchmark goes on where it stopped
+    runs = json.loads(kept.read_text()) if kept.is_file() else []
     for seed in args.seeds:
         start = warm_start(task, seed=seed)
         for arm in arms:
+            if any((run["arm"], run["seed"]) == (arm.name, seed) for run in runs):
+                continue
             run = train_arm(
                 arm,
                 task,
@@ -82,7 +85,7 @@ def main():
                 options=dict(learning_rate=args.learning_rate, beta=args.beta, num_generations=args.num_generations),
             )
             runs.append(asdict(run))
-            (output / "runs.json").write_text(json.dumps(runs))
+            kept.write_text(json.dumps(runs))
             print({k: round(v, 3) for k, v in run.points[-1].items()}, arm.name, seed, flush=True)
     for clock in ("tokens", "cpu_seconds", "step"):
         print("\n" + comparison_table(runs, clock, metrics))
