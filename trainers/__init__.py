@@ -11,6 +11,7 @@ check_trl_version(trl.__version__)
 from .base import ExplorationTrainer
 from .config import ExplorationConfig
 from .deep_grpo import DeepGRPOConfig, DeepGRPOTrainer
+from .g2rl import G2RLConfig, G2RLTrainer, GradientGuided
 from .sesa import SESAConfig, SESATrainer
 from .tree_grpo import TreeGRPOConfig, TreeGRPOTrainer
 
@@ -19,6 +20,9 @@ __all__ = [
     "DeepGRPOTrainer",
     "ExplorationConfig",
     "ExplorationTrainer",
+    "G2RLConfig",
+    "G2RLTrainer",
+    "GradientGuided",
     "SESAConfig",
     "SESATrainer",
     "TreeGRPOConfig",

@@ -1,0 +1,306 @@
+"""G2RL: reductions to GRPO, features against autograd, what is shaped and logged, composition, and its errors."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from peft import LoraConfig, PromptTuningConfig
+from trl import GRPOConfig, GRPOTrainer
+from world import (
+    always,
+    assert_same,
+    contains_answer,
+    differ,
+    make_dataset,
+    make_model,
+    make_trainer,
+    never,
+    parameters,
+    some_letter,
+    trained,
+)
+
+from trl_explore.novelty import geometry, novelty_scores
+from trl_explore.trainers import DeepGRPOConfig, DeepGRPOTrainer, G2RLConfig, G2RLTrainer, GradientGuided
+
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+OFF = dict(novelty_weight=0.0, reward_mapping="none")
+SETTINGS = {
+    "beta 0": {},
+    "beta": dict(beta=0.1),
+    "two iterations": dict(num_iterations=2, max_steps=4),
+    "generation longer than accumulation": dict(gradient_accumulation_steps=2, steps_per_generation=4),
+    "lora, beta, two iterations": dict(peft_config=LORA, beta=0.1, num_iterations=2, max_steps=4),
+    "conversational": dict(conversational=True),
+    "two rewards": dict(reward_funcs=[contains_answer, some_letter], reward_weights=[1.0, 0.5]),
+}
+# TRL makes old log-probabilities in the second one.
+PASSES = {"own pass": {}, "with old log-probabilities": dict(steps_per_generation=2)}
+
+
+def signed(completions, answer, **columns):
+    return [2 * reward - 1 for reward in contains_answer(completions, answer)]
+
+
+@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS.keys())
+def test_without_novelty_it_is_grpo_bit_for_bit(tmp_path, options):
+    expected, _ = trained(GRPOTrainer, GRPOConfig, tmp_path, **options)
+    got, log = trained(G2RLTrainer, G2RLConfig, tmp_path, **OFF, **options)
+    assert_same(got, expected)
+    assert not any(key.startswith("geometry") for entry in log for key in entry)
+
+
+def test_without_novelty_the_mapping_is_what_remains(tmp_path):
+    expected, _ = trained(GRPOTrainer, GRPOConfig, tmp_path, reward_funcs=signed)
+    got, log = trained(G2RLTrainer, G2RLConfig, tmp_path, novelty_weight=0.0)
+    assert_same(got, expected)
+    assert all(0 <= entry["reward"] <= 1 for entry in log if "reward" in entry)  # raw: 0 and 1
+
+
+@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS.keys())
+def test_novelty_changes_what_is_learned(tmp_path, options):
+    expected, _ = trained(GRPOTrainer, GRPOConfig, tmp_path, **options)
+    got, log = trained(G2RLTrainer, G2RLConfig, tmp_path, **options)
+    assert differ(got, expected)
+    assert all(torch.isfinite(value).all() for value in got.values())
+    assert 0 < log[0]["geometry/mean_novelty"] <= 1 and -1 <= log[0]["geometry/mean_cosine"] <= 1
+
+
+class Watched(G2RLTrainer):
+    """Keeps features and rewards of the last batch, and counts passes through the backbone."""
+
+    def gradient_features(self):
+        self.rows = self._feature_rows
+        self.features = super().gradient_features()
+        return self.features
+
+    def shape_rewards(self, rewards_per_func):
+        self.raw, self.shaped = rewards_per_func, super().shape_rewards(rewards_per_func)
+        return self.shaped
+
+
+def batch_of(trainer):
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
+    passes = []
+    backbone = trainer.accelerator.unwrap_model(trainer.model)
+    backbone = (backbone.get_base_model() if hasattr(backbone, "get_base_model") else backbone).base_model
+    rows = next(iter(trainer.get_train_dataloader()))
+    original = trainer._generate
+
+    def then_count(prompts):
+        result = original(prompts)
+        trainer.counting = backbone.register_forward_hook(lambda *args: passes.append(1))
+        return result
+
+    trainer._generate = then_count
+    output = trainer._generate_and_score_completions(rows)
+    trainer.counting.remove()
+    return output, len(passes)
+
+
+def autograd_feature(model, prompt, ids, mask, temperature):
+    """Mean over loss tokens of temperature * d log p / d (input of the head)."""
+    seen = []
+
+    def keep(module, args, output):
+        output.last_hidden_state.retain_grad()
+        seen.append(output.last_hidden_state)
+
+    handle = model.base_model.register_forward_hook(keep)
+    logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1] / temperature
+    handle.remove()
+    chosen = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+    mask = torch.tensor(mask, dtype=chosen.dtype)
+    (chosen * mask).sum().backward()
+    model.zero_grad()
+    return temperature * seen[0].grad[0].sum(0) / mask.sum()
+
+
+@pytest.mark.parametrize("options", PASSES.values(), ids=PASSES.keys())
+@pytest.mark.parametrize("more", [{}, dict(peft_config=LORA), dict(temperature=0.7)], ids=["", "lora", "temperature"])
+def test_features_are_autograds(tmp_path, options, more):
+    trainer = make_trainer(Watched, G2RLConfig, tmp_path, **options, **more)
+    batch_of(trainer)
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    model = model.get_base_model() if "peft_config" in more else model
+    model.eval()
+    rows = trainer.rows
+    assert len(trainer.features) == len(rows.completion_ids)
+    for i in range(0, len(trainer.features), 3):
+        mask = rows.loss_mask[i]
+        expected = autograd_feature(model, rows.prompt_ids[i], rows.completion_ids[i], mask, trainer.temperature)
+        torch.testing.assert_close(trainer.features[i], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_features_cost_no_pass_where_trl_makes_one(tmp_path):
+    for options in PASSES.values():
+        batches = options.get("steps_per_generation", 1)  # of 8 rows each
+        _, plain = batch_of(make_trainer(GRPOTrainer, GRPOConfig, tmp_path, **options))
+        _, ours = batch_of(make_trainer(G2RLTrainer, G2RLConfig, tmp_path, **options))
+        assert (plain, ours) == ((0, 1) if batches == 1 else (2, 2))
+
+
+def test_only_tokens_of_the_loss_count(tmp_path):
+    def rollout(prompts, trainer):
+        ids = [[10, 11, 12, 13, 1] for _ in prompts]
+        if not hasattr(trainer, "second"):
+            ids = [[10, 20, 21, 13, 1] for _ in prompts]
+        prompt_ids = [trainer._tokenizer(prompt)["input_ids"] for prompt in prompts]
+        return {
+            "prompt_ids": prompt_ids,
+            "completion_ids": ids,
+            "logprobs": None,
+            "env_mask": [[1, 0, 0, 0, 0]] * len(ids),
+        }
+
+    trainer = make_trainer(Watched, G2RLConfig, tmp_path, rollout_func=rollout, reward_funcs=always)
+    batch_of(trainer)
+    first = trainer.features
+    again = make_trainer(Watched, G2RLConfig, tmp_path, rollout_func=rollout, reward_funcs=always)
+    again.second = True
+    batch_of(again)
+    torch.testing.assert_close(first, again.features, rtol=0, atol=1e-6)
+    assert trainer._metrics["train"]["geometry/mean_cosine"][0] == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("transform", ["minmax", "raw", "centered"])
+def test_rewards_are_shaped_as_documented_and_logged_raw(tmp_path, transform):
+    trainer = make_trainer(Watched, G2RLConfig, tmp_path, novelty_transform=transform, novelty_weight=3.0)
+    output, _ = batch_of(trainer)
+    raw = trainer.raw[:, 0]
+    r = 2 * raw - 1
+    novelty = novelty_scores(trainer.features, r, 4)
+    nu = novelty.nu.view(-1, 4)
+    low, high = nu.amin(1, keepdim=True), nu.amax(1, keepdim=True)
+    nu_bar = {"raw": nu, "minmax": (nu - low) / (high - low), "centered": 2 * (nu - low) / (high - low) - 1}[transform]
+    shaped = (r * (1 + 3 * nu_bar.flatten().float())).clamp(-3, 3)
+    torch.testing.assert_close(trainer.shaped[:, 0], shaped, rtol=1e-5, atol=1e-5)
+    centred = shaped.view(-1, 4) - shaped.view(-1, 4).mean(1, keepdim=True)
+    expected = centred / (shaped.view(-1, 4).std(1, keepdim=True) + 1e-4)
+    torch.testing.assert_close(output["advantages"], expected.flatten(), rtol=1e-4, atol=1e-4)
+    metrics = trainer._metrics["train"]
+    assert metrics["reward"] == [pytest.approx(raw.mean().item())]
+    assert metrics["shaped_reward"] == [pytest.approx(shaped.mean().item(), abs=1e-5)]
+    assert metrics["rewards/contains_answer/mean"] == [pytest.approx(raw.mean().item())]
+    for name, value in geometry(trainer.features, 4, novelty).items():
+        assert metrics[f"geometry/{name}"] == [pytest.approx(value)]
+    assert metrics["geometry/feature_seconds"][0] > 0 and metrics["geometry/unshaped_rows"] == [0]
+
+
+def test_several_reward_functions_are_shaped_as_a_sum(tmp_path):
+    options = dict(reward_funcs=[contains_answer, some_letter], reward_weights=[0.5, 2.0], success_threshold=0.5)
+    trainer = make_trainer(Watched, G2RLConfig, tmp_path, **options)
+    batch_of(trainer)
+    total = (trainer.raw * torch.tensor([0.5, 2.0])).nansum(1)
+    shaped = (trainer.shaped * torch.tensor([0.5, 2.0])).nansum(1)
+    assert torch.equal(shaped > 0, total >= 0.5) and (shaped.abs() >= 1 - 1e-6).all() and (shaped.abs() > 1.01).any()
+
+
+def test_groups_with_too_few_right_answers_keep_their_rewards(tmp_path):
+    trainer = make_trainer(Watched, G2RLConfig, tmp_path, reward_funcs=never, min_correct=1)
+    output, _ = batch_of(trainer)
+    assert (trainer.shaped == -1).all() and (output["advantages"] == 0).all()
+    assert trainer._metrics["train"]["geometry/unshaped_rows"] == [8]
+    trainer = make_trainer(Watched, G2RLConfig, tmp_path, reward_funcs=never)
+    output, _ = batch_of(trainer)
+    assert output["advantages"].abs().max() > 0.5  # as in the paper: novelty alone ranks them
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_features_that_are_not_finite_never_reach_the_loss(tmp_path, value):
+    class Broken(Watched):
+        def gradient_features(self):
+            features = super().gradient_features()
+            features[1] = value
+            return features
+
+    trainer = make_trainer(Broken, G2RLConfig, tmp_path, max_steps=2)
+    trainer.train()
+    assert trainer.shaped[1].abs() == 1 and all(
+        log["geometry/unshaped_rows"] == 1 for log in trainer.state.log_history[:2]
+    )
+    assert all(torch.isfinite(p).all() for p in parameters(trainer).values())
+
+
+def test_truncated_completions_that_are_masked_are_no_peers(tmp_path):
+    trainer = make_trainer(Watched, G2RLConfig, tmp_path, mask_truncated_completions=True, max_completion_length=3)
+    batch_of(trainer)
+    truncated = [ids[-1] not in (0, 1) for ids in trainer.rows.completion_ids]
+    assert 0 < sum(truncated) and trainer.features.isnan().any(1).tolist() == truncated
+    assert trainer._metrics["train"]["geometry/unshaped_rows"] == [sum(truncated)]
+
+
+def test_evaluation_is_plain_grpo(tmp_path):
+    options = dict(eval_dataset=make_dataset().select(range(8)), num_generations_eval=2)
+    results = []
+    for cls, config in ((GRPOTrainer, GRPOConfig), (G2RLTrainer, G2RLConfig)):
+        trainer = make_trainer(cls, config, tmp_path, **options)
+        torch.manual_seed(5)
+        results.append(trainer.evaluate())
+    same = [key for key in results[0] if "time" not in key and "second" not in key]
+    assert {k: results[1][k] for k in same} == {k: results[0][k] for k in same}
+
+
+def test_a_resumed_run_ends_where_the_uninterrupted_one_does(tmp_path):
+    options = dict(steps_per_generation=4, max_steps=7)
+    whole = make_trainer(G2RLTrainer, G2RLConfig, tmp_path, save_strategy="steps", save_steps=2, **options)
+    whole.train()
+    again = make_trainer(G2RLTrainer, G2RLConfig, tmp_path, **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert_same(parameters(again), parameters(whole))
+
+
+def test_it_composes_with_deep_grpo(tmp_path):
+    @dataclass
+    class GuidedConfig(G2RLConfig, DeepGRPOConfig):
+        pass
+
+    class Guided(GradientGuided, DeepGRPOTrainer):
+        config_class = GuidedConfig
+
+    options = (
+        dict(max_steps=4, reward_threshold=1.0) if hasattr(DeepGRPOConfig, "reward_threshold") else dict(max_steps=4)
+    )
+    deep, _ = trained(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **options)
+    off, _ = trained(Guided, GuidedConfig, tmp_path, **OFF, **options)
+    assert_same(off, deep)
+    got, log = trained(Guided, GuidedConfig, tmp_path, **options)
+    assert differ(got, deep) and log[0]["geometry/mean_novelty"] > 0 and any("pivots" in key for key in log[0])
+
+
+# --------------------------------------------------------------------------------------------------------- errors
+
+
+ERRORS = {
+    "novelty_weight=-1.* must be at least 0": dict(novelty_weight=-1.0),
+    "novelty_weight=nan": dict(novelty_weight=float("nan")),
+    "reward_clip=0.5` must be at least 1": dict(reward_clip=0.5),
+    "novelty_transform.*unknown value 'min-max'; did you mean 'minmax'": dict(novelty_transform="min-max"),
+    "reward_mapping.*unknown value 'sign'": dict(reward_mapping="sign"),
+    "min_correct=-1": dict(min_correct=-1),
+    "success_threshold=inf": dict(success_threshold=float("inf")),
+    "does not support prompt-learning adapters .*PROMPT_TUNING": dict(
+        peft_config=PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    ),
+}
+
+
+@pytest.mark.parametrize("message, options", ERRORS.items(), ids=ERRORS.keys())
+def test_bad_input_is_refused_at_construction(tmp_path, message, options):
+    with pytest.raises(ValueError, match=message):
+        make_trainer(G2RLTrainer, G2RLConfig, tmp_path, **options)
+
+
+def test_a_model_without_output_embeddings_is_refused(tmp_path):
+    model = make_model()
+    model.get_output_embeddings = lambda: None
+    with pytest.raises(ValueError, match="Qwen2ForCausalLM.*output embeddings"):
+        make_trainer(G2RLTrainer, G2RLConfig, tmp_path, model=model)
+
+
+def test_unusual_rewards_without_mapping_are_warned_about_once(tmp_path):
+    trainer = make_trainer(G2RLTrainer, G2RLConfig, tmp_path, reward_mapping="none")
+    with pytest.warns(UserWarning, match="rewards other than \\+1 and -1") as caught:
+        trainer.train()
+    assert sum("other than" in str(w.message) for w in caught) == 1
