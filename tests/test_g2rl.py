@@ -20,6 +20,7 @@ from world import (
     trained,
 )
 
+from trl_explore.geometry_callback import GeometryCallback
 from trl_explore.novelty import geometry, novelty_scores
 from trl_explore.trainers import DeepGRPOConfig, DeepGRPOTrainer, G2RLConfig, G2RLTrainer, GradientGuided
 
@@ -304,3 +305,33 @@ def test_unusual_rewards_without_mapping_are_warned_about_once(tmp_path):
     with pytest.warns(UserWarning, match="rewards other than \\+1 and -1") as caught:
         trainer.train()
     assert sum("other than" in str(w.message) for w in caught) == 1
+
+
+# ------------------------------------------------------------------------------------------------------- callback
+
+
+def test_the_callback_measures_any_trainer_and_leaves_no_trace(tmp_path):
+    expected, _ = trained(GRPOTrainer, GRPOConfig, tmp_path)
+    trainer = make_trainer(GRPOTrainer, GRPOConfig, tmp_path)
+    trainer.add_callback(GeometryCallback(trainer))
+    trainer.train()
+    assert_same(parameters(trainer), expected)
+    assert "_generate_and_score_completions" not in vars(trainer)
+    _, own = trained(G2RLTrainer, G2RLConfig, tmp_path)
+    for name in ("mean_cosine", "negative_pairs", "mean_novelty"):
+        assert trainer.state.log_history[0][f"geometry/{name}"] == pytest.approx(own[0][f"geometry/{name}"], abs=1e-6)
+
+
+def test_the_callback_measures_as_often_as_asked(tmp_path):
+    trainer = make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, max_steps=4)
+    trainer.add_callback(GeometryCallback(trainer, every=2))
+    trainer.train()
+    assert ["geometry/mean_cosine" in log for log in trainer.state.log_history[:4]] == [True, False, True, False]
+
+
+def test_the_callback_refuses_what_makes_no_sense(tmp_path):
+    trainer = make_trainer(G2RLTrainer, G2RLConfig, tmp_path)
+    with pytest.raises(ValueError, match="logs `geometry/\\*` itself"):
+        GeometryCallback(trainer)
+    with pytest.raises(ValueError, match="every=0"):
+        GeometryCallback(trainer, every=0)

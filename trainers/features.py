@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,17 +38,121 @@ class FeatureRows:
     features: list[torch.Tensor] = field(default_factory=list)
 
 
+class FeaturePass:
+    """
+    Computes gradient features of a trainer's rows by a hook on the backbone.
+
+    Args:
+        trainer ([`~trl.GRPOTrainer`]):
+            Any GRPO trainer; its current policy is the one whose gradients are taken.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.seconds = 0.0
+
+    def language_model(self) -> Any:
+        """The causal language model without the wrappers of accelerate and PEFT."""
+        model: Any = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        return model.get_base_model() if isinstance(model, PeftModel) else model
+
+    def gathered(self, rows: FeatureRows) -> torch.Tensor:
+        """
+        Features of the rows of all processes; runs the backbone unless it was watched before.
+
+        Args:
+            rows ([`FeatureRows`]):
+                Rows of this process; every process has as many.
+
+        Returns:
+            `torch.Tensor`: Float32 of shape `(N, D)`; NaN for rows without a token in the loss.
+        """
+        if not rows.features:
+            self.run(rows)
+        features = torch.cat(rows.features)
+        empty = torch.tensor([not any(mask) for mask in rows.loss_mask], device=features.device)
+        return gather(features.masked_fill(empty.unsqueeze(1), torch.nan))
+
+    def run(self, rows: FeatureRows) -> None:
+        """
+        Send rows through the backbone; the LM head scores one position only.
+
+        Args:
+            rows ([`FeatureRows`]):
+                Rows of this process; their features are appended.
+        """
+        start = time.perf_counter()
+        trainer = self.trainer
+        device, pad_id = trainer.accelerator.device, trainer._tokenizer.pad_token_id
+
+        def padded(values: list[list[int]], value: int, side: str) -> torch.Tensor:
+            return pad([torch.tensor(ids) for ids in values], padding_value=value, padding_side=side).to(device)
+
+        ones = [[[1] * len(ids) for ids in part] for part in (rows.prompt_ids, rows.completion_ids)]
+        ids = torch.cat([padded(rows.prompt_ids, pad_id, "left"), padded(rows.completion_ids, pad_id, "right")], dim=1)
+        mask = torch.cat([padded(ones[0], 0, "left"), padded(ones[1], 0, "right")], dim=1)
+        width = max(map(len, rows.completion_ids))
+        batch = trainer.args.per_device_train_batch_size
+        with torch.no_grad(), self.watching(rows, width), trainer.accelerator.autocast():
+            for part, part_mask in zip(ids.split(batch), mask.split(batch), strict=True):
+                trainer.model(input_ids=part, attention_mask=part_mask, use_cache=False, logits_to_keep=1)
+        self.seconds = time.perf_counter() - start
+
+    @contextmanager
+    def watching(self, rows: FeatureRows, width: int) -> Iterator[None]:
+        """
+        Turn the hidden states of every forward pass into features of the next rows, and forget them.
+
+        Args:
+            rows ([`FeatureRows`]):
+                Rows that will be sent through the backbone, in their order.
+            width (`int`):
+                Columns that their completions take at the end of a batch.
+        """
+        trainer, model = self.trainer, self.language_model()
+        in_fp32 = trainer.args.cast_lm_head_to_fp32
+
+        def record(module: Any, args: Any, output: Any) -> None:
+            start = time.perf_counter()
+            hidden = output.last_hidden_state[:, -width - 1 : -1]  # the position before a token is where it was drawn
+            hidden = hidden.float() if in_fp32 else hidden
+            first = sum(map(len, rows.features))
+            part = slice(first, first + len(hidden))
+            ids, mask = torch.zeros(2, len(hidden), width, dtype=torch.long, device=hidden.device)
+            for row, (tokens, real) in enumerate(zip(rows.completion_ids[part], rows.loss_mask[part], strict=True)):
+                ids[row, : len(tokens)] = torch.tensor(tokens, device=hidden.device)
+                mask[row, : len(real)] = torch.tensor(real, device=hidden.device)
+            layer = model.get_output_embeddings()
+            bias = [layer.bias] if getattr(layer, "bias", None) is not None else []
+            precision = torch.autocast(hidden.device.type, enabled=False) if in_fp32 else nullcontext()
+            with torch.no_grad(), precision, maybe_gather_lm_head_ctx(layer.weight, *bias):
+                head = lm_head_of(model, temperature=trainer.temperature)
+                found = sequence_features(hidden, ids, mask, head)
+            rows.features.append(found.features.to(trainer.accelerator.device))
+            self.seconds += time.perf_counter() - start
+
+        handle = model.base_model.register_forward_hook(record)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
 class FeatureTrainer(ExplorationTrainer):
     """
     [`ExplorationTrainer`] that knows the gradient features of its main rows when their rewards are shaped.
 
     A hook on the backbone sees the hidden states of whatever forward pass there is: TRL's for old log-probabilities
-    where it makes one, otherwise one more without gradients, whose LM head scores a single position.
+    where it makes one, otherwise one more without gradients.
     """
 
-    feature_seconds = 0.0
+    feature_pass: FeaturePass
     _feature_rows: FeatureRows | None = None
     _old_logprobs_follow = False
+
+    def setup(self) -> None:
+        super().setup()
+        self.feature_pass = FeaturePass(self)
 
     @property
     def wants_features(self) -> bool:
@@ -62,14 +166,9 @@ class FeatureTrainer(ExplorationTrainer):
         Returns:
             `torch.Tensor`: Float32 of shape `(N, D)`; NaN for rows without a token in the loss.
         """
-        rows = self._feature_rows
+        rows, self._feature_rows = self._feature_rows, None
         assert rows is not None
-        if not rows.features:
-            self._run_backbone(rows)
-        features = torch.cat(rows.features)
-        empty = torch.tensor([not any(mask) for mask in rows.loss_mask], device=features.device)
-        self._feature_rows = None
-        return gather(features.masked_fill(empty.unsqueeze(1), torch.nan))
+        return self.feature_pass.gathered(rows)
 
     # ---------------------------------------------------------------------------------------------- seams into TRL
 
@@ -85,7 +184,7 @@ class FeatureTrainer(ExplorationTrainer):
                 m if ids[-1] in ends else [0] * len(m) for m, ids in zip(loss_mask, completion_ids, strict=True)
             ]
         self._feature_rows = FeatureRows(prompt_ids, completion_ids, loss_mask)
-        self.feature_seconds = 0.0
+        self.feature_pass.seconds = 0.0
         # As in `_generate_and_score_completions`: old log-probabilities, where steps and rollouts do not align.
         every = self.args.steps_per_generation * self.num_iterations
         self._old_logprobs_follow = self.args.gradient_accumulation_steps % every != 0 or (
@@ -98,60 +197,5 @@ class FeatureTrainer(ExplorationTrainer):
         if self._feature_rows is None or not self._old_logprobs_follow:
             return super()._get_per_token_logps_and_entropies(*arguments, **kwargs)
         self._old_logprobs_follow = False
-        with self._recorded(self._feature_rows, logits_to_keep):
+        with self.feature_pass.watching(self._feature_rows, logits_to_keep):
             return super()._get_per_token_logps_and_entropies(*arguments, **kwargs)
-
-    def _run_backbone(self, rows: FeatureRows) -> None:
-        start = time.perf_counter()
-        device, pad_id = self.accelerator.device, self._tokenizer.pad_token_id
-
-        def padded(values: list[list[int]], value: int, side: str) -> torch.Tensor:
-            return pad([torch.tensor(ids) for ids in values], padding_value=value, padding_side=side).to(device)
-
-        ones = [[[1] * len(ids) for ids in part] for part in (rows.prompt_ids, rows.completion_ids)]
-        ids = torch.cat([padded(rows.prompt_ids, pad_id, "left"), padded(rows.completion_ids, pad_id, "right")], dim=1)
-        mask = torch.cat([padded(ones[0], 0, "left"), padded(ones[1], 0, "right")], dim=1)
-        width = max(map(len, rows.completion_ids))
-        batch, model = self.args.per_device_train_batch_size, self.model
-        assert model is not None
-        with torch.no_grad(), self._recorded(rows, width), self.accelerator.autocast():
-            for part, part_mask in zip(ids.split(batch), mask.split(batch), strict=True):
-                model(input_ids=part, attention_mask=part_mask, use_cache=False, logits_to_keep=1)
-        self.feature_seconds = time.perf_counter() - start
-
-    @contextmanager
-    def _recorded(self, rows: FeatureRows, width: int) -> Iterator[None]:
-        """Turn the hidden states of every forward pass into features of the next rows, and forget them."""
-        model = self._language_model()
-
-        def record(module: Any, args: Any, output: Any) -> None:
-            start = time.perf_counter()
-            hidden = output.last_hidden_state[:, -width - 1 : -1]  # the position before a token is where it was drawn
-            first = sum(map(len, rows.features))
-            part = slice(first, first + len(hidden))
-            ids, mask = torch.zeros(2, len(hidden), width, dtype=torch.long, device=hidden.device)
-            for row, (tokens, real) in enumerate(zip(rows.completion_ids[part], rows.loss_mask[part], strict=True)):
-                ids[row, : len(tokens)] = torch.tensor(tokens, device=hidden.device)
-                mask[row, : len(real)] = torch.tensor(real, device=hidden.device)
-            layer = model.get_output_embeddings()
-            bias = [layer.bias] if getattr(layer, "bias", None) is not None else []
-            in_fp32 = self.args.cast_lm_head_to_fp32
-            with torch.no_grad(), maybe_gather_lm_head_ctx(layer.weight, *bias):
-                head = lm_head_of(model, temperature=self.temperature)
-                if in_fp32:
-                    with torch.autocast(hidden.device.type, enabled=False):
-                        found = sequence_features(hidden.float(), ids, mask, head)
-                else:
-                    found = sequence_features(hidden, ids, mask, head)
-            rows.features.append(found.features.to(self.accelerator.device))
-            self.feature_seconds += time.perf_counter() - start
-
-        handle = model.base_model.register_forward_hook(record)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-    def _language_model(self) -> Any:
-        model: Any = self.accelerator.unwrap_model(self.model)
-        return model.get_base_model() if isinstance(model, PeftModel) else model

@@ -96,7 +96,9 @@ class GradientGuided(FeatureTrainer):
                 "have no rows of their own in the feature. Use LoRA, or train all parameters."
             )
         if self.wants_features:
-            lm_head_of(self._language_model(), temperature=self.temperature)  # raises where there is no such head
+            lm_head_of(
+                self.feature_pass.language_model(), temperature=self.temperature
+            )  # raises where there is no such head
 
     @property
     def wants_features(self) -> bool:
@@ -128,7 +130,7 @@ class GradientGuided(FeatureTrainer):
         for name, value in geometry(features, size, novelty).items():
             self.log_metric(f"geometry/{name}", value)
         self.log_metric("geometry/unshaped_rows", (~(novelty.valid & enough)).sum().item())
-        self.log_metric("geometry/feature_seconds", self.feature_seconds)
+        self.log_metric("geometry/feature_seconds", self.feature_pass.seconds)
         return self._as_columns(shaped, rewards_per_func)
 
     def _as_columns(self, totals: torch.Tensor, rewards_per_func: torch.Tensor) -> torch.Tensor:
