@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from trl_explore.trainers import (
         DeepGRPOConfig,
         DeepGRPOTrainer,
+        G2RLConfig,
+        G2RLTrainer,
         SESAConfig,
         SESATrainer,
         TreeGRPOConfig,
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 __all__ = [
     "DeepGRPOConfig",
     "DeepGRPOTrainer",
+    "G2RLConfig",
+    "G2RLTrainer",
     "SESAConfig",
     "SESATrainer",
     "TreeGRPOConfig",

@@ -36,6 +36,12 @@ def _deep_grpo() -> "tuple[type[GRPOConfig], type[GRPOTrainer]]":
     return DeepGRPOConfig, DeepGRPOTrainer
 
 
+def _g2rl() -> "tuple[type[GRPOConfig], type[GRPOTrainer]]":
+    from trl_explore.trainers import G2RLConfig, G2RLTrainer
+
+    return G2RLConfig, G2RLTrainer
+
+
 def _sesa() -> "tuple[type[GRPOConfig], type[GRPOTrainer]]":
     from trl_explore.trainers import SESAConfig, SESATrainer
 
@@ -53,6 +59,7 @@ METHODS: "dict[str, Callable[[], tuple[type[GRPOConfig], type[GRPOTrainer]]]]" =
     "deep_grpo": _deep_grpo,
     "tree_grpo": _tree_grpo,
     "sesa": _sesa,
+    "g2rl": _g2rl,
     "grpo": _grpo,
 }
 
