@@ -6,6 +6,7 @@ optimiser steps of training; evaluation counts towards none of them.
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -217,7 +218,7 @@ def train_arm(
     evaluation_options: dict[str, Any] | None = None,
     options: dict[str, Any] | None = None,
     progress: Any = None,
-    callbacks: list[TrainerCallback] | None = None,
+    callbacks: list[TrainerCallback | Callable[[Any], TrainerCallback]] | None = None,
     resume: bool = False,
 ) -> Run:
     """
@@ -252,8 +253,8 @@ def train_arm(
             Configuration fields for every arm, over [`common_options`].
         progress (`tqdm`, *optional*):
             A bar over the token budget.
-        callbacks (`list[TrainerCallback]`, *optional*):
-            Further callbacks.
+        callbacks (`list[TrainerCallback or Callable]`, *optional*):
+            Further callbacks, or functions that make one for the trainer that they are given.
         resume (`bool`, *optional*, defaults to `False`):
             Whether to continue from the newest checkpoint in `output_dir`, if there is one.
 
@@ -276,8 +277,11 @@ def train_arm(
         args=config_class(output_dir=str(output_dir), **settings),
         train_dataset=task.build_dataset(num_train, seed=seed),
         processing_class=AutoTokenizer.from_pretrained(start),
-        callbacks=[costs, *(callbacks or [])],
+        callbacks=[costs, *(c for c in callbacks or [] if isinstance(c, TrainerCallback))],
     )
+    for callback in callbacks or []:
+        if not isinstance(callback, TrainerCallback):
+            trainer.add_callback(callback(trainer))
     evaluation = PassAtKCallback(
         trainer,
         task.evaluation_set(num_eval),

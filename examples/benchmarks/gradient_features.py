@@ -62,9 +62,7 @@ def one_case(args):
 
 
 def compare(args):
-    print(
-        f"{'vocabulary':>10s} {'tokens':>6s}   {'tiles: s':>9s} {'MB':>7s}   {'naive: s':>9s} {'MB':>7s}   seconds, memory"
-    )
+    print("vocabulary tokens     tiles: s      MB    naive: s      MB   seconds, memory")
     for vocabulary in (32_768, 151_936):
         for tokens in (1024, 4096):
             found = {}
