@@ -107,6 +107,7 @@ def main():
             shown = {k: v for k, v in run.steps[-1].items() if k.startswith(("agent/", "sketch/", "cpu_", "step"))}
             print(name, seed, [round(p["eval/success"], 3) for p in run.points], flush=True)
             print({k: round(v, 3) for k, v in shown.items()}, flush=True)
+    runs = [run for run in runs if run["arm"] in arms and run["seed"] in args.seeds]
     for clock in ("tokens", "cpu_seconds", "step"):
         print("\n" + comparison_table(runs, clock, {"success": "eval/success"}))
     try:

@@ -87,6 +87,7 @@ def main():
             runs.append(asdict(run))
             kept.write_text(json.dumps(runs))
             print({k: round(v, 3) for k, v in run.points[-1].items()}, arm.name, seed, flush=True)
+    runs = [run for run in runs if run["arm"] in {arm.name for arm in arms} and run["seed"] in args.seeds]
     for clock in ("tokens", "cpu_seconds", "step"):
         print("\n" + comparison_table(runs, clock, metrics))
     print("\npass@16 / pass@1 along each run")
