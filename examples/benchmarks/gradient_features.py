@@ -87,7 +87,7 @@ def steps(args):
 
     import transformers
     from datasets import Dataset
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import PrinterCallback, Qwen2Config, Qwen2ForCausalLM
     from trl import GRPOConfig, GRPOTrainer
 
     from trl_explore.tasks.tiny_model import build_tokenizer
@@ -119,6 +119,7 @@ def steps(args):
                 train_dataset=Dataset.from_dict({"prompt": ["12+34=" * 4] * 64}),
                 processing_class=build_tokenizer(),
             )
+            trainer.remove_callback(PrinterCallback)
             trainer.train()
             logs = [log for log in trainer.state.log_history if "step_time" in log][1:]
             pairs = options.get("num_iterations", 1)
@@ -140,8 +141,8 @@ def main():
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--completion_length", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--completion_length", type=int, default=32)
     parser.add_argument("--way", default=None, help="one case only: tiles or naive")
     parser.add_argument("--vocabulary", type=int, default=32_768)
     parser.add_argument("--tokens", type=int, default=1024)
