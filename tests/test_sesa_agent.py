@@ -1,5 +1,6 @@
 """SESA's agent mode: reductions, who is asked what, what is trained, environments that raise, and its errors."""
 
+import itertools
 import re
 from collections import Counter
 
@@ -244,6 +245,17 @@ def test_metrics(tmp_path, voice):
     assert 0 < log["agent/duplicate_actions"] and 1 / 3 <= log["sketch/distinct"] < 1
     assert log["agent/decisions"] >= 1.5 and log["sketch/empty"] == 0
     assert log["sketch/drafting_seconds"] > 0 and log["sketch/solving_seconds"] > 0
+
+
+def test_seconds_are_differences_of_clock_readings(tmp_path, voice, monkeypatch):
+    # One reading per second, and a clock that does not start at 0.
+    ticks = itertools.count(1e6)
+    monkeypatch.setattr("trl_explore.trainers.sesa_agent.time.perf_counter", lambda: next(ticks))
+    voice(stops=0)
+    trainer = agent(tmp_path, branch_depth=2, max_steps=1)
+    trainer.train()
+    log = trainer.state.log_history[0]
+    assert 4 <= log["sketch/drafting_seconds"] < 1e3 and 4 <= log["sketch/solving_seconds"] < 1e3
 
 
 def test_what_was_proposed_first_is_forgotten_where_the_context_ends(tmp_path, voice):

@@ -66,8 +66,8 @@ class SequentialActionTrainer(BehaviourTrainer):
                 spoken[place] = list(distinct[share].token_ids)
                 if distinct[share].context != contexts[place]:
                     row = turn.rows[place]
-                    start = len(contexts[place]) - self._prompt_lengths[row]
-                    self.drawn[row].append(Drawn(start, distinct[share].context, distinct[share].token_ids))
+                    offset = len(contexts[place]) - self._prompt_lengths[row]
+                    self.drawn[row].append(Drawn(offset, distinct[share].context, distinct[share].token_ids))
         draft_seconds = time.perf_counter() - start
 
         start = time.perf_counter()

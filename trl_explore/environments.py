@@ -6,11 +6,13 @@ does not fit a tool's signature is the model's mistake and stays what TRL makes 
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 ERROR = "_trl_explore_error"
+FALLBACKS = {"reset": None, "get_reward": 0.0}  # what a failed call gives instead of raising
 _inside: ContextVar[bool] = ContextVar("inside an environment", default=False)
 
 
@@ -78,50 +80,46 @@ def _guarded_class(cls: Any) -> type:
 
 def _guarded_method(name: str, method: Callable) -> Callable:
     signature = inspect.signature(method)
-    fallback = {"reset": None, "get_reward": 0.0}
 
-    def enter(self: Any, args: tuple, kwargs: dict) -> None:
+    def is_over(self: Any, args: tuple, kwargs: dict) -> bool:
+        """Prepare a call from outside; whether there is nothing left to ask the environment."""
         if name == "reset":
             setattr(self, ERROR, None)
         elif name != "get_reward":
-            signature.bind(self, *args, **kwargs)
-
-    def failed(self: Any, error: Exception) -> Any:
-        if environment_error(self) is None:
-            setattr(self, ERROR, error)
-        if name not in fallback:
-            raise error
-        return fallback[name]
+            signature.bind(self, *args, **kwargs)  # a call that does not fit raises here, unrecorded
+        return name == "get_reward" and environment_error(self) is not None
 
     # What an environment calls itself, it may also catch itself: only the outermost call is guarded.
     @functools.wraps(method)
     def guard(self, *args, **kwargs):
         if _inside.get():
             return method(self, *args, **kwargs)
-        enter(self, args, kwargs)
-        if name == "get_reward" and environment_error(self) is not None:
-            return 0.0
-        token = _inside.set(True)
-        try:
-            return method(self, *args, **kwargs)
-        except Exception as error:
-            return failed(self, error)
-        finally:
-            _inside.reset(token)
+        if not is_over(self, args, kwargs):
+            with _recorded(self, name):
+                return method(self, *args, **kwargs)
+        return FALLBACKS[name]
 
     @functools.wraps(method)
     async def guard_async(self, *args, **kwargs):
         if _inside.get():
             return await method(self, *args, **kwargs)
-        enter(self, args, kwargs)
-        if name == "get_reward" and environment_error(self) is not None:
-            return 0.0
-        token = _inside.set(True)
-        try:
-            return await method(self, *args, **kwargs)
-        except Exception as error:
-            return failed(self, error)
-        finally:
-            _inside.reset(token)
+        if not is_over(self, args, kwargs):
+            with _recorded(self, name):
+                return await method(self, *args, **kwargs)
+        return FALLBACKS[name]
 
     return guard_async if inspect.iscoroutinefunction(method) else guard
+
+
+@contextmanager
+def _recorded(environment: Any, name: str) -> Iterator[None]:
+    token = _inside.set(True)
+    try:
+        yield
+    except Exception as error:
+        if environment_error(environment) is None:
+            setattr(environment, ERROR, error)
+        if name not in FALLBACKS:
+            raise
+    finally:
+        _inside.reset(token)
