@@ -1,6 +1,7 @@
 # Every target builds what it needs: a virtual environment from constraints.txt, then the command.
 PYTHON ?= python3
 VENV ?= .venv
+TEST_PROCESSES ?= 2
 BIN := $(VENV)/bin
 export HF_HUB_DISABLE_TELEMETRY = 1
 
@@ -30,10 +31,10 @@ quickstart-fast: install
 	HF_HUB_OFFLINE=1 $(BIN)/trl-explore quickstart --fast
 
 test: install
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow"
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) -m "not slow"
 
 test-slow: install
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) -m slow
 
 lint: install
 	$(BIN)/ruff check .
@@ -49,7 +50,7 @@ test-wheel: install
 	$(PYTHON) -m venv .venv-wheel
 	.venv-wheel/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	.venv-wheel/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "$$(ls dist/*.whl)[dev,plots]"
-	cd "$$(mktemp -d)" && HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(CURDIR)/.venv-wheel/bin/python -m pytest -q -m "not slow" -p no:cacheprovider $(CURDIR)/tests
+	cd "$$(mktemp -d)" && HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(CURDIR)/.venv-wheel/bin/python -m pytest -q -n $(TEST_PROCESSES) -m "not slow" -p no:cacheprovider $(CURDIR)/tests
 
 clean:
 	rm -rf .venv .venv-wheel build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -39,6 +39,15 @@ SIGNATURES = {
     "_save_optimizer_and_scheduler": ["output_dir"],
     "_load_optimizer_and_scheduler": ["checkpoint"],
     "_get_output_dir": ["trial"],
+    "_get_per_token_logps_and_entropies": [
+        "model",
+        "input_ids",
+        "attention_mask",
+        "logits_to_keep",
+        "batch_size",
+        "compute_entropy",
+        "multimodal_inputs",
+    ],
     "train": ["resume_from_checkpoint", "trial", "ignore_keys_for_eval"],
 }
 
@@ -167,6 +176,31 @@ def test_entropies_are_of_the_tempered_distribution(tmp_path):
         )
         logprobs = (trainer.model(ids).logits[:, 1:3] / 0.5).log_softmax(dim=-1)
     torch.testing.assert_close(entropies, -(logprobs.exp() * logprobs).sum(dim=-1), rtol=1e-4, atol=1e-5)
+
+
+def test_old_log_probabilities_are_the_first_pass_after_the_rollout():
+    # `trainers/features.py` repeats this condition, and watches that pass.
+    source = inspect.getsource(GRPOTrainer._generate_and_score_completions)
+    condition = """generate_every = self.args.steps_per_generation * self.num_iterations  # generation frequency
+            if self.args.gradient_accumulation_steps % generate_every != 0 or (
+                self.use_vllm and self.vllm_importance_sampling_correction
+            ):
+                old_per_token_logps, _, _ = self._get_per_token_logps_and_entropies("""
+    assert source.index("self._generate(") < source.index(condition)
+    assert source.index("_get_per_token_logps_and_entropies(") > source.index(condition)
+    assert source.index("self._calculate_rewards(") > source.index(condition)
+
+
+def test_the_backbone_gives_hidden_states_before_the_head():
+    # A hook on `base_model` sees what the head multiplies, and `logits_to_keep` spares the head.
+    model = make_trainer(GRPOTrainer, GRPOConfig).model
+    seen = []
+    handle = model.base_model.register_forward_hook(lambda module, args, output: seen.append(output.last_hidden_state))
+    ids = torch.tensor([[5, 6, 7, 8]])
+    logits = model(input_ids=ids, logits_to_keep=1).logits
+    handle.remove()
+    assert logits.shape[1] == 1 and seen[0].shape == (1, 4, 16)
+    torch.testing.assert_close(model.get_output_embeddings()(seen[0])[:, -1], logits[:, 0])
 
 
 def test_loss_types_are_those_whose_normaliser_is_known(tmp_path):

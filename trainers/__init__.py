@@ -9,6 +9,7 @@ from trl_explore.compat import check_trl_version
 check_trl_version(trl.__version__)
 
 from .base import ExplorationTrainer
+from .branpo import BranPOConfig, BranPOTrainer
 from .config import ExplorationConfig
 from .deep_grpo import DeepGRPOConfig, DeepGRPOTrainer
 from .g2rl import G2RLConfig, G2RLTrainer, GradientGuided
@@ -16,6 +17,8 @@ from .sesa import SESAConfig, SESATrainer
 from .tree_grpo import TreeGRPOConfig, TreeGRPOTrainer
 
 __all__ = [
+    "BranPOConfig",
+    "BranPOTrainer",
     "DeepGRPOConfig",
     "DeepGRPOTrainer",
     "ExplorationConfig",

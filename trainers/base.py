@@ -1,7 +1,7 @@
 """The seams between exploration methods and TRL's `GRPOTrainer`.
 
-This file, `agents.py`, `features.py`, `sampling.py`, `streams.py` and `resume.py` are the only ones that name a TRL
-private; `tests/test_contract.py` pins each.
+This file, `agents.py`, `branching.py`, `features.py`, `sampling.py`, `streams.py` and `resume.py` are the only ones
+that name a TRL private; `tests/test_contract.py` pins each.
 
 A method answers up to four questions (how is a group sampled, what is a completion worth, which tokens get the credit,
 which further rows are trained); the answers given here are plain GRPO's.
@@ -97,7 +97,7 @@ class ExplorationTrainer(SamplingTrainer):
             optimizers=optimizers,
             quantization_config=quantization_config,
             peft_config=peft_config,
-            tools=tools,
+            tools=self.prepare_tools(tools),
             rollout_func=rollout_func,
             environment_factory=self.prepare_environments(environment_factory),
         )
@@ -105,16 +105,17 @@ class ExplorationTrainer(SamplingTrainer):
             raise ValueError(
                 f"{type(self).__name__} does not support vision-language models: pass a text model or use GRPOTrainer."
             )
-        if args.drop_zero_advantage and LOSS_NORMALISERS[args.loss_type] != "items":
+        if (args.drop_zero_advantage or self.pools_streams) and LOSS_NORMALISERS[args.loss_type] != "items":
             # The factor that makes the main stream a mean over fewer rows would scale these terms too.
             for field, active in {
                 "entropy_coef": self._entropy_bonus_enabled,
                 "router_aux_loss_coef": self.aux_loss_enabled,
             }.items():
                 if active:
+                    what = f"{type(self).__name__}" if self.pools_streams else "`drop_zero_advantage=True`"
                     raise ValueError(
-                        f"`drop_zero_advantage=True` with `loss_type={args.loss_type!r}` cannot be combined with "
-                        f"`{field}`: use `loss_type='dapo'`, or switch one of them off."
+                        f"{what} with `loss_type={args.loss_type!r}` cannot be combined with `{field}`: use "
+                        "`loss_type='dapo'`, or switch one of them off."
                     )
         self.drop_zero_advantage = args.drop_zero_advantage
         self.sampling_batch_size = args.sampling_batch_size
@@ -159,6 +160,10 @@ class ExplorationTrainer(SamplingTrainer):
     def prepare_environments(self, environment_factory: Any) -> Any:
         """Wrap what the user passed as `environment_factory`; runs before TRL sees it."""
         return environment_factory
+
+    def prepare_tools(self, tools: Any) -> Any:
+        """Wrap what the user passed as `tools`; runs before TRL sees them."""
+        return tools
 
     def rollout(self, prompt_ids: list[list[int]], plain: Chooser) -> Rollout:
         """
@@ -264,6 +269,7 @@ class ExplorationTrainer(SamplingTrainer):
         if not self._is_training:
             return super()._generate_and_score_completions(inputs)
         self._any_example, self.main_examples = inputs[0], inputs
+        self._main_totals = None
         output = super()._generate_and_score_completions(inputs)
         self._log_raw_rewards()
         output["advantages"] = self.assign_advantages(output)
@@ -274,7 +280,9 @@ class ExplorationTrainer(SamplingTrainer):
             output["num_items_in_batch"] = torch.full_like(output["num_items_in_batch"], self._main_totals.num_tokens)
         # The examples are copied: TRL writes into the dictionaries that it is given.
         streams = self.extra_streams(output, [dict(example) for example in inputs], self._total_rewards())
-        self._stream_steps = {name: self._prepare_stream(*stream) for name, stream in streams.items() if stream[1] > 0}
+        streams = {name: stream for name, stream in streams.items() if stream[1] > 0}
+        pooled = self._pool(output, [s for s, _ in streams.values()]) if self.pools_streams and streams else None
+        self._stream_steps = {name: self._prepare_stream(*stream, pooled) for name, stream in streams.items()}
         return output
 
     def _main_rewards(self) -> list[list[float] | None] | None:

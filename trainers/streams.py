@@ -46,11 +46,13 @@ class StreamTrainer(ResumableTrainer):
 
     # Class-level defaults: objects made without `__init__` behave as plain GRPO.
     drop_zero_advantage = False
+    pools_streams = False  # whether all streams are one mean together, as if their rows were one batch
     _stream_steps: dict[str, tuple[float, StreamTotals, list[list[RowDict]]]] = {}
     _main_totals: StreamTotals | None = None
     _partial: Rows | None = None
     _rewards_per_func: torch.Tensor | None = None
     _any_example: dict[str, Any] = {}
+    environments: Any
 
     def score(self, name: str, rows: Rows) -> ScoredRows | None:
         """
@@ -84,7 +86,12 @@ class StreamTrainer(ResumableTrainer):
         return ScoredRows(rows=output, real=real, rewards=totals[: len(rows)])
 
     def judge(
-        self, examples: list[dict[str, Any]], completion_ids: list[list[int]]
+        self,
+        examples: list[dict[str, Any]],
+        completion_ids: list[list[int]],
+        *,
+        completions: list[list[dict[str, Any]] | None] | None = None,
+        environments: list[Any] | None = None,
     ) -> tuple[list[list[float]], list[dict[str, Any]]]:
         """
         Rewards of completions while they are being sampled; rows made of them need not be scored again.
@@ -97,6 +104,10 @@ class StreamTrainer(ResumableTrainer):
                 The data-set example behind each completion, `[R]`.
             completion_ids (`list[list[int]]`):
                 Tokens of the completions, `[R][T_i]`.
+            completions (`list[list[dict]]`, *optional*):
+                What they say, as messages, `[R]`; by default TRL decodes the tokens.
+            environments (`list`, *optional*):
+                The environment after each of them, `[R]`.
 
         Returns:
             `tuple[list[list[float]], list[dict]]`: Rewards per function, `[R][F]`, NaN where one returned `None`; and
@@ -114,6 +125,7 @@ class StreamTrainer(ResumableTrainer):
             completion_ids=completion_ids,
             loss_mask=[[1] * len(ids) for ids in completion_ids],
             group_size=1,
+            completions=completions or [],
         ).padded(
             num_rows,
             example=self._any_example,
@@ -122,9 +134,11 @@ class StreamTrainer(ResumableTrainer):
         )
         prompts = [example["prompt"] for example in rows.examples]
         with self._stream_scope(None, num_generations=1, rows=rows):
+            if environments is not None:
+                self.environments = environments + [None] * (num_rows - len(environments))
             # TRL's own decoding: what reward functions see of a completion depends on it.
-            completions = self._generate(prompts)[3]
-            rewards = self._calculate_rewards(rows.examples, prompts, completions, rows.completion_ids)
+            decoded = self._generate(prompts)[3]
+            rewards = self._calculate_rewards(rows.examples, prompts, decoded, rows.completion_ids)
             columns, logged = self._pending_extra_logs, self._pending_metrics
         for name, values in logged.items():
             self._pending_metrics[name].extend(values)
@@ -189,6 +203,13 @@ class StreamTrainer(ResumableTrainer):
         """
         return gathered[self._process_rows(len(gathered) // self.accelerator.num_processes)]
 
+    def _generate(self, prompts):
+        result = super()._generate(prompts)
+        if self._partial is None or not any(self._partial.completions):
+            return result
+        spoken = [ours or decoded for ours, decoded in zip(self._partial.completions, result[3], strict=True)]
+        return *result[:3], spoken, *result[4:]
+
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         arguments = inputs, prompts, completions, completion_ids_list
         known = self._partial.known_rewards if self._partial is not None else self._main_rewards()
@@ -232,7 +253,7 @@ class StreamTrainer(ResumableTrainer):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         extra = self._backward_streams(model)
         loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if self.drop_zero_advantage and self._main_totals is not None:
+        if self._main_totals is not None:
             loss = loss * stream_scale(self.loss_type, inputs, self._main_totals, num_slots=self._num_slots)
         return loss if extra is None else loss + extra
 
@@ -255,17 +276,14 @@ class StreamTrainer(ResumableTrainer):
             total = stream_loss * weight if total is None else total + stream_loss * weight
         return total
 
-    def _prepare_stream(self, scored: ScoredRows, weight: float):
-        rows, keep = scored.rows, scored.real
-        signal = has_signal(rows["advantages"])
-        if self.drop_zero_advantage:
-            keep = keep & signal
-        totals = self._totals(rows, keep)
+    def _prepare_stream(self, scored: ScoredRows, weight: float, totals: StreamTotals | None):
+        rows, keep = scored.rows, self._kept(scored)
+        totals = totals or self._totals(rows, keep)
         rows["num_items_in_batch"] = torch.full_like(rows["num_items_in_batch"], totals.num_tokens)
         # Rows without advantage count in the averages above, but where neither a KL term nor an entropy quantile looks
         # at them their gradient is exactly 0, and their forward pass can be saved.
         if self.beta == 0.0 and self.top_entropy_quantile >= 1.0:
-            keep = keep & signal
+            keep = keep & has_signal(rows["advantages"])
         num_rows = self._max_over_processes(int(keep.sum()))
         steps = split_stream(
             rows,
@@ -275,6 +293,19 @@ class StreamTrainer(ResumableTrainer):
             max_rows=self.args.per_device_train_batch_size,
         )
         return weight, totals, steps
+
+    def _kept(self, scored: ScoredRows) -> torch.Tensor:
+        """Rows of a stream that its mean is taken over, `(B,)`."""
+        return scored.real & has_signal(scored.rows["advantages"]) if self.drop_zero_advantage else scored.real
+
+    def _pool(self, output: RowDict, streams: list[ScoredRows]) -> StreamTotals:
+        """What main rows and streams are averaged over together; the main rows' loss is told."""
+        main = self._main_totals or self._totals(output, torch.ones_like(output["completion_mask"][:, 0]).bool())
+        parts = [main, *(self._totals(scored.rows, self._kept(scored)) for scored in streams)]
+        pooled = StreamTotals(sum(part.num_rows for part in parts), sum(part.num_tokens for part in parts))
+        output["num_items_in_batch"] = torch.full_like(output["num_items_in_batch"], pooled.num_tokens)
+        self._main_totals = pooled
+        return pooled
 
     def _totals(self, rows: RowDict, keep: torch.Tensor) -> StreamTotals:
         local = torch.stack([keep.sum(), (loss_mask(rows) * keep.unsqueeze(1)).sum()])
@@ -315,6 +346,7 @@ class StreamTrainer(ResumableTrainer):
         self.state.num_input_tokens_seen = self._stream_tokens.get(name or "", 0)
         siblings, rollout_func = self.num_generations, self.rollout_func
         bonuses = self._entropy_bonus_enabled, self.aux_loss_enabled
+        world = self.environments, self.environment_factories, self.tools
         self._metrics["train"] = defaultdict(list)
         self._logs = {k: defaultdict(deque) if isinstance(v, defaultdict) else deque() for k, v in logs.items()}
         self._pending_extra_logs, self._pending_metrics = defaultdict(list), defaultdict(list)
@@ -322,6 +354,9 @@ class StreamTrainer(ResumableTrainer):
         self._entropy_bonus_enabled = self.aux_loss_enabled = False
         if rows is not None:
             self.num_generations, self._partial = num_generations, rows
+            # These rows have ended: no environment is reset for them, and no tool is called.
+            self.environments = self.environment_factories = None
+            self.tools = []
             # TRL's own slot for finished rollouts: it decodes and scores them, and takes their loss mask.
             self.rollout_func = lambda prompts, trainer: {
                 "prompt_ids": rows.prompt_ids,
@@ -341,6 +376,7 @@ class StreamTrainer(ResumableTrainer):
             self.state.num_input_tokens_seen, self._rewards_per_func = tokens_seen, rewards_per_func
             self.num_generations, self.rollout_func = siblings, rollout_func
             self._entropy_bonus_enabled, self.aux_loss_enabled = bonuses
+            self.environments, self.environment_factories, self.tools = world
             self._partial = None
 
     @property

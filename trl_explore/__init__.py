@@ -7,6 +7,8 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from trl_explore.trainers import (
+        BranPOConfig,
+        BranPOTrainer,
         DeepGRPOConfig,
         DeepGRPOTrainer,
         G2RLConfig,
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "BranPOConfig",
+    "BranPOTrainer",
     "DeepGRPOConfig",
     "DeepGRPOTrainer",
     "G2RLConfig",

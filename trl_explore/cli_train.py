@@ -36,6 +36,12 @@ def _deep_grpo() -> "tuple[type[GRPOConfig], type[GRPOTrainer]]":
     return DeepGRPOConfig, DeepGRPOTrainer
 
 
+def _branpo() -> "tuple[type[GRPOConfig], type[GRPOTrainer]]":
+    from trl_explore.trainers import BranPOConfig, BranPOTrainer
+
+    return BranPOConfig, BranPOTrainer
+
+
 def _g2rl() -> "tuple[type[GRPOConfig], type[GRPOTrainer]]":
     from trl_explore.trainers import G2RLConfig, G2RLTrainer
 
@@ -60,6 +66,7 @@ METHODS: "dict[str, Callable[[], tuple[type[GRPOConfig], type[GRPOTrainer]]]]" =
     "tree_grpo": _tree_grpo,
     "sesa": _sesa,
     "g2rl": _g2rl,
+    "branpo": _branpo,
     "grpo": _grpo,
 }
 

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+from trl_explore.snapshots import OWN, has_own_snapshots, not_a_tool
+
 ERROR = "_trl_explore_error"
 FALLBACKS = {"reset": None, "get_reward": 0.0}  # what a failed call gives instead of raising
 _inside: ContextVar[bool] = ContextVar("inside an environment", default=False)
@@ -72,8 +74,11 @@ def _guarded_class(cls: Any) -> type:
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
     }
+    hidden = OWN if has_own_snapshots(cls) else ()
     for name, method in inspect.getmembers(cls, inspect.isfunction):
-        if not name.startswith("_"):
+        if name in hidden:
+            namespace[name] = not_a_tool(method)
+        elif not name.startswith("_"):
             namespace[name] = _guarded_method(name, method)
     return type(cls.__name__, (cls,), namespace)
 

@@ -125,6 +125,8 @@ class Rows:
             Log-probabilities under the sampler, `[B][T_i]`.
         known_rewards (`list[list[float] | None]`):
             Rewards `[F]` of rows that were scored before; `None` asks the reward functions. `[B]`.
+        completions (`list[list[dict] | None]`):
+            What rows of several turns say, as messages; `None` leaves it to TRL to decode the tokens. `[B]`.
     """
 
     examples: list[dict[str, Any]]
@@ -134,15 +136,19 @@ class Rows:
     group_size: int
     logprobs: list[list[float]] | None = None
     known_rewards: list[list[float] | None] = field(default_factory=list)
+    completions: list[list[dict[str, Any]] | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not self.known_rewards:
             self.known_rewards = [None] * len(self)
+        if not self.completions:
+            self.completions = [None] * len(self)
         counts = {
             "examples": len(self.examples),
             "prompt_ids": len(self.prompt_ids),
             "loss_mask": len(self.loss_mask),
             "known_rewards": len(self.known_rewards),
+            "completions": len(self.completions),
         }
         wrong = {name: count for name, count in counts.items() if count != len(self)}
         if wrong:
@@ -179,6 +185,7 @@ class Rows:
             loss_mask=self.loss_mask + [[0]] * extra,
             logprobs=None if self.logprobs is None else self.logprobs + [[0.0]] * extra,
             known_rewards=self.known_rewards + [[float("nan")] * num_rewards] * extra,
+            completions=self.completions + [None] * extra,
         )
 
 

@@ -102,8 +102,8 @@ def steps(args):
     ways = {"own pass": {}, "old log-probabilities are made anyway": dict(num_iterations=2)}
     for name, options in ways.items():
         print(f"\n{name}")
-        seconds = {}
-        for trainer_class, config_class in ((GRPOTrainer, GRPOConfig), (G2RLTrainer, G2RLConfig)):
+        batches, features = {}, []
+        for trainer_class, config_class in ((GRPOTrainer, GRPOConfig), (G2RLTrainer, G2RLConfig)) * args.rounds:
             torch.manual_seed(0)
             common = dict(
                 output_dir=tempfile.mkdtemp(), per_device_train_batch_size=16, num_generations=8, use_cpu=True,
@@ -121,17 +121,19 @@ def steps(args):
             )
             trainer.remove_callback(PrinterCallback)
             trainer.train()
-            logs = [log for log in trainer.state.log_history if "step_time" in log][1:]
-            pairs = options.get("num_iterations", 1)
-            total = sum(log["step_time"] for log in logs[: len(logs) // pairs * pairs]) / (len(logs) // pairs)
-            features = [log["geometry/feature_seconds"] for log in logs if "geometry/feature_seconds" in log]
-            seconds[trainer_class.__name__] = total
-            line = f"  {trainer_class.__name__:12s} {total:.3f} s per generation batch and its {pairs} step(s)"
-            if features:
-                share = statistics.median(features) / total
-                line += f", features {statistics.median(features):.3f} s ({100 * share:.1f} %)"
-            print(line, flush=True)
-        print(f"  G2RL takes {seconds['G2RLTrainer'] / seconds['GRPOTrainer']:.3f} times as long")
+            logs = [log for log in trainer.state.log_history if "step_time" in log]
+            of_a_batch = options.get("num_iterations", 1)
+            starts = range(of_a_batch, len(logs), of_a_batch)  # the first batch warms up
+            batches.setdefault(trainer_class.__name__, []).extend(
+                sum(log["step_time"] for log in logs[start : start + of_a_batch]) for start in starts
+            )
+            features += [log["geometry/feature_seconds"] for log in logs[1:] if "geometry/feature_seconds" in log]
+        seconds = {of: statistics.median(measured) for of, measured in batches.items()}
+        share = statistics.median(features) / seconds["G2RLTrainer"]
+        print(f"  GRPO {seconds['GRPOTrainer']:.3f} s, G2RL {seconds['G2RLTrainer']:.3f} s (medians of", end=" ")
+        print(f"{len(batches['G2RLTrainer'])} generation batches each, {of_a_batch} step(s) per batch),", end=" ")
+        print(f"features {statistics.median(features):.3f} s = {100 * share:.1f} %;", end=" ")
+        print(f"ratio {seconds['G2RLTrainer'] / seconds['GRPOTrainer']:.3f}", flush=True)
 
 
 def main():
@@ -142,6 +144,7 @@ def main():
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3, help="trainers take turns this often")
     parser.add_argument("--completion_length", type=int, default=32)
     parser.add_argument("--way", default=None, help="one case only: tiles or naive")
     parser.add_argument("--vocabulary", type=int, default=32_768)

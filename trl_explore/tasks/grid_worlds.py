@@ -9,8 +9,9 @@ move. A *task*, in grid_tasks.py, asks for the whole plan in one answer.
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any, NamedTuple
+
+from trl_explore.snapshots import not_a_tool
 
 ACTIONS = {"l": "left", "d": "down", "r": "right", "u": "up"}  # in the order of gymnasium's 0, 1, 2, 3
 OFFSETS = {"l": (0, -1), "d": (1, 0), "r": (0, 1), "u": (-1, 0)}
@@ -113,16 +114,6 @@ class World(ABC):
     @abstractmethod
     def _move(self, state: State, action: str, rng: random.Random | None) -> State:
         """The position after one move of a game that goes on."""
-
-
-class not_a_tool:
-    """A method that is no plain function of its class: TRL offers those to the model, all but a few names."""
-
-    def __init__(self, function: Callable) -> None:
-        self.function = function
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else self.function.__get__(instance)
 
 
 class Episode(NamedTuple):

@@ -1,0 +1,641 @@
+"""BranPO: reductions to GRPO, what is sampled and from which state, what is trained, and its errors."""
+
+import copy
+import re
+import threading
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from trl import GRPOConfig, GRPOTrainer
+from world import assert_same, differ, make_trainer, parameters, trained
+
+from trl_explore.branches import branch_advantages, turns
+from trl_explore.tasks.frozen_lake import FrozenLakeEnvironment
+from trl_explore.tasks.tiny_model import build_model, build_tokenizer
+from trl_explore.trainers import BranPOConfig, BranPOTrainer
+
+BOARDS = ["S../.../..G", "S../..X/..G"]
+LETTERS = "ldru"
+OFF = dict(num_branches=0, num_branches_solved=0, redundancy_tries=0)
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+
+
+class Lake(FrozenLakeEnvironment):
+    """A game of at most six moves; what it answers counts them, so that a wrong state shows. To be copied."""
+
+    breaks = ""
+    snapshot = restore = None
+
+    def __init__(self):
+        super().__init__(max_steps=6)
+
+    def reset(self, board, prompt="", **columns):
+        return super().reset(board, prompt)
+
+    def move(self, direction: str) -> str:
+        """
+        Moves.
+
+        Args:
+            direction: Where to.
+
+        Returns:
+            The board.
+        """
+        if direction in self.breaks:
+            raise RuntimeError(f"no ice to the {direction}")
+        return f"{self._play(direction)} {self.episode.steps}"
+
+
+class OwnState(Lake):
+    """Says itself what its state is, and cannot be copied."""
+
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+
+    def snapshot(self):
+        return copy.deepcopy(self.episode)
+
+    def restore(self, state):
+        self.episode = copy.deepcopy(state)
+
+
+class Uncopyable(Lake):
+    """Can only be replayed."""
+
+    moody = False
+
+    def __init__(self):
+        super().__init__()
+        self.lock, self.count = threading.Lock(), 0
+
+    def move(self, direction: str) -> str:
+        """
+        Moves.
+
+        Args:
+            direction: Where to.
+
+        Returns:
+            The board.
+        """
+        self.count += 1
+        return super().move(direction) + ("abcdefgh"[self.count % 8] if self.moody else "")
+
+
+class Voice:
+    """Stands for what the model says: a random move, or, now and then, a last word."""
+
+    def __init__(self, stops):
+        self.stops, self.calls = stops, []
+
+    def __call__(self, trainer, prompt_ids, *others, **options):
+        said = [trainer._tokenizer(self.answer() + "<eos>")["input_ids"] for _ in prompt_ids]
+        self.calls.append([(list(ids), ours) for ids, ours in zip(prompt_ids, said, strict=True)])
+        return said, None
+
+    def answer(self):
+        if torch.rand(()) < self.stops:
+            return "done"
+        return f"!move:direction={LETTERS[torch.randint(4, ())]}"
+
+
+@pytest.fixture
+def voice(monkeypatch):
+    def use(stops=0.3):
+        speaker = Voice(stops)
+        monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", lambda *args, **kw: speaker(*args, **kw))
+        return speaker
+
+    return use
+
+
+@pytest.fixture(autouse=True)
+def sound_lake(monkeypatch):
+    monkeypatch.setattr(Lake, "breaks", "")
+    monkeypatch.setattr(Uncopyable, "moody", False)
+
+
+def odd_steps(environments, **columns):
+    """1 for games of an odd number of moves."""
+    return [float(environment.episode.steps % 2) for environment in environments]
+
+
+def make(cls, config, folder, *, factory=Lake, boards=BOARDS, **options):
+    functions = options.pop("reward_funcs", [odd_steps])
+    rows = {"prompt": [[{"role": "user", "content": board}] for board in boards], "board": boards}
+    defaults = dict(
+        output_dir=str(folder),
+        per_device_train_batch_size=8,
+        num_generations=4,
+        max_completion_length=200,
+        max_tool_calling_iterations=4,
+        max_steps=2,
+        learning_rate=1e-2,
+        logging_steps=1,
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        seed=3,
+    )
+    return cls(
+        model=build_model(seed=0, hidden_size=16, num_layers=1),
+        args=config(**{**defaults, **options}),
+        train_dataset=Dataset.from_dict(rows),
+        eval_dataset=Dataset.from_dict(rows),
+        processing_class=build_tokenizer(tools=True),
+        reward_funcs=functions,
+        environment_factory=factory,
+    )
+
+
+def agent(folder, **options):
+    return make(BranPOTrainer, BranPOConfig, folder, **options)
+
+
+def one_batch(trainer):
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    return trainer._generate_and_score_completions(next(iter(trainer.get_train_dataloader())))
+
+
+def kept_branches(trainer, monkeypatch):
+    """One batch, with the branches that were sampled and those that were kept."""
+    sampled, kept = [], {}
+    leave, score = trainer.leave, trainer._score_branches
+    monkeypatch.setattr(
+        trainer, "leave", lambda requests: sampled.append((requests, leave(requests))) or sampled[-1][1]
+    )
+    monkeypatch.setattr(trainer, "_score_branches", lambda own, *rest: kept.update(own) or score(own, *rest))
+    output = one_batch(trainer)
+    return output, sampled, kept
+
+
+# ------------------------------------------------------------------------------------------------------ reductions
+
+SETTINGS = {
+    "plain": {},
+    "beta": dict(beta=0.1),
+    "two iterations": dict(num_iterations=2, max_steps=4),
+    "lora, generation longer than accumulation": dict(
+        peft_config=LORA, gradient_accumulation_steps=2, steps_per_generation=4
+    ),
+    "grpo loss": dict(loss_type="grpo", scale_rewards="batch"),
+    "conversational": dict(conversational=True),
+}
+
+
+@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS.keys())
+@pytest.mark.parametrize("own", [OFF, dict(success_threshold=1.0)], ids=["no branches", "none kept"])
+def test_without_a_kept_branch_it_is_grpo_bit_for_bit(tmp_path, options, own):
+    def half(completion_ids, **columns):  # something to learn, but no success
+        return [0.5 * (ids[0] % 2) for ids in completion_ids]
+
+    runs = []
+    for cls, config, knobs in ((GRPOTrainer, GRPOConfig, {}), (BranPOTrainer, BranPOConfig, own)):
+        runs.append(trained(cls, config, tmp_path, **options, **knobs, reward_funcs=[half]))
+    assert_same(runs[1][0], runs[0][0])
+    for got, expected in zip(runs[1][1], runs[0][1], strict=True):
+        same = [key for key in expected if "time" not in key and "second" not in key]
+        assert {key: got[key] for key in same} == {key: expected[key] for key in same}
+
+
+@pytest.mark.parametrize("own", [OFF, dict(success_threshold=0.9)], ids=["no branches", "none kept"])
+def test_agents_without_a_kept_branch_are_grpo_bit_for_bit(tmp_path, voice, own):
+    def half(environments, **columns):
+        return [0.5 * (environment.episode.steps % 2) for environment in environments]
+
+    runs = []
+    for cls, config, knobs in ((GRPOTrainer, GRPOConfig, {}), (BranPOTrainer, BranPOConfig, own)):
+        voice()
+        trainer = make(cls, config, tmp_path, reward_funcs=[half], max_steps=3, **knobs)
+        trainer.train()
+        runs.append(parameters(trainer))
+    assert_same(runs[1], runs[0])
+
+
+def test_branches_change_what_is_learned(tmp_path, voice):
+    runs = []
+    for knobs in (OFF, {}):
+        voice()
+        trainer = agent(tmp_path, **knobs)
+        trainer.train()
+        runs.append(parameters(trainer))
+    assert differ(*runs)
+
+
+# ------------------------------------------------------------------------------------------------ where it is left
+
+
+def test_branches_share_their_prefix_token_by_token_and_state_by_state(tmp_path, voice, monkeypatch):
+    speaker = voice()
+    trainer = agent(tmp_path)
+    _, sampled, kept = kept_branches(trainer, monkeypatch)
+    tokenizer = trainer._tokenizer
+    said = {(tuple(context), tuple(ours)) for call in speaker.calls for context, ours in call}
+    branches = [branch for _, found in sampled for branch in found]
+    assert len(branches) >= 8 and kept
+    for branch in branches:
+        original = trainer.trajectories[branch.row]
+        assert branch.start == original.turns[branch.turn][0]
+        assert branch.completion_ids[: branch.start] == original.completion_ids[: branch.start]
+        for start, end in turns(branch.loss_mask):  # every turn is what was sampled behind exactly these tokens
+            ids = original.prompt_ids + branch.completion_ids
+            first = len(original.prompt_ids) + start
+            assert (tuple(ids[:first]), tuple(ids[first : len(original.prompt_ids) + end])) in said
+        # The game of the branch is the one that its text tells, from the first move on.
+        moves = re.findall(r"!move:direction=(\w)", tokenizer.decode(branch.completion_ids))
+        game = Lake()
+        game.reset(trainer.main_examples[branch.row]["board"])
+        shown = [game.move(move) for move in moves[: len(turns(branch.loss_mask)) - bool(branch.complete)]]
+        told = [message["content"] for message in branch.messages if message["role"] == "tool"]
+        assert told == shown[: len(told)] and branch.environment.episode.steps == len(told)
+        text = tokenizer.decode(branch.completion_ids)
+        assert all(answer in text for answer in told) and text.count("<u>") == len(told)
+    for main, example in zip(trainer.environments, trainer.trajectories, strict=True):  # which nobody has touched
+        assert main.episode.steps == sum(message["role"] == "tool" for message in example.messages)
+
+
+@pytest.mark.parametrize(
+    "factory, way", [(OwnState, "auto"), (OwnState, "replay"), (Uncopyable, "auto"), (Lake, "replay")]
+)
+def test_all_ways_to_go_back_give_the_same(tmp_path, voice, factory, way):
+    voice()
+    first = agent(tmp_path)
+    first.train()
+    voice()
+    second = agent(tmp_path, factory=factory, environment_state=way)
+    assert second._state_ways == {None: "snapshot" if factory is OwnState and way == "auto" else "replay"}
+    assert sorted(second.tools[0].__name__ for _ in range(1)) == ["move"] and len(second.tools) == 1
+    second.train()
+    assert_same(parameters(second), parameters(first))
+
+
+def test_a_replay_that_ends_elsewhere_stops_the_run(tmp_path, voice, monkeypatch):
+    monkeypatch.setattr(Uncopyable, "moody", True)
+    voice(stops=0.1)
+    trainer = agent(tmp_path, factory=Uncopyable)
+    with pytest.raises(RuntimeError, match="tool `move` of a Uncopyable answered .* when its call was replayed, but"):
+        trainer.train()
+
+
+def test_no_branch_plays_longer_than_a_trajectory_may(tmp_path, voice, monkeypatch):
+    voice(stops=0.05)
+    trainer = agent(tmp_path, max_tool_calling_iterations=3)
+    _, sampled, kept = kept_branches(trainer, monkeypatch)
+    branches = [branch for _, found in sampled for branch in found]
+    rounds = [branch.environment.episode.steps for branch in branches]
+    assert max(rounds) == 3 and all(len(turns(b.loss_mask)) == r + 1 for b, r in zip(branches, rounds, strict=True))
+    at_limit = [b for b in branches if b.messages[-1].get("tool_calls")]
+    assert at_limit and not any(b.complete for b in at_limit) and all(b.complete for b in kept.values())
+    assert all(b.loss_mask[-1] == 1 and len(b.completion_ids) == len(b.loss_mask) for b in branches)
+
+
+def test_the_schedule_decides_how_deep_and_how_often(tmp_path, voice, monkeypatch):
+    def graded(environments, **columns):  # first group: one success in four; second: all succeed
+        values = iter([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0]) if len(environments) == 8 else None
+        return [next(values) if values else 0.5 for _ in environments]  # no branch ends the search by success...
+
+    voice(stops=0)
+    trainer = agent(tmp_path, reward_funcs=[graded], redundancy_tries=0, success_threshold=0.4)
+    _, sampled, _ = kept_branches(trainer, monkeypatch)
+    rounds = [requests for requests, _ in sampled]
+    # ... but those of turns beyond the limit are never complete, and so none is judged.
+    assert [(row, 4 - turn, n) for row, turn, n in rounds[0]] == [(r, 0, 2 if r < 4 else 1) for r in range(8)]
+    assert [(row, 4 - turn, n) for row, turn, n in rounds[1]] == [(r, 1, 2) for r in range(4)]
+    assert [(row, 4 - turn, n) for row, turn, n in rounds[2]] == [(r, 2, 2) for r in range(1, 4)]
+    assert len(rounds) == 3
+
+
+# ------------------------------------------------------------------------------------------------ what is trained
+
+
+@pytest.mark.parametrize("group", ["prompt", "trajectory"])
+@pytest.mark.parametrize("scale", ["group", "none", "batch"])
+def test_prefixes_and_suffixes_get_their_own_advantages(tmp_path, voice, monkeypatch, group, scale):
+    voice()
+    trainer = agent(tmp_path, branch_group=group, scale_rewards=scale, redundancy_tries=0)
+    output, _, kept = kept_branches(trainer, monkeypatch)
+    raw = trainer._total_rewards()
+    rewards, factor = raw.tolist(), 1.0 / (raw.std().item() + 1e-4) if scale == "batch" else 1.0
+    assert kept
+    (weight, totals, steps), places = trainer._stream_steps["branch"], {row: i for i, row in enumerate(sorted(kept))}
+    (part,) = steps[0]
+    mask = output["completion_mask"] * output["tool_mask"]
+    assert totals.num_tokens == mask.sum() + (part["completion_mask"] * part["tool_mask"]).sum()
+    assert totals.num_rows == 8 + len(kept) and weight == 1.0
+    for g in (0, 4):
+        lists = [[rewards[r]] + ([kept[r].rewards[0]] if r in kept else []) for r in range(g, g + 4)]
+        base, suffix = branch_advantages(lists, group=group, scale="group" if scale == "group" else "none")
+        for row in range(g, g + 4):
+            trajectory = trainer.trajectories[row]
+            fork = kept[row].start if row in kept else trajectory.turns[-1][0]
+            expected = torch.tensor(
+                [base[row - g]] * fork + [suffix[row - g][0]] * (len(trajectory.completion_ids) - fork)
+            )
+            got = output["advantages"][row, : len(expected)]
+            torch.testing.assert_close(got, expected * factor, atol=1e-5, rtol=1e-5)
+            if row in kept:
+                place, branch = places[row], kept[row]
+                trained_tokens = [0] * branch.start + branch.loss_mask[branch.start :]
+                own = part["tool_mask"][place] * part["completion_mask"][place]
+                assert own[: len(trained_tokens)].tolist() == trained_tokens and own.sum() == sum(trained_tokens)
+                assert part["completion_ids"][place][: len(branch.completion_ids)].tolist() == branch.completion_ids
+                assert part["advantages"][place].item() == pytest.approx(suffix[row - g][1] * factor, abs=1e-5)
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo"])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_branches_are_averaged_together_with_the_main_rows(tmp_path, voice, loss_type, steps):
+    """One step of plain gradient descent against the loss written out over all rows."""
+    voice()
+    trainer = agent(
+        tmp_path,
+        loss_type=loss_type,
+        redundancy_tries=0,
+        max_steps=1,
+        learning_rate=0.1,
+        optim="sgd",
+        max_grad_norm=0.0,
+        lr_scheduler_type="constant",
+        per_device_train_batch_size=8 // steps,
+        gradient_accumulation_steps=steps,
+    )
+    model = build_model(seed=0, hidden_size=16, num_layers=1)
+    model.load_state_dict(trainer.model.state_dict())
+    seen = {}
+    generate = trainer._generate_and_score_completions
+
+    def noting(inputs):
+        output = generate(inputs)
+        seen["rows"] = [output, *(part for parts in trainer._stream_steps["branch"][2] for part in parts)]
+        return output
+
+    trainer._generate_and_score_completions = noting
+    trainer.train()
+    sums, tokens = [], []
+    for rows in seen["rows"]:
+        ids = torch.cat([rows["prompt_ids"], rows["completion_ids"]], dim=1)
+        attention = torch.cat([rows["prompt_mask"], rows["completion_mask"]], dim=1)
+        length = rows["completion_ids"].shape[1]
+        logits = model(ids, attention_mask=attention).logits[:, -length - 1 : -1]
+        logp = logits.log_softmax(-1).gather(2, rows["completion_ids"].unsqueeze(2)).squeeze(2)
+        advantages = rows["advantages"] if rows["advantages"].dim() == 2 else rows["advantages"].unsqueeze(1)
+        mask = rows["completion_mask"] * rows["tool_mask"]
+        real = mask.sum(1) > 0
+        sums.append(((logp * advantages) * mask).sum(1)[real])
+        tokens.append(mask.sum(1)[real])
+    sums, tokens = torch.cat(sums), torch.cat(tokens)
+    assert len(sums) > 8
+    loss = {
+        "dapo": -sums.sum() / tokens.sum(),
+        "bnpo": -sums.sum() / tokens.sum(),
+        "grpo": -(sums / tokens).mean(),
+        "dr_grpo": -sums.sum() / (len(sums) * 200),
+    }[loss_type]
+    loss.backward()
+    with torch.no_grad():
+        for (name, after), before in zip(trainer.model.named_parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(after, before - 0.1 * before.grad, atol=2e-6, rtol=1e-4, msg=name)
+
+
+def test_redundant_turns_are_not_reinforced(tmp_path, voice, monkeypatch):
+    voice(stops=0.35)
+    always = [lambda environments, **columns: [1.0] * len(environments)]
+    trainer = agent(tmp_path, reward_funcs=always, num_branches_solved=0)
+    output, sampled, kept = kept_branches(trainer, monkeypatch)
+    lengths = [len(trajectory.turns) for trajectory in trainer.trajectories]
+    means = [sum(lengths[g : g + 4]) / 4 for g in (0, 4)]
+    ((requests, found),) = sampled
+    assert requests == [(r, lengths[r] - 2, 5) for r in range(8) if lengths[r] > max(means[r // 4], 1)]
+    assert kept
+    for row, branch in kept.items():
+        assert len(turns(branch.loss_mask)) == lengths[row] - 1 and branch.complete
+        assert branch is next(
+            b for b in found if b.row == row and b.complete and len(turns(b.loss_mask)) < lengths[row]
+        )
+        assert (output["advantages"][row, branch.start :] == 0).all()
+    metrics = trainer._metrics["train"]
+    assert metrics["branch/redundant_fraction"] == [len(kept) / 8] and metrics["branch/contrastive_fraction"] == [0.0]
+
+
+def test_reward_functions_see_a_branch_as_they_see_a_row(tmp_path, voice):
+    seen = []
+
+    def noting(prompts, completions, completion_ids, environments, board, **columns):
+        for row in zip(prompts, completions, completion_ids, environments, board, strict=True):
+            seen.append(copy.deepcopy(row))
+        return odd_steps(environments)
+
+    voice()
+    trainer = agent(tmp_path, reward_funcs=[noting])
+    one_batch(trainer)
+    assert len(seen) > 10
+    for prompt, completion, ids, environment, board in seen:
+        assert prompt == [{"role": "user", "content": board}]
+        answers = [message["content"] for message in completion if message["role"] == "tool"]
+        assert environment.episode.steps == len(answers) and completion[-1]["role"] == "assistant"
+        assert trainer._tokenizer.decode(ids).count("<u>") == len(answers)
+
+
+def test_single_turns_branch_from_the_prompt(tmp_path, monkeypatch):
+    def first_is_odd(completion_ids, **columns):
+        return [float(ids[0] % 2) for ids in completion_ids]
+
+    trainer = make_trainer(
+        BranPOTrainer, BranPOConfig, tmp_path, reward_funcs=[first_is_odd], max_completion_length=16
+    )
+    output, sampled, kept = kept_branches(trainer, monkeypatch)
+    assert kept and all(branch.start == 0 and branch.messages is None for branch in kept.values())
+    assert len(sampled) == 1  # there is only one response to go back
+    for row, branch in kept.items():
+        assert branch.rewards[0] != trainer._total_rewards()[row]
+
+
+# ------------------------------------------------------------------------------------- failures, limits and errors
+
+
+def test_branches_of_broken_environments_are_discarded(tmp_path, voice, monkeypatch):
+    monkeypatch.setattr(Lake, "breaks", "r")
+    voice()
+    trainer = agent(tmp_path)
+    with pytest.warns(UserWarning, match="no ice to the r"):
+        _, sampled, kept = kept_branches(trainer, monkeypatch)
+    branches = [branch for _, found in sampled for branch in found]
+    broken = [b for b in branches if "direction=r" in trainer._tokenizer.decode(b.completion_ids[b.start :])]
+    assert broken and not any(branch.complete for branch in broken)
+    assert not {row for row, failed in enumerate(trainer._failed) if failed} & {b.row for b in branches}
+
+
+def search(query: str) -> str:
+    """
+    Searches.
+
+    Args:
+        query: What for.
+
+    Returns:
+        What is found.
+    """
+    if search.down:
+        raise ConnectionError("connection refused")
+    return f"about {query}"
+
+
+def with_tools(folder, speaker, **options):
+    """An agent with a tool instead of an environment."""
+    speaker.answer = lambda: "done" if torch.rand(()) < 0.3 else f"!search:query={LETTERS[torch.randint(4, ())]}"
+    trainer = make_trainer(
+        BranPOTrainer,
+        BranPOConfig,
+        folder,
+        conversational=True,
+        tools=[search],
+        model=build_model(seed=0, hidden_size=16, num_layers=1),
+        processing_class=build_tokenizer(tools=True),
+        max_completion_length=100,
+        reward_funcs=[lambda completions, **columns: [float(len(c) % 4 == 1) for c in completions]],
+        **options,
+    )
+    return trainer
+
+
+def test_tools_without_state(tmp_path, voice, monkeypatch):
+    monkeypatch.setattr(search, "down", False, raising=False)
+    trainer = with_tools(tmp_path, voice(), max_tool_calling_iterations=5)
+    _, sampled, kept = kept_branches(trainer, monkeypatch)
+    assert kept
+    for branch in kept.values():
+        calls = re.findall(r"!search:query=(\w)", trainer._tokenizer.decode(branch.completion_ids))
+        told = [message["content"] for message in branch.messages if message["role"] == "tool"]
+        assert told == [f"about {letter}" for letter in calls]
+
+
+def test_a_dead_service_stops_the_run_with_a_checkpoint(tmp_path, voice, monkeypatch):
+    monkeypatch.setattr(search, "down", False, raising=False)
+    options = dict(max_steps=4, max_tool_calling_iterations=3, save_strategy="steps", save_steps=100)
+    trainer = with_tools(tmp_path, voice(), **options)
+    step = trainer.training_step
+
+    def dies_after_two(*args, **kwargs):
+        result = step(*args, **kwargs)
+        search.down = trainer.state.global_step == 1
+        return result
+
+    trainer.training_step = dies_after_two
+    with pytest.raises(
+        RuntimeError, match="every tool call .* raised .* ConnectionError: connection refused.*checkpoint-2'"
+    ):
+        trainer.train()
+    search.down = False
+    again = with_tools(tmp_path, voice(), **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert again.state.global_step == 4
+
+
+def test_calls_that_do_not_fit_are_the_models_mistake(tmp_path, voice, monkeypatch):
+    monkeypatch.setattr(search, "down", False, raising=False)
+    speaker = voice()
+    trainer = with_tools(tmp_path, speaker, max_tool_calling_iterations=2, max_steps=1)
+    speaker.answer = lambda: "!search:word=a"
+    trainer.train()
+    assert trainer.state.log_history[0]["tools/failure_frequency"] == 1.0
+
+
+def test_an_environment_that_always_raises_stops_the_run(tmp_path, voice, monkeypatch):
+    monkeypatch.setattr(Lake, "breaks", LETTERS)
+    voice(stops=0)
+    with pytest.warns(UserWarning), pytest.raises(RuntimeError, match="every environment .*no ice.*no step is done"):
+        agent(tmp_path).train()
+
+
+def test_limits_of_interaction_come_in_stages(tmp_path, voice, monkeypatch):
+    voice(stops=0)
+    trainer = agent(
+        tmp_path,
+        max_tool_calling_iterations=None,
+        interaction_limits=[1, 3],
+        interaction_limit_steps=[2],
+        eval_interaction_limit=2,
+        max_steps=4,
+        eval_strategy="steps",
+        eval_steps=1,
+        redundancy_tries=0,
+    )
+    trainer.train()
+    logs = trainer.state.log_history
+    assert [log["agent/turns"] for log in logs if "agent/turns" in log] == [2, 2, 4, 4]
+    assert {log["eval_tools/call_frequency"] for log in logs if "eval_loss" in log} == {2.0}
+
+
+def test_metrics(tmp_path, voice, monkeypatch):
+    speaker = voice()
+    trainer = agent(tmp_path, redundancy_tries=0)
+    _, sampled, kept = kept_branches(trainer, monkeypatch)
+    metrics = {name: values[-1] for name, values in trainer._metrics["train"].items()}
+    branches = [branch for _, found in sampled for branch in found]
+    spoken = sum(len(said) for call in speaker.calls for _, said in call)
+    main = sum(sum(trajectory.loss_mask) for trajectory in trainer.trajectories)
+    assert metrics["branch/sampled_tokens"] == spoken - main > 0
+    assert metrics["branch/token_ratio"] == pytest.approx((spoken - main) / spoken)
+    assert metrics["branch/contrastive_fraction"] == len(kept) / 8
+    depths = [len(trainer.trajectories[row].turns) - branch.turn for row, branch in kept.items()]
+    assert metrics["branch/depth"] == sum(depths) / len(depths)
+    assert metrics["branch/incomplete"] == sum(not branch.complete for branch in branches)
+    assert metrics["agent/turns"] == sum(len(t.turns) for t in trainer.trajectories) / 8
+    assert "branch/tools/failure_frequency" not in metrics
+
+
+@pytest.mark.parametrize(
+    "options",
+    [dict(steps_per_generation=4, max_steps=7), dict(num_iterations=2, steps_per_generation=2, max_steps=7)],
+    ids=["off a boundary", "two iterations"],
+)
+def test_a_resumed_run_ends_where_the_uninterrupted_one_does(tmp_path, voice, options):
+    voice()
+    whole = agent(tmp_path, save_strategy="steps", save_steps=2, boards=BOARDS * 4, **options)
+    whole.train()
+    again = agent(tmp_path, boards=BOARDS * 4, **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert_same(parameters(again), parameters(whole))
+
+
+ERRORS = {
+    "`success_threshold=1.5` must be in": dict(success_threshold=1.5),
+    "`num_branches=1.5` must be an integer": dict(num_branches=1.5),
+    "`num_branches_solved=-1` must be an integer": dict(num_branches_solved=-1),
+    "`branch_depth=0` must be an integer of at least 1": dict(branch_depth=0),
+    "`branch_depth_hard=True` must be an integer": dict(branch_depth_hard=True),
+    "`redundancy_tries=2.0` must be an integer": dict(redundancy_tries=2.0),
+    "`branch_group`.*'prompts'.*did you mean 'prompt'": dict(branch_group="prompts"),
+    "`accuracy`.*'average'": dict(accuracy="average"),
+    "`environment_state`.*'copies'": dict(environment_state="copies"),
+    "`interaction_limit_steps=None` with `interaction_limits=\\[4, 8\\]`": dict(
+        interaction_limits=[4, 8], max_tool_calling_iterations=None
+    ),
+    "`interaction_limits\\[1\\]=0` must be an integer": dict(
+        interaction_limits=[4, 0], interaction_limit_steps=[3], max_tool_calling_iterations=None
+    ),
+    "`interaction_limits=.*and `max_tool_calling_iterations=4` say the same": dict(interaction_limits=[4]),
+    "`multi_objective_aggregation='normalize_then_sum'` is not supported": dict(
+        multi_objective_aggregation="normalize_then_sum"
+    ),
+    "environment_state='snapshot'`, but Lake does not define `snapshot": dict(environment_state="snapshot"),
+    "environment_state='copy'`, but Uncopyable cannot be copied": dict(factory=Uncopyable, environment_state="copy"),
+}
+
+
+@pytest.mark.parametrize("message, options", ERRORS.items(), ids=ERRORS.keys())
+def test_bad_input_is_refused_at_construction(tmp_path, message, options):
+    with pytest.raises(ValueError, match=message):
+        agent(tmp_path, **options)
+
+
+def test_several_turns_need_tools_or_an_environment(tmp_path):
+    with pytest.raises(ValueError, match="`interaction_limits=\\[4\\]`.*neither `tools` nor an `environment_factory`"):
+        make_trainer(BranPOTrainer, BranPOConfig, tmp_path, interaction_limits=[4])

@@ -1,0 +1,428 @@
+"""Leaving trajectories at one of their turns: other continuations of the same prefix, with tools and environments."""
+
+import asyncio
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trl_explore.branches import turns
+from trl_explore.environments import environment_error
+from trl_explore.rollouts import Rollout
+from trl_explore.snapshots import check_replay, choose_state, take
+from trl_explore.tool_watch import ToolWatch
+
+from .agents import AgentTrainer, Turn
+from .base import Chooser
+
+Message = dict[str, Any]
+
+
+@dataclass
+class Trajectory:
+    """
+    A main row as it was rolled out.
+
+    Args:
+        prompt (`str` or `list[dict]`):
+            The prompt as it was sampled from, with what the environment's `reset` observed.
+        prompt_ids (`list[int]`):
+            Its tokens.
+        completion_ids (`list[int]`):
+            Tokens of the policy and of the tools, `[T]`.
+        loss_mask (`list[int]`):
+            1 for tokens of the policy, `[T]`.
+        messages (`list[dict]`, *optional*):
+            What the completion says, turn by turn; `None` where it is plain text.
+        states (`dict[int, Any]`):
+            State of the environment before each of the last turns, by the number of the turn.
+    """
+
+    prompt: Any
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    loss_mask: list[int]
+    messages: list[Message] | None = None
+    states: dict[int, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.turns = turns(self.loss_mask)
+
+    def messages_before(self, turn: int) -> list[Message]:
+        """
+        Messages of the completion before a turn.
+
+        Args:
+            turn (`int`):
+                Number of the turn, from 0.
+
+        Returns:
+            `list[dict]`: Copies of them.
+        """
+        if not self.messages:
+            return []
+        said = [place for place, message in enumerate(self.messages) if message["role"] == "assistant"]
+        return copy.deepcopy(self.messages[: said[turn]])
+
+
+@dataclass
+class Branch:
+    """
+    Another continuation of a trajectory's prefix.
+
+    Args:
+        row (`int`):
+            Main row that it leaves.
+        turn (`int`):
+            Turn that it starts with.
+        start (`int`):
+            Tokens of the completion before it.
+        completion_ids (`list[int]`):
+            Prefix and continuation, `[T]`.
+        loss_mask (`list[int]`):
+            1 for tokens of the policy, in the prefix too, `[T]`.
+        messages (`list[dict]`, *optional*):
+            What the completion says; `None` where it is plain text.
+        environment (`Any`, *optional*):
+            The environment after it.
+        complete (`bool`):
+            Whether it ended with a last word: not cut off, not at the limit of interactions, not by an exception.
+        num_sampled (`int`):
+            Tokens that the policy sampled for it.
+        rewards (`list[float]`):
+            Its rewards `[F]`, once it was judged.
+    """
+
+    row: int
+    turn: int
+    start: int
+    completion_ids: list[int]
+    loss_mask: list[int]
+    messages: list[Message] | None
+    environment: Any
+    complete: bool
+    num_sampled: int
+    rewards: list[float] = field(default_factory=list)
+
+
+class BranchingTrainer(AgentTrainer):
+    """
+    [`AgentTrainer`] that can leave its trajectories at any of their last turns.
+
+    Prefixes are the sampled token ids. Environments go on from the state that they had: each branch has its own.
+    """
+
+    samples_extra_rows = True
+    accepts_tools = True
+    kept_turns = 1  # how many of the last turns of a trajectory it can be left at
+    state_wanted = "auto"
+
+    trajectories: list[Trajectory] = []
+    _watch: ToolWatch
+    _states: list[dict[int, Any]] = []
+    _state_ways: dict[Any, str] = {}
+    _spares: dict[Any, list[Any]] = {}
+    _num_used: dict[Any, int] = {}
+    _stopped: set[int] | None = None  # branches that may call no further tool; `None` outside branching
+
+    def setup(self) -> None:
+        super().setup()
+        self._spares = {}
+        if self.environment_factories is not None:
+            self._state_ways = {
+                name: choose_state(pool[0], self.state_wanted) for name, pool in self._environment_pool.items()
+            }
+
+    # ------------------------------------------------------------------------------------------------- main rollouts
+
+    def rollout(self, prompt_ids: list[list[int]], plain: Chooser) -> Rollout:
+        if self._stopped is None:
+            if self.turn is not None and self.environments:
+                self._keep_states(self.turn)
+            return plain(prompt_ids)
+        assert self.turn is not None
+        # Other processes are at other turns: their tool loops are theirs.
+        sampled = self.sample(prompt_ids, 1, self.turn.budgets, collective=False)
+        return Rollout([continuation.token_ids for (continuation,) in sampled])
+
+    def _keep_states(self, turn: Turn) -> None:
+        environments: list[Any] = self.environments or []
+        for row in turn.rows:
+            self._states[row][turn.number] = take(environments[row], self._state_way(row))
+            # One more than asked for: TRL drops the last response of a row that has no room for it.
+            self._states[row].pop(turn.number - self.kept_turns - 1, None)
+
+    def prepare_tools(self, tools: Any) -> Any:
+        self._watch = ToolWatch()
+        return tools and [self._watch.watched(tool) for tool in tools]
+
+    def _generate(self, prompts):
+        if self._partial is not None or not self._is_training:
+            return super()._generate(prompts)
+        self._states = [{} for _ in prompts]
+        self._watch.reset()
+        result = super()._generate(prompts)
+        if self.tools:
+            self._stop_if_all_failed()
+        prompt_ids, completion_ids, mask, completions = result[:4]
+        self.trajectories = [
+            Trajectory(
+                prompt=prompts[row],
+                prompt_ids=prompt_ids[row],
+                completion_ids=ids,
+                loss_mask=[1] * len(ids) if mask is None else mask[row],
+                messages=completions[row] if self.tools else None,  # TRL decodes a single turn better than we
+                states=self._states[row],
+            )
+            for row, ids in enumerate(completion_ids)
+        ]
+        return result
+
+    def _stop_if_all_failed(self) -> None:
+        """A service that nothing gets an answer from teaches the policy not to ask: better to stop."""
+        watch, own = self._watch, self._failed if self.environments else []
+        total = self.summed({"calls": watch.calls, "raised": watch.raised, "rows": len(own), "failed": sum(own)})
+        error = watch.last_error
+        if own and error is None:
+            error = next((e for e in map(environment_error, self.environments) if e is not None), None)  # type: ignore
+        for what, bad, all_of_them in (
+            ("tool call", total["raised"], total["calls"]),
+            ("environment", total["failed"], total["rows"]),
+        ):
+            if all_of_them and bad == all_of_them:
+                raise RuntimeError(
+                    f"every {what} of this generation batch raised ({int(bad)} of {int(bad)}); the last one "
+                    f"{type(error).__name__}: {error}. {self._save_before_stopping()}"
+                ) from error
+
+    def _save_before_stopping(self) -> str:
+        """Write a checkpoint where the run would have written one sooner or later; what to do next."""
+        step = self.state.global_step
+        if step == 0 or self.args.save_strategy == "no":
+            return "Nothing was saved, since " + ("no step is done." if step == 0 else "`save_strategy='no'`.")
+        folder = Path(self._get_output_dir(trial=None)) / f"checkpoint-{step}"
+        if not self.summed({"there": folder.is_dir()})["there"]:
+            self._save_checkpoint(self.model, trial=None)
+        return f"Bring the service back and go on with `resume_from_checkpoint={str(folder)!r}`."
+
+    # ------------------------------------------------------------------------------------------------------ branches
+
+    def leave(self, requests: list[tuple[int, int, int]]) -> list[Branch]:
+        """
+        Continue trajectories otherwise, all of them in one batched rollout.
+
+        Every process must call it equally often; a process may have no request. The main stream's random state is left
+        as it was.
+
+        Args:
+            requests (`list[tuple[int, int, int]]`):
+                Row, turn and number of continuations: what the row sampled from that turn on is sampled anew.
+
+        Returns:
+            `list[Branch]`: The continuations, in the order of the requests.
+        """
+        asked = [(self.trajectories[row], turn) for row, turn, _ in requests]
+        starts = [trajectory.turns[turn][0] for trajectory, turn in asked]
+        prefixes = [t.prompt_ids + t.completion_ids[:start] for (t, _), start in zip(asked, starts, strict=True)]
+        counts = [number for _, _, number in requests]
+        budgets = [self.max_completion_length - start for start in starts]
+        self._num_used = {}
+        first = self.sample(prefixes, counts, budgets)
+        branches = [
+            self._begin(row, turn, start, continuation.token_ids)
+            for (row, turn, _), start, continuations in zip(requests, starts, first, strict=True)
+            for continuation in continuations
+        ]
+        if self.tools and branches:
+            self._use_tools(branches)
+        for branch in branches:
+            branch.complete = self._is_complete(branch)
+        return branches
+
+    def judge_branches(self, branches: list[Branch]) -> None:
+        """
+        Score branches by the reward functions; every process calls it equally often.
+
+        Args:
+            branches (`list[Branch]`):
+                Complete ones. Their `rewards` are filled in.
+        """
+        examples = [{**self.main_examples[b.row], "prompt": self.trajectories[b.row].prompt} for b in branches]
+        rewards, _ = self.judge(
+            examples,
+            [branch.completion_ids for branch in branches],
+            completions=[branch.messages for branch in branches],
+            environments=[branch.environment for branch in branches] if self.environments else None,
+        )
+        for branch, values in zip(branches, rewards, strict=True):
+            branch.rewards = values
+
+    def _begin(self, row: int, turn: int, start: int, token_ids: list[int]) -> Branch:
+        trajectory = self.trajectories[row]
+        messages = None
+        if trajectory.messages is not None:
+            context = trajectory.prompt_ids + trajectory.completion_ids[:start]
+            messages = [*trajectory.messages_before(turn), self.parse_turn(row, context, token_ids)]
+        return Branch(
+            row=row,
+            turn=turn,
+            start=start,
+            completion_ids=trajectory.completion_ids[:start] + token_ids,
+            loss_mask=trajectory.loss_mask[:start] + [1] * len(token_ids),
+            messages=messages,
+            environment=self._environment_at(row, turn) if self.environments else None,
+            complete=False,
+            num_sampled=len(token_ids),
+        )
+
+    def _use_tools(self, branches: list[Branch]) -> None:
+        """Let TRL's own loop call tools and sample turns until every branch has ended."""
+        prompts, completions = [], []
+        for branch in branches:
+            assert branch.messages is not None
+            prompts.append(copy.deepcopy(self.trajectories[branch.row].prompt) + branch.messages[:-1])
+            completions.append([branch.messages[-1]])
+        with self._branch_loop(branches) as stopped:
+            masks, completions, completion_ids, *_ = self._tool_call_loop(
+                prompts,
+                [self.trajectories[branch.row].prompt_ids for branch in branches],
+                [branch.completion_ids for branch in branches],
+                completions,
+                None,
+                None,
+                {},
+            )
+        for i, branch in enumerate(branches):
+            told, ids, mask = completions[i], completion_ids[i], masks[i][len(branch.loss_mask) :]
+            if i in stopped:
+                # The call that it was not allowed has no answer, as in a main row at its last turn.
+                while told[-1]["role"] == "tool":
+                    told.pop()
+                while mask and not mask[-1]:
+                    mask.pop()
+            assert branch.messages is not None
+            branch.messages = branch.messages[:-1] + told
+            branch.num_sampled += sum(mask)
+            branch.loss_mask = branch.loss_mask + mask
+            branch.completion_ids = ids[: len(branch.loss_mask)]
+
+    @contextmanager
+    def _branch_loop(self, branches: list[Branch]) -> Iterator[set[int]]:
+        """TRL's tool loop works on the branches' environments, and each may call tools as often as its row might."""
+        rows = [branch.row for branch in branches]
+        names = ["environments", "_sync_tool_dicts", "_async_tool_dicts", "_rollout"]
+        if self.environment_factories is not None:
+            names.append("_batch_environments")
+        before = {name: vars(self)[name] for name in names}
+        stopped: set[int] = set()
+        self._stopped = stopped
+        self._asked, self._loop, self.turn = rows, None, None
+        for name in ("_sync_tool_dicts", "_async_tool_dicts"):
+            vars(self)[name] = [
+                {tool: self._limited(function, i, branch) for tool, function in before[name][branch.row].items()}
+                for i, branch in enumerate(branches)
+            ]
+        if self.environments:
+            self.environments = [branch.environment for branch in branches]
+        if self.environment_factories is not None:
+            self._batch_environments = [before["_batch_environments"][row] for row in rows]
+        try:
+            yield stopped
+        finally:
+            vars(self).update(before)
+            self._asked, self._loop, self.turn, self._stopped = [], None, None, None
+
+    def _limited(self, function: Callable, place: int, branch: Branch) -> Callable:
+        """A tool of a branch, of its own environment; it does nothing once the branch has used up its interactions."""
+        own = self._method_of(branch.environment, function, branch.row) or function
+
+        def is_over() -> bool:
+            assert self._stopped is not None
+            if branch.turn + (self.turn.number if self.turn else 0) >= self.max_tool_calling_iterations:
+                self._stopped.add(place)
+            return place in self._stopped
+
+        def call(**arguments):
+            return "" if is_over() else own(**arguments)
+
+        async def call_async(**arguments):
+            return "" if is_over() else await own(**arguments)
+
+        return call_async if inspect.iscoroutinefunction(own) else call
+
+    def _method_of(self, environment: Any, function: Callable, row: int) -> Callable | None:
+        """What `function` is to the environment of a main row, to another; `None` if it is no method of that row's."""
+        if not self.environments or not inspect.ismethod(function) or function.__self__ is not self.environments[row]:
+            return None
+        return getattr(environment, function.__name__)
+
+    def _has_failed(self, row: int) -> bool:
+        return super()._has_failed(row) or (self._stopped is not None and row in self._stopped)
+
+    def _is_complete(self, branch: Branch) -> bool:
+        if branch.completion_ids[-1] not in self.eos_token_ids or environment_error(branch.environment) is not None:
+            return False
+        if branch.messages is None:
+            return True
+        return branch.messages[-1]["role"] == "assistant" and not branch.messages[-1].get("tool_calls")
+
+    # -------------------------------------------------------------------------------------- states of environments
+
+    def _state_way(self, row: int) -> str:
+        return self._state_ways[self._batch_environments[row]]
+
+    def _environment_at(self, row: int, turn: int) -> Any:
+        """An environment of its own, in the state before a turn of a row."""
+        way, state = self._state_way(row), self.trajectories[row].states.get(turn)
+        if way == "copy":
+            return copy.deepcopy(state)
+        environment = self._spare_environment(self._batch_environments[row])
+        example = self.main_examples[row]
+        environment.reset(**{k: v for k, v in example.items() if k != "environment" or not self._multi_environment})
+        if way == "snapshot":
+            environment.restore(state)
+        else:
+            self._replay(environment, row, self.trajectories[row].messages_before(turn))
+        return environment
+
+    def _spare_environment(self, name: Any) -> Any:
+        """An instance that no branch of this call has; made once, and reset often."""
+        pool, used = self._spares.setdefault(name, []), self._num_used.get(name, 0)
+        if used == len(pool):
+            pool.append(self.environment_factories[name]())  # type: ignore[index]
+        self._num_used[name] = used + 1
+        return pool[used]
+
+    def _replay(self, environment: Any, row: int, messages: list[Message]) -> None:
+        answers = iter(message for message in messages if message["role"] == "tool")
+        waiting = self._async_tool_dicts[row]
+        for message in messages:
+            # Those that can wait are answered after the others, as in TRL's loop.
+            for call in sorted(message.get("tool_calls") or [], key=lambda call: _name_of(call) in waiting):
+                then, name = next(answers), _name_of(call)
+                function = self._sync_tool_dicts[row].get(name) or waiting.get(name)
+                method = self._method_of(environment, function, row) if function is not None else None
+                if method is not None:  # other tools change no environment
+                    check_replay(
+                        environment, name, self._answer(method, call["function"]["arguments"]), then["content"]
+                    )
+
+    def _answer(self, method: Callable, arguments: dict[str, Any]) -> str | list:
+        try:
+            answer = method(**arguments)
+            if inspect.isawaitable(answer):
+                answer = asyncio.run_coroutine_threadsafe(_awaited(answer), self.async_loop).result()
+        except Exception as error:
+            answer = {"error": str(error)}
+        return answer if isinstance(answer, list) else str(answer)
+
+
+async def _awaited(answer: Any) -> Any:
+    return await answer
+
+
+def _name_of(call: dict[str, Any]) -> str:
+    return call["function"]["name"] if call["type"] == "function" else ""

@@ -1,0 +1,402 @@
+"""BranPO: trajectories of agents are left near their tail, and contrasting continuations take the credit there."""
+
+import itertools
+import math
+import sys
+import textwrap
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from trl.trainer.utils import nanstd
+
+from trl_explore.advantages import combine_rewards
+from trl_explore.branches import (
+    branch_advantages,
+    branch_count,
+    credit,
+    first_contrastive,
+    first_shorter,
+    group_accuracy,
+    recursion_depth,
+    seeks_shorter,
+    suffix_mask,
+    turns,
+)
+from trl_explore.names import explain_unknown_fields, unknown_name
+from trl_explore.rollouts import Rows
+from trl_explore.snapshots import STATES
+
+from .branching import Branch, BranchingTrainer
+from .config import ExplorationConfig
+from .streams import ScoredRows
+
+CHOICES = {"branch_group": ("prompt", "trajectory"), "accuracy": ("mean", "share"), "environment_state": STATES}
+COUNTS = ("num_branches", "num_branches_solved", "redundancy_tries")
+DEPTHS = ("branch_depth", "branch_depth_hard", "branch_depth_solved")
+REDUNDANCY_DEPTH = 2  # from the penultimate response, section 4.4
+
+
+@explain_unknown_fields
+@dataclass
+class BranPOConfig(ExplorationConfig):
+    r"""
+    Configuration of [`BranPOTrainer`]: every field of [`~trl.GRPOConfig`] and the knobs of BranPO.
+
+    Fields of GRPO keep TRL's defaults. A *turn* is one response of the model with what the tools answer to it.
+
+    Args:
+        success_threshold (`float`, *optional*, defaults to `0.8`):
+            Smallest total reward of a successful trajectory.
+        num_branches (`int`, *optional*, defaults to `2`):
+            Continuations sampled at each depth (Eq. 15). 0: such trajectories are not branched.
+        num_branches_solved (`int`, *optional*, defaults to `1`):
+            The same in groups whose accuracy is 1.
+        branch_depth_hard (`int`, *optional*, defaults to `3`):
+            Responses to go back at most, for failures in groups with an accuracy below 0.5 (Eq. 16).
+        branch_depth (`int`, *optional*, defaults to `2`):
+            The same for other failures, and for successes in groups with an accuracy below 1.
+        branch_depth_solved (`int`, *optional*, defaults to `1`):
+            The same in groups whose accuracy is 1.
+        redundancy_tries (`int`, *optional*, defaults to `5`):
+            Continuations that look for a shorter way from the penultimate response of long successes (section 4.4). 0
+            switches redundant step masking off.
+        accuracy (`str`, *optional*, defaults to `"mean"`):
+            Accuracy of a group: `"mean"` of its initial rewards (the paper), or `"share"` of successes (the authors'
+            code).
+        branch_group (`str`, *optional*, defaults to `"prompt"`):
+            What a suffix is compared with: all suffixes of its `"prompt"` (Eq. 12), or those of its `"trajectory"`
+            (Algorithm 1).
+        environment_state (`str`, *optional*, defaults to `"auto"`):
+            How environments go back to a turn: `"snapshot"` (they define `snapshot()` and `restore(state)`), `"copy"`
+            (`copy.deepcopy` after every turn), or `"replay"` (the calls of the prefix are made again and must be
+            answered as before). `"auto"` takes the first that is possible.
+        interaction_limits (`list[int]`, *optional*):
+            Rounds of tool calls per trajectory, stage by stage, for example `[4, 8]` as in the paper. Defaults to
+            `max_tool_calling_iterations` throughout.
+        interaction_limit_steps (`list[int]`, *optional*):
+            Optimizer steps at which the next of `interaction_limits` takes over, for example `[40]`.
+        eval_interaction_limit (`int`, *optional*):
+            Rounds of tool calls in evaluation. Defaults to that of training.
+    """
+
+    success_threshold: float = field(default=0.8, metadata={"help": "Smallest reward of a success."})
+    num_branches: int = field(default=2, metadata={"help": "Continuations sampled at each depth; 0: none."})
+    num_branches_solved: int = field(default=1, metadata={"help": "The same in groups that are all solved."})
+    branch_depth_hard: int = field(default=3, metadata={"help": "Responses to go back, failures of hard groups."})
+    branch_depth: int = field(default=2, metadata={"help": "Responses to go back, other failures and mixed groups."})
+    branch_depth_solved: int = field(default=1, metadata={"help": "Responses to go back, groups that are solved."})
+    redundancy_tries: int = field(default=5, metadata={"help": "Tries to find a shorter way; 0: none."})
+    accuracy: str = field(default="mean", metadata={"help": "'mean' of the initial rewards or 'share' of successes."})
+    branch_group: str = field(default="prompt", metadata={"help": "Suffixes compared: 'prompt' or 'trajectory'."})
+    environment_state: str = field(default="auto", metadata={"help": "'auto', 'snapshot', 'copy' or 'replay'."})
+    interaction_limits: list[int] | None = field(
+        default=None, metadata={"help": "Rounds of tool calls per trajectory, stage by stage."}
+    )
+    interaction_limit_steps: list[int] | None = field(
+        default=None, metadata={"help": "Steps at which the next interaction limit takes over."}
+    )
+    eval_interaction_limit: int | None = field(default=None, metadata={"help": "Rounds of tool calls in evaluation."})
+
+    def validate(self) -> None:
+        super().validate()
+        for name, choices in CHOICES.items():
+            if vars(self)[name] not in choices:
+                raise ValueError(f"`{name}`: {unknown_name('value', str(vars(self)[name]), choices)}")
+        if not 0 <= self.success_threshold <= 1:
+            raise ValueError(f"`success_threshold={self.success_threshold}` must be in [0, 1], as rewards are.")
+        for names, least in ((COUNTS, 0), (DEPTHS, 1)):
+            for name in names:
+                _check_integer(name, vars(self)[name], least)
+        limits, steps = self.interaction_limits, self.interaction_limit_steps or []
+        for i, limit in enumerate(limits or []):
+            _check_integer(f"interaction_limits[{i}]", limit, 1)
+        for i, step in enumerate(steps):
+            _check_integer(f"interaction_limit_steps[{i}]", step, 1)
+        if self.eval_interaction_limit is not None:
+            _check_integer("eval_interaction_limit", self.eval_interaction_limit, 1)
+        if len(steps) != max(len(limits or []) - 1, 0) or sorted(set(steps)) != steps:
+            raise ValueError(
+                f"`interaction_limit_steps={self.interaction_limit_steps}` with `interaction_limits={limits}`: give "
+                "one step, in ascending order, for every limit but the first."
+            )
+        if limits and self.max_tool_calling_iterations is not None:
+            raise ValueError(
+                f"`interaction_limits={limits}` and `max_tool_calling_iterations={self.max_tool_calling_iterations}` "
+                "say the same: set only one of them."
+            )
+        if self.multi_objective_aggregation != "sum_then_normalize":
+            raise ValueError(
+                f"`multi_objective_aggregation={self.multi_objective_aggregation!r}` is not supported by BranPO, "
+                "which compares total rewards: use 'sum_then_normalize'."
+            )
+
+    def interaction_limit(self, step: int) -> int | None:
+        """
+        Rounds of tool calls that a training trajectory may have.
+
+        Args:
+            step (`int`):
+                Optimizer steps done.
+
+        Returns:
+            `int` or `None`: The limit; `None` where there is none.
+        """
+        if not self.interaction_limits:
+            return self.max_tool_calling_iterations
+        return self.interaction_limits[sum(step >= start for start in self.interaction_limit_steps or [])]
+
+
+def _check_integer(name: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"`{name}={value!r}` must be an integer of at least {least}.")
+
+
+@dataclass
+class Plan:
+    """
+    Where a trajectory is left.
+
+    Args:
+        depths (`list[int]`):
+            Responses to go back, round by round; empty for a trajectory that is not branched.
+        tries (`int`):
+            Continuations per round.
+        shorter (`bool`):
+            Whether a shorter success is looked for, and not a contrast.
+    """
+
+    depths: list[int]
+    tries: int
+    shorter: bool = False
+
+
+class BranPOTrainer(BranchingTrainer):
+    """
+    GRPO for multi-turn agents with contrastive branches near the tail of their trajectories.
+
+    Method of [Training Multi-Turn Search Agent via Contrastive Dynamic Branch
+    Sampling](https://huggingface.co/papers/2602.03719). What changes with respect to GRPO, per generation batch:
+
+    1. After the rollouts of a prompt are scored, each is left before its last response and continued anew, then before
+       the one before it, as deep and as often as its reward and its group's accuracy ask for. The first continuation
+       whose success differs is kept as one more row.
+    2. The shared prefix is credited with the mean reward of both, against the prompt's other prefixes; the two
+       suffixes are credited against all suffixes of the prompt. The branch's row trains its suffix only.
+    3. Successes that took more turns than their group's others look for a shorter way instead; where there is one,
+       what they did beyond the fork is not reinforced.
+
+    A batch in which no branch is kept gives GRPO's parameters bit for bit. Rows of branches are averaged together with
+    the initial ones, as if they were one batch. Deviations from the paper and open points are in `trainers/README.md`.
+
+    The constructor takes what [`~trl.GRPOTrainer`] takes; `args` is a [`BranPOConfig`] or a plain
+    [`~trl.GRPOConfig`]. `tools` and `environment_factory` are TRL's; without them, completions of a single turn are
+    sampled anew from the prompt. Vision-language models and `rollout_func` are refused.
+
+    Raises:
+        RuntimeError: While training, if every tool call of a generation batch raised (a dead service); the last
+            checkpoint is written before.
+    """
+
+    _tag_names = ["trl", "grpo", "trl-explore", "branpo"]
+    _name = "BranPO"
+    _paper = {
+        "title": "Training Multi-Turn Search Agent via Contrastive Dynamic Branch Sampling",
+        "id": "2602.03719",
+        "citation": textwrap.dedent("""\
+            @article{zhao2026training,
+                title        = {{Training Multi-Turn Search Agent via Contrastive Dynamic Branch Sampling}},
+                author       = {Yubao Zhao and Weiquan Huang and Sudong Wang and Ruochen Zhao and Chen Chen and Yao Shu
+                                and Chengwei Qin},
+                year         = 2026,
+                eprint       = {arXiv:2602.03719},
+            }"""),  # fmt: skip
+    }
+
+    config_class = BranPOConfig
+    needs_whole_groups = True
+    pools_streams = True
+    num_generations: int
+    _branch_rows: ScoredRows | None = None
+    _sampled = _incomplete = 0
+
+    def _check_arguments(self, args, train_dataset, tools, rollout_func, environment_factory) -> None:
+        if not tools and environment_factory is None:
+            for name in ("interaction_limits", "eval_interaction_limit", "max_tool_calling_iterations"):
+                if vars(args)[name] is not None:
+                    raise ValueError(
+                        f"`{name}={vars(args)[name]}` is for trajectories of several turns, but there are neither "
+                        "`tools` nor an `environment_factory`: pass one of them, or leave the field out."
+                    )
+        super()._check_arguments(args, train_dataset, tools, rollout_func, environment_factory)
+
+    def setup(self) -> None:
+        args = self.args
+        self.state_wanted = args.environment_state
+        self.kept_turns = max(args.branch_depth_hard, args.branch_depth, args.branch_depth_solved, REDUNDANCY_DEPTH)
+        super().setup()
+
+    # ------------------------------------------------------------------------------------------------ the algorithm
+
+    def assign_advantages(self, output: dict[str, Any]) -> torch.Tensor:
+        start = time.perf_counter()
+        rewards = self.local(self._total_rewards()).tolist()
+        plans = self._plans(rewards, output)
+        kept = self._search(plans, rewards)
+        self.log_metric("branch/seconds", time.perf_counter() - start)
+        self._log_branches(plans, kept)
+        rows, branches = self._branch_advantages(rewards, kept)
+        self._branch_rows = self._score_branches(kept, branches)
+        if self._branch_rows is None:
+            return output["advantages"]
+        advantages = output["advantages"].unsqueeze(1).repeat(1, output["completion_ids"].shape[1])
+        for row, (base, branch) in rows.items():
+            trajectory = self.trajectories[row]
+            fork = kept[row].start if row in kept else trajectory.turns[-1][0]
+            redundant = row in kept and plans[row].shorter
+            length = len(trajectory.completion_ids)
+            own = credit(base, branch, fork, num_tokens=length, redundant=redundant)
+            advantages[row, :length] = torch.tensor(own, device=advantages.device)
+        return advantages
+
+    def extra_streams(self, output, examples, rewards):
+        return {} if self._branch_rows is None else {"branch": (self._branch_rows, 1.0)}
+
+    def _plans(self, rewards: list[float], output: dict[str, Any]) -> list[Plan]:
+        """Where every main row of this process is left (Eq. 15, 16 and section 4.4)."""
+        args, size = self.args, self.num_generations
+        lengths = [len(trajectory.turns) for trajectory in self.trajectories]
+        trained = output["completion_mask"].any(dim=1).tolist()
+        plans = []
+        for g in range(0, len(rewards), size):
+            group = rewards[g : g + size]
+            accuracy = group_accuracy(group, definition=args.accuracy, threshold=args.success_threshold)
+            longer = seeks_shorter(group, lengths[g : g + size], accuracy=accuracy, threshold=args.success_threshold)
+            for row, reward in enumerate(group, g):
+                if math.isnan(reward) or not trained[row] or (self._failed and self._failed[row]):
+                    plans.append(Plan([], 0))
+                elif longer[row - g] and args.redundancy_tries:
+                    plans.append(Plan([REDUNDANCY_DEPTH], args.redundancy_tries, shorter=True))
+                else:
+                    tries = branch_count(
+                        accuracy, num_branches=args.num_branches, num_branches_solved=args.num_branches_solved
+                    )
+                    deepest = recursion_depth(
+                        reward,
+                        accuracy,
+                        threshold=args.success_threshold,
+                        depth=args.branch_depth,
+                        depth_hard=args.branch_depth_hard,
+                        depth_solved=args.branch_depth_solved,
+                    )
+                    deepest = min(deepest, lengths[row]) if tries else 0
+                    plans.append(Plan(list(range(1, deepest + 1)), tries))
+        return plans
+
+    def _search(self, plans: list[Plan], rewards: list[float]) -> dict[int, Branch]:
+        """The kept branch of every main row that has one: all rows of the batch go one response back at a time."""
+        kept: dict[int, Branch] = {}
+        self._sampled = self._incomplete = 0
+        for number in range(self._max_over_processes(max(len(plan.depths) for plan in plans))):
+            requests = [
+                (row, len(self.trajectories[row].turns) - plan.depths[number], plan.tries)
+                for row, plan in enumerate(plans)
+                if row not in kept and number < len(plan.depths)
+            ]
+            branches = self.leave(requests)
+            complete = [branch for branch in branches if branch.complete]
+            self.judge_branches(complete)
+            for row, own in itertools.groupby(complete, key=lambda branch: branch.row):
+                found = list(own)
+                place = self._first_wanted(found, plans[row], rewards[row])
+                if place is not None:
+                    kept[row] = found[place]
+            self._sampled += sum(branch.num_sampled for branch in branches)
+            self._incomplete += len(branches) - len(complete)
+        self._pending_metrics.clear()  # what reward functions logged of branches is not the main rows'
+        return kept
+
+    def _total(self, branch: Branch) -> float:
+        rewards = torch.tensor([branch.rewards], device=self.reward_weights.device)
+        return combine_rewards(rewards, self.reward_weights).item()
+
+    def _first_wanted(self, found: list[Branch], plan: Plan, reward: float) -> int | None:
+        threshold, totals = self.args.success_threshold, [self._total(branch) for branch in found]
+        if not plan.shorter:
+            return first_contrastive(totals, reward, threshold=threshold)
+        original = len(self.trajectories[found[0].row].turns)
+        return first_shorter(totals, [len(turns(b.loss_mask)) for b in found], original, threshold=threshold)
+
+    def _branch_advantages(
+        self, rewards: list[float], kept: dict[int, Branch]
+    ) -> tuple[dict[int, tuple[float, float]], dict[int, float]]:
+        """Advantages of prefix and suffix of the rows of prompts with branches, and of the branches (Eq. 10-12)."""
+        size = self.num_generations
+        rows, branches = {}, {}
+        for g in sorted({row - row % size for row in kept}):
+            found = [[rewards[row]] + ([self._total(kept[row])] if row in kept else []) for row in range(g, g + size)]
+            scale = "group" if self.scale_rewards == "group" else "none"
+            base, suffixes = branch_advantages(found, group=self.args.branch_group, scale=scale)
+            if self.scale_rewards == "batch":
+                std = nanstd(self._total_rewards()).item() + 1e-4
+                base, suffixes = [b / std for b in base], [[s / std for s in own] for own in suffixes]
+            for row in range(g, g + size):
+                rows[row] = base[row - g], suffixes[row - g][0]
+                if row in kept:
+                    branches[row] = suffixes[row - g][1]
+        return rows, branches
+
+    def _score_branches(self, kept: dict[int, Branch], advantages: dict[int, float]) -> ScoredRows | None:
+        """The kept branches as rows of training; their prefixes only condition."""
+        rows = sorted(kept)
+        scored = self.score(
+            "branch",
+            Rows(
+                examples=[{**self.main_examples[row], "prompt": self.trajectories[row].prompt} for row in rows],
+                prompt_ids=[self.trajectories[row].prompt_ids for row in rows],
+                completion_ids=[kept[row].completion_ids for row in rows],
+                loss_mask=[suffix_mask(kept[row].loss_mask, kept[row].start) for row in rows],
+                group_size=1,
+                known_rewards=[kept[row].rewards for row in rows],
+                completions=[kept[row].messages for row in rows],
+            ),
+        )
+        if scored is not None:
+            for place, row in enumerate(rows):
+                scored.rows["advantages"][place] = advantages[row]
+        return scored
+
+    # -------------------------------------------------------------------------------------------- limits and metrics
+
+    def _generate(self, prompts):
+        if self._partial is None and self.tools:
+            limit = self.args.interaction_limit(self.state.global_step)
+            if not self._is_training:
+                limit = self.args.eval_interaction_limit or limit
+            self.max_tool_calling_iterations = limit or sys.maxsize
+        return super()._generate(prompts)
+
+    def _log_branches(self, plans: list[Plan], kept: dict[int, Branch]) -> None:
+        trajectories = self.trajectories
+        total = self.summed(
+            {
+                "rows": len(trajectories),
+                "branched": sum(bool(plan.depths) for plan in plans),
+                "contrastive": sum(not plans[row].shorter for row in kept),
+                "redundant": sum(plans[row].shorter for row in kept),
+                "depth": sum(len(trajectories[row].turns) - branch.turn for row, branch in kept.items()),
+                "turns": sum(len(trajectory.turns) for trajectory in trajectories),
+                "tokens": self._sampled,
+                "main_tokens": sum(sum(trajectory.loss_mask) for trajectory in trajectories),
+                "incomplete": self._incomplete,
+            }
+        )
+        for name in ("branched", "contrastive", "redundant"):
+            self.log_metric(f"branch/{name}_fraction", total[name] / total["rows"])
+        if kept_rows := total["contrastive"] + total["redundant"]:
+            self.log_metric("branch/depth", total["depth"] / kept_rows)
+        self.log_metric("branch/sampled_tokens", total["tokens"])
+        self.log_metric("branch/token_ratio", total["tokens"] / (total["tokens"] + total["main_tokens"]))
+        self.log_metric("branch/incomplete", total["incomplete"])
+        self.log_metric("agent/turns", total["turns"] / total["rows"])

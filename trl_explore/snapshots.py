@@ -1,0 +1,129 @@
+"""States of environments, to leave an episode at an earlier turn: copies, snapshots of their own, or replayed calls.
+
+An environment may define `snapshot()`, which returns its state, and `restore(state)`, which takes it up again, on this
+or another instance of its class and as often as asked; neither is then offered to the model as a tool.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+STATES = ("auto", "copy", "snapshot", "replay")
+OWN = ("snapshot", "restore")
+
+
+class not_a_tool:
+    """A method that is no plain function of its class: TRL offers those to the model, all but a few names."""
+
+    def __init__(self, function: Callable) -> None:
+        self.function = function
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else self.function.__get__(instance)
+
+
+def has_own_snapshots(cls: type) -> bool:
+    """
+    Whether a class of environments defines `snapshot` and `restore`.
+
+    Args:
+        cls (`type`):
+            The class.
+
+    Returns:
+        `bool`: Whether both are methods of it.
+    """
+    found = dict(inspect.getmembers(cls))
+    return all(isinstance(found.get(name), not_a_tool) or inspect.isfunction(found.get(name)) for name in OWN)
+
+
+def choose_state(environment: Any, wanted: str) -> str:
+    """
+    How the states of an environment can be kept.
+
+    Args:
+        environment (`Any`):
+            An instance, before its first `reset`.
+        wanted (`str`):
+            `"auto"`, or one of the ways.
+
+    Returns:
+        `str`: `"snapshot"`, `"copy"` or `"replay"`.
+
+    Raises:
+        ValueError: If the way that was asked for is not possible.
+    """
+    name = type(environment).__name__
+    if wanted == "snapshot" or (wanted == "auto" and has_own_snapshots(type(environment))):
+        if not has_own_snapshots(type(environment)):
+            raise ValueError(
+                f"`environment_state='snapshot'`, but {name} does not define `snapshot()` and `restore(state)`: "
+                "define both, or use 'auto'."
+            )
+        return "snapshot"
+    if wanted in ("auto", "copy"):
+        try:
+            copy.deepcopy(environment)
+            return "copy"
+        except Exception as error:
+            if wanted == "copy":
+                raise ValueError(
+                    f"`environment_state='copy'`, but {name} cannot be copied ({type(error).__name__}: {error}): "
+                    "define `snapshot()` and `restore(state)` in it, or use 'replay' if its tools always answer the "
+                    "same."
+                ) from error
+    return "replay"
+
+
+def take(environment: Any, way: str) -> Any:
+    """
+    The state of an environment now.
+
+    Args:
+        environment (`Any`):
+            The environment.
+        way (`str`):
+            `"snapshot"`, `"copy"` or `"replay"`.
+
+    Returns:
+        `Any`: What [`revive`] takes; `None` for `"replay"`.
+
+    Raises:
+        RuntimeError: If it cannot be had.
+    """
+    if way == "replay":
+        return None
+    try:
+        return environment.snapshot() if way == "snapshot" else copy.deepcopy(environment)
+    except Exception as error:
+        raise RuntimeError(
+            f"the state of a {type(environment).__name__} could not be kept ({type(error).__name__}: {error}). Define "
+            "`snapshot()` and `restore(state)` in it, or set `environment_state='replay'` if its tools always answer "
+            "the same."
+        ) from error
+
+
+def check_replay(environment: Any, tool: str, now: Any, then: Any) -> None:
+    """
+    Make sure that a replayed call gave what it gave before.
+
+    Args:
+        environment (`Any`):
+            The environment.
+        tool (`str`):
+            Name of the tool.
+        now (`str` or `list`):
+            What it answered.
+        then (`str` or `list`):
+            What it had answered in the rollout.
+
+    Raises:
+        RuntimeError: If the two differ: a branch from there would not share its prefix's state.
+    """
+    if now != then:
+        raise RuntimeError(
+            f"the tool `{tool}` of a {type(environment).__name__} answered {str(now)[:200]!r} when its call was "
+            f"replayed, but {str(then)[:200]!r} in the rollout: its state cannot be reached again. Define `snapshot()` and "
+            "`restore(state)` in it, make it copyable by `copy.deepcopy`, or make its tools answer the same again."
+        )
