@@ -483,8 +483,11 @@ def search(query: str) -> str:
         What is found.
     """
     if search.down:
-        raise ConnectionError("connection refused")
+        raise search.error("connection refused")
     return f"about {query}"
+
+
+search.error = ConnectionError
 
 
 def with_tools(folder, speaker, **options):
@@ -536,6 +539,14 @@ def test_a_dead_service_stops_the_run_with_a_checkpoint(tmp_path, voice, monkeyp
     again = with_tools(tmp_path, voice(), **options)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert again.state.global_step == 4
+
+
+def test_a_tool_that_complains_does_not_stop_the_run(tmp_path, voice, monkeypatch):
+    monkeypatch.setattr(search, "down", True, raising=False)
+    monkeypatch.setattr(search, "error", ValueError)
+    trainer = with_tools(tmp_path, voice(), max_tool_calling_iterations=2, max_steps=1)
+    trainer.train()
+    assert trainer.state.log_history[0]["tools/failure_frequency"] == 1.0
 
 
 def test_calls_that_do_not_fit_are_the_models_mistake(tmp_path, voice, monkeypatch):

@@ -285,6 +285,7 @@ ERRORS = {
     "novelty_transform.*unknown value 'min-max'; did you mean 'minmax'": dict(novelty_transform="min-max"),
     "reward_mapping.*unknown value 'sign'": dict(reward_mapping="sign"),
     "min_correct=-1": dict(min_correct=-1),
+    "min_wrong=-2": dict(min_wrong=-2),
     "success_threshold=inf": dict(success_threshold=float("inf")),
     "does not support prompt-learning adapters .*PROMPT_TUNING": dict(
         peft_config=PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)

@@ -29,9 +29,9 @@ from trl.trainer.utils import add_fused_lm_head
 from trl_explore.gradients import LMHead, lm_head_of, logit_scale, sequence_features
 from trl_explore.novelty import (
     Novelty,
-    enough_correct,
     geometry,
     map_rewards,
+    mixed_enough,
     novelty_scores,
     shape_rewards,
     transform_novelty,
@@ -512,9 +512,19 @@ def test_rewards_are_shaped_and_clipped():
 
 def test_groups_with_too_few_correct_answers_are_left_alone():
     rewards = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, NAN])
-    assert enough_correct(rewards, 2, min_correct=1, threshold=1.0).tolist() == [True, True, False, False, True, True]
-    assert enough_correct(rewards, 3, min_correct=2, threshold=1.0).tolist() == [False] * 6
-    assert enough_correct(rewards, 3, min_correct=0, threshold=1.0).all()
+    assert mixed_enough(rewards, 2, min_correct=1, min_wrong=0, threshold=1.0).tolist() == [
+        True,
+        True,
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert mixed_enough(rewards, 3, min_correct=2, min_wrong=0, threshold=1.0).tolist() == [False] * 6
+    assert mixed_enough(rewards, 3, min_correct=0, min_wrong=0, threshold=1.0).all()
+    mixed = [g for g in range(3) for _ in range(2) if {float(r) for r in rewards[2 * g : 2 * g + 2]} >= {0.0, 1.0}]
+    passed = mixed_enough(rewards, 2, min_correct=1, min_wrong=1, threshold=1.0)
+    assert [i // 2 for i in range(6) if passed[i]] == mixed
 
 
 def test_geometry_counts_pairs_within_groups():

@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -159,7 +160,14 @@ class BranchingTrainer(AgentTrainer):
         self._watch = ToolWatch()
         return tools and [self._watch.watched(tool) for tool in tools]
 
+    def interaction_limit(self) -> int | None:
+        """Rounds of tool calls that the trajectories of the next batch may have; `None` for any number."""
+        return self.args.max_tool_calling_iterations
+
     def _generate(self, prompts):
+        if self._partial is None:
+            limit = self.interaction_limit()
+            self.max_tool_calling_iterations = sys.maxsize if limit is None else limit
         if self._partial is not None or not self._is_training:
             return super()._generate(prompts)
         self._states = [{} for _ in prompts]
@@ -182,20 +190,22 @@ class BranchingTrainer(AgentTrainer):
         return result
 
     def _stop_if_all_failed(self) -> None:
-        """A service that nothing gets an answer from teaches the policy not to ask: better to stop."""
+        """A dead service would teach the policy not to ask: better to stop where nothing had an answer."""
         watch, own = self._watch, self._failed if self.environments else []
-        total = self.summed({"calls": watch.calls, "raised": watch.raised, "rows": len(own), "failed": sum(own)})
-        error = watch.last_error
+        total = self.summed(
+            {"calls": watch.calls, "unanswered": watch.unanswered, "rows": len(own), "failed": sum(own)}
+        )
+        error: BaseException | None = watch.last_error
         if own and error is None:
-            error = next((e for e in map(environment_error, self.environments) if e is not None), None)  # type: ignore
+            error = next((e for e in map(environment_error, self.environments) if e is not None), None)
         for what, bad, all_of_them in (
-            ("tool call", total["raised"], total["calls"]),
+            ("tool call", total["unanswered"], total["calls"]),
             ("environment", total["failed"], total["rows"]),
         ):
             if all_of_them and bad == all_of_them:
                 raise RuntimeError(
-                    f"every {what} of this generation batch raised ({int(bad)} of {int(bad)}); the last one "
-                    f"{type(error).__name__}: {error}. {self._save_before_stopping()}"
+                    f"every {what} of this generation batch raised ({int(bad)} of {int(bad)}), the last one "
+                    f"{type(error).__name__}: {(error and error.__cause__) or error}. {self._save_before_stopping()}"
                 ) from error
 
     def _save_before_stopping(self) -> str:

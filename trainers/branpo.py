@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import sys
 import textwrap
 import time
 from dataclasses import dataclass, field
@@ -369,13 +368,9 @@ class BranPOTrainer(BranchingTrainer):
 
     # -------------------------------------------------------------------------------------------- limits and metrics
 
-    def _generate(self, prompts):
-        if self._partial is None and self.tools:
-            limit = self.args.interaction_limit(self.state.global_step)
-            if not self._is_training:
-                limit = self.args.eval_interaction_limit or limit
-            self.max_tool_calling_iterations = limit or sys.maxsize
-        return super()._generate(prompts)
+    def interaction_limit(self) -> int | None:
+        limit = self.args.interaction_limit(self.state.global_step)
+        return limit if self._is_training else self.args.eval_interaction_limit or limit
 
     def _log_branches(self, plans: list[Plan], kept: dict[int, Branch]) -> None:
         trajectories = self.trajectories

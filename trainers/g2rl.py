@@ -14,9 +14,9 @@ from trl_explore.names import explain_unknown_fields, unknown_name
 from trl_explore.novelty import (
     MAPPINGS,
     TRANSFORMS,
-    enough_correct,
     geometry,
     map_rewards,
+    mixed_enough,
     novelty_scores,
     shape_rewards,
     transform_novelty,
@@ -50,6 +50,9 @@ class G2RLConfig(ExplorationConfig):
         min_correct (`int`, *optional*, defaults to `0`):
             Groups with fewer correct completions keep their rewards. With 0 (the paper), novelty alone ranks the
             completions of groups that are all wrong.
+        min_wrong (`int`, *optional*, defaults to `0`):
+            Groups with fewer wrong completions keep their rewards. With 0 (the paper), novelty alone ranks the
+            completions of groups that are all correct, with the weight of any other difference.
     """
 
     novelty_weight: float = field(default=1.0, metadata={"help": "How strongly novelty scales a reward; 0: not."})
@@ -58,6 +61,7 @@ class G2RLConfig(ExplorationConfig):
     success_threshold: float = field(default=1.0, metadata={"help": "Smallest reward of a correct completion."})
     reward_clip: float = field(default=3.0, metadata={"help": "Largest absolute shaped reward."})
     min_correct: int = field(default=0, metadata={"help": "Correct completions that a shaped group needs."})
+    min_wrong: int = field(default=0, metadata={"help": "Wrong completions that a shaped group needs."})
 
     def validate(self) -> None:
         super().validate()
@@ -72,8 +76,9 @@ class G2RLConfig(ExplorationConfig):
             )
         if not math.isfinite(self.success_threshold):
             raise ValueError(f"`success_threshold={self.success_threshold}` must be finite.")
-        if self.min_correct < 0:
-            raise ValueError(f"`min_correct={self.min_correct}` must be at least 0.")
+        for name in ("min_correct", "min_wrong"):
+            if vars(self)[name] < 0:
+                raise ValueError(f"`{name}={vars(self)[name]}` must be at least 0.")
 
 
 class GradientGuided(FeatureTrainer):
@@ -122,7 +127,9 @@ class GradientGuided(FeatureTrainer):
             )
         features = self.gradient_features()
         novelty = novelty_scores(features, mapped, size)
-        enough = enough_correct(total, size, min_correct=args.min_correct, threshold=args.success_threshold)
+        enough = mixed_enough(
+            total, size, min_correct=args.min_correct, min_wrong=args.min_wrong, threshold=args.success_threshold
+        )
         nu_bar = transform_novelty(novelty.nu, size, args.novelty_transform, valid=novelty.valid)
         shaped = shape_rewards(
             mapped, nu_bar, weight=args.novelty_weight, clip=args.reward_clip, rows=novelty.valid & enough

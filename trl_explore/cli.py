@@ -14,6 +14,14 @@ def _build_parser() -> argparse.ArgumentParser:
     commands.add_parser("train", help="train a model: trl-explore train --method deep_grpo --config run.yaml")
     commands.add_parser("tree", help="look at a dumped search tree: trl-explore tree FILE --index N --html tree.html")
     commands.add_parser("filter", help="keep the prompts that a model rarely solves: trl-explore filter --k 4 ...")
+    serve = commands.add_parser("serve-retriever", help="search over a corpus as an HTTP server, for agents")
+    serve.add_argument("--corpus", required=True, help=".jsonl or .parquet with `text` (and `id`, `title`)")
+    serve.add_argument("--index", help="folder of the index: loaded if it is there, else built and saved")
+    serve.add_argument("--retriever", choices=["bm25", "dense"], default="bm25", help="default: %(default)s")
+    serve.add_argument("--model", default="intfloat/e5-base-v2", help="E5 model of `dense` (default: %(default)s)")
+    serve.add_argument("--host", default="127.0.0.1", help="default: %(default)s, this machine only")
+    serve.add_argument("--port", type=int, default=8000, help="default: %(default)s")
+    serve.add_argument("--top_k", type=int, default=3, help="passages where a request names no number (default: 3)")
     commands.add_parser("env", help="print versions, devices and what is supported here")
     quickstart = commands.add_parser("quickstart", help="compare the methods on a tiny task, offline, on a CPU")
     quickstart.add_argument("--fast", action="store_true", help="fewer steps: a look in a minute, not a result")
@@ -43,6 +51,12 @@ def _dispatch(argv: list[str]) -> int:
 
         print(describe_environment())
         return 0
+    if args.command == "serve-retriever":
+        try:
+            from trl_explore.retrieval_server import run as serve_retriever
+        except ImportError as error:
+            raise UsageError(str(error)) from error
+        return serve_retriever(args)
     from trl_explore.quickstart import main as run_quickstart
 
     return run_quickstart(args) or 0

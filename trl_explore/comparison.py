@@ -98,7 +98,7 @@ class CostCallback(TrainerCallback):
         # Methods that sample other tokens than they train on say how many.
         main = logs["completions/mean_length"] * args.generation_batch_size
         main = logs.get("tree/sampled_tokens", logs.get("sketch/sampled_tokens", main))
-        self.cost.tokens += main + logs.get("pivots/sampled_tokens", 0.0)
+        self.cost.tokens += main + logs.get("pivots/sampled_tokens", 0.0) + logs.get("branch/sampled_tokens", 0.0)
         self.history.append({**asdict(self.cost), **{k: v for k, v in logs.items() if v is not None}})
         if self.progress is not None:
             self.progress.update(min(self.cost.tokens, self.budget.tokens) - self.progress.n)

@@ -194,18 +194,22 @@ def map_rewards(rewards: torch.Tensor, mapping: str, *, threshold: float) -> tor
     return ((rewards >= threshold).to(rewards) * 2 - 1).masked_fill(rewards.isnan(), torch.nan)
 
 
-def enough_correct(rewards: torch.Tensor, group_size: int, *, min_correct: int, threshold: float) -> torch.Tensor:
+def mixed_enough(
+    rewards: torch.Tensor, group_size: int, *, min_correct: int, min_wrong: int, threshold: float
+) -> torch.Tensor:
     """
-    Groups that may be shaped. Where all answers are wrong, novelty alone would tell them apart, and scaling by the
-    group's standard deviation would make that as large as any difference in correctness.
+    Groups that may be shaped. Where all answers are wrong, or all are right, novelty alone would tell them apart, and
+    scaling by the group's standard deviation would make that as large as any difference in correctness.
 
     Args:
         rewards (`torch.Tensor`):
-            Rewards of shape `(N,)`; NaN is not correct.
+            Rewards of shape `(N,)`; NaN is neither correct nor wrong.
         group_size (`int`):
             Rows of a group.
         min_correct (`int`):
-            Correct answers that a group needs; 0 lets all groups pass.
+            Correct answers that a group needs.
+        min_wrong (`int`):
+            Wrong answers that a group needs.
         threshold (`float`):
             Smallest reward of a correct answer.
 
@@ -216,7 +220,8 @@ def enough_correct(rewards: torch.Tensor, group_size: int, *, min_correct: int, 
         ValueError: If the rows cannot be split into groups.
     """
     correct = in_groups(rewards >= threshold, group_size).sum(-1)
-    return (correct >= min_correct).repeat_interleave(group_size)
+    wrong = in_groups(rewards < threshold, group_size).sum(-1)
+    return ((correct >= min_correct) & (wrong >= min_wrong)).repeat_interleave(group_size)
 
 
 def shape_rewards(

@@ -124,6 +124,7 @@ def check_replay(environment: Any, tool: str, now: Any, then: Any) -> None:
     if now != then:
         raise RuntimeError(
             f"the tool `{tool}` of a {type(environment).__name__} answered {str(now)[:200]!r} when its call was "
-            f"replayed, but {str(then)[:200]!r} in the rollout: its state cannot be reached again. Define `snapshot()` and "
-            "`restore(state)` in it, make it copyable by `copy.deepcopy`, or make its tools answer the same again."
+            f"replayed, but {str(then)[:200]!r} in the rollout: its state cannot be reached again. Define "
+            "`snapshot()` and `restore(state)` in it, make it copyable by `copy.deepcopy`, or make its tools answer "
+            "the same again."
         )

@@ -1,4 +1,4 @@
-"""Tools that are watched: how many calls of a batch were answered, and how many raised."""
+"""Tools that are watched: how many calls of a batch were answered, and how many were not."""
 
 import functools
 import inspect
@@ -10,16 +10,17 @@ class ToolWatch:
     """
     Counts what becomes of the calls of tools.
 
-    A call that does not fit a tool's signature is the model's mistake, and is not counted.
+    A call counts as unanswered if it raised an `OSError`, as connections and timeouts do. Any other exception may be
+    the answer to a mistake of the model; a call that does not fit the tool's signature is one, and is not counted.
     """
 
     def __init__(self) -> None:
-        self.calls = self.raised = 0
-        self.last_error: Exception | None = None
+        self.calls = self.unanswered = 0
+        self.last_error: OSError | None = None
 
     def reset(self) -> None:
         """Begin a new count; the last error is kept."""
-        self.calls = self.raised = 0
+        self.calls = self.unanswered = 0
 
     def watched(self, tool: Callable) -> Callable:
         """
@@ -35,8 +36,9 @@ class ToolWatch:
         signature = inspect.signature(tool)
 
         def note(error: Exception) -> None:
-            self.raised += 1
-            self.last_error = error
+            if isinstance(error, OSError):
+                self.unanswered += 1
+                self.last_error = error
 
         @functools.wraps(tool)
         def call(*args: Any, **kwargs: Any) -> Any:

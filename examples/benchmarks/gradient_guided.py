@@ -30,7 +30,7 @@ ARMS = [
     Arm("GRPO", "grpo"),
     Arm("G2RL", "g2rl"),
     Arm("G2RL, centered", "g2rl", {"novelty_transform": "centered"}),
-    Arm("G2RL, min_correct 1", "g2rl", {"min_correct": 1}),
+    Arm("G2RL, mixed groups", "g2rl", {"min_correct": 1, "min_wrong": 1}),
 ]
 
 
@@ -41,6 +41,9 @@ def main():
     parser.add_argument("--arms", nargs="+", default=None, help="names of the arms to run; default: all")
     parser.add_argument("--tokens", type=float, default=1.5e6)
     parser.add_argument("--learning_rate", type=float, default=3e-4)
+    parser.add_argument(
+        "--beta", type=float, default=0.0, help="KL coefficient of all arms; the paper's runs have one"
+    )
     parser.add_argument("--evaluate_every", type=int, default=20)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output", default="out/gradient_guided")
@@ -68,7 +71,7 @@ def main():
                 budget=Budget(tokens=args.tokens),
                 evaluate_every=args.evaluate_every,
                 num_eval=256,
-                options=dict(learning_rate=args.learning_rate),
+                options=dict(learning_rate=args.learning_rate, beta=args.beta),
                 # Plain GRPO does not know its geometry. Its time includes what measuring it costs, every tenth batch.
                 callbacks=[lambda trainer: GeometryCallback(trainer, every=10)] if arm.method == "grpo" else None,
             )

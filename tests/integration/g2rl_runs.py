@@ -9,6 +9,7 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+from torch.distributed.tensor import DTensor
 from trl import GRPOConfig, GRPOTrainer
 from world import make_trainer, parameters
 
@@ -34,7 +35,8 @@ def fixed(folder, **options):
     trainer = make_trainer(G2RLTrainer, G2RLConfig, folder, rollout_func=fixed_rollouts, **SGD, **options)
     trainer.train()
     logged = ("reward", "shaped_reward", "geometry/mean_cosine", "geometry/negative_pairs", "geometry/mean_novelty")
-    values = {name: p.flatten().tolist() for name, p in parameters(trainer).items()}
+    whole = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in parameters(trainer).items()}
+    values = {name: p.flatten().tolist() for name, p in whole.items()}
     return values, [{key: log[key] for key in logged} for log in trainer.state.log_history if "reward" in log]
 
 

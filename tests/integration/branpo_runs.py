@@ -1,0 +1,93 @@
+"""BranPO on one or two processes; started by torchrun for test_branpo_two_processes.py, and imported by it."""
+
+import json
+import os
+import random
+import sys
+from collections import Counter
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from datasets import Dataset
+from test_branpo import LETTERS, Lake, odd_steps
+from trl import GRPOTrainer
+from world import parameters
+
+from trl_explore.tasks.tiny_model import build_model, build_tokenizer
+from trl_explore.trainers import BranPOConfig, BranPOTrainer
+
+BOARDS = ["S../.../..G", "S../..X/..G", ".S./.../..G", ".S./..X/..G"]
+
+
+class SteadyVoice:
+    """Says the same the n-th time in a step that it is asked behind the same tokens, whoever else is asked."""
+
+    def __init__(self):
+        self.asked = Counter()
+
+    def __call__(self, trainer, prompt_ids, *others, **options):
+        said = [self.answer(trainer._tokenizer, (trainer.state.global_step, *ids)) for ids in prompt_ids]
+        return [trainer._tokenizer(text + "<eos>")["input_ids"] for text in said], None
+
+    def answer(self, tokenizer, context):
+        self.asked[context] += 1
+        rng = random.Random(f"{context}/{self.asked[context]}")
+        # Games on one board go on for longer: their process has more, and longer, branches than the other.
+        stops = 0.1 if tokenizer.decode(context[1:]).startswith("<u>.") else 0.5
+        return "done" if rng.random() < stops else f"!move:direction={rng.choice(LETTERS)}"
+
+
+def play(folder, rows_per_process):
+    voice = SteadyVoice()
+    GRPOTrainer._generate_single_turn = lambda *args, **options: voice(*args, **options)
+    prompts = [[{"role": "user", "content": board}] for board in BOARDS]
+    trainer = BranPOTrainer(
+        model=build_model(seed=0, hidden_size=16, num_layers=1),
+        args=BranPOConfig(
+            output_dir=str(folder),
+            per_device_train_batch_size=rows_per_process,
+            num_generations=4,
+            max_completion_length=200,
+            max_tool_calling_iterations=4,
+            max_steps=3,
+            optim="sgd",
+            learning_rate=0.1,
+            lr_scheduler_type="constant",
+            max_grad_norm=0.0,
+            logging_steps=1,
+            use_cpu=True,
+            bf16=False,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            seed=3,
+        ),
+        train_dataset=Dataset.from_dict({"prompt": prompts, "board": BOARDS}),
+        processing_class=build_tokenizer(tools=True),
+        reward_funcs=[odd_steps],
+        environment_factory=Lake,
+    )
+    trainer.train()
+    names = (
+        "reward",
+        "branch/contrastive_fraction",
+        "branch/redundant_fraction",
+        "branch/depth",
+        "branch/sampled_tokens",
+    )
+    logged = [{n: log[n] for n in names if n in log} for log in trainer.state.log_history if "reward" in log]
+    return {name: p.flatten().tolist() for name, p in parameters(trainer).items()}, logged
+
+
+def main(folder):
+    values, logged = play(folder, 4)
+    rank = torch.distributed.get_rank()
+    (Path(folder) / f"rank{rank}.json").write_text(json.dumps({"parameters": values, "logged": logged}))
+    torch.distributed.barrier()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,328 @@
+"""Multi-hop questions answered by searching: the embedded task for search agents, with TRL's `environment_factory`.
+
+A prompt is a question, `z.dm?`: who is the mother (m) of the director (d) of z? A turn is one search, `!find:q=zd`,
+and the tool answers with two passages, the second of which is about something similar: `zd=q;xd=e`. The next search
+is `qm`, and so on; `=n` answers and ends the trajectory. Each row of a data set has a world of its own.
+
+Demonstrators search well and end badly: as search agents do, they stop a look-up too early, make the last one up, or
+take its answer from the wrong passage. How often depends on the last relation, so that a model trained on such
+demonstrations is wrong in known places with known probabilities.
+"""
+
+import copy
+import itertools
+import random
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from datasets import Dataset
+
+from trl_explore.rewards import completion_text
+from trl_explore.snapshots import not_a_tool
+from trl_explore.tasks.multihop_world import (
+    LAST_RELATIONS,
+    PASSAGES,
+    draw_question,
+    is_held_out,
+    puzzle,
+    retrieve,
+    split_question,
+)
+from trl_explore.tasks.tiny_model import ASSISTANT, EOS, MAX_LENGTH, USER
+
+ANSWER_MARK = "="
+SEPARATOR = ";"
+ANSWER = re.compile(rf"{ANSWER_MARK}[a-z]")
+FAULTS = ("early_stop", "guess", "distractor")
+
+
+class SearchState(NamedTuple):
+    """All there is to know about an episode; its world follows from the first two."""
+
+    question: str
+    seed: int
+    searches: int
+
+
+class MultiHopSearch:
+    """
+    A search engine over the world of one question. It never sees the answer, so it has no reward of its own.
+
+    Args:
+        task ([`MultiHopTask`]):
+            Where the number of searches comes from.
+    """
+
+    state: SearchState
+
+    def __init__(self, task: "MultiHopTask") -> None:
+        self.max_searches = task.max_searches
+
+    def __deepcopy__(self, memo: dict) -> "MultiHopSearch":
+        # Nothing in it can change: a shallow copy is as separate as a deep one, and trees copy after every turn.
+        return copy.copy(self)
+
+    def reset(self, question: str, seed: int, **columns: Any) -> None:
+        """
+        Opens the world of a question. TRL passes the row of the data set; the prompt shows the question already.
+
+        Args:
+            question (`str`):
+                Question.
+            seed (`int`):
+                Seed of its world.
+            columns (`Any`):
+                The other columns; unused.
+        """
+        self.state = SearchState(question, seed, 0)
+
+    def find(self, q: str) -> str:
+        """
+        Searches for a fact.
+
+        Args:
+            q: A name and the letter of a relation, for example "zd".
+
+        Returns:
+            The best passages.
+        """
+        question, seed, searches = self.state
+        if searches >= self.max_searches:
+            return "no more"
+        self.state = SearchState(question, seed, searches + 1)
+        facts = puzzle(question, seed).facts
+        return SEPARATOR.join(f"{key}={facts[key]}" for key in retrieve(facts, str(q))) or "nothing"
+
+    @not_a_tool
+    def snapshot(self) -> SearchState:
+        """The state; immutable, so any number of environments may go on from it."""
+        return self.state
+
+    @not_a_tool
+    def restore(self, state: SearchState) -> None:
+        """Goes on from a snapshot, also from that of another environment."""
+        self.state = state
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiHopTask:
+    """
+    Questions over several look-ups, for agents. A [`TeachableTask`] whose answers have several turns.
+
+    Args:
+        name (`str`):
+            Name of the task.
+        warm_start_steps (`int`):
+            Optimizer steps of supervised training after which a tiny model has converged.
+        hops (`tuple[int, ...]`, *optional*, defaults to `(2, 3, 4)`):
+            Numbers of look-ups, each equally likely.
+        max_searches (`int`, *optional*, defaults to `5`):
+            Searches of a trajectory at most; give it to a trainer as `max_tool_calling_iterations`.
+        right_probabilities (`tuple[float, ...]`, *optional*, defaults to `(0.95, 0.75, 0.5, 0.2)`):
+            Probabilities with which demonstrations end well, dealt out evenly to the relations that can come last.
+        fault_weights (`tuple[float, float, float]`, *optional*, defaults to `(0.4, 0.3, 0.3)`):
+            Shares of three ways to end badly: answering with the last entity but one, answering with another name in
+            sight without the last search, and answering with the wrong one of the last passages.
+        redundant_share (`float`, *optional*, defaults to `0.25`):
+            Share of good endings that repeat the last search before they answer.
+        format_penalty (`float`, *optional*, defaults to `0.0`):
+            What a trajectory without a search, or without an answer, loses.
+        table_seed (`int`, *optional*, defaults to `1234`):
+            Seed by which the probabilities are dealt out.
+    """
+
+    name: str
+    warm_start_steps: int
+    hops: tuple[int, ...] = (2, 3, 4)
+    max_searches: int = 5
+    right_probabilities: tuple[float, ...] = (0.95, 0.75, 0.5, 0.2)
+    fault_weights: tuple[float, float, float] = (0.4, 0.3, 0.3)
+    redundant_share: float = 0.25
+    format_penalty: float = 0.0
+    table_seed: int = 1234
+    tools: bool = field(default=True, init=False)
+
+    def __post_init__(self) -> None:
+        if not self.hops or not set(self.hops) <= {2, 3, 4}:
+            raise ValueError(f"`hops` is {self.hops}; give numbers of look-ups out of 2, 3 and 4.")
+        if self.max_searches < max(self.hops):
+            raise ValueError(f"`max_searches` is {self.max_searches}; `hops` needs at least {max(self.hops)}.")
+        longest = self.max_prompt_length + self.max_completion_length
+        if longest > MAX_LENGTH:
+            raise ValueError(
+                f"`max_searches` is {self.max_searches}, which takes {longest} of {MAX_LENGTH} tokens; give fewer."
+            )
+        if not self.right_probabilities or not all(0 <= p <= 1 for p in self.right_probabilities):
+            raise ValueError(f"`right_probabilities` is {self.right_probabilities}; give probabilities in [0, 1].")
+        if len(self.fault_weights) != len(FAULTS) or min(self.fault_weights) < 0 or not any(self.fault_weights):
+            raise ValueError(f"`fault_weights` is {self.fault_weights}; give {len(FAULTS)} weights, not all 0.")
+        if not 0 <= self.redundant_share <= 1:
+            raise ValueError(f"`redundant_share` is {self.redundant_share}; give a share between 0 and 1.")
+        if self.redundant_share and self.max_searches == max(self.hops):
+            raise ValueError(
+                f"`redundant_share` is {self.redundant_share}, but `max_searches` leaves no search to spare; "
+                f"give 0, or `max_searches={max(self.hops) + 1}`."
+            )
+        if self.format_penalty < 0:
+            raise ValueError(f"`format_penalty` is {self.format_penalty}; give what is lost, 0 or more.")
+
+    @property
+    def environment_factory(self) -> Callable[[], MultiHopSearch]:
+        """What to hand to a trainer as `environment_factory`, next to `reward`."""
+        return lambda: MultiHopSearch(self)
+
+    @property
+    def max_prompt_length(self) -> int:
+        """Tokens of the longest question, with the marks of the chat template."""
+        return len("z.?") + max(self.hops) + len([USER, ASSISTANT])
+
+    @property
+    def max_completion_length(self) -> int:
+        """Tokens of the longest trajectory, with what the tool answers."""
+        # A call and the passages that answer it, and the marks of the two turns and the end of sequence.
+        turn = len(_call("zd") + SEPARATOR.join(["zd=q"] * PASSAGES)) + 3
+        return self.max_searches * turn + len(ANSWER_MARK + "q") + 1
+
+    @cached_property
+    def habits(self) -> dict[str, float]:
+        """With which probability demonstrations end well, by the last relation."""
+        lasts = random.Random(f"habits/{self.table_seed}").sample(LAST_RELATIONS, len(LAST_RELATIONS))
+        return {last: self.right_probabilities[i % len(self.right_probabilities)] for i, last in enumerate(lasts)}
+
+    @property
+    def reward(self) -> Callable[..., list[float]]:
+        """The reward function to hand to a trainer; its metrics appear under `rewards/accuracy_reward`."""
+        return self.accuracy_reward
+
+    def accuracy_reward(self, completions: list, answer: list[str], **columns: Any) -> list[float]:
+        """
+        TRL reward function: 1 for a right answer, 0 for a wrong one, less for none or one without a search.
+
+        Args:
+            completions (`list`):
+                Trajectories, as lists of chat messages.
+            answer (`list[str]`):
+                The data set's column of right answers.
+            columns (`Any`):
+                What else TRL passes (`prompts`, `completion_ids`, ...); unused.
+
+        Returns:
+            `list[float]`: One reward per trajectory.
+        """
+        return [self._score(messages, right) for messages, right in zip(completions, answer, strict=True)]
+
+    def _score(self, messages: list[dict[str, Any]], right: str) -> float:
+        given = final_answer(messages)
+        if given is None or search_free(messages):
+            return 0.0 - self.format_penalty  # not `-self.format_penalty`, which would log a reward of -0.0
+        return float(given == right)
+
+    def build_dataset(self, num_examples: int, *, seed: int) -> Dataset:
+        """Training questions: `prompt`, `question`, `seed` (of its world), `answer`. Arguments as in [`Task`]."""
+        return self._dataset(num_examples, random.Random(f"train/{seed}"), held_out=False)
+
+    def evaluation_set(self, num_examples: int = 256, *, seed: int = 0) -> Dataset:
+        """Held-out questions, in the same columns. Arguments as in [`Task`]."""
+        return self._dataset(num_examples, random.Random(f"evaluation/{seed}"), held_out=True)
+
+    def sample_problem(self, rng: random.Random) -> str:
+        """A training question. Arguments as in [`TeachableTask`]."""
+        return next(question for question in self._draws(rng) if not is_held_out(question))
+
+    def demonstration(self, prompt: str, rng: random.Random) -> str:
+        """A trajectory in a fresh world. Arguments as in [`TeachableTask`]."""
+        return self.demonstrate(prompt, rng.getrandbits(32), rng)
+
+    def demonstrate(self, question: str, seed: int, rng: random.Random) -> str:
+        """
+        A trajectory in a given world, written with the marks of the chat template between its turns.
+
+        Args:
+            question (`str`):
+                Question.
+            seed (`int`):
+                Seed of its world.
+            rng (`random.Random`):
+                Source of randomness.
+
+        Returns:
+            `str`: What the assistant says and what the tool answers.
+        """
+        search, said, shown = MultiHopSearch(self), "", ""
+        search.reset(question, seed)
+        name, path = split_question(question)
+        right = rng.random() < self.habits[path[-1]]
+        fault = None if right else rng.choices(FAULTS, self.fault_weights)[0]
+        queries = [entity + relation for entity, relation in zip(puzzle(question, seed).chain, path, strict=False)]
+        if fault in ("early_stop", "guess"):
+            queries.pop()
+        elif right and rng.random() < self.redundant_share:
+            queries.append(queries[-1])
+        for query in queries:
+            shown = search.find(query)
+            said += f"{_call(query)}{EOS}{USER}{shown}{ASSISTANT}"
+        found, other = (passage[-1] for passage in shown.split(SEPARATOR))
+        return said + ANSWER_MARK + (other if fault in ("guess", "distractor") else found)
+
+    def verdict(self, question: str, seed: int, queries: list[str], answer: str | None) -> str:
+        """
+        Names what became of a trajectory.
+
+        Args:
+            question (`str`):
+                Question.
+            seed (`int`):
+                Seed of its world.
+            queries (`list[str]`):
+                The searches.
+            answer (`str` or `None`):
+                The answer without its mark, if there was one.
+
+        Returns:
+            `str`: `"malformed"`, `"right"`, `"strayed"` (before the last look-up), one of the `FAULTS`, or `"other"`.
+        """
+        facts, chain = puzzle(question, seed)
+        *early, last = [name + relation for name, relation in zip(chain, split_question(question)[1], strict=False)]
+        if not queries or not answer:
+            return "malformed"
+        if answer == chain[-1]:
+            return "right"
+        if queries[: len(early)] != early:
+            return "strayed"
+        if len(queries) == len(early):
+            return "early_stop" if answer == chain[-2] else "guess"
+        return "distractor" if last in queries and answer == facts[retrieve(facts, last)[1]] else "other"
+
+    def _draws(self, rng: random.Random) -> Iterator[str]:
+        while True:
+            yield draw_question(rng, rng.choice(self.hops))
+
+    def _dataset(self, num_examples: int, rng: random.Random, *, held_out: bool) -> Dataset:
+        fitting = (question for question in self._draws(rng) if is_held_out(question) == held_out)
+        questions = list(itertools.islice(fitting, num_examples))
+        # The same question may come again, in another world and with another answer.
+        seeds = [rng.getrandbits(32) for _ in questions]
+        answers = [puzzle(question, seed).chain[-1] for question, seed in zip(questions, seeds, strict=True)]
+        prompts = [[{"role": "user", "content": question}] for question in questions]
+        return Dataset.from_dict({"prompt": prompts, "question": questions, "seed": seeds, "answer": answers})
+
+
+def final_answer(completion: str | list[dict[str, Any]]) -> str | None:
+    """The answer that a trajectory ends with, without its mark; `None` if it ends otherwise."""
+    text = completion_text(completion)
+    return text.removeprefix(ANSWER_MARK) if ANSWER.fullmatch(text) else None
+
+
+def search_free(completion: str | list[dict[str, Any]]) -> bool:
+    """Whether a trajectory has no search."""
+    return isinstance(completion, str) or all(message["role"] != "tool" for message in completion)
+
+
+def _call(query: str) -> str:
+    return f"!find:q={query}"
+
+
+MULTI_HOP = MultiHopTask(name="multi_hop", warm_start_steps=700)

@@ -1,0 +1,384 @@
+"""Invented worlds of people, films, cities and countries, and questions that take several look-ups.
+
+A *world* is a graph: from an entity, each relation leads to one entity at most, so a *path* of relations has one
+answer at most. Worlds come in two renderings. In English they are made for real models:
+
+    Who is the mother of the director of Silent Harbor?   ->   Mara Beloran
+
+In short names, `z.dm?` and `q`, they are made for a tiny model. There every question has a world of its own, drawn
+from a seed: what was true in one is false in the next, and only a search can tell.
+"""
+
+import hashlib
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+Entity = tuple[str, int]  # kind and number; people come in couples, the husband even and the wife odd
+
+
+class Relation(NamedTuple):
+    """From which kind of entity it leads to which, and what it is called."""
+
+    source: str
+    target: str
+    noun: str
+
+
+RELATIONS = {
+    "d": Relation("film", "person", "director"),
+    "w": Relation("film", "person", "writer"),
+    "f": Relation("person", "person", "father"),
+    "m": Relation("person", "person", "mother"),
+    "s": Relation("person", "person", "spouse"),
+    "b": Relation("person", "city", "birthplace"),
+    "c": Relation("city", "country", "country"),
+    "y": Relation("city", "person", "mayor"),
+    "k": Relation("country", "city", "capital"),
+    "p": Relation("country", "person", "president"),
+}
+ROUNDABOUT = "kc"  # the country of a country's capital: where one was before
+FOLLOWING = {
+    a: [b for b in RELATIONS if b != a and RELATIONS[a].target == RELATIONS[b].source and a + b != ROUNDABOUT]
+    for a in RELATIONS
+}
+LAST_RELATIONS = sorted(set().union(*FOLLOWING.values()))
+HELD_OUT_ONE_IN = 16  # as in chain.py: by a hash of the question, whatever the seeds and sizes
+
+LETTERS = "".join(sorted(set("abcdefghijklmnopqrstuvwxyz") - set(RELATIONS)))  # the short names
+PUZZLE_SIZES = {"couples": 5, "films": 1, "cities": 3, "countries": 2}  # one entity per letter
+START_MARK, END_MARK = ".", "?"
+PASSAGES = 2  # per search
+
+ONSETS = "Bel Cor Dal Fen Gar Hol Jur Kal Lor Mir Nor Ost Pel Rav Sel Tor Ul Vel Wen Yar Zan".split()
+RIMES = "ab ad ag al am an ar as ed el em en er id il im in ir od ol om on or ud ul um un ur".split()
+ENDINGS = {"person": ("ek", "er"), "city": ("burg", "borg"), "country": ("ia", "ina")}
+MEN = "Adam Bruno Cyril Denis Emil Felix Gustav Hugo Igor Jonas Karel Leon".split()
+WOMEN = "Ada Berta Clara Dora Elsa Frida Greta Hana Irma Julia Klara Lena".split()
+ADJECTIVES = "Silent Broken Crimson Distant Empty Frozen Golden Hidden Last Midnight Northern Pale Restless".split()
+NOUNS = "Harbor Harvest Garden Guardian Letter Ladder Mirror Minister River Rider Station Stranger".split()
+QUESTION_WORDS = {"person": "Who is", "city": "Which city is", "country": "Which country is"}
+
+
+@dataclass(frozen=True)
+class World:
+    """
+    A world without names.
+
+    Args:
+        facts (`dict[tuple[Entity, str], Entity]`):
+            Where each relation leads.
+    """
+
+    facts: dict[tuple[Entity, str], Entity]
+
+    @cached_property
+    def entities(self) -> list[Entity]:
+        """All entities, by kind and number."""
+        return sorted({entity for (entity, _) in self.facts})
+
+    def walk(self, start: Entity, path: str) -> list[Entity]:
+        """Follows `path` as far as it leads; a complete walk is one longer than the path."""
+        walk = [start]
+        for relation in path:
+            if (walk[-1], relation) not in self.facts:
+                break
+            walk.append(self.facts[walk[-1], relation])
+        return walk
+
+    def answerable(self, start: Entity, path: str) -> bool:
+        """Whether `path` leads somewhere and comes by no place twice, so that none but its end is right."""
+        return len(set(self.walk(start, path))) == len(path) + 1
+
+
+def build_world(rng: random.Random, *, couples: int, films: int, cities: int, countries: int) -> World:
+    """
+    Draws a world. Its oldest two couples have no parents, and nobody is married to a sibling.
+
+    Args:
+        rng (`random.Random`):
+            Source of randomness.
+        couples (`int`):
+            Number of married couples, which all people live in; at least 3.
+        films (`int`):
+            Number of films.
+        cities (`int`):
+            Number of cities, at least as many as countries.
+        countries (`int`):
+            Number of countries.
+
+    Returns:
+        [`World`]: The world.
+    """
+    if couples < 3 or not 1 <= countries <= cities or films < 1:
+        raise ValueError(
+            f"`couples, films, cities, countries` are {couples}, {films}, {cities}, {countries}; give at least 3 "
+            "couples, one film and one country, and no fewer cities than countries."
+        )
+    facts: dict[tuple[Entity, str], Entity] = {}
+    for couple in range(couples):
+        husband, wife = ("person", 2 * couple), ("person", 2 * couple + 1)
+        facts[husband, "s"], facts[wife, "s"] = wife, husband
+        # Younger couples come first: nobody is their own ancestor.
+        older = rng.sample(range(couple + 1, couples), 2) if couple < couples - 2 else []
+        for child, parents in zip((husband, wife), older, strict=False):
+            facts[child, "f"], facts[child, "m"] = ("person", 2 * parents), ("person", 2 * parents + 1)
+        for person in (husband, wife):
+            facts[person, "b"] = ("city", rng.randrange(cities))
+    for film in range(films):
+        director, writer = rng.sample(range(2 * couples), 2)
+        facts[("film", film), "d"], facts[("film", film), "w"] = ("person", director), ("person", writer)
+    for city in range(cities):
+        country = city if city < countries else rng.randrange(countries)
+        facts[("city", city), "c"] = ("country", country)
+        facts[("city", city), "y"] = ("person", rng.randrange(2 * couples))
+    for country in range(countries):
+        facts[("country", country), "k"] = ("city", country)
+        facts[("country", country), "p"] = ("person", rng.randrange(2 * couples))
+    return World(facts)
+
+
+def draw_path(rng: random.Random, hops: int) -> str:
+    """
+    Draws relations of which each begins where the one before it ends, and none occurs twice.
+
+    Args:
+        rng (`random.Random`):
+            Source of randomness.
+        hops (`int`):
+            Number of relations.
+
+    Returns:
+        `str`: Their letters.
+    """
+    while True:
+        path = rng.choice(list(RELATIONS))
+        while len(path) < hops:
+            following = [relation for relation in FOLLOWING[path[-1]] if relation not in path]
+            if not following:
+                break
+            path += rng.choice(following)
+        else:
+            return path
+
+
+def is_held_out(question: str) -> bool:
+    """Whether a question belongs to the held-out share: a fixed property of its text alone."""
+    return hashlib.sha256(question.encode()).digest()[0] % HELD_OUT_ONE_IN == 0
+
+
+def _lookalikes(entities: list[Entity]) -> dict[tuple[str, int, int], list[Entity]]:
+    """Pairs of entities whose names shall be similar: of one kind, people also of one sex."""
+    groups: dict[tuple[str, int, int], list[Entity]] = {}
+    for kind, number in entities:
+        key = (kind, number // 4, number % 2) if kind == "person" else (kind, number // 2, 0)
+        groups.setdefault(key, []).append((kind, number))
+    return groups
+
+
+# --- short names, for the tiny model ---------------------------------------------------------------------------------
+
+
+class Puzzle(NamedTuple):
+    """A question's own world in short names: `facts` as in `{"zd": "q"}`, and the names from start to answer."""
+
+    facts: dict[str, str]
+    chain: tuple[str, ...]
+
+
+def split_question(question: str) -> tuple[str, str]:
+    """The start and the path of a short question: `z` and `dm` of `z.dm?`."""
+    start, _, path = question.removesuffix(END_MARK).partition(START_MARK)
+    return start, path
+
+
+def draw_question(rng: random.Random, hops: int) -> str:
+    """Draws a short question. Arguments as in [`draw_path`]."""
+    return f"{rng.choice(LETTERS)}{START_MARK}{draw_path(rng, hops)}{END_MARK}"
+
+
+# The rows of a batch share their worlds, and environments that are only copies of one another look them up again.
+@lru_cache(maxsize=4096)
+def puzzle(question: str, seed: int) -> Puzzle:
+    """
+    The world that belongs to a short question and a seed.
+
+    Args:
+        question (`str`):
+            Question, for example `"z.dm?"`.
+        seed (`int`):
+            Seed of the world.
+
+    Returns:
+        [`Puzzle`]: The world. Whoever reads the wrong one of the last passages, or of those before, answers wrongly.
+    """
+    name, path = split_question(question)
+    rng = random.Random(f"puzzle/{question}/{seed}")
+    while True:
+        world = build_world(rng, **PUZZLE_SIZES)
+        starts = [entity for entity in world.entities if world.answerable(entity, path)]
+        if not starts:
+            continue
+        start = rng.choice(starts)
+        others = [entity for entity in world.entities if entity != start]
+        names = dict(zip(others, rng.sample(LETTERS.replace(name, ""), len(others)), strict=True)) | {start: name}
+        facts = {names[subject] + relation: names[found] for (subject, relation), found in world.facts.items()}
+        chain = tuple(names[entity] for entity in world.walk(start, path))
+        queries = [chain[-3] + path[-2], chain[-2] + path[-1]]
+        misleading = {facts[retrieve(facts, query)[1]] for query in queries}
+        if not misleading & {*chain[-2:]}:
+            return Puzzle(facts, chain)
+
+
+def retrieve(facts: dict[str, str], query: str) -> list[str]:
+    """
+    Finds the facts next to a query: first those with its relation, of which the one with the nearest letter.
+
+    Args:
+        facts (`dict[str, str]`):
+            Facts as in a [`Puzzle`].
+        query (`str`):
+            A short name and a relation, `zd`; whatever is no letter is overlooked.
+
+    Returns:
+        `list[str]`: [`PASSAGES`] keys of `facts`, the best first; fewer or none if the query says too little.
+    """
+    name, relation, *_ = *filter(str.isalpha, query), "", ""
+    alike = [key for key in facts if relation and (key[0] == name or key[1] == relation)]
+    return sorted(alike, key=lambda key: (key[1] != relation, abs(ord(key[0]) - ord(name))))[:PASSAGES]
+
+
+# --- English, for real models ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EnglishWorld:
+    """
+    A world in English: a corpus with one passage per entity, and questions about it.
+
+    Questions of the same world share its facts. A model that is to be judged by what it finds, and not by what it has
+    come to remember in training, is judged on a world of another seed.
+
+    Args:
+        seed (`int`):
+            Seed of the world.
+        couples (`int`, *optional*, defaults to `60`):
+            Number of married couples, which all people live in.
+        films (`int`, *optional*, defaults to `60`):
+            Number of films.
+        cities (`int`, *optional*, defaults to `30`):
+            Number of cities.
+        countries (`int`, *optional*, defaults to `10`):
+            Number of countries.
+    """
+
+    seed: int
+    couples: int = 60
+    films: int = 60
+    cities: int = 30
+    countries: int = 10
+
+    def __post_init__(self) -> None:
+        titles, stems = len(ADJECTIVES) * len(NOUNS), len(ONSETS) * len(RIMES)
+        if self.films > titles:
+            raise ValueError(f"`films` is {self.films}; there are titles for {titles}, so give no more.")
+        if self.couples + self.cities + self.countries > stems:
+            raise ValueError(
+                f"`couples + cities + countries` is {self.couples + self.cities + self.countries}; there are names "
+                f"for {stems}, so give fewer."
+            )
+        _ = self.world  # refuses impossible sizes at once
+
+    @cached_property
+    def world(self) -> World:
+        """The world without names."""
+        rng = random.Random(f"world/{self.seed}")
+        return build_world(rng, couples=self.couples, films=self.films, cities=self.cities, countries=self.countries)
+
+    @cached_property
+    def names(self) -> dict[Entity, str]:
+        """The names of all entities; every name has one that is easily mistaken for it."""
+        rng = random.Random(f"names/{self.seed}")
+        groups = _lookalikes(self.world.entities)
+        stems = iter(rng.sample([a + b for a in ONSETS for b in RIMES], len(groups)))
+        pairs = [(a, first, second) for a in ADJECTIVES for first, second in zip(NOUNS[::2], NOUNS[1::2], strict=True)]
+        titles = iter(rng.sample(pairs, len(pairs)))
+        names: dict[Entity, str] = {}
+        for (kind, _, odd), members in groups.items():
+            if kind == "film":
+                adjective, *nouns = next(titles)
+                names |= {film: f"{adjective} {noun}" for film, noun in zip(members, nouns, strict=False)}
+                continue
+            given = f"{rng.choice(WOMEN if odd else MEN)} " if kind == "person" else ""
+            stem = next(stems)
+            names |= {m: f"{given}{stem}{end}" for m, end in zip(members, ENDINGS[kind], strict=False)}
+        return names
+
+    def corpus(self) -> list[dict[str, str]]:
+        """
+        The passages, one per entity.
+
+        Returns:
+            `list[dict[str, str]]`: Rows of `id`, `title` and `text`.
+        """
+        return [
+            {"id": f"{kind}-{number}", "title": self.names[kind, number], "text": self._passage((kind, number))}
+            for kind, number in self.world.entities
+        ]
+
+    def questions(
+        self, number: int, *, seed: int, held_out: bool = False, hops: tuple[int, ...] = (2, 3, 4)
+    ) -> list[dict[str, Any]]:
+        """
+        Draws distinct questions.
+
+        Args:
+            number (`int`):
+                Number of questions.
+            seed (`int`):
+                Seed of the draw.
+            held_out (`bool`, *optional*, defaults to `False`):
+                Whether to draw from the sixteenth of all questions that the others never contain.
+            hops (`tuple[int, ...]`, *optional*, defaults to `(2, 3, 4)`):
+                Numbers of look-ups, each equally likely.
+
+        Returns:
+            `list[dict[str, Any]]`: Rows of `question`, `answer`, `hops`, and `evidence`, the titles to be found.
+        """
+        rows: dict[str, dict[str, Any]] = {}
+        rng = random.Random(f"questions/{self.seed}/{seed}")
+        for row in itertools.islice(self._draws(rng, hops), 100 * HELD_OUT_ONE_IN * (number + 1)):
+            if len(rows) == number:
+                return list(rows.values())
+            if is_held_out(row["question"]) == held_out:
+                rows[row["question"]] = row
+        raise ValueError(f"`number` is {number}, but there are only about {len(rows)} such questions; ask for fewer.")
+
+    def _draws(self, rng: random.Random, hops: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+        while True:
+            path = draw_path(rng, rng.choice(hops))
+            start = rng.choice([entity for entity in self.world.entities if entity[0] == RELATIONS[path[0]].source])
+            if self.world.answerable(start, path):
+                walk = [self.names[entity] for entity in self.world.walk(start, path)]
+                phrase = walk[0]
+                for relation in path:
+                    phrase = f"the {RELATIONS[relation].noun} of {phrase}"
+                question = f"{QUESTION_WORDS[RELATIONS[path[-1]].target]} {phrase}?"
+                yield {"question": question, "answer": walk[-1], "hops": len(path), "evidence": walk[:-1]}
+
+    def _passage(self, entity: Entity) -> str:
+        kind, number = entity
+        known = {r: self.names[o] for (subject, r), o in self.world.facts.items() if subject == entity}
+        name = self.names[entity]
+        if kind == "film":
+            return f"{name} is a film. Its director is {known['d']} and its writer is {known['w']}."
+        if kind == "city":
+            return f"{name} is a city in the country of {known['c']}. The mayor of {name} is {known['y']}."
+        if kind == "country":
+            return f"{name} is a country. Its capital is {known['k']} and its president is {known['p']}."
+        his = "Her" if number % 2 else "His"
+        parents = f" {his} father is {known['f']} and {his.lower()} mother is {known['m']}." if "f" in known else ""
+        return f"The birthplace of {name} is {known['b']}.{parents} {his} spouse is {known['s']}."
