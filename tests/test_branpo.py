@@ -1,8 +1,13 @@
 """BranPO: reductions to GRPO, what is sampled and from which state, what is trained, and its errors."""
 
+import asyncio
 import copy
+import json
 import re
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -124,9 +129,11 @@ def odd_steps(environments, **columns):
     return [float(environment.episode.steps % 2) for environment in environments]
 
 
-def make(cls, config, folder, *, factory=Lake, boards=BOARDS, **options):
+def make(cls, config, folder, *, factory=Lake, boards=BOARDS, kinds=None, **options):
     functions = options.pop("reward_funcs", [odd_steps])
     rows = {"prompt": [[{"role": "user", "content": board}] for board in boards], "board": boards}
+    if kinds is not None:
+        rows["environment"] = kinds
     defaults = dict(
         output_dir=str(folder),
         per_device_train_batch_size=8,
@@ -167,7 +174,14 @@ def one_batch(trainer):
 def kept_branches(trainer, monkeypatch):
     """One batch, with the branches that were sampled and those that were kept."""
     sampled, kept = [], {}
-    leave, score = trainer.leave, trainer._score_branches
+    score = trainer._score_branches
+
+    def leave(requests):
+        branches = BranPOTrainer.leave(trainer, requests)
+        for branch in branches:  # instances are used again, by later calls
+            branch.steps = branch.environment.episode.steps if branch.environment else 0
+        return branches
+
     monkeypatch.setattr(
         trainer, "leave", lambda requests: sampled.append((requests, leave(requests))) or sampled[-1][1]
     )
@@ -254,7 +268,7 @@ def test_branches_share_their_prefix_token_by_token_and_state_by_state(tmp_path,
         game.reset(trainer.main_examples[branch.row]["board"])
         shown = [game.move(move) for move in moves[: len(turns(branch.loss_mask)) - bool(branch.complete)]]
         told = [message["content"] for message in branch.messages if message["role"] == "tool"]
-        assert told == shown[: len(told)] and branch.environment.episode.steps == len(told)
+        assert told == shown[: len(told)] and branch.steps == len(told)
         text = tokenizer.decode(branch.completion_ids)
         assert all(answer in text for answer in told) and text.count("<u>") == len(told)
     for main, example in zip(trainer.environments, trainer.trajectories, strict=True):  # which nobody has touched
@@ -284,12 +298,51 @@ def test_a_replay_that_ends_elsewhere_stops_the_run(tmp_path, voice, monkeypatch
         trainer.train()
 
 
+class Waiting(Uncopyable):
+    """Its tool waits, and it can only be replayed."""
+
+    async def move(self, direction: str) -> str:
+        """
+        Moves.
+
+        Args:
+            direction: Where to.
+
+        Returns:
+            The board.
+        """
+        await asyncio.sleep(0)
+        return Lake.move(self, direction)
+
+
+def test_tools_that_wait_are_replayed(tmp_path, voice):
+    voice()
+    first = agent(tmp_path)
+    first.train()
+    voice()
+    second = agent(tmp_path, factory=Waiting)
+    second.train()
+    assert_same(parameters(second), parameters(first))
+
+
+def test_every_environment_keeps_its_state_in_its_own_way(tmp_path, voice, monkeypatch):
+    voice()
+    trainer = agent(tmp_path, factory={"own": OwnState, "plain": Lake, "waiting": Waiting}, kinds=["own", "waiting"])
+    assert trainer._state_ways == {"own": "snapshot", "plain": "copy", "waiting": "replay"}
+    _, sampled, _ = kept_branches(trainer, monkeypatch)
+    branches = [branch for _, found in sampled for branch in found]
+    names = {type(branch.environment).__name__ for branch in branches}
+    assert names == {"OwnState", "Waiting"}
+    for branch in branches:
+        assert branch.steps == sum(message["role"] == "tool" for message in branch.messages)
+
+
 def test_no_branch_plays_longer_than_a_trajectory_may(tmp_path, voice, monkeypatch):
     voice(stops=0.05)
     trainer = agent(tmp_path, max_tool_calling_iterations=3)
     _, sampled, kept = kept_branches(trainer, monkeypatch)
     branches = [branch for _, found in sampled for branch in found]
-    rounds = [branch.environment.episode.steps for branch in branches]
+    rounds = [branch.steps for branch in branches]
     assert max(rounds) == 3 and all(len(turns(b.loss_mask)) == r + 1 for b, r in zip(branches, rounds, strict=True))
     at_limit = [b for b in branches if b.messages[-1].get("tool_calls")]
     assert at_limit and not any(b.complete for b in at_limit) and all(b.complete for b in kept.values())
@@ -650,3 +703,73 @@ def test_bad_input_is_refused_at_construction(tmp_path, message, options):
 def test_several_turns_need_tools_or_an_environment(tmp_path):
     with pytest.raises(ValueError, match="`interaction_limits=\\[4\\]`.*neither `tools` nor an `environment_factory`"):
         make_trainer(BranPOTrainer, BranPOConfig, tmp_path, interaction_limits=[4])
+
+
+def test_a_model_that_says_anything_is_trained(tmp_path):
+    lengths = [lambda completion_ids, **columns: [float(len(ids) < 12) for ids in completion_ids]]
+    trainer = agent(tmp_path, max_completion_length=24, reward_funcs=lengths, beta=0.0)
+    before = parameters(trainer)
+    trainer.train()
+    assert differ(before, parameters(trainer))
+
+
+@pytest.mark.slow
+def test_a_tiny_search_agent_is_branched_near_its_tail(tmp_path):
+    from trl_explore.tasks.multihop import MULTI_HOP
+    from trl_explore.tasks.warm_start import warm_start
+
+    trainer = BranPOTrainer(
+        model=str(warm_start(MULTI_HOP, seed=0)),
+        reward_funcs=MULTI_HOP.reward,
+        args=BranPOConfig(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=32,
+            num_generations=4,
+            max_completion_length=MULTI_HOP.max_completion_length,
+            max_tool_calling_iterations=MULTI_HOP.max_searches,
+            max_steps=2,
+            learning_rate=1e-4,
+            beta=0.01,
+            logging_steps=1,
+            use_cpu=True,
+            bf16=False,
+            report_to=[],
+            disable_tqdm=True,
+        ),
+        train_dataset=MULTI_HOP.build_dataset(64, seed=0),
+        environment_factory=MULTI_HOP.environment_factory,
+    )
+    trainer.train()
+    for log in trainer.state.log_history[:2]:
+        # Its failures lie at the tail: going one or two responses back mends many of them.
+        assert log["branch/contrastive_fraction"] > 0.25 and 1 <= log["branch/depth"] < 2.5
+        assert log["tools/failure_frequency"] < 0.2 and log["branch/kl"] >= 0
+
+
+@pytest.mark.slow
+def test_the_example_runs_offline(tmp_path):
+    model, tokenizer = build_model(seed=0, hidden_size=16, num_layers=1), build_tokenizer(tools=True)
+    model.config.max_position_embeddings = 2048
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    script = Path(__file__).parents[1] / "examples" / "branpo_search_agent.py"
+    rows = [{"question": f"who is {name}", "answer": name} for name in "abcdefgh"]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "corpus.jsonl").write_text("".join(json.dumps({"text": row["question"]}) + "\n" for row in rows))
+    options = [
+        "--model_name_or_path",
+        "model",
+        "--use_cpu",
+        "--bf16",
+        "false",
+        "--max_steps",
+        "2",
+        "--report_to",
+        "none",
+    ]
+    options += ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2"]
+    options += ["--max_completion_length", "32", "--output_dir", "out"]
+    own = ["--dataset_name", "data.jsonl", "--corpus", "corpus.jsonl", "--index", "index"]
+    for more in (["--num_questions", "20"], own):
+        subprocess.run([sys.executable, str(script), *options, *more], check=True, cwd=tmp_path)
+    assert (tmp_path / "out" / "config.json").is_file() and (tmp_path / "index" / "index.json").is_file()

@@ -39,15 +39,6 @@ SIGNATURES = {
     "_save_optimizer_and_scheduler": ["output_dir"],
     "_load_optimizer_and_scheduler": ["checkpoint"],
     "_get_output_dir": ["trial"],
-    "_get_per_token_logps_and_entropies": [
-        "model",
-        "input_ids",
-        "attention_mask",
-        "logits_to_keep",
-        "batch_size",
-        "compute_entropy",
-        "multimodal_inputs",
-    ],
     "train": ["resume_from_checkpoint", "trial", "ignore_keys_for_eval"],
 }
 
@@ -176,6 +167,31 @@ def test_entropies_are_of_the_tempered_distribution(tmp_path):
         )
         logprobs = (trainer.model(ids).logits[:, 1:3] / 0.5).log_softmax(dim=-1)
     torch.testing.assert_close(entropies, -(logprobs.exp() * logprobs).sum(dim=-1), rtol=1e-4, atol=1e-5)
+
+
+def test_where_a_batch_has_its_environments_and_tools():
+    # `trainers/branching.py` puts those of its branches in their place.
+    source = inspect.getsource(GRPOTrainer._generate_and_score_completions)
+    for line in (
+        "if self.environment_factories is not None:",
+        "self._batch_environments = [",
+        "pool = self._environment_pool[name]",
+        "self._sync_tool_dicts.append(sync_tool_dict)",
+        "self._async_tool_dicts.append(async_tool_dict)",
+        'reset_kwargs = {k: v for k, v in x.items() if k != "environment"} if self._multi_environment else x',
+    ):
+        assert line in source
+    source = inspect.getsource(GRPOTrainer._tool_call_loop)
+    assert "sync_tool_dict = self._sync_tool_dicts[idx_with_tool]" in source
+    assert "async_tool_dict = self._async_tool_dicts[idx_with_tool]" in source
+    assert "iteration_num < self.max_tool_calling_iterations" in source and "self.async_loop" in source
+    assert 'reward_kwargs["environments"] = self.environments' in inspect.getsource(GRPOTrainer._calculate_rewards)
+
+
+def test_the_pass_over_completions_takes_their_width_fourth():
+    parameters = list(inspect.signature(vars_of_mro(GRPOTrainer, "_get_per_token_logps_and_entropies")).parameters)
+    names = ["model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy"]
+    assert parameters[:7] == ["self", *names]
 
 
 def test_old_log_probabilities_are_the_first_pass_after_the_rollout():

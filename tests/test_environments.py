@@ -8,6 +8,8 @@ import pytest
 from transformers.utils import get_json_schema
 
 from trl_explore.environments import environment_error, guarded
+from trl_explore.snapshots import has_own_snapshots
+from trl_explore.tool_watch import ToolWatch
 
 
 class Door:
@@ -142,6 +144,50 @@ def test_copies_keep_what_happened_and_fail_by_themselves():
     with pytest.raises(ValueError):
         twin.open("left")
     assert environment_error(environment) is None and environment_error(twin) is not None
+
+
+def test_ways_to_keep_a_state_are_no_tools():
+    class Saved(Door):
+        def snapshot(self):
+            return self.opened
+
+        def restore(self, state):
+            self.opened = state
+
+    environment = guarded(Saved)()
+    offered = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction) if name[0] != "_"]
+    assert "open" in offered and not {"snapshot", "restore"} & set(offered)
+    environment.reset()
+    environment.open("left", 3)
+    state = environment.snapshot()
+    environment.reset()
+    environment.restore(state)
+    assert environment.opened == 3 and has_own_snapshots(type(environment)) and has_own_snapshots(Saved)
+
+    class Photographer(Door):
+        def snapshot(self):  # alone it is a tool like any other
+            return "click"
+
+    offered = inspect.getmembers(type(guarded(Photographer)()), inspect.isfunction)
+    assert "snapshot" in dict(offered) and not has_own_snapshots(Photographer)
+
+
+def test_watched_tools_are_the_same_to_the_model_and_count():
+    watch = ToolWatch()
+    door = Door(breaks=("open", "knock"))
+    tool, waiting = watch.watched(door.open), watch.watched(door.knock)
+    assert get_json_schema(tool) == get_json_schema(door.open) and tool.__name__ == "open"
+    assert inspect.iscoroutinefunction(waiting)
+    with pytest.raises(TypeError):
+        tool(speed=1)
+    with pytest.raises(ValueError):
+        tool("left")
+    with pytest.raises(OSError, match="no hand"):
+        asyncio.run(waiting(times=1))
+    assert (watch.calls, watch.unanswered) == (2, 1) and str(watch.last_error) == "no hand"
+    watch.reset()
+    door.breaks = ()
+    assert tool("left") == "open by left" and (watch.calls, watch.unanswered) == (1, 0)
 
 
 def test_an_environment_that_cannot_be_guarded_is_refused():

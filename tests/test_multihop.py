@@ -228,6 +228,9 @@ def test_bad_knobs(changes, message):
 def test_bad_requests():
     with pytest.raises(ValueError, match="`number` is 20, .* ask for fewer"):
         EnglishWorld(0, couples=3, films=1, cities=1, countries=1).questions(20, seed=0, held_out=True)
+    with pytest.raises(ValueError, match="`hops` is 7; give"):
+        ENGLISH.questions(1, seed=0, hops=(7,))
+    assert ENGLISH.questions(1, seed=0, hops=(6,))[0]["hops"] == 6
     for sizes, message in [
         ({"films": 999}, "`films` is 999; .* give no more"),
         ({"couples": 999}, "`couples .* is 1039; .* give fewer"),

@@ -4,8 +4,8 @@
     python examples/benchmarks/branch_cost.py --prompts 16 --steps 12 --rounds 5
 
 GRPO rolls out 8 trajectories per prompt, BranPO 4 and their branches, on the multi-hop questions of the embedded task
-with its warm-started tiny model and a KL term. Rounds of the two alternate in one process, so that a machine that drifts
-slows both; figures are means over the steps of all rounds but the first step of each, ratios are per pair of rounds.
+with its warm-started tiny model and a KL term. Rounds of the two alternate in one process, so that a machine that
+drifts slows both; figures are means over the steps of all rounds but the first of each, ratios are per pair of rounds.
 """
 
 import argparse

@@ -3,10 +3,10 @@
     python examples/benchmarks/branch_sampling.py --seeds 0 1 2 --tokens 6e5
 
 A tiny model learns from demonstrations how to answer questions over several searches; they end badly in known places.
-As in the paper, GRPO rolls out 8 trajectories per prompt and BranPO 4 with branches. Controls: GRPO with BranPO's 4, no
-redundant step masking, a fixed schedule (one response back, whatever the difficulty). Prints the share of held-out
-questions answered right (sampled at temperature 1) at equal generated tokens, CPU seconds and optimiser steps, the mean
-over seeds with a 95 % t-interval, differences to GRPO paired by seed.
+As in the paper, GRPO rolls out 8 trajectories per prompt and BranPO 4 with branches. Controls: GRPO with BranPO's 4,
+no redundant step masking, a fixed schedule (one response back, whatever the difficulty). Prints the share of held-out
+questions answered right (sampled at temperature 1) at equal generated tokens, CPU seconds and optimiser steps, the
+mean over seeds with a 95 % t-interval, differences to GRPO paired by seed.
 """
 
 import argparse

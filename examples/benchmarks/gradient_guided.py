@@ -1,6 +1,6 @@
 """Do gradient-guided rewards help, and what do they do to the geometry of a group? G2RL beside plain GRPO.
 
-    python examples/benchmarks/gradient_guided.py --task chain --seeds 0 1 2 --tokens 1.5e6
+    python examples/benchmarks/gradient_guided.py --task chain --seeds 0 1 2 --tokens 6e5 --beta 0.02
 
 Every seed has its own warm start, from which all arms begin; they share the learning rate, the batch of prompts and
 the held-out problems. Prints accuracy at equal generated tokens, CPU seconds and optimiser steps (interpolated between

@@ -1,11 +1,7 @@
 """The retrieval server as a process of its own, over a real socket."""
 
 import json
-import os
 import signal
-import socket
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -16,30 +12,6 @@ from trl_explore.corpus import load_corpus
 from trl_explore.retrieval import BM25Retriever
 from trl_explore.retrieval_client import HTTPRetriever, RetrieverError
 
-ROWS = [
-    {"id": 1, "title": "Paris", "text": "Paris is the capital of France."},
-    {"id": 2, "contents": '"Berlin \\"capital\\""\nBerlin is the capital\nof Germany. é'},
-    {"id": 3, "title": None, "text": "Cats sleep on sofas."},
-]
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def wait_until_healthy(process, address, log, seconds=60):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        assert process.poll() is None, log.read_text()
-        try:
-            with urllib.request.urlopen(f"{address}/health", timeout=1) as answer:
-                return json.load(answer)
-        except OSError:
-            time.sleep(0.05)
-    raise AssertionError(f"no answer in {seconds} s: {log.read_text()}")
-
 
 def post(address, body):
     request = urllib.request.Request(
@@ -47,26 +19,6 @@ def post(address, body):
     )
     with urllib.request.urlopen(request, timeout=10) as answer:
         return json.load(answer)
-
-
-@pytest.fixture
-def served(tmp_path, monkeypatch):
-    """A process of the command with its address, the file of the corpus and the folder of the index."""
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    corpus, index, log = tmp_path / "corpus.jsonl", tmp_path / "index", tmp_path / "log"
-    corpus.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    port = free_port()
-    command = [sys.executable, "-m", "trl_explore.cli", "serve-retriever", "--corpus", str(corpus)]
-    command += ["--index", str(index), "--port", str(port), "--top_k", "2"]
-    with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=os.environ.copy())
-    address = f"http://127.0.0.1:{port}"
-    try:
-        assert wait_until_healthy(process, address, log) == {"status": "ok"}
-        yield process, address, corpus, index
-    finally:
-        process.kill()
-        process.wait(10)
 
 
 def test_served_passages_are_the_local_ones_until_the_server_dies(served):

@@ -6,6 +6,9 @@ countdown.py         reach a number by arithmetic; most problems have many solut
 sudoku.py            fill 4x4 boards
 frozen_lake.py       find a way around holes; a single answer, or an environment with a tool
 sokoban.py           push boxes onto goals; likewise
+lake_agent.py        FrozenLake move by move, for agents
+multihop.py          questions over several searches, for agents; demonstrations end badly
+multihop_world.py    ... and its worlds, for real models also in English
 grid_worlds.py       what these two share: positions, rules and environments
 grid_tasks.py        ... and problems, with demonstrators that overlook obstacles in known places
 sketched.py          what all but the chains share: SESA's prompt formats
@@ -23,17 +26,22 @@ from datasets import Dataset
 from trl_explore.tasks.chain import CHAIN, CHAIND, LATE1, LATE3, ChainTask
 from trl_explore.tasks.countdown import COUNTDOWN, CountdownTask
 from trl_explore.tasks.frozen_lake import FROZEN_LAKE, FrozenLakeEnvironment, FrozenLakeTask
+from trl_explore.tasks.multihop import MULTI_HOP, MultiHopTask
+from trl_explore.tasks.multihop_world import EnglishWorld
 from trl_explore.tasks.path_exploration import PATHS, PathTask, paper_places
 from trl_explore.tasks.sketched import SketchedTask
 from trl_explore.tasks.sokoban import SOKOBAN, SokobanEnvironment, SokobanTask
 from trl_explore.tasks.sudoku import SUDOKU, SudokuTask
 
 __all__ = [
+    "MULTI_HOP",
     "TASKS",
     "ChainTask",
     "CountdownTask",
+    "EnglishWorld",
     "FrozenLakeEnvironment",
     "FrozenLakeTask",
+    "MultiHopTask",
     "PathTask",
     "SketchedTask",
     "SokobanEnvironment",

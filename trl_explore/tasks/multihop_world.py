@@ -3,7 +3,7 @@
 A *world* is a graph: from an entity, each relation leads to one entity at most, so a *path* of relations has one
 answer at most. Worlds come in two renderings. In English they are made for real models:
 
-    Who is the mother of the director of Silent Harbor?   ->   Mara Beloran
+    Who is the father of the director of Northern Letter?   ->   Karel Selemer
 
 In short names, `z.dm?` and `q`, they are made for a tiny model. There every question has a world of its own, drawn
 from a seed: what was true in one is false in the next, and only a search can tell.
@@ -46,6 +46,7 @@ FOLLOWING = {
     for a in RELATIONS
 }
 LAST_RELATIONS = sorted(set().union(*FOLLOWING.values()))
+MAX_HOPS = 6  # longer paths without a repetition are rare, in small worlds they are missing
 HELD_OUT_ONE_IN = 16  # as in chain.py: by a hash of the question, whatever the seeds and sizes
 
 LETTERS = "".join(sorted(set("abcdefghijklmnopqrstuvwxyz") - set(RELATIONS)))  # the short names
@@ -149,11 +150,13 @@ def draw_path(rng: random.Random, hops: int) -> str:
         rng (`random.Random`):
             Source of randomness.
         hops (`int`):
-            Number of relations.
+            Number of relations, at most [`MAX_HOPS`].
 
     Returns:
         `str`: Their letters.
     """
+    if not 1 <= hops <= MAX_HOPS:
+        raise ValueError(f"`hops` is {hops}; give between 1 and {MAX_HOPS} look-ups.")
     while True:
         path = rng.choice(list(RELATIONS))
         while len(path) < hops:
