@@ -403,13 +403,14 @@ def test_prefixes_and_suffixes_get_their_own_advantages(tmp_path, voice, monkeyp
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo"])
-@pytest.mark.parametrize("steps", [1, 2])
-def test_branches_are_averaged_together_with_the_main_rows(tmp_path, voice, loss_type, steps):
+@pytest.mark.parametrize("steps, drop", [(1, False), (2, False), (2, True)])
+def test_branches_are_averaged_together_with_the_main_rows(tmp_path, voice, loss_type, steps, drop):
     """One step of plain gradient descent against the loss written out over all rows."""
     voice()
     trainer = agent(
         tmp_path,
         loss_type=loss_type,
+        drop_zero_advantage=drop,
         redundancy_tries=0,
         max_steps=1,
         learning_rate=0.1,
@@ -444,7 +445,7 @@ def test_branches_are_averaged_together_with_the_main_rows(tmp_path, voice, loss
         sums.append(((logp * advantages) * mask).sum(1)[real])
         tokens.append(mask.sum(1)[real])
     sums, tokens = torch.cat(sums), torch.cat(tokens)
-    assert len(sums) > 8
+    assert len(sums) > (4 if drop else 8)
     loss = {
         "dapo": -sums.sum() / tokens.sum(),
         "bnpo": -sums.sum() / tokens.sum(),

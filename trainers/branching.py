@@ -198,6 +198,7 @@ class BranchingTrainer(AgentTrainer):
         error: BaseException | None = watch.last_error
         if own and error is None:
             error = next((e for e in map(environment_error, self.environments) if e is not None), None)
+        last = "see the other processes" if error is None else f"{type(error).__name__}: {error.__cause__ or error}"
         for what, bad, all_of_them in (
             ("tool call", total["unanswered"], total["calls"]),
             ("environment", total["failed"], total["rows"]),
@@ -205,7 +206,7 @@ class BranchingTrainer(AgentTrainer):
             if all_of_them and bad == all_of_them:
                 raise RuntimeError(
                     f"every {what} of this generation batch raised ({int(bad)} of {int(bad)}), the last one "
-                    f"{type(error).__name__}: {(error and error.__cause__) or error}. {self._save_before_stopping()}"
+                    f"{last}. {self._save_before_stopping()}"
                 ) from error
 
     def _save_before_stopping(self) -> str:
