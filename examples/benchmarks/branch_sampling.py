@@ -10,6 +10,7 @@ mean over seeds with a 95 % t-interval, differences to GRPO paired by seed.
 """
 
 import argparse
+import dataclasses
 from functools import cache
 from pathlib import Path
 
@@ -41,6 +42,13 @@ def main():
     parser.add_argument("--arms", nargs="+", default=None, help="names of the arms to run; default: all")
     parser.add_argument("--beta", type=float, default=0.0, help="KL coefficient of all arms")
     parser.add_argument("--learning_rate", type=float, default=3e-4)
+    parser.add_argument(
+        "--right",
+        type=float,
+        nargs="+",
+        default=MULTI_HOP.right_probabilities,
+        help="probabilities of demonstrations to end well, dealt out over the relations that can come last",
+    )
     parser.add_argument("--prompts", type=int, default=8, help="prompts per step")
     parser.add_argument("--evaluate_every", type=int, default=20)
     parser.add_argument("--output", default="out/branch_sampling")
@@ -49,22 +57,23 @@ def main():
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     arms = [arm for arm in ARMS if args.arms is None or arm.name in args.arms]
-    start = cache(lambda seed: warm_start(MULTI_HOP, seed=seed))
+    task = dataclasses.replace(MULTI_HOP, right_probabilities=tuple(args.right))
+    start = cache(lambda seed: warm_start(task, seed=seed))
 
     def train(arm, seed):
         rows = args.prompts * arm.options.get("num_generations", 8)
         options = dict(learning_rate=args.learning_rate, beta=args.beta, per_device_train_batch_size=rows)
         return train_agent(
             arm,
-            MULTI_HOP,
+            task,
             start(seed),
             output_dir=f"{args.output}/{arm.name}-{seed}",
             seed=seed,
             budget=Budget(tokens=args.tokens),
             evaluate_every=args.evaluate_every,
-            reward_funcs=MULTI_HOP.reward,
+            reward_funcs=task.reward,
             num_eval=128,
-            options={**options, "max_tool_calling_iterations": MULTI_HOP.max_searches},
+            options={**options, "max_tool_calling_iterations": task.max_searches},
         )
 
     runs = train_missing(arms, args.seeds, Path(args.output) / "runs.json", train, shown=("agent/", "branch/", "cpu_"))
