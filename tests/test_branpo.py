@@ -11,17 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
-from world import assert_same, differ, make_trainer, parameters, trained
+from world import BOARDS, QUIET, assert_same, differ, make_agent, make_trainer, one_batch, parameters, trained
 
 from trl_explore.branches import branch_advantages, turns
 from trl_explore.tasks.frozen_lake import FrozenLakeEnvironment
 from trl_explore.tasks.tiny_model import build_model, build_tokenizer
 from trl_explore.trainers import BranPOConfig, BranPOTrainer
 
-BOARDS = ["S../.../..G", "S../..X/..G"]
 LETTERS = "ldru"
 OFF = dict(num_branches=0, num_branches_solved=0, redundancy_tries=0)
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
@@ -129,46 +127,14 @@ def odd_steps(environments, **columns):
     return [float(environment.episode.steps % 2) for environment in environments]
 
 
-def make(cls, config, folder, *, factory=Lake, boards=BOARDS, kinds=None, **options):
-    functions = options.pop("reward_funcs", [odd_steps])
-    rows = {"prompt": [[{"role": "user", "content": board}] for board in boards], "board": boards}
-    if kinds is not None:
-        rows["environment"] = kinds
-    defaults = dict(
-        output_dir=str(folder),
-        per_device_train_batch_size=8,
-        num_generations=4,
-        max_completion_length=200,
-        max_tool_calling_iterations=4,
-        max_steps=2,
-        learning_rate=1e-2,
-        logging_steps=1,
-        use_cpu=True,
-        bf16=False,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        seed=3,
-    )
-    return cls(
-        model=build_model(seed=0, hidden_size=16, num_layers=1),
-        args=config(**{**defaults, **options}),
-        train_dataset=Dataset.from_dict(rows),
-        eval_dataset=Dataset.from_dict(rows),
-        processing_class=build_tokenizer(tools=True),
-        reward_funcs=functions,
-        environment_factory=factory,
-    )
+def make(cls, config, folder, *, factory=Lake, **options):
+    sizes = dict(per_device_train_batch_size=8, num_generations=4, max_completion_length=200)
+    sizes |= dict(max_tool_calling_iterations=4, reward_funcs=[odd_steps])
+    return make_agent(cls, config, folder, environment_factory=factory, **{**sizes, **options})
 
 
 def agent(folder, **options):
     return make(BranPOTrainer, BranPOConfig, folder, **options)
-
-
-def one_batch(trainer):
-    trainer.model.train()
-    trainer.current_gradient_accumulation_steps = 1
-    return trainer._generate_and_score_completions(next(iter(trainer.get_train_dataloader())))
 
 
 def kept_branches(trainer, monkeypatch):
@@ -731,11 +697,7 @@ def test_a_tiny_search_agent_is_branched_near_its_tail(tmp_path):
             max_steps=2,
             learning_rate=1e-4,
             beta=0.01,
-            logging_steps=1,
-            use_cpu=True,
-            bf16=False,
-            report_to=[],
-            disable_tqdm=True,
+            **QUIET,
         ),
         train_dataset=MULTI_HOP.build_dataset(64, seed=0),
         environment_factory=MULTI_HOP.environment_factory,

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 from trl.chat_template_utils import parse_response
+from world import QUIET
 
 from trl_explore.tasks.lake_agent import LAKE_AGENT, LakeGame
 from trl_explore.tasks.tiny_model import CHARACTERS, MAX_LENGTH, build_tokenizer
@@ -96,12 +97,7 @@ def test_a_tiny_model_plays_and_proposes_other_moves(tmp_path):
             max_completion_length=LAKE_AGENT.max_completion_length,
             max_tool_calling_iterations=LAKE_AGENT.max_turns,
             max_steps=2,
-            logging_steps=1,
-            use_cpu=True,
-            bf16=False,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
+            **{**QUIET, "seed": 42},
             **LAKE_AGENT.sesa_options,
         ),
         train_dataset=LAKE_AGENT.build_dataset(64, seed=0),

@@ -6,15 +6,12 @@ from collections import Counter
 
 import pytest
 import torch
-from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
-from world import assert_same, parameters
+from world import BOARDS, assert_same, make_agent, one_batch, parameters
 
 from trl_explore.tasks.frozen_lake import FrozenLakeEnvironment
-from trl_explore.tasks.tiny_model import build_model, build_tokenizer
 from trl_explore.trainers import SESAConfig, SESATrainer
 
-BOARDS = ["S../.../..G", "S../..X/..G"]
 AGENT = dict(mode="agent", action_template="{problem}?{actions}", action_separator=";")
 LETTERS = "ldru"
 
@@ -94,46 +91,14 @@ def steps_reward(environments, **columns):
     return [float(environment.episode.steps) for environment in environments]
 
 
-def make(cls, config, folder, *, boards=BOARDS, factory=Lake, **options):
-    functions = options.pop("reward_funcs", [steps_reward])
-    rows = {"prompt": [[{"role": "user", "content": board}] for board in boards], "board": boards}
-    if options.pop("plain_prompts", False):
-        rows["prompt"] = boards
-    defaults = dict(
-        output_dir=str(folder),
-        per_device_train_batch_size=16,
-        num_generations=8,
-        max_completion_length=140,
-        max_tool_calling_iterations=3,
-        max_steps=2,
-        learning_rate=1e-2,
-        logging_steps=1,
-        use_cpu=True,
-        bf16=False,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        seed=3,
-    )
-    return cls(
-        model=build_model(seed=0, hidden_size=16, num_layers=1),
-        args=config(**{**defaults, **options}),
-        train_dataset=Dataset.from_dict(rows),
-        eval_dataset=Dataset.from_dict(rows),
-        processing_class=build_tokenizer(tools=True),
-        reward_funcs=functions,
-        environment_factory=factory,
-    )
+def make(cls, config, folder, *, factory=Lake, **options):
+    sizes = dict(per_device_train_batch_size=16, num_generations=8, max_completion_length=140)
+    sizes |= dict(max_tool_calling_iterations=3, reward_funcs=[steps_reward])
+    return make_agent(cls, config, folder, environment_factory=factory, **{**sizes, **options})
 
 
 def agent(folder, **options):
     return make(SESATrainer, SESAConfig, folder, **{**AGENT, **options})
-
-
-def one_batch(trainer):
-    trainer.model.train()
-    trainer.current_gradient_accumulation_steps = 1
-    return trainer._generate_and_score_completions(next(iter(trainer.get_train_dataloader())))
 
 
 def moves(trainer):

@@ -12,6 +12,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
+from trl_explore.tasks.tiny_model import build_model, build_tokenizer
+
 CHARACTERS = "0123456789+-=;. abcdefgh"
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'user' %}<u>{{ m['content'] }}"
@@ -121,6 +123,37 @@ def make_trainer(trainer_class=GRPOTrainer, config_class=GRPOConfig, output_dir=
     return trainer_class(
         model=AutoModelForCausalLM.from_pretrained(saved_model()) if model is None else model, args=args, **arguments
     )
+
+
+# What every trainer of a test is: on the CPU, silent, and without files but those that are asked for.
+QUIET = dict(logging_steps=1, use_cpu=True, bf16=False, report_to=[], save_strategy="no", disable_tqdm=True, seed=3)
+BOARDS = ["S../.../..G", "S../..X/..G"]  # what agents play on
+
+
+def make_agent(cls, config, folder, *, boards=BOARDS, plain_prompts=False, kinds=None, **options):
+    """A tiny agent; options that are no trainer arguments become configuration fields."""
+    prompts = boards if plain_prompts else [[{"role": "user", "content": board}] for board in boards]
+    rows = {"prompt": prompts, "board": boards} | ({"environment": kinds} if kinds else {})
+    names = inspect.signature(GRPOTrainer.__init__).parameters.keys() & options.keys()
+    arguments = {name: options.pop(name) for name in names}
+    defaults = dict(QUIET, output_dir=str(folder), max_steps=2, learning_rate=1e-2)
+    return cls(
+        **{
+            "model": build_model(seed=0, hidden_size=16, num_layers=1),
+            "train_dataset": Dataset.from_dict(rows),
+            "eval_dataset": Dataset.from_dict(rows),
+            "processing_class": build_tokenizer(tools=True),
+            **arguments,
+        },
+        args=config(**{**defaults, **options}),
+    )
+
+
+def one_batch(trainer):
+    """The scored rows of a first generation batch."""
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    return trainer._generate_and_score_completions(next(iter(trainer.get_train_dataloader())))
 
 
 def parameters(trainer):

@@ -10,12 +10,10 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from datasets import Dataset
 from test_branpo import LETTERS, Lake, odd_steps
 from trl import GRPOTrainer
-from world import parameters
+from world import make_agent, parameters
 
-from trl_explore.tasks.tiny_model import build_model, build_tokenizer
 from trl_explore.trainers import BranPOConfig, BranPOTrainer
 
 BOARDS = ["S../.../..G", "S../..X/..G", ".S./.../..G", ".S./..X/..G"]
@@ -42,32 +40,22 @@ class SteadyVoice:
 def play(folder, rows_per_process):
     voice = SteadyVoice()
     GRPOTrainer._generate_single_turn = lambda *args, **options: voice(*args, **options)
-    prompts = [[{"role": "user", "content": board}] for board in BOARDS]
-    trainer = BranPOTrainer(
-        model=build_model(seed=0, hidden_size=16, num_layers=1),
-        args=BranPOConfig(
-            output_dir=str(folder),
-            per_device_train_batch_size=rows_per_process,
-            num_generations=4,
-            max_completion_length=200,
-            max_tool_calling_iterations=4,
-            max_steps=3,
-            optim="sgd",
-            learning_rate=0.1,
-            lr_scheduler_type="constant",
-            max_grad_norm=0.0,
-            logging_steps=1,
-            use_cpu=True,
-            bf16=False,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-            seed=3,
-        ),
-        train_dataset=Dataset.from_dict({"prompt": prompts, "board": BOARDS}),
-        processing_class=build_tokenizer(tools=True),
-        reward_funcs=[odd_steps],
+    trainer = make_agent(
+        BranPOTrainer,
+        BranPOConfig,
+        folder,
+        boards=BOARDS,
         environment_factory=Lake,
+        reward_funcs=[odd_steps],
+        per_device_train_batch_size=rows_per_process,
+        num_generations=4,
+        max_completion_length=200,
+        max_tool_calling_iterations=4,
+        max_steps=3,
+        optim="sgd",
+        learning_rate=0.1,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
     )
     trainer.train()
     names = (

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from datasets import Dataset
 from trl import GRPOTrainer
+from world import make_agent
 
 from trl_explore.retrieval_client import CachedRetriever, HTTPRetriever, SearchTool
-from trl_explore.tasks.tiny_model import build_model, build_tokenizer
 from trl_explore.trainers import BranPOConfig, BranPOTrainer
 
 WORDS = ["paris", "germany", "cats", "sofas", "zebra"]
@@ -25,29 +24,20 @@ def searching(trainer, prompt_ids, *others, **options):
 
 def make(folder, address, **options):
     tool = SearchTool(CachedRetriever(HTTPRetriever(f"{address}/retrieve", timeout=5, retries=1, backoff=0.01)))
-    prompts = [[{"role": "user", "content": f"{i}?"}] for i in range(8)]
     config = dict(
-        output_dir=str(folder),
         per_device_train_batch_size=8,
         num_generations=4,
         max_completion_length=240,
         interaction_limits=[1, 2],
         interaction_limit_steps=[1],
         max_steps=4,
+        save_strategy="steps",
         save_steps=100,
-        logging_steps=1,
-        use_cpu=True,
-        bf16=False,
-        report_to=[],
-        disable_tqdm=True,
-    )
-    trainer = BranPOTrainer(
-        model=build_model(seed=0, hidden_size=16, num_layers=1),
-        args=BranPOConfig(**{**config, **options}),
-        train_dataset=Dataset.from_dict({"prompt": prompts}),
-        processing_class=build_tokenizer(tools=True),
         reward_funcs=[lambda completions, **columns: [float(len(said) == 3) for said in completions]],
-        tools=[tool.search],
+    )
+    boards = [f"{i}?" for i in range(8)]
+    trainer = make_agent(
+        BranPOTrainer, BranPOConfig, folder, boards=boards, tools=[tool.search], **{**config, **options}
     )
     return trainer, tool
 
