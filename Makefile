@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 TEST_PROCESSES ?= 2
+# What could be missing from a wheel: modules, package data, commands, extras.
+WHEEL_TESTS := test_package.py test_cli.py test_tree_view.py test_retrieval.py test_deep_grpo.py
 BIN := $(VENV)/bin
 export HF_HUB_DISABLE_TELEMETRY = 1
 
@@ -12,7 +14,7 @@ help:
 	@echo "make quickstart-fast  the same in under 2 minutes: a look, not a result"
 	@echo "make test             the default test suite"
 	@echo "make test-slow        the slow tests: real warm starts, two processes"
-	@echo "make test-wheel       build the wheel, install it in a clean environment, run the suite from elsewhere"
+	@echo "make test-wheel       build the wheel, install it in a clean environment, run part of the suite from elsewhere"
 	@echo "make lint types       ruff and mypy"
 
 # torch first: without its pin, pip would take another build for the packages that follow.
@@ -50,7 +52,7 @@ test-wheel: install
 	$(PYTHON) -m venv .venv-wheel
 	.venv-wheel/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	.venv-wheel/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "$$(ls dist/*.whl)[dev,plots]"
-	cd "$$(mktemp -d)" && HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(CURDIR)/.venv-wheel/bin/python -m pytest -q -n $(TEST_PROCESSES) -m "not slow" -p no:cacheprovider $(CURDIR)/tests
+	cd "$$(mktemp -d)" && HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(CURDIR)/.venv-wheel/bin/python -m pytest -q -n $(TEST_PROCESSES) -m "not slow" -p no:cacheprovider $(addprefix $(CURDIR)/tests/,$(WHEEL_TESTS))
 
 clean:
 	rm -rf .venv .venv-wheel build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
