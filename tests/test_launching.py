@@ -161,8 +161,8 @@ def test_a_wrong_flag_would_be_noticed(monkeypatch):
 STUBS = {
     "scontrol": "print(os.environ['SLURM_JOB_NODELIST'].replace(',', '\\n'))",
     # The script ends what it started in the background when training ends: let that be noted first.
-    "srun": "while 'accelerate launch' in str(sys.argv) and open(CALLS).read().count('srun') <= int(os.environ['WAIT']):"
-    " time.sleep(0.01)",
+    "srun": "noted = lambda: open(CALLS).read().count('srun')\n"
+    "while 'accelerate launch' in str(sys.argv) and noted() <= int(os.environ['WAIT']): time.sleep(0.01)",
 }
 
 
@@ -229,9 +229,8 @@ def test_the_training_command_has_only_flags_that_exist(tmp_path, config, monkey
 def test_several_serving_nodes_are_joined_by_ray(tmp_path):
     done, commands = submitted(tmp_path, 5, before=4, VLLM_NODES="2")
     assert done.returncode == 0, done.stderr
-    head, workers = (
-        next(c for c in find(commands, "start") if word in c[1]) for word in ("--head", "--address=n0:6379")
-    )
+    starts = find(commands, "start")
+    head, workers = (next(c for c in starts if word in c[1]) for word in ("--head", "--address=n0:6379"))
     assert head[0]["nodelist"] == "n0" and workers[0]["nodelist"] == "n1" and workers[0]["ntasks"] == "1"
     ((_, server),) = find(commands, "serve")
     assert server[-2:] == ["--distributed-executor-backend", "ray"]
