@@ -19,7 +19,7 @@ help:
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,plots]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,plots,quantization]"
 	@touch $@
 
 install: $(VENV)/.installed
@@ -49,7 +49,7 @@ test-wheel: install
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist .
 	$(PYTHON) -m venv .venv-wheel
 	.venv-wheel/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	.venv-wheel/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "$$(ls dist/*.whl)[dev,plots]"
+	.venv-wheel/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "$$(ls dist/*.whl)[dev,plots,quantization]"
 	cd "$$(mktemp -d)" && HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(CURDIR)/.venv-wheel/bin/python -m pytest -q -n $(TEST_PROCESSES) -m "not slow" -p no:cacheprovider $(CURDIR)/tests
 
 clean:
