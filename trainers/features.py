@@ -12,6 +12,7 @@ from peft import PeftModel
 from trl.trainer.utils import maybe_gather_lm_head_ctx, pad
 
 from trl_explore.gradients import lm_head_of, sequence_features
+from trl_explore.streams import kept_randomness
 
 from .base import ExplorationTrainer
 
@@ -93,7 +94,7 @@ class FeaturePass:
         mask = torch.cat([padded(ones[0], 0, "left"), padded(ones[1], 0, "right")], dim=1)
         width = max(map(len, rows.completion_ids))
         batch = trainer.args.per_device_train_batch_size
-        with torch.no_grad(), self.watching(rows, width), trainer.accelerator.autocast():
+        with torch.no_grad(), kept_randomness(device), self.watching(rows, width), trainer.accelerator.autocast():
             for part, part_mask in zip(ids.split(batch), mask.split(batch), strict=True):
                 trainer.model(input_ids=part, attention_mask=part_mask, use_cache=False, logits_to_keep=1)
         self.seconds = time.perf_counter() - start

@@ -9,6 +9,7 @@ import torch
 
 from trl_explore.generation import recorded
 from trl_explore.rollouts import Continuation, per_request
+from trl_explore.streams import kept_randomness
 
 from .streams import StreamTrainer
 
@@ -185,9 +186,7 @@ class SamplingTrainer(StreamTrainer):
     @contextmanager
     def _forked_randomness(self) -> Iterator[None]:
         seed = int(torch.randint(2**62, (1,), generator=self.exploration_generator))
-        device = self.accelerator.device
-        devices = [] if device.type == "cpu" else [device]
-        with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
+        with kept_randomness(self.accelerator.device):
             torch.manual_seed(seed)
             yield
 

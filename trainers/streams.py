@@ -12,7 +12,7 @@ from trl.trainer.utils import is_async_callable
 
 from trl_explore.advantages import combine_rewards, has_signal
 from trl_explore.rollouts import Rows
-from trl_explore.streams import RowDict, StreamTotals, loss_mask, split_stream, stream_scale
+from trl_explore.streams import RowDict, StreamTotals, kept_randomness, loss_mask, split_stream, stream_scale
 
 from .resume import ResumableTrainer
 
@@ -80,7 +80,8 @@ class StreamTrainer(ResumableTrainer):
             num_rewards=len(self.reward_funcs),
         )
         with self._stream_scope(name, num_generations=rows.group_size, rows=padded):
-            output = super()._generate_and_score_completions(padded.examples)
+            with kept_randomness(self.accelerator.device):
+                output = super()._generate_and_score_completions(padded.examples)
             totals = self._total_rewards()[self._process_rows(num_rows)]
         real = torch.arange(num_rows, device=totals.device) < len(rows)
         return ScoredRows(rows=output, real=real, rewards=totals[: len(rows)])

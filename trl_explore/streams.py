@@ -6,6 +6,8 @@ micro-batch it is given; the factors below turn that into the stream's own mean 
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +26,21 @@ LOSS_NORMALISERS = {
     "cispo": "items",
     "vespo": "items",
 }
+
+
+@contextmanager
+def kept_randomness(device: torch.device) -> Iterator[None]:
+    """
+    Leave the global random state as it was, whatever is drawn meanwhile: forward passes in training mode draw the
+    dropout of LoRA.
+
+    Args:
+        device (`torch.device`):
+            Device of the model, whose random state is kept beside that of the CPU.
+    """
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
+        yield
 
 
 @dataclass

@@ -1,0 +1,229 @@
+"""LoRA and quantised base models under every method: what is trained, saved and loaded again, and what stays."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from trl import GRPOConfig, GRPOTrainer
+from world import assert_same, make_model, make_tokenizer, make_trainer, parameters, trained
+
+from trl_explore.geometry_callback import GeometryCallback
+from trl_explore.tasks.tiny_model import VOCAB_SIZE, build_tokenizer
+from trl_explore.trainers import (
+    BranPOConfig,
+    BranPOTrainer,
+    DeepGRPOConfig,
+    DeepGRPOTrainer,
+    G2RLConfig,
+    G2RLTrainer,
+    SESAConfig,
+    SESATrainer,
+    TreeGRPOConfig,
+    TreeGRPOTrainer,
+)
+
+# Dropout as on the command line, or more: forward passes that draw it must not disturb each other.
+LORA = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.3, init_lora_weights=False)
+# bitsandbytes quantises in blocks of 64 values.
+WIDE = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, initializer_range=0.1)
+QUANTIZED = {
+    "nf4": lambda: BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="float32", bnb_4bit_use_double_quant=True
+    ),
+    "8 bit": lambda: BitsAndBytesConfig(load_in_8bit=True),
+}
+
+
+def parity(completion_ids, **columns):
+    return [float(sum(ids) % 2) for ids in completion_ids]
+
+
+def signed_parity(completion_ids, **columns):
+    return [2 * reward - 1 for reward in parity(completion_ids)]
+
+
+def look(word: str) -> str:
+    """
+    Looks a word up.
+
+    Args:
+        word: The word.
+
+    Returns:
+        What is known.
+    """
+    return f"{word} is known"
+
+
+# The weights are random, and yet this is an agent: it says `!` and a name now and then, which is a call.
+AGENT = dict(
+    tools=[look],
+    processing_class=build_tokenizer(tools=True),
+    train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": f"{i}+{i}"}] for i in range(9)]}),
+    max_completion_length=96,
+    max_tool_calling_iterations=3,
+)
+SKETCHES = dict(
+    max_sketch_length=4,
+    sketch_template="{problem}a",
+    next_sketch_template="{problem}b{sketches}",
+    sketch_separator=";",
+    solve_template="{sketch} {problem}",
+)
+NO_BRANCHES = dict(num_branches=0, num_branches_solved=0, redundancy_tries=0)
+# Trainer, configuration, options, a metric that shows the method at work, options under which it is GRPO.
+METHODS = {
+    "deep_grpo": (
+        DeepGRPOTrainer,
+        DeepGRPOConfig,
+        dict(num_branches=3, segmentation="fixed", segment_length=2),
+        "pivots/sampled_tokens",
+        dict(aux_loss_weight=0.0),
+    ),
+    "tree_grpo": (
+        TreeGRPOTrainer,
+        TreeGRPOConfig,
+        dict(expansion_width=3, node_length=2),
+        "tree/sampled_tokens",
+        dict(expansion_width=4, max_tree_depth=1, node_length=8, epsilon_high=None),
+    ),
+    "sesa": (SESATrainer, SESAConfig, SKETCHES, "sketch/tokens", dict(solve_template="{problem}")),
+    "g2rl": (
+        G2RLTrainer,
+        G2RLConfig,
+        {},
+        "geometry/mean_novelty",
+        dict(novelty_weight=0.0, reward_mapping="none"),
+    ),
+    "branpo": (BranPOTrainer, BranPOConfig, AGENT, "branch/sampled_tokens", NO_BRANCHES),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The base models: wide enough to be quantised; the agent's has the vocabulary of its tokenizer."""
+    base = tmp_path_factory.mktemp("base")
+    tokenizers = {"plain": (make_tokenizer(), {}), "agent": (AGENT["processing_class"], dict(vocab_size=VOCAB_SIZE))}
+    for name, (tokenizer, changes) in tokenizers.items():
+        make_model(**WIDE, max_position_embeddings=256, **changes).save_pretrained(base / name)
+        tokenizer.save_pretrained(base / name)
+    return {method: str(base / ("agent" if method == "branpo" else "plain")) for method in METHODS}
+
+
+def snapshot(model):
+    """Everything that a step could change, also where it is packed into bytes."""
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def train(name, folder, output_dir, **options):
+    """Two steps; the trainer and what its parameters were before."""
+    cls, config, own, metric, _ = METHODS[name]
+    fixed = dict(model=folder, peft_config=LORA, reward_funcs=parity, max_steps=2, **own)
+    trainer = make_trainer(cls, config, output_dir, **{**fixed, **options})
+    before = snapshot(trainer.model)
+    trainer.train()
+    log = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(log) == 2 and all(math.isfinite(entry["loss"]) for entry in log)
+    assert any(entry.get(metric, 0) > 0 for entry in log), sorted(log[0])
+    assert own is not AGENT or any(entry["tools/call_frequency"] > 0 for entry in log)
+    return trainer, before
+
+
+def check_that_only_adapters_moved(trainer, before):
+    after = snapshot(trainer.model)
+    moved = {key for key in after if not torch.equal(after[key], before[key])}
+    assert moved and all("lora_" in key for key in moved)
+    assert all(torch.isfinite(after[key]).all() for key in moved)
+    # Every kind of layer learns: a part of the model that is not trained would show here.
+    assert {re.search(r"(\w+_proj)\.lora_[AB]", key)[1] for key in moved} >= {"q_proj", "v_proj", "down_proj"}
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(input_ids=torch.tensor([[3, 5, 6, 7, 8, 9, 4]])).logits
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_lora_trains_the_adapter_only_and_is_loaded_again(tmp_path, folders, name):
+    trainer, before = train(name, folders[name], tmp_path)
+    check_that_only_adapters_moved(trainer, before)
+    trainer.save_model(tmp_path / "adapter")
+    assert (tmp_path / "adapter" / "adapter_config.json").is_file()
+    assert not list(Path(tmp_path).glob("adapter/model*.safetensors"))
+    base = AutoModelForCausalLM.from_pretrained(folders[name])
+    plain = logits(base)
+    again = logits(PeftModel.from_pretrained(base, tmp_path / "adapter"))
+    assert torch.equal(again, logits(trainer.model)) and not torch.allclose(again, plain, atol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", QUANTIZED)
+@pytest.mark.parametrize("name", METHODS)
+def test_a_quantised_model_trains_its_adapter(tmp_path, folders, name, bits):
+    pytest.importorskip("bitsandbytes")
+    trainer, before = train(name, folders[name], tmp_path, quantization_config=QUANTIZED[bits]())
+    packed = {p.dtype for key, p in before.items() if key.endswith("proj.base_layer.weight")}
+    assert packed == {torch.uint8 if bits == "nf4" else torch.int8}
+    assert before["base_model.model.model.embed_tokens.weight"].is_floating_point()  # the head of G2RL's features
+    check_that_only_adapters_moved(trainer, before)
+    trainer.save_model(tmp_path / "adapter")
+    base = AutoModelForCausalLM.from_pretrained(folders[name], quantization_config=QUANTIZED[bits]())
+    again = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    torch.testing.assert_close(logits(again), logits(trainer.model), rtol=0, atol=0.05)
+    for key, value in load_file(tmp_path / "adapter" / "adapter_model.safetensors").items():
+        learned = trainer.model.get_parameter(key.replace(".weight", ".default.weight"))
+        assert torch.equal(value, learned.cpu()), key
+
+
+# ------------------------------------------------------------------------------------------------------ reductions
+
+# The tests of each method have LoRA without dropout; passes that draw it are made where old log-probabilities are.
+PASSES = {
+    "two iterations": dict(num_iterations=2, max_steps=4),
+    "generation longer than accumulation": dict(gradient_accumulation_steps=2, steps_per_generation=4),
+}
+
+
+def neutral_pair(name, tmp_path, **options):
+    cls, config, own, _, off = METHODS[name]
+    own = {} if own is AGENT else own
+    rewards = dict(reward_funcs=parity)
+    if name == "tree_grpo":  # centres its +1 and -1, and does not divide
+        rewards = dict(reward_funcs=signed_parity, scale_rewards="none")
+    options = dict(peft_config=LORA, **rewards, **options)
+    expected, _ = trained(GRPOTrainer, GRPOConfig, tmp_path, **options)
+    got, _ = trained(cls, config, tmp_path, **{**own, **off}, **options)
+    return got, expected
+
+
+@pytest.mark.parametrize("options", PASSES.values(), ids=PASSES.keys())
+@pytest.mark.parametrize("name", METHODS)
+def test_with_dropout_a_neutral_method_is_grpo_bit_for_bit(tmp_path, name, options):
+    got, expected = neutral_pair(name, tmp_path, **options)
+    assert_same(got, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", QUANTIZED)
+@pytest.mark.parametrize("name", METHODS)
+def test_on_a_quantised_model_a_neutral_method_is_grpo_bit_for_bit(tmp_path, folders, name, bits):
+    pytest.importorskip("bitsandbytes")
+    # A quantised model is loaded by the trainer, for each run anew.
+    options = dict(model=folders["deep_grpo"], quantization_config=QUANTIZED[bits](), beta=0.1)
+    got, expected = neutral_pair(name, tmp_path, **options)
+    assert_same(got, expected)
+
+
+def test_with_dropout_the_geometry_callback_leaves_no_trace(tmp_path):
+    expected, _ = trained(GRPOTrainer, GRPOConfig, tmp_path, peft_config=LORA)
+    trainer = make_trainer(GRPOTrainer, GRPOConfig, tmp_path, peft_config=LORA)
+    trainer.add_callback(GeometryCallback(trainer))
+    trainer.train()
+    assert trainer.state.log_history[0]["geometry/mean_novelty"] > 0
+    assert_same(parameters(trainer), expected)
