@@ -86,35 +86,22 @@ class ServerClient(VLLMClient):
         self._num_updates += 1
         save_file(weights, path.with_suffix(".part"))
         path.with_suffix(".part").replace(path)
-        self._remove_answers()
         self._start_weight_update()
         self._post(
             f"{self.base_url}/update_weights", json={"update_info": {"path": str(path), "names": list(weights)}}
         )
         self._finish_weight_update()
-        answers = [answer.read_text() for answer in sorted(self.folder.glob("*.rank*"))]
-        if not answers or any(answer != "loaded" for answer in answers):
-            why = next((answer for answer in answers if answer != "loaded"), "it does not see the file")
-            raise RuntimeError(
-                f"the vLLM server at {self.base_url} did not load the weights in {path}: {why}. `output_dir` must be "
-                "in a file system that it shares with the trainer."
-            )
-
-    def _remove_answers(self) -> None:
-        for answer in self.folder.glob("*.rank*"):
-            answer.unlink()
 
     def remove_files(self) -> None:
         """Remove the weights that were sent."""
-        self._remove_answers()
         for number in range(2):
             (self.folder / f"weights_{number}.safetensors").unlink(missing_ok=True)
         with suppress(OSError):
             self.folder.rmdir()
 
-    def tokens_of(self, text: str) -> list[int]:
-        """How the server's tokenizer splits a text."""
-        return self._post(f"{self.base_url}/tokenize", json={"model": self.model, "prompt": text})["tokens"]
+    def text_of(self, token_ids: list[int]) -> str:
+        """What tokens mean to the server."""
+        return self._post(f"{self.base_url}/detokenize", json={"model": self.model, "tokens": token_ids})["prompt"]
 
 
 class ServedGeneration(VLLMGeneration):
@@ -164,10 +151,10 @@ class ServedGeneration(VLLMGeneration):
     def _check_tokenizer(self, url: str) -> None:
         tokenizer: Any = self.processing_class
         tokenizer = tokenizer.tokenizer if isinstance(tokenizer, ProcessorMixin) else tokenizer
-        some = range(0, len(tokenizer), max(len(tokenizer) // SAMPLED_TOKENS, 1))
-        text = tokenizer.decode(list(some), skip_special_tokens=True)
-        ours, theirs = tokenizer(text)["input_ids"], self.vllm_client.tokens_of(text)
-        check_vocabulary(ours, theirs, text=text, url=url, command=self.command())
+        special = set(tokenizer.all_special_ids)
+        step = max(len(tokenizer) // SAMPLED_TOKENS, 1)
+        some = [token for token in range(0, len(tokenizer), step) if token not in special]
+        check_vocabulary(tokenizer.decode(some), self.vllm_client.text_of(some), url=url, command=self.command())
 
     def _iter_named_params(self):
         if not is_peft_model(self.model):

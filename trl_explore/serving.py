@@ -123,17 +123,15 @@ def check_server(
         )
 
 
-def check_vocabulary(ours: list[int], theirs: list[int], *, text: str, url: str, command: str) -> None:
+def check_vocabulary(ours: str, theirs: str, *, url: str, command: str) -> None:
     """
-    Compare how both sides split a text.
+    Compare what the same tokens mean on both sides, spaces apart.
 
     Args:
-        ours (`list[int]`):
-            Tokens of the trainer's tokenizer.
-        theirs (`list[int]`):
-            Tokens of the server's.
-        text (`str`):
-            The text.
+        ours (`str`):
+            Text of some tokens by the trainer's tokenizer.
+        theirs (`str`):
+            Text of the same tokens by the server's.
         url (`str`):
             Address of the server, for the error message.
         command (`str`):
@@ -142,12 +140,13 @@ def check_vocabulary(ours: list[int], theirs: list[int], *, text: str, url: str,
     Raises:
         ValueError: If they differ.
     """
+    ours, theirs = "".join(ours.split()), "".join(theirs.split())
     if ours != theirs:
         place = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), 0)
         raise ValueError(
-            f"the vLLM server at {url} has another tokenizer: {text[:40]!r} is {ours[place : place + 5]} here and "
-            f"{theirs[place : place + 5]} there, from token {place} on. Restart it with `{command}`; with a tokenizer "
-            "of its own folder, add `--tokenizer FOLDER`."
+            f"the vLLM server at {url} has another tokenizer: what reads {ours[place : place + 20]!r} here reads "
+            f"{theirs[place : place + 20]!r} there. Restart it with `{command} --tokenizer FOLDER`, with the folder "
+            "or name of the tokenizer that is passed as `processing_class`."
         )
 
 

@@ -1,7 +1,6 @@
 """vLLM's side of weights that travel through files; only a vLLM server imports this."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -10,10 +9,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.logger import init_logger
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
-logger = init_logger(f"vllm.{__name__}")
 
 
 @dataclass
@@ -28,7 +24,7 @@ class FileUpdateInfo(WeightTransferUpdateInfo):
 
     Args:
         path (`str`):
-            A complete safetensors file that this process can read. What became of it is written beside it.
+            A complete safetensors file that this process can read.
         names (`list[str]`):
             Names of its tensors.
     """
@@ -41,8 +37,7 @@ class FileEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
     """
     Loads weights from safetensors files: for CPU servers, and for servers that share no GPU network with the trainer.
 
-    A file that cannot be used is refused before the model is touched: the server goes on with the weights it has. An
-    exception in a worker would end the server, so that the refusal is a file too, `<path>.rank<number>`.
+    A file that cannot be used is refused before the model is touched: the server goes on with the weights it has.
     """
 
     init_info_cls = FileInitInfo
@@ -58,22 +53,13 @@ class FileEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         """Done when the file was read."""
 
     def update_weights(self, update_info: dict) -> None:
-        self.receive_weights(FileUpdateInfo(str(update_info.get("path")), list(update_info.get("names") or [])))
+        self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
-        refusal = _refusal(update_info)
-        if refusal is None:
-            self._load(update_info)
-        else:
-            logger.error("weights of %s were refused: %s", update_info.path, refusal)
-        answer = Path(f"{update_info.path}.rank{self.parallel_config.rank}")
-        if answer.parent.is_dir():
-            answer.write_text(refusal or "loaded")
-
-    def _load(self, update_info: FileUpdateInfo) -> None:
         names = update_info.names
+        _check(update_info)
         with safe_open(update_info.path, framework="pt", device=str(self.device)) as file:
             initialize_layerwise_reload(self.model)
             self.model.load_weights((name, file.get_tensor(name)) for name in names)
@@ -89,10 +75,11 @@ class FileEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         """Nothing is held."""
 
 
-def _refusal(update_info: FileUpdateInfo) -> str | None:
+def _check(update_info: FileUpdateInfo) -> None:
     try:
         with safe_open(update_info.path, framework="pt") as file:
             different = sorted(set(update_info.names) ^ set(file.keys()))
     except (OSError, SafetensorError) as error:
-        return f"{type(error).__name__}: {error}"
-    return f"it does not hold what was announced: {different[:5]}" if different else None
+        raise ValueError(f"cannot read {update_info.path}: {error}") from error
+    if different:
+        raise ValueError(f"{update_info.path} does not hold what was announced: {different[:5]}")
