@@ -63,11 +63,15 @@ class ServerClient(VLLMClient):
     def _post(self, url, **kwargs):
         try:
             return super()._post(url, **kwargs)
-        except requests.RequestException as error:
+        except Exception as error:  # TRL raises no other for an answer that tells of a failure
+            what = (
+                f"was lost ({type(error).__name__})"
+                if isinstance(error, requests.RequestException)
+                else f"answered: {error}"
+            )
             raise ConnectionError(
-                f"the vLLM server at {self.base_url} was lost ({type(error).__name__}). Start it again with "
-                f"`{self.command}` and go on with `resume_from_checkpoint=True`; the checkpoints written so far are "
-                "whole."
+                f"the vLLM server at {self.base_url} {what}. If it has ended, start it again with `{self.command}` "
+                "and go on with `resume_from_checkpoint=True`; the checkpoints written so far are whole."
             ) from error
 
     def init_communicator(self, device=0):
