@@ -18,6 +18,7 @@ from transformers import AutoConfig, ProcessorMixin
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration, extract_logprobs
 from trl.trainer import grpo_trainer
+from urllib3.util.retry import Retry
 
 from trl_explore.serving import check_server, check_vocabulary, hold, serve_command, wait_until_healthy
 from trl_explore.streams import RowDict, loss_mask
@@ -26,6 +27,7 @@ from .resume import ResumableTrainer
 
 MAX_CONCURRENT_REQUESTS = 64
 WEIGHTS_FOLDER = "_vllm_weights"  # the underscore keeps it out of what is pushed to the Hub
+AT_ONCE = Retry(total=2, backoff_factor=0, allowed_methods=None)
 SAMPLED_TOKENS = 64  # of the vocabulary, to compare two tokenizers
 MASKED_FRACTION = 0.1  # of the rows of a batch; above it the user is told
 
@@ -50,7 +52,7 @@ class ServerClient(VLLMClient):
     TRL's client, which sends weights through files if asked to, and stops the run where a server is lost.
 
     TRL's repeats a request for a minute. A server that was restarted meanwhile would answer from the weights that it
-    finds on its disk, unnoticed.
+    finds on its disk, unnoticed; here only what a closed idle connection breaks is repeated, at once.
     """
 
     def __init__(self, base_url: str, *, command: str, weight_sync: str, folder: Path, **kwargs):
@@ -58,7 +60,7 @@ class ServerClient(VLLMClient):
         self._num_updates = 0
         super().__init__(base_url=base_url, **kwargs)
         for scheme in ("http://", "https://"):
-            self.session.mount(scheme, HTTPAdapter(pool_maxsize=MAX_CONCURRENT_REQUESTS))
+            self.session.mount(scheme, HTTPAdapter(max_retries=AT_ONCE, pool_maxsize=MAX_CONCURRENT_REQUESTS))
 
     def _post(self, url, **kwargs):
         try:
@@ -121,6 +123,7 @@ class ServedGeneration(VLLMGeneration):
 
     def __init__(self, *args, weight_sync: str = "auto", folder: Path = Path(WEIGHTS_FOLDER), **kwargs):
         self.weight_sync, self.folder = weight_sync, folder
+        self.budgets: dict[tuple[int, ...], int] = {}
         super().__init__(*args, **kwargs)
 
     def _init_vllm(self):
@@ -185,7 +188,9 @@ class ServedGeneration(VLLMGeneration):
         if images is not None or self.mode == "colocate":
             return super().generate(prompts, images, num_generations, profiler)
         runs = [list(run) for _, run in groupby(prompts)]
-        answers = self.complete([Request(run[0], len(run), self.max_completion_length) for run in runs])
+        answers = self.complete(
+            [Request(run[0], len(run), self.budgets.get(tuple(run[0]), self.max_completion_length)) for run in runs]
+        )
         flat = [answer for of_run in answers for answer in of_run]
         return prompts, [a.token_ids for a in flat], [[[p] for p in a.logprobs] for a in flat], None
 
@@ -330,6 +335,26 @@ class ServingTrainer(ResumableTrainer):
             self.vllm_generation.sync_weights()
             self._last_loaded_step = self.state.global_step
         return self.vllm_generation.complete(asked)
+
+    @contextmanager
+    def budgeted(self, prefixes: list[list[int]], budgets: list[int]) -> Iterator[None]:
+        """
+        Let TRL's own sampling ask vLLM for no more than there is room for: later turns are no whole completions.
+
+        Args:
+            prefixes (`list[list[int]]`):
+                What may be continued.
+            budgets (`list[int]`):
+                New tokens that each may have.
+        """
+        if not self.use_vllm:
+            yield
+            return
+        self.vllm_generation.budgets = dict(zip(map(tuple, prefixes), budgets, strict=True))
+        try:
+            yield
+        finally:
+            self.vllm_generation.budgets = {}
 
     def unscored(self, completion_ids: list[list[int]]) -> list[list[float | None]] | None:
         """

@@ -161,9 +161,7 @@ def hold(url: str) -> None:
     Raises:
         RuntimeError: If another process on this machine has it.
     """
-    folder = Path(tempfile.gettempdir()) / f"trl-explore-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    path = folder / f"{hashlib.sha256(url.encode()).hexdigest()[:16]}.lock"
+    path = _lock_path(url)
     if path in _held:
         return
     file = path.open("a+")
@@ -182,3 +180,20 @@ def hold(url: str) -> None:
     file.write(str(os.getpid()))
     file.flush()
     _held[path] = file
+
+
+def release(url: str) -> None:
+    """
+    Let go of a server that this process holds.
+
+    Args:
+        url (`str`):
+            Address of the server.
+    """
+    _held.pop(_lock_path(url)).close()
+
+
+def _lock_path(url: str) -> Path:
+    folder = Path(tempfile.gettempdir()) / f"trl-explore-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder / f"{hashlib.sha256(url.encode()).hexdigest()[:16]}.lock"
