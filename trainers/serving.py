@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, ProcessorMixin
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration, extract_logprobs
+from trl.import_utils import is_vllm_available
 from trl.trainer import grpo_trainer
 from urllib3.util.retry import Retry
 
@@ -131,6 +132,10 @@ class ServedGeneration(VLLMGeneration):
             super()._init_vllm()
             self.max_served_length = self.llm.llm_engine.model_config.max_model_len
             return
+        if not is_vllm_available():
+            raise ImportError(
+                "`use_vllm=True` needs vLLM, for a server's client too: `pip install trl-explore[vllm]`."
+            )
         accelerator = self.accelerator
         on_gpu = accelerator.device.type == "cuda"
         backend = ("nccl" if on_gpu else "file") if self.weight_sync == "auto" else self.weight_sync
@@ -211,7 +216,7 @@ class ServedGeneration(VLLMGeneration):
         return self._complete_here(asked) if self.mode == "colocate" else self._complete_there(asked)
 
     def _check_lengths(self, asked: list[Request]) -> None:
-        longest = max(len(request.prefix) + request.max_new_tokens for request in asked)
+        longest = max((len(request.prefix) + request.max_new_tokens for request in asked), default=0)
         if self.max_served_length is not None and longest > self.max_served_length:
             remedy = (
                 f"Restart the server with `{self.command(max_model_len=longest)}`"
