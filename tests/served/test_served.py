@@ -72,11 +72,10 @@ def make(kind, server, folder, *, model=None, port=None, **options):
         disable_tqdm=True,
         seed=3,
         use_vllm=True,
-        vllm_mode="server",
         vllm_server_host="127.0.0.1",
         vllm_server_port=port or server.port,
         vllm_server_timeout=2,
-        **{"save_strategy": "no", "max_steps": 3, **settings, **knobs, **options},
+        **{"vllm_mode": "server", "save_strategy": "no", "max_steps": 3, **settings, **knobs, **options},
     )
     served = server.served
     return trainer_class(
@@ -219,6 +218,20 @@ def test_two_processes_with_unequal_requests(server, models, tmp_path):
     assert ranks["rank0"]["requests"] != ranks["rank1"]["requests"]
     for rank in ranks.values():
         assert rank["processes"] == 2 and rank["largest"] < 1e-4 and max(rank["differences"]) < 1e-5
+
+
+def test_vllm_in_the_same_process(models, tmp_path):
+    folder = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder.parent), str(folder)])}
+    # TRL's colocated vLLM chooses the type itself, bfloat16, and on CPUs it does not renew a tied head.
+    environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(folder / "colocated.py"), str(tmp_path), str(models["untied"])]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads((tmp_path / "found.json").read_text())
+    print("colocated:", {what: [f"{value:.1e}" for value in values] for what, values in found.items()})
+    assert len(found["updated"]) >= 4 and max(found["updated"]) < 3e-2 < max(found["stale"])
 
 
 def test_a_run_whose_server_dies_stops_with_its_checkpoints_and_goes_on(server, models, tmp_path):
