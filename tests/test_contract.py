@@ -11,6 +11,8 @@ import torch
 import transformers
 import trl
 from trl import GRPOConfig, GRPOTrainer
+from trl.generation.vllm_client import VLLMClient
+from trl.generation.vllm_generation import VLLMGeneration
 from world import make_trainer
 
 from trl_explore.compat import check_trl_version
@@ -239,3 +241,52 @@ def test_trainer_writes_its_state_last():
     source = inspect.getsource(transformers.Trainer._save_checkpoint)
     order = [source.index(part) for part in ("_save_optimizer_and_scheduler", "_save_rng_state", "save_to_json")]
     assert order == sorted(order)
+
+
+def test_the_vllm_backend_is_made_under_a_name_that_can_be_replaced():
+    # `trainers/serving.py` puts its own in the place of TRL's, and overrides these.
+    source = inspect.getsource(GRPOTrainer.__init__)
+    assert "self.vllm_generation = VLLMGeneration(" in source and "self._last_loaded_step = -1" in source
+    signatures = {
+        "_init_vllm": [],
+        "_iter_named_params": [],
+        "sync_weights": [],
+        "generate": ["prompts", "images", "num_generations", "profiler"],
+    }
+    for name, parameters in signatures.items():
+        assert list(inspect.signature(vars(VLLMGeneration)[name]).parameters) == ["self", *parameters]
+    source = inspect.getsource(VLLMGeneration)
+    for line in (
+        "self.vllm_client.update_named_params(self._weight_metadata, self._iter_named_params())",
+        "self.vllm_client.reset_prefix_cache()",
+        "self._llm_weights_sleeping = True",
+        "model.merge_adapter()",
+    ):
+        assert line in source
+    source = inspect.getsource(GRPOTrainer._generate_single_turn)
+    assert "if self.state.global_step != self._last_loaded_step:" in source and "images=images" in source
+
+
+def test_the_vllm_client_posts_and_sends_weights_as_ours_expects():
+    signatures = {
+        "_post": ["url", "kwargs"],
+        "init_communicator": ["device"],
+        "update_named_params": ["metadata", "named_params"],
+        "_start_weight_update": [],
+        "_finish_weight_update": [],
+        "get_server_info": [],
+    }
+    for name, parameters in signatures.items():
+        assert list(inspect.signature(vars(VLLMClient)[name]).parameters) == ["self", *parameters]
+    names = list(inspect.signature(VLLMClient.generate).parameters)
+    assert {"prompts", "n", "max_tokens", "logprobs", "generation_kwargs", "structured_outputs_regex"} <= set(names)
+    assert "self.session.mount(" in inspect.getsource(VLLMClient.__init__)
+
+
+def test_tokens_without_sampling_probability_are_not_corrected():
+    # Rows that vLLM did not sample as they are trained hand in `None` for each token.
+    source = inspect.getsource(GRPOTrainer._generate_and_score_completions)
+    assert 'torch.tensor([float("nan") if x is None else x for x in logps])' in source
+    assert "per_token_logps_diff = torch.nan_to_num(per_token_logps_diff, nan=0.0)" in source
+    assert "delta = delta[mask & ~torch.isnan(delta)]" in source
+    assert "kl_div = torch.nan_to_num(kl_div, nan=0.0)" in inspect.getsource(GRPOTrainer.get_off_policy_mask)

@@ -354,8 +354,3 @@ def test_bad_values_are_refused_by_the_config(tmp_path, options, words):
 def test_an_unknown_field_names_the_nearest_one(tmp_path):
     with pytest.raises(TypeError, match="unknown field 'num_branch'; did you mean 'num_branches'"):
         DeepGRPOConfig(str(tmp_path), num_branch=4)
-
-
-def test_vllm_is_refused_with_the_supported_backends(tmp_path):
-    with pytest.raises(NotImplementedError, match="use_transformers_continuous_batching"):
-        make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, use_vllm=True)

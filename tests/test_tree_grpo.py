@@ -518,8 +518,6 @@ def test_groups_that_span_processes_are_refused(tmp_path):
 def test_what_does_not_go_together_is_refused(tmp_path):
     with pytest.raises(ValueError, match="`rollout_func` cannot be combined with TreeGRPOTrainer"):
         tree_trainer(tmp_path, rollout_func=lambda prompts, trainer: {})
-    with pytest.raises(NotImplementedError, match="TreeGRPOTrainer does not sample with vLLM"):
-        tree_trainer(tmp_path, use_vllm=True)
 
 
 def test_a_failing_reward_function_is_the_users_own_error(tmp_path, caplog):

@@ -115,7 +115,9 @@ class AgentTrainer(ExplorationTrainer):
             budgets=[max(1, self.max_completion_length - used[place]) for place in alive],
             last_messages=[_trailing_tool_messages(loop.prompts[rows[place]]) for place in alive],
         )
-        spoken, spoken_logprobs = super()._generate_single_turn([prompt_ids[place] for place in alive], *arguments)
+        contexts = [prompt_ids[place] for place in alive]
+        with self.budgeted(contexts, self.turn.budgets):
+            spoken, spoken_logprobs = super()._generate_single_turn(contexts, *arguments)
         for i, place in enumerate(alive):
             completion_ids[place] = spoken[i]
             if spoken_logprobs is not None:

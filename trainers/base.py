@@ -1,7 +1,7 @@
 """The seams between exploration methods and TRL's `GRPOTrainer`.
 
-This file, `agents.py`, `branching.py`, `features.py`, `sampling.py`, `streams.py` and `resume.py` are the only ones
-that name a TRL private; `tests/test_contract.py` pins each.
+This file, `agents.py`, `branching.py`, `features.py`, `sampling.py`, `serving.py`, `streams.py` and `resume.py` are
+the only ones that name a TRL private; `tests/test_contract.py` pins each.
 
 A method answers up to four questions (how is a group sampled, what is a completion worth, which tokens get the credit,
 which further rows are trained); the answers given here are plain GRPO's.
@@ -26,7 +26,7 @@ from trl_explore.streams import (
 )
 
 from .config import ExplorationConfig, upgrade_config
-from .sampling import SamplingTrainer, vllm_message
+from .sampling import SamplingTrainer
 from .streams import ScoredRows
 
 Chooser = Callable[[list[list[int]]], Rollout]
@@ -135,7 +135,7 @@ class ExplorationTrainer(SamplingTrainer):
                 f"{name} does not support `{field}` (multi-turn rollouts): remove it, or use GRPOTrainer."
             )
         if args.use_vllm and self.samples_extra_rows:
-            raise NotImplementedError(vllm_message(name))
+            self._check_vllm(args, name)
         rows = args.per_device_train_batch_size * args.steps_per_generation
         if self.needs_whole_groups and rows % args.num_generations:
             raise ValueError(
@@ -151,6 +151,19 @@ class ExplorationTrainer(SamplingTrainer):
                     f"`train_dataset` has no `prompt` column, only {columns}: rename the column that holds the "
                     "prompts with `dataset.rename_column(..., 'prompt')`."
                 )
+
+    def _check_vllm(self, args, name: str) -> None:
+        if args.vllm_mode == "colocate" and args.vllm_tensor_parallel_size > 1:
+            raise NotImplementedError(
+                f"{name} samples at its own pace on every process, but `vllm_tensor_parallel_size="
+                f"{args.vllm_tensor_parallel_size}` in `vllm_mode='colocate'` makes them one: set it to 1, or use "
+                "`vllm_mode='server'`, whose `vllm serve --tensor-parallel-size` may be any."
+            )
+        if args.vllm_structured_outputs_regex is not None:
+            raise ValueError(
+                f"`vllm_structured_outputs_regex` describes whole completions, but {name} also samples from inside "
+                "them: leave it out, or use GRPOTrainer."
+            )
 
     # ------------------------------------------------------------------ the four hooks, and what a method may define
 
@@ -256,7 +269,8 @@ class ExplorationTrainer(SamplingTrainer):
 
         rollout = self.rollout(prompt_ids, plain) if self._is_training else plain(prompt_ids)
         self._rollout = rollout if self._is_training else None
-        return rollout.completion_ids, rollout.logprobs
+        logprobs = rollout.logprobs
+        return rollout.completion_ids, self.unscored(rollout.completion_ids) if logprobs is None else logprobs
 
     def _generate(self, prompts):
         result = super()._generate(prompts)
@@ -272,6 +286,7 @@ class ExplorationTrainer(SamplingTrainer):
         self._main_totals = None
         output = super()._generate_and_score_completions(inputs)
         self._log_raw_rewards()
+        self.watch_correction(output)
         output["advantages"] = self.assign_advantages(output)
         if self.drop_zero_advantage:
             keep = has_signal(output["advantages"])

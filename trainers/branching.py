@@ -12,7 +12,7 @@ from typing import Any
 
 from trl_explore.branches import turns
 from trl_explore.environments import environment_error
-from trl_explore.rollouts import Rollout
+from trl_explore.rollouts import Continuation, Rollout
 from trl_explore.snapshots import check_replay, choose_state, take
 from trl_explore.tool_watch import ToolWatch
 
@@ -93,6 +93,8 @@ class Branch:
             Whether it ended with a last word: not cut off, not at the limit of interactions, not by an exception.
         num_sampled (`int`):
             Tokens that the policy sampled for it.
+        logprobs (`list[float]`, *optional*):
+            Log-probabilities under the sampler, 0 in the prefix, `[T]`; `None` where the backend reports none.
         rewards (`list[float]`):
             Its rewards `[F]`, once it was judged.
     """
@@ -106,6 +108,7 @@ class Branch:
     environment: Any
     complete: bool
     num_sampled: int
+    logprobs: list[float | None] | None = None
     rewards: list[float] = field(default_factory=list)
 
 
@@ -147,7 +150,8 @@ class BranchingTrainer(AgentTrainer):
         assert self.turn is not None
         # Other processes are at other turns: their tool loops are theirs.
         sampled = self.sample(prompt_ids, 1, self.turn.budgets, collective=False)
-        return Rollout([continuation.token_ids for (continuation,) in sampled])
+        logprobs = [continuation.logprobs or [] for (continuation,) in sampled] if self.use_vllm else None
+        return Rollout([continuation.token_ids for (continuation,) in sampled], logprobs)
 
     def _keep_states(self, turn: Turn) -> None:
         environments: list[Any] = self.environments or []
@@ -243,7 +247,7 @@ class BranchingTrainer(AgentTrainer):
         self._num_used = {}
         first = self.sample(prefixes, counts, budgets)
         branches = [
-            self._begin(row, turn, start, continuation.token_ids)
+            self._begin(row, turn, start, continuation)
             for (row, turn, _), start, continuations in zip(requests, starts, first, strict=True)
             for continuation in continuations
         ]
@@ -271,8 +275,8 @@ class BranchingTrainer(AgentTrainer):
         for branch, values in zip(branches, rewards, strict=True):
             branch.rewards = values
 
-    def _begin(self, row: int, turn: int, start: int, token_ids: list[int]) -> Branch:
-        trajectory = self.trajectories[row]
+    def _begin(self, row: int, turn: int, start: int, continuation: Continuation) -> Branch:
+        trajectory, token_ids = self.trajectories[row], continuation.token_ids
         messages = None
         if trajectory.messages is not None:
             context = trajectory.prompt_ids + trajectory.completion_ids[:start]
@@ -287,6 +291,7 @@ class BranchingTrainer(AgentTrainer):
             environment=self._environment_at(row, turn) if self.environments else None,
             complete=False,
             num_sampled=len(token_ids),
+            logprobs=None if continuation.logprobs is None else [*[0.0] * start, *continuation.logprobs],
         )
 
     def _use_tools(self, branches: list[Branch]) -> None:
@@ -297,12 +302,12 @@ class BranchingTrainer(AgentTrainer):
             prompts.append(copy.deepcopy(self.trajectories[branch.row].prompt) + branch.messages[:-1])
             completions.append([branch.messages[-1]])
         with self._branch_loop(branches) as stopped:
-            masks, completions, completion_ids, *_ = self._tool_call_loop(
+            masks, completions, completion_ids, logprobs, *_ = self._tool_call_loop(
                 prompts,
                 [self.trajectories[branch.row].prompt_ids for branch in branches],
                 [branch.completion_ids for branch in branches],
                 completions,
-                None,
+                [list(branch.logprobs or []) for branch in branches] if self.use_vllm else None,
                 None,
                 {},
             )
@@ -319,6 +324,7 @@ class BranchingTrainer(AgentTrainer):
             branch.num_sampled += sum(mask)
             branch.loss_mask = branch.loss_mask + mask
             branch.completion_ids = ids[: len(branch.loss_mask)]
+            branch.logprobs = None if logprobs is None else logprobs[i][: len(branch.loss_mask)]
 
     @contextmanager
     def _branch_loop(self, branches: list[Branch]) -> Iterator[set[int]]:

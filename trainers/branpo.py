@@ -359,6 +359,7 @@ class BranPOTrainer(BranchingTrainer):
                 group_size=1,
                 known_rewards=[kept[row].rewards for row in rows],
                 completions=[kept[row].messages for row in rows],
+                logprobs=[kept[row].logprobs or [] for row in rows] if self.use_vllm else None,
             ),
         )
         if scored is not None:

@@ -5,7 +5,8 @@ from typing import TypeVar
 
 from trl import GRPOConfig
 
-from trl_explore.names import explain_unknown_fields
+from trl_explore.names import explain_unknown_fields, unknown_name
+from trl_explore.serving import WEIGHT_SYNCS
 
 C = TypeVar("C", bound="ExplorationConfig")
 
@@ -14,7 +15,7 @@ C = TypeVar("C", bound="ExplorationConfig")
 @dataclass
 class ExplorationConfig(GRPOConfig):
     r"""
-    Base of the exploration configurations: every field of [`~trl.GRPOConfig`], and two that all methods share.
+    Base of the exploration configurations: every field of [`~trl.GRPOConfig`], and three that all methods share.
 
     Args:
         drop_zero_advantage (`bool`, *optional*, defaults to `False`):
@@ -23,6 +24,10 @@ class ExplorationConfig(GRPOConfig):
         sampling_batch_size (`int`, *optional*):
             Rows per `generate` call when a method samples extra rows with the transformers backend. `None` samples a
             whole stage in a single call; lower it if that call runs out of memory.
+        vllm_weight_sync (`str`, *optional*, defaults to `"auto"`):
+            How weights travel to a vLLM server: `"nccl"` between GPUs (TRL's way), `"file"` through files in
+            `output_dir`, for servers on CPUs or without a common GPU network. `"auto"` is `"nccl"` where the trainer
+            has a GPU. The server's `--weight-transfer-config` must name the same.
     """
 
     drop_zero_advantage: bool = field(
@@ -39,6 +44,12 @@ class ExplorationConfig(GRPOConfig):
             "call; lower it if that call runs out of memory."
         },
     )
+    vllm_weight_sync: str = field(
+        default="auto",
+        metadata={
+            "help": "How weights travel to a vLLM server: 'nccl', 'file' (in output_dir), or 'auto' (nccl on GPUs)."
+        },
+    )
 
     def __post_init__(self) -> None:
         self.validate()
@@ -51,6 +62,8 @@ class ExplorationConfig(GRPOConfig):
         Raises:
             ValueError: Naming the field, its value and the remedy.
         """
+        if self.vllm_weight_sync not in WEIGHT_SYNCS:
+            raise ValueError(f"`vllm_weight_sync`: {unknown_name('value', self.vllm_weight_sync, WEIGHT_SYNCS)}")
         if self.sampling_batch_size is not None and self.sampling_batch_size < 1:
             raise ValueError(
                 f"`sampling_batch_size={self.sampling_batch_size}` must be at least 1, or None for a single call."

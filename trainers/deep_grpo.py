@@ -1,5 +1,6 @@
 """DEEP-GRPO: branch from pivots inside failed completions, and learn from the branches in a stream of their own."""
 
+import itertools
 import math
 import textwrap
 import time
@@ -174,7 +175,7 @@ class DeepGRPOTrainer(ExplorationTrainer):
     3. The success estimator has a quadratic penalty, so that separable outcomes cannot diverge.
 
     The constructor takes what [`~trl.GRPOTrainer`] takes; `args` is a [`DeepGRPOConfig`] or a plain
-    [`~trl.GRPOConfig`]. Tools, environments, vision-language models, `rollout_func` and vLLM are refused.
+    [`~trl.GRPOConfig`]. Tools, environments, vision-language models and `rollout_func` are refused.
     """
 
     _tag_names = ["trl", "grpo", "trl-explore", "deep-grpo"]
@@ -239,11 +240,16 @@ class DeepGRPOTrainer(ExplorationTrainer):
             return plain(prompt_ids)
         prefixes = [b.prompt_ids + b.prefix_ids for b in self._queue for _ in range(self.args.num_branches)]
         sampled = plain(prompt_ids + prefixes)
-        branches = iter(sampled.completion_ids[len(prompt_ids) :])
+        logprobs = sampled.logprobs or [None] * len(sampled.completion_ids)
+        branches = zip(sampled.completion_ids[len(prompt_ids) :], logprobs[len(prompt_ids) :], strict=True)
         for branching in self._queue:
             budget = self.max_completion_length - len(branching.prefix_ids)
-            branching.branches = [Continuation(next(branches)[:budget]) for _ in range(self.args.num_branches)]
-        return Rollout(sampled.completion_ids[: len(prompt_ids)], sampled.logprobs)
+            branching.branches = [
+                Continuation(ids[:budget], logprobs=values and values[:budget])
+                for ids, values in itertools.islice(branches, self.args.num_branches)
+            ]
+        num_main = len(prompt_ids)
+        return Rollout(sampled.completion_ids[:num_main], sampled.logprobs and sampled.logprobs[:num_main])
 
     def _choose(self, output, examples, rewards) -> list[Branching]:
         failed = failed_rows(
@@ -315,6 +321,10 @@ class DeepGRPOTrainer(ExplorationTrainer):
             completion_ids=[b.prefix_ids + branch.token_ids for b, branch in pairs],
             loss_mask=[[0] * len(b.prefix_ids) + [1] * len(branch.token_ids) for b, branch in pairs],
             group_size=self.args.num_branches,
+            # The sampler saw the prefixes as prompts; they are not trained.
+            logprobs=[[*[0.0] * len(b.prefix_ids), *(branch.logprobs or [])] for b, branch in pairs]
+            if self.use_vllm
+            else None,
         )
 
     def _learn_from(self, branchings: list[Branching], scored: ScoredRows | None) -> list[bool]:

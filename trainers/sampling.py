@@ -11,6 +11,7 @@ from trl_explore.generation import recorded
 from trl_explore.rollouts import Continuation, per_request
 from trl_explore.streams import kept_randomness
 
+from .serving import Request
 from .streams import StreamTrainer
 
 
@@ -53,7 +54,8 @@ class SamplingTrainer(StreamTrainer):
             main_stream (`bool`, *optional*, defaults to `False`):
                 Whether the samples become the main rows; they are then drawn from the global random state, as GRPO's.
             entropies (`bool`, *optional*, defaults to `False`):
-                Whether to note the entropy of the distribution that each token was drawn from.
+                Whether to note the entropy of the distribution that each token was drawn from. vLLM reports none; its
+                log-probabilities estimate their mean.
             collective (`bool`, *optional*, defaults to `True`):
                 Whether all processes take part. In a tool loop they cannot: each has its own number of turns.
 
@@ -61,12 +63,15 @@ class SamplingTrainer(StreamTrainer):
             `list[list[Continuation]]`: `[R][num_samples_i]`.
 
         Raises:
-            NotImplementedError: With vLLM, which is not supported yet.
+            ValueError: If vLLM does not take sequences of that length.
         """
-        if self.use_vllm:
-            raise NotImplementedError(vllm_message(type(self).__name__))
         counts = per_request(num_samples, len(prefixes), name="num_samples")
         budgets = per_request(max_new_tokens, len(prefixes), name="max_new_tokens")
+        if self.use_vllm:
+            return self._sample_served(
+                [Request(*request) for request in zip(prefixes, counts, budgets, strict=True)],
+                main_stream=main_stream,
+            )
         rows = [prefix for prefix, n in zip(prefixes, counts, strict=True) for _ in range(n)]
         row_budgets = [budget for budget, n in zip(budgets, counts, strict=True) for _ in range(n)]
 
@@ -104,6 +109,25 @@ class SamplingTrainer(StreamTrainer):
             self._metrics["train"]["generation/extra_seconds"].append(time.perf_counter() - start_time)
         done = iter(sampled)
         return [[next(done) for _ in range(n)] for n in counts]  # type: ignore[misc]
+
+    def _sample_served(self, asked: list[Request], *, main_stream: bool) -> list[list[Continuation]]:
+        start_time = time.perf_counter()
+        answers = self.complete(asked)
+        self.prefix_tokens_asked += sum(len(request.prefix) * request.num_samples for request in asked)
+        self.prefix_tokens_encoded += sum(len(request.prefix) for request in asked)
+        if not main_stream:
+            self._metrics["train"]["generation/extra_seconds"].append(time.perf_counter() - start_time)
+        return [
+            [
+                Continuation(
+                    answer.token_ids,
+                    logprobs=answer.logprobs,
+                    finished=answer.token_ids[-1] in self.eos_token_ids,
+                )
+                for answer in of_request
+            ]
+            for of_request in answers
+        ]
 
     def token_logprobs(self, prefixes: list[list[int]], completion_ids: list[list[int]]) -> list[list[float]]:
         """
@@ -189,11 +213,3 @@ class SamplingTrainer(StreamTrainer):
         with kept_randomness(self.accelerator.device):
             torch.manual_seed(seed)
             yield
-
-
-def vllm_message(name: str) -> str:
-    """What to tell a user who asks for vLLM."""
-    return (
-        f"{name} does not sample with vLLM yet (`use_vllm=True`): the supported backends are transformers generation "
-        "(the default) and transformers continuous batching (`use_transformers_continuous_batching=True`)."
-    )

@@ -53,7 +53,7 @@ class SESATrainer(SequentialActionTrainer):
 
     The constructor takes what [`~trl.GRPOTrainer`] takes; `args` is a [`SESAConfig`] or a plain [`~trl.GRPOConfig`].
     `mode="agent"` needs an `environment_factory`, the other modes accept neither environments nor tools.
-    Vision-language models, `rollout_func` and vLLM are refused. An environment that raises ends its trajectory with
+    Vision-language models and `rollout_func` are refused. An environment that raises ends its trajectory with
     reward 0.
     """
 
@@ -84,7 +84,7 @@ class SESATrainer(SequentialActionTrainer):
         self.max_drawn = args.branch_depth if args.mode == "agent" else 1
         config: Any = self.accelerator.unwrap_model(self.model).config
         known = vars(config.get_text_config()).get("max_position_embeddings")
-        self.context_length = args.context_length or known or math.inf
+        self.context_length = min(args.context_length or known or math.inf, self.max_served_length or math.inf)
         self.max_trajectories = self.num_generations if args.max_trajectories is None else args.max_trajectories
         sketch_length = args.max_sketch_length if args.mode == "two_stage" and self.num_sketches else 0
         if self.context_length - max(sketch_length, self.max_completion_length) < 1 and self._explores:
@@ -155,7 +155,7 @@ class SESATrainer(SequentialActionTrainer):
             "sampled_tokens": self._sketch_metrics["tokens"] + sum(map(len, rollout.completion_ids)),
         }
         # The sampler saw another prompt: its log-probabilities say nothing about the behaviour under this one.
-        return Rollout(rollout.completion_ids)
+        return Rollout(rollout.completion_ids, self.unscored(rollout.completion_ids))
 
     def _draft(self, prompts: list[Prompt]) -> list[list[str]]:
         """Sketches of every prompt, `[P][num_sketches]`: step j is one call for all of them."""

@@ -71,9 +71,12 @@ class SequentialActionTrainer(BehaviourTrainer):
         draft_seconds = time.perf_counter() - start
 
         start = time.perf_counter()
+        scored: dict[int, list[float | None]] = {}  # what was proposed to a row was sampled behind other proposals
         rest = [place for place in range(len(contexts)) if place not in spoken]
         if rest:
-            spoken |= dict(zip(rest, plain([contexts[place] for place in rest]).completion_ids, strict=True))
+            alone = plain([contexts[place] for place in rest])
+            spoken |= dict(zip(rest, alone.completion_ids, strict=True))
+            scored = dict(zip(rest, alone.logprobs or [], strict=False))
         own, num_tokens = self._sketch_metrics, sum(len(p.token_ids) for proposals in proposed for p in proposals)
         added = {
             "tokens": num_tokens,
@@ -84,7 +87,10 @@ class SequentialActionTrainer(BehaviourTrainer):
             **diversity([[proposal.action for proposal in proposals] for proposals in proposed]),
         }
         self._sketch_metrics = {name: own[name] + value for name, value in added.items()}
-        return Rollout([spoken[place] for place in range(len(contexts))])
+        turns = [spoken[place] for place in range(len(contexts))]
+        if not self.use_vllm:
+            return Rollout(turns)
+        return Rollout(turns, [scored.get(place) or [None] * len(ids) for place, ids in enumerate(turns)])
 
     def _propose(self, contexts: list[list[int]], blocks: list[list[int]]) -> list[list[Proposal]]:
         """Actions for every block of rows, with duplicates: the j-th ones are one call for all blocks."""

@@ -14,7 +14,7 @@ from trl_explore.advantages import combine_rewards, has_signal
 from trl_explore.rollouts import Rows
 from trl_explore.streams import RowDict, StreamTotals, kept_randomness, loss_mask, split_stream, stream_scale
 
-from .resume import ResumableTrainer
+from .serving import ServingTrainer
 
 
 @dataclass
@@ -36,7 +36,7 @@ class ScoredRows:
     rewards: torch.Tensor
 
 
-class StreamTrainer(ResumableTrainer):
+class StreamTrainer(ServingTrainer):
     """
     [`~trl.GRPOTrainer`] that can train further streams of rows, each with a normaliser of its own.
 
@@ -82,6 +82,7 @@ class StreamTrainer(ResumableTrainer):
         with self._stream_scope(name, num_generations=rows.group_size, rows=padded):
             with kept_randomness(self.accelerator.device):
                 output = super()._generate_and_score_completions(padded.examples)
+            self.watch_correction(output)
             totals = self._total_rewards()[self._process_rows(num_rows)]
         real = torch.arange(num_rows, device=totals.device) < len(rows)
         return ScoredRows(rows=output, real=real, rewards=totals[: len(rows)])
@@ -362,7 +363,7 @@ class StreamTrainer(ResumableTrainer):
             self.rollout_func = lambda prompts, trainer: {
                 "prompt_ids": rows.prompt_ids,
                 "completion_ids": rows.completion_ids,
-                "logprobs": rows.logprobs,
+                "logprobs": rows.logprobs if self.use_vllm else None,
                 "env_mask": rows.loss_mask,
             }
         try:

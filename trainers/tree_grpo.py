@@ -260,7 +260,7 @@ class TreeGRPOTrainer(ExplorationTrainer):
     3. A search that runs out of nodes first uses terminal nodes that it had passed over, then direct rollouts.
 
     The constructor takes what [`~trl.GRPOTrainer`] takes; `args` is a [`TreeGRPOConfig`] or a plain
-    [`~trl.GRPOConfig`]. Tools, environments, vision-language models, `rollout_func` and vLLM are refused.
+    [`~trl.GRPOConfig`]. Tools, environments, vision-language models and `rollout_func` are refused.
     """
 
     _tag_names = ["trl", "grpo", "trl-explore", "tree-grpo"]
@@ -346,6 +346,7 @@ class TreeGRPOTrainer(ExplorationTrainer):
         masks = [mask for tree in trees for mask in first_appearance(tree)] if self.args.share_prefix_once else None
         return Rollout(
             completion_ids=[tree.completion_ids(row) for tree, row in nodes],
+            logprobs=[tree.completion_logprobs(row) for tree, row in nodes] if self.use_vllm else None,
             loss_mask=masks,
             known_rewards=[list(tree.nodes[row].rewards) for tree, row in nodes],
             extra=[tree.nodes[row].extra for tree, row in nodes],
@@ -423,7 +424,7 @@ class TreeGRPOTrainer(ExplorationTrainer):
                 node = tree.rows[position]
                 ids = solutions[which]
                 nodes[node] = nodes[node]._replace(
-                    token_ids=ids, length=len(ids), entropy=0.0, total_entropy=0.0, finished=True
+                    token_ids=ids, length=len(ids), entropy=0.0, total_entropy=0.0, finished=True, logprobs=None
                 )
                 placed.append((i, node))
             trees[i] = replace(tree, nodes=tuple(nodes))

@@ -12,7 +12,7 @@ PACKAGES = ("torch", "trl", "transformers", "accelerate", "peft", "datasets", "v
 BACKENDS = {
     "transformers": "yes",
     "transformers continuous batching": "yes (--use_transformers_continuous_batching)",
-    "vllm": "not yet",
+    "vllm": "yes (--use_vllm, needs pip install trl-explore[vllm])",
 }
 
 

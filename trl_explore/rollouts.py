@@ -18,7 +18,8 @@ class Continuation:
         token_ids (`list[int]`):
             Sampled tokens, the end-of-sequence token included where one was sampled. Never empty.
         logprobs (`list[float]`, *optional*):
-            Log-probability of each sampled token under the sampler, where the backend reports it.
+            Log-probability of each sampled token under the sampler, where the backend reports it; `None` for a token
+            without one.
         entropies (`list[float]`, *optional*):
             Entropy of the distribution that each token was drawn from, in nats, where it was asked for.
         finished (`bool`, *optional*, defaults to `True`):
@@ -26,7 +27,7 @@ class Continuation:
     """
 
     token_ids: list[int]
-    logprobs: list[float] | None = None
+    logprobs: list[float | None] | None = None
     finished: bool = True
     entropies: list[float] | None = None
 
@@ -99,7 +100,7 @@ class Rollout:
     """
 
     completion_ids: list[list[int]]
-    logprobs: list[list[float]] | None = None
+    logprobs: list[list[float | None]] | None = None
     loss_mask: list[list[int]] | None = None
     known_rewards: list[list[float]] | None = None
     extra: Sequence[Mapping[str, Any]] | None = None
@@ -134,7 +135,7 @@ class Rows:
     completion_ids: list[list[int]]
     loss_mask: list[list[int]]
     group_size: int
-    logprobs: list[list[float]] | None = None
+    logprobs: list[list[float | None]] | None = None
     known_rewards: list[list[float] | None] = field(default_factory=list)
     completions: list[list[dict[str, Any]] | None] = field(default_factory=list)
 

@@ -50,7 +50,8 @@ def mean_entropy(continuation: Continuation) -> float:
     if continuation.entropies is not None:
         return math.fsum(continuation.entropies) / len(continuation.entropies)
     if continuation.logprobs is not None:
-        return -math.fsum(continuation.logprobs) / len(continuation.logprobs)
+        known = [value for value in continuation.logprobs if value is not None]
+        return -math.fsum(known) / max(len(known), 1)
     return 0.0
 
 

@@ -53,6 +53,8 @@ class Node(NamedTuple):
             The reward functions' own values for a terminal node, `[F]`.
         extra (`Mapping[str, Any]`):
             What the reward functions logged beside, by column.
+        logprobs (`list[float]`, *optional*):
+            Log-probabilities of its tokens under the sampler, where the backend reports them.
     """
 
     index: int  # type: ignore[assignment]  # of the node; nobody asks a node for `tuple.index`
@@ -72,6 +74,7 @@ class Node(NamedTuple):
     outcome: float | None = None
     rewards: tuple[float, ...] = ()
     extra: Mapping[str, Any] = MappingProxyType({})
+    logprobs: list[float | None] | None = None
 
     @property
     def q(self) -> float:
@@ -125,6 +128,11 @@ class Tree:
     def completion_ids(self, index: int) -> list[int]:
         """Tokens of the completion that ends at node `index`, `[T]`."""
         return [token for node in self.path(index) for token in self.nodes[node].token_ids]
+
+    def completion_logprobs(self, index: int) -> list[float | None]:
+        """Log-probabilities under the sampler of the completion that ends at node `index`, `[T]`."""
+        path = [self.nodes[node] for node in self.path(index)]
+        return [value for node in path for value in node.logprobs or [None] * len(node.token_ids)]
 
     def trajectory_entropy(self, index: int) -> float:
         """Mean token entropy over the whole completion that ends at node `index` (Eq. 3)."""

@@ -238,6 +238,7 @@ def expand(
                 iteration=tree.iterations + 1,
                 direct=direct,
                 visits=0 if terminal else 1,
+                logprobs=continuation.logprobs,
             )
         )
     grown = parent._replace(children=(*parent.children, *(child.index for child in children)))

@@ -1,0 +1,199 @@
+"""What a trainer and a vLLM server must agree on, and the command that mends a disagreement."""
+
+import fcntl
+import hashlib
+import os
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import IO, Any
+
+WEIGHT_SYNCS = ("auto", "nccl", "file")
+# Sizes by which models of one kind differ; a server that has another value of one of them has another model.
+SIZES = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+
+_held: dict[Path, IO[str]] = {}
+
+
+def serve_command(model: str, *, backend: str, port: int = 8000, max_model_len: int | None = None) -> str:
+    """
+    The command that starts a server which a trainer can use.
+
+    Args:
+        model (`str`):
+            Name or folder of the model.
+        backend (`str`):
+            How weights travel, `"nccl"` or `"file"`.
+        port (`int`, *optional*, defaults to `8000`):
+            Port of the server.
+        max_model_len (`int`, *optional*):
+            Smallest context that is needed; by default the model's own.
+
+    Returns:
+        `str`: The command for a shell.
+    """
+    length = "" if max_model_len is None else f" --max-model-len {max_model_len}"
+    return (
+        f"VLLM_SERVER_DEV_MODE=1 vllm serve {model} --port {port}{length} --weight-transfer-config "
+        f"""'{{"backend": "{backend}"}}' --logprobs-mode processed_logprobs --max-logprobs -1"""
+    )
+
+
+def wait_until_healthy(url: str, *, seconds: float, command: str) -> None:
+    """
+    Wait for a server that may still be loading its model.
+
+    Args:
+        url (`str`):
+            Address of the server.
+        seconds (`float`):
+            Longest time to wait.
+        command (`str`):
+            Command that starts it, for the error message.
+
+    Raises:
+        ConnectionError: If nothing that is a vLLM server answers in time.
+    """
+    deadline, found = time.monotonic() + seconds, "nothing answers there"
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({})) if _is_local(url) else None
+    while True:
+        try:
+            with (opener.open if opener else urllib.request.urlopen)(f"{url}/health", timeout=max(seconds, 1)):
+                return
+        except urllib.error.HTTPError as error:
+            found = f"what answers there is no vLLM server, or one that has failed (status {error.code})"
+        except OSError as error:
+            found = f"nothing answers there ({error})"
+        if time.monotonic() >= deadline:
+            raise ConnectionError(
+                f"no vLLM server at {url} after {seconds:g} s: {found}. Start one with `{command}`, or correct "
+                "`vllm_server_host` and `vllm_server_port` (or `vllm_server_base_url`)."
+            )
+        time.sleep(min(0.5, seconds))
+
+
+def _is_local(url: str) -> bool:
+    return any(f"://{host}" in url for host in ("127.0.0.1", "localhost", "0.0.0.0"))
+
+
+def check_server(
+    info: dict[str, Any],
+    served: dict[str, Any] | None,
+    trained: dict[str, Any],
+    *,
+    backend: str,
+    url: str,
+    command: str,
+) -> None:
+    """
+    Compare a server with what a run needs.
+
+    Args:
+        info (`dict`):
+            `vllm_config` of the server's `/server_info`.
+        served (`dict`, *optional*):
+            Configuration of the model that it serves, where that can be read here.
+        trained (`dict`):
+            Configuration of the model that is trained.
+        backend (`str`):
+            How weights are to travel, `"nccl"` or `"file"`.
+        url (`str`):
+            Address of the server, for the error message.
+        command (`str`):
+            Command that starts a server that would do.
+
+    Raises:
+        ValueError: For the first thing that does not fit, with the command that mends it.
+    """
+    for name in SIZES if served is not None else ():
+        if served is not None and served.get(name) != trained.get(name):
+            raise ValueError(
+                f"the vLLM server at {url} serves another model ({info['model_config']['model']!r}): its `{name}` is "
+                f"{served.get(name)}, that of the model in training is {trained.get(name)}. Restart it with "
+                f"`{command}`."
+            )
+    transfer = info["weight_transfer_config"]
+    if transfer is None or transfer["backend"] != backend:
+        found = "none" if transfer is None else repr(transfer["backend"])
+        raise ValueError(
+            f"weights are to travel by {backend!r}, but the weight-transfer engine of the vLLM server at {url} is "
+            f"{found}. Restart it with `{command}`, or set `vllm_weight_sync` to what it has."
+        )
+
+
+def check_vocabulary(ours: str, theirs: str, *, url: str, command: str) -> None:
+    """
+    Compare what the same tokens mean on both sides, spaces apart.
+
+    Args:
+        ours (`str`):
+            Text of some tokens by the trainer's tokenizer.
+        theirs (`str`):
+            Text of the same tokens by the server's.
+        url (`str`):
+            Address of the server, for the error message.
+        command (`str`):
+            Command that starts a server that would do.
+
+    Raises:
+        ValueError: If they differ.
+    """
+    ours, theirs = "".join(ours.split()), "".join(theirs.split())
+    if ours != theirs:
+        place = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), 0)
+        raise ValueError(
+            f"the vLLM server at {url} has another tokenizer: what reads {ours[place : place + 20]!r} here reads "
+            f"{theirs[place : place + 20]!r} there. Restart it with `{command} --tokenizer FOLDER`, with the folder "
+            "or name of the tokenizer that is passed as `processing_class`."
+        )
+
+
+def hold(url: str) -> None:
+    """
+    Take a server for the trainers of this process, until the process ends.
+
+    Args:
+        url (`str`):
+            Address of the server.
+
+    Raises:
+        RuntimeError: If another process on this machine has it.
+    """
+    path = _lock_path(url)
+    if path in _held:
+        return
+    file = path.open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        owner = file.read().strip() or "unknown"
+        file.close()
+        raise RuntimeError(
+            f"another trainer (process {owner}) uses the vLLM server at {url}: each would sample from the weights of "
+            "the other. Start a second server with another `--port` and pass its `vllm_server_port`, or end that "
+            "process."
+        ) from None
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    _held[path] = file
+
+
+def release(url: str) -> None:
+    """
+    Let go of a server that this process holds.
+
+    Args:
+        url (`str`):
+            Address of the server.
+    """
+    _held.pop(_lock_path(url)).close()
+
+
+def _lock_path(url: str) -> Path:
+    folder = Path(tempfile.gettempdir()) / f"trl-explore-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder / f"{hashlib.sha256(url.encode()).hexdigest()[:16]}.lock"
