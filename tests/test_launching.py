@@ -20,7 +20,7 @@ from commands import EXAMPLES, ROOT, parsed, shell_calls
 from trl.scripts.vllm_serve import ScriptArguments, build_command
 
 from trl_explore.cli_train import parse_train_arguments
-from trl_explore.trainers import G2RLConfig, G2RLTrainer
+from trl_explore.trainers import G2RLConfig
 
 CONFIGS = EXAMPLES / "accelerate_configs"
 KINDS = {
@@ -218,7 +218,6 @@ def test_the_training_command_has_only_flags_that_exist(tmp_path, config, monkey
     assert (args.nnodes, args.nproc_per_node, args.node_rank) == ("2", "4", 1)
     _, training, model = parsed([args.training_script, *args.training_script_args], monkeypatch)
     assert isinstance(training, G2RLConfig) and training.use_vllm and training.vllm_mode == "server"
-    assert not G2RLTrainer.samples_extra_rows  # which is what is refused together with vLLM
     server = find(commands, "serve")[0][1]
     assert model.model_name_or_path == server[server.index("serve") + 1]
     assert training.vllm_group_port == 51216
