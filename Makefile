@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TEST_PROCESSES ?= 2
 BIN := $(VENV)/bin
-QUIET := --quiet --disable-pip-version-check
+QUIET := --quiet --disable-pip-version-check --no-compile
 export HF_HUB_DISABLE_TELEMETRY = 1
 
 .PHONY: help install quickstart quickstart-fast test test-slow test-wheel test-vllm lint types clean
