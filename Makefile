@@ -5,7 +5,7 @@ TEST_PROCESSES ?= 2
 # What could be missing from a wheel: modules, package data, commands, extras.
 WHEEL_TESTS := test_package.py test_cli.py test_tree_view.py test_retrieval.py test_deep_grpo.py
 BIN := $(VENV)/bin
-QUIET := --quiet --disable-pip-version-check
+QUIET := --quiet --disable-pip-version-check --no-compile
 export HF_HUB_DISABLE_TELEMETRY = 1
 
 .PHONY: help install quickstart quickstart-fast test test-slow test-wheel test-vllm lint types clean

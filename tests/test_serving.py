@@ -64,7 +64,7 @@ class Local(ServedGeneration):
 
     def _init_vllm(self):
         info = {"model_config": {"logprobs_mode": "processed_logprobs"}}
-        self.vllm_client = SimpleNamespace(get_server_info=lambda: info, remove_files=lambda: None)
+        self.vllm_client = SimpleNamespace(get_server_info=lambda: info)
         self.max_served_length, self.syncs, self.asked = 128, 0, []
 
     def sync_weights(self):
@@ -299,9 +299,9 @@ def test_missing_development_endpoints_and_lost_servers_are_told(stub, monkeypat
 
 
 def test_a_server_belongs_to_one_process():
-    url = "http://test:1"
+    url = "http://127.0.0.1:1"
     hold(url)
-    hold(url)
+    hold("http://localhost:1/")
     code = f"from trl_explore.serving import hold; hold({url!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "RuntimeError: another trainer (process" in done.stderr and "vllm_server_port" in done.stderr

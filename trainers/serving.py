@@ -1,5 +1,6 @@
 """vLLM behind TRL's own interface: any prefixes, any number of samples, weights that arrive exactly as they are."""
 
+import atexit
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -8,10 +9,12 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlparse
 
 import requests
 import torch
 from accelerate.utils import is_peft_model
+from datasets import Dataset
 from requests.adapters import HTTPAdapter
 from safetensors.torch import save_file
 from transformers import AutoConfig, ProcessorMixin
@@ -80,7 +83,7 @@ class ServerClient(VLLMClient):
     def init_communicator(self, device=0):
         if self.weight_sync == "nccl":
             return super().init_communicator(device)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        atexit.register(self.remove_files)
         self._post(f"{self.base_url}/init_weight_transfer_engine", json={"init_info": {}})
 
     def update_named_params(self, metadata, named_params):
@@ -89,6 +92,7 @@ class ServerClient(VLLMClient):
         # Merged adapters are taken out again behind the last tensor, so each is copied while it is there.
         weights = {name: param.detach().to("cpu", copy=True).contiguous() for name, param in named_params}
         # Never the file that the server may still have mapped, and under its name only once it is whole.
+        self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"weights_{self._num_updates % 2}.safetensors"
         self._num_updates += 1
         save_file(weights, path.with_suffix(".part"))
@@ -141,7 +145,10 @@ class ServedGeneration(VLLMGeneration):
         backend = ("nccl" if on_gpu else "file") if self.weight_sync == "auto" else self.weight_sync
         url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
         self.command = partial(
-            serve_command, self.model.name_or_path or "MODEL", backend=backend, port=self.server_port
+            serve_command,
+            self.model.name_or_path or "MODEL",
+            backend=backend,
+            port=urlparse(url).port or self.server_port,
         )
         wait_until_healthy(url, seconds=self.server_timeout, command=self.command())
         self.vllm_client = ServerClient(
@@ -173,21 +180,21 @@ class ServedGeneration(VLLMGeneration):
             yield from super()._iter_named_params()
             return
         # Adding an adapter and taking it out again rounds twice: in bfloat16 the frozen weights would drift from sync
-        # to sync. Quantized ones are replaced as a whole, so their old object is enough.
-        kept = {
-            name: (param, param.detach().clone() if param.is_floating_point() else None)
+        # to sync. Quantized ones are PEFT's own matter: it makes new ones of them.
+        kept = [
+            (param, param.detach().clone())
             for name, param in self.model.named_parameters()
-            if ".base_layer." in name
-        }
+            if ".base_layer." in name and param.is_floating_point()
+        ]
         yield from super()._iter_named_params()
         with torch.no_grad():
-            for param, values in kept.values():
-                if values is not None:
-                    param.copy_(values)
+            for param, values in kept:
+                param.copy_(values)
 
     def sync_weights(self):
         super().sync_weights()
-        self.accelerator.wait_for_everyone()  # nobody asks a server that has only half of them
+        if self.mode == "server":
+            self.accelerator.wait_for_everyone()  # nobody asks a server that has only half of them
 
     def generate(self, prompts, images, num_generations, profiler=None):
         if images is not None or self.mode == "colocate":
@@ -374,12 +381,6 @@ class ServingTrainer(ResumableTrainer):
         """
         return [[None] * len(ids) for ids in completion_ids] if self.use_vllm else None
 
-    def train(self, *args, **kwargs):
-        result = super().train(*args, **kwargs)
-        if self.use_vllm and self.vllm_generation.mode == "server" and self.accelerator.is_main_process:
-            self.vllm_generation.vllm_client.remove_files()
-        return result
-
     def watch_correction(self, output: RowDict) -> None:
         """
         Count rows that TRL's correction takes out of the loss, and tell the user once if they are many.
@@ -414,7 +415,7 @@ class ServingTrainer(ResumableTrainer):
 
     def _longest_prompts(self, most: int = 10_000) -> list:
         data = self.train_dataset
-        if not isinstance(data, grpo_trainer.Dataset) or "prompt" not in data.column_names:
+        if not isinstance(data, Dataset) or "prompt" not in data.column_names:
             return []
         prompts = data.select(range(min(most, len(data))))["prompt"][:]
         return sorted(prompts, key=lambda prompt: len(str(prompt)))[-4:]

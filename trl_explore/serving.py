@@ -196,4 +196,5 @@ def release(url: str) -> None:
 def _lock_path(url: str) -> Path:
     folder = Path(tempfile.gettempdir()) / f"trl-explore-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
+    url = url.rstrip("/").replace("//localhost", "//127.0.0.1").replace("//0.0.0.0", "//127.0.0.1")
     return folder / f"{hashlib.sha256(url.encode()).hexdigest()[:16]}.lock"

@@ -148,7 +148,9 @@ def check_kind(server, folder, weights, kind):
     print("  differences from step 2 on:", [f"{value:.1e}" for value in differences])
     if kind in ("deep_grpo", "branpo_agent"):
         assert any(key != name and key.endswith(name) for row in rows for key in row)  # the stream's own
-    assert not list(folder.glob("_vllm_weights/*"))
+    assert len(list(folder.glob("_vllm_weights/*"))) == 2
+    trainer.vllm_generation.vllm_client.remove_files()
+    assert not (folder / "_vllm_weights").exists()
 
 
 def test_without_weight_updates_the_difference_shows(server, models, tmp_path):
@@ -175,6 +177,8 @@ def test_a_file_that_cannot_be_read_is_refused_and_the_server_goes_on(server, mo
         with pytest.raises(ConnectionError, match=message):
             client._post(f"{client.base_url}/update_weights", json={"update_info": info})
     trainer.train()
+    client.remove_files()
+    trainer.evaluate(make_dataset().select(range(8)))  # after the run, with its last weights
     assert trainer.state.global_step == 3
 
 
