@@ -139,7 +139,7 @@ def check_kind(server, folder, weights, kind):
     trainer.train()
     print(f"{kind} {weights}: {(time.perf_counter() - start) / 3:.2f} s per step, {seen}")
     assert differ(before, parameters(trainer))
-    assert seen["syncs"] == 3 and seen["tokens"] > 100
+    assert seen["syncs"] == 3 and seen["tokens"] > 30
     assert seen["largest"] < 1e-4
     rows = [row for row in trainer.state.log_history if "reward" in row]
     name = "sampling/sampling_logp_difference/mean"
