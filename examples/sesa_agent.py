@@ -15,10 +15,8 @@ from pathlib import Path
 import torch
 import transformers
 
-from trl_explore.agent_comparison import train_agent, train_missing
-from trl_explore.clocks import comparison_table
+from trl_explore.agent_comparison import report, train_agent, train_missing
 from trl_explore.comparison import Arm, Budget
-from trl_explore.plots import learning_curves
 from trl_explore.tasks.lake_agent import LAKE_AGENT
 from trl_explore.tasks.warm_start import warm_start
 
@@ -66,15 +64,7 @@ def main():
         ),
         shown=("agent/", "sketch/", "cpu_"),
     )
-    for clock in ("tokens", "cpu_seconds", "step"):
-        print("\n" + comparison_table(runs, clock, {"success": "eval/success"}))
-    try:
-        path = learning_curves(
-            runs, f"{args.output}/curves.png", metrics=["eval/success"], clocks=("tokens", "cpu_seconds")
-        )
-    except ImportError:
-        path = "no picture: pip install matplotlib"
-    print(f"\n{path}")
+    report(runs, "success", args.output)
 
 
 if __name__ == "__main__":

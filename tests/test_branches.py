@@ -12,7 +12,6 @@ from trl.trainer.utils import nanstd
 from trl_explore.branches import (
     branch_advantages,
     branch_count,
-    branch_point,
     credit,
     first_contrastive,
     first_shorter,
@@ -75,12 +74,6 @@ def test_turns_cover_the_models_tokens_and_do_not_touch(mask):
     found = turns(mask)
     assert [token for start, end in found for token in range(start, end)] == [t for t, m in enumerate(mask) if m]
     assert all(before[1] < after[0] for before, after in zip(found, found[1:], strict=False))
-
-
-def test_branch_points_are_counted_from_the_end():
-    found = turns([1, 1, 0, 1, 0, 0, 1, 1])
-    assert [branch_point(found, depth=depth) for depth in range(5)] == [None, 6, 3, 0, None]
-    assert branch_point([(0, 4)], depth=1) == 0 and branch_point([], depth=1) is None
 
 
 # Schedule
@@ -289,7 +282,7 @@ def test_suffixes_are_pushed_apart_and_the_prefix_is_trained_once(group, others,
     torch.manual_seed(0)
     prefix, suffix = torch.randn(4, requires_grad=True), torch.randn(2, 4, requires_grad=True)
     loss_mask, rows = [1, 0, 1, 1], torch.tensor([[1, 0, 2, 3], [1, 0, 3, 0]])  # a tool's token between B and C
-    start = branch_point(turns(loss_mask), depth=1)
+    start = turns(loss_mask)[-1][0]
 
     def log_probs(row):
         logits = torch.stack([prefix, torch.full_like(prefix, 7.0), *suffix])

@@ -26,8 +26,9 @@ from trl_explore.branches import (
 from trl_explore.names import explain_unknown_fields, unknown_name
 from trl_explore.rollouts import Rows
 from trl_explore.snapshots import STATES
+from trl_explore.trajectories import Branch
 
-from .branching import Branch, BranchingTrainer
+from .branching import BranchingTrainer
 from .config import ExplorationConfig
 from .streams import ScoredRows
 
@@ -252,7 +253,7 @@ class BranPOTrainer(BranchingTrainer):
         advantages = output["advantages"].unsqueeze(1).repeat(1, output["completion_ids"].shape[1])
         for row, (base, branch) in rows.items():
             trajectory = self.trajectories[row]
-            fork = kept[row].start if row in kept else trajectory.turns[-1][0]
+            fork = kept[row].start if row in kept else trajectory.turns[-1][0]  # before the last response
             redundant = row in kept and plans[row].shorter
             length = len(trajectory.completion_ids)
             own = credit(base, branch, fork, num_tokens=length, redundant=redundant)

@@ -8,7 +8,9 @@ from typing import Any
 
 from transformers import PrinterCallback, TrainerCallback
 
+from trl_explore.clocks import comparison_table
 from trl_explore.comparison import Arm, Budget, CostCallback, Run, common_options
+from trl_explore.plots import learning_curves
 
 
 class Points(TrainerCallback):
@@ -91,6 +93,27 @@ def train_agent(
     if points.points[-1]["step"] < costs.cost.step:
         trainer.evaluate()
     return Run(arm.name, seed, points.points, costs.history)
+
+
+def report(runs: list[dict[str, Any]], label: str, folder: str | Path) -> None:
+    """
+    Print the runs at equal tokens, CPU seconds and steps, and draw their curves where matplotlib is installed.
+
+    Args:
+        runs (`list[dict]`):
+            What [`train_missing`] returned.
+        label (`str`):
+            What `eval/success` is called in the tables.
+        folder (`str` or `Path`):
+            Where the picture goes.
+    """
+    for clock in ("tokens", "cpu_seconds", "step"):
+        print("\n" + comparison_table(runs, clock, {label: "eval/success"}))
+    try:
+        clocks = ("tokens", "cpu_seconds")
+        print(f"\n{learning_curves(runs, Path(folder) / 'curves.png', metrics=['eval/success'], clocks=clocks)}")
+    except ImportError:
+        print("\nno picture: pip install matplotlib")
 
 
 def train_missing(

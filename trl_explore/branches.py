@@ -46,23 +46,6 @@ def turns(loss_mask: Sequence[int]) -> list[tuple[int, int]]:
     return list(zip(flips[::2], flips[1::2], strict=True))
 
 
-def branch_point(turns: Sequence[tuple[int, int]], *, depth: int) -> int | None:
-    """
-    Where to truncate a completion (Eq. 8, algorithm 1): all before the branch point is the shared prefix.
-
-    Args:
-        turns (`Sequence[tuple[int, int]]`):
-            Start and end of each response, see [`turns`].
-        depth (`int`):
-            Responses to sample again, counted from the end: 1 is the last one.
-
-    Returns:
-        `int` or `None`: First token of the `depth`-th response from the end; 0, the prompt's end, for the first
-        response. `None` if there are fewer responses, or if `depth` is 0.
-    """
-    return turns[-depth][0] if 1 <= depth <= len(turns) else None
-
-
 def branch_count(accuracy: float, *, num_branches: int = 2, num_branches_solved: int = 1) -> int:
     """
     Continuations to sample at each branch point, at most (Eq. 15).
@@ -102,7 +85,7 @@ def recursion_depth(
             Depth for what is left.
 
     Returns:
-        `int`: Depth as in [`branch_point`]; 0 for a trajectory that could not be scored, which does not branch.
+        `int`: Responses to go back, 1 for the last one; 0 for a trajectory that could not be scored.
     """
     if math.isnan(reward) or math.isnan(accuracy):
         return 0

@@ -1,6 +1,5 @@
 """What a trainer and a vLLM server must agree on, and the command that mends a disagreement."""
 
-import fcntl
 import hashlib
 import os
 import tempfile
@@ -161,6 +160,8 @@ def hold(url: str) -> None:
     Raises:
         RuntimeError: If another process on this machine has it.
     """
+    import fcntl  # the configuration of every trainer imports this module, also on systems without file locks
+
     path = _lock_path(url)
     if path in _held:
         return

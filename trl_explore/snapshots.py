@@ -87,7 +87,7 @@ def take(environment: Any, way: str) -> Any:
             `"snapshot"`, `"copy"` or `"replay"`.
 
     Returns:
-        `Any`: What [`revive`] takes; `None` for `"replay"`.
+        `Any`: A copy of the environment, what its own `snapshot` returned, or `None` for `"replay"`.
 
     Raises:
         RuntimeError: If it cannot be had.

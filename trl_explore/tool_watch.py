@@ -2,7 +2,8 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -35,29 +36,25 @@ class ToolWatch:
         """
         signature = inspect.signature(tool)
 
-        def note(error: Exception) -> None:
-            if isinstance(error, OSError):
+        @contextmanager
+        def counted(args: tuple, kwargs: dict[str, Any]) -> Iterator[None]:
+            signature.bind(*args, **kwargs)
+            self.calls += 1
+            try:
+                yield
+            except OSError as error:
                 self.unanswered += 1
                 self.last_error = error
+                raise
 
         @functools.wraps(tool)
         def call(*args: Any, **kwargs: Any) -> Any:
-            signature.bind(*args, **kwargs)
-            self.calls += 1
-            try:
+            with counted(args, kwargs):
                 return tool(*args, **kwargs)
-            except Exception as error:
-                note(error)
-                raise
 
         @functools.wraps(tool)
         async def call_async(*args: Any, **kwargs: Any) -> Any:
-            signature.bind(*args, **kwargs)
-            self.calls += 1
-            try:
+            with counted(args, kwargs):
                 return await tool(*args, **kwargs)
-            except Exception as error:
-                note(error)
-                raise
 
         return call_async if inspect.iscoroutinefunction(tool) else call

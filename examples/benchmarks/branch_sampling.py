@@ -17,10 +17,8 @@ from pathlib import Path
 import torch
 import transformers
 
-from trl_explore.agent_comparison import train_agent, train_missing
-from trl_explore.clocks import comparison_table
+from trl_explore.agent_comparison import report, train_agent, train_missing
 from trl_explore.comparison import Arm, Budget
-from trl_explore.plots import learning_curves
 from trl_explore.tasks.multihop import MULTI_HOP
 from trl_explore.tasks.warm_start import warm_start
 
@@ -77,15 +75,7 @@ def main():
         )
 
     runs = train_missing(arms, args.seeds, Path(args.output) / "runs.json", train, shown=("agent/", "branch/", "cpu_"))
-    for clock in ("tokens", "cpu_seconds", "step"):
-        print("\n" + comparison_table(runs, clock, {"right answers": "eval/success"}))
-    try:
-        path = learning_curves(
-            runs, f"{args.output}/curves.png", metrics=["eval/success"], clocks=("tokens", "cpu_seconds")
-        )
-    except ImportError:
-        path = "no picture: pip install matplotlib"
-    print(f"\n{path}")
+    report(runs, "right answers", args.output)
 
 
 if __name__ == "__main__":
