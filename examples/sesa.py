@@ -77,3 +77,4 @@ if __name__ == "__main__":
     trainer.save_model()
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
+    trainer.accelerator.end_training()

@@ -270,6 +270,7 @@ def test_trainers_whose_episodes_are_no_single_completion_are_refused():
 TWO_RANKS = """
 import sys
 sys.path.insert(0, sys.argv[1])
+from accelerate import PartialState
 from accelerate.utils import gather_object
 from world import contains_answer, make_dataset, make_trainer
 from trl_explore.metrics import PassAtKCallback
@@ -289,6 +290,7 @@ assert results[0] == results[1] and len(results[0]) == 1, results
 assert set(gather_object(seen)) == set(rows["prompt"])
 assert len(seen) == 2 * (4 + 1), seen
 print("RANK_OK", flush=True)
+PartialState().destroy_process_group()
 """
 
 

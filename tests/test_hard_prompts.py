@@ -420,6 +420,7 @@ def test_help_is_short_and_does_not_wait_for_torch():
 TWO_RANKS = """
 import sys
 sys.path.insert(0, sys.argv[1])
+from accelerate import PartialState
 from accelerate.utils import gather_object
 from world import contains_answer, make_dataset, make_model, make_tokenizer
 from trl_explore.hard_prompts import filter_hard_prompts
@@ -438,6 +439,7 @@ results = gather_object([hard.to_list()])
 assert results[0] == results[1]
 hard.to_json(sys.argv[2] + "/hard.jsonl")
 print("RANK_OK", flush=True)
+PartialState().destroy_process_group()
 """
 
 

@@ -39,3 +39,4 @@ result = {
     "differences": [value for row in rows for key, value in row.items() if key.endswith(name)] or [0.0],
 }
 (folder / f"rank{trainer.accelerator.process_index}.json").write_text(json.dumps(result))
+trainer.accelerator.end_training()
