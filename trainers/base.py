@@ -27,7 +27,7 @@ from trl_explore.streams import (
 
 from .config import ExplorationConfig, upgrade_config
 from .sampling import SamplingTrainer
-from .streams import ScoredRows
+from .scoring import ScoredRows
 
 Chooser = Callable[[list[list[int]]], Rollout]
 

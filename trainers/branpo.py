@@ -30,7 +30,7 @@ from trl_explore.trajectories import Branch
 
 from .branching import BranchingTrainer
 from .config import ExplorationConfig
-from .streams import ScoredRows
+from .scoring import ScoredRows
 
 CHOICES = {"branch_group": ("prompt", "trajectory"), "accuracy": ("mean", "share"), "environment_state": STATES}
 COUNTS = ("num_branches", "num_branches_solved", "redundancy_tries")

@@ -28,7 +28,7 @@ from trl_explore.rollouts import Continuation, Rollout, Rows
 
 from .base import ExplorationTrainer
 from .config import ExplorationConfig
-from .streams import ScoredRows
+from .scoring import ScoredRows
 
 CHOICES = {
     "segmentation": ("delimiter", "fixed"),

@@ -9,14 +9,13 @@ from pathlib import Path
 from world import saved_model
 
 
-def results_of(script, folder):
+def results_of(script, folder, *arguments):
     """What the ranks wrote, by `rank0` and `rank1`."""
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent.parent), str(Path(__file__).parent)])
     environment["SMALL_WORLD_MODEL"] = saved_model()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run(
-        [*command, str(script), str(folder)], env=environment, capture_output=True, text=True, cwd=folder, timeout=600
-    )
+    command += [str(script), str(folder), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=folder, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     return {path.stem: json.loads(path.read_text()) for path in folder.glob("rank*.json")}

@@ -19,7 +19,7 @@ def test_it_really_ran_on_two_processes(results):
     assert results["rank0"]["num_processes"] == results["rank1"]["num_processes"] == 2
 
 
-@pytest.mark.parametrize("case", ["base", "weight zero", "no failures"])
+@pytest.mark.parametrize("case", ["base", "weight zero", "no failures", "no novelty", "no branches"])
 def test_reductions_hold_across_ranks(results, case):
     assert results["rank0"][case] == results["rank1"][case] == "same"
 

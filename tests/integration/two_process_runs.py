@@ -13,13 +13,23 @@ from trl import GRPOConfig, GRPOTrainer
 from world import always, contains_answer, differ, make_trainer, parameters
 
 from trl_explore.rollouts import Rows
-from trl_explore.trainers import DeepGRPOConfig, DeepGRPOTrainer, ExplorationConfig, ExplorationTrainer
+from trl_explore.trainers import (
+    BranPOConfig,
+    BranPOTrainer,
+    DeepGRPOConfig,
+    DeepGRPOTrainer,
+    ExplorationConfig,
+    ExplorationTrainer,
+    G2RLConfig,
+    G2RLTrainer,
+)
 
 torch.set_num_threads(1)
 CUTS = dict(num_branches=3, segmentation="fixed", segment_length=2)
 SGD = dict(optim="sgd", lr_scheduler_type="constant", max_grad_norm=0.0, learning_rate=0.1)
 # Groups of four over two ranks with two rows each: every group spans both.
 SPANNING = dict(per_device_train_batch_size=6, num_generations=4, max_steps=3)
+WHOLE = {**SPANNING, "per_device_train_batch_size": 8}
 
 
 class Echo(ExplorationTrainer):
@@ -81,6 +91,13 @@ def main(folder):
     out["base"] = compare(run(ExplorationTrainer, ExplorationConfig, folder, **SPANNING), plain)
     out["weight zero"] = compare(
         run(DeepGRPOTrainer, DeepGRPOConfig, folder, aux_loss_weight=0.0, **CUTS, **SPANNING), plain
+    )
+    out["no novelty"] = compare(
+        run(G2RLTrainer, G2RLConfig, folder, novelty_weight=0.0, reward_mapping="none", **SPANNING), plain
+    )
+    out["no branches"] = compare(
+        run(BranPOTrainer, BranPOConfig, folder, num_branches=0, num_branches_solved=0, **WHOLE),
+        run(GRPOTrainer, GRPOConfig, folder, **WHOLE),
     )
     solved = run(GRPOTrainer, GRPOConfig, folder, reward_funcs=always, **SPANNING)
     out["no failures"] = compare(

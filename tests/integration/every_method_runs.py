@@ -1,0 +1,132 @@
+"""Every method on one process, on two, and on two with sharded parameters; started by torchrun for, and imported by,
+test_every_method.py."""
+
+import json
+import os
+import random
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from accelerate.utils import gather_object
+from sharding import shard_on_cpu, whole
+from trl import GRPOTrainer
+from world import contains_answer, make_trainer
+
+from trl_explore.trainers import (
+    BranPOConfig,
+    BranPOTrainer,
+    DeepGRPOConfig,
+    DeepGRPOTrainer,
+    G2RLConfig,
+    G2RLTrainer,
+    SESAConfig,
+    SESATrainer,
+    TreeGRPOConfig,
+    TreeGRPOTrainer,
+)
+
+# Groups of four over two ranks with six rows each: the second group spans both.
+SPANNING, WHOLE = 6, 8
+# With that bias a pivot is always the last segment, and nobody draws.
+LAST = dict(segmentation="fixed", segment_length=2, depth_bias=1000.0)
+SKETCHES = dict(
+    max_sketch_length=4,
+    sketch_template="{problem}a",
+    next_sketch_template="{problem}b{sketches}",
+    candidate_template="{problem}c",
+    candidate_separator="+",
+)
+
+
+def small_sums(completions, answer, **columns):
+    """Small sums are solved whatever is said: one process has more of the groups without branches than the other."""
+    found = contains_answer(completions, answer)
+    return [1.0 if int(a) < 4 else reward for a, reward in zip(answer, found, strict=True)]
+
+
+METHODS = {
+    "deep_grpo": (DeepGRPOTrainer, DeepGRPOConfig, SPANNING, dict(LAST, num_branches=3)),
+    "tree_grpo": (
+        TreeGRPOTrainer,
+        TreeGRPOConfig,
+        WHOLE,
+        dict(expansion_width=3, node_length=2, max_search_iterations=12, skip_uniform_trees=False),
+    ),
+    "sesa": (SESATrainer, SESAConfig, WHOLE, SKETCHES),
+    "g2rl": (G2RLTrainer, G2RLConfig, SPANNING, {}),
+    "g2rl with old log-probabilities": (G2RLTrainer, G2RLConfig, SPANNING, dict(num_iterations=2)),
+    "branpo": (BranPOTrainer, BranPOConfig, WHOLE, dict(num_branches_solved=0, reward_funcs=small_sums)),
+}
+# Times, and a mean over micro-batches, of which one process and two have others.
+NOT_COMPARED = re.compile("time|seconds|branch/entropy")
+SAMPLE = GRPOTrainer._generate_single_turn
+
+
+class SteadySampling:
+    """TRL's sampling, where the n-th answer to a prefix in a step is the same however the rows are spread."""
+
+    def __init__(self):
+        self.asked, self.rows = Counter(), 0
+
+    def __call__(self, trainer, prefixes, *others):
+        self.rows += sum(len(prefix) > 1 for prefix in prefixes)  # a process without rows takes part with [<eos>]
+        earlier = Counter()
+        if len(prefixes) == trainer.args.per_device_train_batch_size:  # TRL's own call; its groups may span processes
+            per_process = gather_object([[tuple(prefix) for prefix in prefixes]])
+            earlier.update(p for of_process in per_process[: trainer.accelerator.process_index] for p in of_process)
+        completions = []
+        for prefix in prefixes:
+            key = (trainer.state.global_step, *prefix)
+            self.asked[key] += 1
+            torch.manual_seed(random.Random(f"{key}/{self.asked[key] + earlier[tuple(prefix)]}").randrange(2**32))
+            completions += SAMPLE(trainer, [prefix], *others)[0]
+        return completions, None
+
+
+def play(method, folder, processes, **options):
+    """Parameters after three steps, metrics but for times, and how many rows were sampled here."""
+    trainer_class, config_class, rows, knobs = METHODS[method]
+    sampling = SteadySampling()
+    GRPOTrainer._generate_single_turn = lambda *args: sampling(*args)
+    trainer = make_trainer(
+        trainer_class,
+        config_class,
+        Path(folder) / method,
+        per_device_train_batch_size=rows * 2 // processes,
+        sampling_batch_size=1,
+        optim="sgd",
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        learning_rate=0.3,
+        **knobs,
+        **options.pop("config", {}),
+    )
+    trainer.train(**options)
+    steps = [log for log in trainer.state.log_history if "reward" in log]
+    metrics = [{name: log[name] for name in log if not NOT_COMPARED.search(name)} for log in steps]
+    return whole(trainer), metrics, sampling.rows
+
+
+def main(folder, *how):
+    if how:
+        shard_on_cpu()
+    out = {}
+    for method in METHODS:
+        saving = {} if how else dict(save_strategy="steps", save_steps=2)
+        out[method], out[f"{method} metrics"], out[f"{method} rows"] = play(method, folder, 2, config=saving)
+        if not how:
+            last = str(Path(folder) / method / "checkpoint-2")
+            torch.distributed.barrier()  # the other process may still be writing its part
+            out[f"{method} resumed"], _, _ = play(method, folder, 2, resume_from_checkpoint=last)
+    (Path(folder) / f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(out))
+    torch.distributed.barrier()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,72 @@
+"""All five methods on two real processes over gloo, also with sharded parameters: the same as on one."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from every_method_runs import METHODS, SAMPLE, play
+from ranks import results_of
+from trl import GRPOTrainer
+
+SCRIPT = Path(__file__).with_name("every_method_runs.py")
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def results(folder):
+    return results_of(SCRIPT, folder)
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    return results_of(SCRIPT, tmp_path_factory.mktemp("sharded"), "sharded")
+
+
+@pytest.fixture(autouse=True)
+def sampling_of_trl(monkeypatch):
+    monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", SAMPLE)
+
+
+def assert_close(found, expected, tolerance):
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        torch.testing.assert_close(torch.tensor(found[name]), torch.tensor(values), atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_two_processes_end_where_one_does_on_the_same_rows(results, tmp_path, method):
+    assert results["rank0"][method] == results["rank1"][method]
+    expected, metrics, rows = play(method, tmp_path, 1)
+    assert rows == sum(rank[f"{method} rows"] for rank in results.values())
+    assert_close(results["rank0"][method], expected, 1e-5)
+    assert len(metrics) >= 2
+    for found, of_one in zip(results["rank0"][f"{method} metrics"], metrics, strict=True):
+        assert found == pytest.approx(of_one, abs=1e-4)
+
+
+@pytest.mark.parametrize("method", ["deep_grpo", "tree_grpo", "branpo"])
+def test_the_processes_had_unequally_many_branches(results, method):
+    assert results["rank0"][f"{method} rows"] != results["rank1"][f"{method} rows"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_sharded_parameters_end_where_whole_ones_do(results, sharded, method):
+    assert_close(sharded["rank0"][method], results["rank0"][method], 1e-5)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_resume_is_exact_on_every_rank(results, method):
+    for rank in results.values():
+        assert rank[f"{method} resumed"] == rank[method]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_process_refuses_the_checkpoint_of_two(results, folder, tmp_path, method):
+    with pytest.raises(ValueError, match="written by 2 process"):
+        play(method, tmp_path, 1, resume_from_checkpoint=str(folder / method / "checkpoint-2"))
