@@ -530,3 +530,13 @@ def test_continuous_batching_samples_the_same_as_generate(tmp_path):
     expected = greedy([1, stop])
     assert [group[0].finished for group in expected][:2] == [False, True]
     assert greedy([1, stop], **batching) == expected
+
+
+def test_log_probabilities_are_measured_without_the_dropout_of_adapters(tmp_path):
+    lora = LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=0.5, init_lora_weights=False)
+    trainer = make_trainer(ExplorationTrainer, ExplorationConfig, tmp_path, peft_config=lora)
+    trainer.model.train()
+    before = torch.get_rng_state()
+    first = trainer.token_logprobs([[5, 6]], [[7, 8, 1]])
+    assert trainer.token_logprobs([[5, 6]], [[7, 8, 1]]) == first
+    assert trainer.model.training and torch.equal(torch.get_rng_state(), before)

@@ -196,7 +196,7 @@ class SamplingTrainer(StreamTrainer):
             [0] * (left - len(p)) + [1] * (len(p) + len(i)) + [0] * r
             for p, i, r in zip(prefixes, ids, right, strict=True)
         ]
-        with torch.no_grad():
+        with torch.no_grad(), _without_dropout(self.model):
             logprobs, entropies, _ = self._get_per_token_logps_and_entropies(
                 self.model,
                 torch.tensor(rows, device=device),
@@ -213,3 +213,14 @@ class SamplingTrainer(StreamTrainer):
         with kept_randomness(self.accelerator.device):
             torch.manual_seed(seed)
             yield
+
+
+@contextmanager
+def _without_dropout(model: torch.nn.Module) -> Iterator[None]:
+    """What is measured is the distribution that was sampled from: LoRA's dropout would blur it, and draw numbers."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
