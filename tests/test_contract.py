@@ -244,7 +244,7 @@ def test_trainer_writes_its_state_last():
 
 
 def test_the_vllm_backend_is_made_under_a_name_that_can_be_replaced():
-    # `trainers/serving.py` puts its own in the place of TRL's, and overrides these.
+    # `trainers/vllm_backend.py` puts its own in the place of TRL's, and overrides these.
     source = inspect.getsource(GRPOTrainer.__init__)
     assert "self.vllm_generation = VLLMGeneration(" in source and "self._last_loaded_step = -1" in source
     signatures = {

@@ -42,8 +42,9 @@ from trl_explore.trainers import (
     TreeGRPOConfig,
     TreeGRPOTrainer,
     serving,
+    vllm_backend,
 )
-from trl_explore.trainers.serving import Answer, Request, ServedGeneration, ServerClient
+from trl_explore.trainers.vllm_backend import Answer, Request, ServedGeneration, ServerClient
 
 CUTS = dict(segmentation="fixed", segment_length=2, num_branches=2)
 METHODS = {
@@ -350,7 +351,7 @@ def test_what_cannot_be_sampled_right_is_refused(tmp_path, error, options, messa
 
 @pytest.mark.parametrize("mode", ["server", "colocate"])
 def test_without_vllm_the_package_is_named(tmp_path, mode):
-    if "vllm" in sys.modules or serving.is_vllm_available():
+    if "vllm" in sys.modules or vllm_backend.is_vllm_available():
         pytest.skip("vLLM is installed")
     with pytest.raises(ImportError, match="[Pp]lease install|pip install"):
         served("deep_grpo", tmp_path, vllm_mode=mode)

@@ -11,8 +11,8 @@ from trl_explore.generation import recorded
 from trl_explore.rollouts import Continuation, per_request
 from trl_explore.streams import kept_randomness
 
-from .serving import Request
 from .streams import StreamTrainer
+from .vllm_backend import Request
 
 
 class SamplingTrainer(StreamTrainer):
@@ -196,6 +196,7 @@ class SamplingTrainer(StreamTrainer):
             [0] * (left - len(p)) + [1] * (len(p) + len(i)) + [0] * r
             for p, i, r in zip(prefixes, ids, right, strict=True)
         ]
+        assert self.model is not None
         with torch.no_grad(), _without_dropout(self.model):
             logprobs, entropies, _ = self._get_per_token_logps_and_entropies(
                 self.model,

@@ -33,6 +33,8 @@ from trl_explore.trainers import (
 )
 
 pytestmark = pytest.mark.vllm
+# A worker of pytest-xdist has a server of its own: two halves, each in the order below, with few restarts.
+FIRST, SECOND = pytest.mark.xdist_group("first"), pytest.mark.xdist_group("second")
 
 CUTS = dict(segmentation="fixed", segment_length=2, num_branches=2)
 SKETCHES = dict(num_sketches=2, max_sketch_length=4)
@@ -50,6 +52,8 @@ GAMES = {
     "sesa_agent": (SESATrainer, SESAConfig, GAME),
     "branpo_agent": (BranPOTrainer, BranPOConfig, dict(success_threshold=0.5)),
 }
+METHODS = ("deep_grpo", "tree_grpo", "sesa", "g2rl", "branpo_agent")
+NAME = "sampling/sampling_logp_difference/mean"
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
 
 
@@ -98,7 +102,7 @@ def short_game(completions, **columns):
 
 def watch(trainer):
     """Compare everything that is sampled, at any stage, with the model in training; count syncs."""
-    seen = {"largest": 0.0, "tokens": 0, "lengths": set(), "syncs": 0}
+    seen = {"largest": 0.0, "samples": 0, "tokens": 0, "syncs": 0}
     backend = trainer.vllm_generation
     complete, sync = backend.complete, backend.sync_weights
 
@@ -110,7 +114,7 @@ def watch(trainer):
             difference = torch.tensor(answer.logprobs) - torch.tensor(expected)
             seen["largest"] = max(seen["largest"], difference.abs().max().item())
             seen["tokens"] += len(expected)
-        seen["lengths"] |= {(request.num_samples, request.max_new_tokens) for request in asked}
+        seen["samples"] += len(pairs)
         return answers
 
     def counted():
@@ -121,15 +125,16 @@ def watch(trainer):
     return seen
 
 
-CASES = [
-    *[("tied", "full", kind) for kind in (*SUMS, *GAMES)],
-    *[("tied", "lora", kind) for kind in ("deep_grpo", "tree_grpo", "sesa", "g2rl", "branpo_agent")],
-]
+@FIRST
+@pytest.mark.parametrize("kind", [*SUMS, *GAMES])
+def test_every_stage_samples_from_the_weights_in_training(server, models, tmp_path, kind):
+    check_kind(server.serve(models["tied"]), tmp_path, "full", kind)
 
 
-@pytest.mark.parametrize(("head", "weights", "kind"), CASES)
-def test_every_stage_samples_from_the_weights_in_training(server, models, tmp_path, head, weights, kind):
-    check_kind(server.serve(models[head]), tmp_path, weights, kind)
+@SECOND
+@pytest.mark.parametrize("kind", METHODS)
+def test_adapters_are_sent_merged(server, models, tmp_path, kind):
+    check_kind(server.serve(models["tied"]), tmp_path, "lora", kind)
 
 
 def check_kind(server, folder, weights, kind):
@@ -142,29 +147,28 @@ def check_kind(server, folder, weights, kind):
     assert seen["syncs"] == 3 and seen["tokens"] > 30
     assert seen["largest"] < 1e-4
     rows = [row for row in trainer.state.log_history if "reward" in row]
-    name = "sampling/sampling_logp_difference/mean"
-    differences = [value for row in rows[1:] for key, value in row.items() if key.endswith(name)]
+    differences = [value for row in rows[1:] for key, value in row.items() if key.endswith(NAME)]
     assert len(differences) >= 2 and max(differences) < 1e-5
     print("  differences from step 2 on:", [f"{value:.1e}" for value in differences])
     if kind in ("deep_grpo", "branpo_agent"):
-        assert any(key != name and key.endswith(name) for row in rows for key in row)  # the stream's own
+        assert any(key != NAME and key.endswith(NAME) for row in rows for key in row)  # the stream's own
     assert len(list(folder.glob("_vllm_weights/*"))) == 2
     trainer.vllm_generation.vllm_client.remove_files()
     assert not (folder / "_vllm_weights").exists()
 
 
+@FIRST
 def test_without_weight_updates_the_difference_shows(server, models, tmp_path):
     trainer = make("deep_grpo", server.serve(models["tied"]), tmp_path, learning_rate=3e-2)
     backend = trainer.vllm_generation
     sync = backend.sync_weights
     backend.sync_weights = lambda: sync() if trainer.state.global_step == 0 else None
     trainer.train()
-    differences = [
-        row["sampling/sampling_logp_difference/mean"] for row in trainer.state.log_history if "reward" in row
-    ]
+    differences = [row[NAME] for row in trainer.state.log_history if "reward" in row]
     assert differences[0] < 1e-5 and max(differences[1:]) > 1e-2
 
 
+@FIRST
 def test_a_file_that_cannot_be_read_is_refused_and_the_server_goes_on(server, models, tmp_path):
     trainer = make("grpo", server.serve(models["tied"]), tmp_path)
     client = trainer.vllm_generation.vllm_client
@@ -182,6 +186,7 @@ def test_a_file_that_cannot_be_read_is_refused_and_the_server_goes_on(server, mo
     assert trainer.state.global_step == 3
 
 
+@FIRST
 def test_bad_servers_are_refused_before_the_first_step(server, models, tmp_path):
     server.serve(models["tied"])
     with pytest.raises(ValueError, match="another model .*hidden_layers.* is 2, .* is 1. Restart it with `VLLM_"):
@@ -198,6 +203,7 @@ def test_bad_servers_are_refused_before_the_first_step(server, models, tmp_path)
         backend._check_tokenizer("there")
 
 
+@SECOND
 def test_two_trainers_do_not_share_a_server(server, models, tmp_path):
     server.serve(models["tied"])
     make("grpo", server, tmp_path)
@@ -207,6 +213,7 @@ def test_two_trainers_do_not_share_a_server(server, models, tmp_path):
     assert "another trainer (process" in done.stderr and "--port" in done.stderr
 
 
+@SECOND
 def test_two_processes_with_unequal_requests(server, models, tmp_path):
     server.serve(models["tied"])
     with suppress(KeyError):
@@ -218,12 +225,18 @@ def test_two_processes_with_unequal_requests(server, models, tmp_path):
     command += [f"{folders[1]}/two_ranks.py", str(tmp_path), str(models["tied"]), str(server.port)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
-    ranks = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("rank*.json")}
-    assert ranks["rank0"]["requests"] != ranks["rank1"]["requests"]
-    for rank in ranks.values():
-        assert rank["processes"] == 2 and rank["largest"] < 1e-4 and max(rank["differences"]) < 1e-5
+    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
+    assert first.pop("processes") == second.pop("processes") == 2
+    for kind in METHODS:
+        assert first[kind]["parameters"] == second[kind]["parameters"]
+        for rank in (first, second):
+            assert rank[kind]["largest"] < 1e-4 and len(rank[kind]["differences"]) >= 2
+            assert max(rank[kind]["differences"]) < 1e-5
+    for kind in ("deep_grpo", "tree_grpo", "branpo_agent"):
+        assert first[kind]["samples"] != second[kind]["samples"]
 
 
+@SECOND
 def test_vllm_in_the_same_process(models, tmp_path):
     folder = Path(__file__).parent
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder.parent), str(folder)])}
@@ -238,6 +251,7 @@ def test_vllm_in_the_same_process(models, tmp_path):
     assert len(found["updated"]) >= 4 and max(found["updated"]) < 3e-2 < max(found["stale"])
 
 
+@FIRST
 def test_a_run_whose_server_dies_stops_with_its_checkpoints_and_goes_on(server, models, tmp_path):
     server.serve(models["tied"])
 
@@ -260,6 +274,7 @@ def test_a_run_whose_server_dies_stops_with_its_checkpoints_and_goes_on(server, 
     assert trainer.state.global_step == 4 and seen["syncs"] == 2 and seen["largest"] < 1e-4
 
 
-@pytest.mark.parametrize("kind", ["deep_grpo", "tree_grpo", "sesa", "g2rl", "branpo"])
+@SECOND
+@pytest.mark.parametrize("kind", METHODS)
 def test_an_untied_head_is_renewed_too(server, models, tmp_path, kind):
     check_kind(server.serve(models["untied"]), tmp_path, "full", kind)

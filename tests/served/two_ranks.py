@@ -1,4 +1,4 @@
-"""DEEP-GRPO on two ranks, one of which branches more often; started by torchrun, writes one JSON file per rank."""
+"""Every method on two ranks, one of which solves half of its prompts; started by torchrun, writes a file per rank."""
 
 import json
 import sys
@@ -6,10 +6,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from test_served import make, watch
+from test_served import METHODS, NAME, make, watch
 
 torch.set_num_threads(1)
 folder, model, port = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+SPANNING = dict(per_device_train_batch_size=6)  # the second group of four has rows on both
 
 
 def by_process(completions, **columns):
@@ -18,25 +19,20 @@ def by_process(completions, **columns):
     return [successes if i % 2 else 0.0 for i in range(len(completions))]
 
 
-trainer = make(
-    "deep_grpo",
-    SimpleNamespace(port=port, served=model),
-    folder / "out",
-    per_device_train_batch_size=6,
-    num_branches=2,
-)
-trainer.reward_funcs = [by_process]
-seen = watch(trainer)
-complete, requests = trainer.vllm_generation.complete, []
-trainer.vllm_generation.complete = lambda asked: requests.append(len(asked)) or complete(asked)
-trainer.train()
-name = "sampling/sampling_logp_difference/mean"
-rows = [row for row in trainer.state.log_history if name in row][1:]
-result = {
-    "processes": trainer.accelerator.num_processes,
-    "requests": requests,
-    "largest": seen["largest"],
-    "differences": [value for row in rows for key, value in row.items() if key.endswith(name)] or [0.0],
-}
-(folder / f"rank{trainer.accelerator.process_index}.json").write_text(json.dumps(result))
+found = {}
+for kind in METHODS:
+    own = SPANNING if kind in ("deep_grpo", "g2rl") else {}
+    trainer = make(kind, SimpleNamespace(port=port, served=model), folder / kind, **own)
+    trainer.reward_funcs = [by_process]
+    seen = watch(trainer)
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if NAME in row][1:]
+    found[kind] = {
+        "samples": seen["samples"],
+        "largest": seen["largest"],
+        "differences": [value for row in rows for key, value in row.items() if key.endswith(NAME)],
+        "parameters": [p.double().sum().item() for p in trainer.model.parameters()],
+    }
+found["processes"] = trainer.accelerator.num_processes
+(folder / f"rank{trainer.accelerator.process_index}.json").write_text(json.dumps(found))
 trainer.accelerator.end_training()
