@@ -14,7 +14,8 @@ from .config import ExplorationConfig
 from .deep_grpo import DeepGRPOConfig, DeepGRPOTrainer
 from .g2rl import G2RLConfig, G2RLTrainer, GradientGuided
 from .sesa import SESAConfig, SESATrainer
-from .tree_grpo import TreeGRPOConfig, TreeGRPOTrainer
+from .tree_config import TreeGRPOConfig
+from .tree_grpo import TreeGRPOTrainer
 
 __all__ = [
     "BranPOConfig",
