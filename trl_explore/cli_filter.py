@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from trl_explore.cli_flags import FlagParser
 from trl_explore.cli_inputs import UsageError, load_reward_functions, load_train_and_eval
-from trl_explore.cli_model import find_model, load_model
+from trl_explore.cli_model import find_model, load_model, load_tokenizer
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -120,7 +120,7 @@ def _filter(
 
     options = {"revision": args.model_revision, "trust_remote_code": args.trust_remote_code}
     source = find_model(args.model_name_or_path, args.adapter_name_or_path, **options)
-    model, tokenizer = load_model(source, dtype=args.dtype, **options)
+    model, tokenizer = load_model(source, dtype=args.dtype, **options), load_tokenizer(source, **options)
     scores = output.with_name(output.name + ".scores.jsonl")
     try:
         hard = filter_hard_prompts(

@@ -110,7 +110,10 @@ def load_train_and_eval(
     if bool(mixture.datasets) == (name is not None):
         raise UsageError("name the data once: either dataset_name (a path or a Hub name) or a `datasets` mixture")
     try:
-        options = {"config": script_args.dataset_config, "streaming": script_args.dataset_streaming}
+        options: dict[str, Any] = {
+            "config": script_args.dataset_config,
+            "streaming": script_args.dataset_streaming,
+        }
         splits = get_dataset(mixture) if mixture.datasets else load_splits(str(name), **options)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         named = "datasets" if mixture.datasets else f"dataset_name={name!r}"
@@ -121,7 +124,10 @@ def load_train_and_eval(
         raise UsageError(
             f"the data needs a column 'prompt', but has {', '.join(columns)}: map it first (examples/deep_grpo.py)"
         )
-    return train, pick_split(splits, script_args.dataset_test_split, "dataset_test_split") if needs_eval else None
+    if not needs_eval:
+        return train, None
+    remedy = " Or switch evaluation off with --eval_strategy no."
+    return train, pick_split(splits, script_args.dataset_test_split, "dataset_test_split", remedy=remedy)
 
 
 def load_splits(
@@ -160,7 +166,9 @@ def load_splits(
     return datasets.load_dataset(name, name=config, streaming=streaming)
 
 
-def pick_split(splits: "DatasetDict", name: str, field: str, *, sole_split_is: str | None = None) -> "Dataset":
+def pick_split(
+    splits: "DatasetDict", name: str, field: str, *, sole_split_is: str | None = None, remedy: str = ""
+) -> "Dataset":
     """
     Takes one split of a data set.
 
@@ -173,6 +181,8 @@ def pick_split(splits: "DatasetDict", name: str, field: str, *, sole_split_is: s
             The flag that names it, for the error message.
         sole_split_is (`str`, *optional*):
             The wanted name under which the only split of a data set is taken, whatever its own name.
+        remedy (`str`, *optional*, defaults to `""`):
+            What else the user can do where it is missing.
 
     Returns:
         [`~datasets.Dataset`]: The split.
@@ -181,7 +191,6 @@ def pick_split(splits: "DatasetDict", name: str, field: str, *, sole_split_is: s
         return splits[name]
     if name == sole_split_is and len(splits) == 1:  # one file called test.jsonl: nothing else can be meant
         return next(iter(splits.values()))
-    remedy = "" if sole_split_is else " Or switch evaluation off with --eval_strategy no."
     raise UsageError(f"{field}: {unknown_name('split', name, splits)}{remedy}")
 
 

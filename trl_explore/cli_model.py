@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trl_explore.cli_inputs import UsageError, check_model, looks_like_path, missing_path
 
@@ -40,7 +40,7 @@ def find_model(
     Returns:
         [`ModelSource`]: The parts.
     """
-    options = {"revision": revision, "trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     folder = Path(name or "").expanduser()
     if adapter is None and (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
         adapter, name = str(folder), json.loads((folder / ADAPTER_CONFIG).read_text()).get("base_model_name_or_path")
@@ -67,9 +67,9 @@ def find_model(
 
 def load_model(
     source: ModelSource, *, dtype: str, revision: str | None, trust_remote_code: bool = False
-) -> "tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerBase]":
+) -> "PreTrainedModel | PeftModel":
     """
-    Loads a model, with its adapter if it has one, and its tokenizer.
+    Loads a model, with its adapter if it has one.
 
     Args:
         source ([`ModelSource`]):
@@ -82,13 +82,14 @@ def load_model(
             Whether the user allows code from the Hub.
 
     Returns:
-        `tuple`: The model on the CPU, and the tokenizer.
+        [`~transformers.PreTrainedModel`] or `PeftModel`: The model, on the CPU.
     """
     from transformers import AutoModelForCausalLM
 
-    name, options = source.base, {"revision": revision, "trust_remote_code": trust_remote_code}
+    name = source.base
+    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
+        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
         if source.adapter is not None:
             from peft import PeftModel
 
@@ -96,7 +97,7 @@ def load_model(
             model = PeftModel.from_pretrained(model, name)
     except (OSError, ValueError, RuntimeError) as error:  # an adapter of other shapes is a RuntimeError
         raise UsageError(f"{name!r} cannot be loaded: {error}") from error
-    return model, load_tokenizer(source, **options)
+    return model
 
 
 def load_tokenizer(
