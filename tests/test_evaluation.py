@@ -5,11 +5,12 @@ import http.server
 import json
 import threading
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 from datasets import Dataset
-from world import contains_answer, make_dataset, make_model, make_tokenizer
+from world import make_dataset, make_model, make_tokenizer
 
 from trl_explore.completions import encode_prompts, read_completions
 from trl_explore.evaluation import NoRewardError, as_eval_results, default_metrics, evaluate, parse_metrics
@@ -185,10 +186,13 @@ def model():
 def test_a_model_samples_by_its_seed_and_is_left_as_it_was():
     model = make_model(attention_dropout=0.3).train()
     twin, state = copy.deepcopy(model), torch.get_rng_state()
-    first, second = (run(model, ROWS, reward_funcs=contains_answer) for _ in range(2))
-    assert first["metrics"] == second["metrics"] and first["tokens"] == second["tokens"]
-    other = run(model, ROWS, reward_funcs=contains_answer, sampling=Sampling(num_samples=4, max_new_tokens=8, seed=1))
-    assert other["tokens"] != first["tokens"]
+    sampler, prompts = (
+        TransformersSampler(model, TOKENIZER),
+        dict(enumerate(encode_prompts(ROWS["prompt"], TOKENIZER))),
+    )
+    first, second = (dict(sampler(prompts, FOUR)) for _ in range(2))
+    assert first == second
+    assert dict(sampler(prompts, replace(FOUR, seed=1))) != first
     assert torch.equal(torch.get_rng_state(), state) and model.training
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
@@ -295,7 +299,7 @@ def test_model_cards_get_percentages():
 
 
 class FakeServer(http.server.BaseHTTPRequestHandler):
-    """Answers as vLLM does: every sample is its seed modulo 10, and the first of each prompt is cut off."""
+    """Answers as vLLM does: every sample is the digit 1, and the first of each prompt is cut off."""
 
     requests: list = []
 
@@ -315,7 +319,7 @@ class FakeServer(http.server.BaseHTTPRequestHandler):
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.requests.append(asked)
-        ids = [*TOKENIZER(text=str(asked["seed"] % 10))["input_ids"], 1]
+        ids = [*TOKENIZER(text="1")["input_ids"], 1]
         ends = ["length", *["stop"] * (asked["n"] - 1)]
         self.reply({"choices": [{"token_ids": ids, "finish_reason": end} for end in ends]})
 
@@ -329,14 +333,14 @@ def server():
         fake.shutdown()
 
 
-def test_a_server_is_asked_for_token_ids_with_a_seed_per_prompt(server):
+def test_a_server_is_asked_for_token_ids_of_every_prompt(server):
     sampling = Sampling(num_samples=3, temperature=0.5, top_p=0.9, top_k=7, max_new_tokens=8, seed=2)
     result = run(ServerSampler(f"{server}/v1/", "small"), sampling=sampling, metrics=["pass@1"])
     assert result["truncated"] == pytest.approx(1 / 3) and result["tokens"] == 4 * 3 * 2
     assert sorted(asked["prompt"] for asked in FakeServer.requests) == sorted(
         encode_prompts(DATA["prompt"], TOKENIZER)
     )
-    assert len({asked["seed"] for asked in FakeServer.requests}) == 4
+    assert values(result) == {"pass@1": 0.25}
     expected = {"model": "small", "n": 3, "temperature": 0.5, "top_p": 0.9, "top_k": 7, "max_tokens": 8}
     assert all(asked.items() >= (expected | {"return_token_ids": True}).items() for asked in FakeServer.requests)
 

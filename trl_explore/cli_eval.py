@@ -59,7 +59,7 @@ def _build_parser() -> FlagParser:
     add("--top_p", type=float, help="probability mass that is sampled from")
     add("--top_k", type=int, help="tokens that are sampled from; 0 for all")
     add("--max_new_tokens", type=int, metavar="N", help="most tokens per completion")
-    add("--seed", type=int, default=0, help="of the samples (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of the samples; a vLLM server has its own (default: %(default)s)")
     add("--limit", type=int, metavar="N", help=f"first N prompts (default: all; {TASK_PROMPTS} of an embedded task)")
     add("--system_prompt", metavar="TEXT", help="message before each question of a benchmark")
     add("--reward_funcs", nargs="+", metavar="R", help="what grades, as in `train`, instead of what D recommends")
@@ -101,6 +101,7 @@ class LazySampler:
                 tokenizer=source.tokenizer,
                 revision=args.model_revision,
                 dtype=args.dtype,
+                seed=args.seed,
                 tensor_parallel_size=args.vllm_tensor_parallel_size,
                 gpu_memory_utilization=args.vllm_gpu_memory_utilization,
                 max_model_len=args.vllm_max_model_length,
