@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,25 @@ class Benchmark(NamedTuple):
     recommended: dict[str, Any]  # fields of `Sampling`
 
 
+def load_benchmarks(args: argparse.Namespace) -> list[Benchmark]:
+    """
+    Loads the data sets that the command names.
+
+    Args:
+        args (`argparse.Namespace`):
+            Flags of `trl-explore eval`.
+
+    Returns:
+        [`list[Benchmark]`]: In their order, each with a name of its own.
+    """
+    benchmarks = [load_benchmark(text, args) for text in args.dataset]
+    counts = Counter(benchmark.name for benchmark in benchmarks)
+    for name, count in counts.items():
+        if count > 1:
+            raise UsageError(f"dataset: {count} of them are called {name!r}; evaluate them one by one")
+    return benchmarks
+
+
 def load_benchmark(text: str, args: argparse.Namespace) -> Benchmark:
     """
     Loads a data set with all that belongs to it.
@@ -46,7 +66,7 @@ def load_benchmark(text: str, args: argparse.Namespace) -> Benchmark:
     from trl_explore.tasks import TASKS
 
     name, equals, copy = text.partition("=")
-    if name in preset_names() or Path(text).suffix in (".yaml", ".yml"):
+    if name in preset_names() or Path(name).suffix in (".yaml", ".yml"):
         try:
             preset = load_preset(name)
         except ValueError as error:
@@ -153,7 +173,7 @@ def _load_rows(
 
 
 def _explain(error: Exception, name: str, path: str) -> str:
-    copy = f"pass a copy of it, --dataset {name}=FOLDER" if name in preset_names() else "pass a copy of it"
+    copy = f"pass a copy of it, --dataset {name}=FOLDER" if name in preset_names() else "name a copy of it, ./FOLDER"
     if "gated" in str(error).lower():
         return (
             f"{path} is gated: accept its terms on https://huggingface.co/datasets/{path} and log in with "

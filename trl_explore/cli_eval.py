@@ -11,14 +11,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trl_explore.cli_benchmarks import TASK_PROMPTS, Benchmark, load_benchmark
+from trl_explore.cli_benchmarks import TASK_PROMPTS, Benchmark, load_benchmarks
 from trl_explore.cli_flags import FlagParser
 from trl_explore.cli_inputs import UsageError
 from trl_explore.cli_model import ModelSource, find_model, load_model, load_tokenizer
 from trl_explore.presets import preset_names
 
 if TYPE_CHECKING:
-    from rich.table import Table
     from transformers import PreTrainedTokenizerBase
 
     from trl_explore.rollouts import Continuation
@@ -141,54 +140,52 @@ def run(argv: list[str]) -> int:
         `int`: `0`, or `130` when Ctrl-C stopped it early.
     """
     args = _build_parser().parse(argv)
-    for name in ("limit", "batch_size", "vllm_tensor_parallel_size"):
-        if vars(args)[name] is not None and vars(args)[name] < 1:
-            raise UsageError(f"{name} must be at least 1, got {vars(args)[name]}")
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise UsageError("eval runs as one process: for several GPUs, --use_vllm --vllm_tensor_parallel_size N")
+    _check(args)
     source = find_model(args.model_name_or_path, args.adapter_name_or_path, revision=args.model_revision)
-    benchmarks = [load_benchmark(text, args) for text in args.dataset]
-    names = [benchmark.name for benchmark in benchmarks]
-    for name in names:
-        if names.count(name) > 1:
-            raise UsageError(f"dataset: {names.count(name)} of them are called {name!r}; evaluate them one by one")
-    # Mistakes are told before anything is sampled.
+    benchmarks = load_benchmarks(args)
     samplings = [_sampling(args, benchmark) for benchmark in benchmarks]
-    model = {
-        "name": args.model_name_or_path,
-        "adapter": args.adapter_name_or_path,
-        "weights": _fingerprint(source, args.model_revision),
-    }
+    weights = _fingerprint(source, args.model_revision)
+    model = {"name": args.model_name_or_path, "adapter": args.adapter_name_or_path, "weights": weights}
     output = Path(args.output_dir).expanduser() / "results.json"
     earlier = _earlier_results(output, model)
-    from trl_explore.completions import read_completions
 
     sampler = LazySampler(args, source, load_tokenizer(source, revision=args.model_revision))
     results: dict[str, Any] = {}
     for benchmark, sampling in zip(benchmarks, samplings, strict=True):
         try:
-            results[benchmark.name] = _evaluate(args, benchmark, sampling, sampler, model["weights"])
+            results[benchmark.name] = _evaluate(args, benchmark, sampling, sampler, weights)
         except KeyboardInterrupt:
-            path = output.parent / benchmark.name / "completions.jsonl"
-            done = len(read_completions(path)[1]) if path.is_file() else 0
             print(
-                f"Stopped after {done} of {len(benchmark.rows)} prompts of {benchmark.name}; the same command goes on "
-                "there.",
+                f"Stopped after {_num_done(output.parent / benchmark.name)} of {len(benchmark.rows)} prompts of "
+                f"{benchmark.name}; the same command goes on there.",
                 file=sys.stderr,
             )
             return 130
         _write(output, {"model": model, "results": earlier | results})
     if args.json:
         print(json.dumps({"model": model, "results": results}, indent=2))
-        return 0
-    from rich.console import Console
-
-    Console(width=None if sys.stdout.isatty() else 200).print(_table(results))
-    for name, entry in results.items():
-        if entry["unscored"]:
-            print(f"{name}: {entry['unscored']} prompts are left out, because no sample of theirs has a reward.")
-    print(f"Written to {output}")
+    else:
+        _report(results)
+        print(f"Written to {output}")
     return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name in ("limit", "batch_size", "vllm_tensor_parallel_size", "vllm_max_model_length"):
+        if vars(args)[name] is not None and vars(args)[name] < 1:
+            raise UsageError(f"{name} must be at least 1, got {vars(args)[name]}")
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UsageError("eval runs as one process: for several GPUs, --use_vllm --vllm_tensor_parallel_size N")
+    output = Path(args.output_dir).expanduser()
+    if output.exists() and not output.is_dir():
+        raise UsageError(f"output_dir={args.output_dir!r} is a file; name a folder")
+
+
+def _num_done(folder: Path) -> int:
+    from trl_explore.completions import read_completions
+
+    path = folder / "completions.jsonl"
+    return len(read_completions(path)[1]) if path.is_file() else 0
 
 
 def _sampling(args: argparse.Namespace, benchmark: Benchmark) -> "Sampling":
@@ -262,7 +259,7 @@ def _evaluate(
             answer_fn=benchmark.answer_fn,
             success_threshold=args.success_threshold,
             output_dir=Path(args.output_dir).expanduser() / benchmark.name,
-            source={"weights": weights, "engine": sampler.engine},
+            source={"weights": weights, "engine": sampler.engine, "dtype": args.dtype},
         )
     except (FileRefusedError, NoRewardError) as error:  # others are likely a reward function's, with their traceback
         raise UsageError(str(error)) from error
@@ -277,8 +274,9 @@ def _write(path: Path, results: dict[str, Any]) -> None:
     os.replace(part, path)
 
 
-def _table(results: dict[str, Any]) -> "Table":
-    """One line per data set: values in percent, with their intervals."""
+def _report(results: dict[str, Any]) -> None:
+    """Prints one line per data set: values in percent, with their intervals."""
+    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -295,4 +293,7 @@ def _table(results: dict[str, Any]) -> "Table":
             cells.append(f"{shown[0]} [{shown[1]}, {shown[2]}]" if shown else "")
         cells += [f"{100 * entry[part]:.1f} %" for part in ("truncated", "unanswered")] + [f"{entry['tokens']:,}"]
         table.add_row(*map(Text, cells))  # names of data sets are not markup
-    return table
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    for name, entry in results.items():
+        if entry["unscored"]:
+            print(f"{name}: {entry['unscored']} prompts are left out, because no sample of theirs has a reward.")
