@@ -23,7 +23,7 @@ class Benchmark(NamedTuple):
     """One data set of the command, ready to be evaluated on."""
 
     name: str  # in tables, and of its folder
-    origin: dict[str, str | None]  # path, config and split
+    origin: dict[str, str | None]  # path (on the Hub, also where a copy is read), config and split
     rows: "Dataset"
     reward_funcs: list[Any]
     answer_fn: Callable[[str], Hashable | None]
@@ -71,9 +71,7 @@ def load_benchmark(text: str, args: argparse.Namespace) -> Benchmark:
             preset = load_preset(name)
         except ValueError as error:
             raise UsageError(f"dataset: {error}") from error
-        if equals:
-            preset = replace(preset, path=copy)
-        return _from_preset(_label(Path(name).stem), preset, args)
+        return _from_preset(_label(Path(name).stem), preset, copy or preset.path, args)
     if args.system_prompt is not None:
         raise UsageError(f"system_prompt is for benchmarks; {text!r} has whole prompts: write it into them")
     if text in TASKS:
@@ -88,14 +86,15 @@ def load_benchmark(text: str, args: argparse.Namespace) -> Benchmark:
     return _from_own_data(text, args)
 
 
-def _from_preset(name: str, preset: Preset, args: argparse.Namespace) -> Benchmark:
-    rows, origin = _load_rows(name, preset.path, _config(preset), preset.split, args)
+def _from_preset(name: str, preset: Preset, path: str, args: argparse.Namespace) -> Benchmark:
+    rows, _ = _load_rows(name, path, _config(preset.config, path), preset.split, args)
     if args.system_prompt is not None:
         preset = replace(preset, system_prompt=args.system_prompt)
     try:
         prompts = as_prompts(rows, preset)
     except ValueError as error:
-        raise UsageError(f"dataset={name!r} ({preset.path}): {error}") from error
+        raise UsageError(f"dataset={name!r} ({path}): {error}") from error
+    origin = {"path": preset.path, "config": preset.config, "split": args.dataset_split or preset.split}
     graders = args.reward_funcs or [preset.reward]
     fields = ("num_samples", "temperature", "top_p", "max_new_tokens")
     recommended = {field: vars(preset)[field] for field in fields}
@@ -104,14 +103,14 @@ def _from_preset(name: str, preset: Preset, args: argparse.Namespace) -> Benchma
     )
 
 
-def _config(preset: Preset) -> str | None:
+def _config(name: str | None, path: str) -> str | None:
     """The configuration to load; a copy of the files alone does not have it."""
     from datasets import get_dataset_config_names
 
-    folder = Path(preset.path).expanduser()
-    if preset.config is None or not folder.is_dir():
-        return preset.config
-    return preset.config if preset.config in get_dataset_config_names(str(folder)) else None
+    found = Path(path).expanduser()
+    if name is None or not found.exists():
+        return name
+    return name if found.is_dir() and name in get_dataset_config_names(str(found)) else None
 
 
 def _from_task(name: str, args: argparse.Namespace) -> Benchmark:

@@ -30,9 +30,12 @@ Sample completions and measure pass@k and maj@k, with 95 % bootstrap intervals o
   trl-explore eval --model_name_or_path BASE --adapter_name_or_path ./adapter --dataset data.jsonl \\
       --num_samples 8 --metrics pass@1 pass@8 maj@8 --output_dir out/eval
 
-D is a benchmark ({", ".join(preset_names())}), an embedded task such as `chain`,
-data with the columns `prompt` and `answer` (a file, a folder or a Hub name), or a YAML file with the fields of a
-benchmark. gsm8k=PATH takes a benchmark from a copy of it. What a flag leaves open, the benchmark recommends.
+D is one of
+- a benchmark: {", ".join(preset_names())}; gsm8k=PATH for a copy of it
+- a YAML file with the fields of a benchmark
+- an embedded task, such as chain
+- data with the columns `prompt` and `answer`: a file, a folder or a Hub name
+What a flag leaves open, the benchmark recommends.
 
 An interrupted evaluation continues when the same command is given again. Other --metrics and --reward_funcs are
 computed from the completions that are there.
@@ -263,6 +266,8 @@ def _evaluate(
         )
     except (FileRefusedError, NoRewardError) as error:  # others are likely a reward function's, with their traceback
         raise UsageError(str(error)) from error
+    except UsageError as error:
+        raise UsageError(f"{benchmark.name}: {error}") from error
     packages = ["trl-explore", "trl", "transformers", "torch", *(["vllm"] if args.use_vllm else [])]
     return {"dataset": benchmark.origin, **result, "versions": {name: version(name) for name in packages}}
 

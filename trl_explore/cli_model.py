@@ -48,8 +48,8 @@ def find_model(
             base = check_model(name, **options)
         except UsageError as error:
             raise UsageError(
-                f"{adapter} is an adapter without its base: {error}. Name it: --model_name_or_path BASE "
-                f"--adapter_name_or_path {adapter}"
+                f"{adapter} is an adapter without its base: {str(error).rstrip('.')}. Name it: --model_name_or_path "
+                f"BASE --adapter_name_or_path {adapter}"
             ) from error
     else:
         base = check_model(name, **options)
