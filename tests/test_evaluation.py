@@ -127,6 +127,16 @@ def test_a_reward_function_that_answers_too_little_is_named():
         run(Scripted(TEXTS), reward_funcs=lambda **kwargs: [1.0])
 
 
+def test_async_reward_functions_are_refused_before_anything_is_sampled():
+    async def slow(completions, **kwargs):
+        return [1.0] * len(completions)
+
+    idle = Scripted(TEXTS)
+    with pytest.raises(ValueError, match="synchronous"):
+        run(idle, reward_funcs=slow)
+    assert idle.asked == []
+
+
 def test_an_interrupted_evaluation_samples_nothing_twice_and_loses_nothing(tmp_path):
     whole = run(Scripted(TEXTS))
     stopped = Scripted(TEXTS, interrupted_at=2)

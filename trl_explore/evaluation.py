@@ -3,14 +3,14 @@
 import copy
 import math
 import re
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from tqdm.auto import tqdm
-from trl.trainer.utils import get_callable_name
+from trl.trainer.utils import get_callable_name, is_async_callable
 
 from trl_explore.completions import Record, collect_completions
 from trl_explore.fingerprints import digest, weight_probes
@@ -136,6 +136,16 @@ def evaluate(
     Raises:
         `ValueError`: If an argument is outside its range, no sample has a reward, or `output_dir` is of other settings
         (a `FileRefusedError`).
+
+    Example:
+    ```python
+    >>> sampling = Sampling(num_samples=8, temperature=0.6, max_new_tokens=2048)
+    >>> result = evaluate(
+    ...     model, dataset, processing_class=tokenizer, reward_funcs=accuracy_reward, sampling=sampling
+    ... )
+    >>> result["metrics"]["maj@8"]
+    {'value': 0.43, 'low': 0.38, 'high': 0.48}
+    ```
     """
     sampling = sampling or Sampling()
     wanted = parse_metrics(default_metrics(sampling.num_samples) if metrics is None else metrics, sampling.num_samples)
@@ -143,6 +153,9 @@ def evaluate(
         raise ValueError(
             f"dataset must have rows and a column `prompt`, got {len(dataset)} rows with {dataset.column_names}."
         )
+    funcs = [reward_funcs] if callable(reward_funcs) else list(reward_funcs)
+    if any(is_async_callable(func) for func in funcs):
+        raise ValueError("reward_funcs must be synchronous functions; wrap an async one in `asyncio.run`.")
     sampler: PromptSampler
     if isinstance(model, nn.Module):
         source = {"weights": digest(weight_probes(model))} if source is None else source
@@ -159,7 +172,6 @@ def evaluate(
         path=None if folder is None else folder / "completions.jsonl",
         progress=progress,
     )
-    funcs = [reward_funcs] if callable(reward_funcs) else list(reward_funcs)
     pairs = tqdm(zip(records, rows, strict=True), "Scoring", len(rows), disable=not progress, leave=False)
     rewards = [_rewards(record, row, funcs) for record, row in pairs]
     answers = [[answer_fn(text) for text in record["completions"]] for record in records]
@@ -169,23 +181,17 @@ def evaluate(
         "success_threshold": success_threshold,
     }
     if folder is not None:
-        scores = [
-            {"index": i, "rewards": rewards[i], "answers": [None if a is None else str(a) for a in answers[i]]}
-            for i in range(len(rows))
-        ]
-        write_records(folder / "scores.jsonl", SCORES, settings, scores)
-    successes = [[reward is not None and reward >= success_threshold for reward in given] for given in rewards]
+        _write_scores(folder / "scores.jsonl", settings, rewards, answers)
     scored = [i for i, given in enumerate(rewards) if any(reward is not None for reward in given)]
     if not scored:
         raise NoRewardError(
             "no sample of any prompt has a reward: every reward function returned None; check the column of the gold "
             "answers."
         )
+    successes = [[reward is not None and reward >= success_threshold for reward in rewards[i]] for i in scored]
+    votes = [answers[i] for i in scored]
     return {
-        "metrics": {
-            name: _estimate(kind, k, [successes[i] for i in scored], [answers[i] for i in scored])
-            for name, (kind, k) in wanted.items()
-        },
+        "metrics": {name: _estimate(kind, k, successes, votes) for name, (kind, k) in wanted.items()},
         "num_prompts": len(rows),
         "unscored": len(rows) - len(scored),
         "truncated": _share(record["truncated"] for record in records),
@@ -194,6 +200,14 @@ def evaluate(
         "seconds": round(sum(record["seconds"] for record in records), 3),
         "settings": settings,
     }
+
+
+def _write_scores(path: Path, settings: dict[str, Any], rewards: list[list], answers: list[list]) -> None:
+    scores = [
+        {"index": index, "rewards": given, "answers": [None if answer is None else str(answer) for answer in said]}
+        for index, (given, said) in enumerate(zip(rewards, answers, strict=True))
+    ]
+    write_records(path, SCORES, settings, scores)
 
 
 def _rewards(record: Record, row: dict[str, Any], funcs: list[RewardFunction]) -> list[float | None]:
@@ -229,7 +243,7 @@ def _estimate(kind: str, k: int, successes: list[list[bool]], answers: list[list
     return {"value": math.fsum(values) / len(values), "low": low, "high": high}
 
 
-def _share(flags: Any) -> float:
+def _share(flags: Iterable[list[bool]]) -> float:
     flat = [flag for of_prompt in flags for flag in of_prompt]
     return sum(flat) / len(flat)
 
