@@ -260,7 +260,7 @@ def test_the_benchmarks_are_installed():
 @pytest.mark.slow
 @pytest.mark.parametrize(("end", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)])
 def test_a_killed_command_goes_on_where_it_stopped(workdir, end, code):
-    rows = [{"prompt": [{"role": "user", "content": f"{i % 10}+{i // 10}="}], "answer": "1"} for i in range(60)]
+    rows = [{"prompt": [{"role": "user", "content": f"{i % 10}+{i // 10}="}], "answer": "1"} for i in range(24)]
     Dataset.from_list(rows).to_json("many.jsonl")
     options = flags(dataset="many.jsonl", reward_funcs=None, batch_size=1, num_samples=1, max_new_tokens=100)
     process = subprocess.Popen(
@@ -272,15 +272,15 @@ def test_a_killed_command_goes_on_where_it_stopped(workdir, end, code):
     log, path = "", Path("out/many/completions.jsonl")
     for line in process.stderr:  # each state of the progress bar is one
         log += line
-        progress = re.search(r"(\d+)/60", line)
-        if progress and int(progress.group(1)) > 5:
+        progress = re.search(r"(\d+)/24", line)
+        if progress and int(progress.group(1)) > 3:
             break
     process.send_signal(end)
     assert process.wait() == code, log
     kept = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-    assert 6 <= len(kept) <= 60 and not Path("out/results.json").exists()
+    assert 4 <= len(kept) <= 24 and not Path("out/results.json").exists()
     assert main(options) == 0
     lines = path.read_bytes().splitlines(keepends=True)
     assert lines[: len(kept)] == kept
-    assert sorted(json.loads(line)["index"] for line in lines[1:]) == list(range(60))
-    assert results()["results"]["many"]["num_prompts"] == 60
+    assert sorted(json.loads(line)["index"] for line in lines[1:]) == list(range(24))
+    assert results()["results"]["many"]["num_prompts"] == 24
