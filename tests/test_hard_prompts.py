@@ -361,6 +361,8 @@ def test_an_adapter_folder_is_a_model(workdir, with_tokenizer):
     assert main(flags(model_name_or_path="adapter", threshold=1.0)) == 0
     written = [json.loads(line) for line in Path("out/hard.jsonl").read_text().splitlines()]
     assert written == expected.to_list() != plain.to_list()
+    assert main(flags(adapter_name_or_path="adapter", threshold=1.0, output="named.jsonl")) == 0
+    assert Path("named.jsonl").read_text() == Path("out/hard.jsonl").read_text()
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,11 @@ from trl_explore.rewards import (
     accuracy_reward,
     answer_key,
     answers_match,
+    choice_letter,
     completion_text,
     extract_answer,
     format_reward,
+    multiple_choice_reward,
     parse_number,
     soft_overlong_penalty,
     think_format_reward,
@@ -232,3 +234,45 @@ def test_trls_think_format_reward_is_at_hand():
 def test_importing_the_rewards_loads_neither_torch_nor_math_verify():
     code = "import sys, trl_explore.rewards, trl_explore.metrics; print({'torch', 'math_verify'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        (r"so \boxed{C}", "C"),
+        (r"\boxed{\text{c}}", "C"),
+        (r"\boxed{\text{(C)}}", "C"),
+        (r"\boxed{\mathbf{J}}", "J"),
+        (r"\boxed{(C)}", "C"),
+        (r"\boxed{C. the third one}", "C"),
+        (r"\boxed{A}, no: \boxed{B}", "B"),
+        (r"The answer is (A). \boxed{B}", "B"),
+        ("#### D", "D"),
+        ("The answer is (B).", "B"),
+        ("**Answer:** D", "D"),
+        ("the correct answer is option E, I think", "E"),
+        ("Answer: A\nAnswer: B", "B"),
+        (r"Final answer: $\text{F}$", "F"),
+        (r"\boxed{A, B}", None),
+        (r"\boxed{AB}", None),
+        (r"\boxed{A bicycle}", None),
+        (r"\boxed{42}", None),
+        (r"\boxed{", None),
+        ("I take A", None),
+        ("Answer: And then", None),
+        ("", None),
+    ],
+)
+def test_the_chosen_letter(text, letter):
+    assert choice_letter(text) == letter
+
+
+def test_the_multiple_choice_reward_compares_letters():
+    completions = [r"\boxed{b}", [{"role": "assistant", "content": "Answer: C"}], "no idea"]
+    assert multiple_choice_reward(completions, answer=["B ", "d", "A"], prompts=[""] * 3) == [1.0, 0.0, 0.0]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(alphabet="\\boxed{}() ABansweri:\n#", max_size=200))
+def test_no_text_makes_the_choice_raise(text):
+    assert choice_letter(text) in {None, *"ABNSWERIOXD"}

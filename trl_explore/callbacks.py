@@ -17,8 +17,9 @@ from trl import apply_chat_template, is_conversational
 from trl.chat_template_utils import parse_response
 from trl.distributed import DistributedBackend
 from trl.models import unwrap_model_for_generation
-from trl.trainer.utils import is_async_callable, pad
+from trl.trainer.utils import is_async_callable
 
+from trl_explore.generation import complete
 from trl_explore.metrics import coverage_at_k, sample_metrics
 from trl_explore.rewards import answer_key, completion_text
 
@@ -298,13 +299,7 @@ class PassAtKCallback(TrainerCallback):
         config = GenerationConfig(**options, disable_compile=True)
         completion_ids = []
         for start in range(0, len(rows), self.batch_size):
-            tensors = [torch.tensor(ids) for ids in prompt_ids[start : start + self.batch_size]]
-            ids = pad(tensors, padding_value=tokenizer.pad_token_id, padding_side="left").to(model.device)  # (B, P)
-            mask = pad([torch.ones_like(row) for row in tensors], padding_side="left").to(model.device)
-            output = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
-            for row in output[:, ids.shape[1] :].tolist():
-                ends = [position for position, token in enumerate(row) if token in trainer.eos_token_ids]
-                completion_ids.append(row[: ends[0] + 1] if ends else row)
+            completion_ids += complete(model, prompt_ids[start : start + self.batch_size], config)
 
         texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
         if not conversational:

@@ -1,16 +1,16 @@
 """`trl-explore filter`: writes the prompts that a model rarely solves to a file that `trl-explore train` reads."""
 
 import argparse
-import json
 import os
 import sys
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from trl_explore.cli_inputs import UsageError, check_model, load_reward_functions, load_train_and_eval
-from trl_explore.names import unknown_name
+from trl_explore.cli_flags import FlagParser
+from trl_explore.cli_inputs import UsageError, load_reward_functions, load_train_and_eval
+from trl_explore.cli_model import find_model, load_model, load_tokenizer
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -28,15 +28,8 @@ Several processes: accelerate launch --num_processes 4 -m trl_explore.cli filter
 SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
-class FilterParser(argparse.ArgumentParser):
-    """An `ArgumentParser` whose complaint is one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (all flags: trl-explore filter --help)")
-
-
-def _build_parser() -> FilterParser:
-    parser = FilterParser(
+def _build_parser() -> FlagParser:
+    parser = FlagParser(
         prog="trl-explore filter",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -45,6 +38,7 @@ def _build_parser() -> FilterParser:
     )
     add = parser.add_argument
     add("--model_name_or_path", required=True, metavar="M", help="model or adapter: a Hub name or a folder")
+    add("--adapter_name_or_path", metavar="A", help="adapter, where M is its base model")
     add("--dataset_name", required=True, metavar="D", help="prompts: a file, a folder or a Hub name")
     add(
         "--reward_funcs", nargs="+", metavar="R", help="as in `train`: names, or import paths such as my_module.reward"
@@ -65,40 +59,6 @@ def _build_parser() -> FilterParser:
     add("--dtype", default="auto", help="auto, bfloat16, float16 or float32 (default: %(default)s)")
     add("--trust_remote_code", action="store_true", help="run code from the model's Hub repository")
     return parser
-
-
-def _parse(argv: list[str]) -> argparse.Namespace:
-    """Reads the flags; those of `train` may be written with dashes, so these may too."""
-    flags = [flag.partition("=") for flag in argv]
-    argv = [
-        "--" + name[2:].replace("-", "_") + equals + value if name.startswith("--") else name + equals + value
-        for name, equals, value in flags
-    ]
-    args, unknown = _build_parser().parse_known_args(argv)
-    if unknown:
-        name = unknown[0].partition("=")[0]
-        raise UsageError(unknown_name("flag", name, [f"--{known}" for known in vars(args)]))
-    return args
-
-
-def _load_model(args: argparse.Namespace) -> tuple[Any, Any]:
-    """The model, with its adapter if the folder holds one, and its tokenizer."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    options = {"revision": args.model_revision, "trust_remote_code": args.trust_remote_code}
-    folder = Path(args.model_name_or_path).expanduser()
-    adapter = folder / "adapter_config.json"
-    if adapter.is_file() and not (folder / "config.json").is_file():
-        base = check_model(json.loads(adapter.read_text())["base_model_name_or_path"], **options)
-        name = str(folder)
-        tokenizer_name = name if (folder / "tokenizer_config.json").is_file() else base
-    else:
-        name = tokenizer_name = check_model(args.model_name_or_path, **options)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=args.dtype, **options)
-        return model, AutoTokenizer.from_pretrained(tokenizer_name, **options)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"model_name_or_path={name!r} cannot be loaded: {error}") from error
 
 
 def _write(dataset: "Dataset", path: Path) -> None:
@@ -122,7 +82,7 @@ def run(argv: list[str]) -> int:
     Returns:
         `int`: `0`, or `130` when Ctrl-C stopped it early.
     """
-    args = _parse(argv)
+    args = _build_parser().parse(argv)
     output = Path(args.output).expanduser()
     if output.suffix not in SUFFIXES:
         raise UsageError(f"output={args.output!r} must end with one of {', '.join(SUFFIXES)}")
@@ -158,7 +118,9 @@ def _filter(
     from trl_explore.hard_prompts import filter_hard_prompts, read_pass_rates
     from trl_explore.replay import FileRefusedError
 
-    model, tokenizer = _load_model(args)
+    options = {"revision": args.model_revision, "trust_remote_code": args.trust_remote_code}
+    source = find_model(args.model_name_or_path, args.adapter_name_or_path, **options)
+    model, tokenizer = load_model(source, dtype=args.dtype, **options), load_tokenizer(source, **options)
     scores = output.with_name(output.name + ".scores.jsonl")
     try:
         hard = filter_hard_prompts(

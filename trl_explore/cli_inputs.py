@@ -38,7 +38,19 @@ def looks_like_path(name: str) -> bool:
     return name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1 or Path(name).suffix in FILE_FORMATS
 
 
-def _missing_path(field: str, path: Path) -> UsageError:
+def missing_path(field: str, path: Path) -> UsageError:
+    """
+    The error for a path that is not there, with the nearest one that is.
+
+    Args:
+        field (`str`):
+            The flag that names it.
+        path (`Path`):
+            The path.
+
+    Returns:
+        [`UsageError`]: To be raised.
+    """
     siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     hint = unknown_name("name in that folder", path.name, siblings) if siblings else f"{path.parent} does not exist."
     return UsageError(f"{field}={str(path)!r} does not exist (looked from {os.getcwd()}): {hint}")
@@ -65,7 +77,7 @@ def check_model(name: str | None, *, revision: str | None, trust_remote_code: bo
         raise UsageError("model_name_or_path is missing: pass a Hub name or a folder, --model_name_or_path ./my-model")
     path = Path(name).expanduser()
     if looks_like_path(name) and not path.is_dir():
-        raise _missing_path("model_name_or_path", path)
+        raise missing_path("model_name_or_path", path)
     name = str(path) if path.is_dir() else name
     try:
         AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
@@ -98,29 +110,51 @@ def load_train_and_eval(
     if bool(mixture.datasets) == (name is not None):
         raise UsageError("name the data once: either dataset_name (a path or a Hub name) or a `datasets` mixture")
     try:
-        splits = get_dataset(mixture) if mixture.datasets else _load_by_name(str(name), script_args)
+        options: dict[str, Any] = {
+            "config": script_args.dataset_config,
+            "streaming": script_args.dataset_streaming,
+        }
+        splits = get_dataset(mixture) if mixture.datasets else load_splits(str(name), **options)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         named = "datasets" if mixture.datasets else f"dataset_name={name!r}"
         raise UsageError(f"{named} cannot be loaded: {error}") from error
-    train = _pick_split(splits, script_args.dataset_train_split, "dataset_train_split", sole_split_is="train")
+    train = pick_split(splits, script_args.dataset_train_split, "dataset_train_split", sole_split_is="train")
     columns = train.column_names  # None while a streamed data set has not been looked at
     if columns is not None and "prompt" not in columns:
         raise UsageError(
             f"the data needs a column 'prompt', but has {', '.join(columns)}: map it first (examples/deep_grpo.py)"
         )
-    return train, _pick_split(splits, script_args.dataset_test_split, "dataset_test_split") if needs_eval else None
+    if not needs_eval:
+        return train, None
+    remedy = " Or switch evaluation off with --eval_strategy no."
+    return train, pick_split(splits, script_args.dataset_test_split, "dataset_test_split", remedy=remedy)
 
 
-def _load_by_name(name: str, script_args: "ScriptArguments") -> "DatasetDict":
+def load_splits(
+    name: str, *, config: str | None = None, streaming: bool = False, field: str = "dataset_name"
+) -> "DatasetDict":
+    """
+    Loads all splits of a data set by its name.
+
+    Args:
+        name (`str`):
+            A file, a folder of files, a folder written by `save_to_disk`, or a Hub name.
+        config (`str`, *optional*):
+            Configuration of a data set on the Hub, or of a copy of one.
+        streaming (`bool`, *optional*, defaults to `False`):
+            Whether to read it while it is used.
+        field (`str`, *optional*, defaults to `"dataset_name"`):
+            What the user called it, for error messages.
+
+    Returns:
+        [`~datasets.DatasetDict`]: The splits.
+    """
     import datasets
 
-    streaming = script_args.dataset_streaming
     path = Path(name).expanduser()
     if path.is_file():
         if path.suffix not in FILE_FORMATS:
-            raise UsageError(
-                f"dataset_name={name!r}: cannot read {path.suffix!r} files, only {', '.join(FILE_FORMATS)}"
-            )
+            raise UsageError(f"{field}={name!r}: cannot read {path.suffix!r} files, only {', '.join(FILE_FORMATS)}")
         return datasets.load_dataset(FILE_FORMATS[path.suffix], data_files=str(path), streaming=streaming)
     if path.is_dir():
         if (path / "dataset_dict.json").exists() or (path / "state.json").exists():  # written by save_to_disk
@@ -128,16 +162,35 @@ def _load_by_name(name: str, script_args: "ScriptArguments") -> "DatasetDict":
             return stored if isinstance(stored, datasets.DatasetDict) else datasets.DatasetDict(train=stored)
         name = str(path)
     elif looks_like_path(name):
-        raise _missing_path("dataset_name", path)
-    return datasets.load_dataset(name, name=script_args.dataset_config, streaming=streaming)
+        raise missing_path(field, path)
+    return datasets.load_dataset(name, name=config, streaming=streaming)
 
 
-def _pick_split(splits: "DatasetDict", name: str, field: str, *, sole_split_is: str | None = None) -> "Dataset":
+def pick_split(
+    splits: "DatasetDict", name: str, field: str, *, sole_split_is: str | None = None, remedy: str = ""
+) -> "Dataset":
+    """
+    Takes one split of a data set.
+
+    Args:
+        splits ([`~datasets.DatasetDict`]):
+            All of them.
+        name (`str`):
+            The one that is wanted.
+        field (`str`):
+            The flag that names it, for the error message.
+        sole_split_is (`str`, *optional*):
+            The wanted name under which the only split of a data set is taken, whatever its own name.
+        remedy (`str`, *optional*, defaults to `""`):
+            What else the user can do where it is missing.
+
+    Returns:
+        [`~datasets.Dataset`]: The split.
+    """
     if name in splits:
         return splits[name]
     if name == sole_split_is and len(splits) == 1:  # one file called test.jsonl: nothing else can be meant
         return next(iter(splits.values()))
-    remedy = "" if sole_split_is else " Or switch evaluation off with --eval_strategy no."
     raise UsageError(f"{field}: {unknown_name('split', name, splits)}{remedy}")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import DynamicCache, GenerationMixin
+from transformers import DynamicCache, GenerationConfig, GenerationMixin
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 # Rows whose probabilities exist at the same time: with a large vocabulary, those of a whole batch would fill a device.
@@ -144,6 +144,34 @@ def row_entropies(logits: torch.Tensor, *, temperature: float) -> torch.Tensor:
         for part in logits.split(ENTROPY_ROWS)
     ]
     return torch.cat(parts)  # (B,)
+
+
+def complete(model: Any, prompt_ids: list[list[int]], config: GenerationConfig) -> list[list[int]]:
+    """
+    Continue a batch of prompts by `generate`.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or `PeftModel`):
+            The model.
+        prompt_ids (`list[list[int]]`):
+            Token ids of each row's prompt, `[B][P_i]`.
+        config ([`~transformers.GenerationConfig`]):
+            What `generate` is given. Its `pad_token_id` is one token, its `eos_token_id` a list of them.
+
+    Returns:
+        `list[list[int]]`: Sampled tokens up to the first end token, which is included, `[B][T_i]`.
+    """
+    longest = max(len(ids) for ids in prompt_ids)
+    padding = [longest - len(ids) for ids in prompt_ids]
+    rows = [[config.pad_token_id] * n + ids for n, ids in zip(padding, prompt_ids, strict=True)]
+    real = [[0] * n + [1] * len(ids) for n, ids in zip(padding, prompt_ids, strict=True)]
+    input_ids, mask = torch.tensor(rows, device=model.device), torch.tensor(real, device=model.device)  # (B, P)
+    output = model.generate(input_ids=input_ids, attention_mask=mask, generation_config=config)
+    completion_ids = []
+    for row in output[:, longest:].tolist():
+        ends = [position for position, token in enumerate(row) if token in config.eos_token_id]
+        completion_ids.append(row[: ends[0] + 1] if ends else row)
+    return completion_ids
 
 
 class _Hooks:

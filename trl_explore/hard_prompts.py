@@ -5,11 +5,10 @@ Pass1@K, the share of K samples that are correct, is below a threshold. Measurin
 can be kept in a file that an interrupted call continues.
 """
 
-import hashlib
 import json
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,13 +18,13 @@ import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import gather_object, is_peft_model
 from datasets import Dataset, Value
-from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import get_callable_name
 
 from trl_explore.callbacks import PassAtKCallback, undisturbed
 from trl_explore.checkpoints import append_lines
+from trl_explore.fingerprints import digest, weight_probes
 from trl_explore.replay import FileRefusedError, read_records, tokenizer_fingerprint, write_records
 
 if TYPE_CHECKING:
@@ -319,9 +318,9 @@ def _settings(sampler: PassAtKCallback) -> dict[str, Any]:
     template = [tokenizer.chat_template, trainer.chat_template, trainer.chat_template_kwargs]
     return {
         "num_prompts": len(rows),
-        "data": _digest(json.dumps(row, sort_keys=True, default=repr).encode() for row in rows),
-        "model": _digest(_weights(sampler)),
-        "tokenizer": _digest([tokenizer_fingerprint(tokenizer).encode(), json.dumps(template, default=repr).encode()]),
+        "data": digest(json.dumps(row, sort_keys=True, default=repr).encode() for row in rows),
+        "model": digest(_weights(sampler)),
+        "tokenizer": digest([tokenizer_fingerprint(tokenizer).encode(), json.dumps(template, default=repr).encode()]),
         "reward_funcs": names,
         "reward_weights": [weight for _, _, weight in sampler.rewards],
         "k": sampler.num_samples,
@@ -334,16 +333,5 @@ def _settings(sampler: PassAtKCallback) -> dict[str, Any]:
 
 
 def _weights(sampler: PassAtKCallback) -> Iterator[bytes]:
-    """A few hundred numbers of each parameter: any training step changes some of them."""
     with sampler.generating_model() as model:
-        for parameter in model.parameters():
-            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            flat = whole.detach().flatten()
-            yield flat[:: max(1, flat.numel() // 256)].cpu().contiguous().view(torch.uint8).numpy().tobytes()
-
-
-def _digest(parts: Iterable[bytes]) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(len(part).to_bytes(8) + part)
-    return digest.hexdigest()[:16]
+        yield from weight_probes(model)

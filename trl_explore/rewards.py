@@ -21,6 +21,10 @@ NUMBER = re.compile(r"[-+]?((\d{1,3}(,\d{3})+|\d+)(\.\d*)?|\.\d+)([eE][-+]?\d{1,
 FRACTION = re.compile(r"([-+]?)(?:\\[dt]?frac\{(\d+)\}\{(\d+)\}|(\d+)\s*/\s*(\d+))", re.ASCII)
 # A word of three letters that is no LaTeX command: prose or a unit, not a formula.
 WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
+# The choice inside a mark, such as `C`, `(C)`, `\text{C}` or `C. Some words`, and in prose.
+STYLE = r"(?:\\(?:text|mathrm)(?:bf)?\s*\{|\\mathbf\s*\{)?"
+MARKED_CHOICE = re.compile(rf"[(\s]*{STYLE}[(\s]*([A-Za-z])\s*(?:[.:)}}].*)?", re.DOTALL)
+SAID_CHOICE = re.compile(rf"\b[Aa]nswer(?:\s+is)?\s*:?[\s*$(]*(?:(?:option|choice)\s+)?\(?{STYLE}([A-Z])(?![A-Za-z])")
 # 9^{9^9}, 2^123456, 123456!, \binom{10^9}{9}: a few characters that keep sympy busy for ever.
 EXPLOSIVE = re.compile(
     r"(\^|(?<=[\d)}])\s*\*\*)[\s{(]*(\d+[\s)}]*(\^|\*\*)[\s{(]*\d|[-+]?\d[\d,]{4,})"
@@ -132,6 +136,27 @@ def answer_key(text: str) -> Fraction | str | None:
     return re.sub(r"\s+", "", answer)
 
 
+def choice_letter(text: str) -> str | None:
+    r"""
+    Letter that a completion chooses, for majority votes and [`multiple_choice_reward`].
+
+    Args:
+        text (`str`):
+            Text of the completion, which marks its choice by `\boxed{C}` (also `\boxed{\text{C}}`, `\boxed{(C)}`,
+            `\boxed{C. Some words}`), or says it: `answer is (C)`, `Answer: C`. The last one counts, a mark before
+            words.
+
+    Returns:
+        `str` or `None`: The letter, upper case; `None` if nothing was chosen.
+    """
+    answer = extract_answer(text)
+    if answer is not None:
+        marked = MARKED_CHOICE.fullmatch(answer)
+        return marked.group(1).upper() if marked else None
+    said = SAID_CHOICE.findall(text[-TAIL_LENGTH:])
+    return said[-1].upper() if said else None
+
+
 def _timeout() -> int | None:
     # math-verify's timeouts are signal.alarm, which raises outside the main thread.
     return TIMEOUT_SECONDS if threading.current_thread() is threading.main_thread() else None
@@ -241,6 +266,33 @@ def accuracy_reward(
         match = None if gold is None else answers_match(completion_text(completion), str(gold))
         rewards.append(None if match is None else float(match))
     return rewards
+
+
+def multiple_choice_reward(
+    completions: Sequence[str | list[dict[str, Any]]], answer: list[str], **kwargs: Any
+) -> list[float]:
+    r"""
+    Reward function that is 1.0 where a completion chooses the right letter, as [`choice_letter`] reads it.
+
+    Args:
+        completions (`list[str]` or `list[list[dict]]`):
+            Completions, plain or as messages.
+        answer (`list[str]`):
+            Letters of the right choices.
+        **kwargs:
+            The other columns and TRL's arguments, unused.
+
+    Returns:
+        `list[float]`: 1.0 or 0.0 per completion.
+
+    Example:
+    ```python
+    >>> multiple_choice_reward([r"so \boxed{C}", "The answer is (B)."], answer=["C", "D"])
+    [1.0, 0.0]
+    ```
+    """
+    chosen = [choice_letter(completion_text(completion)) for completion in completions]
+    return [float(letter == gold.strip().upper()) for letter, gold in zip(chosen, answer, strict=True)]
 
 
 def format_reward(completions: Sequence[str | list[dict[str, Any]]], **kwargs: Any) -> list[float]:
