@@ -1,0 +1,437 @@
+"""Model cards: what is known about a training run in, the text of its `README.md` out.
+
+The templates are `model_cards/<method>.md`. Names, values and whatever else comes from a user or a model is text to
+them, never Markdown or HTML.
+"""
+
+import html
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from enum import Enum
+from importlib import metadata, resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from trl_explore.cli_inputs import looks_like_path
+
+if TYPE_CHECKING:
+    from huggingface_hub import ModelCard
+
+CURVE_FILE = "training_curve.png"
+LIBRARIES = ("trl-explore", "trl", "transformers", "torch", "datasets", "peft")
+
+# What the card of every method says of the training, and what each adds: name of a logged metric to its meaning.
+COMMON_METRICS = {
+    "reward": "mean reward, as the reward functions gave it",
+    "frac_reward_zero_std": "groups whose completions all got the same reward",
+    "entropy": "mean token entropy, nats",
+    "completions/mean_length": "tokens per completion",
+}
+METHOD_METRICS = {
+    "deep_grpo": {
+        "pivots/failure_fraction": "completions that failed",
+        "pivots/recovered_fraction": "pivots with a successful branch",
+        "pivots/mean_depth": "where pivots lie, from 0 (the prompt) to 1 (the end)",
+        "pivots/token_ratio": "branch tokens per token of the completions",
+        "aux/reward": "mean reward of the branches",
+    },
+    "tree_grpo": {
+        "tree/solved_fraction": "trees with a correct completion",
+        "tree/uniform_fraction": "trees that are all right or all wrong",
+        "tree/iterations": "iterations of a search",
+        "tree/token_ratio": "sampled tokens per trained token",
+        "replay/stored_prompts": "prompts with kept solutions",
+    },
+    "sesa": {
+        "sketch/distinct": "sketches or candidates of a prompt that are distinct",
+        "sketch/similarity": "mean similarity of two sketches of a prompt",
+        "sketch/pass_ratio": "Pass@G / Pass@1 of the groups; near 1, samples succeed or fail together",
+        "sketch/token_ratio": "tokens of sketches per sampled token",
+        "agent/duplicate_actions": "proposed actions that repeat an earlier one",
+    },
+    "g2rl": {
+        "shaped_reward": "mean reward after shaping",
+        "geometry/mean_cosine": "mean cosine of two completions' features",
+        "geometry/negative_pairs": "pairs of completions with a cosine below 0",
+        "geometry/mean_novelty": "mean novelty of a completion",
+    },
+    "branpo": {
+        "branch/branched_fraction": "trajectories that were left",
+        "branch/contrastive_fraction": "trajectories with a branch of the other outcome",
+        "branch/redundant_fraction": "trajectories with a shorter successful branch",
+        "branch/token_ratio": "branch tokens per sampled token",
+        "agent/turns": "responses per trajectory",
+    },
+}
+
+# What `PassAtKCallback` and the trainer's own evaluation log, under any prefix.
+_EVALUATED = re.compile(r"(?:(.+)/)?(?:(pass|maj|coverage)_at_(\d+)|(greedy_accuracy))$|eval_reward$")
+# Fields that say where and how a run was watched, not how it learned; and those that hold paths, hosts or secrets.
+_UNTOLD = re.compile(
+    r"^(output_dir|logging|log_|save_|hub_|push_|report_to|run_name|project|trackio|disable_tqdm|eval_|do_|ddp_|fsdp|"
+    r"deepspeed|dataloader|accelerator_config|parallelism_config|model_init_kwargs|resume_from|local_rank|use_cpu|debug|"
+    r"num_completions_to_print|vllm_server|vllm_group|vllm_weight_sync|restore_callback|ignore_data_skip|"
+    r"skip_memory|remove_unused|include_for|metric_for_best|load_best|greater_is|per_device_eval|liger_kernel_config)"
+    r"|token$|_file$|_dir$|_folder$|^dump_|secret|password|api_key"
+)
+
+
+class Metric(NamedTuple):
+    """A row of the table of metrics: a logged `name`, its `meaning`, and its `first` and `last` value as text."""
+
+    name: str
+    meaning: str
+    first: str
+    last: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingFacts:
+    """
+    What a card tells.
+
+    Args:
+        method (`str`):
+            Stem of the template in `model_cards/`: `"deep_grpo"`, ..., or `"base"` for plain GRPO.
+        model_name (`str`):
+            Name of the trained model.
+        trainer (`str`):
+            Name of the trainer's class.
+        repo_id (`str`, *optional*):
+            Where it is published, `owner/name`.
+        revision (`str`, *optional*):
+            Branch it is published on, where that is not `main`.
+        base_model (`str`, *optional*, defaults to `""`):
+            What the base model was loaded from: a Hub name, a folder, or `""` for a model made in memory.
+        datasets (`Sequence[str]`, *optional*):
+            Names of the training data: Hub names, files or folders. Empty where there is no name.
+        streamed (`bool`, *optional*, defaults to `False`):
+            Whether unnamed data were streamed, so that nothing tells where they are.
+        adapter (`str`, *optional*):
+            Kind of the adapter, `"LORA"`; `None` for a whole model.
+        chat (`bool`, *optional*, defaults to `True`):
+            Whether the model has a chat template.
+        paper (`Mapping[str, str]`, *optional*):
+            `id` (arXiv) and `citation` (BibTeX) of the method.
+        tags (`Sequence[str]`, *optional*):
+            Tags for the Hub.
+        hyperparameters (`Mapping[str, Any]`, *optional*):
+            See [`told_hyperparameters`].
+        history (`Sequence[Mapping[str, Any]]`, *optional*):
+            The trainer's `state.log_history`.
+        curve (`str`, *optional*):
+            File of the training curves, beside the card.
+        needs_plots (`bool`, *optional*, defaults to `False`):
+            Whether there is no picture because matplotlib is missing.
+    """
+
+    method: str
+    model_name: str
+    trainer: str
+    repo_id: str | None = None
+    revision: str | None = None
+    base_model: str = ""
+    datasets: Sequence[str] = ()
+    streamed: bool = False
+    adapter: str | None = None
+    chat: bool = True
+    paper: Mapping[str, str]
+    tags: Sequence[str] = ()
+    hyperparameters: Mapping[str, Any]
+    history: Sequence[Mapping[str, Any]] = ()
+    curve: str | None = None
+    needs_plots: bool = False
+
+
+def model_card(facts: TrainingFacts) -> "ModelCard":
+    """
+    Write a card.
+
+    Args:
+        facts ([`TrainingFacts`]):
+            What is known about the run.
+
+    Returns:
+        [`~huggingface_hub.ModelCard`]: The card, with metadata: base model and data sets where they are on the Hub,
+        tags, pipeline tag, paper, and results of the last evaluation as `model-index`.
+    """
+    from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+    base_id, base_text = describe_model(facts.base_model)
+    data_ids, data_text = describe_datasets(facts.datasets, streamed=facts.streamed)
+    results, results_step = evaluation_results(facts.history)
+    data = ModelCardData(
+        base_model=base_id,
+        base_model_relation=("adapter" if facts.adapter else "finetune") if base_id else None,
+        datasets=data_ids or None,
+        library_name="peft" if facts.adapter else "transformers",
+        model_name=facts.model_name,
+        pipeline_tag="text-generation",
+        tags=[*facts.tags, *([f"arxiv:{facts.paper['id']}"] if facts.paper else [])],
+        eval_results=[
+            EvalResult(
+                task_type="text-generation",
+                dataset_type="evaluation-prompts",
+                dataset_name="Evaluation prompts of the run",
+                metric_type=name,
+                metric_name=name,
+                metric_value=float(_number(value)),
+            )
+            for name, value in results.items()
+        ]
+        or None,
+    )
+    steps = [int(entry["step"]) for entry in facts.history if "reward" in entry]
+    text = _template(facts.method).render(
+        model_name=facts.model_name,
+        trainer=facts.trainer,
+        repo_id=facts.repo_id or "path/to/this/folder",
+        revision=f', revision="{facts.revision}"' if facts.revision else "",
+        base_model=base_text,
+        base_model_id=base_id,
+        data=data_text,
+        adapter=facts.adapter,
+        chat=facts.chat,
+        hyperparameters=facts.hyperparameters,
+        metrics=metric_rows(facts.method, facts.history),
+        first_step=min(steps, default=0),
+        last_step=max(steps, default=0),
+        curve=facts.curve,
+        needs_plots=facts.needs_plots,
+        results={name: _number(value) for name, value in results.items()},
+        results_step=results_step,
+        citation=facts.paper.get("citation"),
+        versions=[f"{name} {metadata.version(name)}" for name in LIBRARIES],
+    )
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}")
+
+
+def _template(method: str) -> Any:
+    from jinja2 import Environment, FunctionLoader, StrictUndefined
+
+    folder = resources.files("trl_explore.model_cards")
+    environment = Environment(
+        loader=FunctionLoader(lambda name: folder.joinpath(name).read_text(encoding="utf-8")),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {"text": escape_markdown, "code": code_span}
+    return environment.get_template(f"{method}.md")
+
+
+def escape_markdown(text: object) -> str:
+    """
+    Make text that Markdown and HTML show as it is.
+
+    Args:
+        text (`object`):
+            Anything; line breaks become spaces.
+
+    Returns:
+        `str`: Markdown of one line.
+    """
+    line = html.escape(" ".join(str(text).split()), quote=False)
+    return re.sub(r"[\\`*_\[\]#|~!:@]|(?<=www)\.", r"\\\g<0>", line)
+
+
+def code_span(value: object, *, longest: int = 200) -> str:
+    """
+    Show a value as code, also inside a table.
+
+    Args:
+        value (`object`):
+            A name as it is, or anything else as Python writes it; strings with other characters than words have are
+            written with quotes and escapes.
+        longest (`int`, *optional*, defaults to `200`):
+            Characters after which it is cut off.
+
+    Returns:
+        `str`: A Markdown code span of one line.
+    """
+    text = value if isinstance(value, str) and re.fullmatch(r"[\w./@%-]+", value) else repr(value)
+    if len(text) > longest:
+        text = text[:longest] + " ..."
+    fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    space = " " if "`" in text else ""
+    return f"{fence}{space}{text}{space}{fence}".replace("|", r"\|")
+
+
+def describe_model(name: str) -> tuple[str | None, str]:
+    """
+    Say where a base model comes from, without a path of this machine.
+
+    Args:
+        name (`str`):
+            A Hub name, a folder, or `""`.
+
+    Returns:
+        `tuple[str | None, str]`: Its name on the Hub, if it is there, and Markdown for it.
+    """
+    cached = re.search(r"models--([^/\\]+?)--([^/\\]+)[/\\]snapshots", name)  # a snapshot that was downloaded before
+    if cached:
+        name = "/".join(cached.groups())
+    if not name:
+        return None, "a model that was made in the training script"
+    if not cached and _is_local(name):
+        return None, f"a local model, {code_span(Path(name).resolve().name)}"
+    return name, f"[{escape_markdown(name)}](https://huggingface.co/{name})"
+
+
+def describe_datasets(names: Iterable[str], *, streamed: bool = False) -> tuple[list[str], str]:
+    """
+    Say what data were trained on, without a path of this machine.
+
+    Args:
+        names (`Iterable[str]`):
+            Hub names, files or folders; empty where there is no name.
+        streamed (`bool`, *optional*, defaults to `False`):
+            Whether unnamed data were streamed.
+
+    Returns:
+        `tuple[list[str], str]`: The names of those on the Hub, and Markdown for all.
+    """
+    names = list(dict.fromkeys(names))
+    ids = [name for name in names if not _is_local(name)]
+    parts = [f"[{escape_markdown(name)}](https://huggingface.co/datasets/{name})" for name in ids]
+    if not names:
+        parts = ["a streamed data set" if streamed else "a local data set"]
+    elif len(ids) < len(names):
+        parts.append("a local data set" if len(names) - len(ids) == 1 else "local data sets")
+    return ids, " and ".join(parts)
+
+
+def _is_local(name: str) -> bool:
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    if looks_like_path(name) or Path(name).exists():
+        return True
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return True
+    return False
+
+
+def hub_names(dataset: Any) -> list[str]:
+    """
+    Names on the Hub of what a data set was loaded from.
+
+    Args:
+        dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
+            Data; mapped and filtered ones remember where they came from.
+
+    Returns:
+        `list[str]`: `owner/name` each; empty for local and for streamed data.
+    """
+    files = dataset.info.download_checksums or {}
+    found = (re.match(r"hf://datasets/([^@]+)@", file) for file in files)
+    return list(dict.fromkeys(match.group(1) for match in found if match))
+
+
+def told_hyperparameters(config: Any, base: type) -> dict[str, Any]:
+    """
+    What the card tells of a configuration: every knob of the method, and what differs from GRPO's defaults.
+
+    Args:
+        config (`dataclass`):
+            The method's configuration.
+        base (`type`):
+            [`~trl.GRPOConfig`].
+
+    Returns:
+        `dict[str, Any]`: Values by field, the method's own first. No paths, hosts or tokens.
+    """
+    theirs = {spec.name: spec.default for spec in fields(base)}
+    own: dict[str, Any] = {}
+    changed: dict[str, Any] = {}
+    for spec in fields(config):
+        value = vars(config)[spec.name]
+        value = value.value if isinstance(value, Enum) else value
+        if _UNTOLD.search(spec.name) or not isinstance(value, bool | int | float | str | list | dict | None):
+            continue
+        if spec.name not in theirs:
+            own[spec.name] = value
+        elif value not in (theirs[spec.name], None, {}, []):
+            changed[spec.name] = value
+    return own | changed
+
+
+def logged_metrics(method: str, history: Iterable[Mapping[str, Any]]) -> list[str]:
+    """
+    What the training curves show: the method's main metrics, and those of evaluations, as far as they were logged.
+
+    Args:
+        method (`str`):
+            Stem of the method's template.
+        history (`Iterable[Mapping[str, Any]]`):
+            The trainer's `state.log_history`.
+
+    Returns:
+        `list[str]`: Names of metrics.
+    """
+    names = dict.fromkeys(name for entry in history for name, value in entry.items() if _is_number(value))
+    main = [*COMMON_METRICS, *METHOD_METRICS.get(method, {})]
+    return [name for name in main if name in names] + [name for name in names if _EVALUATED.match(name)]
+
+
+def metric_rows(method: str, history: Sequence[Mapping[str, Any]]) -> list[Metric]:
+    """
+    First and last values of the method's main metrics.
+
+    Args:
+        method (`str`):
+            Stem of the method's template.
+        history (`Sequence[Mapping[str, Any]]`):
+            The trainer's `state.log_history`.
+
+    Returns:
+        `list[Metric]`: Those that were logged while training.
+    """
+    rows = []
+    for name, meaning in (COMMON_METRICS | METHOD_METRICS.get(method, {})).items():
+        values = [entry[name] for entry in history if _is_number(entry.get(name))]
+        if values:
+            rows.append(Metric(name, meaning, _number(values[0]), _number(values[-1])))
+    return rows
+
+
+def evaluation_results(history: Iterable[Mapping[str, Any]]) -> tuple[dict[str, float], int]:
+    """
+    The newest evaluation in a log.
+
+    Args:
+        history (`Iterable[Mapping[str, Any]]`):
+            The trainer's `state.log_history`.
+
+    Returns:
+        `tuple[dict[str, float], int]`: Values by name (`"pass@1"`, `"maj@8"`, `"greedy accuracy"`, `"reward"`), and
+        the step; nothing and 0 where there was none.
+    """
+    results: dict[str, float] = {}
+    newest = 0
+    for entry in history:
+        matches = {name: _EVALUATED.match(name) for name, value in entry.items() if _is_number(value)}
+        found = {_result_name(match): entry[name] for name, match in matches.items() if match}
+        if found:
+            # A callback and the trainer's own evaluation log the same step one after the other.
+            results = results | found if entry["step"] == newest else found
+            newest = int(entry["step"])
+    return results, newest
+
+
+def _result_name(match: re.Match) -> str:
+    prefix, kind, k, greedy = match.groups()
+    name = f"{kind}@{k}" if kind else ("greedy accuracy" if greedy else "reward")
+    return name if prefix in (None, "eval") else f"{prefix} {name}"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _number(value: float) -> str:
+    return format(value, ".4g")
