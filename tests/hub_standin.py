@@ -7,14 +7,15 @@ import re
 import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
+from pathlib import PurePosixPath
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import yaml
 
 LARGE = (".safetensors", ".bin", ".pt", ".png", ".parquet")
 REPO_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-TOKENS = {"hf_me": "me", "hf_reader": "reader"}  # `reader` is a user who may write nowhere
+TOKEN = "hf_0123456789"
+USERS = {TOKEN: "me", "hf_reader": "reader"}  # `reader` may write nowhere
 
 
 @dataclass
@@ -43,14 +44,6 @@ class StandIn:
 
     def files(self, name: str, branch: str = "main") -> dict[str, bytes]:
         return self.repositories[f"models/{name}"].branches[branch]
-
-    def save(self, folder: Path) -> None:
-        for name, repository in self.repositories.items():
-            for branch, files in repository.branches.items():
-                for path, content in files.items():
-                    target = folder / name / branch / path
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    target.write_bytes(content)
 
 
 def metadata_errors(content: str) -> list[str]:
@@ -102,7 +95,7 @@ class Handler(BaseHTTPRequestHandler):
                 return self.answer({"error": "out of order"}, failure[1])
         if path.startswith("/lfs/"):
             return self.large_file(path.removeprefix("/lfs/"), body)
-        self.user = TOKENS.get(self.headers.get("Authorization", "").removeprefix("Bearer "))
+        self.user = USERS.get(self.headers.get("Authorization", "").removeprefix("Bearer "))
         if self.user is None and "Authorization" in self.headers:
             return self.answer({"error": "Invalid credentials"}, 401)
         if path == "/api/whoami-v2":
@@ -171,15 +164,21 @@ class Handler(BaseHTTPRequestHandler):
             return
         files = found[0].branches[found[1]]
         entries = {path: self.entry(path, content) for path, content in files.items()}
+        parents = {str(parent) for path in files for parent in PurePosixPath(path).parents} - {"."}
+        folders = {path: {"type": "directory", "path": path, "oid": "0"} for path in sorted(parents)}
         if verb in (None, "revision"):
             siblings = [{"rfilename": path} for path in files]
             sha, private = found[0].commit_id(found[1]), found[0].private
             self.answer({"id": repo_id, "sha": sha, "private": private, "siblings": siblings, "tags": []})
         elif verb == "tree":
-            self.answer([entry for path, entry in entries.items() if path.startswith(folder)])
+            whole = "recursive=True" in self.path or "recursive=true" in self.path
+            start = f"{folder}/" if folder else ""
+            listed = folders | entries
+            inside = [listed[p] for p in listed if p.startswith(start) and (whole or "/" not in p[len(start) :])]
+            self.answer(inside, **({} if inside else {"status": 404, "error": "EntryNotFound"}))
         elif verb == "paths-info":
-            asked = parse_qs(body.decode()).get("paths", [])
-            self.answer([entries[path] for path in asked if path in entries])
+            listed = folders | entries
+            self.answer([listed[path] for path in parse_qs(body.decode()).get("paths", []) if path in listed])
         elif verb == "preupload":
             sent = [file["path"] for file in json.loads(body)["files"]]
             modes = {path: "lfs" if path.endswith(LARGE) else "regular" for path in sent}

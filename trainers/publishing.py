@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import is_peft_model
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from huggingface_hub import CommitInfo, HfApi, get_token, run_as_future
 from huggingface_hub.utils import RevisionNotFoundError
 from transformers.trainer_utils import HubStrategy, SaveStrategy
@@ -18,7 +18,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
 from trl_explore import __version__
-from trl_explore.cards import CURVE_FILE, TrainingFacts, hub_names, logged_metrics, model_card, told_hyperparameters
+from trl_explore.cards import CURVE_FILE, TrainingFacts, logged_metrics, model_card, told_hyperparameters
 from trl_explore.checkpoints import STATE_FILE
 from trl_explore.hub import MODEL_FILES, HubError, check_repo_id, clash, explain, stage, upload_command
 from trl_explore.plots import training_curves
@@ -41,7 +41,7 @@ class PublishingTrainer(GRPOTrainer):
     hub_model_id: Any
     push_in_progress: Any
     card_template = "base"  # stem of a file in `model_cards/`
-    _dataset_names: list[str] | None = None
+    dataset_names: list[str] = []  # of the training data, for the card
     _revision: str | None = None
 
     def __init__(self, *args, **kwargs):
@@ -133,18 +133,14 @@ class PublishingTrainer(GRPOTrainer):
             model_name (`str`, *optional*):
                 Name of the model. Defaults to the repository's, or to that of the output folder.
             dataset_name (`str` or `list[str]`, *optional*):
-                Names of the training data on the Hub. Defaults to what was named last, then to what the data set
-                itself knows.
+                Names of the training data, on the Hub or local. Defaults to `dataset_names`, which it changes.
             tags (`str` or `list[str]`, *optional*):
                 Tags beside those of the method.
         """
         if not self.is_world_process_zero():
             return
         if dataset_name is not None:
-            self._dataset_names = [dataset_name] if isinstance(dataset_name, str) else list(dataset_name)
-        data, names = self.train_dataset, self._dataset_names
-        if names is None:
-            names = hub_names(data) if isinstance(data, Dataset | IterableDataset) else []
+            self.dataset_names = [dataset_name] if isinstance(dataset_name, str) else list(dataset_name)
         repo_id = self.hub_model_id or self.args.hub_model_id
         model = self.accelerator.unwrap_model(self.model)
         # Checkpoints of a run that is not published get their card, but no picture each time.
@@ -161,8 +157,8 @@ class PublishingTrainer(GRPOTrainer):
                 repo_id=repo_id,
                 revision=self._revision or self.args.hub_revision,
                 base_model=get_config_model_id(model.config) or "",
-                datasets=names,
-                streamed=isinstance(data, IterableDataset),
+                datasets=self.dataset_names,
+                local_data=_is_local(self.train_dataset),
                 adapter=model.active_peft_config.peft_type.value if is_peft_model(model) else None,
                 chat=bool(self._tokenizer.chat_template),
                 paper=self._paper,
@@ -297,7 +293,9 @@ class PublishingTrainer(GRPOTrainer):
         try:
             return self._send(folder, checkpoints, message, token)
         except Exception as error:
-            raise self._unsent(f"cannot publish: {explain(error)}.", folder, private) from error
+            raise self._unsent(
+                f"cannot publish as {self.hub_model_id!r}: {explain(error)}.", folder, private
+            ) from error
 
     def _send_or_warn(self, folder, checkpoints, message, token) -> None:
         try:
@@ -326,6 +324,13 @@ class PublishingTrainer(GRPOTrainer):
             f"{reason} Nothing is lost: the model is in {self.args.output_dir}. Send it with `trainer.push_to_hub()`, "
             f"or with the command:\n  {command}"
         )
+
+
+def _is_local(dataset: Any) -> bool:
+    """Whether data are in memory or from local files; `datasets` keeps those of the Hub under `owner___name`."""
+    if not isinstance(dataset, Dataset):
+        return False
+    return not any("___" in part for file in dataset.cache_files for part in Path(file["filename"]).parts)
 
 
 def _api(token: str | None) -> HfApi:

@@ -107,8 +107,8 @@ class TrainingFacts:
             What the base model was loaded from: a Hub name, a folder, or `""` for a model made in memory.
         datasets (`Sequence[str]`, *optional*):
             Names of the training data: Hub names, files or folders. Empty where there is no name.
-        streamed (`bool`, *optional*, defaults to `False`):
-            Whether unnamed data were streamed, so that nothing tells where they are.
+        local_data (`bool`, *optional*, defaults to `True`):
+            Whether data without a name are known to be local.
         adapter (`str`, *optional*):
             Kind of the adapter, `"LORA"`; `None` for a whole model.
         chat (`bool`, *optional*, defaults to `True`):
@@ -134,7 +134,7 @@ class TrainingFacts:
     revision: str | None = None
     base_model: str = ""
     datasets: Sequence[str] = ()
-    streamed: bool = False
+    local_data: bool = True
     adapter: str | None = None
     chat: bool = True
     paper: Mapping[str, str]
@@ -160,7 +160,7 @@ def model_card(facts: TrainingFacts) -> "ModelCard":
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
     base_id, base_text = describe_model(facts.base_model)
-    data_ids, data_text = describe_datasets(facts.datasets, streamed=facts.streamed)
+    data_ids, data_text = describe_datasets(facts.datasets, local=facts.local_data)
     results, results_step = evaluation_results(facts.history)
     data = ModelCardData(
         base_model=base_id,
@@ -281,15 +281,15 @@ def describe_model(name: str) -> tuple[str | None, str]:
     return name, f"[{escape_markdown(name)}](https://huggingface.co/{name})"
 
 
-def describe_datasets(names: Iterable[str], *, streamed: bool = False) -> tuple[list[str], str]:
+def describe_datasets(names: Iterable[str], *, local: bool = True) -> tuple[list[str], str]:
     """
     Say what data were trained on, without a path of this machine.
 
     Args:
         names (`Iterable[str]`):
             Hub names, files or folders; empty where there is no name.
-        streamed (`bool`, *optional*, defaults to `False`):
-            Whether unnamed data were streamed.
+        local (`bool`, *optional*, defaults to `True`):
+            Whether data without a name are known to be local.
 
     Returns:
         `tuple[list[str], str]`: The names of those on the Hub, and Markdown for all.
@@ -298,7 +298,7 @@ def describe_datasets(names: Iterable[str], *, streamed: bool = False) -> tuple[
     ids = [name for name in names if not _is_local(name)]
     parts = [f"[{escape_markdown(name)}](https://huggingface.co/datasets/{name})" for name in ids]
     if not names:
-        parts = ["a streamed data set" if streamed else "a local data set"]
+        parts = ["a local data set" if local else "a data set that was not named"]
     elif len(ids) < len(names):
         parts.append("a local data set" if len(names) - len(ids) == 1 else "local data sets")
     return ids, " and ".join(parts)
@@ -314,22 +314,6 @@ def _is_local(name: str) -> bool:
     except HFValidationError:
         return True
     return False
-
-
-def hub_names(dataset: Any) -> list[str]:
-    """
-    Names on the Hub of what a data set was loaded from.
-
-    Args:
-        dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
-            Data; mapped and filtered ones remember where they came from.
-
-    Returns:
-        `list[str]`: `owner/name` each; empty for local and for streamed data.
-    """
-    files = dataset.info.download_checksums or {}
-    found = (re.match(r"hf://datasets/([^@]+)@", file) for file in files)
-    return list(dict.fromkeys(match.group(1) for match in found if match))
 
 
 def told_hyperparameters(config: Any, base: type) -> dict[str, Any]:

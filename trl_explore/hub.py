@@ -62,8 +62,8 @@ def check_repo_id(hub_model_id: str | None, output_dir: str | os.PathLike) -> st
     except HFValidationError as error:
         given = f"`hub_model_id={hub_model_id!r}`" if hub_model_id else f"the name of the output folder, {name!r},"
         raise ValueError(
-            f"{given} cannot be the name of a repository: letters, digits, `-`, `_` and `.` only (none of the last "
-            "two pairs doubled, nor at an end), at most 96 characters, after `owner/` or alone. Set `hub_model_id`."
+            f"{given} cannot be the name of a repository: set `hub_model_id` to `name` or `owner/name`, of letters, "
+            "digits, `_`, `-` and `.` (the last two neither doubled nor at an end), at most 96 characters."
         ) from error
     return name
 
