@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -37,6 +38,7 @@ from safetensors.torch import load
 from transformers import AutoModelForCausalLM
 from world import make_dataset, make_model, make_trainer, parameters, saved_model
 
+from trl_explore.cli import main
 from trl_explore.trainers import (
     BranPOConfig,
     BranPOTrainer,
@@ -253,6 +255,31 @@ def methods():
         trainer.create_model_card()
         ModelCard.load(root / name / "README.md").validate()
         results[name] = (root / name / "README.md").read_text()
+    return results
+
+
+def command():
+    """`trl-explore train --push_to_hub`: as it should be, with a Hub that fails at the end, and without rights."""
+    data = root / "sums.jsonl"
+    make_dataset().to_json(data)
+    fields = {"method": "deep_grpo", "model_name_or_path": saved_model(), "dataset_name": data, "max_steps": 1}
+    fields |= {"reward_funcs": "world.contains_answer", "num_generations": 4, "per_device_train_batch_size": 8}
+    fields |= {"max_completion_length": 8, "num_branches": 2, "use_cpu": "true", "bf16": "false", "report_to": "none"}
+
+    def train(name):
+        own = {"output_dir": root / name, "hub_model_id": f"me/{name}", "push_to_hub": "true"}
+        flags = [text for field, value in (fields | own).items() for text in (f"--{field}", str(value))]
+        with redirect_stderr(io.StringIO()) as told, redirect_stdout(io.StringIO()) as said:
+            code = main(["train", *flags])
+        return {"code": code, "said": said.getvalue(), "told": told.getvalue(), "folder": str(root / name)}
+
+    results = {"well": train("cli"), "files": files("cli"), "card": card("cli"), "url": hub.url}
+    hub.failures.append(["models/me/fails/commit", 500, 9])  # the push of the last checkpoint, and that of the end
+    results["fails"] = train("fails")
+    results["saved"] = (root / "fails" / "model.safetensors").is_file()
+    os.environ["HF_TOKEN"] = "hf_wrong"
+    results["refused"] = train("refused")
+    os.environ["HF_TOKEN"] = TOKEN
     return results
 
 

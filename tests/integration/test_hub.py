@@ -29,7 +29,7 @@ def results(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def slow_results(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("hub"), "checkpoints", "methods")
+    return run(tmp_path_factory.mktemp("hub"), "checkpoints", "methods", "command")
 
 
 def metadata(card):
@@ -92,8 +92,8 @@ def test_what_needs_no_hub_to_be_wrong_is_found_before_anything_is_sent(results)
     assert refusals["requests"] == []
     assert refusals["forbidden name"] == (
         "ValueError: `hub_model_id='me/my model!'` cannot be the name of a repository: set `hub_model_id` to `name` "
-        "or `owner/name`, of letters, digits, `_`, `-` and `.` (the last two neither doubled nor at an end), at most 96 "
-        "characters."
+        "or `owner/name`, of letters, digits, `_`, `-` and `.` (the last two neither doubled nor at an end), at most "
+        "96 characters."
     )
     assert refusals["forbidden folder"].startswith("ValueError: the name of the output folder, 'my model!', cannot be")
     assert refusals["no token"] == (
@@ -160,3 +160,21 @@ def test_models_and_data_of_the_hub_are_linked_and_in_the_metadata(slow_results)
 @pytest.mark.parametrize("method, own", [("sesa", "sketch/"), ("g2rl", "geometry/"), ("branpo", "branch/")])
 def test_cards_tell_the_metrics_of_their_method(slow_results, method, own):
     assert f"| `{own}" in slow_results["methods"][method]
+
+
+@pytest.mark.slow
+def test_the_command_line_publishes_and_tells_failures_in_short(slow_results):
+    command = slow_results["command"]
+    well, fails, refused = command["well"], command["fails"], command["refused"]
+    assert well["code"] == 0 and command["files"] == ALL and "a local data set" in command["card"]
+    assert well["said"].endswith(f"model saved to {well['folder']}\nPushed to {command['url']}/me/cli\n")
+    assert fails["code"] == 1 and command["saved"]
+    assert (
+        "trl-explore: error: cannot publish as 'me/fails': the Hub answered 500 (out of order). Nothing is"
+        in (fails["told"])
+    )
+    assert fails["told"].endswith(f"\n  hf upload me/fails {fails['folder']}/_hub .\n")
+    assert refused["code"] == 2
+    assert (
+        refused["told"].splitlines()[-1].startswith("trl-explore: error: cannot publish as 'me/refused': the Hub does")
+    )
