@@ -19,6 +19,7 @@ from trl_explore.cards import (
 )
 from trl_explore.plots import training_curves
 from trl_explore.trainers import (
+    BranPOConfig,
     BranPOTrainer,
     DeepGRPOConfig,
     DeepGRPOTrainer,
@@ -93,7 +94,7 @@ def test_the_metadata_survive_being_written_and_read():
         "greedy accuracy": 0.625,
         "reward": 0.5,
     }
-    assert "Evaluated at step 9" in card.text and "| `pass@8` | 0.75 |" in card.text
+    assert "Evaluated at step 9" in card.text and "| pass@8 | 0.75 |" in card.text
 
 
 def test_without_an_evaluation_there_are_no_results():
@@ -187,6 +188,11 @@ def test_hyperparameters_are_the_methods_and_what_differs_but_no_secrets_or_path
 def test_templates_of_prompts_are_knobs_that_are_told():
     told = told_hyperparameters(SESAConfig(output_dir="x", use_cpu=True, bf16=False), GRPOConfig)
     assert told["sketch_template"].startswith("{problem}")
+
+
+def test_knobs_are_told_whatever_their_names_begin_with():
+    told = told_hyperparameters(BranPOConfig(eval_interaction_limit=4, use_cpu=True, bf16=False), GRPOConfig)
+    assert told["eval_interaction_limit"] == 4 and "push_method_state" not in told
 
 
 def test_fields_that_are_no_plain_values_are_left_out():

@@ -23,6 +23,7 @@ def output(tmp_path):
         "trees/trees_0.jsonl",
         "checkpoint-1/a.bin",
         "_x/b",
+        ".git/config",
         "c.part",
     ):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -38,7 +39,8 @@ def test_what_is_sent_is_put_aside(output):
     assert paths(output / "_hub") == ["last-checkpoint/a.bin", "model.safetensors", "trees/trees_0.jsonl"]
 
 
-def test_weights_take_no_room_twice_and_all_else_may_change_while_it_is_sent(output):
+def test_large_files_take_no_room_twice_and_small_ones_may_change_while_they_are_sent(output):
+    os.truncate(output / "model.safetensors", 10 * 2**20)
     stage(output, output / "_hub", ignore=["_*"])
     assert os.path.samefile(output / "model.safetensors", output / "_hub" / "model.safetensors")
     (output / "trees/trees_0.jsonl").write_text("more")

@@ -31,9 +31,9 @@ class ExplorationConfig(GRPOConfig):
             has a GPU. The server's `--weight-transfer-config` must name the same.
         push_method_state (`bool`, *optional*, defaults to `False`):
             Publish, beside the model, what the method keeps: its state (`explore_state_<rank>.pt`) and the files that
-            it writes into `output_dir`, such as dumped trees, which hold prompts and completions. Whole checkpoints,
-            which `hub_strategy="checkpoint"` and `"all_checkpoints"` ask for, always hold the state: they are sent to
-            be resumed.
+            it writes into `output_dir`, such as dumped trees, which hold prompts and completions.
+            [`~trl_explore.checkpoints.load_state`] reads the state. Whole checkpoints, which
+            `hub_strategy="checkpoint"` and `"all_checkpoints"` ask for, always hold it: they are sent to be resumed.
     """
 
     drop_zero_advantage: bool = field(

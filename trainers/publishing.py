@@ -76,15 +76,15 @@ class PublishingTrainer(GRPOTrainer):
                 Whether a new repository is private. Defaults to `args.hub_private_repo`.
 
         Raises:
-            ValueError: If there is no token, the name is forbidden, or the repository holds another kind of model.
-            HubError: If the Hub refuses.
+            ValueError: If the name is forbidden, or the repository holds another kind of model.
+            HubError: If there is no token, or the Hub refuses.
         """
         if not self.is_world_process_zero():
             return
         repo_id = check_repo_id(self.args.hub_model_id, self.args.output_dir)
         token = token or self.args.hub_token
         if (token or get_token()) is None:
-            raise ValueError(
+            raise HubError(
                 f"publishing as {repo_id!r} needs a token: log in with `hf auth login`, or set HF_TOKEN; or leave "
                 "`push_to_hub` out."
             )
@@ -113,7 +113,8 @@ class PublishingTrainer(GRPOTrainer):
             config = json.loads(Path(api.hf_hub_download(repo_id, "config.json", revision=branch)).read_text())
             architectures = config.get("architectures") or ()
         model = self.accelerator.unwrap_model(self.model)
-        held = clash(files, architectures, adapter=is_peft_model(model), architecture=type(model).__name__)
+        name = type(model).__name__.removeprefix("FSDP")  # what sharding puts before it
+        held = clash(files, architectures, adapter=is_peft_model(model), architecture=name)
         if held is None and branch != revision:
             api.create_branch(repo_id, branch=str(revision), exist_ok=True)
         return held
@@ -214,15 +215,19 @@ class PublishingTrainer(GRPOTrainer):
         if not self.is_world_process_zero():
             return None
         self._finish_current_push()
+        for left in Path(self.args.output_dir).glob(f"{STAGE}-*"):  # by a process that was killed
+            shutil.rmtree(left)
         self._revision = revision
         token = token or self.args.hub_token
         refusal = None
         try:
             self.init_hf_repo(token=token, private=private)
         except (HubError, ValueError) as error:
-            refusal = error
+            refusal = error  # told when all is ready to be sent by hand
         self.create_model_card(**kwargs)
         folder, checkpoints = self._stage(STAGE)
+        if isinstance(refusal, ValueError):
+            raise self._unsent(str(refusal), folder, private, repo_id="OWNER/OTHER-NAME") from refusal
         if refusal is not None:
             raise self._unsent(str(refusal), folder, private) from refusal
         if blocking:
@@ -312,17 +317,17 @@ class PublishingTrainer(GRPOTrainer):
             explain(error),
         )
 
-    def _unsent(self, reason: str, folder: Path, private: bool | None) -> HubError:
-        repo_id = self.hub_model_id or self.args.hub_model_id or Path(self.args.output_dir).absolute().name
+    def _unsent(self, reason: str, folder: Path, private: bool | None, repo_id: str | None = None) -> HubError:
+        output_dir = self.args.output_dir
         command = upload_command(
-            repo_id,
+            repo_id or self.hub_model_id or self.args.hub_model_id or Path(output_dir).absolute().name,
             folder,
             revision=self._revision or self.args.hub_revision,
             private=bool(self.args.hub_private_repo if private is None else private),
         )
         return HubError(
-            f"{reason} Nothing is lost: the model is in {self.args.output_dir}. Send it with `trainer.push_to_hub()`, "
-            f"or with the command:\n  {command}"
+            f"{reason} Nothing is lost: the model is in {output_dir}. Send it with `trainer.push_to_hub()`, or with "
+            f"the command:\n  {command}"
         )
 
 

@@ -68,13 +68,17 @@ METHOD_METRICS = {
 
 # What `PassAtKCallback` and the trainer's own evaluation log, under any prefix.
 _EVALUATED = re.compile(r"(?:(.+)/)?(?:(pass|maj|coverage)_at_(\d+)|(greedy_accuracy))$|eval_reward$")
-# Fields that say where and how a run was watched, not how it learned; and those that hold paths, hosts or secrets.
-_UNTOLD = re.compile(
-    r"^(output_dir|logging|log_|save_|hub_|push_|report_to|run_name|project|trackio|disable_tqdm|eval_|do_|ddp_|fsdp|"
+# TRL's fields that say where and how a run was watched, not how it learned.
+_WATCHING = re.compile(
+    r"(output_dir|logging|log_|save_|hub_|push_|report_to|run_name|project|trackio|disable_tqdm|eval_|do_|ddp_|fsdp|"
     r"deepspeed|dataloader|accelerator_config|parallelism_config|model_init_kwargs|resume_from|local_rank|use_cpu|debug|"
-    r"num_completions_to_print|vllm_server|vllm_group|vllm_weight_sync|restore_callback|ignore_data_skip|"
+    r"num_completions_to_print|vllm_server|vllm_group|restore_callback|ignore_data_skip|"
     r"skip_memory|remove_unused|include_for|metric_for_best|load_best|greater_is|per_device_eval|liger_kernel_config)"
-    r"|token$|_file$|_dir$|_folder$|^dump_|secret|password|api_key"
+)
+# Fields of any configuration that hold paths or secrets, or change nothing.
+_UNTOLD = re.compile(
+    r"token$|_file$|_dir$|_folder$|^dump_|secret|password|api_key|^(push_method_state|sampling_batch_size|"
+    r"vllm_weight_sync)$"
 )
 
 
@@ -175,7 +179,7 @@ def model_card(facts: TrainingFacts) -> "ModelCard":
                 task_type="text-generation",
                 dataset_type="evaluation-prompts",
                 dataset_name="Evaluation prompts of the run",
-                metric_type=name,
+                metric_type=name.replace(" ", "_"),
                 metric_name=name,
                 metric_value=float(_number(value)),
             )
@@ -235,7 +239,7 @@ def escape_markdown(text: object) -> str:
         `str`: Markdown of one line.
     """
     line = html.escape(" ".join(str(text).split()), quote=False)
-    return re.sub(r"[\\`*_\[\]#|~!:@]|(?<=www)\.", r"\\\g<0>", line)
+    return re.sub(r"[\\`*_\[\]#|~!:]|(?<=www)\.", r"\\\g<0>", line)
 
 
 def code_span(value: object, *, longest: int = 200) -> str:
@@ -335,7 +339,12 @@ def told_hyperparameters(config: Any, base: type) -> dict[str, Any]:
     for spec in fields(config):
         value = vars(config)[spec.name]
         value = value.value if isinstance(value, Enum) else value
-        if _UNTOLD.search(spec.name) or not isinstance(value, bool | int | float | str | list | dict | None):
+        watching = spec.name in theirs and _WATCHING.match(spec.name)
+        if (
+            watching
+            or _UNTOLD.search(spec.name)
+            or not isinstance(value, bool | int | float | str | list | dict | None)
+        ):
             continue
         if spec.name not in theirs:
             own[spec.name] = value

@@ -8,8 +8,8 @@ import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-# Never published: the pickled arguments hold paths of this machine, and nobody needs them.
-UNPUBLISHED = ("training_args.bin", "*/training_args.bin", "*.part")
+# Never published. The pickled arguments hold paths of this machine, and nobody needs them.
+UNPUBLISHED = ("training_args.bin", "*/training_args.bin", "*.part", ".git/*", ".cache/*")
 # What a checkpoint holds of the model itself.
 MODEL_FILES = (
     "config.json",
@@ -23,7 +23,7 @@ MODEL_FILES = (
     "adapter_*",
 )
 ADAPTER_CONFIG = "adapter_config.json"
-LINKED = (".safetensors", ".bin", ".pt", ".pth")  # big, and written once: a link keeps them from growing the disk
+LINKED_FROM = 10 * 2**20  # bytes: a copy of what is larger would take time and room
 
 REMEDIES = {
     401: "the Hub does not accept the token: log in anew with `hf auth login`, or set HF_TOKEN",
@@ -102,7 +102,7 @@ def stage(folder: Path, target: Path, *, allow: Sequence[str] = ("*",), ignore: 
 
     Args:
         folder (`Path`):
-            Where the files are. Weights are linked where the file system can, all else is copied.
+            Where the files are. Large ones are linked where the file system can, the others are copied.
         target (`Path`):
             Where they go; files that are there already are replaced.
         allow (`Sequence[str]`, *optional*, defaults to `("*",)`):
@@ -126,7 +126,7 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _link_or_copy(source: Path, copy: Path) -> None:
-    if source.suffix in LINKED:
+    if source.stat().st_size >= LINKED_FROM:
         try:
             return os.link(source, copy)
         except OSError:  # file systems without hard links

@@ -97,7 +97,7 @@ def training_curves(history: Sequence[Mapping[str, Any]], path: str | Path, *, m
     # Fixed margins: fitting them to the labels takes longer than all the drawing.
     margins = dict(left=0.07, right=0.98, top=1 - 0.12 / rows, bottom=0.18 / rows, hspace=0.6, wspace=0.3)
     panels = figure.subplots(rows, columns, squeeze=False, gridspec_kw=margins).flat
-    for panel, name in zip(panels, metrics, strict=False):
+    for name, panel in zip(metrics, panels, strict=False):
         points = [(entry["step"], entry[name]) for entry in history if name in entry]
         panel.plot(*zip(*points, strict=True), marker="o", markersize=2, linewidth=1)
         panel.set_title(name, fontsize=9, parse_math=False)

@@ -38,6 +38,7 @@ from safetensors.torch import load
 from transformers import AutoModelForCausalLM
 from world import make_dataset, make_model, make_trainer, parameters, saved_model
 
+from trl_explore.checkpoints import load_state
 from trl_explore.cli import main
 from trl_explore.trainers import (
     BranPOConfig,
@@ -181,6 +182,7 @@ def refusals():
     results["adapter over model"] = error_of(deep, "model", peft_config=LORA)
     results["other architecture"] = error_of(deep, "llama")
     results["same architecture"] = error_of(deep, "model")
+    results["model over adapter, late"] = error_of(deep("adapter", push_to_hub=False).push_to_hub)
     hub.failures.append(["api/repos/create", 503, 1])
     results["out of order"] = error_of(deep, "x")
     close_session()
@@ -244,6 +246,7 @@ def methods():
         trainer.train()
         trainer.push_to_hub(dataset_name="me/sums" if chosen else None)
         results[name] = files(name)
+    results["state"] = sorted(load_state(snapshot_download("me/trees"), rank=0, world_size=1)["method"])
     results["tree_grpo"], results["unnamed"] = card("trees"), card("bare")
     for name, cls, config, options in (
         ("sesa", SESATrainer, SESAConfig, dict(num_sketches=2, max_sketch_length=4)),

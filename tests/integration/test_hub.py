@@ -97,7 +97,7 @@ def test_what_needs_no_hub_to_be_wrong_is_found_before_anything_is_sent(results)
     )
     assert refusals["forbidden folder"].startswith("ValueError: the name of the output folder, 'my model!', cannot be")
     assert refusals["no token"] == (
-        "ValueError: publishing as 'me/x' needs a token: log in with `hf auth login`, or set HF_TOKEN; or leave "
+        "HubError: publishing as 'me/x' needs a token: log in with `hf auth login`, or set HF_TOKEN; or leave "
         "`push_to_hub` out."
     )
 
@@ -119,6 +119,12 @@ def test_what_needs_no_hub_to_be_wrong_is_found_before_anything_is_sent(results)
 )
 def test_what_the_hub_stands_against_is_refused_before_training(results, case, message):
     assert results["refusals"][case].startswith(message)
+
+
+def test_a_clash_that_shows_late_leaves_the_name_to_the_user(results):
+    error = results["refusals"]["model over adapter, late"]
+    assert error.startswith("HubError: the repository 'me/adapter' holds an adapter")
+    assert "\n  hf upload OWNER/OTHER-NAME " in error
 
 
 def test_the_same_kind_of_model_may_be_published_again(results):
@@ -146,6 +152,7 @@ def test_a_run_whose_pushes_all_failed_is_published_by_the_one_that_takes_it_up(
 def test_method_state_is_published_on_request_only(slow_results):
     assert slow_results["methods"]["bare"] == ALL
     assert slow_results["methods"]["trees"] == sorted([*ALL, "explore_state_0.pt", "trees/trees_0.jsonl"])
+    assert slow_results["methods"]["state"] == ["solutions", "trees_bytes"]
 
 
 @pytest.mark.slow
