@@ -10,10 +10,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import PurePosixPath
 from urllib.parse import parse_qs, unquote, urlsplit
 
-import yaml
+from card_metadata import metadata_errors
 
 LARGE = (".safetensors", ".bin", ".pt", ".png", ".parquet")
-REPO_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 TOKEN = "hf_0123456789"
 USERS = {TOKEN: "me", "hf_reader": "reader"}  # `reader` may write nowhere
 
@@ -46,28 +45,6 @@ class StandIn:
         return self.repositories[f"models/{name}"].branches[branch]
 
 
-def metadata_errors(content: str) -> list[str]:
-    """What the Hub finds wrong with the metadata of a model card."""
-    match = re.match(r"---\n(.*?)\n---\n", content, re.DOTALL)
-    data = yaml.safe_load(match.group(1)) if match else None
-    if not isinstance(data, dict):
-        return ["no metadata"]
-    errors = [f"{key} is empty" for key, value in data.items() if value in (None, "None", "", [])]
-    for key in ("base_model", "datasets"):
-        names = data.get(key, [])
-        for name in names if isinstance(names, list) else [names]:
-            if not REPO_ID.fullmatch(str(name)):
-                errors.append(f"{key} {name!r} is no repository")
-    if not all(isinstance(tag, str) for tag in data.get("tags", [])):
-        errors.append("tags must be strings")
-    for model in data.get("model-index", []):
-        for result in model["results"] if isinstance(model.get("name"), str) else [{}]:
-            complete = {"type"} <= result.get("task", {}).keys() and {"type", "name"} <= result["dataset"].keys()
-            if not complete or not all({"type", "value"} <= metric.keys() for metric in result["metrics"]):
-                errors.append(f"model-index: incomplete result {result}")
-    return errors
-
-
 class Handler(BaseHTTPRequestHandler):
     hub: StandIn
     protocol_version = "HTTP/1.1"
@@ -98,8 +75,6 @@ class Handler(BaseHTTPRequestHandler):
         self.user = USERS.get(self.headers.get("Authorization", "").removeprefix("Bearer "))
         if self.user is None and "Authorization" in self.headers:
             return self.answer({"error": "Invalid credentials"}, 401)
-        if path == "/api/whoami-v2":
-            return self.answer({"name": self.user, "type": "user", "orgs": []})
         if path == "/api/validate-yaml":
             errors = metadata_errors(json.loads(body)["content"])
             report = {"errors": [{"message": error} for error in errors], "warnings": []}
@@ -117,11 +92,10 @@ class Handler(BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_POST = do_PUT = handle_request
 
     def writes(self, owner: str) -> bool:
-        allowed = self.user == owner == "me"
-        if not allowed:
-            message = f"You don't have the rights to write under the namespace {owner!r}"
-            self.answer({"error": message}, 403 if self.user else 401)
-        return allowed
+        if self.user == owner == "me":
+            return True
+        self.answer({"error": f"You don't have the rights to write under {owner!r}"}, 403 if self.user else 401)
+        return False
 
     def create(self, wanted: dict) -> None:
         owner = wanted.get("organization") or self.user or ""
@@ -165,26 +139,22 @@ class Handler(BaseHTTPRequestHandler):
         files = found[0].branches[found[1]]
         entries = {path: self.entry(path, content) for path, content in files.items()}
         parents = {str(parent) for path in files for parent in PurePosixPath(path).parents} - {"."}
-        folders = {path: {"type": "directory", "path": path, "oid": "0"} for path in sorted(parents)}
+        listed = {path: {"type": "directory", "path": path, "oid": "0"} for path in sorted(parents)} | entries
         if verb in (None, "revision"):
-            siblings = [{"rfilename": path} for path in files]
-            sha, private = found[0].commit_id(found[1]), found[0].private
-            self.answer({"id": repo_id, "sha": sha, "private": private, "siblings": siblings, "tags": []})
+            about = {"sha": found[0].commit_id(found[1]), "private": found[0].private, "tags": []}
+            self.answer({"id": repo_id, "siblings": [{"rfilename": path} for path in files], **about})
         elif verb == "tree":
-            whole = "recursive=True" in self.path or "recursive=true" in self.path
-            start = f"{folder}/" if folder else ""
-            listed = folders | entries
+            whole, start = "recursive=true" in self.path.lower(), f"{folder}/" if folder else ""
             inside = [listed[p] for p in listed if p.startswith(start) and (whole or "/" not in p[len(start) :])]
             self.answer(inside, **({} if inside else {"status": 404, "error": "EntryNotFound"}))
         elif verb == "paths-info":
-            listed = folders | entries
             self.answer([listed[path] for path in parse_qs(body.decode()).get("paths", []) if path in listed])
         elif verb == "preupload":
-            sent = [file["path"] for file in json.loads(body)["files"]]
-            modes = {path: "lfs" if path.endswith(LARGE) else "regular" for path in sent}
             known = {path: (entry.get("lfs") or entry)["oid"] for path, entry in entries.items()}
-            answer = [{"path": p, "uploadMode": modes[p], "shouldIgnore": False, "oid": known.get(p)} for p in sent]
-            self.answer({"files": answer})
+            asked = [file["path"] for file in json.loads(body)["files"]]
+            modes = {path: {"uploadMode": "lfs" if path.endswith(LARGE) else "regular"} for path in asked}
+            common = {"shouldIgnore": False}
+            self.answer({"files": [{"path": p, "oid": known.get(p), **modes[p], **common} for p in asked]})
         elif verb == "commit" and self.writes(repo_id.split("/")[0]):
             for line in body.splitlines():
                 item = json.loads(line)
@@ -205,17 +175,18 @@ class Handler(BaseHTTPRequestHandler):
         self.answer({"transfer": "basic", "objects": objects})
 
     def large_file(self, oid: str, body: bytes) -> None:
-        whole = hashlib.sha256(body).hexdigest() == oid
-        if whole:
-            self.hub.objects[oid] = body
-        self.answer({}, 200 if whole else 422)
+        if hashlib.sha256(body).hexdigest() != oid:
+            return self.answer({}, 422)
+        self.hub.objects[oid] = body
+        self.answer({})
 
     def resolve(self, kind: str | None, repo_id: str, revision: str, path: str) -> None:
         found = self.find(kind or "models", repo_id, revision)
         if found is None:
             return
-        content = found[0].branches[found[1]].get(path)
+        repository, branch = found
+        content = repository.branches[branch].get(path)
         if content is None:
             return self.answer({"error": "Entry not found"}, 404, error="EntryNotFound")
-        entry = self.entry(path, content)
-        self.answer(content, ETag=f'"{entry["oid"]}"', X_Repo_Commit=found[0].commit_id(found[1]))
+        tag = self.entry(path, content)["oid"]
+        self.answer(content, ETag=f'"{tag}"', X_Repo_Commit=repository.commit_id(branch))

@@ -2,18 +2,18 @@ import math
 from dataclasses import dataclass, field, replace
 
 import pytest
+import yaml
+from card_metadata import metadata_errors
 from huggingface_hub import ModelCard
 from trl import GRPOConfig
 
+from trl_explore.card_metrics import evaluation_results, logged_metrics, metric_rows
 from trl_explore.cards import (
     TrainingFacts,
     code_span,
     describe_datasets,
     describe_model,
     escape_markdown,
-    evaluation_results,
-    logged_metrics,
-    metric_rows,
     model_card,
     told_hyperparameters,
 )
@@ -73,7 +73,14 @@ def test_every_method_has_the_same_headings_and_its_own_paper(trainer):
     paper = trainer._paper
     assert f"https://huggingface.co/papers/{paper['id']}" in card.text and paper["citation"] in card.text
     assert {"trl-explore", f"arxiv:{paper['id']}", trainer.card_template.replace("_", "-")} <= set(card.data.tags)
-    assert "Undefined" not in card.text and "None" not in card.text
+    assert metadata_errors(str(card)) == [] and "None" not in card.text
+
+
+def test_the_check_of_metadata_finds_what_the_hub_refuses():
+    card = model_card(facts())
+    for change in ({"base_model": "None"}, {"datasets": ["/home/me/data.jsonl"]}, {"tags": [1]}, {"license": None}):
+        data = yaml.safe_load(card.data.to_yaml()) | change
+        assert len(metadata_errors(f"---\n{yaml.safe_dump(data)}---\n")) == 1, change
 
 
 def test_plain_grpo_has_a_card_too():
