@@ -85,7 +85,7 @@ def test_a_forbidden_name_is_found_by_the_configuration():
 
 
 def test_errors_without_an_answer_say_what_they_are():
-    assert explain(OSError("disk\nfull")) == "OSError: disk full"
+    assert explain(OSError("disk\nfull.")) == "OSError: disk full"
 
 
 def test_the_answer_is_found_behind_what_was_made_of_it():

@@ -5,6 +5,7 @@ them, never Markdown or HTML.
 """
 
 import html
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -137,7 +138,7 @@ def model_card(facts: TrainingFacts) -> "ModelCard":
         model_name=facts.model_name,
         trainer=facts.trainer,
         repo_id=facts.repo_id or "path/to/this/folder",
-        revision=f', revision="{facts.revision}"' if facts.revision else "",
+        revision=f", revision={json.dumps(facts.revision)}" if facts.revision else "",
         base_model=base_text,
         base_model_id=base_id,
         data=data_text,

@@ -160,9 +160,9 @@ def explain(error: BaseException) -> str:
     while cause is not None and not isinstance(cause, HfHubHTTPError):
         cause = cause.__cause__
     if cause is None:
-        return f"{type(error).__name__}: {' '.join(str(error).split())}"
-    status = cause.response.status_code
-    said = f" ({cause.server_message})" if cause.server_message else ""
+        return f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}"
+    status, message = cause.response.status_code, " ".join((cause.server_message or "").split())
+    said = f" ({message})" if message else ""
     return f"{REMEDIES.get(status, f'the Hub answered {status}')}{said}"
 
 
