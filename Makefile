@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TEST_PROCESSES ?= 2
 # What could be missing from a wheel: modules, package data, commands, extras.
-WHEEL_TESTS := test_package.py test_cli.py test_tree_view.py test_retrieval.py test_presets.py
+WHEEL_TESTS := test_package.py test_cli.py test_tree_view.py test_retrieval.py test_presets.py test_cards.py
 BIN := $(VENV)/bin
 QUIET := --quiet --disable-pip-version-check --no-compile
 export HF_HUB_DISABLE_TELEMETRY = 1

@@ -117,5 +117,6 @@ if __name__ == "__main__":
     trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     trainer.save_model()
     if training_args.push_to_hub:
-        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+        invented = script_args.dataset_name == INVENTED
+        trainer.push_to_hub(dataset_name=None if invented else script_args.dataset_name)
     trainer.accelerator.end_training()

@@ -41,6 +41,12 @@ SIGNATURES = {
     "_save_optimizer_and_scheduler": ["output_dir"],
     "_load_optimizer_and_scheduler": ["checkpoint"],
     "_get_output_dir": ["trial"],
+    "_save": ["output_dir", "state_dict"],
+    "_push_from_checkpoint": ["checkpoint_folder"],
+    "_finish_current_push": [],
+    "create_model_card": ["model_name", "dataset_name", "tags"],
+    "init_hf_repo": ["token", "private"],
+    "push_to_hub": ["commit_message", "blocking", "token", "revision", "private", "kwargs"],
     "train": ["resume_from_checkpoint", "trial", "ignore_keys_for_eval"],
 }
 

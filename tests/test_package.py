@@ -19,6 +19,8 @@ def test_every_sub_package_of_the_tree_is_installed():
             if "trainers" not in relative.parts:
                 assert (name / relative).is_file(), relative
     assert (installed / "py.typed").is_file()
+    for card in (ROOT / "model_cards").glob("*.md"):
+        assert (installed / "model_cards" / card.name).is_file(), card
 
 
 def test_the_version_is_the_distributions():
@@ -47,8 +49,8 @@ def test_unknown_names_get_the_nearest_or_all():
 
 
 def test_private_names_of_trl_stay_in_the_base_files():
-    seams = ("agents", "base", "branching", "features", "sampling", "scoring", "serving", "streams", "resume")
-    allowed = {f"{name}.py" for name in (*seams, "vllm_backend")}
+    seams = {"agents", "base", "branching", "features", "publishing", "resume", "sampling", "scoring", "serving"}
+    allowed = {f"{name}.py" for name in seams | {"streams", "vllm_backend"}}
     privates = ("._generate", "._calculate_rewards", "._compute_loss", "._prepare_inputs", "._get_per_token", "._step")
     for path in (ROOT / "trainers").glob("*.py"):
         if path.name not in allowed:

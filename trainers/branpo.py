@@ -201,6 +201,7 @@ class BranPOTrainer(BranchingTrainer):
 
     _tag_names = ["trl", "grpo", "trl-explore", "branpo"]
     _name = "BranPO"
+    card_template = "branpo"
     _paper = {
         "title": "Training Multi-Turn Search Agent via Contrastive Dynamic Branch Sampling",
         "id": "2602.03719",

@@ -5,6 +5,7 @@ from typing import TypeVar
 
 from trl import GRPOConfig
 
+from trl_explore.hub import check_repo_id
 from trl_explore.names import explain_unknown_fields, unknown_name
 from trl_explore.serving import WEIGHT_SYNCS
 
@@ -15,7 +16,7 @@ C = TypeVar("C", bound="ExplorationConfig")
 @dataclass
 class ExplorationConfig(GRPOConfig):
     r"""
-    Base of the exploration configurations: every field of [`~trl.GRPOConfig`], and three that all methods share.
+    Base of the exploration configurations: every field of [`~trl.GRPOConfig`], and four that all methods share.
 
     Args:
         drop_zero_advantage (`bool`, *optional*, defaults to `False`):
@@ -28,6 +29,11 @@ class ExplorationConfig(GRPOConfig):
             How weights travel to a vLLM server: `"nccl"` between GPUs (TRL's way), `"file"` through files in
             `output_dir`, for servers on CPUs or without a common GPU network. `"auto"` is `"nccl"` where the trainer
             has a GPU. The server's `--weight-transfer-config` must name the same.
+        push_method_state (`bool`, *optional*, defaults to `False`):
+            Publish, beside the model, what the method keeps: its state (`explore_state_<rank>.pt`) and the files that
+            it writes into `output_dir`, such as dumped trees, which hold prompts and completions.
+            [`~trl_explore.checkpoints.load_state`] reads the state. Whole checkpoints, which
+            `hub_strategy="checkpoint"` and `"all_checkpoints"` ask for, always hold it: they are sent to be resumed.
     """
 
     drop_zero_advantage: bool = field(
@@ -51,6 +57,14 @@ class ExplorationConfig(GRPOConfig):
         },
     )
 
+    push_method_state: bool = field(
+        default=False,
+        metadata={
+            "help": "Publish what the method keeps and writes (state, dumped trees, solutions) beside the model. "
+            "Whole checkpoints always hold the state."
+        },
+    )
+
     def __post_init__(self) -> None:
         self.validate()
         super().__post_init__()
@@ -68,6 +82,8 @@ class ExplorationConfig(GRPOConfig):
             raise ValueError(
                 f"`sampling_batch_size={self.sampling_batch_size}` must be at least 1, or None for a single call."
             )
+        if self.push_to_hub:
+            check_repo_id(self.hub_model_id, self.output_dir or "trainer_output")
 
 
 def upgrade_config(args: GRPOConfig, config_class: type[C]) -> C:

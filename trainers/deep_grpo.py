@@ -180,6 +180,7 @@ class DeepGRPOTrainer(ExplorationTrainer):
 
     _tag_names = ["trl", "grpo", "trl-explore", "deep-grpo"]
     _name = "DEEP-GRPO"
+    card_template = "deep_grpo"
     _paper = {
         "title": "Deep Dense Exploration for LLM Reinforcement Learning via Pivot-Driven Resampling",
         "id": "2602.14169",
@@ -374,6 +375,9 @@ class DeepGRPOTrainer(ExplorationTrainer):
             self.log_metric("pivots/informative_fraction", informative / tried)
             self.log_metric("pivots/mean_depth", depth / tried)
             self.log_metric("pivots/mean_suffix_length", aux / num_branches)
+
+    def method_files(self) -> list[str]:
+        return [self.args.hard_states_file] if self.args.hard_states_file else []
 
     @property
     def _hard_states_path(self) -> Path:

@@ -170,6 +170,7 @@ class G2RLTrainer(GradientGuided):
 
     _tag_names = ["trl", "grpo", "trl-explore", "g2rl"]
     _name = "G2RL"
+    card_template = "g2rl"
     _paper = {
         "title": "Can LLMs Guide Their Own Exploration? Gradient-Guided Reinforcement Learning for LLM Reasoning",
         "id": "2512.15687",

@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from trl import GRPOTrainer
 
 from trl_explore.checkpoints import is_complete, last_complete_checkpoint, load_state, save_state
+
+from .publishing import PublishingTrainer
 
 logger = logging.getLogger(__name__)
 
 
-class ResumableTrainer(GRPOTrainer):
+class ResumableTrainer(PublishingTrainer):
     """
     [`~trl.GRPOTrainer`] whose checkpoints hold what an exact continuation needs.
 
@@ -80,6 +81,9 @@ class ResumableTrainer(GRPOTrainer):
 
     def _save_optimizer_and_scheduler(self, output_dir):
         super()._save_optimizer_and_scheduler(output_dir)
+        self.save_exploration_state(output_dir)
+
+    def save_exploration_state(self, folder):
         mid_generation = self._step % (self.args.steps_per_generation * self.num_iterations) != 0
         state = {
             "step": self._step,
@@ -91,7 +95,7 @@ class ResumableTrainer(GRPOTrainer):
             "generator": self.exploration_generator.get_state(),
             "method": self.exploration_state(),
         }
-        save_state(state, output_dir, rank=self.accelerator.process_index)
+        save_state(state, folder, rank=self.accelerator.process_index)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)

@@ -59,6 +59,7 @@ class SESATrainer(SequentialActionTrainer):
 
     _tag_names = ["trl", "grpo", "trl-explore", "sesa"]
     _name = "SESA"
+    card_template = "sesa"
     _paper = {
         "title": "The Road Less Traveled: Enhancing Exploration in LLMs via Sequential Sampling",
         "id": "2510.15502",

@@ -67,6 +67,7 @@ class TreeGRPOTrainer(ExplorationTrainer):
 
     _tag_names = ["trl", "grpo", "trl-explore", "tree-grpo"]
     _name = "TreeGRPO"
+    card_template = "tree_grpo"
     _paper = {
         "title": "DeepSearch: Overcome the Bottleneck of Reinforcement Learning with Verifiable Rewards via Monte "
         "Carlo Tree Search",
@@ -270,6 +271,9 @@ class TreeGRPOTrainer(ExplorationTrainer):
         self.log_metric("tree/sampling_seconds", self._seconds["sampling"])
         self.log_metric("tree/scoring_seconds", self._seconds["scoring"])
         self.log_metric("tree/own_seconds", seconds - sum(self._seconds.values()))
+
+    def method_files(self) -> list[str]:
+        return [SOLUTIONS_FILE, *([self.args.dump_trees] if self.args.dump_trees else [])]
 
     @property
     def _trees_path(self) -> Path:

@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from enum import Enum
@@ -18,6 +19,7 @@ from trl_explore.cli_inputs import (
     load_reward_functions,
     load_train_and_eval,
 )
+from trl_explore.hub import HubError
 from trl_explore.names import unknown_name
 
 if TYPE_CHECKING:
@@ -277,12 +279,13 @@ def run(argv: list[str]) -> int:
     checkpoint = find_checkpoint(training_args.resume_from_checkpoint, str(training_args.output_dir))
     try:
         trainer = _build_trainer(script_args, training_args, model_args, mixture)
-    except (ValueError, NotImplementedError) as error:  # what a trainer refuses, it explains in its message
+    except (ValueError, NotImplementedError, HubError) as error:  # what a trainer refuses, it explains in its message
         raise UsageError(str(error)) from error
-    return _train(trainer, script_args, checkpoint, argv)
+    data = [source.path for source in mixture.datasets] or str(script_args.dataset_name)
+    return _train(trainer, data, checkpoint, argv)
 
 
-def _train(trainer: "GRPOTrainer", script_args: TrainArguments, checkpoint: str | None, argv: list[str]) -> int:
+def _train(trainer: "GRPOTrainer", data: str | list[str], checkpoint: str | None, argv: list[str]) -> int:
     from trl_explore.interrupt import InterruptCallback
 
     output_dir = str(trainer.args.output_dir)
@@ -299,11 +302,28 @@ def _train(trainer: "GRPOTrainer", script_args: TrainArguments, checkpoint: str 
         saved = os.path.join(output_dir, f"checkpoint-{trainer.state.global_step}")
         say(f"Stopped after step {trainer.state.global_step} of {trainer.state.max_steps}. Continue with:")
         say(f"  {resume_command(argv, saved)}")
+        code = 130
     else:
-        trainer.save_model(output_dir)
-        say(f"Trained {trainer.state.global_step} steps; model saved to {output_dir}")
-        if trainer.args.push_to_hub:
-            trainer.push_to_hub(dataset_name=script_args.dataset_name)
-            say(f"Pushed to https://huggingface.co/{trainer.hub_model_id}")
+        code = _save_and_push(trainer, output_dir, data)
     trainer.accelerator.end_training()  # trackers and process group
-    return 130 if stopped_early else 0
+    return code
+
+
+def _save_and_push(trainer: "GRPOTrainer", output_dir: str, data: Any) -> int:
+    from huggingface_hub import constants
+
+    say = trainer.accelerator.print
+    said = f"Trained {trainer.state.global_step} steps; model saved to {output_dir}"
+    if not trainer.args.push_to_hub:
+        trainer.save_model(output_dir)
+        say(said)
+        return 0
+    try:
+        trainer.push_to_hub(dataset_name=data)  # saves first
+    except HubError as error:
+        say(said)
+        print(f"trl-explore: error: {error}", file=sys.stderr)
+        return 1
+    say(said)
+    say(f"Pushed to {constants.ENDPOINT}/{trainer.hub_model_id}")
+    return 0

@@ -1,0 +1,1 @@
+"""Jinja templates of the model cards: `base.md`, and one per method that fills its blocks."""

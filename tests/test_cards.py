@@ -1,0 +1,234 @@
+import math
+from dataclasses import dataclass, field, replace
+
+import pytest
+import yaml
+from card_metadata import metadata_errors
+from huggingface_hub import ModelCard
+from trl import GRPOConfig
+
+from trl_explore.card_metrics import evaluation_results, logged_metrics, metric_rows
+from trl_explore.cards import (
+    TrainingFacts,
+    code_span,
+    describe_datasets,
+    describe_model,
+    escape_markdown,
+    model_card,
+    told_hyperparameters,
+)
+from trl_explore.plots import training_curves
+from trl_explore.trainers import (
+    BranPOConfig,
+    BranPOTrainer,
+    DeepGRPOConfig,
+    DeepGRPOTrainer,
+    ExplorationTrainer,
+    G2RLTrainer,
+    SESAConfig,
+    SESATrainer,
+    TreeGRPOTrainer,
+)
+
+TRAINERS = [BranPOTrainer, DeepGRPOTrainer, G2RLTrainer, SESATrainer, TreeGRPOTrainer]
+HEADINGS = [
+    "## Overview",
+    "## Usage",
+    "## What differs from GRPO",
+    "## Hyper-parameters",
+    "## Training metrics",
+    "## Implementation notes",
+    "## Citation",
+]
+HISTORY = [
+    {"step": 0, "eval/pass_at_1": 0.25, "eval/pass_at_8": 0.5},
+    {"step": 1, "reward": 0.125, "pivots/mean_depth": 0.5, "loss": 0.0},
+    {"step": 9, "reward": 1 / 3, "pivots/mean_depth": math.nan},
+    {"step": 9, "eval/pass_at_1": 0.5, "eval/pass_at_8": 0.75, "eval/greedy_accuracy": 0.625, "eval/reward": 0.1},
+    {"step": 9, "eval_reward": 0.5, "eval_loss": 0.0},
+    {"step": 10, "train_runtime": 3.0},
+]
+
+
+def facts(trainer=DeepGRPOTrainer, **changes):
+    known = TrainingFacts(
+        method=trainer.card_template,
+        model_name="my-model",
+        trainer=trainer.__name__,
+        repo_id="me/my-model",
+        base_model="Qwen/Qwen3-0.6B",
+        datasets=["openai/gsm8k"],
+        paper=trainer._paper,
+        tags=trainer._tag_names,
+        hyperparameters={"num_branches": 8, "learning_rate": 1e-6},
+        history=HISTORY,
+    )
+    return replace(known, **changes)
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_every_method_has_the_same_headings_and_its_own_paper(trainer):
+    card = model_card(facts(trainer))
+    assert [line for line in card.text.splitlines() if line.startswith("## ")] == HEADINGS
+    paper = trainer._paper
+    assert f"https://huggingface.co/papers/{paper['id']}" in card.text and paper["citation"] in card.text
+    assert {"trl-explore", f"arxiv:{paper['id']}", trainer.card_template.replace("_", "-")} <= set(card.data.tags)
+    assert metadata_errors(str(card)) == [] and "None" not in card.text
+
+
+def test_the_check_of_metadata_finds_what_the_hub_refuses():
+    card = model_card(facts())
+    for change in ({"base_model": "None"}, {"datasets": ["/home/me/data.jsonl"]}, {"tags": [1]}, {"license": None}):
+        data = yaml.safe_load(card.data.to_yaml()) | change
+        assert len(metadata_errors(f"---\n{yaml.safe_dump(data)}---\n")) == 1, change
+
+
+def test_plain_grpo_has_a_card_too():
+    text = model_card(facts(ExplorationTrainer, paper={}, tags=[])).text
+    assert "Nothing: this is plain GRPO." in text and "The method:" not in text
+
+
+def test_the_metadata_survive_being_written_and_read():
+    card = model_card(facts())
+    data = ModelCard(str(card)).data
+    assert data.to_dict() == card.data.to_dict()
+    assert data.base_model == "Qwen/Qwen3-0.6B" and data.datasets == ["openai/gsm8k"]
+    assert data.library_name == "transformers" and data.pipeline_tag == "text-generation"
+    assert data.to_dict()["base_model_relation"] == "finetune"
+    assert {result.metric_name: result.metric_value for result in data.eval_results} == {
+        "pass@1": 0.5,
+        "pass@8": 0.75,
+        "greedy accuracy": 0.625,
+        "reward": 0.5,
+    }
+    assert "Evaluated at step 9" in card.text and "| pass@8 | 0.75 |" in card.text
+
+
+def test_without_an_evaluation_there_are_no_results():
+    card = model_card(facts(history=[{"step": 1, "reward": 1.0}]))
+    assert "model-index" not in card.data.to_dict() and "Evaluated" not in card.text
+
+
+def test_without_a_log_the_card_says_so():
+    assert "Nothing was logged." in model_card(facts(history=[])).text
+
+
+def test_an_adapter_says_how_it_is_loaded():
+    on_hub = model_card(facts(adapter="LORA"))
+    assert 'AutoPeftModelForCausalLM.from_pretrained("me/my-model")' in on_hub.text
+    assert on_hub.data.library_name == "peft" and on_hub.data.to_dict()["base_model_relation"] == "adapter"
+    local = model_card(facts(adapter="LORA", base_model="", repo_id=None))
+    assert 'PeftModel.from_pretrained(base, "path/to/this/folder")' in local.text
+
+
+def test_a_card_shows_its_curves_or_why_there_are_none():
+    assert "](training_curve.png)" in model_card(facts(curve="training_curve.png")).text
+    without = model_card(facts(needs_plots=True)).text
+    assert 'pip install "trl-explore[plots]"' in without and "![" not in without
+    assert "| `reward` | mean reward, as the reward functions gave it | 0.125 | 0.3333 |" in without
+
+
+def test_foreign_text_stays_text(tmp_path):
+    name = "<script>alert(1)</script> [x](javascript:y) **b** `c` | d\n# e"
+    card = model_card(facts(model_name=name, hyperparameters={"template": "`{a}` | <b>\n"}, datasets=["../a|b.jsonl"]))
+    title = next(line for line in card.text.splitlines() if line.startswith("# "))
+    assert title == (r"# &lt;script&gt;alert(1)&lt;/script&gt; \[x\](javascript\:y) \*\*b\*\* \`c\` \| d \# e")
+    assert "| `template` | `` '`{a}` \\| <b>\\n' `` |" in card.text
+    assert "../a" not in str(card)
+    assert ModelCard(str(card)).data.eval_results[0].metric_value == 0.5
+
+
+def test_code_keeps_its_fence_and_its_line():
+    assert code_span("delimiter") == "`delimiter`"
+    assert code_span("a b") == "`'a b'`"
+    assert code_span(["a|b", "``"]) == "``` ['a\\|b', '``'] ```"
+    assert code_span("x" * 300) == f"`{'x' * 200} ...`"
+    assert escape_markdown("www.a.b a_b") == r"www\.a.b a\_b"
+
+
+def test_models_are_named_without_the_paths_of_this_machine(tmp_path):
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    assert describe_model(str(folder)) == (None, "a local model, `tiny`")
+    assert describe_model("/gone/long ago") == (None, "a local model, `'long ago'`")
+    assert describe_model("") == (None, "a model that was made in the training script")
+    assert describe_model("a/b-c_d") == ("a/b-c_d", r"[a/b-c\_d](https://huggingface.co/a/b-c_d)")
+    cached = "/home/x/hub/models--Qwen--Qwen3-0.6B/snapshots/0123"
+    assert describe_model(cached)[0] == "Qwen/Qwen3-0.6B"
+
+
+def test_data_are_named_where_they_are_on_the_hub(tmp_path):
+    assert describe_datasets([]) == ([], "a local data set")
+    assert describe_datasets([], local=False) == ([], "a data set that was not named")
+    assert describe_datasets([str(tmp_path), "data.jsonl"]) == ([], "local data sets")
+    ids, text = describe_datasets(["a/b", "a/b", "c", "./d"])
+    assert ids == ["a/b", "c"]
+    assert text == (
+        "[a/b](https://huggingface.co/datasets/a/b) and [c](https://huggingface.co/datasets/c) and a local data set"
+    )
+
+
+def test_hyperparameters_are_the_methods_and_what_differs_but_no_secrets_or_paths(tmp_path):
+    config = DeepGRPOConfig(
+        output_dir=str(tmp_path),
+        hub_token="hf_secret",
+        run_name="private",
+        hard_states_file="hard.jsonl",
+        learning_rate=3e-5,
+        model_init_kwargs={"cache_dir": "/home"},
+        vllm_server_host="10.0.0.1",
+        logging_steps=7,
+        num_branches=4,
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+    )
+    told = told_hyperparameters(config, GRPOConfig)
+    assert told["num_branches"] == 4 and told["depth_bias"] == 2.0 and told["learning_rate"] == 3e-5
+    assert list(told).index("depth_bias") < list(told).index("learning_rate")
+    assert "beta" not in told and "epsilon" not in told
+    text = repr(told)
+    for untold in ("hf_secret", "private", "hard.jsonl", "/home", "10.0.0.1", "logging", str(tmp_path)):
+        assert untold not in text
+
+
+def test_templates_of_prompts_are_knobs_that_are_told():
+    told = told_hyperparameters(SESAConfig(output_dir="x", use_cpu=True, bf16=False), GRPOConfig)
+    assert told["sketch_template"].startswith("{problem}")
+
+
+def test_knobs_are_told_whatever_their_names_begin_with():
+    told = told_hyperparameters(BranPOConfig(eval_interaction_limit=4, use_cpu=True, bf16=False), GRPOConfig)
+    assert told["eval_interaction_limit"] == 4 and "push_method_state" not in told
+
+
+def test_fields_that_are_no_plain_values_are_left_out():
+    @dataclass
+    class Config(GRPOConfig):
+        knob: object = field(default_factory=object)
+        access_token: str = "secret"
+
+    assert not {"knob", "access_token"} & told_hyperparameters(Config(use_cpu=True, bf16=False), GRPOConfig).keys()
+
+
+def test_results_are_those_of_the_newest_evaluation():
+    assert evaluation_results(HISTORY[:2]) == ({"pass@1": 0.25, "pass@8": 0.5}, 0)
+    assert evaluation_results([{"step": 3, "hard/maj_at_4": 0.5, "eval/coverage_at_2": 1.0}]) == (
+        {"hard maj@4": 0.5, "coverage@2": 1.0},
+        3,
+    )
+    assert evaluation_results([{"step": 3, "reward": 0.5, "eval_loss": 1.0, "eval_reward": math.nan}]) == ({}, 0)
+
+
+def test_the_table_holds_first_and_last_finite_values():
+    rows = {row.name: (row.first, row.last) for row in metric_rows("deep_grpo", HISTORY)}
+    assert rows == {"reward": ("0.125", "0.3333"), "pivots/mean_depth": ("0.5", "0.5")}
+
+
+def test_curves_are_drawn_of_what_was_logged(tmp_path):
+    pytest.importorskip("matplotlib")
+    metrics = logged_metrics("deep_grpo", HISTORY)
+    assert metrics == ["reward", "pivots/mean_depth", "eval/pass_at_1", "eval/pass_at_8", *metrics[4:]]
+    assert metrics[4:] == ["eval/greedy_accuracy", "eval_reward"]
+    path = training_curves(HISTORY, tmp_path / "new" / "curve.png", metrics=metrics)
+    assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size < 300_000

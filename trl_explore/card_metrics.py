@@ -1,0 +1,140 @@
+"""What model cards tell of a trainer's log: main metrics of each method, and results of evaluations."""
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+# What the card of every method says of the training, and what each adds: name of a logged metric to its meaning.
+COMMON_METRICS = {
+    "reward": "mean reward, as the reward functions gave it",
+    "frac_reward_zero_std": "groups whose completions all got the same reward",
+    "entropy": "mean token entropy, nats",
+    "completions/mean_length": "tokens per completion",
+}
+METHOD_METRICS = {
+    "deep_grpo": {
+        "pivots/failure_fraction": "completions that failed",
+        "pivots/recovered_fraction": "pivots with a successful branch",
+        "pivots/mean_depth": "where pivots lie, from 0 (the prompt) to 1 (the end)",
+        "pivots/token_ratio": "branch tokens per token of the completions",
+        "aux/reward": "mean reward of the branches",
+    },
+    "tree_grpo": {
+        "tree/solved_fraction": "trees with a correct completion",
+        "tree/uniform_fraction": "trees that are all right or all wrong",
+        "tree/iterations": "iterations of a search",
+        "tree/token_ratio": "sampled tokens per trained token",
+        "replay/stored_prompts": "prompts with kept solutions",
+    },
+    "sesa": {
+        "sketch/distinct": "sketches or candidates of a prompt that are distinct",
+        "sketch/similarity": "mean similarity of two sketches of a prompt",
+        "sketch/pass_ratio": "Pass@G / Pass@1 of the groups; near 1, samples succeed or fail together",
+        "sketch/token_ratio": "tokens of sketches per sampled token",
+        "agent/duplicate_actions": "proposed actions that repeat an earlier one",
+    },
+    "g2rl": {
+        "shaped_reward": "mean reward after shaping",
+        "geometry/mean_cosine": "mean cosine of two completions' features",
+        "geometry/negative_pairs": "pairs of completions with a cosine below 0",
+        "geometry/mean_novelty": "mean novelty of a completion",
+    },
+    "branpo": {
+        "branch/branched_fraction": "trajectories that were left",
+        "branch/contrastive_fraction": "trajectories with a branch of the other outcome",
+        "branch/redundant_fraction": "trajectories with a shorter successful branch",
+        "branch/token_ratio": "branch tokens per sampled token",
+        "agent/turns": "responses per trajectory",
+    },
+}
+
+# What `PassAtKCallback` and the trainer's own evaluation log, under any prefix.
+_EVALUATED = re.compile(r"(?:(.+)/)?(?:(pass|maj|coverage)_at_(\d+)|(greedy_accuracy))$|eval_reward$")
+
+
+class Metric(NamedTuple):
+    """A row of the table of metrics: a logged `name`, its `meaning`, and its `first` and `last` value as text."""
+
+    name: str
+    meaning: str
+    first: str
+    last: str
+
+
+def logged_metrics(method: str, history: Iterable[Mapping[str, Any]]) -> list[str]:
+    """
+    What the training curves show: the method's main metrics, and those of evaluations, as far as they were logged.
+
+    Args:
+        method (`str`):
+            Stem of the method's template.
+        history (`Iterable[Mapping[str, Any]]`):
+            The trainer's `state.log_history`.
+
+    Returns:
+        `list[str]`: Names of metrics.
+    """
+    names = dict.fromkeys(name for entry in history for name, value in entry.items() if _is_number(value))
+    main = [*COMMON_METRICS, *METHOD_METRICS.get(method, {})]
+    return [name for name in main if name in names] + [name for name in names if _EVALUATED.match(name)]
+
+
+def metric_rows(method: str, history: Sequence[Mapping[str, Any]]) -> list[Metric]:
+    """
+    First and last values of the method's main metrics.
+
+    Args:
+        method (`str`):
+            Stem of the method's template.
+        history (`Sequence[Mapping[str, Any]]`):
+            The trainer's `state.log_history`.
+
+    Returns:
+        `list[Metric]`: Those that were logged while training.
+    """
+    rows = []
+    for name, meaning in (COMMON_METRICS | METHOD_METRICS.get(method, {})).items():
+        values = [entry[name] for entry in history if _is_number(entry.get(name))]
+        if values:
+            rows.append(Metric(name, meaning, format_number(values[0]), format_number(values[-1])))
+    return rows
+
+
+def evaluation_results(history: Iterable[Mapping[str, Any]]) -> tuple[dict[str, float], int]:
+    """
+    The newest evaluation in a log.
+
+    Args:
+        history (`Iterable[Mapping[str, Any]]`):
+            The trainer's `state.log_history`.
+
+    Returns:
+        `tuple[dict[str, float], int]`: Values by name (`"pass@1"`, `"maj@8"`, `"greedy accuracy"`, `"reward"`), and
+        the step; nothing and 0 where there was none.
+    """
+    results: dict[str, float] = {}
+    newest = 0
+    for entry in history:
+        matches = {name: _EVALUATED.match(name) for name, value in entry.items() if _is_number(value)}
+        found = {_result_name(match): entry[name] for name, match in matches.items() if match}
+        if found:
+            # A callback and the trainer's own evaluation log the same step one after the other.
+            results = results | found if entry["step"] == newest else found
+            newest = int(entry["step"])
+    return results, newest
+
+
+def _result_name(match: re.Match) -> str:
+    prefix, kind, k, greedy = match.groups()
+    name = f"{kind}@{k}" if kind else ("greedy accuracy" if greedy else "reward")
+    return name if prefix in (None, "eval") else f"{prefix} {name}"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def format_number(value: float) -> str:
+    """A value as cards show it, with four significant digits."""
+    return format(value, ".4g")
