@@ -67,6 +67,7 @@ def make(kind, server, folder, *, model=None, port=None, **options):
             reward_funcs=short_game, train_dataset=rows, environment_factory=LAKE_AGENT.environment_factory
         )
         settings |= dict(max_completion_length=LAKE_AGENT.max_completion_length, max_tool_calling_iterations=3)
+    arguments["reward_funcs"] = options.pop("reward_funcs", arguments["reward_funcs"])
     config = config_class(
         output_dir=str(folder),
         use_cpu=True,

@@ -22,8 +22,7 @@ def by_process(completions, **columns):
 found = {}
 for kind in METHODS:
     own = SPANNING if kind in ("deep_grpo", "g2rl") else {}
-    trainer = make(kind, SimpleNamespace(port=port, served=model), folder / kind, **own)
-    trainer.reward_funcs = [by_process]
+    trainer = make(kind, SimpleNamespace(port=port, served=model), folder / kind, reward_funcs=by_process, **own)
     seen = watch(trainer)
     trainer.train()
     rows = [row for row in trainer.state.log_history if NAME in row][1:]
