@@ -14,6 +14,7 @@ def _build_parser() -> argparse.ArgumentParser:
     commands.add_parser("train", help="train a model: trl-explore train --method deep_grpo --config run.yaml")
     commands.add_parser("tree", help="look at a dumped search tree: trl-explore tree FILE --index N --html tree.html")
     commands.add_parser("filter", help="keep the prompts that a model rarely solves: trl-explore filter --k 4 ...")
+    commands.add_parser("compare", help="several methods on the same budget: trl-explore compare --task chain")
     serve = commands.add_parser("serve-retriever", help="search over a corpus as an HTTP server, for agents")
     serve.add_argument("--corpus", required=True, help=".jsonl or .parquet with `text` (and `id`, `title`)")
     serve.add_argument("--index", help="folder of the index: loaded if it is there, else built and saved")
@@ -45,6 +46,10 @@ def _dispatch(argv: list[str]) -> int:
         from trl_explore.cli_filter import run as filter_prompts
 
         return filter_prompts(argv[1:])
+    if argv[:1] == ["compare"]:
+        from trl_explore.cli_compare import run as compare_methods
+
+        return compare_methods(argv[1:])
     args = _build_parser().parse_args(argv)
     if args.command == "env":
         from trl_explore.cli_env import describe_environment
