@@ -25,7 +25,8 @@ Train several methods on the same number of generated tokens (or seconds) and co
 The folder gets curves.png, curves.svg, curves.csv, table.md, comparison.yaml and the checkpoints of each run. The same
 command continues an interrupted comparison; --seeds and arms may be added to a finished one.
 """
-DEFAULT_TASK, DEFAULT_TOKENS = "countdown", 3e5
+DEFAULT_TASK, DEFAULT_TOKENS, DEFAULT_OUTPUT = "countdown", 3e5, "out/compare"
+FLAGS = ("task", "seeds", "metrics", "evaluations", "num_eval", "output_dir")
 
 
 class CompareParser(argparse.ArgumentParser):
@@ -55,7 +56,7 @@ def _build_parser() -> CompareParser:
     )
     add("--evaluations", type=int, metavar="N", help="evaluations per run after the first (default: 10)")
     add("--num_eval", type=int, metavar="N", help="held-out problems (default: 128)")
-    add("--output_dir", default="out/compare", metavar="DIR", help="where results go (default: %(default)s)")
+    add("--output_dir", metavar="DIR", help=f"where results go (default: {DEFAULT_OUTPUT})")
     return parser
 
 
@@ -84,9 +85,7 @@ def _document(args: argparse.Namespace) -> dict[str, Any]:
         document["budget"] = budget
     if "methods" in given:
         document["arms"] = [{"method": method} for method in given["methods"]]
-    return document | {
-        name: given[name] for name in ("task", "seeds", "metrics", "evaluations", "num_eval") if name in given
-    }
+    return document | {name: given[name] for name in FLAGS if name in given}
 
 
 def run(argv: list[str]) -> int:
@@ -104,6 +103,7 @@ def run(argv: list[str]) -> int:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError("compare runs in one process: start it without accelerate launch or torchrun")
     document = _document(args)
+    output_dir = str(document.pop("output_dir", None) or DEFAULT_OUTPUT)
 
     from trl_explore.compare_folder import ComparisonFolder
     from trl_explore.compare_settings import read_comparison
@@ -111,10 +111,10 @@ def run(argv: list[str]) -> int:
 
     quiet()
     comparison = read_comparison(document)
-    folder = ComparisonFolder(comparison, args.output_dir)
-    folder.check_arms()
-    folder.write_settings()
+    folder = ComparisonFolder(comparison, output_dir)
     try:
+        folder.check_arms()
+        folder.write_settings()
         _train(comparison, folder)
     except KeyboardInterrupt:
         command = shlex.join(["trl-explore", "compare", *argv])
@@ -141,13 +141,16 @@ def _train(comparison: "Comparison", folder: "ComparisonFolder") -> None:
         f"{f', {done} of them done' if done else ''}: "
         f"{', '.join(arm.name for arm in comparison.arms)}; seeds {', '.join(map(str, comparison.seeds))}"
     )
+    if done == folder.num_runs:
+        return
     starts = folder.warm_starts()
-    with tqdm(total=total, initial=int(done * comparison.amount), unit=unit, unit_scale=True) as bar:
+    initial = int(done * comparison.amount)
+    # smoothing 0: arms differ in speed, so the mean of all tells more than the last steps
+    with tqdm(total=total, initial=initial, unit=unit, unit_scale=True, smoothing=0) as bar:
         try:
             for _ in folder.train(starts, bar):
-                finished = folder.finished()
-                if finished:  # a look at the seeds that are complete
-                    write_report(finished, comparison, folder.path)
+                if folder.missing():  # a look at what there is so far
+                    write_report(folder.finished(), comparison, folder.path)
         except Interrupted:
             raise KeyboardInterrupt from None
 

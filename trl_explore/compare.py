@@ -91,7 +91,8 @@ class Milestones(TrainerCallback):
             if found and not found["finished"]:
                 self.costs.cost = Cost(**found["cost"])
                 self.costs.history, self.points = found["steps"], found["points"]
-                self.bar.n = self.bar.last_print_n = self._position()  # no progress that an estimate may count
+                self.bar.initial += self._position() - self.bar.n  # no progress that an estimate may count
+                self.bar.n = self._position()
                 return checkpoint
             shutil.rmtree(checkpoint)
         return None
@@ -188,7 +189,7 @@ def build_run(comparison: Comparison, arm: Arm, *, seed: int, folder: Path, star
     if agent:
         training.per_device_eval_batch_size, training.num_generations_eval = 64, 4
     trainer = trainer_class(
-        model=start,
+        model=str(start),
         reward_funcs=[] if task is LAKE_AGENT else task.reward,  # its environment knows what a game is worth
         args=training,
         train_dataset=task.build_dataset(NUM_TRAIN, seed=seed),

@@ -117,7 +117,7 @@ class ComparisonFolder:
                 Progress over the budgets of all runs, at those of the finished ones.
 
         Yields:
-            `int`: The seed, after each of its runs.
+            `int`: A seed, when all its runs are finished.
 
         Raises:
             Interrupted: After Ctrl-C.
@@ -130,7 +130,8 @@ class ComparisonFolder:
             run.save(folder / RESULT)
             bar.update(int(number * self.comparison.amount) - bar.n)
             free_memory()
-            yield seed
+            if seed not in {left for _, left in self.missing()}:
+                yield seed
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

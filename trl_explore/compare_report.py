@@ -70,7 +70,7 @@ class Row:
 
     def texts(self) -> list[str]:
         """What stands behind the metrics."""
-        return [f"{self.tokens:,.0f}", f"{self.seconds:,.1f}", f"{self.seconds / max(self.steps, 1e-9):.3g}"]
+        return [f"{self.tokens:,.0f}", f"{self.seconds:,.1f}", f"{self.seconds / max(self.steps, 1e-9):.2f}"]
 
 
 def summarize(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> list[Row]:
@@ -227,9 +227,9 @@ def write_report(runs: Sequence[dict[str, Any]], comparison: Comparison, folder:
     write_csv(runs, comparison, files[1])
     metrics = [f"eval/{metric}" for metric in comparison.metrics]
     title = comparison.subject.get("task") or comparison.subject["model_name_or_path"]
+    picture = folder / f"{CURVES}.png"
     try:
-        for suffix in (".png", ".svg"):
-            files.append(learning_curves(runs, folder / f"{CURVES}{suffix}", metrics=metrics, title=str(title)))
+        learning_curves(runs, picture, metrics=metrics, title=str(title), suffixes=[".svg"])
     except ModuleNotFoundError:  # matplotlib
-        pass
-    return files
+        return files
+    return [*files, picture, picture.with_suffix(".svg")]

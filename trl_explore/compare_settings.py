@@ -94,7 +94,7 @@ class Comparison:
     @property
     def budget(self) -> Budget:
         """When a run stops."""
-        return Budget(**{self.clock: self.amount})
+        return Budget(tokens=self.amount) if self.clock == "tokens" else Budget(seconds=self.amount)
 
     def values_of_k(self, kind: str) -> tuple[int, ...]:
         """The k of the metrics of one kind, such as 8 of `pass_at_8`, ascending."""
@@ -279,9 +279,9 @@ def _common_defaults(task: Any) -> dict[str, Any]:
 
 
 def _default_num_eval(task: Any) -> int:
-    from trl_explore.tasks import PathTask
+    from trl_explore.compare_tasks import task_num_eval
 
-    return 8 if isinstance(task, PathTask) else 128  # the one prompt, eight times
+    return 128 if task is None else task_num_eval(task)
 
 
 def _read_metrics(given: Any, task: Any) -> tuple[str, ...]:

@@ -104,3 +104,19 @@ def task_metrics(task: Any) -> tuple[str, ...]:
     if isinstance(task, PathTask):
         return ("pass_at_1", "coverage_at_32")
     return ("greedy_accuracy", "pass_at_1", "pass_at_8")
+
+
+def task_num_eval(task: Any) -> int:
+    """
+    How many held-out problems tell arms apart, for a bearable price.
+
+    Args:
+        task ([`~trl_explore.tasks.TeachableTask`]):
+            The task.
+
+    Returns:
+        `int`: Number of problems.
+    """
+    if isinstance(task, PathTask):
+        return 8  # copies of the one prompt
+    return 64 if task.name in AGENTS else 128

@@ -43,6 +43,7 @@ def learning_curves(
     metrics: Sequence[str] = ("eval/greedy_accuracy", "eval/pass_at_1", "eval/pass_at_8"),
     clocks: Sequence[str] = ("tokens", "seconds"),
     title: str = "",
+    suffixes: Sequence[str] = (),
 ) -> Path:
     """
     Draw one panel per clock and metric, one line per arm: the mean over its seeds, with their 95 % t-interval.
@@ -58,6 +59,8 @@ def learning_curves(
             Costs of the points, one column of panels each.
         title (`str`, *optional*):
             Title of the figure.
+        suffixes (`Sequence[str]`, *optional*):
+            Further formats to write beside the file, such as `[".svg"]`.
 
     Returns:
         `Path`: The file.
@@ -66,6 +69,7 @@ def learning_curves(
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import EngFormatter
 
     size = (5.2 * len(clocks), 2.7 * len(metrics) + 0.9)
     figure, axes = plt.subplots(
@@ -78,12 +82,14 @@ def learning_curves(
         row[0].set_ylabel(f"{label} (%)" if scale == 100 else label)
     for panel, clock in zip(axes[-1], clocks, strict=True):
         panel.set_xlabel(LABELS.get(clock, clock))
+        panel.xaxis.set_major_formatter(EngFormatter(sep=""))  # 20k, not 20000
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), frameon=False)
     seeds = len({run["seed"] for run in runs})
     band = f"mean of {seeds} seeds, band: 95 % t-interval" if seeds > 1 else "one seed"
     figure.suptitle(f"{title} ({band})" if title else band)
-    figure.savefig(path, dpi=110)
+    for name in (Path(path), *(Path(path).with_suffix(suffix) for suffix in suffixes)):
+        figure.savefig(name, dpi=110)
     plt.close(figure)
     return Path(path)
 
