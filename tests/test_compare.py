@@ -2,6 +2,8 @@
 
 import csv
 import math
+import re
+from pathlib import Path
 
 import pytest
 import yaml
@@ -13,6 +15,7 @@ from trl_explore.compare_report import markdown_table, rich_table, summarize, wr
 from trl_explore.compare_settings import NAMES, read_comparison
 from trl_explore.compare_tasks import ALL_TASKS, find_task, suited_options
 
+ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = {
     "task": "chain",
     "budget": {"tokens": 100},
@@ -181,3 +184,15 @@ def test_a_folder_of_another_comparison_is_refused(tmp_path):
 def test_an_empty_budget_cannot_be_infinite():
     with pytest.raises(UsageError, match="budget.tokens=inf: it must be positive and finite"):
         read_comparison({**DOCUMENT, "budget": {"tokens": math.inf}})
+
+
+def test_the_documented_files_are_comparisons():
+    section = (ROOT / "examples" / "README.md").read_text().split("\n## Comparing methods\n")[1].split("\n## ")[0]
+    own, embedded = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", section, re.DOTALL))
+    own["common"] |= {"use_cpu": True, "bf16": False}  # a configuration asks for a GPU that knows bfloat16
+    comparison = read_comparison(own)
+    assert (comparison.clock, comparison.amount, comparison.seeds) == ("tokens", 2e6, (0, 1, 2))
+    assert [arm.name for arm in comparison.arms] == ["GRPO", "DEEP-GRPO"]
+    assert read_comparison(embedded).arms[2].options["pivot_selection"] == "root"
+    for name in ALL_TASKS:
+        assert name in section

@@ -223,7 +223,7 @@ def sampled_metrics(comparison: Comparison, trainer: Any, rows: Any, **options: 
     evaluation = PassAtKCallback(
         trainer,
         rows,
-        num_samples=max(8, *k, *maj_k, *coverage_k),
+        num_samples=max([8, *k, *maj_k, *coverage_k]),
         k=k or (1,),
         maj_k=maj_k,
         coverage_k=coverage_k,

@@ -84,7 +84,8 @@ def learning_curves(
         panel.set_xlabel(LABELS.get(clock, clock))
         panel.xaxis.set_major_formatter(EngFormatter(sep=""))  # 20k, not 20000
     handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(6, len(labels)), frameon=False)
+    figure.align_ylabels()
     seeds = len({run["seed"] for run in runs})
     band = f"mean of {seeds} seeds, band: 95 % t-interval" if seeds > 1 else "one seed"
     figure.suptitle(f"{title} ({band})" if title else band)
