@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from trl_explore.cli_compare import TASK_NAMES
 from trl_explore.cli_inputs import UsageError
 from trl_explore.clocks import interval, mean_curve, paired_values, t_95
 from trl_explore.compare_folder import ComparisonFolder, differences
@@ -194,5 +195,6 @@ def test_the_documented_files_are_comparisons():
     assert (comparison.clock, comparison.amount, comparison.seeds) == ("tokens", 2e6, (0, 1, 2))
     assert [arm.name for arm in comparison.arms] == ["GRPO", "DEEP-GRPO"]
     assert read_comparison(embedded).arms[2].options["pivot_selection"] == "root"
+    assert tuple(ALL_TASKS) == TASK_NAMES
     for name in ALL_TASKS:
         assert name in section

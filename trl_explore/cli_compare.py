@@ -5,10 +5,11 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
+from trl_explore.cli_flags import FlagParser
 from trl_explore.cli_inputs import UsageError
-from trl_explore.names import unknown_name
+from trl_explore.cli_train import METHODS, read_config
 
 if TYPE_CHECKING:
     from trl_explore.compare_folder import ComparisonFolder
@@ -26,18 +27,22 @@ The folder gets curves.png, curves.svg, curves.csv, table.md, comparison.yaml an
 command continues an interrupted comparison; --seeds and arms may be added to a finished one.
 """
 DEFAULT_TASK, DEFAULT_TOKENS, DEFAULT_OUTPUT = "countdown", 3e5, "out/compare"
+# The keys of `compare_tasks.ALL_TASKS`, without the import that takes seconds.
+TASK_NAMES = (
+    *("chain", "chaind", "late1", "late3", "paths", "countdown", "sudoku", "frozen_lake", "sokoban"),
+    *("lake_agent", "multi_hop"),
+)
 FLAGS = ("task", "seeds", "metrics", "evaluations", "num_eval", "output_dir")
 
 
-class CompareParser(argparse.ArgumentParser):
-    """An `ArgumentParser` whose complaint is one line."""
+def build_parser() -> FlagParser:
+    """
+    The flags of `trl-explore compare`.
 
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (all flags: trl-explore compare --help)")
-
-
-def _build_parser() -> CompareParser:
-    parser = CompareParser(
+    Returns:
+        [`~trl_explore.cli_flags.FlagParser`]: Their parser.
+    """
+    parser = FlagParser(
         prog="trl-explore compare",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -46,8 +51,8 @@ def _build_parser() -> CompareParser:
     )
     add = parser.add_argument
     add("--config", metavar="FILE", help="YAML file: model, data and rewards or a task, budget, seeds, common, arms")
-    add("--task", metavar="TASK", help=f"embedded task (default without --config: {DEFAULT_TASK})")
-    add("--methods", nargs="+", metavar="M", help="one arm per method (default: all that suit; GRPO first)")
+    add("--task", metavar="TASK", help=f"{', '.join(TASK_NAMES)} (default without --config: {DEFAULT_TASK})")
+    add("--methods", nargs="+", metavar="M", help=f"of {', '.join(METHODS)}; one arm each, the first is the baseline")
     add("--tokens", type=float, metavar="N", help=f"budget of each run (default without --config: {DEFAULT_TOKENS:g})")
     add("--seconds", type=float, metavar="N", help="budget of each run in seconds of training, instead of tokens")
     add("--seeds", type=int, nargs="+", metavar="N", help="seeds of every arm (default: 0)")
@@ -56,29 +61,15 @@ def _build_parser() -> CompareParser:
     )
     add("--evaluations", type=int, metavar="N", help="evaluations per run after the first (default: 10)")
     add("--num_eval", type=int, metavar="N", help="held-out problems (default: 128)")
-    add("--output_dir", metavar="DIR", help=f"where results go (default: {DEFAULT_OUTPUT})")
+    add("--output_dir", metavar="DIR", help=f"where results go (default: {DEFAULT_OUTPUT}/TASK)")
     return parser
-
-
-def _parse(argv: list[str]) -> argparse.Namespace:
-    """Reads the flags; those of `train` may be written with dashes, so these may too."""
-    dashed = [flag.partition("=") for flag in argv]
-    argv = [
-        ("--" + name[2:].replace("-", "_") if name.startswith("--") else name) + equals + value
-        for name, equals, value in dashed
-    ]
-    args, unknown = _build_parser().parse_known_args(argv)
-    if unknown:
-        name = unknown[0].partition("=")[0]
-        raise UsageError(unknown_name("flag", name, [f"--{known}" for known in vars(args)]))
-    return args
 
 
 def _document(args: argparse.Namespace) -> dict[str, Any]:
     """The YAML file with the flags over it; without a file, the defaults below them."""
-    from trl_explore.cli_train import read_config
-
-    document = read_config(args.config) or {"task": DEFAULT_TASK, "budget": {"tokens": DEFAULT_TOKENS}}
+    document = read_config(args.config)
+    if args.config is None:
+        document = {"task": DEFAULT_TASK, "budget": {"tokens": DEFAULT_TOKENS}}
     given = {name: value for name, value in vars(args).items() if value is not None}
     budget = {name: given[name] for name in ("tokens", "seconds") if name in given}
     if budget:
@@ -99,11 +90,12 @@ def run(argv: list[str]) -> int:
     Returns:
         `int`: `0`, or `130` when Ctrl-C stopped it early.
     """
-    args = _parse(argv)
+    args = build_parser().parse(argv)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError("compare runs in one process: start it without accelerate launch or torchrun")
     document = _document(args)
-    output_dir = str(document.pop("output_dir", None) or DEFAULT_OUTPUT)
+    # one folder per task, so that trying one after the other needs no flag
+    output_dir = document.pop("output_dir", None) or Path(DEFAULT_OUTPUT, str(document.get("task", "")))
 
     from trl_explore.compare_folder import ComparisonFolder
     from trl_explore.compare_settings import read_comparison
@@ -111,7 +103,7 @@ def run(argv: list[str]) -> int:
 
     quiet()
     comparison = read_comparison(document)
-    folder = ComparisonFolder(comparison, output_dir)
+    folder = ComparisonFolder(comparison, str(output_dir))
     try:
         folder.check_arms()
         folder.write_settings()
@@ -125,6 +117,7 @@ def run(argv: list[str]) -> int:
 
 
 def _train(comparison: "Comparison", folder: "ComparisonFolder") -> None:
+    import datasets
     import torch
     from tqdm.auto import tqdm
 
@@ -143,6 +136,7 @@ def _train(comparison: "Comparison", folder: "ComparisonFolder") -> None:
     )
     if done == folder.num_runs:
         return
+    datasets.disable_progress_bars()  # there is one of ours
     starts = folder.warm_starts()
     initial = int(done * comparison.amount)
     # smoothing 0: arms differ in speed, so the mean of all tells more than the last steps

@@ -287,6 +287,13 @@ def trainer_arguments(
     }
 
 
+def _build_trainer(
+    script_args: TrainArguments, training_args: "GRPOConfig", model_args: ModelConfig, mixture: DatasetMixtureConfig
+) -> "GRPOTrainer":
+    trainer_class = METHODS[str(script_args.method)]()[1]
+    return trainer_class(**trainer_arguments(script_args, training_args, model_args, mixture))
+
+
 def resume_command(argv: list[str], checkpoint: str) -> str:
     """
     Writes the command that continues a run.
@@ -323,8 +330,7 @@ def run(argv: list[str]) -> int:
     script_args, training_args, model_args, mixture = parse_train_arguments(argv)
     checkpoint = find_checkpoint(training_args.resume_from_checkpoint, str(training_args.output_dir))
     try:
-        trainer_class = METHODS[str(script_args.method)]()[1]
-        trainer = trainer_class(**trainer_arguments(script_args, training_args, model_args, mixture))
+        trainer = _build_trainer(script_args, training_args, model_args, mixture)
     except (ValueError, NotImplementedError) as error:  # what a trainer refuses, it explains in its message
         raise UsageError(str(error)) from error
     return _train(trainer, script_args, checkpoint, argv)

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -125,7 +126,9 @@ class Milestones(TrainerCallback):
 
     def _write(self, path: Path, state: Any) -> None:
         record = {"finished": self.finished(state), "cost": asdict(self.costs.cost), "points": self.points}
-        path.write_text(json.dumps({**record, "steps": self.costs.history}))
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps({**record, "steps": self.costs.history}))
+        os.replace(part, path)
 
 
 def held_out_split(comparison: Comparison, arguments: Any) -> tuple[Any, list[dict[str, Any]]]:

@@ -292,7 +292,9 @@ def _read_metrics(given: Any, task: Any) -> tuple[str, ...]:
     names = [str(name).replace("@", "_at_") for name in (given if isinstance(given, list) else [given])]
     for name in names:
         if name not in METRICS and not COUNTED.fullmatch(name):
-            raise UsageError(f"metrics: {unknown_name('metric', name, METRICS)} Any number may stand behind `_at_`.")
+            raise UsageError(
+                f"metrics: {unknown_name('metric', name, METRICS)} Behind `_at_` stands any number from 1 on."
+            )
         if task is not None and task.name in AGENTS and name != "reward":
             raise UsageError(f"metrics: {name} is not measured for agents; {task.name} has `reward`")
     if not names or len(set(names)) < len(names):
