@@ -23,6 +23,8 @@ def _build_parser() -> argparse.ArgumentParser:
     serve.add_argument("--host", default="127.0.0.1", help="default: %(default)s, this machine only")
     serve.add_argument("--port", type=int, default=8000, help="default: %(default)s")
     serve.add_argument("--top_k", type=int, default=3, help="passages where a request names no number (default: 3)")
+    completion = commands.add_parser("completion", help="print a script that completes commands, flags and methods")
+    completion.add_argument("shell", choices=["bash", "zsh", "tcsh"])
     commands.add_parser("env", help="print versions, devices and what is supported here")
     quickstart = commands.add_parser("quickstart", help="compare the methods on a tiny task, offline, on a CPU")
     quickstart.add_argument("--fast", action="store_true", help="fewer steps: a look in a minute, not a result")
@@ -50,7 +52,12 @@ def _dispatch(argv: list[str]) -> int:
         from trl_explore.cli_compare import run as compare_methods
 
         return compare_methods(argv[1:])
-    args = _build_parser().parse_args(argv)
+    parser = _build_parser()
+    args = parser.parse_args(argv)
+    if args.command == "completion":
+        from trl_explore.cli_completion import run as print_completion
+
+        return print_completion(parser, args.shell)
     if args.command == "env":
         from trl_explore.cli_env import describe_environment
 
