@@ -86,7 +86,7 @@ def mean_with_interval(values: Sequence[float]) -> str:
     return f"{100 * mean:5.1f}" if half is None else f"{100 * mean:5.1f} ± {100 * half:4.1f}"
 
 
-def mean_curve(curves: Sequence[Points], clock: str, metric: str) -> list[tuple[float, float, float | None]]:
+def mean_curve(curves: Sequence[Points], clock: str, metric: str) -> list[tuple[float, float, float, float]]:
     """
     The mean of several seeds' learning curves, wherever one of them was measured and all of them can be read.
 
@@ -99,14 +99,14 @@ def mean_curve(curves: Sequence[Points], clock: str, metric: str) -> list[tuple[
             What to read.
 
     Returns:
-        `list[tuple[float, float, float | None]]`: Cost, mean and half the 95 % t-interval, in order of cost.
+        `list[tuple[float, float, float, float]]`: Cost, mean, lowest and highest, in order of cost.
     """
     mean = []
     for reading in sorted({point[clock] for points in curves for point in points}):
         values = [value_at(points, clock, reading, metric) for points in curves]
         known = [value for value in values if value is not None]
         if len(known) == len(curves):
-            mean.append((reading, *interval(known)))
+            mean.append((reading, statistics.mean(known), min(known), max(known)))
     return mean
 
 

@@ -46,7 +46,7 @@ def learning_curves(
     suffixes: Sequence[str] = (),
 ) -> Path:
     """
-    Draw one panel per clock and metric, one line per arm: the mean over its seeds, with their 95 % t-interval.
+    Draw one panel per clock and metric, one line per arm: the mean over its seeds, in a band that holds them all.
 
     Args:
         runs (`Sequence[dict]`):
@@ -87,7 +87,7 @@ def learning_curves(
     figure.legend(handles, labels, loc="outside lower center", ncols=min(6, len(labels)), frameon=False)
     figure.align_ylabels()
     seeds = len({run["seed"] for run in runs})
-    band = f"mean of {seeds} seeds, band: 95 % t-interval" if seeds > 1 else "one seed"
+    band = f"mean of {seeds} seeds, band: lowest to highest" if seeds > 1 else "one seed"
     figure.suptitle(f"{title} ({band})" if title else band)
     for name in (Path(path), *(Path(path).with_suffix(suffix) for suffix in suffixes)):
         figure.savefig(name, dpi=110)
@@ -97,19 +97,13 @@ def learning_curves(
 
 def _draw_panel(panel: Any, runs: Sequence[dict[str, Any]], clock: str, metric: str) -> None:
     scale = metric_label(metric)[1]
-    measured = [scale * point[metric] for run in runs for point in run["points"] if metric in point]
     for number, arm in enumerate(dict.fromkeys(run["arm"] for run in runs)):
         curves = [[p for p in run["points"] if metric in p] for run in runs if run["arm"] == arm]
-        readings, means, halves = zip(*mean_curve(curves, clock, metric), strict=True)
-        centre = [scale * mean for mean in means]
-        colour, every = COLOURS[number % len(COLOURS)], max(1, len(centre) // 10)
+        readings, *values = zip(*mean_curve(curves, clock, metric), strict=True)
+        mean, low, high = ([scale * value for value in column] for column in values)
+        colour, every = COLOURS[number % len(COLOURS)], max(1, len(mean) // 10)
         style = dict(color=colour, marker=MARKERS[number % len(MARKERS)], markersize=4, markevery=every)
-        panel.plot(readings, centre, label=arm, linewidth=1.5, **style)
+        panel.plot(readings, mean, label=arm, linewidth=1.5, **style)
         if len(curves) > 1:
-            low = [mean - scale * half for mean, half in zip(centre, halves, strict=True)]
-            high = [mean + scale * half for mean, half in zip(centre, halves, strict=True)]
-            panel.fill_between(readings, low, high, color=colour, alpha=0.15, linewidth=0)
-    # What was measured decides the range: the interval of two seeds may be many times as wide.
-    margin = 0.08 * (max(measured) - min(measured)) or 1.0
-    panel.set_ylim(min(measured) - margin, max(measured) + margin)
+            panel.fill_between(readings, low, high, color=colour, alpha=0.12, linewidth=0)
     panel.grid(alpha=0.3)
