@@ -15,6 +15,7 @@ from world import make_dataset, make_model, make_tokenizer
 
 from trl_explore.cli import main
 from trl_explore.compare import held_out_split
+from trl_explore.compare_folder import ComparisonFolder
 from trl_explore.compare_settings import read_comparison, run_arguments
 
 REWARDS = """
@@ -135,12 +136,14 @@ def test_a_model_and_data_of_ones_own_are_compared_at_equal_tokens(whole):
 def test_a_finished_comparison_grows_by_seeds_and_arms(whole, workdir, capsys):
     shutil.copytree(whole[0], "out")
     before, rows = stamps("out"), curves("out")
-    added = {"name": "no std", "method": "grpo", "options": {"scale_rewards": "none"}}
-    assert compare({**OWN, "seeds": [0, 1], "arms": [*OWN["arms"], added]}, "--output_dir", "out") == 0
+    assert compare({**OWN, "seeds": [0, 1]}, "--output_dir", "out") == 0
     after = stamps("out")
     assert {name: after[name] for name in before} == before
-    assert len(after) == 6 and "t-interval over 2 seeds" in capsys.readouterr().out
+    assert len(after) == 4 and "t-interval over 2 seeds" in capsys.readouterr().out
     assert [row for row in curves("out") if row in rows] == rows
+    added = {"name": "no std", "method": "grpo", "options": {"scale_rewards": "none"}}
+    grown = ComparisonFolder(read_comparison({**OWN, "seeds": [0, 1], "arms": [*OWN["arms"], added]}), "out")
+    assert [(arm.name, seed) for arm, seed in grown.missing()] == [("no std", 0), ("no std", 1)]
 
     # The folder's own settings are a file to go on with; fewer seeds are another comparison.
     assert main(["compare", "--config", "out/comparison.yaml", "--output_dir", "out", "--seeds", "0"]) == 2

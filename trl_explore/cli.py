@@ -5,10 +5,15 @@ import sys
 
 from trl_explore import __version__
 from trl_explore.cli_inputs import UsageError
+from trl_explore.names import unknown_name
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="trl-explore", description="Exploration trainers for TRL.")
+    parser = argparse.ArgumentParser(
+        prog="trl-explore",
+        description="GRPO trainers that explore better, on top of TRL.",
+        epilog="New here? trl-explore quickstart --fast. More on a command: trl-explore COMMAND --help",
+    )
     parser.add_argument("--version", action="version", version=f"trl-explore {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("train", help="train a model: trl-explore train --method deep_grpo --config run.yaml")
@@ -16,6 +21,7 @@ def _build_parser() -> argparse.ArgumentParser:
     commands.add_parser("filter", help="keep the prompts that a model rarely solves: trl-explore filter --k 4 ...")
     commands.add_parser("compare", help="several methods on the same budget: trl-explore compare --task chain")
     serve = commands.add_parser("serve-retriever", help="search over a corpus as an HTTP server, for agents")
+    serve.description = "Serve BM25 or dense search over a corpus by HTTP, in the protocol of Search-R1's server."
     serve.add_argument("--corpus", required=True, help=".jsonl or .parquet with `text` (and `id`, `title`)")
     serve.add_argument("--index", help="folder of the index: loaded if it is there, else built and saved")
     serve.add_argument("--retriever", choices=["bm25", "dense"], default="bm25", help="default: %(default)s")
@@ -26,13 +32,29 @@ def _build_parser() -> argparse.ArgumentParser:
     completion = commands.add_parser("completion", help="print a script that completes commands, flags and methods")
     completion.add_argument("shell", choices=["bash", "zsh", "tcsh"])
     commands.add_parser("env", help="print versions, devices and what is supported here")
-    quickstart = commands.add_parser("quickstart", help="compare the methods on a tiny task, offline, on a CPU")
+    quickstart = commands.add_parser("quickstart", help="DEEP-GRPO beside GRPO on a tiny task, offline, on a CPU")
+    quickstart.description = "Train DEEP-GRPO and plain GRPO on a tiny task, offline: 6 minutes on one CPU core."
     quickstart.add_argument("--fast", action="store_true", help="fewer steps: a look in a minute, not a result")
     quickstart.add_argument("--output_dir", default="out/quickstart", help="where results go (default: %(default)s)")
     quickstart.add_argument("--seed", type=int, default=0, help="first seed (default: %(default)s)")
     quickstart.add_argument("--num_seeds", type=int, default=1, help="seeds per method (default: %(default)s)")
     quickstart.add_argument("--resume", action="store_true", help="continue an interrupted quick-start")
     return parser
+
+
+def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """
+    The sub-commands of a parser.
+
+    Args:
+        parser (`argparse.ArgumentParser`):
+            A parser that has some.
+
+    Returns:
+        `dict[str, argparse.ArgumentParser]`: Their parsers by name. What is put into it is there.
+    """
+    (action,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return action.choices
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -53,6 +75,8 @@ def _dispatch(argv: list[str]) -> int:
 
         return compare_methods(argv[1:])
     parser = _build_parser()
+    if argv and not argv[0].startswith("-") and argv[0] not in subcommands(parser):
+        raise UsageError(unknown_name("command", argv[0], subcommands(parser)))
     args = parser.parse_args(argv)
     if args.command == "completion":
         from trl_explore.cli_completion import run as print_completion

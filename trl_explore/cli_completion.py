@@ -37,16 +37,18 @@ def complete_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     import shtab
 
     from trl_explore import cli_compare, cli_filter, cli_tree
+    from trl_explore.cli import subcommands
     from trl_explore.cli_train import METHODS
 
-    commands: Any = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    commands.choices["train"] = _train_parser()
-    commands.choices["compare"] = cli_compare.build_parser()
-    commands.choices["filter"] = cli_filter._build_parser()
-    commands.choices["tree"] = cli_tree._build_parser()
+    commands = subcommands(parser)
+    commands["train"] = _train_parser()
+    commands["compare"] = cli_compare.build_parser()
+    commands["filter"] = cli_filter._build_parser()
+    commands["tree"] = cli_tree._build_parser()
     known: dict[str, Any] = {"method": METHODS, "methods": METHODS, "task": cli_compare.TASK_NAMES}
-    for command in commands.choices.values():
-        for action in command._actions:
+    for command in commands.values():
+        actions: list[Any] = command._actions  # `complete` is an attribute that shtab reads
+        for action in actions:
             if action.dest in known:
                 action.choices = list(known[action.dest])
             elif action.dest in PATHS:
