@@ -17,9 +17,9 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"trl-explore {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("train", help="train a model: trl-explore train --method deep_grpo --config run.yaml")
+    commands.add_parser("compare", help="several methods on the same budget: trl-explore compare --task chain")
     commands.add_parser("tree", help="look at a dumped search tree: trl-explore tree FILE --index N --html tree.html")
     commands.add_parser("filter", help="keep the prompts that a model rarely solves: trl-explore filter --k 4 ...")
-    commands.add_parser("compare", help="several methods on the same budget: trl-explore compare --task chain")
     serve = commands.add_parser("serve-retriever", help="search over a corpus as an HTTP server, for agents")
     serve.description = "Serve BM25 or dense search over a corpus by HTTP, in the protocol of Search-R1's server."
     serve.add_argument("--corpus", required=True, help=".jsonl or .parquet with `text` (and `id`, `title`)")
@@ -58,10 +58,17 @@ def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentP
 
 
 def _dispatch(argv: list[str]) -> int:
+    known = subcommands(_build_parser())
+    if argv and not argv[0].startswith("-") and argv[0] not in known:
+        raise UsageError(unknown_name("command", argv[0], known))
     if argv[:1] == ["train"]:  # its flags are the fields of the method's config: TrlParser reads them, not this parser
         from trl_explore.cli_train import run
 
         return run(argv[1:])
+    if argv[:1] == ["compare"]:
+        from trl_explore.cli_compare import run as compare_methods
+
+        return compare_methods(argv[1:])
     if argv[:1] == ["tree"]:
         from trl_explore.cli_tree import run as show_tree
 
@@ -70,18 +77,11 @@ def _dispatch(argv: list[str]) -> int:
         from trl_explore.cli_filter import run as filter_prompts
 
         return filter_prompts(argv[1:])
-    if argv[:1] == ["compare"]:
-        from trl_explore.cli_compare import run as compare_methods
-
-        return compare_methods(argv[1:])
-    parser = _build_parser()
-    if argv and not argv[0].startswith("-") and argv[0] not in subcommands(parser):
-        raise UsageError(unknown_name("command", argv[0], subcommands(parser)))
-    args = parser.parse_args(argv)
+    args = _build_parser().parse_args(argv)
     if args.command == "completion":
         from trl_explore.cli_completion import run as print_completion
 
-        return print_completion(parser, args.shell)
+        return print_completion(_build_parser(), args.shell)
     if args.command == "env":
         from trl_explore.cli_env import describe_environment
 

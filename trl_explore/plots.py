@@ -36,6 +36,20 @@ def metric_label(metric: str) -> tuple[str, int]:
     return label, 1 if metric.endswith("reward") else 100
 
 
+def _draw_panel(panel: Any, runs: Sequence[dict[str, Any]], clock: str, metric: str) -> None:
+    scale = metric_label(metric)[1]
+    for number, arm in enumerate(dict.fromkeys(run["arm"] for run in runs)):
+        curves = [[p for p in run["points"] if metric in p] for run in runs if run["arm"] == arm]
+        readings, *values = zip(*mean_curve(curves, clock, metric), strict=True)
+        mean, low, high = ([scale * value for value in column] for column in values)
+        colour, every = COLOURS[number % len(COLOURS)], max(1, len(mean) // 10)
+        style = dict(color=colour, marker=MARKERS[number % len(MARKERS)], markersize=4, markevery=every)
+        panel.plot(readings, mean, label=arm, linewidth=1.5, **style)
+        if len(curves) > 1:
+            panel.fill_between(readings, low, high, color=colour, alpha=0.12, linewidth=0)
+    panel.grid(alpha=0.3)
+
+
 def learning_curves(
     runs: Sequence[dict[str, Any]],
     path: str | Path,
@@ -93,17 +107,3 @@ def learning_curves(
         figure.savefig(name, dpi=110)
     plt.close(figure)
     return Path(path)
-
-
-def _draw_panel(panel: Any, runs: Sequence[dict[str, Any]], clock: str, metric: str) -> None:
-    scale = metric_label(metric)[1]
-    for number, arm in enumerate(dict.fromkeys(run["arm"] for run in runs)):
-        curves = [[p for p in run["points"] if metric in p] for run in runs if run["arm"] == arm]
-        readings, *values = zip(*mean_curve(curves, clock, metric), strict=True)
-        mean, low, high = ([scale * value for value in column] for column in values)
-        colour, every = COLOURS[number % len(COLOURS)], max(1, len(mean) // 10)
-        style = dict(color=colour, marker=MARKERS[number % len(MARKERS)], markersize=4, markevery=every)
-        panel.plot(readings, mean, label=arm, linewidth=1.5, **style)
-        if len(curves) > 1:
-            panel.fill_between(readings, low, high, color=colour, alpha=0.12, linewidth=0)
-    panel.grid(alpha=0.3)
