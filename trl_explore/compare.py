@@ -22,7 +22,7 @@ from trl_explore.interrupt import InterruptCallback
 from trl_explore.tasks.lake_agent import LAKE_AGENT
 from trl_explore.tasks.tiny_model import build_tokenizer
 
-NUM_TRAIN = 4000  # training problems of an embedded task
+NUM_TRAIN, NUM_TRAIN_AGENT = 4000, 2000  # problems of an embedded task; there are not many more boards
 EVALUATION_SEED = 1234
 HELD_OUT_SEED = 0
 
@@ -195,7 +195,7 @@ def build_run(comparison: Comparison, arm: Arm, *, seed: int, folder: Path, star
         model=str(start),
         reward_funcs=[] if task is LAKE_AGENT else task.reward,  # its environment knows what a game is worth
         args=training,
-        train_dataset=task.build_dataset(NUM_TRAIN, seed=seed),
+        train_dataset=task.build_dataset(NUM_TRAIN_AGENT if agent else NUM_TRAIN, seed=seed),
         eval_dataset=rows if agent else None,
         processing_class=build_tokenizer(tools=agent),
         environment_factory=task.environment_factory if agent else None,
