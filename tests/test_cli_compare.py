@@ -285,18 +285,18 @@ def test_several_processes_are_refused(workdir, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_all_methods_train_on_the_tasks_that_suit_them(workdir, capsys):
-    short = {
-        **TINY_TASK,
-        "metrics": ["reward"],
-        "common": {**TINY_TASK["common"], "max_steps": 2, "per_device_train_batch_size": 8},
-    }
-    for task, methods in (
-        ("countdown", {"grpo", "deep_grpo", "tree_grpo", "sesa", "g2rl"}),
-        ("multi_hop", {"branpo"}),
-    ):
-        flags = [] if task == "countdown" else ["--methods", "branpo"]
-        assert compare({**short, "task": task}, *flags, "--output_dir", task) == 0
-        settings = yaml.safe_load(Path(task, "comparison.yaml").read_text())
-        assert {arm["method"] for arm in settings["arms"]} == methods
-        assert sum(row["step"] == "2" for row in curves(task)) == len(methods)
+@pytest.mark.parametrize(
+    ("task", "methods"),
+    [
+        ("countdown", ["grpo", "deep_grpo", "tree_grpo", "sesa", "g2rl"]),
+        ("multi_hop", ["branpo"]),
+        ("lake_agent", ["sesa"]),
+    ],
+)
+def test_all_methods_train_on_the_tasks_that_suit_them(task, methods, workdir):
+    common = {**TINY_TASK["common"], "max_steps": 2, "per_device_train_batch_size": 8}
+    document = {**TINY_TASK, "task": task, "metrics": ["reward"], "common": common}
+    assert compare(document, "--methods", *methods, "--output_dir", "out") == 0
+    settings = yaml.safe_load(Path("out/comparison.yaml").read_text())
+    assert [arm["method"] for arm in settings["arms"]] == methods
+    assert [row["step"] for row in curves("out")] == ["0", "2"] * len(methods)
