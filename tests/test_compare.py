@@ -178,6 +178,8 @@ def test_a_folder_of_another_comparison_is_refused(tmp_path):
     ComparisonFolder(read_comparison({**DOCUMENT, "seeds": [0, 1, 7]}), tmp_path)
     with pytest.raises(UsageError, match=r"holds another comparison: num_eval: 128 there, 64 now.*--output_dir"):
         ComparisonFolder(read_comparison({**DOCUMENT, "num_eval": 64}), tmp_path)
+    with pytest.raises(UsageError, match=r"comparison.yaml' is a file; name a folder"):
+        ComparisonFolder(read_comparison(DOCUMENT), tmp_path / "comparison.yaml")
 
 
 def test_an_empty_budget_cannot_be_infinite():

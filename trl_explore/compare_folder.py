@@ -1,6 +1,7 @@
 """The folder of a comparison: what it holds is not trained again, and what does not belong there is refused."""
 
 import gc
+import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -43,6 +44,8 @@ class ComparisonFolder:
     def __init__(self, comparison: Comparison, path: str | Path) -> None:
         self.comparison, self.path = comparison, Path(path).expanduser()
         settings = self.path / SETTINGS
+        if self.path.is_file():
+            raise UsageError(f"output_dir={str(path)!r} is a file; name a folder with --output_dir")
         if settings.is_file():
             found = differences(yaml.safe_load(settings.read_text()), comparison.document())
             if found:
@@ -56,7 +59,9 @@ class ComparisonFolder:
         """Writes the settings; their file can be given to `trl-explore compare --config` again."""
         self.path.mkdir(parents=True, exist_ok=True)
         text = yaml.safe_dump(self.comparison.document(), sort_keys=False, allow_unicode=True)
-        (self.path / SETTINGS).write_text(text)
+        part = self.path / f"{SETTINGS}.part"
+        part.write_text(text)
+        os.replace(part, self.path / SETTINGS)
 
     def of_run(self, arm: Arm, seed: int) -> Path:
         """Folder of one arm on one seed."""
