@@ -259,6 +259,11 @@ def test_mistakes_are_explained_in_one_line(changes, message, workdir, model_fol
     assert error.count("\n") == 1
 
 
+def test_an_unknown_command_gets_the_nearest(capsys):
+    assert main(["comapre"]) == 2
+    assert capsys.readouterr().err == "trl-explore: error: unknown command 'comapre'; did you mean 'compare'?\n"
+
+
 def test_env_lists_versions_methods_and_backends(capsys):
     assert main(["env"]) == 0
     lines = dict(line[2:].split(": ", 1) for line in capsys.readouterr().out.splitlines())
@@ -267,7 +272,9 @@ def test_env_lists_versions_methods_and_backends(capsys):
     assert lines["sampling with vllm"].startswith("yes")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["env", "--help"], ["quickstart", "--help"], ["train", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["env", "--help"], ["quickstart", "--help"], ["train", "--help"], ["compare", "--help"]]
+)
 def test_help_does_not_wait_for_torch(arguments):
     code = (
         "import sys\nfrom trl_explore.cli import main\n"

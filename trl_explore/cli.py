@@ -5,17 +5,24 @@ import sys
 
 from trl_explore import __version__
 from trl_explore.cli_inputs import UsageError
+from trl_explore.names import unknown_name
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="trl-explore", description="Exploration trainers for TRL.")
+    parser = argparse.ArgumentParser(
+        prog="trl-explore",
+        description="GRPO trainers that explore better, on top of TRL.",
+        epilog="New here? trl-explore quickstart --fast. More on a command: trl-explore COMMAND --help",
+    )
     parser.add_argument("--version", action="version", version=f"trl-explore {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("train", help="train a model: trl-explore train --method deep_grpo --config run.yaml")
+    commands.add_parser("compare", help="several methods on the same budget: trl-explore compare --task chain")
     commands.add_parser("tree", help="look at a dumped search tree: trl-explore tree FILE --index N --html tree.html")
     commands.add_parser("filter", help="keep the prompts that a model rarely solves: trl-explore filter --k 4 ...")
     commands.add_parser("eval", help="measure pass@k and maj@k: trl-explore eval --dataset gsm8k ...")
     serve = commands.add_parser("serve-retriever", help="search over a corpus as an HTTP server, for agents")
+    serve.description = "Serve BM25 or dense search over a corpus by HTTP, in the protocol of Search-R1's server."
     serve.add_argument("--corpus", required=True, help=".jsonl or .parquet with `text` (and `id`, `title`)")
     serve.add_argument("--index", help="folder of the index: loaded if it is there, else built and saved")
     serve.add_argument("--retriever", choices=["bm25", "dense"], default="bm25", help="default: %(default)s")
@@ -23,8 +30,11 @@ def _build_parser() -> argparse.ArgumentParser:
     serve.add_argument("--host", default="127.0.0.1", help="default: %(default)s, this machine only")
     serve.add_argument("--port", type=int, default=8000, help="default: %(default)s")
     serve.add_argument("--top_k", type=int, default=3, help="passages where a request names no number (default: 3)")
+    completion = commands.add_parser("completion", help="print a script that completes commands, flags and methods")
+    completion.add_argument("shell", choices=["bash", "zsh", "tcsh"])
     commands.add_parser("env", help="print versions, devices and what is supported here")
-    quickstart = commands.add_parser("quickstart", help="compare the methods on a tiny task, offline, on a CPU")
+    quickstart = commands.add_parser("quickstart", help="DEEP-GRPO beside GRPO on a tiny task, offline, on a CPU")
+    quickstart.description = "Train DEEP-GRPO and plain GRPO on a tiny task, offline: 6 minutes on one CPU core."
     quickstart.add_argument("--fast", action="store_true", help="fewer steps: a look in a minute, not a result")
     quickstart.add_argument("--output_dir", default="out/quickstart", help="where results go (default: %(default)s)")
     quickstart.add_argument("--seed", type=int, default=0, help="first seed (default: %(default)s)")
@@ -33,11 +43,33 @@ def _build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """
+    The sub-commands of a parser.
+
+    Args:
+        parser (`argparse.ArgumentParser`):
+            A parser that has some.
+
+    Returns:
+        `dict[str, argparse.ArgumentParser]`: Their parsers by name. What is put into it is there.
+    """
+    (action,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return action.choices
+
+
 def _dispatch(argv: list[str]) -> int:
+    known = subcommands(_build_parser())
+    if argv and not argv[0].startswith("-") and argv[0] not in known:
+        raise UsageError(unknown_name("command", argv[0], known))
     if argv[:1] == ["train"]:  # its flags are the fields of the method's config: TrlParser reads them, not this parser
         from trl_explore.cli_train import run
 
         return run(argv[1:])
+    if argv[:1] == ["compare"]:
+        from trl_explore.cli_compare import run as compare_methods
+
+        return compare_methods(argv[1:])
     if argv[:1] == ["tree"]:
         from trl_explore.cli_tree import run as show_tree
 
@@ -51,6 +83,10 @@ def _dispatch(argv: list[str]) -> int:
 
         return evaluate(argv[1:])
     args = _build_parser().parse_args(argv)
+    if args.command == "completion":
+        from trl_explore.cli_completion import run as print_completion
+
+        return print_completion(_build_parser(), args.shell)
     if args.command == "env":
         from trl_explore.cli_env import describe_environment
 

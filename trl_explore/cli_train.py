@@ -120,7 +120,17 @@ class OneLineParser(TrlParser):
         raise UsageError(f"{message} (all fields: trl-explore train --method METHOD --help)")
 
 
-def _read_config(path: str | None) -> dict[str, Any]:
+def read_config(path: str | None) -> dict[str, Any]:
+    """
+    Reads a YAML file of fields, and sets the environment variables under its `env`.
+
+    Args:
+        path (`str` or `None`):
+            The file, as given to `--config`.
+
+    Returns:
+        `dict`: Fields by name; empty without a file.
+    """
     import yaml
 
     if path is None:
@@ -157,13 +167,13 @@ def _split_arguments(argv: list[str]) -> tuple[str, list[str], dict[str, Any]]:
     scout.add_argument("--method")
     scout.add_argument("--config")
     found, flags = scout.parse_known_args(argv)
-    config = _read_config(found.config)
+    config = read_config(found.config)
     method = found.method or config.get("method")
     if method is None:
         raise UsageError(f"no method: pass --method with one of {', '.join(METHODS)}")
     if method not in METHODS:
         raise UsageError(unknown_name("method", str(method), METHODS))
-    return method, flags, config | {"method": method}
+    return method, flags, config
 
 
 def parse_train_arguments(
@@ -180,6 +190,28 @@ def parse_train_arguments(
         `tuple`: Script arguments, the method's config, [`~trl.ModelConfig`] and [`~trl.DatasetMixtureConfig`].
     """
     method, flags, config = _split_arguments(argv)
+    return build_arguments(config | {"method": method}, flags)
+
+
+def build_arguments(
+    config: dict[str, Any], flags: list[str] | None = None
+) -> "tuple[TrainArguments, GRPOConfig, ModelConfig, DatasetMixtureConfig]":
+    """
+    Builds the arguments of a run from the fields of its file and the flags that override them.
+
+    Args:
+        config (`dict`):
+            Fields by name, among them `method`, as YAML reads them.
+        flags (`list[str]`, *optional*):
+            The other fields as flags.
+
+    Returns:
+        `tuple`: As [`parse_train_arguments`].
+
+    Raises:
+        UsageError: For names that are no field, and for values that a configuration refuses.
+    """
+    method, flags = config["method"], flags or []
     types: tuple[Any, ...] = (TrainArguments, METHODS[method]()[0], ModelConfig, DatasetMixtureConfig)
     hints = {name: hint for cls in types for name, hint in get_type_hints(cls).items()}
     known = {spec.name for cls in types for spec in fields(cls) if spec.init}
@@ -208,9 +240,25 @@ def _launch_hint(flag: str) -> str:
     return " It is a flag of accelerate: accelerate launch FLAGS -m trl_explore.cli train ..."
 
 
-def _build_trainer(
+def trainer_arguments(
     script_args: TrainArguments, training_args: "GRPOConfig", model_args: ModelConfig, mixture: DatasetMixtureConfig
-) -> "GRPOTrainer":
+) -> dict[str, Any]:
+    """
+    Finds the model, the data and the rewards that the arguments name.
+
+    Args:
+        script_args ([`TrainArguments`]):
+            Data set and rewards.
+        training_args ([`~trl.GRPOConfig`]):
+            The method's configuration; its `model_init_kwargs` are completed.
+        model_args ([`~trl.ModelConfig`]):
+            Model, adapter and quantisation.
+        mixture ([`~trl.DatasetMixtureConfig`]):
+            The alternative to `dataset_name`.
+
+    Returns:
+        `dict`: What the method's trainer is constructed with.
+    """
     from trl import get_peft_config, get_quantization_config
 
     rewards = load_reward_functions(script_args.reward_funcs, script_args.reward_model_name_or_path)
@@ -230,16 +278,22 @@ def _build_trainer(
         "dtype": model_args.dtype,
         **given,
     }
+    return {
+        "model": model,
+        "reward_funcs": rewards,
+        "args": training_args,
+        "train_dataset": train_dataset,
+        "eval_dataset": eval_dataset,
+        "quantization_config": get_quantization_config(model_args),
+        "peft_config": get_peft_config(model_args),
+    }
+
+
+def _build_trainer(
+    script_args: TrainArguments, training_args: "GRPOConfig", model_args: ModelConfig, mixture: DatasetMixtureConfig
+) -> "GRPOTrainer":
     trainer_class = METHODS[str(script_args.method)]()[1]
-    return trainer_class(
-        model=model,
-        reward_funcs=rewards,
-        args=training_args,
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
-        quantization_config=get_quantization_config(model_args),
-        peft_config=get_peft_config(model_args),
-    )
+    return trainer_class(**trainer_arguments(script_args, training_args, model_args, mixture))
 
 
 def resume_command(argv: list[str], checkpoint: str) -> str:

@@ -4,11 +4,33 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+Points = Sequence[Mapping[str, float]]
+
 # Two-sided 95 % quantile of Student's t, by number of values (one more than the degrees of freedom).
 T_95 = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 
 
-def value_at(points: Sequence[Mapping[str, float]], clock: str, reading: float, metric: str) -> float | None:
+def t_95(count: int) -> float:
+    """
+    Two-sided 95 % quantile of Student's t.
+
+    Args:
+        count (`int`):
+            Number of values, at least 2.
+
+    Returns:
+        `float`: The quantile with one degree of freedom less, to three decimals.
+    """
+    if count in T_95:
+        return T_95[count]
+    normal, freedom = 1.959964, count - 1  # Cornish and Fisher's expansion around the normal quantile
+    first = (normal**3 + normal) / 4
+    second = (5 * normal**5 + 16 * normal**3 + 3 * normal) / 96
+    third = (3 * normal**7 + 19 * normal**5 + 17 * normal**3 - 15 * normal) / 384
+    return normal + first / freedom + second / freedom**2 + third / freedom**3
+
+
+def value_at(points: Points, clock: str, reading: float, metric: str) -> float | None:
     """
     Read a learning curve, linearly between its two nearest points.
 
@@ -32,22 +54,105 @@ def value_at(points: Sequence[Mapping[str, float]], clock: str, reading: float, 
     return None
 
 
+def interval(values: Sequence[float]) -> tuple[float, float | None]:
+    """
+    Mean and 95 % t-interval.
+
+    Args:
+        values (`Sequence[float]`):
+            One value per seed.
+
+    Returns:
+        `tuple[float, float | None]`: The mean, and half the length of the interval: `None` for a single value.
+    """
+    mean = statistics.mean(values)
+    if len(values) < 2:
+        return mean, None
+    return mean, t_95(len(values)) * statistics.stdev(values) / len(values) ** 0.5
+
+
 def mean_with_interval(values: Sequence[float]) -> str:
     """
     Mean and 95 % t-interval of shares, in percent.
 
     Args:
         values (`Sequence[float]`):
-            One value per seed, at most 10.
+            One value per seed.
 
     Returns:
         `str`: For example `" 48.4 ±  5.8"`; the mean alone for a single value.
     """
-    mean = statistics.mean(values)
-    if len(values) < 2:
-        return f"{100 * mean:5.1f}"
-    half = T_95[len(values)] * statistics.stdev(values) / len(values) ** 0.5
-    return f"{100 * mean:5.1f} ± {100 * half:4.1f}"
+    mean, half = interval(values)
+    return f"{100 * mean:5.1f}" if half is None else f"{100 * mean:5.1f} ± {100 * half:4.1f}"
+
+
+def mean_curve(curves: Sequence[Points], clock: str, metric: str) -> list[tuple[float, float, float, float]]:
+    """
+    The mean of several seeds' learning curves, wherever one of them was measured and all of them can be read.
+
+    Args:
+        curves (`Sequence[Sequence[Mapping[str, float]]]`):
+            One curve per seed, in order of cost.
+        clock (`str`):
+            Name of the cost.
+        metric (`str`):
+            What to read.
+
+    Returns:
+        `list[tuple[float, float, float, float]]`: Cost, mean, lowest and highest, in order of cost.
+    """
+    mean = []
+    for reading in sorted({point[clock] for points in curves for point in points}):
+        values = [value_at(points, clock, reading, metric) for points in curves]
+        known = [value for value in values if value is not None]
+        if len(known) == len(curves):
+            mean.append((reading, statistics.mean(known), min(known), max(known)))
+    return mean
+
+
+def common_reading(runs: Sequence[Mapping[str, Any]], clock: str) -> float:
+    """
+    Where the run that got least far on the clock stopped: the last cost at which all can be read.
+
+    Args:
+        runs (`Sequence[Mapping]`):
+            Runs with `points`.
+        clock (`str`):
+            Name of the cost.
+
+    Returns:
+        `float`: The cost.
+    """
+    return min(run["points"][-1][clock] for run in runs)
+
+
+def paired_values(
+    runs: Sequence[Mapping[str, Any]], arm: str, base: str, *, clock: str, reading: float, metric: str
+) -> list[tuple[float, float]]:
+    """
+    A metric of two arms at the same cost, seed by seed.
+
+    Args:
+        runs (`Sequence[Mapping]`):
+            Runs with `arm`, `seed` and `points`; the same seeds for every arm.
+        arm (`str`):
+            One arm.
+        base (`str`):
+            The arm it is compared with.
+        clock (`str`):
+            Name of the cost.
+        reading (`float`):
+            The cost.
+        metric (`str`):
+            What to read.
+
+    Returns:
+        `list[tuple[float, float]]`: Values of `arm` and `base`, for the seeds on which both can be read.
+    """
+    points = {(run["arm"], run["seed"]): run["points"] for run in runs}
+    seeds = sorted({run["seed"] for run in runs})
+    pairs = [[value_at(points[name, seed], clock, reading, metric) for name in (arm, base)] for seed in seeds]
+    return [(ours, theirs) for ours, theirs in pairs if ours is not None and theirs is not None]
 
 
 def comparison_table(runs: Sequence[Mapping[str, Any]], clock: str, metrics: Mapping[str, str]) -> str:
@@ -65,22 +170,13 @@ def comparison_table(runs: Sequence[Mapping[str, Any]], clock: str, metrics: Map
     Returns:
         `str`: Lines of text.
     """
-    seeds = sorted({run["seed"] for run in runs})
     names = list(dict.fromkeys(run["arm"] for run in runs))
-    points = {(run["arm"], run["seed"]): run["points"] for run in runs}
-    reading = min(p[-1][clock] for p in points.values())
-    lines = [f"at equal {clock}: {reading:,.0f}      (mean ± 95 % interval over {len(seeds)} seeds; per seed)"]
+    num_seeds, reading = len({run["seed"] for run in runs}), common_reading(runs, clock)
+    lines = [f"at equal {clock}: {reading:,.0f}      (mean ± 95 % interval over {num_seeds} seeds; per seed)"]
     for name in names:
         cells = []
         for label, metric in metrics.items():
-            pairs = [
-                (
-                    value_at(points[name, seed], clock, reading, metric),
-                    value_at(points[names[0], seed], clock, reading, metric),
-                )
-                for seed in seeds
-            ]
-            known = [(ours, base) for ours, base in pairs if ours is not None and base is not None]
+            known = paired_values(runs, name, names[0], clock=clock, reading=reading, metric=metric)
             gap = mean_with_interval([ours - base for ours, base in known]) if name != names[0] else ""
             each = "/".join(f"{100 * ours:.0f}" for ours, _ in known)
             against = f"[vs {names[0]} {gap}]" if gap else ""

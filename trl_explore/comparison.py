@@ -5,6 +5,7 @@ optimiser steps of training; evaluation counts towards none of them.
 """
 
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -47,11 +48,18 @@ class Budget:
             CPU seconds of training steps.
         steps (`int`, *optional*):
             Optimiser steps.
+        seconds (`float`, *optional*):
+            Wall seconds of training steps.
     """
 
     tokens: float = float("inf")
     cpu_seconds: float = float("inf")
     steps: int = 100_000
+    seconds: float = float("inf")
+
+    def is_spent(self, cost: "Cost") -> bool:
+        """Whether `cost` has reached tokens or seconds; steps are the trainer's own `max_steps`."""
+        return any(vars(cost)[name] >= vars(self)[name] for name in ("tokens", "cpu_seconds", "seconds"))
 
 
 @dataclass
@@ -103,7 +111,7 @@ class CostCallback(TrainerCallback):
         if self.progress is not None:
             self.progress.update(min(self.cost.tokens, self.budget.tokens) - self.progress.n)
             self.progress.set_postfix(step=self.cost.step, reward=f"{logs['reward']:.2f}", refresh=False)
-        if self.cost.tokens >= self.budget.tokens or self.cost.cpu_seconds >= self.budget.cpu_seconds:
+        if self.budget.is_spent(self.cost):
             # The end of training is evaluated once; a save that is due at this step still happens.
             control.should_training_stop = True
 
@@ -131,6 +139,17 @@ class Run:
     points: list[dict[str, float]]
     steps: list[dict[str, float]]
     interrupted: bool = False
+
+    def save(self, path: Path) -> None:
+        """Writes the run as JSON, whole or not at all."""
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(asdict(self)))
+        os.replace(part, path)
+
+    @classmethod
+    def load(cls, path: Path) -> "Run":
+        """Reads what [`~Run.save`] wrote."""
+        return cls(**json.loads(path.read_text()))
 
 
 def common_options(task: Task, *, seed: int) -> dict[str, Any]:

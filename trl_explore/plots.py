@@ -5,15 +5,50 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trl_explore.clocks import mean_curve
+
 LABELS = {
     "eval/greedy_accuracy": "greedy accuracy",
-    "eval/pass_at_1": "pass@1",
-    "eval/pass_at_8": "pass@8",
+    "eval/reward": "reward",
+    "eval/success": "success",
     "tokens": "generated tokens",
     "seconds": "seconds of training",
     "cpu_seconds": "CPU seconds of training",
     "step": "optimiser steps",
 }
+# Okabe and Ito's colours, which the colour-blind can tell apart, without the yellow that white paper swallows; and
+# markers, which a printer can.
+COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
+MARKERS = "osD^vPX"
+
+
+def metric_label(metric: str) -> tuple[str, int]:
+    """
+    How a metric is shown.
+
+    Args:
+        metric (`str`):
+            Its logged name, such as `"eval/pass_at_8"`.
+
+    Returns:
+        `tuple[str, int]`: A label, and what values are multiplied with: 100 for shares, 1 for rewards.
+    """
+    label = LABELS.get(metric, metric.removeprefix("eval/").replace("_at_", "@"))
+    return label, 1 if metric.endswith("reward") else 100
+
+
+def _draw_panel(panel: Any, runs: Sequence[dict[str, Any]], clock: str, metric: str) -> None:
+    scale = metric_label(metric)[1]
+    for number, arm in enumerate(dict.fromkeys(run["arm"] for run in runs)):
+        curves = [[p for p in run["points"] if metric in p] for run in runs if run["arm"] == arm]
+        readings, *values = zip(*mean_curve(curves, clock, metric), strict=True)
+        mean, low, high = ([scale * value for value in column] for column in values)
+        colour, every = COLOURS[number % len(COLOURS)], max(1, len(mean) // 10)
+        style = dict(color=colour, marker=MARKERS[number % len(MARKERS)], markersize=4, markevery=every)
+        panel.plot(readings, mean, label=arm, linewidth=1.5, **style)
+        if len(curves) > 1:
+            panel.fill_between(readings, low, high, color=colour, alpha=0.12, linewidth=0)
+    panel.grid(alpha=0.3)
 
 
 def learning_curves(
@@ -23,21 +58,24 @@ def learning_curves(
     metrics: Sequence[str] = ("eval/greedy_accuracy", "eval/pass_at_1", "eval/pass_at_8"),
     clocks: Sequence[str] = ("tokens", "seconds"),
     title: str = "",
+    suffixes: Sequence[str] = (),
 ) -> Path:
     """
-    Draw one panel per clock and metric, one line per run, one colour per arm.
+    Draw one panel per clock and metric, one line per arm: the mean over its seeds, in a band that holds them all.
 
     Args:
         runs (`Sequence[dict]`):
             Runs with `arm`, `seed` and `points` (see [`~trl_explore.comparison.Run`]).
         path (`str` or `Path`):
-            The PNG file.
+            The file; its suffix decides the format, such as `.png` or `.svg`.
         metrics (`Sequence[str]`, *optional*):
             Metrics of the points, one row of panels each.
         clocks (`Sequence[str]`, *optional*, defaults to `("tokens", "seconds")`):
             Costs of the points, one column of panels each.
         title (`str`, *optional*):
             Title of the figure.
+        suffixes (`Sequence[str]`, *optional*):
+            Further formats to write beside the file, such as `[".svg"]`.
 
     Returns:
         `Path`: The file.
@@ -46,30 +84,28 @@ def learning_curves(
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import EngFormatter
 
-    colours = {arm: f"C{i}" for i, arm in enumerate(dict.fromkeys(run["arm"] for run in runs))}
-    size = (5.2 * len(clocks), 2.7 * len(metrics) + 0.6)
-    figure, axes = plt.subplots(len(metrics), len(clocks), figsize=size, squeeze=False, sharey=True)
+    size = (5.2 * len(clocks), 2.7 * len(metrics) + 0.9)
+    figure, axes = plt.subplots(
+        len(metrics), len(clocks), figsize=size, squeeze=False, sharex="col", sharey="row", layout="constrained"
+    )
     for row, metric in zip(axes, metrics, strict=True):
         for panel, clock in zip(row, clocks, strict=True):
-            for run in runs:
-                points = [p for p in run["points"] if metric in p]
-                label = run["arm"] if run is next(r for r in runs if r["arm"] == run["arm"]) else None
-                panel.plot(
-                    [p[clock] for p in points],
-                    [100 * p[metric] for p in points],
-                    color=colours[run["arm"]],
-                    marker="o",
-                    markersize=3,
-                    label=label,
-                )
-            panel.set_xlabel(LABELS.get(clock, clock))
-            panel.set_ylabel(f"{LABELS.get(metric, metric)} (%)")
-            panel.grid(alpha=0.3)
-    axes[0][0].legend()
-    figure.suptitle(title)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+            _draw_panel(panel, runs, clock, metric)
+        label, scale = metric_label(metric)
+        row[0].set_ylabel(f"{label} (%)" if scale == 100 else label)
+    for panel, clock in zip(axes[-1], clocks, strict=True):
+        panel.set_xlabel(LABELS.get(clock, clock))
+        panel.xaxis.set_major_formatter(EngFormatter(sep=""))  # 20k, not 20000
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(6, len(labels)), frameon=False)
+    figure.align_ylabels()
+    seeds = len({run["seed"] for run in runs})
+    band = f"mean of {seeds} seeds, band: lowest to highest" if seeds > 1 else "one seed"
+    figure.suptitle(f"{title} ({band})" if title else band)
+    for name in (Path(path), *(Path(path).with_suffix(suffix) for suffix in suffixes)):
+        figure.savefig(name, dpi=110)
     plt.close(figure)
     return Path(path)
 

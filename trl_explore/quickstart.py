@@ -3,7 +3,6 @@
 import argparse
 import json
 import logging
-import os
 import shlex
 import time
 import warnings
@@ -94,7 +93,7 @@ def run_arm(arm: Arm, task: TeachableTask, start: Path, folder: Path, *, seed: i
 
     result = folder / "run.json"
     if resume and result.is_file():
-        return Run(**json.loads(result.read_text()))
+        return Run.load(result)
     interrupt = InterruptCallback()
     with tqdm(total=int(size.tokens), desc=f"{arm.name:9s}", unit="tok", unit_scale=True) as bar:
         try:
@@ -116,9 +115,7 @@ def run_arm(arm: Arm, task: TeachableTask, start: Path, folder: Path, *, seed: i
             interrupt.restore()
     if interrupt.interrupted:
         raise Interrupted
-    part = result.with_suffix(".part")
-    part.write_text(json.dumps(asdict(run)))
-    os.replace(part, result)
+    run.save(result)
     return run
 
 

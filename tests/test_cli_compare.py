@@ -1,0 +1,302 @@
+"""`trl-explore compare` as it is typed: a model and data of one's own, embedded tasks, mistakes, and going on."""
+
+import csv
+import json
+import shutil
+import signal
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import yaml
+from world import make_dataset, make_model, make_tokenizer
+
+from trl_explore.cli import main
+from trl_explore.compare import held_out_split
+from trl_explore.compare_folder import ComparisonFolder
+from trl_explore.compare_settings import read_comparison, run_arguments
+
+REWARDS = """
+import signal
+from pathlib import Path
+
+def contains_answer(completions, answer, trainer_state=None, **kwargs):
+    stop = Path("stop")
+    how, step = stop.read_text().split() if stop.exists() else ("", "0")
+    if how and trainer_state.global_step >= int(step):
+        stop.unlink()
+        if how == "ctrl-c":
+            signal.raise_signal(signal.SIGINT)
+        else:
+            raise RuntimeError("the reward service is gone")
+    return [1.0 if right in text else 0.0 for text, right in zip(completions, answer)]
+
+def other(completions, **kwargs):
+    return [0.0] * len(completions)
+"""
+OWN = {
+    "model_name_or_path": "./tiny",
+    "dataset_name": "data.jsonl",
+    "reward_funcs": ["compare_rewards.contains_answer"],
+    "budget": {"tokens": "4e2"},
+    "seeds": [0],
+    "metrics": ["reward", "maj@2"],
+    "evaluations": 3,
+    "num_eval": 4,
+    "common": {
+        "learning_rate": "1e-2",
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 8,
+        "use_cpu": True,
+        "bf16": False,
+    },
+    "arms": [
+        {"method": "grpo"},
+        {"name": "DEEP, 2", "method": "deep_grpo", "options": {"num_branches": 2, "max_pivots_per_batch": 1}},
+    ],
+}
+TINY_TASK = {
+    "task": "paths",
+    "warm_start_steps": 2,
+    "budget": {"seconds": 1e3},
+    "evaluations": 1,
+    "num_eval": 2,
+    "common": {"per_device_train_batch_size": 4, "num_generations": 2, "max_steps": 1},
+    "metrics": ["coverage_at_8"],
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A tiny model, its data and a module of rewards."""
+    folder = tmp_path_factory.mktemp("files")
+    make_model().save_pretrained(folder / "tiny")
+    make_tokenizer().save_pretrained(folder / "tiny")
+    make_dataset().to_json(folder / "data.jsonl")
+    (folder / "compare_rewards.py").write_text(REWARDS)
+    return folder
+
+
+@pytest.fixture
+def workdir(files, tmp_path, monkeypatch):
+    """A working directory with these files."""
+    shutil.copytree(files, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setenv("TRL_EXPLORE_CACHE", str(tmp_path / "cache"))
+    sys.modules.pop("compare_rewards", None)
+    return tmp_path
+
+
+def compare(document, *flags):
+    Path("run.yaml").write_text(yaml.safe_dump(document))
+    return main(["compare", "--config", "run.yaml", *flags])
+
+
+def curves(folder):
+    """What was measured, without what depends on the machine's speed."""
+    with open(Path(folder) / "curves.csv", encoding="utf-8") as file:
+        return [{k: v for k, v in row.items() if "seconds" not in k} for row in csv.DictReader(file)]
+
+
+def stamps(folder):
+    return {path.parent.name: path.stat().st_mtime_ns for path in Path(folder).glob("*/run.json")}
+
+
+@pytest.fixture(scope="module")
+def whole(files, tmp_path_factory):
+    """A finished comparison of one seed, and what it printed."""
+    folder = tmp_path_factory.mktemp("whole")
+    shutil.copytree(files, folder, dirs_exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
+        patch.chdir(folder)
+        patch.setattr(sys, "path", [str(folder), *sys.path])
+        sys.modules.pop("compare_rewards", None)
+        assert compare(OWN, "--output_dir", "out") == 0
+    return folder / "out", out.getvalue(), err.getvalue()
+
+
+def test_a_model_and_data_of_ones_own_are_compared_at_equal_tokens(whole):
+    folder, out, err = whole
+    assert "DEEP, 2" in out and "- GRPO" in out and "One seed: there is no interval" in out
+    assert "2/2 DEEP, 2, seed 0" in err  # the progress line
+    rows = curves(folder)
+    assert {row["arm"] for row in rows} == {"GRPO", "DEEP, 2"}
+    for arm in ("GRPO", "DEEP, 2"):
+        tokens = [float(row["tokens"]) for row in rows if row["arm"] == arm]
+        assert tokens[0] == 0 and tokens == sorted(tokens) and tokens[-2] < 400 <= tokens[-1]
+        assert [int(count * 3 / 400) for count in tokens] == [0, 1, 2, 3]  # an evaluation in each third
+    assert (folder / "table.md").read_text().startswith("| arm | reward | maj@2 (%) | tokens | seconds | s/step |")
+    assert len(list((folder / "deep-2-seed0").glob("checkpoint-*"))) == 2
+
+
+def test_a_finished_comparison_grows_by_seeds_and_arms(whole, workdir, capsys):
+    shutil.copytree(whole[0], "out")
+    before, rows = stamps("out"), curves("out")
+    assert compare({**OWN, "seeds": [0, 1]}, "--output_dir", "out") == 0
+    after = stamps("out")
+    assert {name: after[name] for name in before} == before
+    assert len(after) == 4 and "t-interval over 2 seeds" in capsys.readouterr().out
+    assert [row for row in curves("out") if row in rows] == rows
+    added = {"name": "no std", "method": "grpo", "options": {"scale_rewards": "none"}}
+    grown = ComparisonFolder(read_comparison({**OWN, "seeds": [0, 1], "arms": [*OWN["arms"], added]}), "out")
+    assert [(arm.name, seed) for arm, seed in grown.missing()] == [("no std", 0), ("no std", 1)]
+
+    # The folder's own settings are a file to go on with; fewer seeds are another comparison.
+    assert main(["compare", "--config", "out/comparison.yaml", "--output_dir", "out", "--seeds", "0"]) == 2
+    assert "'out' holds another comparison: seeds: 1 there, not now" in capsys.readouterr().err
+
+
+def test_a_comparison_that_was_stopped_twice_goes_on_as_if_it_had_not_been(whole, workdir, capsys):
+    shutil.copytree(whole[0], "out")
+    shutil.rmtree("out/deep-2-seed0")
+    finished = stamps("out")
+    Path("stop").write_text("ctrl-c 1")
+    assert compare(OWN, "--output_dir", "out") == 130
+    command = "trl-explore compare --config run.yaml --output_dir out"
+    assert capsys.readouterr().err.splitlines()[-1].strip() == command
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    Path("stop").write_text("error 3")
+    with pytest.raises(RuntimeError, match="the reward service is gone"):
+        compare(OWN, "--output_dir", "out")
+    assert stamps("out") == finished
+
+    assert main(["compare", "--config", "out/comparison.yaml", "--output_dir", "out"]) == 0
+    assert stamps("out").items() >= finished.items()
+    assert curves("out") == curves(whole[0])
+
+
+def test_checkpoints_with_nothing_left_to_train_or_without_their_record_are_passed_over(whole, workdir):
+    shutil.copytree(whole[0], "out")
+    run = Path("out/grpo-seed0")
+    (run / "run.json").unlink()  # as if it had been killed while it evaluated the last model
+    last, before = sorted(run.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]), reverse=True)
+    assert json.loads((last / "comparison.json").read_text())["finished"]
+    (before / "comparison.json").unlink()
+    assert compare(OWN, "--output_dir", "out") == 0
+    assert curves("out") == curves(whole[0])
+
+
+def test_held_out_rows_are_never_trained_on(workdir):
+    def split(**changes):
+        comparison = read_comparison({**OWN, **changes})
+        arguments = run_arguments(comparison, comparison.arms[0], seed=0, folder="out")
+        train, rows = held_out_split(comparison, arguments)
+        return {row["prompt"] for row in train}, {row["prompt"] for row in rows}
+
+    train, held_out = split()
+    assert len(held_out) == 4 and len(train) == 32 and not train & held_out
+    assert split()[1] == held_out
+    Path("data").mkdir()
+    for name, rows in (("train", range(30)), ("test", range(30, 36))):
+        make_dataset().select(rows).to_json(f"data/{name}.jsonl")
+    train, held_out = split(dataset_name="data", dataset_test_split="test")
+    assert len(train) == 30 and held_out == {"5+0=", "5+1=", "5+2=", "5+3="}
+
+
+def test_an_embedded_task_is_compared_on_equal_seconds(workdir, capsys):
+    assert compare(TINY_TASK, "--methods", "grpo", "g2rl", "--output_dir", "out") == 0
+    rows = curves("out")
+    assert [(row["arm"], row["step"]) for row in rows] == [("GRPO", "0"), ("GRPO", "1"), ("G2RL", "0"), ("G2RL", "1")]
+    assert "seconds of training, read between" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"task": "chain"}, "dataset_name: `task` has its own model, data and reward; leave one of the two out"),
+        ({"model_name_or_path": None}, "nothing to train: give `task` (an embedded task) or `model_name_or_path`"),
+        ({"model_name_or_path": "./tiny2"}, "model_name_or_path='tiny2' does not exist"),
+        ({"dataset_name": "dota.jsonl"}, "did you mean 'data.jsonl'?"),
+        ({"reward_funcs": ["accuracy"]}, "did you mean 'accuracy_reward'?"),
+        ({"reward_funcs": ["compare_rewards.other", "compare_rewards.contains_answer"]}, "success_threshold must be"),
+        ({"budget": None}, "budget is missing: say what is equal for all arms, tokens or seconds"),
+        ({"budget": {"tokens": 1, "seconds": 1}}, "give either tokens or seconds"),
+        ({"budget": {"token": 1}}, "budget: unknown field 'token'; did you mean 'tokens'?"),
+        ({"budget": {"tokens": "many"}}, "budget.tokens='many': give a number"),
+        ({"budget": {"tokens": -1}}, "budget.tokens=-1: it must be positive"),
+        ({"budget": 3}, "budget=3: expected fields with values"),
+        ({"seeds": [0, 0]}, "seeds=[0, 0]: give different integers"),
+        ({"seeds": ["a"]}, "seeds=['a']: give different integers"),
+        ({"seed": 1}, "seed: training fields go under `common`"),
+        ({"num_generations": 4}, "num_generations: training fields go under `common`"),
+        ({"arm": []}, "unknown field 'arm'; did you mean 'arms'?"),
+        ({"arms": []}, "arms=[]: give a list"),
+        ({"arms": [{"name": "x"}]}, "arms[0]: method is missing"),
+        ({"arms": [{"method": "deep_gpro"}]}, "arms[0]: unknown method 'deep_gpro'; did you mean 'deep_grpo'?"),
+        ({"arms": [{"method": "grpo", "option": {}}]}, "arms[0]: unknown field 'option'; did you mean 'options'?"),
+        ({"arms": [{"method": "grpo"}] * 2}, "arms[1]: name='GRPO': give each arm letters or digits of its own"),
+        ({"arms": [{"name": "../..", "method": "grpo"}]}, "arms[0]: name='../..': give each arm letters or digits"),
+        (
+            {"arms": [{"method": "deep_grpo", "options": {"num_branch": 2}}]},
+            "options of DEEP-GRPO: unknown field of deep_grpo 'num_branch'; did you mean 'num_branches'?",
+        ),
+        ({"arms": [{"method": "deep_grpo", "options": {"num_branches": 1}}]}, "arm DEEP-GRPO: `num_branches=1`"),
+        ({"common": {"learning_rat": 1}}, "common: unknown field of grpo 'learning_rat'; did you mean"),
+        ({"common": {"seed": 1}}, "common: seed is set by the comparison (it is `seeds`); leave it out"),
+        ({"common": {**OWN["common"], "num_generations": 3}}, "arm GRPO: "),
+        (
+            {"common": {**OWN["common"], "gradient_accumulation_steps": 2, "steps_per_generation": 1}},
+            "steps_per_generation=1 is less than gradient_accumulation_steps=2",
+        ),
+        ({"metrics": ["pass_at_eight"]}, "metrics: unknown metric 'pass_at_eight'; did you mean 'pass_at_8'?"),
+        ({"metrics": ["reward", "reward"]}, "give different names"),
+        ({"metrics": ["coverage_at_8"]}, "coverage_k needs a column `targets`"),
+        ({"evaluations": 0}, "evaluations=0: give an integer of at least 1"),
+        ({"num_eval": 100}, "num_eval=100: the split 'train' is 36 rows long"),
+        ({"warm_start_steps": 3}, "only an embedded `task` has a warm start"),
+    ],
+)
+def test_mistakes_in_the_file_are_explained_in_one_line_before_anything_is_trained(changes, message, workdir, capsys):
+    document = {name: value for name, value in {**OWN, **changes}.items() if value is not None}
+    assert compare(document, "--output_dir", "out") == 2
+    _, error = capsys.readouterr().err.split("trl-explore: error: ")
+    assert message in error and error.count("\n") == 1
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--task", "chian", "--tokens", "1"], "task: unknown task 'chian'; did you mean 'chain'?"),
+        (["--task", "chain", "--methods", "sesa"], "sesa does not suit the task chain; it suits paths, countdown"),
+        (["--task", "chain", "--tokens", "1", "--seconds", "1"], "give either tokens or seconds"),
+        (["--task", "multi_hop", "--metrics", "pass_at_8"], "pass_at_8 is not measured for agents"),
+        (["--tsk", "chain"], "unknown flag '--tsk'; did you mean '--task'?"),
+        (["--tokens", "few"], "invalid float value: 'few'"),
+        (["--config", "missing.yaml"], "--config missing.yaml: "),
+    ],
+)
+def test_mistakes_in_the_flags_too(flags, message, workdir, capsys):
+    assert main(["compare", *flags, "--output-dir", "out"]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not Path("out").exists()
+
+
+def test_several_processes_are_refused(workdir, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["compare", "--task", "chain"]) == 2
+    assert "compare runs in one process" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "methods"),
+    [
+        ("countdown", ["grpo", "deep_grpo", "tree_grpo", "sesa", "g2rl"]),
+        ("multi_hop", ["branpo"]),
+        ("lake_agent", ["sesa"]),
+    ],
+)
+def test_all_methods_train_on_the_tasks_that_suit_them(task, methods, workdir):
+    common = {**TINY_TASK["common"], "max_steps": 2, "per_device_train_batch_size": 8}
+    document = {**TINY_TASK, "task": task, "metrics": ["reward"], "common": common}
+    assert compare(document, "--methods", *methods, "--output_dir", "out") == 0
+    settings = yaml.safe_load(Path("out/comparison.yaml").read_text())
+    assert [arm["method"] for arm in settings["arms"]] == methods
+    assert [row["step"] for row in curves("out")] == ["0", "2"] * len(methods)

@@ -1,0 +1,200 @@
+"""Reading and showing a comparison: curves at equal cost against numbers worked out by hand."""
+
+import csv
+import math
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from trl_explore.cli_compare import TASK_NAMES
+from trl_explore.cli_inputs import UsageError
+from trl_explore.clocks import interval, mean_curve, paired_values, t_95
+from trl_explore.compare_folder import ComparisonFolder, differences
+from trl_explore.compare_report import markdown_table, rich_table, summarize, write_report
+from trl_explore.compare_settings import NAMES, read_comparison
+from trl_explore.compare_tasks import ALL_TASKS, find_task, suited_options
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENT = {
+    "task": "chain",
+    "budget": {"tokens": 100},
+    "seeds": [0, 1],
+    "metrics": ["greedy_accuracy", "reward"],
+    "arms": [{"method": "grpo"}, {"name": "deep | <b>", "method": "deep_grpo"}],
+}
+
+
+def point(tokens, seconds, step, accuracy):
+    costs = {"tokens": tokens, "seconds": seconds, "cpu_seconds": seconds, "step": step}
+    return {**costs, "eval/greedy_accuracy": accuracy, "eval/reward": 2 * accuracy}
+
+
+def run(arm, seed, *points):
+    return {"arm": arm, "seed": seed, "points": [point(*values) for values in points], "steps": []}
+
+
+# Read at 100 tokens: GRPO has 0.5 and 0.7, the other 0.7 (halfway between 0.6 and 0.8) and 0.5.
+RUNS = [
+    run("GRPO", 0, (0, 0, 0, 0.1), (50, 2, 5, 0.3), (150, 6, 15, 0.7)),
+    run("GRPO", 1, (0, 0, 0, 0.1), (100, 4, 10, 0.7)),
+    run("deep | <b>", 0, (0, 0, 0, 0.1), (80, 8, 4, 0.6), (120, 12, 6, 0.8)),
+    run("deep | <b>", 1, (0, 0, 0, 0.1), (100, 10, 5, 0.5)),
+]
+
+
+def test_an_interval_is_students_for_any_number_of_seeds():
+    assert interval([0.5]) == (0.5, None)
+    mean, half = interval([0.4, 0.6])
+    assert mean == pytest.approx(0.5) and half == pytest.approx(12.71 * 0.1)  # standard error 0.1
+    for count, quantile in ((3, 4.303), (11, 2.228), (16, 2.131), (31, 2.042), (1001, 1.962)):
+        assert t_95(count) == pytest.approx(quantile, abs=5e-4)
+
+
+def test_the_mean_curve_is_read_wherever_a_seed_was_measured_and_all_have_been():
+    curves = [[{"t": 0, "m": 0.0}, {"t": 10, "m": 1.0}], [{"t": 0, "m": 0.0}, {"t": 4, "m": 0.8}, {"t": 8, "m": 0.8}]]
+    mean = mean_curve(curves, "t", "m")
+    assert [row[0] for row in mean] == [0, 4, 8]  # at 10 the second has nothing to say
+    assert mean[1] == pytest.approx((4, 0.6, 0.4, 0.8)) and mean[2] == pytest.approx((8, 0.8, 0.8, 0.8))
+    assert mean_curve(curves[:1], "t", "m") == [(0, 0.0, 0.0, 0.0), (10, 1.0, 1.0, 1.0)]
+
+
+def test_arms_are_paired_by_seed_at_the_same_cost():
+    pairs = paired_values(RUNS, "deep | <b>", "GRPO", clock="tokens", reading=100, metric="eval/greedy_accuracy")
+    assert [value for pair in pairs for value in pair] == pytest.approx([0.7, 0.5, 0.5, 0.7])
+
+
+def test_the_table_has_means_intervals_paired_differences_and_costs_at_the_budget():
+    grpo, deep = summarize(RUNS, read_comparison(DOCUMENT))
+    assert grpo.cells[0].difference is None
+    assert grpo.cells[0].value == deep.cells[0].value == pytest.approx((0.6, 12.71 * 0.1))
+    assert deep.cells[0].difference == pytest.approx((0.0, 12.71 * 0.2))  # 0.2 and -0.2
+    assert deep.cells[1].value[0] == pytest.approx(1.2)
+    # GRPO: 4 seconds and 10 steps on either seed; the other 10 seconds and 5 steps.
+    assert (grpo.tokens, grpo.seconds, grpo.steps) == pytest.approx((100, 4, 10))
+    assert grpo.texts() == ["100", "4.0", "0.40"] and deep.texts() == ["100", "10.0", "2.00"]
+
+
+def test_shares_are_shown_in_percent_and_rewards_as_they_are():
+    lines = markdown_table(RUNS, read_comparison(DOCUMENT)).splitlines()
+    assert lines[0] == "| arm | greedy accuracy (%) | reward | tokens | seconds | s/step |"
+    assert lines[2] == "| GRPO | 60.0 ± 127.1 | 1.200 ± 2.542 | 100 | 4.0 | 0.40 |"
+    assert lines[3].startswith("| deep \\| &lt;b> | 60.0 ± 127.1 (+0.0 ± 254.2) | 1.200 ± 2.542 (")
+    assert lines[-1].startswith("At 100 generated tokens,") and "t-interval over 2 seeds" in lines[-1]
+
+
+def test_one_seed_has_no_interval_and_the_table_says_so():
+    comparison = read_comparison({**DOCUMENT, "seeds": [0]})
+    table = markdown_table([run for run in RUNS if run["seed"] == 0], comparison)
+    assert "| 50.0 | 1.000 |" in table and "| 70.0 (+20.0) |" in table and "One seed: there is no interval" in table
+
+
+def test_runs_that_end_early_are_read_where_the_first_ended():
+    comparison = read_comparison({**DOCUMENT, "budget": {"tokens": 1e6}})
+    grpo, _ = summarize(RUNS, comparison)
+    assert grpo.tokens == 100
+    assert markdown_table(RUNS, comparison).splitlines()[-1].startswith("At 100 generated tokens")
+
+
+def test_the_terminal_gets_the_same_numbers(capsys):
+    from rich.console import Console
+
+    Console(width=80).print(rich_table(RUNS, read_comparison(DOCUMENT)))
+    shown = capsys.readouterr().out
+    assert "deep | <b>" in shown and "60.0 ± 127.1" in shown and "- GRPO" in shown and "+0.0 ± 254.2" in shown
+
+
+def test_the_files_are_a_table_a_long_csv_and_two_pictures(tmp_path):
+    files = write_report(RUNS, read_comparison(DOCUMENT), tmp_path)
+    assert [path.name for path in files] == ["table.md", "curves.csv", "curves.png", "curves.svg"]
+    rows = list(csv.DictReader(open(tmp_path / "curves.csv", encoding="utf-8")))
+    assert list(rows[0]) == ["arm", "seed", "step", "tokens", "seconds", "cpu_seconds", "greedy_accuracy", "reward"]
+    assert len(rows) == 10 and rows[2]["arm"] == "GRPO" and float(rows[2]["greedy_accuracy"]) == 0.7
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    picture = (tmp_path / "curves.svg").read_text()
+    assert "<svg" in picture and "<b>" not in picture
+
+
+def test_a_comparison_reads_its_own_document_back():
+    comparison = read_comparison(DOCUMENT)
+    again = read_comparison(yaml.safe_load(yaml.safe_dump(comparison.document())))
+    assert again == comparison
+    assert comparison.arms[1].options["segment_delimiters"] == [";"]  # filled in for the task
+    assert comparison.common["learning_rate"] == 3e-4
+
+
+def test_what_the_user_gives_goes_before_what_suits_the_task():
+    arms = [{"method": "branpo", "options": {"num_branches": 3}}]
+    comparison = read_comparison({"task": "multi_hop", "budget": {"tokens": 1}, "arms": arms})
+    assert comparison.arms[0].options == {"num_generations": 4, "per_device_train_batch_size": 32, "num_branches": 3}
+    comparison = read_comparison(
+        {"task": "multi_hop", "budget": {"tokens": 1}, "arms": arms, "common": {"num_generations": 2}}
+    )
+    assert comparison.common["num_generations"] == 2 and "num_generations" not in comparison.arms[0].options
+
+
+def test_without_arms_every_method_that_suits_is_compared_with_grpo():
+    def methods(task):
+        comparison = read_comparison({"task": task, "budget": {"seconds": 9}})
+        return [arm.method for arm in comparison.arms]
+
+    assert methods("countdown") == ["grpo", "deep_grpo", "tree_grpo", "sesa", "g2rl"]
+    assert methods("chain") == ["grpo", "deep_grpo", "tree_grpo", "g2rl"]
+    assert methods("lake_agent") == ["grpo", "sesa", "g2rl", "branpo"]
+    # Each method, on the task that it suits: none is left out everywhere.
+    assert {m for m in NAMES if any(suited_options(task, m) is not None for task in ALL_TASKS.values())} == set(NAMES)
+
+
+@pytest.mark.parametrize("name", ALL_TASKS)
+def test_every_embedded_task_has_a_comparison_whose_configurations_can_be_built(name):
+    comparison = read_comparison({"task": name, "budget": {"tokens": 1e3}})
+    assert comparison.task is find_task(name) and len(comparison.arms) >= 3
+
+
+def test_differences_name_the_field_and_both_values():
+    old = read_comparison(DOCUMENT).document()
+    more = {**DOCUMENT, "seeds": [1, 0, 2], "arms": [*DOCUMENT["arms"], {"method": "g2rl"}]}
+    assert differences(old, read_comparison(more).document()) == []
+    changed = {
+        **DOCUMENT,
+        "seeds": [0],
+        "budget": {"seconds": 5},
+        "common": {"learning_rate": 1e-3},
+        "arms": [{"method": "grpo", "options": {"beta": 0.1}}],
+    }
+    assert differences(old, read_comparison(changed).document()) == [
+        "budget.tokens: 100.0 there, nothing now",
+        "budget.seconds: nothing there, 5.0 now",
+        "common.learning_rate: 0.0003 there, 0.001 now",
+        "seeds: 1 there, not now",
+        "arms.GRPO.options.beta: nothing there, 0.1 now",
+        "arms: deep | <b> there, not now",
+    ]
+
+
+def test_a_folder_of_another_comparison_is_refused(tmp_path):
+    ComparisonFolder(read_comparison(DOCUMENT), tmp_path).write_settings()
+    ComparisonFolder(read_comparison({**DOCUMENT, "seeds": [0, 1, 7]}), tmp_path)
+    with pytest.raises(UsageError, match=r"holds another comparison: num_eval: 128 there, 64 now.*--output_dir"):
+        ComparisonFolder(read_comparison({**DOCUMENT, "num_eval": 64}), tmp_path)
+    with pytest.raises(UsageError, match=r"comparison.yaml' is a file; name a folder"):
+        ComparisonFolder(read_comparison(DOCUMENT), tmp_path / "comparison.yaml")
+
+
+def test_an_empty_budget_cannot_be_infinite():
+    with pytest.raises(UsageError, match="budget.tokens=inf: it must be positive and finite"):
+        read_comparison({**DOCUMENT, "budget": {"tokens": math.inf}})
+
+
+def test_the_documented_files_are_comparisons():
+    section = (ROOT / "examples" / "README.md").read_text().split("\n## Comparing methods\n")[1].split("\n## ")[0]
+    own, embedded = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", section, re.DOTALL))
+    own["common"] |= {"use_cpu": True, "bf16": False}  # a configuration asks for a GPU that knows bfloat16
+    comparison = read_comparison(own)
+    assert (comparison.clock, comparison.amount, comparison.seeds) == ("tokens", 2e6, (0, 1, 2))
+    assert [arm.name for arm in comparison.arms] == ["GRPO", "DEEP-GRPO"]
+    assert read_comparison(embedded).arms[2].options["pivot_selection"] == "root"
+    assert tuple(ALL_TASKS) == TASK_NAMES
+    for name in ALL_TASKS:
+        assert name in section
