@@ -41,6 +41,7 @@ def test_sub_commands_flags_methods_and_tasks_are_offered(offered):
     assert offered("trl-explore compare --task froz") == ["frozen_lake"]
     assert offered("trl-explore compare --methods grpo b") == ["branpo"]
     assert offered("trl-explore filter --thr") == ["--threshold"]
+    assert offered("trl-explore eval --metr") == ["--metrics"]
 
 
 def test_without_shtab_the_error_says_how_to_get_it(monkeypatch, capsys):

@@ -36,13 +36,14 @@ def complete_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """
     import shtab
 
-    from trl_explore import cli_compare, cli_filter, cli_tree
+    from trl_explore import cli_compare, cli_eval, cli_filter, cli_tree
     from trl_explore.cli import subcommands
     from trl_explore.cli_train import METHODS
 
     commands = subcommands(parser)
     commands["train"] = _train_parser()
     commands["compare"] = cli_compare.build_parser()
+    commands["eval"] = cli_eval._build_parser()
     commands["filter"] = cli_filter._build_parser()
     commands["tree"] = cli_tree._build_parser()
     known: dict[str, Any] = {"method": METHODS, "methods": METHODS, "task": cli_compare.TASK_NAMES}
