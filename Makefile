@@ -47,13 +47,14 @@ lint: install
 types: install
 	$(BIN)/mypy
 
+# What the wheel requires is what the checkout requires, so the environment is that one, as links, with the wheel in it.
 # From another folder, so that nothing is imported from the checkout by accident.
 test-wheel: install
 	rm -rf build dist .venv-wheel
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist .
-	$(PYTHON) -m venv .venv-wheel
-	.venv-wheel/bin/python -m pip install $(QUIET) -c constraints.txt torch
-	.venv-wheel/bin/python -m pip install $(QUIET) -c constraints.txt "$$(ls dist/*.whl)[dev,plots]"
+	cp -al $(VENV) .venv-wheel
+	.venv-wheel/bin/python -m pip uninstall --quiet --yes trl-explore
+	.venv-wheel/bin/python -m pip install $(QUIET) --no-deps dist/*.whl
 	cd "$$(mktemp -d)" && HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(CURDIR)/.venv-wheel/bin/python -m pytest -q -n $(TEST_PROCESSES) -m "not slow" -p no:cacheprovider $(addprefix $(CURDIR)/tests/,$(WHEEL_TESTS))
 
 # vLLM's package for CPUs leaves out what has no builds there, so its requirements are installed by hand.

@@ -1,13 +1,13 @@
 """Step time of every trainer beside GRPOTrainer where a vLLM server samples, for the same number of generated tokens.
 
-    python examples/benchmarks/served_steps.py                       # starts a server on this machine's CPU
-    python examples/benchmarks/served_steps.py --steps 12 --rounds 5
+    .venv-vllm/bin/python examples/benchmarks/served_steps.py        # starts a server on this machine's CPU
+    .venv-vllm/bin/python examples/benchmarks/served_steps.py --steps 12 --rounds 5
 
-A tiny model that was shortly taught to call tools answers made-up prompts, or, for the agents, plays the embedded
-FrozenLake; rewards are parities, so nothing can be learned. In each round every trainer takes its turn on one server;
-ratios are of the seconds per generated token to plain GRPO's in the same round, where a step of a method that samples
-more (branches, sketches, trees) also trains or discards more. `GRPOTrainer` here is TRL's with the weight transfer of
-this package, since TRL's own needs GPUs. Needs vLLM: CONTRIBUTING.md tells how to build its environment for a CPU.
+A tiny random model answers made-up prompts, and one that was shortly taught to call tools plays the embedded FrozenLake;
+rewards are parities, so nothing can be learned. In each round every trainer takes its turn on one server; ratios are to
+plain GRPO's step in the same round, and to its seconds per generated token: a method that samples more in a step
+(branches, sketches, trees) also trains more, or discards it. `GRPOTrainer` here is TRL's with the weight transfer of
+this package, since TRL's own needs GPUs; for agents it is `BranPOTrainer` without branches, which equals it. Needs vLLM: `make .venv-vllm/.installed` builds an environment for a CPU.
 """
 
 import argparse
@@ -44,7 +44,7 @@ WAYS = {
     "TreeGRPO": ("tree_grpo", "GRPO", dict(expansion_width=4, node_length=8)),
     "SESA": ("sesa", "GRPO", dict(max_sketch_length=8)),
     "G2RL": ("g2rl", "GRPO", {}),
-    AGENT: ("grpo", AGENT, {}),
+    AGENT: ("branpo", AGENT, dict(num_branches=0, num_branches_solved=0, redundancy_tries=0)),
     "BranPO agent": ("branpo", AGENT, dict(success_threshold=0.5)),
 }
 
@@ -63,15 +63,17 @@ def parity(completion_ids, **columns):
     return [float(sum(ids) % 2) for ids in completion_ids]
 
 
-def save_model(folder, seed):
-    """A model and tokenizer of the embedded tasks with heads that are wide enough for vLLM on CPUs."""
+def save_models(folder, seed):
+    """Models of the embedded tasks, random and taught, with heads that are wide enough for vLLM on CPUs."""
     tokenizer, config = build_tokenizer(tools=True), build_model(seed=seed).config
     config.num_attention_heads = config.num_key_value_heads = 2
     torch.manual_seed(seed)
     model = Qwen2ForCausalLM(config)
+    model.save_pretrained(folder / "random")
     train(model, tokenizer, LAKE_AGENT, rng=random.Random(seed), steps=60, progress=False)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder / "taught")
+    for name in ("random", "taught"):
+        tokenizer.save_pretrained(folder / name)
 
 
 class StepClock(TrainerCallback):
@@ -87,7 +89,7 @@ class StepClock(TrainerCallback):
         self.seconds.append(time.perf_counter() - self.started)
 
 
-def run(name, model, port, folder, args, seed):
+def run(name, models, port, args, seed):
     """Median seconds and mean tokens of a step."""
     method, beside, own = WAYS[name]
     config_class, trainer_class = METHODS[method]() if method != "grpo" else (ExplorationConfig, ExplorationTrainer)
@@ -101,10 +103,10 @@ def run(name, model, port, folder, args, seed):
         data = dict(train_dataset=Dataset.from_dict({"prompt": prompts}))
     clock, costs = StepClock(), CostCallback(Budget())
     trainer = trainer_class(
-        model=str(model),
+        model=str(models / ("taught" if beside == AGENT else "random")),
         reward_funcs=parity,
         args=config_class(
-            output_dir=str(folder),
+            output_dir=str(models / "out"),
             use_vllm=True,
             vllm_mode="server",
             vllm_server_host="127.0.0.1",
@@ -147,9 +149,9 @@ def main():
     transformers.utils.logging.disable_progress_bar()
     found = {name: [] for name in WAYS}
     with tempfile.TemporaryDirectory() as folder:
-        model, port = Path(folder) / "model", get_free_port()
-        save_model(model, args.seed)
-        command = [str(Path(sys.executable).parent / "vllm"), "serve", str(model), "--host", "127.0.0.1"]
+        models, port = Path(folder), get_free_port()
+        save_models(models, args.seed)
+        command = [str(Path(sys.executable).parent / "vllm"), "serve", str(models / "random"), "--host", "127.0.0.1"]
         command += ["--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "256"]
         command += ["--weight-transfer-config", '{"backend": "file"}']
         command += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
@@ -159,7 +161,7 @@ def main():
             wait_until_healthy(f"http://127.0.0.1:{port}", seconds=300, command=" ".join(command))
             for number in range(args.rounds):
                 for name in WAYS:
-                    found[name].append(run(name, model, port, Path(folder) / "out", args, args.seed + number))
+                    found[name].append(run(name, models, port, args, args.seed + number))
                     print(number, name, "{:.3f} s, {:.0f} tokens".format(*found[name][-1]), flush=True)
         finally:
             server.terminate()

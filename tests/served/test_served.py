@@ -132,12 +132,6 @@ def test_every_stage_samples_from_the_weights_in_training(server, models, tmp_pa
     check_kind(server.serve(models["tied"]), tmp_path, "full", kind)
 
 
-@SECOND
-@pytest.mark.parametrize("kind", METHODS)
-def test_adapters_are_sent_merged(server, models, tmp_path, kind):
-    check_kind(server.serve(models["tied"]), tmp_path, "lora", kind)
-
-
 def check_kind(server, folder, weights, kind):
     trainer = make(kind, server, folder, peft_config=LORA if weights == "lora" else None)
     seen, before = watch(trainer), parameters(trainer)
@@ -276,6 +270,11 @@ def test_a_run_whose_server_dies_stops_with_its_checkpoints_and_goes_on(server, 
 
 
 @SECOND
+def test_an_untied_head_is_renewed_too(server, models, tmp_path):
+    check_kind(server.serve(models["untied"]), tmp_path, "full", "deep_grpo")
+
+
+@SECOND
 @pytest.mark.parametrize("kind", METHODS)
-def test_an_untied_head_is_renewed_too(server, models, tmp_path, kind):
-    check_kind(server.serve(models["untied"]), tmp_path, "full", kind)
+def test_adapters_are_sent_merged(server, models, tmp_path, kind):
+    check_kind(server.serve(models["untied"]), tmp_path, "lora", kind)

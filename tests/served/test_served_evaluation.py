@@ -9,7 +9,7 @@ import pytest
 
 from trl_explore.cli import main
 
-pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("second")]
+pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("first")]
 
 
 def flags(model, folder, *more):
