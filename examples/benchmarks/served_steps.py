@@ -3,11 +3,12 @@
     .venv-vllm/bin/python examples/benchmarks/served_steps.py        # starts a server on this machine's CPU
     .venv-vllm/bin/python examples/benchmarks/served_steps.py --steps 12 --rounds 5
 
-A tiny random model answers made-up prompts, and one that was shortly taught to call tools plays the embedded FrozenLake;
-rewards are parities, so nothing can be learned. In each round every trainer takes its turn on one server; ratios are to
-plain GRPO's step in the same round, and to its seconds per generated token: a method that samples more in a step
-(branches, sketches, trees) also trains more, or discards it. `GRPOTrainer` here is TRL's with the weight transfer of
-this package, since TRL's own needs GPUs; for agents it is `BranPOTrainer` without branches, which equals it. Needs vLLM: `make .venv-vllm/.installed` builds an environment for a CPU.
+A tiny random model answers made-up prompts, and one that was shortly taught to call tools plays the embedded
+FrozenLake; rewards are parities, so nothing can be learned. In each round every trainer takes its turn on one server;
+ratios are to plain GRPO's step in the same round, and to its seconds per generated token: a method that samples more
+in a step (branches, sketches, trees) also trains more, or discards it. `GRPOTrainer` here is TRL's with the weight
+transfer of this package, since TRL's own needs GPUs; for agents it is `BranPOTrainer` without branches, which equals
+it. Needs vLLM: `make .venv-vllm/.installed` builds an environment for a CPU.
 """
 
 import argparse
