@@ -22,8 +22,8 @@ help:
 # torch first: without its pin, pip would take another build for the packages that follow.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(QUIET) -c constraints.txt torch
-	$(BIN)/python -m pip install $(QUIET) -c constraints.txt -e ".[dev,plots,quantization]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,plots,quantization]"
 	@touch $@
 
 install: $(VENV)/.installed
