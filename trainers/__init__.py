@@ -11,7 +11,8 @@ check_trl_version(trl.__version__)
 from .base import ExplorationTrainer
 from .branpo import BranPOConfig, BranPOTrainer
 from .config import ExplorationConfig
-from .deep_grpo import DeepGRPOConfig, DeepGRPOTrainer
+from .deep_config import DeepGRPOConfig
+from .deep_grpo import DeepGRPOTrainer
 from .g2rl import G2RLConfig, G2RLTrainer, GradientGuided
 from .sesa import SESAConfig, SESATrainer
 from .tree_config import TreeGRPOConfig

@@ -43,9 +43,9 @@ def complete_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     commands = subcommands(parser)
     commands["train"] = _train_parser()
     commands["compare"] = cli_compare.build_parser()
-    commands["eval"] = cli_eval._build_parser()
-    commands["filter"] = cli_filter._build_parser()
-    commands["tree"] = cli_tree._build_parser()
+    commands["eval"] = cli_eval.build_parser()
+    commands["filter"] = cli_filter.build_parser()
+    commands["tree"] = cli_tree.build_parser()
     known: dict[str, Any] = {"method": METHODS, "methods": METHODS, "task": cli_compare.TASK_NAMES}
     for command in commands.values():
         actions: list[Any] = command._actions  # `complete` is an attribute that shtab reads

@@ -42,7 +42,13 @@ computed from the completions that are there.
 """
 
 
-def _build_parser() -> FlagParser:
+def build_parser() -> FlagParser:
+    """
+    The flags of `trl-explore eval`.
+
+    Returns:
+        [`~trl_explore.cli_flags.FlagParser`]: Their parser.
+    """
     parser = FlagParser(
         prog="trl-explore eval",
         description=DESCRIPTION,
@@ -142,7 +148,7 @@ def run(argv: list[str]) -> int:
     Returns:
         `int`: `0`, or `130` when Ctrl-C stopped it early.
     """
-    args = _build_parser().parse(argv)
+    args = build_parser().parse(argv)
     _check(args)
     source = find_model(args.model_name_or_path, args.adapter_name_or_path, revision=args.model_revision)
     benchmarks = load_benchmarks(args)

@@ -28,7 +28,13 @@ Several processes: accelerate launch --num_processes 4 -m trl_explore.cli filter
 SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
-def _build_parser() -> FlagParser:
+def build_parser() -> FlagParser:
+    """
+    The flags of `trl-explore filter`.
+
+    Returns:
+        [`~trl_explore.cli_flags.FlagParser`]: Their parser.
+    """
     parser = FlagParser(
         prog="trl-explore filter",
         description=DESCRIPTION,
@@ -82,7 +88,7 @@ def run(argv: list[str]) -> int:
     Returns:
         `int`: `0`, or `130` when Ctrl-C stopped it early.
     """
-    args = _build_parser().parse(argv)
+    args = build_parser().parse(argv)
     output = Path(args.output).expanduser()
     if output.suffix not in SUFFIXES:
         raise UsageError(f"output={args.output!r} must end with one of {', '.join(SUFFIXES)}")

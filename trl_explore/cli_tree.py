@@ -19,7 +19,13 @@ from trl_explore.tree_view import LEGEND, depths, html_page, plain, read_trees, 
 LINE_WIDTH = 60
 
 
-def _build_parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """
+    The flags of `trl-explore tree`.
+
+    Returns:
+        `argparse.ArgumentParser`: Their parser.
+    """
     parser = argparse.ArgumentParser(
         prog="trl-explore tree",
         description="Look at a search tree that a trainer dumped: here, and as a web page in one file.",
@@ -46,7 +52,7 @@ def run(argv: list[str]) -> int:
     Raises:
         [`~trl_explore.cli_inputs.UsageError`]: If the file holds no such tree or the page cannot be written.
     """
-    args = _build_parser().parse_args(argv)
+    args = build_parser().parse_args(argv)
     path = _check_file(args.file)
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that is not in UTF-8 still shows what it can
         sys.stdout.reconfigure(errors="backslashreplace")
