@@ -38,6 +38,14 @@ def parsed(argv, monkeypatch):
     raise AssertionError(f"{argv[0]} did not parse its arguments")
 
 
+def run_example(name, *arguments, folder, monkeypatch):
+    """Run an example in `folder` as its command line does, but in this process, which has the imports behind it."""
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "argv", [str(EXAMPLES / name), *arguments])
+        patch.chdir(folder)
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+
 def shell_calls(script, stubs, folder, *arguments, **environment):
     """
     Run a shell script with stand-ins for some commands, which note their arguments in `CALLS` and then run the Python

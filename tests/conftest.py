@@ -7,6 +7,7 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import signal
+import tempfile
 
 import pytest
 import torch
@@ -14,6 +15,14 @@ import torch
 # A shell that starts the suite in the background has it ignore Ctrl-C; the tests of Ctrl-C, and the processes they
 # start, need the default.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config):
+    # Warm starts are trained once for all tests and workers (which inherit the variable), and anew in every run.
+    if "TRL_EXPLORE_CACHE" not in os.environ:
+        cache = tempfile.TemporaryDirectory(prefix="warm-starts-")
+        config.add_cleanup(cache.cleanup)
+        os.environ["TRL_EXPLORE_CACHE"] = cache.name
 
 
 @pytest.fixture(autouse=True)

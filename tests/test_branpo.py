@@ -4,13 +4,11 @@ import asyncio
 import copy
 import json
 import re
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
+from commands import run_example
 from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
 from world import BOARDS, QUIET, assert_same, differ, make_agent, make_trainer, one_batch, parameters, trained
@@ -681,6 +679,7 @@ def test_a_model_that_says_anything_is_trained(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("multi hop")
 def test_a_tiny_search_agent_is_branched_near_its_tail(tmp_path):
     from trl_explore.tasks.multihop import MULTI_HOP
     from trl_explore.tasks.warm_start import warm_start
@@ -710,12 +709,11 @@ def test_a_tiny_search_agent_is_branched_near_its_tail(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_example_runs_offline(tmp_path):
+def test_the_example_runs_offline(tmp_path, monkeypatch):
     model, tokenizer = build_model(seed=0, hidden_size=16, num_layers=1), build_tokenizer(tools=True)
     model.config.max_position_embeddings = 2048
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    script = Path(__file__).parents[1] / "examples" / "branpo_search_agent.py"
     rows = [{"question": f"who is {name}", "answer": name} for name in "abcdefgh"]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "corpus.jsonl").write_text("".join(json.dumps({"text": row["question"]}) + "\n" for row in rows))
@@ -734,5 +732,5 @@ def test_the_example_runs_offline(tmp_path):
     options += ["--max_completion_length", "32", "--output_dir", "out"]
     own = ["--dataset_name", "data.jsonl", "--corpus", "corpus.jsonl", "--index", "index"]
     for more in (["--num_questions", "20"], own):
-        subprocess.run([sys.executable, str(script), *options, *more], check=True, cwd=tmp_path)
+        run_example("branpo_search_agent.py", *options, *more, folder=tmp_path, monkeypatch=monkeypatch)
     assert (tmp_path / "out" / "config.json").is_file() and (tmp_path / "index" / "index.json").is_file()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from commands import run_example
 from datasets import Dataset, DatasetDict
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -283,12 +284,11 @@ def test_help_does_not_wait_for_torch(arguments):
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
 
-def test_the_example_runs_offline(workdir, model_folder):
+def test_the_example_runs_offline(workdir, model_folder, monkeypatch):
     rows = [{"question": f"{i}+{i}=", "answer": f"#### {2 * i}"} for i in range(4)]
     Path("data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = flags(model_folder, method=None, reward_funcs=None, gradient_accumulation_steps=2, num_branches=2)
-    script = Path(__file__).parents[1] / "examples" / "deep_grpo.py"
-    subprocess.run([sys.executable, str(script), *run, "--use_peft"], check=True)
+    run_example("deep_grpo.py", *run, "--use_peft", folder=workdir, monkeypatch=monkeypatch)
     assert step_of("out/checkpoint-2") == 2
     assert Path("out/adapter_model.safetensors").exists()
 

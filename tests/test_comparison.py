@@ -106,6 +106,7 @@ def test_the_picture_is_a_png_with_a_panel_per_metric_and_clock(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("chain")
 def test_ctrl_c_keeps_a_resumable_quickstart(tmp_path):
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "COLUMNS": "200"}
     command = [sys.executable, "-m", "trl_explore.cli", "quickstart", "--fast", "--output_dir", str(tmp_path / "out")]

@@ -1,13 +1,11 @@
 """G2RL: reductions to GRPO, features against autograd, what is shaped and logged, composition, and its errors."""
 
 import json
-import subprocess
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
+from commands import run_example
 from peft import LoraConfig, PromptTuningConfig
 from trl import GRPOConfig, GRPOTrainer
 from world import (
@@ -344,14 +342,13 @@ def test_the_callback_refuses_what_makes_no_sense(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_example_runs_offline(tmp_path):
+def test_the_example_runs_offline(tmp_path, monkeypatch):
     rows = [{"problem": f"{i}+{i}=", "solution": rf"It is \boxed{{{2 * i % 10}}}"} for i in range(8)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    script = Path(__file__).parents[1] / "examples" / "g2rl.py"
     options = ["--dataset_name", "data.jsonl", "--model_name_or_path", saved_model(), "--output_dir", "out"]
     options += ["--max_steps", "2", "--per_device_train_batch_size", "8", "--gradient_accumulation_steps", "2"]
     options += ["--max_completion_length", "8", "--use_cpu", "--bf16", "false", "--report_to", "none"]
-    subprocess.run([sys.executable, str(script), *options], check=True, cwd=tmp_path)
+    run_example("g2rl.py", *options, folder=tmp_path, monkeypatch=monkeypatch)
     assert (tmp_path / "out" / "config.json").is_file()
     logged = json.loads((tmp_path / "out" / "checkpoint-2" / "trainer_state.json").read_text())["log_history"]
     assert "geometry/mean_cosine" in logged[0]

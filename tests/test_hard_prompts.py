@@ -2,7 +2,6 @@
 
 import copy
 import json
-import os
 import random
 import subprocess
 import sys
@@ -417,42 +416,3 @@ def test_help_is_short_and_does_not_wait_for_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0 and "--threshold" in done.stdout and done.stdout.count("\n") < 60
-
-
-TWO_RANKS = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from accelerate import PartialState
-from accelerate.utils import gather_object
-from world import contains_answer, make_dataset, make_model, make_tokenizer
-from trl_explore.hard_prompts import filter_hard_prompts
-
-seen = []
-def reward(prompts, **kwargs):
-    seen.extend(prompts)
-    return contains_answer(prompts=prompts, **kwargs)
-
-hard = filter_hard_prompts(
-    make_model(), make_dataset(), reward_funcs=reward, processing_class=make_tokenizer(), threshold=1.0,
-    max_completion_length=8, batch_size=32, scores_file=sys.argv[2] + "/scores.jsonl",
-)
-assert gather_object([len(seen)]) == [32 + 32 + 16, 32 + 32 + 32]  # five batches, of which the first comes twice
-results = gather_object([hard.to_list()])
-assert results[0] == results[1]
-hard.to_json(sys.argv[2] + "/hard.jsonl")
-print("RANK_OK", flush=True)
-PartialState().destroy_process_group()
-"""
-
-
-@pytest.mark.slow
-def test_two_processes_measure_half_each_and_the_same_as_one(tmp_path):
-    script = tmp_path / "two_ranks.py"
-    script.write_text(TWO_RANKS)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command = [*launch, str(script), str(Path(__file__).parent), str(tmp_path)]
-    environment = {**os.environ, "SMALL_WORLD_MODEL": saved_model(), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-    assert result.stdout.count("RANK_OK") == 2, result.stderr[-3000:]
-    written = [json.loads(line) for line in (tmp_path / "hard.jsonl").read_text().splitlines()]
-    assert written == hard_prompts(threshold=1.0).to_list()

@@ -241,8 +241,9 @@ def test_bad_requests():
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("multi hop")
 def test_a_tiny_model_searches_well_and_ends_badly(tmp_path):
-    folder = warm_start(MULTI_HOP, seed=0, cache_dir=tmp_path, progress=False)
+    folder = warm_start(MULTI_HOP, seed=0, progress=False)
     assert AutoTokenizer.from_pretrained(folder).response_template
     torch.manual_seed(0)
     rows = []

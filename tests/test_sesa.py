@@ -1,12 +1,10 @@
 """SESA: reductions to GRPO, what the sampler is shown, what is trained, and its errors."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from commands import run_example
 from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
 from world import (
@@ -304,13 +302,12 @@ def test_bad_input_is_refused_at_construction(tmp_path, message, options):
 
 
 @pytest.mark.slow
-def test_the_example_runs_offline(tmp_path):
+def test_the_example_runs_offline(tmp_path, monkeypatch):
     rows = [{"prompt": f"{i}+{i}=", "solution": str(2 * i % 10)} for i in range(8)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    script = Path(__file__).parents[1] / "examples" / "sesa.py"
     options = ["--dataset_name", "data.jsonl", "--model_name_or_path", saved_model(), "--output_dir", "out"]
     options += ["--max_steps", "2", "--per_device_train_batch_size", "8", "--gradient_accumulation_steps", "1"]
     options += ["--max_completion_length", "8", "--max_sketch_length", "4", "--use_cpu", "--bf16", "false"]
     options += ["--report_to", "none", "--context_length", "2048"]
-    subprocess.run([sys.executable, str(script), *options], check=True, cwd=tmp_path)
+    run_example("sesa.py", *options, folder=tmp_path, monkeypatch=monkeypatch)
     assert (tmp_path / "out" / "config.json").is_file()

@@ -356,8 +356,9 @@ def test_grpo_trains_on_the_task(tmp_path):
 
 
 @pytest.mark.slow
-def test_chain_warm_start_has_the_documented_success(tmp_path):
-    folder = warm_start(CHAIN, seed=0, cache_dir=tmp_path)
+@pytest.mark.xdist_group("chain")
+def test_chain_warm_start_has_the_documented_success():
+    folder = warm_start(CHAIN, seed=0)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     held_out = CHAIN.evaluation_set(128)
     inputs = tokenizer.apply_chat_template(

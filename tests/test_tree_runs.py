@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from commands import run_example
 from world import make_tokenizer, saved_model
 
 from trl_explore.cli import main
@@ -83,22 +84,22 @@ def test_mistakes_are_one_line(workdir, capsys):
 
 
 @pytest.mark.slow
-def test_the_example_runs_offline(workdir):
+def test_the_example_runs_offline(workdir, monkeypatch):
     run = flags(node_length=None, overlong_buffer=2, dataset_name="data.jsonl")
-    subprocess.run(
-        [sys.executable, str(EXAMPLES / "tree_grpo.py"), *run, "--node_length", "2", "--use_peft"], check=True
-    )
+    run_example("tree_grpo.py", *run, "--node_length", "2", "--use_peft", folder=workdir, monkeypatch=monkeypatch)
     assert Path("out/adapter_model.safetensors").exists()
     assert len(list(read_trees("out/trees/trees_0.jsonl"))) == 4
 
 
 @pytest.mark.slow
-def test_the_example_of_two_rounds_runs_offline_and_continues(workdir):
+def test_the_example_of_two_rounds_runs_offline_and_continues(workdir, monkeypatch, capsys):
     options = dict(dataset_name="data.jsonl", filter_threshold=1.0, replay_threshold=0.9, overlong_buffer=None)
-    command = [sys.executable, str(EXAMPLES / "tree_grpo_rounds.py"), *flags(**options)]
-    first = subprocess.run([*command, "--num_rounds", "1"], check=True, capture_output=True, text=True).stdout
+    where = dict(folder=workdir, monkeypatch=monkeypatch)
+    run_example("tree_grpo_rounds.py", *flags(**options), "--num_rounds", "1", **where)
+    first = capsys.readouterr().out
     assert "round 1: " in first and "are hard for" in first
-    both = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    run_example("tree_grpo_rounds.py", *flags(**options), **where)
+    both = capsys.readouterr().out
     assert "round 1: " not in both and "round 2: " in both  # a finished round is not repeated
     for number in (1, 2):
         folder = Path("out") / f"round_{number}"

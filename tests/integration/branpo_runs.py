@@ -1,15 +1,8 @@
-"""BranPO on one or two processes; started by torchrun for test_branpo_two_processes.py, and imported by it."""
+"""BranPO on one or two processes; see `ranks.py`, and imported by test_branpo_two_processes.py."""
 
-import json
-import os
 import random
-import sys
 from collections import Counter
-from pathlib import Path
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-import torch
 from test_branpo import LETTERS, Lake, odd_steps
 from trl import GRPOTrainer
 from world import make_agent, parameters
@@ -71,11 +64,4 @@ def play(folder, rows_per_process):
 
 def main(folder):
     values, logged = play(folder, 4)
-    rank = torch.distributed.get_rank()
-    (Path(folder) / f"rank{rank}.json").write_text(json.dumps({"parameters": values, "logged": logged}))
-    torch.distributed.barrier()
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
+    return {"parameters": values, "logged": logged}

@@ -1,4 +1,4 @@
-"""What the integration tests share: the folder of the small world, and a retrieval server."""
+"""What the integration tests share: the small world's folder, what two processes did, and a retrieval server."""
 
 import json
 import os
@@ -13,6 +13,8 @@ import pytest
 
 # The small world lives one folder up.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from world import saved_model
 
 ROWS = [
     {"id": 1, "title": "Paris", "text": "Paris is the capital of France."},
@@ -57,3 +59,19 @@ def served(tmp_path, monkeypatch):
     finally:
         process.kill()
         process.wait(10)
+
+
+@pytest.fixture(scope="session")
+def two_processes(tmp_path_factory):
+    """What the ranks of `ranks.py` found, by run and then by `rank0` and `rank1`; and the folder they worked in."""
+    folder = tmp_path_factory.mktemp("ranks")
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent.parent), str(Path(__file__).parent)])
+    environment["SMALL_WORLD_MODEL"] = saved_model()
+    script = Path(__file__).with_name("ranks.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command += [str(script), str(folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=folder, timeout=900)
+    assert done.returncode == 0, done.stderr[-4000:]
+    ranks = {path.stem: json.loads(path.read_text()) for path in folder.glob("rank*.json")}
+    return {run: {rank: found[run] for rank, found in ranks.items()} for run in ranks["rank0"]}, folder

@@ -1,15 +1,10 @@
-"""Every method on one process, on two, and on two with sharded parameters; started by torchrun for, and imported by,
+"""Every method on one process, on two, and on two with sharded parameters; see `ranks.py`, and imported by
 test_every_method.py."""
 
-import json
-import os
 import random
 import re
-import sys
 from collections import Counter
 from pathlib import Path
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from accelerate.utils import gather_object
@@ -112,21 +107,17 @@ def play(method, folder, processes, **options):
     return whole(trainer), metrics, sampling.rows
 
 
-def main(folder, *how):
-    if how:
-        shard_on_cpu()
+def main(folder):
     out = {}
     for method in METHODS:
-        saving = {} if how else dict(save_strategy="steps", save_steps=2)
+        saving = dict(save_strategy="steps", save_steps=2)
         out[method], out[f"{method} metrics"], out[f"{method} rows"] = play(method, folder, 2, config=saving)
-        if not how:
-            last = str(Path(folder) / method / "checkpoint-2")
-            torch.distributed.barrier()  # the other process may still be writing its part
-            out[f"{method} resumed"], _, _ = play(method, folder, 2, resume_from_checkpoint=last)
-    (Path(folder) / f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(out))
-    torch.distributed.barrier()
-    os._exit(0)
+        last = str(Path(folder) / method / "checkpoint-2")
+        torch.distributed.barrier()  # the other process may still be writing its part
+        out[f"{method} resumed"], _, _ = play(method, folder, 2, resume_from_checkpoint=last)
+    return out
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def sharded(folder):
+    shard_on_cpu()
+    return {method: play(method, folder, 2)[0] for method in METHODS}

@@ -1,21 +1,15 @@
-"""Runs of test_group_two_processes.py, for the methods that sample groups themselves; started by torchrun."""
+"""Runs of test_group_two_processes.py, for the methods that sample groups themselves; see `ranks.py`."""
 
 import json
-import os
-import sys
 from pathlib import Path
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
 import test_sesa_agent as lake
-import torch
 from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
 from world import contains_answer, make_trainer, parameters
 
 from trl_explore.trainers import SESAConfig, SESATrainer, TreeGRPOConfig, TreeGRPOTrainer
 
-torch.set_num_threads(1)
 SMALL = dict(expansion_width=3, node_length=2, per_device_train_batch_size=8, num_generations=4)
 SKETCHES = dict(
     max_sketch_length=4,
@@ -135,9 +129,7 @@ def main(folder):
         except ValueError as error:
             out[f"split groups {name}"] = str(error)
 
-    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(out))
-    torch.distributed.barrier()
-    os._exit(0)
+    return out
 
 
 def sorted_solutions(trainer):
@@ -148,7 +140,3 @@ def sorted_solutions(trainer):
 def solution_lines(trainer):
     text = (Path(trainer.args.output_dir) / "solutions.jsonl").read_text()
     return [json.loads(line) for line in text.splitlines()[1:]]
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

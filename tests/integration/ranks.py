@@ -1,21 +1,45 @@
-"""Runs a script on two real processes over gloo; each rank leaves a JSON file."""
+"""
+What is done on two real processes, one thing after the other: starting interpreters takes longer than most of it.
+Started by torchrun for the fixture `two_processes`; each rank leaves a JSON file.
+"""
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
-from world import saved_model
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import branpo_runs
+import every_method_runs
+import group_two_process_runs
+import measuring_runs
+import torch
+import two_process_runs
+from trl import GRPOTrainer
+
+RUNS = {
+    "two_process": two_process_runs.main,
+    "group_two_process": group_two_process_runs.main,
+    "branpo": branpo_runs.main,
+    "measuring": measuring_runs.main,
+    "every_method": every_method_runs.main,
+    "sharded": every_method_runs.sharded,  # from here on every trainer is
+}
 
 
-def results_of(script, folder, *arguments):
-    """What the ranks wrote, by `rank0` and `rank1`."""
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent.parent), str(Path(__file__).parent)])
-    environment["SMALL_WORLD_MODEL"] = saved_model()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += [str(script), str(folder), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=folder, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return {path.stem: json.loads(path.read_text()) for path in folder.glob("rank*.json")}
+def main(folder):
+    torch.set_num_threads(1)
+    sample, results = GRPOTrainer._generate_single_turn, {}
+    for name, run in RUNS.items():
+        GRPOTrainer._generate_single_turn = sample
+        (folder / name).mkdir(exist_ok=True)
+        results[name] = run(str(folder / name))
+    (folder / f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(results))
+    # Tearing down dozens of DDP models in one interpreter can hang in the backend; nothing of it is under test.
+    torch.distributed.barrier()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,31 +1,21 @@
 """All five methods on two real processes over gloo, also with sharded parameters: the same as on one."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from every_method_runs import METHODS, SAMPLE, play
-from ranks import results_of
 from trl import GRPOTrainer
 
-SCRIPT = Path(__file__).with_name("every_method_runs.py")
-
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("two processes")]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("ranks")
+def folder(two_processes):
+    return two_processes[1] / "every_method"
 
 
 @pytest.fixture(scope="module")
-def results(folder):
-    return results_of(SCRIPT, folder)
-
-
-@pytest.fixture(scope="module")
-def sharded(tmp_path_factory):
-    return results_of(SCRIPT, tmp_path_factory.mktemp("sharded"), "sharded")
+def results(two_processes):
+    return two_processes[0]["every_method"]
 
 
 @pytest.fixture(autouse=True)
@@ -56,8 +46,8 @@ def test_the_processes_had_unequally_many_branches(results, method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_sharded_parameters_end_where_whole_ones_do(results, sharded, method):
-    assert_close(sharded["rank0"][method], results["rank0"][method], 1e-5)
+def test_sharded_parameters_end_where_whole_ones_do(results, two_processes, method):
+    assert_close(two_processes[0]["sharded"]["rank0"][method], results["rank0"][method], 1e-5)
 
 
 @pytest.mark.parametrize("method", METHODS)

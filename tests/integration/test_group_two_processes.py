@@ -1,18 +1,13 @@
 """Methods that sample groups themselves, on two real processes: unequal trees, whole groups, shared solutions."""
 
-from pathlib import Path
-
 import pytest
-from ranks import results_of
 
-SCRIPT = Path(__file__).with_name("group_two_process_runs.py")
-
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("two processes")]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    return results_of(SCRIPT, tmp_path_factory.mktemp("ranks"))
+def results(two_processes):
+    return two_processes[0]["group_two_process"]
 
 
 def test_depth_one_is_grpo_across_ranks(results):

@@ -1,18 +1,13 @@
 """Two real processes over gloo: groups that span ranks, unequal numbers of branches, state and files of each rank."""
 
-from pathlib import Path
-
 import pytest
-from ranks import results_of
 
-SCRIPT = Path(__file__).with_name("two_process_runs.py")
-
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("two processes")]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    return results_of(SCRIPT, tmp_path_factory.mktemp("ranks"))
+def results(two_processes):
+    return two_processes[0]["two_process"]
 
 
 def test_it_really_ran_on_two_processes(results):

@@ -1,13 +1,7 @@
-"""Runs of test_two_processes.py; started by torchrun, writes one JSON file per rank."""
+"""Runs of test_two_processes.py; see `ranks.py`."""
 
-import json
-import os
-import sys
 from pathlib import Path
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-import torch
 from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
 from world import always, contains_answer, differ, make_trainer, parameters
@@ -24,7 +18,6 @@ from trl_explore.trainers import (
     G2RLTrainer,
 )
 
-torch.set_num_threads(1)
 CUTS = dict(num_branches=3, segmentation="fixed", segment_length=2)
 SGD = dict(optim="sgd", lr_scheduler_type="constant", max_grad_norm=0.0, learning_rate=0.1)
 # Groups of four over two ranks with two rows each: every group spans both.
@@ -168,11 +161,4 @@ def main(folder):
     again.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-2"))
     out["resume"] = compare(again, whole)
 
-    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(out))
-    # Tearing down a dozen DDP models in one interpreter can hang in the backend; nothing of it is under test.
-    torch.distributed.barrier()
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
+    return out
