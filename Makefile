@@ -35,10 +35,10 @@ quickstart-fast: install
 	HF_HUB_OFFLINE=1 $(BIN)/trl-explore quickstart --fast
 
 test: install
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) -m "not slow"
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadgroup -m "not slow"
 
 test-slow: install
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --durations 20 -m slow
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadgroup --durations 20 -m slow
 
 lint: install
 	$(BIN)/ruff check .

@@ -69,6 +69,9 @@ TINY_TASK = {
 }
 
 
+pytestmark = pytest.mark.xdist_group("compare")  # many look at one finished comparison
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """A tiny model, its data and a module of rewards."""

@@ -3,6 +3,7 @@ What is done on two real processes, one thing after the other: starting interpre
 Started by torchrun for the fixture `two_processes`; each rank leaves a JSON file.
 """
 
+import gc
 import json
 import os
 import sys
@@ -30,6 +31,7 @@ RUNS = {
 
 def main(folder):
     torch.set_num_threads(1)
+    gc.freeze()  # as in `conftest.py`
     sample, results = GRPOTrainer._generate_single_turn, {}
     for name, run in RUNS.items():
         GRPOTrainer._generate_single_turn = sample

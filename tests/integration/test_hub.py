@@ -14,6 +14,8 @@ MODEL = ["config.json", "generation_config.json", "model.safetensors"]
 CARD = ["README.md", "training_curve.png"]
 ALL = sorted(MODEL + TOKENIZER + CARD)
 
+pytestmark = pytest.mark.xdist_group("hub")
+
 
 def run(folder, *scenarios):
     results = folder / "results.json"
