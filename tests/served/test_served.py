@@ -33,7 +33,7 @@ from trl_explore.trainers import (
 )
 
 pytestmark = pytest.mark.vllm
-# A worker of pytest-xdist has a server of its own: two halves, each in the order below, with few restarts.
+# A worker of pytest-xdist has a server of its own, of a tied model or an untied one: starting it takes longest.
 FIRST, SECOND = pytest.mark.xdist_group("first"), pytest.mark.xdist_group("second")
 
 CUTS = dict(segmentation="fixed", segment_length=2, num_branches=2)
@@ -198,7 +198,7 @@ def test_bad_servers_are_refused_before_the_first_step(server, models, tmp_path)
         backend._check_tokenizer("there")
 
 
-@SECOND
+@FIRST
 def test_two_trainers_do_not_share_a_server(server, models, tmp_path):
     server.serve(models["tied"])
     make("grpo", server, tmp_path)
@@ -210,14 +210,14 @@ def test_two_trainers_do_not_share_a_server(server, models, tmp_path):
 
 @SECOND
 def test_two_processes_with_unequal_requests(server, models, tmp_path):
-    server.serve(models["tied"])
+    server.serve(models["untied"])
     with suppress(KeyError):
         release(f"http://127.0.0.1:{server.port}")
     folders = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(folders + sys.path[:1])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += [f"{folders[1]}/two_ranks.py", str(tmp_path), str(models["tied"]), str(server.port)]
+    command += [f"{folders[1]}/two_ranks.py", str(tmp_path), str(models["untied"]), str(server.port)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
@@ -246,9 +246,20 @@ def test_vllm_in_the_same_process(models, tmp_path):
     assert len(found["updated"]) >= 4 and max(found["updated"]) < 3e-2 < max(found["stale"])
 
 
-@FIRST
+@SECOND
+def test_an_untied_head_is_renewed_too(server, models, tmp_path):
+    check_kind(server.serve(models["untied"]), tmp_path, "full", "deep_grpo")
+
+
+@SECOND
+@pytest.mark.parametrize("kind", METHODS)
+def test_adapters_are_sent_merged(server, models, tmp_path, kind):
+    check_kind(server.serve(models["untied"]), tmp_path, "lora", kind)
+
+
+@SECOND
 def test_a_run_whose_server_dies_stops_with_its_checkpoints_and_goes_on(server, models, tmp_path):
-    server.serve(models["tied"])
+    server.serve(models["untied"])
 
     class Kill(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -262,19 +273,8 @@ def test_a_run_whose_server_dies_stops_with_its_checkpoints_and_goes_on(server, 
     with pytest.raises(ConnectionError, match="was lost .*resume_from_checkpoint"):
         trainer.train()
     assert time.monotonic() - start < 30
-    server.serve(models["tied"])
+    server.serve(models["untied"])
     trainer = make("deep_grpo", server, tmp_path, **options)
     seen = watch(trainer)
     trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == 4 and seen["syncs"] == 2 and seen["largest"] < 1e-4
-
-
-@SECOND
-def test_an_untied_head_is_renewed_too(server, models, tmp_path):
-    check_kind(server.serve(models["untied"]), tmp_path, "full", "deep_grpo")
-
-
-@SECOND
-@pytest.mark.parametrize("kind", METHODS)
-def test_adapters_are_sent_merged(server, models, tmp_path, kind):
-    check_kind(server.serve(models["untied"]), tmp_path, "lora", kind)

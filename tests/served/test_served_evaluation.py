@@ -9,7 +9,7 @@ import pytest
 
 from trl_explore.cli import main
 
-pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("first")]
+pytestmark = pytest.mark.vllm
 
 
 def flags(model, folder, *more):
@@ -30,6 +30,7 @@ def greedy(models, tmp_path_factory):
     return completions(folder)
 
 
+@pytest.mark.xdist_group("first")
 def test_by_a_server(server, models, greedy, tmp_path):
     server.serve(models["tied"])
     url = f"http://127.0.0.1:{server.port}"
@@ -39,6 +40,7 @@ def test_by_a_server(server, models, greedy, tmp_path):
     assert {len(ids) for ids, _ in completions(tmp_path / "sampled").values()} == {8}
 
 
+@pytest.mark.xdist_group("second")
 def test_in_one_process(models, greedy, tmp_path):
     options = flags(models["tied"], tmp_path, "--temperature", "0", "--use_vllm", "--vllm_max_model_length", "128")
     command = [sys.executable, "-m", "trl_explore.cli", *options]
