@@ -13,7 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from trl_explore.cli_inputs import UsageError
-from trl_explore.tree_view import LEGEND, depths, html_page, plain, read_trees, short_text, text_tree
+from trl_explore.tree_files import read_trees
+from trl_explore.tree_view import LEGEND, depths, html_page, plain, short_text, text_tree
 
 # Columns that a node's text and numbers get at least, beside the lines that draw the tree.
 LINE_WIDTH = 60
