@@ -12,7 +12,8 @@ from world import saved_model
 def results_of(script, folder, *arguments):
     """What the ranks wrote, by `rank0` and `rank1`."""
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent.parent), str(Path(__file__).parent)])
+    folders = [str(Path(__file__).parent.parent), str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     environment["SMALL_WORLD_MODEL"] = saved_model()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command += [str(script), str(folder), *arguments]
