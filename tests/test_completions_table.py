@@ -323,3 +323,14 @@ def test_tensorboard_gets_the_metrics_of_the_method(tmp_path, monkeypatch):
         written = [event.value for event in events.Scalars(f"train/{name}")]
         assert written == pytest.approx([entry[name] for entry in trainer.state.log_history if name in entry])
         assert len(written) == 2
+
+
+def test_a_run_resumed_between_generations_leaves_the_tables_that_are_there(tmp_path):
+    options = dict(**DEEP, log_completions=True, num_iterations=2, max_steps=4, save_strategy="steps", save_steps=1)
+    make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **options).train()
+    expected = {step: pd.read_parquet(tmp_path / f"completions/completions_{step:05d}.parquet") for step in (2, 4)}
+    resumed = make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    for step, rows in expected.items():
+        assert len(rows) >= 8
+        pd.testing.assert_frame_equal(table(resumed, step), rows)

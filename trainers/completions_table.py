@@ -121,13 +121,15 @@ class CompletionsTrainer(ServingTrainer):
             self._logs = own
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        own = self._logs
-        if self.log_completions and self.accelerator.is_main_process:
+        own, wanted = self._logs, self.log_completions
+        if wanted and self.accelerator.is_main_process:
             self._logs = self._whole_table()
+            # A run that was resumed between two generations has no rows yet: the file of that step stays as it is.
+            self.log_completions = len(self._logs["prompt"]) > 0
         try:
             super().log(logs, start_time)
         finally:
-            self._logs = own
+            self._logs, self.log_completions = own, wanted
 
     def _whole_table(self) -> Logs:
         """The main rows come first: the number of a row's parent is that of a row of the table."""
