@@ -115,7 +115,7 @@ def test_rows_of_trees_tell_their_path(tmp_path):
         assert written["depth"] == len(path) == len(written["node_values"])
         *inner, last = written["node_values"]
         assert last == tree.nodes[row].outcome == 2 * written["contains_answer"] - 1
-        assert inner == pytest.approx([math.tanh(tree.nodes[node].value) for node in path[:-1]])
+        assert inner == pytest.approx([math.tanh(tree.nodes[node].value) for node in path[:-1]], abs=1e-3)
         assert written["origin"] == ("direct" if tree.nodes[row].direct else "search")
     assert rows["depth"].max() > 1 and "parent" not in rows
     # What is trained, not what GRPO would train: the mean over the tokens, those of equal nodes alike.
@@ -123,7 +123,7 @@ def test_rows_of_trees_tell_their_path(tmp_path):
     baseline = sum(tree.nodes[index].outcome for index in tree.rows) / 4
     lengths = [len(tree.nodes[node].token_ids) for node in tree.path(row)]
     credit = sum(n * (value - baseline) for n, value in zip(lengths, rows.loc[0, "node_values"], strict=True))
-    assert rows.loc[0, "advantage"] == pytest.approx(credit / sum(lengths), abs=1e-5)
+    assert rows.loc[0, "advantage"] == pytest.approx(credit / sum(lengths), abs=1e-3)
 
 
 def test_replayed_rows_are_told_apart(tmp_path):

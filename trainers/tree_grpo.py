@@ -284,7 +284,7 @@ class TreeGRPOTrainer(ExplorationTrainer):
                 for i, tree, row in rows
             ],
             "depth": [tree.nodes[row].depth for _, tree, row in rows],
-            "node_values": [[credit(tree, node) for node in tree.path(row)] for _, tree, row in rows],
+            "node_values": [[round(credit(tree, node), 3) for node in tree.path(row)] for _, tree, row in rows],
         }
 
     def method_files(self) -> list[str]:
