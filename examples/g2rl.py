@@ -1,5 +1,5 @@
 """
-Train a base model on MATH with gradient-guided rewards. One GPU with 48 GB is enough for this model:
+Train a base model on MATH with gradient-guided rewards. One GPU with 80 GB is enough for this model:
 
     python examples/g2rl.py --output_dir out/g2rl
 

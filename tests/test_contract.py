@@ -36,6 +36,7 @@ SIGNATURES = {
     "_calculate_rewards": ["inputs", "prompts", "completions", "completion_ids_list"],
     "_compute_loss": ["model", "inputs"],
     "_prepare_inputs": ["generation_batch"],
+    "log": ["logs", "start_time"],
     "compute_loss": ["model", "inputs", "return_outputs", "num_items_in_batch"],
     "_save_checkpoint": ["model", "trial"],
     "_save_optimizer_and_scheduler": ["output_dir"],

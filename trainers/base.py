@@ -1,7 +1,8 @@
 """The seams between exploration methods and TRL's `GRPOTrainer`.
 
-This file, `agents.py`, `branching.py`, `features.py`, `publishing.py`, `resume.py`, `sampling.py`, `serving.py` and
-`streams.py` are the only ones that name a TRL private; `tests/test_contract.py` pins each.
+This file, `agents.py`, `branching.py`, `completions_table.py`, `features.py`, `publishing.py`, `resume.py`,
+`sampling.py`, `scoring.py`, `serving.py` and `streams.py` are the only ones that name a TRL private;
+`tests/test_contract.py` pins each.
 
 A method answers up to four questions (how is a group sampled, what is a completion worth, which tokens get the credit,
 which further rows are trained); the answers given here are plain GRPO's.
@@ -295,6 +296,8 @@ class ExplorationTrainer(SamplingTrainer):
             output["num_items_in_batch"] = torch.full_like(output["num_items_in_batch"], self._main_totals.num_tokens)
         # The examples are copied: TRL writes into the dictionaries that it is given.
         streams = self.extra_streams(output, [dict(example) for example in inputs], self._total_rewards())
+        if self.log_completions:
+            self.keep_for_table(output, {name: scored for name, (scored, _) in streams.items()})
         streams = {name: stream for name, stream in streams.items() if stream[1] > 0}
         pooled = self._pool(output, [s for s, _ in streams.values()]) if self.pools_streams and streams else None
         self._stream_steps = {name: self._prepare_stream(*stream, pooled) for name, stream in streams.items()}
@@ -330,7 +333,7 @@ class ExplorationTrainer(SamplingTrainer):
             column = raw[:, i][~raw[:, i].isnan()]
             metrics[f"rewards/{name}/mean"][-1] = column.mean().item()
             metrics[f"rewards/{name}/std"][-1] = column.std().item()
-            logged: deque = self._logs["rewards"][name]  # type: ignore[index]
+            logged: deque = self._logs["rewards"][name]
             for _ in range(min(len(raw), len(logged))):
                 logged.pop()
             logged.extend(raw[:, i].tolist())

@@ -1,6 +1,7 @@
 """DEEP-GRPO: branch from pivots inside failed completions, and learn from the branches in a stream of their own."""
 
 import itertools
+import math
 import textwrap
 import time
 from pathlib import Path
@@ -70,6 +71,7 @@ class DeepGRPOTrainer(ExplorationTrainer):
     num_generations: int
     config_class = DeepGRPOConfig
     samples_extra_rows = True
+    trains_extra_rows = True
 
     def setup(self) -> None:
         args = self.args
@@ -81,6 +83,8 @@ class DeepGRPOTrainer(ExplorationTrainer):
         self._delimiter_cache: dict[int, bool] = {}
         self._num_generation_batches = 0
         self._queue: list[Branching] = []
+        self._pivot_depths: dict[int | None, float] = {}  # of the first pivot of each main row that has one
+        self._recovered: dict[int | None, bool] = {}  # whether a branch of the row succeeded
 
     # ------------------------------------------------------------------------------------------------ the algorithm
 
@@ -90,9 +94,12 @@ class DeepGRPOTrainer(ExplorationTrainer):
         start = time.perf_counter()
         chosen = self._choose(output, examples, rewards)
         own_seconds = time.perf_counter() - start
+        self._pivot_depths = {b.row: b.depth for b in reversed(chosen)}
         if self.args.deferred_branching:
             # What was sampled together with this batch is trained now; this batch's pivots go with the next one.
             branchings, self._queue = self._queue, chosen
+            for branching in branchings:
+                branching.row = None
         else:
             branchings = chosen
             self._sample_branches(branchings)
@@ -103,6 +110,9 @@ class DeepGRPOTrainer(ExplorationTrainer):
         scored = self.score("aux", rows)
         start = time.perf_counter()
         solved = self._learn_from(branchings, scored)
+        self._recovered = {}
+        for branching, ok in zip(branchings, solved, strict=True):
+            self._recovered[branching.row] = ok or self._recovered.get(branching.row, False)
         own_seconds += time.perf_counter() - start
         self._log_pivots(branchings, solved, scored, own_seconds)
         if self.args.hard_states_file is not None:
@@ -143,6 +153,7 @@ class DeepGRPOTrainer(ExplorationTrainer):
                 prompt_ids=prompt_ids[p.row],
                 prefix_ids=self.main_completion_ids[p.row][: p.start],
                 depth=p.depth,
+                row=p.row,
             )
             for p in pivots
         ]
@@ -195,6 +206,7 @@ class DeepGRPOTrainer(ExplorationTrainer):
             completion_ids=[b.prefix_ids + branch.token_ids for b, branch in pairs],
             loss_mask=[[0] * len(b.prefix_ids) + [1] * len(branch.token_ids) for b, branch in pairs],
             group_size=self.args.num_branches,
+            parents=[b.row for b, _ in pairs],
             # The sampler saw the prefixes as prompts; they are not trained.
             logprobs=[[*[0.0] * len(b.prefix_ids), *(branch.logprobs or [])] for b, branch in pairs]
             if self.use_vllm
@@ -248,6 +260,13 @@ class DeepGRPOTrainer(ExplorationTrainer):
             self.log_metric("pivots/informative_fraction", informative / tried)
             self.log_metric("pivots/mean_depth", depth / tried)
             self.log_metric("pivots/mean_suffix_length", aux / num_branches)
+
+    def completion_columns(self) -> dict[str, list[Any]]:
+        rows = range(len(self.main_completion_ids))
+        return {
+            "pivot_depth": [self._pivot_depths.get(row, math.nan) for row in rows],
+            "recovered": [float(self._recovered.get(row, math.nan)) for row in rows],
+        }
 
     def method_files(self) -> list[str]:
         return [self.args.hard_states_file] if self.args.hard_states_file else []

@@ -4,6 +4,7 @@ import math
 import textwrap
 import warnings
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -90,6 +91,7 @@ class GradientGuided(FeatureTrainer):
     num_generations: int
     config_class: type[ExplorationConfig] = G2RLConfig
     _warned = False
+    _novelty: torch.Tensor | None = None  # of the main rows of all processes, `(N,)`
 
     def setup(self) -> None:
         super().setup()
@@ -136,9 +138,22 @@ class GradientGuided(FeatureTrainer):
         )
         for name, value in geometry(features, size, novelty).items():
             self.log_metric(f"geometry/{name}", value)
+        self._novelty = novelty.nu
         self.log_metric("geometry/unshaped_rows", (~(novelty.valid & enough)).sum().item())
         self.log_metric("geometry/feature_seconds", self.feature_pass.seconds)
         return self._as_columns(shaped, rewards_per_func)
+
+    def completion_columns(self) -> dict[str, list[Any]]:
+        columns = super().completion_columns()
+        if self._novelty is None:
+            return columns
+        assert self._shaped_rewards is not None
+        shaped = combine_rewards(self._shaped_rewards, self.reward_weights)
+        return {
+            **columns,
+            "novelty": self.local(self._novelty).tolist(),
+            "shaped_reward": self.local(shaped).tolist(),
+        }
 
     def _as_columns(self, totals: torch.Tensor, rewards_per_func: torch.Tensor) -> torch.Tensor:
         """Rewards per function whose weighted sum is `totals`."""

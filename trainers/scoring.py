@@ -1,9 +1,9 @@
 """Rows beside the main ones are scored by TRL in a second pass that touches nothing of the first."""
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from trl_explore.advantages import combine_rewards
 from trl_explore.rollouts import Rows
 from trl_explore.streams import RowDict, kept_randomness
 
-from .serving import ServingTrainer
+from .completions_table import CompletionsTrainer, Logs, empty_logs
 
 
 @dataclass
@@ -29,14 +29,17 @@ class ScoredRows:
             Boolean mask of shape `(B,)`: `False` on rows that only pad.
         rewards (`torch.Tensor`):
             Total reward of the real rows of this process, shape `(B_real,)`; NaN where unscorable.
+        logged (`dict`):
+            What the completions table says of the real rows of all processes; empty without `log_completions`.
     """
 
     rows: RowDict
     real: torch.Tensor
     rewards: torch.Tensor
+    logged: Logs = field(default_factory=dict)
 
 
-class ScoringTrainer(ServingTrainer):
+class ScoringTrainer(CompletionsTrainer):
     """
     [`~trl.GRPOTrainer`] that can let TRL score further rows: rewards, advantages, log-probabilities and metrics.
     """
@@ -78,8 +81,9 @@ class ScoringTrainer(ServingTrainer):
             self._log_real_rows(rows, all_rows=num_rows * self.accelerator.num_processes)
             self.watch_correction(output)
             totals = self._total_rewards()[self._process_rows(num_rows)]
+            logged = self.logged_rows(rows, num_rows) if self.log_completions else {}
         real = torch.arange(num_rows, device=totals.device) < len(rows)
-        return ScoredRows(rows=output, real=real, rewards=totals[: len(rows)])
+        return ScoredRows(rows=output, real=real, rewards=totals[: len(rows)], logged=logged)
 
     def _log_real_rows(self, rows: Rows, *, all_rows: int) -> None:
         """Log lengths and groups again without the rows that only pad: each has one prompt token and trains none."""
@@ -282,7 +286,7 @@ class ScoringTrainer(ServingTrainer):
         bonuses = self._entropy_bonus_enabled, self.aux_loss_enabled
         world = self.environments, self.environment_factories, self.tools
         self._metrics["train"] = defaultdict(list)
-        self._logs = {k: defaultdict(deque) if isinstance(v, defaultdict) else deque() for k, v in logs.items()}
+        self._logs = empty_logs(logs)
         self._pending_extra_logs, self._pending_metrics = defaultdict(list), defaultdict(list)
         # Entropy bonus and router loss are regularisers of the policy, not of a stream: the main stream has them once.
         self._entropy_bonus_enabled = self.aux_loss_enabled = False
@@ -312,11 +316,6 @@ class ScoringTrainer(ServingTrainer):
             self._entropy_bonus_enabled, self.aux_loss_enabled = bonuses
             self.environments, self.environment_factories, self.tools = world
             self._partial = None
-
-    @property
-    def _is_training(self) -> bool:
-        assert self.model is not None
-        return self.model.training
 
     def _max_over_processes(self, value: int) -> int:
         return int(self.gathered(value).max())

@@ -82,6 +82,7 @@ class SESATrainer(SequentialActionTrainer):
         args = self.args
         self.num_sketches = self.num_generations if args.num_sketches is None else args.num_sketches
         self._sketch_metrics: dict[str, float] = {}
+        self._columns: dict[str, list[Any]] = {}
         self.max_drawn = args.branch_depth if args.mode == "agent" else 1
         config: Any = self.accelerator.unwrap_model(self.model).config
         known = vars(config.get_text_config()).get("max_position_embeddings")
@@ -147,6 +148,7 @@ class SESATrainer(SequentialActionTrainer):
         )
         too_long = [len(ids) + self.max_completion_length > self.context_length for ids in solve_ids]
         solve_ids = [p if long else s for p, s, long in zip(prompt_ids, solve_ids, too_long, strict=True)]
+        self._columns = {"sketch": ["" if long else sketch for sketch, long in zip(rows, too_long, strict=True)]}
         rollout = plain(solve_ids)
         self.drawn = [[Drawn(0, context, ids)] for context, ids in zip(solve_ids, rollout.completion_ids, strict=True)]
         self._sketch_metrics |= {
@@ -227,6 +229,7 @@ class SESATrainer(SequentialActionTrainer):
             for g, ids in enumerate(asked)
         ]
         self.drawn = [[parts[i % len(parts)]] if parts else [] for parts in drawn for i in range(size)]
+        self._columns = {"candidate": [i % len(parts) if parts else math.nan for parts in drawn for i in range(size)]}
         return Rollout([list(rows[i % len(rows)]) for rows in candidates for i in range(size)])
 
     def _list_candidates(self, prompts: list[Prompt]) -> tuple[list[list[int]], list[list[str]], int]:
@@ -273,6 +276,9 @@ class SESATrainer(SequentialActionTrainer):
         return self.weigh(advantages, output) if self._explores and self.args.off_policy_correction else advantages
 
     # -------------------------------------------------------------------------------------------------------- metrics
+
+    def completion_columns(self) -> dict[str, list[Any]]:
+        return self._columns
 
     def _text(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True).strip()

@@ -32,6 +32,7 @@ class SequentialActionTrainer(BehaviourTrainer):
     context_length: float = math.inf
     _sketch_metrics: dict[str, float] = {}
     _prompt_lengths: list[int] = []
+    _columns: dict[str, list[Any]] = {}
 
     def act(self, contexts: list[list[int]], plain: Chooser) -> Rollout:
         """
@@ -52,6 +53,7 @@ class SequentialActionTrainer(BehaviourTrainer):
             names = "tokens", "sampled_tokens", "drafting_seconds", "solving_seconds", "dropped", *diversity([])
             self._sketch_metrics = dict.fromkeys(names, 0.0)
             self.drawn = [[] for _ in contexts]
+            self._columns = {"actions": ["" for _ in contexts]}
             self._prompt_lengths = [len(context) for context in contexts]
         start = time.perf_counter()
         branches = [row % size < self.max_trajectories and turn.number < args.branch_depth for row in turn.rows]
@@ -64,6 +66,7 @@ class SequentialActionTrainer(BehaviourTrainer):
             shares = share_out(len(block), [proposal.goes_on for proposal in distinct])
             for place, share in zip(block, shares, strict=True):
                 spoken[place] = list(distinct[share].token_ids)
+                self._note_action(turn.rows[place], distinct[share].action)
                 if distinct[share].context != contexts[place]:
                     row = turn.rows[place]
                     offset = len(contexts[place]) - self._prompt_lengths[row]
@@ -91,6 +94,11 @@ class SequentialActionTrainer(BehaviourTrainer):
         if not self.use_vllm:
             return Rollout(turns)
         return Rollout(turns, [scored.get(place) or [None] * len(ids) for place, ids in enumerate(turns)])
+
+    def _note_action(self, row: int, action: str) -> None:
+        """The table tells a row's proposed actions, in the order in which it took them."""
+        taken = self._columns["actions"]
+        taken[row] = self.args.action_separator.join(filter(None, (taken[row], action)))
 
     def _propose(self, contexts: list[list[int]], blocks: list[list[int]]) -> list[list[Proposal]]:
         """Actions for every block of rows, with duplicates: the j-th ones are one call for all blocks."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 
-from trl_explore.advantages import combine_rewards, first_appearance, tree_advantages
+from trl_explore.advantages import combine_rewards, first_appearance, node_credit, tree_advantages
 from trl_explore.checkpoints import append_lines, cut_file, file_size, path_inside
 from trl_explore.replay import (
     SolutionCache,
@@ -111,6 +111,7 @@ class TreeGRPOTrainer(ExplorationTrainer):
             )
         )
         self._trees: list[Tree] = []
+        self._replayed: set[tuple[int, int]] = set()  # tree and node of the cached solutions among the rows
         self._seconds = {"sampling": 0.0, "scoring": 0.0}
         cache_options = dict(solutions_per_prompt=args.replay_solutions, threshold=args.replay_threshold)
         self.solutions = SolutionCache(**cache_options)
@@ -126,6 +127,7 @@ class TreeGRPOTrainer(ExplorationTrainer):
         self.prefix_tokens_asked = self.prefix_tokens_encoded = 0
         roots = prompt_ids[:: self.num_generations]
         cached = [self._usable_solutions(root) for root in roots]
+        self._replayed = set()
         trees = search(
             roots,
             self._sample_nodes,
@@ -231,6 +233,7 @@ class TreeGRPOTrainer(ExplorationTrainer):
                 )
                 placed.append((i, node))
             trees[i] = replace(tree, nodes=tuple(nodes))
+        self._replayed = set(placed)
         verdicts = self._score_leaves([Leaf(i, trees[i].completion_ids(node), True) for i, node in placed])
         for (i, node), verdict in zip(placed, verdicts, strict=True):
             trees[i] = judge(trees[i], {node: verdict})
@@ -271,6 +274,18 @@ class TreeGRPOTrainer(ExplorationTrainer):
         self.log_metric("tree/sampling_seconds", self._seconds["sampling"])
         self.log_metric("tree/scoring_seconds", self._seconds["scoring"])
         self.log_metric("tree/own_seconds", seconds - sum(self._seconds.values()))
+
+    def completion_columns(self) -> dict[str, list[Any]]:
+        rows = [(i, tree, row) for i, tree in enumerate(self._trees) for row in tree.rows]
+        credit = partial(node_credit, q_temperature=self.args.q_temperature, q_max=self.args.q_max)
+        return {
+            "origin": [
+                "replayed" if (i, row) in self._replayed else "direct" if tree.nodes[row].direct else "search"
+                for i, tree, row in rows
+            ],
+            "depth": [tree.nodes[row].depth for _, tree, row in rows],
+            "node_values": [[round(credit(tree, node), 3) for node in tree.path(row)] for _, tree, row in rows],
+        }
 
     def method_files(self) -> list[str]:
         return [SOLUTIONS_FILE, *([self.args.dump_trees] if self.args.dump_trees else [])]

@@ -56,6 +56,8 @@ class Branching:
             Relative depth in (0, 1].
         branches (`list[Continuation]`):
             The K continuations.
+        row (`int`, *optional*):
+            Index of the completion in this process's batch; `None` once that batch is over.
     """
 
     example: dict[str, Any]
@@ -63,6 +65,7 @@ class Branching:
     prefix_ids: list[int]
     depth: float
     branches: list[Continuation] = field(default_factory=list)
+    row: int | None = None
 
 
 def segment_fixed(num_tokens: int, *, length: int) -> list[int]:

@@ -128,6 +128,8 @@ class Rows:
             Rewards `[F]` of rows that were scored before; `None` asks the reward functions. `[B]`.
         completions (`list[list[dict] | None]`):
             What rows of several turns say, as messages; `None` leaves it to TRL to decode the tokens. `[B]`.
+        parents (`list[int | None]`):
+            Main row of the same process that each row leaves; `None` where it is of an earlier batch. `[B]`.
     """
 
     examples: list[dict[str, Any]]
@@ -138,18 +140,22 @@ class Rows:
     logprobs: list[list[float | None]] | None = None
     known_rewards: list[list[float] | None] = field(default_factory=list)
     completions: list[list[dict[str, Any]] | None] = field(default_factory=list)
+    parents: list[int | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not self.known_rewards:
             self.known_rewards = [None] * len(self)
         if not self.completions:
             self.completions = [None] * len(self)
+        if not self.parents:
+            self.parents = [None] * len(self)
         counts = {
             "examples": len(self.examples),
             "prompt_ids": len(self.prompt_ids),
             "loss_mask": len(self.loss_mask),
             "known_rewards": len(self.known_rewards),
             "completions": len(self.completions),
+            "parents": len(self.parents),
         }
         wrong = {name: count for name, count in counts.items() if count != len(self)}
         if wrong:
@@ -187,6 +193,7 @@ class Rows:
             logprobs=None if self.logprobs is None else self.logprobs + [[0.0]] * extra,
             known_rewards=self.known_rewards + [[float("nan")] * num_rewards] * extra,
             completions=self.completions + [None] * extra,
+            parents=self.parents + [None] * extra,
         )
 
 

@@ -66,7 +66,8 @@ def two_processes(tmp_path_factory):
     """What the ranks of `ranks.py` found, by run and then by `rank0` and `rank1`; and the folder they worked in."""
     folder = tmp_path_factory.mktemp("ranks")
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent.parent), str(Path(__file__).parent)])
+    folders = [str(Path(__file__).parent.parent), str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     environment["SMALL_WORLD_MODEL"] = saved_model()
     script = Path(__file__).with_name("ranks.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]

@@ -98,6 +98,8 @@ def play(method, folder, processes, **options):
         lr_scheduler_type="constant",
         max_grad_norm=0.0,
         learning_rate=0.3,
+        log_completions=True,
+        num_completions_to_print=0,
         **knobs,
         **options.pop("config", {}),
     )

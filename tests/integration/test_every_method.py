@@ -1,5 +1,6 @@
 """All five methods on two real processes over gloo, also with sharded parameters: the same as on one."""
 
+import pandas as pd
 import pytest
 import torch
 from every_method_runs import METHODS, SAMPLE, play
@@ -30,7 +31,7 @@ def assert_close(found, expected, tolerance):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_two_processes_end_where_one_does_on_the_same_rows(results, tmp_path, method):
+def test_two_processes_end_and_log_as_one_does_on_the_same_rows(results, folder, tmp_path, method):
     assert results["rank0"][method] == results["rank1"][method]
     expected, metrics, rows = play(method, tmp_path, 1)
     assert rows == sum(rank[f"{method} rows"] for rank in results.values())
@@ -38,6 +39,11 @@ def test_two_processes_end_where_one_does_on_the_same_rows(results, tmp_path, me
     assert len(metrics) >= 2
     for found, of_one in zip(results["rank0"][f"{method} metrics"], metrics, strict=True):
         assert found == pytest.approx(of_one, abs=1e-4)
+    tables = list((tmp_path / method / "completions").iterdir())
+    assert tables
+    for table in tables:
+        found = pd.read_parquet(folder / method / "completions" / table.name)
+        pd.testing.assert_frame_equal(found, pd.read_parquet(table), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("method", ["deep_grpo", "tree_grpo", "branpo"])

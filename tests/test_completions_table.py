@@ -1,0 +1,336 @@
+"""The completions table: columns of every method, rows of every stream, evaluation, and who writes it down."""
+
+import math
+
+import pandas as pd
+import pytest
+import torch
+from test_branpo import Voice, agent
+from trl import GRPOTrainer
+from world import contains_answer, make_dataset, make_tokenizer, make_trainer
+
+from trl_explore.trainers import (
+    DeepGRPOConfig,
+    DeepGRPOTrainer,
+    G2RLConfig,
+    G2RLTrainer,
+    SESAConfig,
+    SESATrainer,
+    TreeGRPOConfig,
+    TreeGRPOTrainer,
+)
+
+DEEP = dict(num_branches=3, segmentation="fixed", segment_length=2)
+TREE = dict(expansion_width=3, node_length=2, skip_uniform_trees=False)
+
+
+def table(trainer, step=None):
+    step = trainer.state.global_step if step is None else step
+    return pd.read_parquet(f"{trainer.args.output_dir}/completions/completions_{step:05d}.parquet")
+
+
+def train(trainer_class, config_class, folder, **options):
+    trainer = make_trainer(trainer_class, config_class, folder, log_completions=True, **options)
+    trainer.train()
+    return trainer
+
+
+def text(ids):
+    return make_tokenizer().decode(ids, skip_special_tokens=True)
+
+
+def normalised(rewards):
+    return (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+
+
+def of_stream(rows, name):
+    return rows[rows["stream"] == name]
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    return train(DeepGRPOTrainer, DeepGRPOConfig, tmp_path_factory.mktemp("deep"), **DEEP)
+
+
+def test_branches_stand_behind_the_rows_that_they_leave(deep):
+    rows = table(deep)
+    main, aux = of_stream(rows, "main"), of_stream(rows, "aux")
+    assert list(rows["stream"]) == ["main"] * 8 + ["aux"] * len(aux)
+    failed = list(main.index[main["contains_answer"] == 0])
+    assert list(aux["parent"]) == [row for row in failed for _ in range(3)]
+    assert main["parent"].isna().all() and main["prefix_tokens"].isna().all()
+    answers = {row["prompt"]: row["answer"] for row in make_dataset()}
+    for _, branch in aux.iterrows():
+        parent = int(branch["parent"])
+        assert branch["prompt"] == main.loc[parent, "prompt"]
+        assert branch["completion"].startswith(text(deep.main_completion_ids[parent][: int(branch["prefix_tokens"])]))
+        assert branch["contains_answer"] == float(answers[branch["prompt"]] in branch["completion"])
+    assert (aux["prefix_tokens"] > 0).any()
+
+
+def test_advantages_are_those_among_siblings(deep):
+    for stream, size in (("main", 4), ("aux", 3)):
+        parts = [of_stream(table(deep, step), stream) for step in (1, 2, 3)]
+        groups = [part.iloc[first : first + size] for part in parts for first in range(0, len(part), size)]
+        for group in groups:
+            assert list(group["advantage"]) == pytest.approx(list(normalised(group["contains_answer"])), abs=1e-5)
+        assert any(group["advantage"].any() for group in groups)
+
+
+def test_failures_say_where_they_were_left_and_whether_it_helped(deep):
+    for step in (1, 2, 3):
+        rows = table(deep, step)
+        main, aux = of_stream(rows, "main"), of_stream(rows, "aux")
+        assert list(main["pivot_depth"].notna()) == list(main["contains_answer"] == 0)
+        for row, best in aux.groupby("parent")["contains_answer"].max().items():
+            assert main.loc[int(row), "recovered"] == best
+        assert main["recovered"].notna().sum() == len(aux) / 3
+        assert rows.dtypes[["parent", "prefix_tokens", "pivot_depth", "recovered"]].eq("float64").all()
+
+
+def test_deferred_branches_have_no_parent_in_the_table(tmp_path):
+    rows = table(train(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **DEEP, deferred_branching=True, max_steps=2))
+    aux = of_stream(rows, "aux")
+    assert len(aux) > 0 and aux["parent"].isna().all()
+    assert of_stream(rows, "main")["pivot_depth"].notna().any() and rows["recovered"].isna().all()
+
+
+def test_columns_of_reward_functions_reach_the_rows_of_streams(tmp_path):
+    def talkative(completions, answer, log_extra, **columns):
+        log_extra("length", [len(completion) for completion in completions])
+        return contains_answer(completions, answer)
+
+    rows = table(train(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **DEEP, reward_funcs=talkative, max_steps=1))
+    assert len(rows) > 8 and list(rows["length"]) == [len(completion) for completion in rows["completion"]]
+
+
+def test_rows_of_trees_tell_their_path(tmp_path):
+    trainer = train(TreeGRPOTrainer, TreeGRPOConfig, tmp_path, **TREE, max_steps=1)
+    rows = table(trainer)
+    nodes = [(tree, row) for tree in trainer._trees for row in tree.rows]
+    assert len(rows) == 8 and set(rows["stream"]) == {"main"}
+    for (tree, row), (_, written) in zip(nodes, rows.iterrows(), strict=True):
+        path = tree.path(row)
+        assert written["completion"] == text(tree.completion_ids(row))
+        assert written["depth"] == len(path) == len(written["node_values"])
+        *inner, last = written["node_values"]
+        assert last == tree.nodes[row].outcome == 2 * written["contains_answer"] - 1
+        assert inner == pytest.approx([math.tanh(tree.nodes[node].value) for node in path[:-1]], abs=1e-3)
+        assert written["origin"] == ("direct" if tree.nodes[row].direct else "search")
+    assert rows["depth"].max() > 1 and "parent" not in rows
+    # What is trained, not what GRPO would train: the mean over the tokens, those of equal nodes alike.
+    tree, row = nodes[0]
+    baseline = sum(tree.nodes[index].outcome for index in tree.rows) / 4
+    lengths = [len(tree.nodes[node].token_ids) for node in tree.path(row)]
+    credit = sum(n * (value - baseline) for n, value in zip(lengths, rows.loc[0, "node_values"], strict=True))
+    assert rows.loc[0, "advantage"] == pytest.approx(credit / sum(lengths), abs=1e-3)
+
+
+def test_replayed_rows_are_told_apart(tmp_path):
+    replay = dict(replay_buffer=True, replay_threshold=0.9, replay_solutions=2, max_steps=4)
+    two = make_dataset().select(range(2))
+    trainer = train(TreeGRPOTrainer, TreeGRPOConfig, tmp_path, **TREE, **replay, train_dataset=two)
+    replayed = 0
+    for step, entry in enumerate(trainer.state.log_history[:4], 1):
+        rows = table(trainer, step)
+        assert (rows["origin"] == "replayed").sum() == entry["replay/replaced_rows"]
+        replayed += entry["replay/replaced_rows"]
+        assert (rows["contains_answer"][rows["origin"] == "replayed"] == 1).all()
+    assert replayed > 0
+
+
+SKETCHES = dict(
+    max_sketch_length=4,
+    sketch_template="{problem}a",
+    next_sketch_template="{problem}b{sketches}",
+    solve_template="{sketch} {problem}",
+    candidate_template="{problem}c",
+    candidate_separator="+",
+)
+
+
+def test_sketches_are_those_that_the_sampler_saw(tmp_path):
+    trainer = train(SESATrainer, SESAConfig, tmp_path, **SKETCHES, max_steps=1)
+    rows = table(trainer)
+    assert (rows["sketch"] != "").any()
+    for (drawn,), (_, row) in zip(trainer.drawn, rows.iterrows(), strict=True):
+        seen = make_tokenizer().decode(drawn.context)
+        assert seen == (f"{row['sketch']} {row['prompt']}" if row["sketch"] else row["prompt"])
+
+
+def test_a_solution_without_room_for_its_sketch_has_none(tmp_path):
+    trainer = train(SESATrainer, SESAConfig, tmp_path, **SKETCHES, context_length=13, max_steps=1)
+    rows = table(trainer)
+    assert trainer.state.log_history[0]["sketch/too_long"] > 0
+    for (drawn,), (_, row) in zip(trainer.drawn, rows.iterrows(), strict=True):
+        assert (row["sketch"] == "") == (make_tokenizer().decode(drawn.context) == row["prompt"])
+
+
+def test_candidates_are_numbered_as_in_their_list(tmp_path):
+    trainer = train(SESATrainer, SESAConfig, tmp_path, **SKETCHES, mode="sequential", max_lists=1, max_steps=1)
+    rows = table(trainer)
+    for first in (0, 4):
+        group = rows.iloc[first : first + 4]
+        distinct = group.drop_duplicates("candidate")
+        for number, completions in group.groupby("candidate")["completion"]:
+            assert completions.nunique() == 1 and number < len(distinct)
+    assert rows["candidate"].duplicated().any()
+
+
+def test_agents_tell_the_proposals_that_they_took(tmp_path, monkeypatch):
+    from test_sesa_agent import AGENT, Lake
+    from test_sesa_agent import Voice as Proposing
+    from world import make_agent
+
+    speaker = Proposing(stops=0.0)
+    monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", lambda *args, **kw: speaker(*args, **kw))
+    sizes = dict(per_device_train_batch_size=8, num_generations=4, max_completion_length=200, max_steps=1)
+    sizes |= dict(environment_factory=Lake, max_tool_calling_iterations=3, log_completions=True)
+    trainer = make_agent(SESATrainer, SESAConfig, tmp_path, **AGENT, **sizes)
+    trainer.train()
+    for _, row in table(trainer).iterrows():
+        said = [
+            message["tool_calls"][0]["function"] for message in row["completion"] if message["role"] == "assistant"
+        ]
+        taken = row["actions"].split(";")
+        assert 1 <= len(taken) <= 2  # at the first `branch_depth` turns
+        assert taken == [f"move(direction={call['arguments']['direction']})" for call in said[: len(taken)]]
+
+
+def test_novelty_explains_the_shaped_reward(tmp_path):
+    rows = table(train(G2RLTrainer, G2RLConfig, tmp_path, max_steps=1))
+    for first in (0, 4):
+        group = rows.iloc[first : first + 4]
+        nu = group["novelty"]
+        factor = 1 + (nu - nu.min()) / (nu.max() - nu.min())
+        assert list(group["shaped_reward"]) == pytest.approx(list((2 * group["contains_answer"] - 1) * factor))
+        assert list(group["advantage"]) == pytest.approx(list(normalised(group["shaped_reward"])), abs=1e-4)
+
+
+@pytest.fixture
+def branpo(tmp_path, monkeypatch):
+    speaker = Voice(0.3)
+    monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", lambda *args, **kw: speaker(*args, **kw))
+    trainer = agent(tmp_path, log_completions=True, max_steps=1, num_branches=1, branch_depth=1, branch_depth_hard=2)
+    trainer.train()
+    return trainer
+
+
+def test_trajectories_say_what_became_of_them_and_their_branches_follow(branpo):
+    rows = table(branpo)
+    main, branches = of_stream(rows, "main"), of_stream(rows, "branch")
+    kept = main[main["branch"].isin(["contrastive", "redundant"])]
+    assert 0 < len(kept) < 8 and list(branches["parent"]) == list(kept.index)
+    assert list(main["turns"]) == [len(trajectory.turns) for trajectory in branpo.trajectories]
+    assert list(main["branch_depth"].notna()) == list(main.index.isin(kept.index))
+    for _, branch in branches.iterrows():
+        parent = main.loc[int(branch["parent"])]
+        assert branch["odd_steps"] == (1 - parent["odd_steps"] if parent["branch"] == "contrastive" else 1)
+        trajectory = branpo.trajectories[int(branch["parent"])]
+        left_at = trajectory.turns[int(parent["turns"] - parent["branch_depth"])]
+        assert branch["prefix_tokens"] == left_at[0]
+        before = [message for message in parent["completion"] if message["role"] == "assistant"]
+        shared = int(parent["turns"] - parent["branch_depth"])
+        after = [message for message in branch["completion"] if message["role"] == "assistant"]
+        assert [str(message) for message in before[:shared]] == [str(message) for message in after[:shared]]
+
+
+def test_a_branch_has_the_advantage_that_it_is_trained_with(branpo):
+    # Only suffixes carry it, so it is that of the row's trained tokens.
+    rows = table(branpo)
+    written = of_stream(rows, "branch")["advantage"]
+    _, _, steps = branpo._stream_steps["branch"]
+    trained = [value for parts in steps for part in parts for value in part["advantages"].tolist()]
+    assert sorted(value for value in written if value) == pytest.approx(sorted(value for value in trained if value))
+
+
+# ------------------------------------------------------------------------------------------------------ evaluation
+
+
+def test_rows_of_evaluation_stand_by_themselves_beside_those_of_training(tmp_path):
+    evaluated = make_dataset().select(range(20, 23))
+    trainer = train(
+        DeepGRPOTrainer,
+        DeepGRPOConfig,
+        tmp_path,
+        **DEEP,
+        eval_dataset=evaluated,
+        eval_strategy="steps",
+        eval_steps=2,
+        max_steps=4,
+        per_device_eval_batch_size=4,
+        num_generations_eval=2,
+    )
+    assert "eval" not in set(table(trainer, 1)["stream"]) | set(table(trainer, 3)["stream"])
+    rows = table(trainer, 2)
+    main, seen = of_stream(rows, "main"), of_stream(rows, "eval")
+    assert len(main) == 8 and main["pivot_depth"].notna().any()
+    assert sorted(seen["prompt"]) == sorted([*evaluated["prompt"], *evaluated["prompt"]])
+    assert seen[["pivot_depth", "recovered", "parent", "prefix_tokens"]].isna().all(axis=None)
+    answers = {row["prompt"]: row["answer"] for row in evaluated}
+    for _, row in seen.iterrows():
+        assert row["contains_answer"] == float(answers[row["prompt"]] in row["completion"])
+    assert list(trainer._logs["prompt"]) == list(of_stream(table(trainer, 4), "main")["prompt"])
+
+
+def test_evaluation_before_training_has_a_table(tmp_path):
+    trainer = make_trainer(
+        SESATrainer,
+        SESAConfig,
+        tmp_path,
+        **SKETCHES,
+        log_completions=True,
+        eval_dataset=make_dataset().select(range(2)),
+    )
+    trainer.evaluate()
+    assert set(table(trainer, 0)["stream"]) == {"eval"}
+
+
+# ------------------------------------------------------------------------------------------------------ who is told
+
+
+def test_nothing_is_kept_without_a_table(tmp_path):
+    trainer = make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **DEEP, max_steps=1)
+    trainer.completion_columns = lambda: pytest.fail("asked for without `log_completions`")
+    trainer.train()
+    assert not trainer._logs["extra"] and trainer._stream_logs == {}
+    assert not (tmp_path / "completions").exists()
+
+
+def test_the_table_changes_no_parameter(deep, tmp_path):
+    silent = make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **DEEP)
+    silent.train()
+    for ours, theirs in zip(silent.model.parameters(), deep.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_the_terminal_shows_the_columns(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "240")
+    train(TreeGRPOTrainer, TreeGRPOConfig, tmp_path, **TREE, max_steps=1, num_completions_to_print=2)
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in ("stream", "origin", "depth", "node_values"))
+
+
+def test_tensorboard_gets_the_metrics_of_the_method(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
+    trainer = make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **DEEP, max_steps=2, report_to="tensorboard")
+    trainer.train()
+    events = EventAccumulator(str(tmp_path / "events")).Reload()
+    for name in ("pivots/tried", "aux/reward", "reward"):
+        written = [event.value for event in events.Scalars(f"train/{name}")]
+        assert written == pytest.approx([entry[name] for entry in trainer.state.log_history if name in entry])
+        assert len(written) == 2
+
+
+def test_a_run_resumed_between_generations_leaves_the_tables_that_are_there(tmp_path):
+    options = dict(**DEEP, log_completions=True, num_iterations=2, max_steps=4, save_strategy="steps", save_steps=1)
+    make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **options).train()
+    expected = {step: pd.read_parquet(tmp_path / f"completions/completions_{step:05d}.parquet") for step in (2, 4)}
+    resumed = make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    for step, rows in expected.items():
+        assert len(rows) >= 8
+        pd.testing.assert_frame_equal(table(resumed, step), rows)

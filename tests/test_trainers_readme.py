@@ -1,0 +1,137 @@
+"""The trainers' README against the code: knobs and their defaults, and the cost formulas against what runs did."""
+
+import ast
+import re
+
+import pytest
+from commands import ROOT
+from test_branpo import Voice, agent
+from trl import GRPOTrainer
+from world import make_trainer
+
+from trl_explore.trainers import (
+    BranPOConfig,
+    DeepGRPOConfig,
+    DeepGRPOTrainer,
+    ExplorationConfig,
+    G2RLConfig,
+    SESAConfig,
+    SESATrainer,
+    TreeGRPOConfig,
+    TreeGRPOTrainer,
+    sesa_config,
+)
+
+README = (ROOT / "trainers" / "README.md").read_text()
+CONFIGS = {
+    "DEEP-GRPO": DeepGRPOConfig,
+    "DeepSearch": TreeGRPOConfig,
+    "SESA": SESAConfig,
+    "G2RL": G2RLConfig,
+    "BranPO": BranPOConfig,
+}
+
+
+def knob_rows(text):
+    """Name, default and the rest of every row of a table of fields."""
+    return re.findall(r"^\| `(\w+)` \| `(.*?)` \| (.*) \|$", text, re.MULTILINE)
+
+
+def value_of(cell):
+    return vars(sesa_config)[cell] if cell.isupper() else ast.literal_eval(cell)
+
+
+def own_defaults(config_class):
+    config = config_class("out", use_cpu=True)
+    return {name: vars(config)[name] for name in config_class.__annotations__}
+
+
+@pytest.mark.parametrize("method", CONFIGS)
+def test_every_knob_is_in_the_methods_table_with_its_default(method):
+    section = re.search(rf"^## {method}\b.*?^### Knobs\n(.*?)^### ", README, re.MULTILINE | re.DOTALL).group(1)
+    rows = knob_rows(section)
+    assert {name: value_of(default) for name, default, _ in rows} == own_defaults(CONFIGS[method])
+    assert [name for name, _, _ in rows] == list(CONFIGS[method].__annotations__)
+
+
+def test_every_shared_field_is_described_with_its_default():
+    rows = knob_rows(README.split("\n## DEEP-GRPO")[0])
+    assert {name: value_of(default) for name, default, _ in rows} == own_defaults(ExplorationConfig)
+
+
+# ---------------------------------------------------------------------------------------------------------- cost
+
+
+def first_step(trainer):
+    trainer.train()
+    return trainer.state.log_history[0]
+
+
+def sampled(monkeypatch):
+    """Counts every token that comes out of the sampler."""
+    total = []
+    generate = GRPOTrainer._generate_single_turn
+
+    def counting(*args, **kwargs):
+        ids, logprobs = generate(*args, **kwargs)
+        total.append(sum(map(len, ids)))
+        return ids, logprobs
+
+    monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", counting)
+    return total
+
+
+def test_deep_grpo_generates_what_the_formula_says(tmp_path, monkeypatch):
+    total = sampled(monkeypatch)
+    # One row per call: rows of one call are sampled up to the longest budget among them, and cut.
+    options = dict(num_branches=3, segmentation="fixed", segment_length=2, max_steps=1, sampling_batch_size=1)
+    log = first_step(make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **options))
+    formula = 8 * log["completions/mean_length"]
+    formula += 8 * log["pivots/failure_fraction"] * 1 * 3 * log["pivots/mean_suffix_length"]
+    assert formula == pytest.approx(sum(total)) and log["pivots/failure_fraction"] > 0
+
+
+def test_a_tree_generates_at_most_what_the_formula_says(tmp_path):
+    options = dict(expansion_width=3, node_length=2, max_search_iterations=6, skip_uniform_trees=False, max_steps=1)
+    log = first_step(make_trainer(TreeGRPOTrainer, TreeGRPOConfig, tmp_path, **options))
+    per_tree = log["tree/iterations"] * 3 * 2 + 4 * log["tree/direct_fraction"] * 8
+    assert log["tree/direct_fraction"] > 0
+    assert 0 < log["tree/sampled_tokens"] <= 2 * per_tree
+    assert log["tree/trained_tokens"] == pytest.approx(8 * log["completions/mean_length"])
+
+
+def test_sketches_cost_what_the_formula_says(tmp_path, monkeypatch):
+    total = sampled(monkeypatch)
+    log = first_step(make_trainer(SESATrainer, SESAConfig, tmp_path, num_sketches=3, max_sketch_length=2, max_steps=1))
+    assert log["sketch/tokens"] <= 2 * 3 * 2
+    formula = 8 * log["completions/mean_length"] + log["sketch/tokens"]
+    assert formula == log["sketch/sampled_tokens"] == sum(total)
+
+
+def test_branpo_generates_and_trains_what_the_formula_says(tmp_path, monkeypatch):
+    speaker = Voice(0.3)
+    monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", lambda *args, **kw: speaker(*args, **kw))
+    total = sampled(monkeypatch)
+    trainer = agent(tmp_path, max_steps=1, num_branches=1, branch_depth=1, branch_depth_hard=1, redundancy_tries=0)
+    log = first_step(trainer)
+    main = sum(sum(trajectory.loss_mask) for trajectory in trainer.trajectories)
+    assert main + log["branch/sampled_tokens"] == sum(total)
+    kept = trainer._branch_rows
+    assert kept.real.sum() == 8 * (log["branch/contrastive_fraction"] + log["branch/redundant_fraction"])
+    masks = kept.rows["completion_mask"] * kept.rows["tool_mask"]
+    assert 0 < masks.sum() <= log["branch/sampled_tokens"]
+
+
+@pytest.mark.parametrize(
+    "section, numbers",
+    {
+        "DEEP-GRPO": [8 * 256, 8 * 0.5 * 1 * 8 * 80, 8 * 256 + 8 * 0.5 * 8 * 80],
+        "DeepSearch": [8 * 256 * 8, 8 * 8, 64 * 8 * 256, 8 * 2048, 16 * 8 * 256],
+        "SESA": [8 * 256 + 8 * 64],
+        "BranPO": [4 * 1000, 4 * 1 * (2 + 6) // 2 * 200, int(4 * 0.5 * 200)],
+    }.items(),
+)
+def test_the_worked_lines_are_the_formulas(section, numbers):
+    text = re.search(rf"^## {section}\b.*?^### Cost\n(.*?)(^#|\Z)", README, re.MULTILINE | re.DOTALL).group(1)
+    found = [int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*\b(?!\.)", text) if number.strip(",")]
+    assert {int(number) for number in numbers} <= set(found)
