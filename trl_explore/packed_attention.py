@@ -1,0 +1,238 @@
+"""Attention over packed rows: every token sees what precedes it in its own rows, and nothing of other branches.
+
+It is an attention function beside the model's own, registered with transformers' `AttentionInterface`. A forward pass
+without packed rows is the model's own to the bit. One with `packed_rows=` takes one of three ways:
+
+- On a CPU a segment's keys are seen by all its descendants, which stand in one piece, without a mask. That is one call
+  of the flash kernel per segment that has descendants, and a causal one per segment, merged by their log-sum-exp.
+- Where a sliding window cuts, or logits are capped, each segment attends to its chain of ancestors under a mask.
+- On a GPU it is FlexAttention, whose mask is two comparisons.
+"""
+
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .packing import PackedRows, Trie
+
+PREFIX = "packed_"
+IMPLEMENTATIONS = ("sdpa", "eager", "flex_attention")
+# A 4D mask goes through transformers' mask making as it is; without elements it cannot be mistaken for a real one.
+NO_MASK = torch.empty(1, 1, 0, 0)
+
+
+def enable_packing(model: PreTrainedModel) -> None:
+    """
+    Let a model take packed rows; without them it computes what it did before.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            A causal language model without wrappers.
+
+    Raises:
+        ValueError: If its attention cannot take them, with what to set instead.
+    """
+    original = model.config._attn_implementation
+    if original.startswith(PREFIX):
+        return
+    if original not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"the attention implementation {original!r} cannot take a tree of rows: load the model with "
+            "`attn_implementation='sdpa'` (in `model_init_kwargs`)"
+        )
+    name = PREFIX + original
+    AttentionInterface.register(name, partial(_attend, original=original))
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[original])
+    model.set_attn_implementation(name)
+
+
+def _attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    *,
+    original: str,
+    packed_rows: PackedRows | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if packed_rows is None:
+        own = sys.modules[type(module).__module__]
+        attention = ALL_ATTENTION_FUNCTIONS[original] if original != "eager" else vars(own)["eager_attention_forward"]
+        return attention(module, query, key, value, attention_mask, **kwargs)
+    scale = kwargs.get("scaling") or query.size(-1) ** -0.5
+    window, softcap = kwargs.get("sliding_window"), kwargs.get("softcap")
+    if query.device.type == "cuda":
+        from transformers.integrations.flex_attention import flex_attention_forward
+
+        mask = block_mask(packed_rows, window)
+        return flex_attention_forward(module, query, key, value, mask, scaling=scale, softcap=softcap)
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    groups = query.size(1) // key.size(1)
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    if window is not None and window > int(packed_rows.position_ids.max()):
+        window = None
+    if query.device.type == "cpu" and window is None and softcap is None:
+        out = _TreeAttention.apply(query, key, value, packed_rows.trie, scale)
+    else:
+        out = masked_attention(query, key, value, packed_rows.trie, scale=scale, window=window, softcap=softcap)
+    return out.transpose(1, 2).contiguous(), None
+
+
+class _TreeAttention(torch.autograd.Function):
+    """
+    Exact attention in parts. Attention over several sets of keys is the average of the attentions over each, weighted
+    by their log-sum-exp; and the gradient of one part needs of the others only the merged output and log-sum-exp,
+    which is what the flash kernel's backward takes.
+    """
+
+    @staticmethod
+    def forward(ctx, query, key, value, trie: Trie, scale: float):
+        out, lse = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+        for queries, keys, causal in spans(trie):
+            part = query[:, :, queries], key[:, :, keys], value[:, :, keys]
+            part_out, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                *part, is_causal=causal, scale=scale
+            )
+            if causal:  # the first that these queries see
+                out[:, :, queries], lse[:, :, queries] = part_out, part_lse
+                continue
+            merged = torch.logaddexp(lse[:, :, queries], part_lse)
+            share = (part_lse - merged).exp().unsqueeze(-1).to(out.dtype)
+            out[:, :, queries].lerp_(part_out, share)
+            lse[:, :, queries] = merged
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.trie, ctx.scale = trie, scale
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        query, key, value, out, lse = ctx.saved_tensors
+        grads = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        for queries, keys, causal in spans(ctx.trie):
+            parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad_out[:, :, queries],
+                query[:, :, queries],
+                key[:, :, keys],
+                value[:, :, keys],
+                out[:, :, queries],
+                lse[:, :, queries],
+                0.0,
+                causal,
+                scale=ctx.scale,
+            )
+            for grad, part, where in zip(grads, parts, (queries, keys, keys), strict=True):
+                grad[:, :, where] += part
+        return *grads, None, None
+
+
+def spans(trie: Trie) -> list[tuple[slice, slice, bool]]:
+    """
+    Attention in parts without a mask: each segment among itself, then what its descendants see of it.
+
+    Args:
+        trie ([`~trl_explore.packing.Trie`]):
+            The packed rows.
+
+    Returns:
+        `list[tuple[slice, slice, bool]]`: Packed positions of queries and of keys, and whether the part is causal;
+        every causal part stands before the others with its queries.
+    """
+    own = [(slice(s.start, s.stop), slice(s.start, s.stop), True) for s in trie.segments]
+    above = [(slice(s.stop, s.end), slice(s.start, s.stop), False) for s in trie.segments if s.end > s.stop]
+    return own + above
+
+
+def masked_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    trie: Trie,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """
+    Attention of each segment to its ancestors and itself, under a mask over their depths.
+
+    Args:
+        query (`torch.Tensor`):
+            Shape `(1, H, S, D)`.
+        key (`torch.Tensor`):
+            Shape `(1, H, S, D)`.
+        value (`torch.Tensor`):
+            Shape `(1, H, S, D)`.
+        trie ([`~trl_explore.packing.Trie`]):
+            The packed rows.
+        scale (`float`):
+            What logits are multiplied by.
+        window (`int`, *optional*):
+            Tokens of a row that a token sees at most, itself included.
+        softcap (`float`, *optional*):
+            Bound of the logits' absolute value, approached by a hyperbolic tangent.
+
+    Returns:
+        `torch.Tensor`: Shape `(1, H, S, D)`.
+    """
+    parts = []
+    for i, segment in enumerate(trie.segments):
+        chain = trie.chain(i)
+        if window is not None:
+            chain = [s for s in chain if s.depth + s.stop - s.start > segment.depth - window + 1]
+        depths = torch.cat([torch.arange(s.stop - s.start) + s.depth for s in chain])
+        keys = torch.cat([key[:, :, s.start : s.stop] for s in chain], dim=2)
+        values = torch.cat([value[:, :, s.start : s.stop] for s in chain], dim=2)
+        queries = query[:, :, segment.start : segment.stop]
+        distance = depths[-queries.size(2) :, None] - depths[None, :]
+        seen = (distance >= 0) & (distance < (window or len(depths) + segment.depth + 1))
+        seen = seen.to(query.device)
+        if softcap is None:
+            out = nn.functional.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, scale=scale)
+        else:
+            logits = softcap * torch.tanh(queries @ keys.transpose(2, 3) * (scale / softcap))
+            weights = logits.masked_fill(~seen, -torch.inf).softmax(dim=-1, dtype=torch.float32)
+            out = weights.to(values.dtype) @ values
+        parts.append(out)
+    return torch.cat(parts, dim=2)
+
+
+def block_mask(rows: PackedRows, window: int | None) -> Any:
+    """
+    The mask of packed rows for FlexAttention.
+
+    Args:
+        rows ([`~trl_explore.packing.PackedRows`]):
+            The rows; the mask is kept with them.
+        window (`int`, *optional*):
+            Tokens of a row that a token sees at most, itself included.
+
+    Returns:
+        [`~torch.nn.attention.flex_attention.BlockMask`]: For sequences of the rows' packed length.
+    """
+    if window in rows.block_masks:
+        return rows.block_masks[window]
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    device, depths = rows.input_ids.device, rows.position_ids[0]
+    lengths = torch.tensor([s.stop - s.start for s in rows.trie.segments], device=device)
+    ends = torch.tensor([s.end for s in rows.trie.segments], device=device).repeat_interleave(lengths)  # (S,)
+
+    def sees(batch, head, q, k):
+        # Descendants of a segment stand in one piece, from the segment itself to its end.
+        seen = (k <= q) & (q < ends[k])
+        return seen if window is None else seen & (depths[q] - depths[k] < window)
+
+    size = rows.input_ids.size(1)
+    mask = create_block_mask(sees, B=None, H=None, Q_LEN=size, KV_LEN=size, device=str(device))
+    rows.block_masks[window] = mask
+    return mask
