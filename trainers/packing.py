@@ -1,4 +1,4 @@
-"""Shared prefixes are computed once: the forward pass of log-probabilities over packed rows."""
+"""Shared prefixes are computed once: log-probabilities over packed rows, and micro-batches that suit them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,11 +6,15 @@ from typing import Any
 
 import torch
 from peft import PeftModel
+from trl.trainer.utils import split_tensor_dict
 
 from trl_explore.packed_attention import NO_MASK, enable_packing
-from trl_explore.packing import MIN_SAVED, PackedRows, pack_rows
+from trl_explore.packing import MIN_SAVED, group_rows, pack_rows
+from trl_explore.streams import RowDict, row_tokens, select_rows
 
 from .streams import StreamTrainer
+
+PAYS_FROM = 1.2  # tokens of the rows per token computed, from which on "auto" packs
 
 
 class PackedTrainer(StreamTrainer):
@@ -18,7 +22,7 @@ class PackedTrainer(StreamTrainer):
     [`~trl.GRPOTrainer`] that computes what the rows of a micro-batch share once, forward and backward.
 
     Log-probabilities and entropies come back in TRL's shapes, so that losses, KL terms, importance ratios and metrics
-    stay TRL's. `shared_prefix_training="off"` leaves TRL's own pass.
+    stay TRL's. With `shared_prefix_training="off"`, everything is TRL's.
     """
 
     shared_prefix_training = "off"
@@ -27,11 +31,24 @@ class PackedTrainer(StreamTrainer):
 
     def __init__(self, *, args, **kwargs):
         super().__init__(args=args, **kwargs)
-        if args.shared_prefix_training == "off":
-            return
+        if args.shared_prefix_training != "off":
+            self._enable_packing(args)
+
+    def _enable_packing(self, args) -> None:
         for model in filter(None, (self.model, self.ref_model)):
             enable_packing(_language_model(model))
         self.shared_prefix_training = args.shared_prefix_training
+        self.trees_stay_together = True
+
+    # ---------------------------------------------------------------------------------------------- seams into TRL
+
+    def _prepare_inputs(self, generation_batch):
+        before = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        if not self.trees_stay_together or not self._is_training or self._buffered_inputs is before:
+            return inputs
+        self._buffered_inputs = _regroup(self._buffered_inputs)
+        return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -43,37 +60,56 @@ class PackedTrainer(StreamTrainer):
         compute_entropy=False,
         **kwargs,
     ):
-        arguments = model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy
         if self.shared_prefix_training == "off" or self.rows_stay_apart:
-            return super()._get_per_token_logps_and_entropies(*arguments, **kwargs)
-        logps, entropies = [], []
+            return super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs
+            )
+        parts: list[Any] = []
         size = batch_size or len(input_ids)
         for ids, mask in zip(input_ids.split(size), attention_mask.split(size), strict=True):
-            prompt, completion = slice(None, -logits_to_keep), slice(-logits_to_keep, None)
-            rows = pack_rows(
-                ids[:, prompt], mask[:, prompt], ids[:, completion], mask[:, completion], min_saved=self.min_saved
-            )
-            outputs = self._forward_packed(model, rows)
-            logps.append(rows.unpack(outputs.log_probs))
-            if compute_entropy:
-                entropies.append(rows.unpack(outputs.entropy))
+            found = self._packed_logps(model, ids, mask, logits_to_keep)
+            if found is None:
+                found = super()._get_per_token_logps_and_entropies(
+                    model, ids, mask, logits_to_keep, compute_entropy=compute_entropy, **kwargs
+                )
+            parts.append(found)
+        logps, entropies, *_ = zip(*parts, strict=True)
         return torch.cat(logps), torch.cat(entropies) if compute_entropy else None, None
 
-    def _forward_packed(self, model, rows: PackedRows) -> Any:
+    def _packed_logps(self, model, ids, mask, width: int) -> tuple[Any, Any, None] | None:
+        """Log-probabilities and entropies `(B, T)`; `None` where it does not pay."""
+        rows = pack_rows(
+            ids[:, :-width], mask[:, :-width], ids[:, -width:], mask[:, -width:], min_saved=self.min_saved
+        )
+        packs = self.shared_prefix_training == "on" or rows.token_ratio >= PAYS_FROM
+        if torch.is_grad_enabled() and self._is_training:
+            self.log_metric("packing/token_ratio", rows.token_ratio)
+            self.log_metric("packing/packed", packs)
+        if not packs:
+            return None
         language_model = _language_model(self.accelerator.unwrap_model(model))
         with _scored_only(language_model, rows.scored), self.accelerator.autocast():
-            return model(
+            outputs = model(
                 input_ids=rows.input_ids,
-                attention_mask=NO_MASK.to(rows.input_ids.device),
+                attention_mask=NO_MASK.to(ids.device),
                 position_ids=rows.position_ids,
                 shift_labels=rows.labels,
                 fused_lm_head=True,
                 packed_rows=rows,
             )
+        entropies = None if outputs.entropy is None else rows.unpack(outputs.entropy)  # the reference has none
+        return rows.unpack(outputs.log_probs), entropies, None
 
 
 def _language_model(model: Any) -> Any:
     return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def _regroup(batches: list[RowDict]) -> list[RowDict]:
+    """The same rows in as many micro-batches, with the rows of a prompt in as few as possible."""
+    rows = {key: v if v.dim() == 0 else torch.cat([b[key] for b in batches]) for key, v in batches[0].items()}
+    order = torch.tensor(group_rows(*row_tokens(rows), num_batches=len(batches)))
+    return split_tensor_dict(select_rows(rows, order.to(rows["prompt_ids"].device)), len(batches))
 
 
 @contextmanager

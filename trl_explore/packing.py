@@ -257,3 +257,41 @@ def _pad(trie: Trie, size: int) -> None:
     if start < size:
         trie.segments.append(Segment(start, size, size, depth=0, parent=-1))
         trie.tokens.extend([0] * (size - start))
+
+
+def group_rows(prompts: list[list[int]], completions: list[list[int]], *, num_batches: int) -> list[int]:
+    """
+    Order rows so that equally large micro-batches of them share much and cost about the same.
+
+    Args:
+        prompts (`list[list[int]]`):
+            Tokens of the prompts, `[B][P_i]`.
+        completions (`list[list[int]]`):
+            Tokens of the completions, `[B][T_i]`.
+        num_batches (`int`):
+            Micro-batches that the order is cut into; divides B.
+
+    Returns:
+        `list[int]`: The rows' indices in their order. The rows of a prompt go to one micro-batch while there is room.
+        The micro-batches themselves keep the order of their first rows.
+    """
+    capacity = len(prompts) // num_batches
+    rows = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+    order = sorted(range(len(rows)), key=lambda i: (prompts[i], completions[i]))
+    trees = [list(tree) for _, tree in groupby(order, key=prompts.__getitem__)]
+    trees.sort(key=lambda tree: _num_unique(rows, tree), reverse=True)
+    batches: list[list[int]] = [[] for _ in range(num_batches)]
+    costs = [0] * num_batches
+    for tree in trees:
+        while tree:
+            room = [capacity - len(batch) for batch in batches]
+            takes = [b for b in range(num_batches) if room[b] >= len(tree)]
+            b = min(takes, key=costs.__getitem__) if takes else max(range(num_batches), key=room.__getitem__)
+            part, tree = tree[: room[b]], tree[room[b] :]
+            batches[b].extend(part)
+            costs[b] += _num_unique(rows, part)
+    return [i for batch in sorted(batches, key=min) for i in batch]
+
+
+def _num_unique(rows: list[list[int]], part: list[int]) -> int:
+    return len(build_trie([rows[i] for i in part]).tokens)

@@ -1,0 +1,146 @@
+"""Log-probabilities of rows that share prefixes, each prefix computed once or once per row: seconds side by side.
+
+    python examples/benchmarks/shared_prefix.py --prefix 192 384 --suffix 64 128
+
+Forward and backward of what every trainer calls, TRL's own pass and `shared_prefix_training="on"`, on a model with
+random weights. Both alternate in one process; `tokens` is how many times more tokens the rows have than are computed,
+the limit of what there is to gain where every token costs the same.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+
+import torch
+import transformers
+from datasets import Dataset
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from trl_explore.packing import pack_rows
+from trl_explore.tasks.tiny_model import build_tokenizer
+from trl_explore.trainers import ExplorationConfig, ExplorationTrainer
+
+LINE = "{:<34} {:>7} {:>9} {:>9} {:>9} {:>12} {:>9} {:>9}"
+
+
+def branches(args, prefix: int, suffix: int) -> list[list[int]]:
+    """Rows of one prefix that differ from its end on."""
+    shared = tokens(args, prefix)
+    return [shared + tokens(args, suffix) for _ in range(args.rows)]
+
+
+def tree(args, node: int, depth: int) -> list[list[int]]:
+    """Leaves of a random search tree: every row leaves an earlier one at the end of one of its nodes."""
+    rows = [tokens(args, node * depth)]
+    while len(rows) < args.rows:
+        parent, cut = rows[int(torch.randint(len(rows), ()))], node * int(torch.randint(1, depth, ()))
+        rows.append(parent[:cut] + tokens(args, node * depth - cut))
+    return rows
+
+
+def tokens(args, number: int) -> list[int]:
+    return torch.randint(2, args.vocab_size, (number,)).tolist()
+
+
+def seconds_of(trainer, mode: str, ids: torch.Tensor, num_prompt: int) -> tuple[float, float]:
+    """Seconds of a forward and backward pass, and the MB that the forward pass keeps for the backward one."""
+    trainer.shared_prefix_training = mode
+    trainer.model.zero_grad()
+    kept: dict[int, int] = {}
+    weights = {p.untyped_storage().data_ptr() for p in trainer.model.parameters()}
+
+    def note(tensor):
+        if tensor.untyped_storage().data_ptr() not in weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    synchronise(ids)
+    start = time.perf_counter()
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        logps, _, _ = trainer._get_per_token_logps_and_entropies(
+            trainer.model, ids, torch.ones_like(ids), ids.size(1) - num_prompt, compute_entropy=True
+        )
+    logps.sum().backward()
+    synchronise(ids)
+    return time.perf_counter() - start, sum(kept.values()) / 1e6
+
+
+def synchronise(ids: torch.Tensor) -> None:
+    if ids.is_cuda:
+        torch.cuda.synchronize()
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--prefix", type=int, nargs="*", default=[64, 192, 384, 768])
+    parser.add_argument("--suffix", type=int, nargs="*", default=[64, 128, 256])
+    parser.add_argument("--hidden_size", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--vocab_size", type=int, default=8192)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    transformers.utils.logging.set_verbosity_error()
+    torch.manual_seed(args.seed)
+    trainer = make_trainer(args)
+    shapes = {f"{args.rows} branches, {p} + {s}": (branches(args, p, s), p) for p in args.prefix for s in args.suffix}
+    for node, depth in ((32, 8), (64, 8), (128, 8)):
+        shapes[f"search tree, {depth} nodes of {node}"] = (tree(args, node, depth), node)
+    long = [row for _ in range(2) for row in (branches(args, 1024, 128)[: args.rows // 2])]
+    shapes["GRPO, 2 prompts of 1024, 128 new"] = (long, 1024)
+    print(LINE.format("rows", "tokens", "plain s", "packed s", "speed-up", "of tokens", "plain MB", "packed MB"))
+    for name, (rows, num_prompt) in shapes.items():
+        ids = torch.tensor(rows, device=trainer.accelerator.device)
+        found = {"off": [], "on": []}
+        for _ in range(args.rounds + 1):
+            for mode, results in found.items():
+                results.append(seconds_of(trainer, mode, ids, num_prompt))
+        plain, packed = (statistics.median(s for s, _ in found[mode][1:]) for mode in ("off", "on"))
+        ones, completion = torch.ones_like(ids), slice(num_prompt, None)
+        parts = ids[:, :num_prompt], ones[:, :num_prompt], ids[:, completion], ones[:, completion]
+        ratio = pack_rows(*parts).token_ratio
+        print(
+            LINE.format(
+                name,
+                f"{ratio:.2f}",
+                f"{plain:.3f}",
+                f"{packed:.3f}",
+                f"{plain / packed:.2f}",
+                f"{plain / packed / ratio:.2f}",
+                f"{found['off'][-1][1]:.0f}",
+                f"{found['on'][-1][1]:.0f}",
+            ),
+            flush=True,
+        )
+
+
+def make_trainer(args) -> ExplorationTrainer:
+    config = Qwen2Config(
+        vocab_size=args.vocab_size,
+        hidden_size=args.hidden_size,
+        intermediate_size=3 * args.hidden_size,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.hidden_size // 32,
+        num_key_value_heads=max(1, args.hidden_size // 128),
+        pad_token_id=0,
+    )
+    on_cpu = args.device == "cpu"
+    model = Qwen2ForCausalLM(config)
+    return ExplorationTrainer(
+        model=model if on_cpu else model.to(torch.bfloat16),
+        reward_funcs=lambda completions, **kwargs: [0.0] * len(completions),
+        args=ExplorationConfig(
+            output_dir=tempfile.mkdtemp(), use_cpu=on_cpu, bf16=not on_cpu, report_to=[], shared_prefix_training="on"
+        ),
+        train_dataset=Dataset.from_dict({"prompt": ["1"]}),
+        processing_class=build_tokenizer(),
+    )
+
+
+if __name__ == "__main__":
+    main()
