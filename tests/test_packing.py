@@ -1,13 +1,25 @@
 """What rows share is computed once, and nothing else changes."""
 
+import re
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peft import LoraConfig, PromptTuningConfig
 from test_adapters import METHODS, parity
+from torch.nn.attention.flex_attention import flex_attention
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTJConfig,
+    GPTJForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -16,11 +28,15 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    StableLmConfig,
+    StableLmForCausalLM,
 )
 from world import assert_same, differ, make_trainer, parameters, trained
 from world import make_model as small_model
 
-from trl_explore.packing import build_trie
+from trl_explore.packed_attention import block_mask, masked_attention, spans
+from trl_explore.packing import Segment, build_trie, group_rows, pack_rows
+from trl_explore.streams import LOSS_NORMALISERS
 from trl_explore.tasks.tiny_model import VOCAB_SIZE
 from trl_explore.trainers import ExplorationConfig, ExplorationTrainer
 
@@ -46,6 +62,16 @@ FAMILIES = {
     "mistral": (MistralForCausalLM, MistralConfig, dict(sliding_window=4)),
     "gemma2": (Gemma2ForCausalLM, Gemma2Config, dict(attn_logit_softcapping=2.0, **WINDOW)),
 }
+
+
+# Plain gradient descent: Adam would turn the rounding of a gradient that is 0 into a step.
+SGD = dict(
+    optim="sgd", learning_rate=0.1, max_steps=2, beta=0.1, steps_per_generation=2, gradient_accumulation_steps=2
+)
+
+
+class SharingTrainer(ExplorationTrainer):
+    min_saved = 1  # the prompts of the small world are short
 
 
 def make_model(family):
@@ -126,10 +152,132 @@ def test_a_trie_spells_its_rows_and_descendants_stand_in_one_piece(rows, min_sav
         assert segment.depth == sum(s.stop - s.start for s in trie.chain(i)[:-1])
 
 
-# Plain gradient descent: Adam would turn the rounding of a gradient that is 0 into a step.
-SGD = dict(
-    optim="sgd", learning_rate=0.1, max_steps=2, beta=0.1, steps_per_generation=2, gradient_accumulation_steps=2
+def test_a_shared_prompt_and_a_shared_branch_stand_once():
+    # Both rows of the first prompt start with 9; the third row trains nothing; the last tokens predict nothing.
+    ids = torch.tensor([[0, 5, 6, 9, 7, 8], [0, 5, 6, 9, 4, 0], [3, 5, 6, 9, 4, 0], [3, 5, 6, 2, 0, 0]])
+    mask = torch.tensor([[0, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 0], [1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0]])
+    rows = pack_rows(ids[:, :3], mask[:, :3], ids[:, 3:], mask[:, 3:], min_saved=1)
+    assert rows.input_ids.tolist() == [[3, 5, 6, 5, 6, 9, 7]]
+    assert rows.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 3]]
+    assert rows.trie.segments == [
+        Segment(start=0, stop=3, end=3, depth=0, parent=-1),
+        Segment(start=3, stop=6, end=7, depth=0, parent=-1),
+        Segment(start=6, stop=7, end=7, depth=3, parent=1),
+    ]
+    assert rows.scored.tolist() == [0, 2, 4, 5, 5, 6] and rows.labels.tolist() == [[-100, 2, 9, 4, 7, 8]]
+    assert rows.index.tolist() == [[2, 4, 5], [2, 3, 0], [0, 0, 0], [1, 0, 0]]
+    assert rows.token_ratio == 16 / 7
+
+
+def test_short_segments_are_repeated_rather_than_shared():
+    rows = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6]]
+    assert build_trie(rows, min_saved=4).tokens == [1, 2, 3, 4, 3, 5, 6]  # 1, 2 saves four tokens, 3 would save one
+    assert build_trie(rows, min_saved=5).tokens == [1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 6]
+    assert build_trie([[1, 2]] * 3, min_saved=9).tokens == [1, 2]  # nothing branches
+
+
+def test_padding_is_seen_by_no_row():
+    ids, mask = torch.tensor([[5, 6, 7, 8]]), torch.ones(1, 4, dtype=torch.long)
+    rows = pack_rows(ids[:, :2], mask[:, :2], ids[:, 2:], mask[:, 2:], multiple_of=8)
+    assert rows.input_ids.tolist() == [[5, 6, 7, 0, 0, 0, 0, 0]] and rows.token_ratio == 4 / 3
+    assert spans(rows.trie) == [(slice(0, 3), slice(0, 3), True), (slice(3, 8), slice(3, 8), True)]
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_flex_attention_sees_what_masks_of_segments_show(window):
+    ids = torch.tensor([[5, 6, 7, 8, 9, 4, 3], [5, 6, 7, 8, 9, 4, 2], [5, 6, 7, 3, 4, 5, 6]])
+    mask = torch.ones_like(ids)
+    rows = pack_rows(ids[:, :3], mask[:, :3], ids[:, 3:], mask[:, 3:], min_saved=1)
+    torch.manual_seed(0)
+    parts = [torch.randn(1, 2, rows.input_ids.size(1), 8) for _ in range(3)]
+    expected = masked_attention(*parts, rows.trie, scale=0.5, window=window)
+    got = flex_attention(*parts, scale=0.5, block_mask=block_mask(rows, window))  # no backward pass on a CPU
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+
+
+def test_rows_of_a_prompt_go_to_one_micro_batch_and_costs_are_level():
+    long, short = [1] * 90, [[i] * 10 for i in range(2, 6)]
+    prompts = [short[0], long, short[1], long, short[2], short[3], long, short[0]]
+    completions = [[7], [8], [9], [10], [11], [12], [13], [14]]
+    order = group_rows(prompts, completions, num_batches=2)
+    assert sorted(order[:4]) == [0, 2, 4, 7] and sorted(order[4:]) == [1, 3, 5, 6]
+    # With room for two rows each, a prompt of three rows takes two places, and the rest the cheapest company.
+    order = group_rows(prompts, completions, num_batches=4)
+    assert [sorted(order[i : i + 2]) for i in range(0, 8, 2)] == [[0, 7], [1, 3], [2, 4], [5, 6]]
+
+
+def saved_bytes(trainer, rows, mode):
+    """What the forward pass keeps for the backward pass, without the weights."""
+    ids, mask, length = padded(rows)
+    kept, weights = {}, {p.untyped_storage().data_ptr() for p in trainer.model.parameters()}
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    trainer.shared_prefix_training = mode
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        logps = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, length)[0]
+    assert logps.requires_grad
+    return sum(kept.values())
+
+
+def test_packed_rows_never_keep_more_memory_than_plain_ones(trainer):
+    prompt = list(range(5, 25))
+    siblings = [(prompt, [i, *prompt[:9]]) for i in range(5, 13)]
+    strangers = [([i, *prompt], [i, *prompt[:9]]) for i in range(5, 13)]
+    trainer.min_saved = 16
+    assert saved_bytes(trainer, siblings, "on") < 0.6 * saved_bytes(trainer, siblings, "off")
+    # Where a window cuts, outputs of segments are kept beside the whole output.
+    more = 1.02 if trainer.model.config.model_type == "mistral" else 1.0
+    assert saved_bytes(trainer, strangers, "on") <= more * saved_bytes(trainer, strangers, "off")
+
+
+LOSSES = sorted(set(LOSS_NORMALISERS) - {"bnpo"})  # a mean over each micro-batch's tokens, whichever rows it has
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_grouping_leaves_the_sum_over_a_generation_batch(tmp_path, loss_type):
+    options = dict(SGD, beta=0.0, max_steps=1, per_device_train_batch_size=4, steps_per_generation=4)
+    options |= dict(gradient_accumulation_steps=4, loss_type=loss_type)
+    if loss_type == "luspo":
+        options["importance_sampling_level"] = "sequence"
+    expected, _ = trained(SharingTrainer, ExplorationConfig, tmp_path, **options)
+    got, log = trained(SharingTrainer, ExplorationConfig, tmp_path, shared_prefix_training="on", **options)
+    assert_same(got, expected, tolerance=1e-5)
+    assert log[0]["packing/token_ratio"] > 1.3
+
+
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+
+
+@pytest.mark.parametrize(
+    "options, tolerance",
+    [
+        (dict(gradient_checkpointing=True, peft_config=LORA), 1e-5),
+        (dict(gradient_checkpointing=True, gradient_checkpointing_kwargs=dict(use_reentrant=True)), 1e-5),
+        (dict(bf16=True), 2e-3),
+    ],
+    ids=["lora, checkpointing", "reentrant checkpointing", "bf16"],
 )
+def test_lora_checkpointing_and_bf16(tmp_path, options, tolerance):
+    options = dict(SGD, **options)
+    expected, _ = trained(SharingTrainer, ExplorationConfig, tmp_path, **options)
+    got, _ = trained(SharingTrainer, ExplorationConfig, tmp_path, shared_prefix_training="on", **options)
+    assert_same(got, expected, tolerance=tolerance)
+
+
+def test_auto_packs_where_enough_is_shared(tmp_path):
+    trainer = make_trainer(ExplorationTrainer, ExplorationConfig, tmp_path, shared_prefix_training="auto")
+    shared = [([5, 6, 7, 8, 9, 10], [i, 5]) for i in range(11, 19)]
+    trainer.model.train()
+    for rows, packed in ((shared, 1.0), (shared[:1], 0.0)):
+        ids, mask, length = padded(rows)
+        trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, length)
+        assert trainer._metrics["train"]["packing/packed"][-1] == packed
+    assert trainer._metrics["train"]["packing/token_ratio"] == [64 / 14, 8 / 7]
 
 
 @pytest.fixture(scope="module")
@@ -151,3 +299,67 @@ def test_every_trainer_ends_in_the_same_parameters(tmp_path, folder, name):
     assert_same(parameters(trainer), expected, tolerance=1e-5)
     log = trainer.state.log_history[0]
     assert differ(expected, before) and log["packing/token_ratio"] > 1 and log[metric] > 0
+
+
+REFUSED = {
+    "layers without attention": (
+        Lfm2ForCausalLM,
+        Lfm2Config(**SIZE, layer_types=["conv", "full_attention"]),
+        "Lfm2ForCausalLM has layers without attention or with one of their own (conv)",
+    ),
+    "attention sinks": (
+        GptOssForCausalLM,
+        GptOssConfig(**SIZE, num_local_experts=2, num_experts_per_tok=1, router_aux_loss_coef=0.0),
+        "GptOssForCausalLM gives packed rows other log-probabilities",
+    ),
+    "learned positions": (
+        GPT2LMHeadModel,
+        GPT2Config(vocab_size=29, n_embd=16, n_layer=1, n_head=2, attn_pdrop=0.0, initializer_range=0.3),
+        "GPT2LMHeadModel gives packed rows other log-probabilities",
+    ),
+    "another interface": (
+        GPTJForCausalLM,
+        GPTJConfig(vocab_size=29, n_embd=16, n_layer=1, n_head=2, rotary_dim=4),
+        "GPTJForCausalLM does not use the attention interface of transformers",
+    ),
+    "dropped arguments": (
+        StableLmForCausalLM,
+        StableLmConfig(**{**SIZE, "head_dim": None}),
+        "StableLmAttention is not told which rows are packed",
+    ),
+    "attention dropout": (
+        LlamaForCausalLM,
+        LlamaConfig(**SIZE, attention_dropout=0.1),
+        "`attention_dropout=0.1` drops other tokens for each row: load the model with `attention_dropout=0.0`",
+    ),
+}
+
+
+@pytest.mark.parametrize("model_class, config, reason", REFUSED.values(), ids=REFUSED)
+def test_models_that_cannot_share_prefixes_are_refused_with_the_reason(tmp_path, model_class, config, reason):
+    def make(mode):
+        torch.manual_seed(0)
+        return make_trainer(
+            ExplorationTrainer, ExplorationConfig, tmp_path, model=model_class(config), shared_prefix_training=mode
+        )
+
+    with pytest.raises(ValueError, match=re.escape(f"`shared_prefix_training='on'` cannot be used: {reason}")):
+        make("on")
+    with pytest.warns(UserWarning, match="It stays off"):
+        assert make("auto").shared_prefix_training == "off"
+
+
+def test_settings_that_do_not_go_together_are_refused(tmp_path):
+    def make(**options):
+        make_trainer(ExplorationTrainer, ExplorationConfig, tmp_path, **{"shared_prefix_training": "on", **options})
+
+    with pytest.raises(ValueError, match="`shared_prefix_training`: unknown value 'always'; choose one of auto, off"):
+        make(shared_prefix_training="always")
+    with pytest.raises(ValueError, match="set `torch_compile=False`"):
+        make(torch_compile=True)
+    with pytest.raises(ValueError, match="virtual tokens stand before every row: train LoRA"):
+        make(peft_config=PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
+    flash = make_model("llama")
+    flash.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="'flash_attention_2' cannot take a tree of rows: load the model with"):
+        make(model=flash)

@@ -1,5 +1,6 @@
 """Shared prefixes are computed once: log-probabilities over packed rows, and micro-batches that suit them."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -31,14 +32,59 @@ class PackedTrainer(StreamTrainer):
 
     def __init__(self, *, args, **kwargs):
         super().__init__(args=args, **kwargs)
-        if args.shared_prefix_training != "off":
-            self._enable_packing(args)
+        mode = args.shared_prefix_training
+        if mode == "off":
+            return
+        try:
+            self._enable_packing()
+        except ValueError as error:
+            message = f"`shared_prefix_training={mode!r}` cannot be used: {error}."
+            if mode == "on":
+                raise ValueError(f"{message} Or set it to 'off'.") from None
+            warnings.warn(f"{message} It stays off.", stacklevel=2)
+            return
+        self.shared_prefix_training, self.trees_stay_together = mode, True
 
-    def _enable_packing(self, args) -> None:
+    def _enable_packing(self) -> None:
+        if self._is_vlm:
+            raise ValueError("the rows of a vision-language model also share images: pass a text model")
+        if self.aux_loss_enabled:
+            raise ValueError("the load-balancing loss counts every token of every row: set `router_aux_loss_coef=0.0`")
+        if self.args.torch_compile:
+            raise ValueError("every batch would be compiled anew: set `torch_compile=False`")
+        if isinstance(self.model, PeftModel) and self.model.active_peft_config.is_prompt_learning:
+            raise ValueError("virtual tokens stand before every row: train LoRA, or the whole model")
         for model in filter(None, (self.model, self.ref_model)):
             enable_packing(_language_model(model))
-        self.shared_prefix_training = args.shared_prefix_training
-        self.trees_stay_together = True
+        if not self.is_fsdp_enabled and not self.is_deepspeed_enabled:  # where weights are not in one piece yet
+            self._try_packing()
+
+    def _try_packing(self) -> None:
+        """Compare a few rows: no list of models knows which of them read more than tokens, order and mask."""
+        model: Any = self.model
+        size, device = model.config.get_text_config().vocab_size, self.accelerator.device
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(size, (3, 12), generator=generator).to(device)
+        ids[1, :8] = ids[0, :8]
+        mask = torch.ones_like(ids)
+        mask[2, :4] = 0  # a shorter prompt
+        found, training = {}, model.training
+        model.eval()
+        try:
+            with torch.no_grad():
+                for mode in ("off", "on"):
+                    self.shared_prefix_training, self.min_saved = mode, 1
+                    found[mode] = self._get_per_token_logps_and_entropies(model, ids, mask, 6)[0].float()
+        finally:
+            del self.shared_prefix_training, self.min_saved
+            model.train(training)
+        error = (found["on"] - found["off"]).abs().mean().item()
+        exact = model.dtype == torch.float32 and self.accelerator.mixed_precision == "no"
+        if error > (1e-3 if exact else 0.1):
+            raise ValueError(
+                f"{type(_language_model(model)).__name__} gives packed rows other log-probabilities ({error:.1e} on "
+                "average): its attention reads more than tokens, their order and a mask"
+            )
 
     # ---------------------------------------------------------------------------------------------- seams into TRL
 

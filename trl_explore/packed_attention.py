@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .packing import PackedRows, Trie
 
 PREFIX = "packed_"
+LAYER_TYPES = {"full_attention", "sliding_attention"}
 IMPLEMENTATIONS = ("sdpa", "eager", "flex_attention")
 # A 4D mask goes through transformers' mask making as it is; without elements it cannot be mistaken for a real one.
 NO_MASK = torch.empty(1, 1, 0, 0)
@@ -36,8 +37,20 @@ def enable_packing(model: PreTrainedModel) -> None:
             A causal language model without wrappers.
 
     Raises:
-        ValueError: If its attention cannot take them, with what to set instead.
+        ValueError: If it cannot take them: the reason, and what to set instead where that helps.
     """
+    config = model.config.to_dict()
+    kinds = set(config.get("layer_types") or ()) - LAYER_TYPES
+    if kinds or model._is_stateful:
+        raise ValueError(
+            f"{type(model).__name__} has layers without attention or with one of their own "
+            f"({', '.join(sorted(kinds)) or 'recurrent'}), which read rows one after the other"
+        )
+    if config.get("attention_dropout"):
+        raise ValueError(
+            f"`attention_dropout={config['attention_dropout']}` drops other tokens for each row: load the model with "
+            "`attention_dropout=0.0` (in `model_init_kwargs`)"
+        )
     original = model.config._attn_implementation
     if original.startswith(PREFIX):
         return
@@ -50,6 +63,8 @@ def enable_packing(model: PreTrainedModel) -> None:
     AttentionInterface.register(name, partial(_attend, original=original))
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[original])
     model.set_attn_implementation(name)
+    if model.config._attn_implementation != name:
+        raise ValueError(f"{type(model).__name__} does not use the attention interface of transformers")
 
 
 def _attend(
@@ -64,6 +79,8 @@ def _attend(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     if packed_rows is None:
+        if attention_mask is not None and attention_mask.numel() == 0:
+            raise ValueError(f"{type(module).__name__} is not told which rows are packed: its model drops arguments")
         own = sys.modules[type(module).__module__]
         attention = ALL_ATTENTION_FUNCTIONS[original] if original != "eager" else vars(own)["eager_attention_forward"]
         return attention(module, query, key, value, attention_mask, **kwargs)
@@ -77,11 +94,10 @@ def _attend(
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    groups = query.size(1) // key.size(1)
-    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     if window is not None and window > int(packed_rows.position_ids.max()):
         window = None
-    if query.device.type == "cpu" and window is None and softcap is None:
+    fused = query.device.type == "cpu" and query.size(-1) == value.size(-1)
+    if fused and window is None and softcap is None:
         out = _TreeAttention.apply(query, key, value, packed_rows.trie, scale)
     else:
         out = masked_attention(query, key, value, packed_rows.trie, scale=scale, window=window, softcap=softcap)
@@ -97,7 +113,9 @@ class _TreeAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query, key, value, trie: Trie, scale: float):
-        out, lse = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+        batch, heads, length, width = query.shape
+        out = query.new_empty(batch, length, heads, width).transpose(1, 2)  # as the output projection wants it
+        lse = query.new_empty(batch, heads, length, dtype=torch.float32)
         for queries, keys, causal in spans(trie):
             part = query[:, :, queries], key[:, :, keys], value[:, :, keys]
             part_out, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -169,9 +187,9 @@ def masked_attention(
         query (`torch.Tensor`):
             Shape `(1, H, S, D)`.
         key (`torch.Tensor`):
-            Shape `(1, H, S, D)`.
+            Shape `(1, H_kv, S, D)`; H is a multiple of H_kv.
         value (`torch.Tensor`):
-            Shape `(1, H, S, D)`.
+            Shape `(1, H_kv, S, D_v)`.
         trie ([`~trl_explore.packing.Trie`]):
             The packed rows.
         scale (`float`):
@@ -182,7 +200,7 @@ def masked_attention(
             Bound of the logits' absolute value, approached by a hyperbolic tangent.
 
     Returns:
-        `torch.Tensor`: Shape `(1, H, S, D)`.
+        `torch.Tensor`: Shape `(1, H, S, D_v)`.
     """
     parts = []
     for i, segment in enumerate(trie.segments):
@@ -190,20 +208,27 @@ def masked_attention(
         if window is not None:
             chain = [s for s in chain if s.depth + s.stop - s.start > segment.depth - window + 1]
         depths = torch.cat([torch.arange(s.stop - s.start) + s.depth for s in chain])
-        keys = torch.cat([key[:, :, s.start : s.stop] for s in chain], dim=2)
-        values = torch.cat([value[:, :, s.start : s.stop] for s in chain], dim=2)
+        keys, values = (_joined([x[:, :, s.start : s.stop] for s in chain]) for x in (key, value))
         queries = query[:, :, segment.start : segment.stop]
         distance = depths[-queries.size(2) :, None] - depths[None, :]
         seen = (distance >= 0) & (distance < (window or len(depths) + segment.depth + 1))
         seen = seen.to(query.device)
         if softcap is None:
-            out = nn.functional.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, scale=scale)
+            out = nn.functional.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=seen, scale=scale, enable_gqa=True
+            )
         else:
+            groups = query.size(1) // key.size(1)
+            keys, values = keys.repeat_interleave(groups, dim=1), values.repeat_interleave(groups, dim=1)
             logits = softcap * torch.tanh(queries @ keys.transpose(2, 3) * (scale / softcap))
             weights = logits.masked_fill(~seen, -torch.inf).softmax(dim=-1, dtype=torch.float32)
             out = weights.to(values.dtype) @ values
         parts.append(out)
     return torch.cat(parts, dim=2)
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]  # `cat` copies a single part too
 
 
 def block_mask(rows: PackedRows, window: int | None) -> Any:
