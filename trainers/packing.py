@@ -9,7 +9,7 @@ import torch
 from peft import PeftModel
 from trl.trainer.utils import split_tensor_dict
 
-from trl_explore.packed_attention import NO_MASK, enable_packing
+from trl_explore.packed_attention import NO_MASK, enable_packing, own_attention
 from trl_explore.packing import MIN_SAVED, group_rows, pack_rows
 from trl_explore.streams import RowDict, row_tokens, select_rows
 
@@ -88,10 +88,16 @@ class PackedTrainer(StreamTrainer):
 
     # ---------------------------------------------------------------------------------------------- seams into TRL
 
+    def _generate_single_turn(self, *args, **kwargs):
+        if self.shared_prefix_training == "off":
+            return super()._generate_single_turn(*args, **kwargs)
+        with own_attention(_language_model(self.model)):
+            return super()._generate_single_turn(*args, **kwargs)
+
     def _prepare_inputs(self, generation_batch):
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
-        if not self.trees_stay_together or not self._is_training or self._buffered_inputs is before:
+        if not self.trees_stay_together or self._buffered_inputs is before:
             return inputs
         self._buffered_inputs = _regroup(self._buffered_inputs)
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
@@ -125,7 +131,12 @@ class PackedTrainer(StreamTrainer):
     def _packed_logps(self, model, ids, mask, width: int) -> tuple[Any, Any, None] | None:
         """Log-probabilities and entropies `(B, T)`; `None` where it does not pay."""
         rows = pack_rows(
-            ids[:, :-width], mask[:, :-width], ids[:, -width:], mask[:, -width:], min_saved=self.min_saved
+            ids[:, :-width],
+            mask[:, :-width],
+            ids[:, -width:],
+            mask[:, -width:],
+            min_saved=self.min_saved,
+            multiple_of=128 if ids.is_cuda else 1,  # blocks of FlexAttention
         )
         packs = self.shared_prefix_training == "on" or rows.token_ratio >= PAYS_FROM
         if torch.is_grad_enabled() and self._is_training:

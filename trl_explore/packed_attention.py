@@ -10,6 +10,8 @@ without packed rows is the model's own to the bit. One with `packed_rows=` takes
 """
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -67,6 +69,23 @@ def enable_packing(model: PreTrainedModel) -> None:
         raise ValueError(f"{type(model).__name__} does not use the attention interface of transformers")
 
 
+@contextmanager
+def own_attention(model: PreTrainedModel) -> Iterator[None]:
+    """
+    Let a model run under the name of its own attention: continuous batching asks for it.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            A model that takes packed rows; no backward pass may be due.
+    """
+    name = model.config._attn_implementation
+    model.set_attn_implementation(name.removeprefix(PREFIX))
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(name)
+
+
 def _attend(
     module: nn.Module,
     query: torch.Tensor,
@@ -86,14 +105,14 @@ def _attend(
         return attention(module, query, key, value, attention_mask, **kwargs)
     scale = kwargs.get("scaling") or query.size(-1) ** -0.5
     window, softcap = kwargs.get("sliding_window"), kwargs.get("softcap")
-    if query.device.type == "cuda":
+    if torch.is_autocast_enabled(query.device.type):  # rotated queries and keys may be float32
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if query.device.type == "cuda" and query.size(-1) >= 16:  # the least that FlexAttention takes there
         from transformers.integrations.flex_attention import flex_attention_forward
 
         mask = block_mask(packed_rows, window)
         return flex_attention_forward(module, query, key, value, mask, scaling=scale, softcap=softcap)
-    if torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if window is not None and window > int(packed_rows.position_ids.max()):
         window = None
     fused = query.device.type == "cpu" and query.size(-1) == value.size(-1)
@@ -115,7 +134,7 @@ class _TreeAttention(torch.autograd.Function):
     def forward(ctx, query, key, value, trie: Trie, scale: float):
         batch, heads, length, width = query.shape
         out = query.new_empty(batch, length, heads, width).transpose(1, 2)  # as the output projection wants it
-        lse = query.new_empty(batch, heads, length, dtype=torch.float32)
+        lse = query.new_empty(batch, heads, length, dtype=torch.promote_types(query.dtype, torch.float32))
         for queries, keys, causal in spans(trie):
             part = query[:, :, queries], key[:, :, keys], value[:, :, keys]
             part_out, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
