@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, PromptTuningConfig
@@ -366,6 +367,12 @@ def test_models_that_cannot_share_prefixes_are_refused_with_the_reason(tmp_path,
         make("on")
     with pytest.warns(UserWarning, match="It stays off"):
         assert make("auto").shared_prefix_training == "off"
+
+
+def test_yaml_reads_on_and_off_as_truth_values(tmp_path):
+    for mode in ("on", "off", "auto"):
+        [value] = yaml.safe_load(f"shared_prefix_training: {mode}").values()
+        assert ExplorationConfig(tmp_path, use_cpu=True, shared_prefix_training=value).shared_prefix_training == mode
 
 
 def test_settings_that_do_not_go_together_are_refused(tmp_path):

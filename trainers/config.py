@@ -88,6 +88,8 @@ class ExplorationConfig(GRPOConfig):
         """
         if self.vllm_weight_sync not in WEIGHT_SYNCS:
             raise ValueError(f"`vllm_weight_sync`: {unknown_name('value', self.vllm_weight_sync, WEIGHT_SYNCS)}")
+        if isinstance(self.shared_prefix_training, bool):  # what `on` and `off` are in YAML
+            self.shared_prefix_training = "on" if self.shared_prefix_training else "off"
         if self.shared_prefix_training not in PACKING_MODES:
             problem = unknown_name("value", self.shared_prefix_training, PACKING_MODES)
             raise ValueError(f"`shared_prefix_training`: {problem}")

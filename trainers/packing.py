@@ -38,10 +38,10 @@ class PackedTrainer(StreamTrainer):
         try:
             self._enable_packing()
         except ValueError as error:
-            message = f"`shared_prefix_training={mode!r}` cannot be used: {error}."
+            message = f"`shared_prefix_training={mode!r}` cannot be used: {error}"
             if mode == "on":
-                raise ValueError(f"{message} Or set it to 'off'.") from None
-            warnings.warn(f"{message} It stays off.", stacklevel=2)
+                raise ValueError(f"{message}; or leave `shared_prefix_training` off.") from None
+            warnings.warn(f"{message}. It stays off.", stacklevel=2)
             return
         self.shared_prefix_training, self.trees_stay_together = mode, True
 
@@ -140,8 +140,9 @@ class PackedTrainer(StreamTrainer):
         )
         packs = self.shared_prefix_training == "on" or rows.token_ratio >= PAYS_FROM
         if torch.is_grad_enabled() and self._is_training:
-            self.log_metric("packing/token_ratio", rows.token_ratio)
-            self.log_metric("packing/packed", packs)
+            # Of this process alone: the main one's are logged, and a gather per pass is not worth the rest.
+            self._metrics["train"]["packing/token_ratio"].append(rows.token_ratio)
+            self._metrics["train"]["packing/packed"].append(float(packs))
         if not packs:
             return None
         language_model = _language_model(self.accelerator.unwrap_model(model))

@@ -6,6 +6,7 @@ the descendants of a segment follow it without a gap. A token then sees an earli
 end of that one's descendants; `packed_attention.py` computes attention from this alone.
 """
 
+import math
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -145,7 +146,8 @@ def build_trie(rows: list[list[int]], *, min_saved: int = MIN_SAVED) -> Trie:
         rows (`list[list[int]]`):
             Token ids `[B][L_i]`; rows may be empty, repeat, or be the start of another.
         min_saved (`int`, *optional*, defaults to `16`):
-            Tokens that sharing a segment must save; shorter ones are repeated in each of their continuations.
+            Tokens that sharing a segment must save, at least 1; shorter ones are repeated in each of their
+            continuations.
 
     Returns:
         [`Trie`]: Its segments spell every row.
@@ -161,7 +163,7 @@ def build_trie(rows: list[list[int]], *, min_saved: int = MIN_SAVED) -> Trie:
         first, last = arrays[group[0]], arrays[group[-1]]
         common = _common_length(first, last, start=common)
         same = common == len(last)
-        if same or (len(group) - 1) * (common - placed) >= max(min_saved, 1):
+        if same or (len(group) - 1) * (common - placed) >= min_saved:
             starts.append((len(tokens), len(tokens) + common - placed, placed, parent))
             tokens.extend(first[placed:common].tolist())
             parent, placed = len(starts) - 1, common
@@ -226,7 +228,7 @@ def pack_rows(
     rows = [row[real].tolist() for row, real in zip(ids, mask, strict=True)]
     trie = build_trie([row[:-1] if n else [] for row, n in zip(rows, lengths, strict=True)], min_saved=min_saved)
     num_unique = max(len(trie.tokens), 1)
-    _pad(trie, -(-num_unique // multiple_of) * multiple_of)
+    trie = _padded(trie, math.ceil(num_unique / multiple_of) * multiple_of)
 
     # A position and the token that it predicts, as one number; equal pairs are scored once.
     vocab = int(ids.max()) + 1
@@ -251,12 +253,13 @@ def pack_rows(
     )
 
 
-def _pad(trie: Trie, size: int) -> None:
-    """Append a segment that belongs to no row."""
+def _padded(trie: Trie, size: int) -> Trie:
+    """With a segment more that belongs to no row, where there are fewer tokens than `size`."""
     start = len(trie.tokens)
-    if start < size:
-        trie.segments.append(Segment(start, size, size, depth=0, parent=-1))
-        trie.tokens.extend([0] * (size - start))
+    if start == size:
+        return trie
+    padding = Segment(start, size, size, depth=0, parent=-1)
+    return Trie([*trie.segments, padding], trie.tokens + [0] * (size - start), trie.leaves)
 
 
 def group_rows(prompts: list[list[int]], completions: list[list[int]], *, num_batches: int) -> list[int]:
