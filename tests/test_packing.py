@@ -35,7 +35,7 @@ from transformers import (
 from world import assert_same, differ, make_trainer, parameters, trained
 from world import make_model as small_model
 
-from trl_explore.packed_attention import block_mask, masked_attention, spans
+from trl_explore.packed_attention import _TreeAttention, block_mask, masked_attention, spans
 from trl_explore.packing import Segment, build_trie, group_rows, pack_rows
 from trl_explore.streams import LOSS_NORMALISERS
 from trl_explore.tasks.tiny_model import VOCAB_SIZE
@@ -195,6 +195,17 @@ def test_flex_attention_sees_what_masks_of_segments_show(window):
     expected = masked_attention(*parts, rows.trie, scale=0.5, window=window)
     got = flex_attention(*parts, scale=0.5, block_mask=block_mask(rows, window))  # no backward pass on a CPU
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+
+
+def test_merging_many_parts_rounds_no_more_than_one_attention():
+    trie = build_trie([[*range(4 * i), 99] for i in range(1, 25)], min_saved=1)  # twenty-four levels
+    torch.manual_seed(0)
+    exact = [torch.randn(1, 2, len(trie.tokens), 32, dtype=torch.float64) for _ in range(3)]
+    expected = masked_attention(*exact, trie, scale=0.2)
+    torch.testing.assert_close(_TreeAttention.apply(*exact, trie, 0.2), expected, rtol=0, atol=1e-12)
+    rounded = [part.bfloat16() for part in exact]
+    merged, whole = _TreeAttention.apply(*rounded, trie, 0.2), masked_attention(*rounded, trie, scale=0.2)
+    assert (merged - expected).abs().mean() < 1.1 * (whole - expected).abs().mean()
 
 
 def test_rows_of_a_prompt_go_to_one_micro_batch_and_costs_are_level():

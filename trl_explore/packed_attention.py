@@ -133,8 +133,9 @@ class _TreeAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, trie: Trie, scale: float):
         batch, heads, length, width = query.shape
-        out = query.new_empty(batch, length, heads, width).transpose(1, 2)  # as the output projection wants it
-        lse = query.new_empty(batch, heads, length, dtype=torch.promote_types(query.dtype, torch.float32))
+        precise = torch.promote_types(query.dtype, torch.float32)
+        out = query.new_empty(batch, length, heads, width, dtype=precise).transpose(1, 2)  # the order of the kernel
+        lse = query.new_empty(batch, heads, length, dtype=precise)
         for queries, keys, causal in spans(trie):
             part = query[:, :, queries], key[:, :, keys], value[:, :, keys]
             part_out, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -144,9 +145,10 @@ class _TreeAttention(torch.autograd.Function):
                 out[:, :, queries], lse[:, :, queries] = part_out, part_lse
                 continue
             merged = torch.logaddexp(lse[:, :, queries], part_lse)
-            share = (part_lse - merged).exp().unsqueeze(-1).to(out.dtype)
-            out[:, :, queries].lerp_(part_out, share)
+            share = (part_lse - merged).exp().unsqueeze(-1)
+            out[:, :, queries].lerp_(part_out.to(precise), share)
             lse[:, :, queries] = merged
+        out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.trie, ctx.scale = trie, scale
         return out
