@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, PromptTuningConfig
 from test_adapters import METHODS, parity
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import create_mask, flex_attention
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -185,16 +185,31 @@ def test_padding_is_seen_by_no_row():
     assert spans(rows.trie) == [(slice(0, 3), slice(0, 3), True), (slice(3, 8), slice(3, 8), True)]
 
 
-@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("window", [None, 3, 200])
 def test_flex_attention_sees_what_masks_of_segments_show(window):
-    ids = torch.tensor([[5, 6, 7, 8, 9, 4, 3], [5, 6, 7, 8, 9, 4, 2], [5, 6, 7, 3, 4, 5, 6]])
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, 29, (4, 400), generator=generator)
+    ids[1, :150], ids[2, :300], ids[3, :302] = ids[0, :150], ids[0, :300], ids[2, :302]
     mask = torch.ones_like(ids)
-    rows = pack_rows(ids[:, :3], mask[:, :3], ids[:, 3:], mask[:, 3:], min_saved=1)
-    torch.manual_seed(0)
-    parts = [torch.randn(1, 2, rows.input_ids.size(1), 8) for _ in range(3)]
+    rows = pack_rows(ids[:, :50], mask[:, :50], ids[:, 50:], mask[:, 50:], min_saved=1, multiple_of=128)
+    parts = [torch.randn(1, 2, rows.input_ids.size(1), 8, generator=generator) for _ in range(3)]
+    blocks = block_mask(rows, window)
     expected = masked_attention(*parts, rows.trie, scale=0.5, window=window)
-    got = flex_attention(*parts, scale=0.5, block_mask=block_mask(rows, window))  # no backward pass on a CPU
+    got = flex_attention(*parts, scale=0.5, block_mask=blocks)  # no backward pass on a CPU, nor does it skip blocks
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+    # What a GPU skips, and where it asks no mask: of all pairs of tokens.
+    size = rows.input_ids.size(1)
+    pairs = create_mask(blocks.mask_mod, None, None, size, size, device="cpu")[0, 0]
+    pairs = pairs.view(size // 128, 128, size // 128, 128).transpose(1, 2).flatten(2)
+    whole = torch.zeros(pairs.shape[:2], dtype=torch.bool)
+    for i, number in enumerate(blocks.full_kv_num_blocks[0, 0]):
+        whole[i, blocks.full_kv_indices[0, 0, i, :number]] = True
+    asked = blocks.to_dense()[0, 0].bool()
+    assert not (pairs.any(dim=2) & ~asked).any() and not (whole & ~pairs.all(dim=2)).any()
+    if window is None:
+        assert torch.equal(asked, pairs.any(dim=2)) and torch.equal(whole, pairs.all(dim=2)) and whole.any()
+    else:
+        assert asked.sum() < torch.ones_like(asked).tril().sum()
 
 
 def test_merging_many_parts_rounds_no_more_than_one_attention():

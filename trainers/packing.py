@@ -9,7 +9,7 @@ import torch
 from peft import PeftModel
 from trl.trainer.utils import split_tensor_dict
 
-from trl_explore.packed_attention import NO_MASK, enable_packing, own_attention
+from trl_explore.packed_attention import BLOCK, NO_MASK, enable_packing, own_attention
 from trl_explore.packing import MIN_SAVED, group_rows, pack_rows
 from trl_explore.streams import RowDict, row_tokens, select_rows
 
@@ -136,7 +136,7 @@ class PackedTrainer(StreamTrainer):
             ids[:, -width:],
             mask[:, -width:],
             min_saved=self.min_saved,
-            multiple_of=128 if ids.is_cuda else 1,  # blocks of FlexAttention
+            multiple_of=BLOCK if ids.is_cuda else 1,
         )
         packs = self.shared_prefix_training == "on" or rows.token_ratio >= PAYS_FROM
         if torch.is_grad_enabled() and self._is_training:

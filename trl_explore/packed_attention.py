@@ -26,6 +26,7 @@ from .packing import PackedRows, Trie
 PREFIX = "packed_"
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 IMPLEMENTATIONS = ("sdpa", "eager", "flex_attention")
+BLOCK = 128  # queries and keys of a block of FlexAttention
 # A 4D mask goes through transformers' mask making as it is; without elements it cannot be mistaken for a real one.
 NO_MASK = torch.empty(1, 1, 0, 0)
 
@@ -258,7 +259,7 @@ def block_mask(rows: PackedRows, window: int | None) -> Any:
 
     Args:
         rows ([`~trl_explore.packing.PackedRows`]):
-            The rows; the mask is kept with them.
+            The rows, padded to a multiple of 128; the mask is kept with them.
         window (`int`, *optional*):
             Tokens of a row that a token sees at most, itself included.
 
@@ -267,7 +268,7 @@ def block_mask(rows: PackedRows, window: int | None) -> Any:
     """
     if window in rows.block_masks:
         return rows.block_masks[window]
-    from torch.nn.attention.flex_attention import create_block_mask
+    from torch.nn.attention.flex_attention import BlockMask
 
     device, depths = rows.input_ids.device, rows.position_ids[0]
     lengths = torch.tensor([s.stop - s.start for s in rows.trie.segments], device=device)
@@ -278,7 +279,24 @@ def block_mask(rows: PackedRows, window: int | None) -> Any:
         seen = (k <= q) & (q < ends[k])
         return seen if window is None else seen & (depths[q] - depths[k] < window)
 
-    size = rows.input_ids.size(1)
-    mask = create_block_mask(sees, B=None, H=None, Q_LEN=size, KV_LEN=size, device=str(device))
+    # The same for blocks, out of the extremes of each: a mask over all pairs of tokens grows with their square.
+    first = torch.arange(0, len(depths), BLOCK, device=device)
+    end, depth = ends.view(-1, BLOCK), depths.view(-1, BLOCK)
+    some = first[:, None] < end.amax(1)
+    every = first[:, None] + BLOCK <= end.amin(1)
+    if window is not None:
+        some &= depth.amin(1)[:, None] - depth.amax(1) < window
+        every &= depth.amax(1)[:, None] - depth.amin(1) < window
+    some, every = some.tril(-1), every.tril(-1)
+    own = torch.eye(len(first), dtype=torch.bool, device=device)
+    mask = BlockMask.from_kv_blocks(
+        *_listed(some & ~every | own), *_listed(some & every), BLOCK_SIZE=BLOCK, mask_mod=sees
+    )
     rows.block_masks[window] = mask
     return mask
+
+
+def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many blocks of keys each block of queries has, and which: those first."""
+    order = blocks.int().argsort(dim=1, descending=True, stable=True)
+    return blocks.sum(dim=1, dtype=torch.int32)[None, None], order.int()[None, None]
