@@ -55,7 +55,7 @@ class PackedTrainer(StreamTrainer):
         if isinstance(self.model, PeftModel) and self.model.active_peft_config.is_prompt_learning:
             raise ValueError("virtual tokens stand before every row: train LoRA, or the whole model")
         for model in filter(None, (self.model, self.ref_model)):
-            enable_packing(_language_model(model))
+            enable_packing(self._unwrapped(model))
         if not self.is_fsdp_enabled and not self.is_deepspeed_enabled:  # where weights are not in one piece yet
             self._try_packing()
 
@@ -82,7 +82,7 @@ class PackedTrainer(StreamTrainer):
         exact = model.dtype == torch.float32 and self.accelerator.mixed_precision == "no"
         if error > (1e-3 if exact else 0.1):
             raise ValueError(
-                f"{type(_language_model(model)).__name__} gives packed rows other log-probabilities ({error:.1e} on "
+                f"{type(self._unwrapped(model)).__name__} gives packed rows other log-probabilities ({error:.1e} on "
                 "average): its attention reads more than tokens, their order and a mask"
             )
 
@@ -91,7 +91,7 @@ class PackedTrainer(StreamTrainer):
     def _generate_single_turn(self, *args, **kwargs):
         if self.shared_prefix_training == "off":
             return super()._generate_single_turn(*args, **kwargs)
-        with own_attention(_language_model(self.model)):
+        with own_attention(self._unwrapped(self.model)):
             return super()._generate_single_turn(*args, **kwargs)
 
     def _prepare_inputs(self, generation_batch):
@@ -145,8 +145,7 @@ class PackedTrainer(StreamTrainer):
             self._metrics["train"]["packing/packed"].append(float(packs))
         if not packs:
             return None
-        language_model = _language_model(self.accelerator.unwrap_model(model))
-        with _scored_only(language_model, rows.scored), self.accelerator.autocast():
+        with _scored_only(self._unwrapped(model), rows.scored), self.accelerator.autocast():
             outputs = model(
                 input_ids=rows.input_ids,
                 attention_mask=NO_MASK.to(ids.device),
@@ -158,9 +157,10 @@ class PackedTrainer(StreamTrainer):
         entropies = None if outputs.entropy is None else rows.unpack(outputs.entropy)  # the reference has none
         return rows.unpack(outputs.log_probs), entropies, None
 
-
-def _language_model(model: Any) -> Any:
-    return model.get_base_model() if isinstance(model, PeftModel) else model
+    def _unwrapped(self, model: Any) -> Any:
+        """The causal language model without the wrappers of accelerate and PEFT."""
+        model = self.accelerator.unwrap_model(model)
+        return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def _regroup(batches: list[RowDict]) -> list[RowDict]:
