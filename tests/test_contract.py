@@ -98,6 +98,7 @@ def test_attributes_that_are_swapped_or_read(trainer):
     assert isinstance(trainer._logs["rewards"], defaultdict) and isinstance(trainer._logs["extra"], defaultdict)
     assert isinstance(trainer._pending_extra_logs, defaultdict) and isinstance(trainer._pending_metrics, defaultdict)
     assert trainer._entropy_bonus_enabled is False and trainer.aux_loss_enabled is False
+    assert trainer.is_fsdp_enabled is False and trainer.is_deepspeed_enabled is False and trainer.ref_model is not None
     assert trainer._step == 0 and trainer._buffered_inputs is None
     assert trainer._is_vlm is False and trainer._tokenizer.pad_token_id == 0
     assert trainer.eos_token_ids == [1]

@@ -84,9 +84,13 @@ def main():
     parser.add_argument("--vocab_size", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: there is no CUDA device here")
+    if args.rows < 2 or args.hidden_size % 128:
+        parser.error("--rows must be at least 2, and --hidden_size a multiple of 128")
     torch.set_num_threads(args.threads)
     transformers.utils.logging.set_verbosity_error()
     torch.manual_seed(args.seed)
@@ -137,7 +141,7 @@ def make_trainer(args) -> ExplorationTrainer:
         intermediate_size=3 * args.hidden_size,
         num_hidden_layers=args.layers,
         num_attention_heads=args.hidden_size // 32,
-        num_key_value_heads=max(1, args.hidden_size // 128),
+        num_key_value_heads=args.hidden_size // 128,
         pad_token_id=0,
     )
     on_cpu = args.device == "cpu"
