@@ -407,6 +407,8 @@ def test_settings_that_do_not_go_together_are_refused(tmp_path):
 
     with pytest.raises(ValueError, match="`shared_prefix_training`: unknown value 'always'; choose one of auto, off"):
         make(shared_prefix_training="always")
+    with pytest.raises(ValueError, match="set `per_device_train_batch_size` to at least 2; or leave"):
+        make(per_device_train_batch_size=1, steps_per_generation=4)
     with pytest.raises(ValueError, match="set `torch_compile=False`"):
         make(torch_compile=True)
     with pytest.raises(ValueError, match="virtual tokens stand before every row: train LoRA"):

@@ -50,6 +50,8 @@ class PackedTrainer(StreamTrainer):
             raise ValueError("the rows of a vision-language model also share images: pass a text model")
         if self.aux_loss_enabled:
             raise ValueError("the load-balancing loss counts every token of every row: set `router_aux_loss_coef=0.0`")
+        if self.args.per_device_train_batch_size == 1:
+            raise ValueError("a single row shares nothing: set `per_device_train_batch_size` to at least 2")
         if self.args.torch_compile:
             raise ValueError("every batch would be compiled anew: set `torch_compile=False`")
         if isinstance(self.model, PeftModel) and self.model.active_peft_config.is_prompt_learning:
@@ -83,7 +85,7 @@ class PackedTrainer(StreamTrainer):
         if error > (1e-3 if exact else 0.1):
             raise ValueError(
                 f"{type(self._unwrapped(model)).__name__} gives packed rows other log-probabilities ({error:.1e} on "
-                "average): its attention reads more than tokens, their order and a mask"
+                "average): it looks at more than tokens, their order and a mask (learned positions, attention sinks)"
             )
 
     # ---------------------------------------------------------------------------------------------- seams into TRL
