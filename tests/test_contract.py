@@ -13,6 +13,7 @@ import trl
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer.utils import add_fused_lm_head, split_tensor_dict
 from world import make_trainer
 
 from trl_explore.compat import check_trl_version
@@ -98,6 +99,7 @@ def test_attributes_that_are_swapped_or_read(trainer):
     assert isinstance(trainer._logs["rewards"], defaultdict) and isinstance(trainer._logs["extra"], defaultdict)
     assert isinstance(trainer._pending_extra_logs, defaultdict) and isinstance(trainer._pending_metrics, defaultdict)
     assert trainer._entropy_bonus_enabled is False and trainer.aux_loss_enabled is False
+    assert trainer.is_fsdp_enabled is False and trainer.is_deepspeed_enabled is False and trainer.ref_model is not None
     assert trainer._step == 0 and trainer._buffered_inputs is None
     assert trainer._is_vlm is False and trainer._tokenizer.pad_token_id == 0
     assert trainer.eos_token_ids == [1]
@@ -214,6 +216,24 @@ def test_old_log_probabilities_are_the_first_pass_after_the_rollout():
     assert source.index("self._generate(") < source.index(condition)
     assert source.index("_get_per_token_logps_and_entropies(") > source.index(condition)
     assert source.index("self._calculate_rewards(") > source.index(condition)
+
+
+def test_log_probabilities_come_from_a_fused_head_that_takes_shifted_labels():
+    # `trainers/packing.py` calls it on one packed sequence, and picks the hidden states that are scored.
+    source = inspect.getsource(GRPOTrainer._get_per_token_logps_and_entropies)
+    assert "outputs = model(**model_inputs, labels=labels, fused_lm_head=True)" in source
+    assert "return logps, entropies, aux_loss" in source
+    source = inspect.getsource(add_fused_lm_head)
+    assert "backbone_outputs = getattr(self, backbone_attr)(*args, **kwargs)" in source
+    assert "hidden_states = backbone_outputs.last_hidden_state\n            labels = shift_labels" in source
+
+
+def test_micro_batches_are_split_off_in_order_and_kept_in_a_list(trainer):
+    source = inspect.getsource(GRPOTrainer._prepare_inputs)
+    assert "generation_batch = shuffle_sequence_dict(generation_batch)" in source
+    assert "inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]" in source
+    parts = split_tensor_dict({"a": torch.arange(4), "b": torch.tensor(7)}, 2)
+    assert [part["a"].tolist() for part in parts] == [[0, 1], [2, 3]] and parts[1]["b"] == 7
 
 
 def test_the_backbone_gives_hidden_states_before_the_head():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
-from world import assert_same, contains_answer, differ, make_trainer, parameters, trained
+from world import assert_same, contains_answer, differ, make_model, make_trainer, parameters, trained
 
 from trl_explore.trainers import (
     DeepGRPOConfig,
@@ -105,3 +105,21 @@ def test_continuous_batching_samples_within_budgets(tmp_path):
     groups = trainer.sample([[5, 15, 6], [5], [6, 7]], [3, 1, 2], [1, 8, 4])
     assert [len(g) for g in groups] == [3, 1, 2]
     assert all(1 <= len(c.token_ids) <= b for g, b in zip(groups, [1, 8, 4], strict=True) for c in g)
+
+
+@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS.keys())
+def test_shared_prefixes_end_in_the_same_parameters(tmp_path, options):
+    """FlexAttention, compiled; its backward pass runs nowhere else."""
+    options = dict(options, use_cpu=False, optim="sgd", learning_rate=0.1, max_steps=2)
+    options["beta"] = 0.0  # the reference of a model that is not saved
+    results = []
+    for mode in ("off", "on"):
+        model = make_model(hidden_size=64, intermediate_size=128, num_hidden_layers=2)  # heads of 32
+        results.append(
+            trained(
+                ExplorationTrainer, ExplorationConfig, tmp_path, model=model, shared_prefix_training=mode, **options
+            )
+        )
+    (expected, _), (got, log) = results
+    assert_same(got, expected, tolerance=1e-2 if "bf16" in options else 1e-4)
+    assert log[0]["packing/packed"] == 1.0

@@ -109,6 +109,16 @@ def test_a_process_without_rows_still_gets_its_share_of_masked_ones():
     assert loss_mask(steps[0][0]).sum() == 0
 
 
+def test_siblings_stay_together_where_that_is_asked_for():
+    rows = make_rows([3, 3, 3, 3, 3])
+    rows["prompt_ids"][[2, 3]] = 2
+    keep = torch.tensor([True, True, True, True, False])
+    steps = split_stream(rows, keep, num_rows=4, num_steps=2, max_rows=4, together=True)
+    assert [sorted(part["completion_ids"][:, 0].tolist()) for [part] in steps] == [[0, 1], [2, 3]]
+    dealt = split_stream(rows, keep, num_rows=4, num_steps=2, max_rows=4)
+    assert [part["completion_ids"][:, 0].tolist() for [part] in dealt] == [[0, 2], [1, 3]]
+
+
 def test_nothing_to_train_makes_no_parts():
     assert split_stream(make_rows([2]), torch.tensor([False]), num_rows=0, num_steps=2, max_rows=4) == [[], []]
 

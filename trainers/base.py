@@ -1,7 +1,7 @@
 """The seams between exploration methods and TRL's `GRPOTrainer`.
 
-This file, `agents.py`, `branching.py`, `completions_table.py`, `features.py`, `publishing.py`, `resume.py`,
-`sampling.py`, `scoring.py`, `serving.py` and `streams.py` are the only ones that name a TRL private;
+This file, `agents.py`, `branching.py`, `completions_table.py`, `features.py`, `packing.py`, `publishing.py`,
+`resume.py`, `sampling.py`, `scoring.py`, `serving.py` and `streams.py` are the only ones that name a TRL private;
 `tests/test_contract.py` pins each.
 
 A method answers up to four questions (how is a group sampled, what is a completion worth, which tokens get the credit,

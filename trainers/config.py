@@ -9,6 +9,7 @@ from trl_explore.hub import check_repo_id
 from trl_explore.names import explain_unknown_fields, unknown_name
 from trl_explore.serving import WEIGHT_SYNCS
 
+PACKING_MODES = ("off", "on", "auto")
 C = TypeVar("C", bound="ExplorationConfig")
 
 
@@ -16,7 +17,7 @@ C = TypeVar("C", bound="ExplorationConfig")
 @dataclass
 class ExplorationConfig(GRPOConfig):
     r"""
-    Base of the exploration configurations: every field of [`~trl.GRPOConfig`], and four that all methods share.
+    Base of the exploration configurations: every field of [`~trl.GRPOConfig`], and five that all methods share.
 
     Args:
         drop_zero_advantage (`bool`, *optional*, defaults to `False`):
@@ -29,6 +30,10 @@ class ExplorationConfig(GRPOConfig):
             How weights travel to a vLLM server: `"nccl"` between GPUs (TRL's way), `"file"` through files in
             `output_dir`, for servers on CPUs or without a common GPU network. `"auto"` is `"nccl"` where the trainer
             has a GPU. The server's `--weight-transfer-config` must name the same.
+        shared_prefix_training (`str`, *optional*, defaults to `"off"`):
+            Whether tokens that rows of a micro-batch share at their starts are computed once: `"on"`, `"off"`, or
+            `"auto"`, which looks at how many they are. Results are the same up to rounding. With `"on"` and `"auto"`,
+            rows of one tree go into one micro-batch.
         push_method_state (`bool`, *optional*, defaults to `False`):
             Publish, beside the model, what the method keeps: its state (`explore_state_<rank>.pt`) and the files that
             it writes into `output_dir`, such as dumped trees, which hold prompts and completions.
@@ -56,7 +61,12 @@ class ExplorationConfig(GRPOConfig):
             "help": "How weights travel to a vLLM server: 'nccl', 'file' (in output_dir), or 'auto' (nccl on GPUs)."
         },
     )
-
+    shared_prefix_training: str = field(
+        default="off",
+        metadata={
+            "help": "Compute tokens that rows share at their starts once: 'on', 'off' or 'auto' (where many are)."
+        },
+    )
     push_method_state: bool = field(
         default=False,
         metadata={
@@ -78,6 +88,11 @@ class ExplorationConfig(GRPOConfig):
         """
         if self.vllm_weight_sync not in WEIGHT_SYNCS:
             raise ValueError(f"`vllm_weight_sync`: {unknown_name('value', self.vllm_weight_sync, WEIGHT_SYNCS)}")
+        if isinstance(self.shared_prefix_training, bool):  # what `on` and `off` are in YAML
+            self.shared_prefix_training = "on" if self.shared_prefix_training else "off"
+        if self.shared_prefix_training not in PACKING_MODES:
+            problem = unknown_name("value", self.shared_prefix_training, PACKING_MODES)
+            raise ValueError(f"`shared_prefix_training`: {problem}")
         if self.sampling_batch_size is not None and self.sampling_batch_size < 1:
             raise ValueError(
                 f"`sampling_batch_size={self.sampling_batch_size}` must be at least 1, or None for a single call."

@@ -198,5 +198,9 @@ class FeatureTrainer(ExplorationTrainer):
         if self._feature_rows is None or not self._old_logprobs_follow:
             return super()._get_per_token_logps_and_entropies(*arguments, **kwargs)
         self._old_logprobs_follow = False
-        with self.feature_pass.watching(self._feature_rows, logits_to_keep):
-            return super()._get_per_token_logps_and_entropies(*arguments, **kwargs)
+        self.rows_stay_apart = True
+        try:
+            with self.feature_pass.watching(self._feature_rows, logits_to_keep):
+                return super()._get_per_token_logps_and_entropies(*arguments, **kwargs)
+        finally:
+            self.rows_stay_apart = False

@@ -11,11 +11,11 @@ from trl_explore.generation import recorded
 from trl_explore.rollouts import Continuation, per_request
 from trl_explore.streams import kept_randomness
 
-from .streams import StreamTrainer
+from .packing import PackedTrainer
 from .vllm_backend import Request
 
 
-class SamplingTrainer(StreamTrainer):
+class SamplingTrainer(PackedTrainer):
     """
     [`~trl.GRPOTrainer`] that can continue any token prefixes, as many times and as far as asked.
 

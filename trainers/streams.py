@@ -23,6 +23,7 @@ class StreamTrainer(ScoringTrainer):
 
     # Class-level defaults: objects made without `__init__` behave as plain GRPO.
     drop_zero_advantage = False
+    trees_stay_together = False  # whether rows of one prompt go to one micro-batch
     pools_streams = False  # whether all streams are one mean together, as if their rows were one batch
     _stream_steps: dict[str, tuple[float, StreamTotals, list[list[RowDict]]]] = {}
     _main_totals: StreamTotals | None = None
@@ -70,6 +71,7 @@ class StreamTrainer(ScoringTrainer):
             num_rows=num_rows,
             num_steps=self.args.steps_per_generation,
             max_rows=self.args.per_device_train_batch_size,
+            together=self.trees_stay_together,
         )
         return weight, totals, steps
 

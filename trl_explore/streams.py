@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from .packing import group_rows
+
 RowDict = dict[str, Any]
 
 # What TRL's loss divides by, per loss type: the rows of the micro-batch, its trained tokens, or `num_items_in_batch`.
@@ -133,6 +135,24 @@ def select_rows(rows: RowDict, index: torch.Tensor) -> RowDict:
     return {key: value if value.dim() == 0 else value[index] for key, value in rows.items()}
 
 
+def row_tokens(rows: RowDict) -> tuple[list[list[int]], list[list[int]]]:
+    """
+    Tokens of rows without padding.
+
+    Args:
+        rows (`dict`):
+            Rows as TRL's loss receives them.
+
+    Returns:
+        `tuple[list[list[int]], list[list[int]]]`: Prompts `[B][P_i]` and completions `[B][T_i]`.
+    """
+    prompts, completions = (
+        [ids[real].tolist() for ids, real in zip(rows[f"{part}_ids"], rows[f"{part}_mask"].bool(), strict=True)]
+        for part in ("prompt", "completion")
+    )
+    return prompts, completions
+
+
 def mask_rows(rows: RowDict, keep: torch.Tensor) -> RowDict:
     """
     Take rows out of the loss without taking them out of the batch.
@@ -178,12 +198,21 @@ def trim_padding(rows: RowDict) -> RowDict:
     return trimmed
 
 
-def split_stream(rows: RowDict, keep: torch.Tensor, *, num_rows: int, num_steps: int, max_rows: int) -> list:
+def split_stream(
+    rows: RowDict,
+    keep: torch.Tensor,
+    *,
+    num_rows: int,
+    num_steps: int,
+    max_rows: int,
+    together: bool = False,
+) -> list:
     """
     Deal the rows of a stream out to the micro-batches of the generation batch.
 
-    Rows are dealt in turn, so that siblings spread evenly and every micro-batch gets the same number. Missing rows are
-    filled with copies that are masked out of the loss, because every process must run the same forward passes.
+    Rows are dealt in turn, so that siblings spread evenly and every micro-batch gets the same number; or siblings stay
+    together. Missing rows are filled with copies that are masked out of the loss, because every process must run the
+    same forward passes.
 
     Args:
         rows (`dict`):
@@ -196,6 +225,8 @@ def split_stream(rows: RowDict, keep: torch.Tensor, *, num_rows: int, num_steps:
             Micro-batches per generation batch (`steps_per_generation`).
         max_rows (`int`):
             Largest number of rows for one forward pass.
+        together (`bool`, *optional*, defaults to `False`):
+            Whether rows of one prompt go to one micro-batch while there is room.
 
     Returns:
         `list[list[dict]]`: For each micro-batch, its parts of at most `max_rows` rows.
@@ -208,8 +239,10 @@ def split_stream(rows: RowDict, keep: torch.Tensor, *, num_rows: int, num_steps:
     index = torch.cat([kept, torch.zeros(num_fill, dtype=kept.dtype, device=kept.device)])
     real = torch.arange(len(index), device=kept.device) < len(kept)
     dealt = mask_rows(select_rows(rows, index), real)
+    order = torch.arange(len(index)).view(rows_per_step, num_steps).T
+    if together:
+        order = torch.tensor(group_rows(*row_tokens(dealt), num_batches=num_steps)).view(num_steps, rows_per_step)
     steps = []
-    for step in range(num_steps):
-        of_step = torch.arange(step, len(index), num_steps, device=kept.device)
+    for of_step in order.to(kept.device):
         steps.append([trim_padding(select_rows(dealt, part)) for part in of_step.split(max_rows)])
     return steps

@@ -1,0 +1,329 @@
+"""Training on packed rows: what rows share is computed once, and nothing else changes."""
+
+import re
+
+import pytest
+import torch
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, PromptTuningConfig
+from test_adapters import METHODS, parity
+from test_packing import forests
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTJConfig,
+    GPTJForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    StableLmConfig,
+    StableLmForCausalLM,
+)
+from world import assert_same, differ, make_trainer, parameters, trained
+from world import make_model as small_model
+
+from trl_explore.streams import LOSS_NORMALISERS
+from trl_explore.tasks.tiny_model import VOCAB_SIZE
+from trl_explore.trainers import ExplorationConfig, ExplorationTrainer
+from trl_explore.trainers.packing import _regroup
+
+SIZE = dict(
+    vocab_size=29,
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    eos_token_id=1,
+    pad_token_id=0,
+    bos_token_id=None,
+    initializer_range=0.3,
+)
+WINDOW = dict(sliding_window=4, layer_types=["full_attention", "sliding_attention"])
+FAMILIES = {
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
+    "qwen2, windows": (Qwen2ForCausalLM, Qwen2Config, dict(use_sliding_window=True, **WINDOW)),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
+    "llama": (LlamaForCausalLM, LlamaConfig, {}),
+    "mistral": (MistralForCausalLM, MistralConfig, dict(sliding_window=4)),
+    "gemma2": (Gemma2ForCausalLM, Gemma2Config, dict(attn_logit_softcapping=2.0, **WINDOW)),
+}
+
+
+# Plain gradient descent: Adam would turn the rounding of a gradient that is 0 into a step.
+SGD = dict(
+    optim="sgd", learning_rate=0.1, max_steps=2, beta=0.1, steps_per_generation=2, gradient_accumulation_steps=2
+)
+
+
+class SharingTrainer(ExplorationTrainer):
+    min_saved = 1  # the prompts of the small world are short
+
+
+def make_model(family):
+    torch.manual_seed(0)
+    model_class, config_class, options = FAMILIES[family]
+    return model_class(config_class(**SIZE, **options))
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def trainer(request, tmp_path_factory):
+    model = make_model(request.param)
+    folder = tmp_path_factory.mktemp("packing")
+    return make_trainer(ExplorationTrainer, ExplorationConfig, folder, model=model, shared_prefix_training="on")
+
+
+def padded(rows):
+    width, length = max(len(p) for p, _ in rows), max(1, *(len(c) for _, c in rows), 1)
+    ids = [[0] * (width - len(p)) + p + c + [0] * (length - len(c)) for p, c in rows]
+    mask = [[0] * (width - len(p)) + [1] * len(p + c) + [0] * (length - len(c)) for p, c in rows]
+    return torch.tensor(ids), torch.tensor(mask), length
+
+
+def measured(trainer, rows, mode):
+    """Log-probabilities, entropies and the gradients of a weighted sum of both."""
+    ids, mask, length = padded(rows)
+    trainer.shared_prefix_training = mode
+    trainer.model.zero_grad()
+    logps, entropies, _ = trainer._get_per_token_logps_and_entropies(
+        trainer.model, ids, mask, length, compute_entropy=True
+    )
+    weights = torch.linspace(-1, 1, logps.numel()).view_as(logps)
+    (logps * weights + entropies * weights.flip(0)).sum().backward()
+    gradients = {name: p.grad for name, p in trainer.model.named_parameters()}
+    return logps.detach(), entropies.detach(), gradients
+
+
+@settings(max_examples=10, deadline=None)
+@given(rows=forests(), min_saved=st.sampled_from([1, 4]))
+def test_packed_rows_give_what_plain_rows_give(trainer, rows, min_saved):
+    logps, entropies, gradients = measured(trainer, rows, "off")
+    trainer.min_saved = min_saved
+    packed_logps, packed_entropies, packed_gradients = measured(trainer, rows, "on")
+    torch.testing.assert_close(packed_logps, logps, rtol=0, atol=1e-5)
+    torch.testing.assert_close(packed_entropies, entropies, rtol=0, atol=1e-5)
+    largest = max(gradient.abs().max().item() for gradient in gradients.values())
+    assert_same(packed_gradients, gradients, tolerance=1e-5 * max(largest, 1.0))
+
+
+def saved_bytes(trainer, rows, mode):
+    """What the forward pass keeps for the backward pass, without the weights."""
+    ids, mask, length = padded(rows)
+    kept, weights = {}, {p.untyped_storage().data_ptr() for p in trainer.model.parameters()}
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    trainer.shared_prefix_training = mode
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        logps = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, length)[0]
+    assert logps.requires_grad
+    return sum(kept.values())
+
+
+def test_packed_rows_never_keep_more_memory_than_plain_ones(trainer):
+    prompt = list(range(5, 25))
+    siblings = [(prompt, [i, *prompt[:9]]) for i in range(5, 13)]
+    strangers = [([i, *prompt], [i, *prompt[:9]]) for i in range(5, 13)]
+    trainer.min_saved = 16
+    assert saved_bytes(trainer, siblings, "on") < 0.6 * saved_bytes(trainer, siblings, "off")
+    # Where a window cuts, outputs of segments are kept beside the whole output.
+    more = 1.02 if trainer.model.config.model_type == "mistral" else 1.0
+    assert saved_bytes(trainer, strangers, "on") <= more * saved_bytes(trainer, strangers, "off")
+
+
+LOSSES = sorted(set(LOSS_NORMALISERS) - {"bnpo"})  # a mean over each micro-batch's tokens, whichever rows it has
+
+
+@pytest.fixture(scope="module")
+def batches(tmp_path_factory):
+    """A trainer, and the micro-batches of a generation batch as TRL splits it and as they are grouped."""
+    options = dict(SGD, per_device_train_batch_size=4, steps_per_generation=4, gradient_accumulation_steps=4)
+    folder = tmp_path_factory.mktemp("batches")
+    trainer = make_trainer(SharingTrainer, ExplorationConfig, folder, shared_prefix_training="on", **options)
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 4
+    trainer.trees_stay_together = False
+    trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    return trainer, trainer._buffered_inputs, _regroup(trainer._buffered_inputs)
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_grouping_leaves_the_sum_over_a_generation_batch(batches, loss_type):
+    trainer, *splits = batches
+    trainer.loss_type = loss_type
+    trainer.importance_sampling_level = "sequence" if loss_type == "luspo" else "token"
+    sums, ratios = [], []
+    for split in splits:
+        trainer.model.zero_grad()
+        trainer._metrics["train"].clear()
+        for batch in split:
+            trainer.compute_loss(trainer.model, batch).backward()
+        sums.append({name: p.grad for name, p in trainer.model.named_parameters()})
+        ratios.append(sum(trainer._metrics["train"]["packing/token_ratio"]))
+    assert_same(sums[1], sums[0], tolerance=1e-5)
+    assert ratios[1] > 1.15 * ratios[0]
+
+
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+
+
+@pytest.mark.parametrize(
+    "options, tolerance",
+    [
+        (dict(gradient_checkpointing=True, peft_config=LORA), 1e-5),
+        (dict(gradient_checkpointing=True, gradient_checkpointing_kwargs=dict(use_reentrant=True)), 1e-5),
+        (dict(bf16=True), 2e-3),
+    ],
+    ids=["lora, checkpointing", "reentrant checkpointing", "bf16"],
+)
+def test_lora_checkpointing_and_bf16(tmp_path, options, tolerance):
+    options = dict(SGD, **options)
+    expected, _ = trained(SharingTrainer, ExplorationConfig, tmp_path, **options)
+    got, _ = trained(SharingTrainer, ExplorationConfig, tmp_path, shared_prefix_training="on", **options)
+    assert_same(got, expected, tolerance=tolerance)
+
+
+def test_auto_packs_where_enough_is_shared(tmp_path):
+    trainer = make_trainer(ExplorationTrainer, ExplorationConfig, tmp_path, shared_prefix_training="auto")
+    shared = [([5, 6, 7, 8, 9, 10], [i, 5]) for i in range(11, 19)]
+    trainer.model.train()
+    for rows, packed in ((shared, 1.0), (shared[:1], 0.0)):
+        ids, mask, length = padded(rows)
+        trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, length)
+        assert trainer._metrics["train"]["packing/packed"][-1] == packed
+    assert trainer._metrics["train"]["packing/token_ratio"] == [64 / 14, 8 / 7]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model that knows the tokens of both tokenizers; trainers with a KL term load their reference from it."""
+    folder = tmp_path_factory.mktemp("model")
+    small_model(vocab_size=VOCAB_SIZE, max_position_embeddings=256).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_trainer_ends_in_the_same_parameters(tmp_path, folder, name):
+    cls, config, own, metric, _ = METHODS[name]
+    options = dict(SGD, num_iterations=2, model=folder, reward_funcs=parity, **own)
+    expected, _ = trained(cls, config, tmp_path, **options)
+    trainer = make_trainer(cls, config, tmp_path, shared_prefix_training="on", **options)
+    before = parameters(trainer)
+    trainer.train()
+    assert_same(parameters(trainer), expected, tolerance=1e-5)
+    log = trainer.state.log_history[0]
+    assert differ(expected, before) and log["packing/token_ratio"] > 1 and log[metric] > 0
+
+
+REFUSED = {
+    "layers without attention": (
+        Lfm2ForCausalLM,
+        Lfm2Config(**SIZE, layer_types=["conv", "full_attention"]),
+        "Lfm2ForCausalLM has layers without attention or with one of their own (conv)",
+    ),
+    "attention sinks": (
+        GptOssForCausalLM,
+        GptOssConfig(**SIZE, num_local_experts=2, num_experts_per_tok=1, router_aux_loss_coef=0.0),
+        "GptOssForCausalLM gives packed rows other log-probabilities",
+    ),
+    "learned positions": (
+        GPT2LMHeadModel,
+        GPT2Config(vocab_size=29, n_embd=16, n_layer=1, n_head=2, attn_pdrop=0.0, initializer_range=0.3),
+        "GPT2LMHeadModel gives packed rows other log-probabilities",
+    ),
+    "another interface": (
+        GPTJForCausalLM,
+        GPTJConfig(vocab_size=29, n_embd=16, n_layer=1, n_head=2, rotary_dim=4),
+        "GPTJForCausalLM does not use the attention interface of transformers",
+    ),
+    "dropped arguments": (
+        StableLmForCausalLM,
+        StableLmConfig(**{**SIZE, "head_dim": None}),
+        "StableLmAttention is not told which rows are packed",
+    ),
+    "attention dropout": (
+        LlamaForCausalLM,
+        LlamaConfig(**SIZE, attention_dropout=0.1),
+        "`attention_dropout=0.1` drops other tokens for each row: load the model with `attention_dropout=0.0`",
+    ),
+}
+
+
+@pytest.mark.parametrize("model_class, config, reason", REFUSED.values(), ids=REFUSED)
+def test_models_that_cannot_share_prefixes_are_refused_with_the_reason(tmp_path, model_class, config, reason):
+    def make(mode):
+        torch.manual_seed(0)
+        return make_trainer(
+            ExplorationTrainer, ExplorationConfig, tmp_path, model=model_class(config), shared_prefix_training=mode
+        )
+
+    with pytest.raises(ValueError, match=re.escape(f"`shared_prefix_training='on'` cannot be used: {reason}")):
+        make("on")
+    with pytest.warns(UserWarning, match="It stays off"):
+        assert make("auto").shared_prefix_training == "off"
+
+
+def test_yaml_reads_on_and_off_as_truth_values(tmp_path):
+    for mode in ("on", "off", "auto"):
+        [value] = yaml.safe_load(f"shared_prefix_training: {mode}").values()
+        assert ExplorationConfig(tmp_path, use_cpu=True, shared_prefix_training=value).shared_prefix_training == mode
+
+
+def test_settings_that_do_not_go_together_are_refused(tmp_path):
+    def make(**options):
+        make_trainer(ExplorationTrainer, ExplorationConfig, tmp_path, **{"shared_prefix_training": "on", **options})
+
+    with pytest.raises(ValueError, match="`shared_prefix_training`: unknown value 'always'; choose one of auto, off"):
+        make(shared_prefix_training="always")
+    with pytest.raises(ValueError, match="set `per_device_train_batch_size` to at least 2; or leave"):
+        make(per_device_train_batch_size=1, steps_per_generation=4)
+    with pytest.raises(ValueError, match="set `torch_compile=False`"):
+        make(torch_compile=True)
+    with pytest.raises(ValueError, match="virtual tokens stand before every row: train LoRA"):
+        make(peft_config=PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
+    flash = make_model("llama")
+    flash.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="'flash_attention_2' cannot take a tree of rows: load the model with"):
+        make(model=flash)
+
+
+def test_generation_by_continuous_batching_sees_the_models_own_attention(tmp_path):
+    trainer = make_trainer(
+        ExplorationTrainer,
+        ExplorationConfig,
+        tmp_path,
+        shared_prefix_training="on",
+        use_transformers_continuous_batching=True,
+        transformers_continuous_batching_config={"num_blocks": 64, "max_batch_tokens": 64},
+        max_steps=1,
+    )
+    trainer.train()
+    assert trainer.state.log_history[0]["packing/packed"] == 1.0
+    assert trainer.model.config._attn_implementation == "packed_sdpa"
+
+
+def test_a_run_resumed_off_a_boundary_is_exact(tmp_path):
+    options = dict(shared_prefix_training="on", per_device_train_batch_size=4, steps_per_generation=4, max_steps=4)
+    whole = make_trainer(SharingTrainer, ExplorationConfig, tmp_path, save_strategy="steps", save_steps=2, **options)
+    whole.train()
+    again = make_trainer(SharingTrainer, ExplorationConfig, tmp_path, **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert_same(parameters(again), parameters(whole))

@@ -1,0 +1,115 @@
+"""Rows that share prefixes as one sequence: the trie, its attention, and micro-batches that suit it."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_mask, flex_attention
+
+from trl_explore.packed_attention import _TreeAttention, block_mask, masked_attention, spans
+from trl_explore.packing import Segment, build_trie, group_rows, pack_rows
+
+
+@st.composite
+def forests(draw):
+    """Prompts and completions whose rows start like earlier ones, up to any token."""
+    tokens = st.lists(st.integers(5, 8), min_size=2, max_size=9)
+    found = [draw(tokens)]
+    for _ in range(draw(st.integers(0, 6))):
+        parent = draw(st.sampled_from(found))
+        found.append(parent[: draw(st.integers(0, len(parent)))] + draw(tokens))
+    cuts = [draw(st.integers(1, len(row))) for row in found]
+    return [(row[:cut], row[cut:]) for row, cut in zip(found, cuts, strict=True)]
+
+
+@given(rows=forests(), min_saved=st.integers(1, 8))
+def test_a_trie_spells_its_rows_and_descendants_stand_in_one_piece(rows, min_saved):
+    whole = [p + c for p, c in rows]
+    trie = build_trie(whole, min_saved=min_saved)
+    for i, row in enumerate(whole):
+        assert [trie.tokens[position] for position in trie.positions(i)] == row
+    for i, segment in enumerate(trie.segments):
+        below = [s for j, s in enumerate(trie.segments) if j != i and segment in trie.chain(j)]
+        positions = [position for s in below for position in range(s.start, s.stop)]
+        assert sorted(positions) == list(range(segment.stop, segment.end))
+        assert segment.depth == sum(s.stop - s.start for s in trie.chain(i)[:-1])
+
+
+def test_a_shared_prompt_and_a_shared_branch_stand_once():
+    # Both rows of the first prompt start with 9; the third row trains nothing; the last tokens predict nothing.
+    ids = torch.tensor([[0, 5, 6, 9, 7, 8], [0, 5, 6, 9, 4, 0], [3, 5, 6, 9, 4, 0], [3, 5, 6, 2, 0, 0]])
+    mask = torch.tensor([[0, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 0], [1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0]])
+    rows = pack_rows(ids[:, :3], mask[:, :3], ids[:, 3:], mask[:, 3:], min_saved=1)
+    assert rows.input_ids.tolist() == [[3, 5, 6, 5, 6, 9, 7]]
+    assert rows.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 3]]
+    assert rows.trie.segments == [
+        Segment(start=0, stop=3, end=3, depth=0, parent=-1),
+        Segment(start=3, stop=6, end=7, depth=0, parent=-1),
+        Segment(start=6, stop=7, end=7, depth=3, parent=1),
+    ]
+    assert rows.scored.tolist() == [0, 2, 4, 5, 5, 6] and rows.labels.tolist() == [[-100, 2, 9, 4, 7, 8]]
+    assert rows.index.tolist() == [[2, 4, 5], [2, 3, 0], [0, 0, 0], [1, 0, 0]]
+    assert rows.token_ratio == 16 / 7
+
+
+def test_short_segments_are_repeated_rather_than_shared():
+    rows = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6]]
+    assert build_trie(rows, min_saved=4).tokens == [1, 2, 3, 4, 3, 5, 6]  # 1, 2 saves four tokens, 3 would save one
+    assert build_trie(rows, min_saved=5).tokens == [1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 6]
+    assert build_trie([[1, 2]] * 3, min_saved=9).tokens == [1, 2]  # nothing branches
+
+
+def test_padding_is_seen_by_no_row():
+    ids, mask = torch.tensor([[5, 6, 7, 8]]), torch.ones(1, 4, dtype=torch.long)
+    rows = pack_rows(ids[:, :2], mask[:, :2], ids[:, 2:], mask[:, 2:], multiple_of=8)
+    assert rows.input_ids.tolist() == [[5, 6, 7, 0, 0, 0, 0, 0]] and rows.token_ratio == 4 / 3
+    assert spans(rows.trie) == [(slice(0, 3), slice(0, 3), True), (slice(3, 8), slice(3, 8), True)]
+
+
+@pytest.mark.parametrize("window", [None, 3, 200])
+def test_flex_attention_sees_what_masks_of_segments_show(window):
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, 29, (4, 400), generator=generator)
+    ids[1, :150], ids[2, :300], ids[3, :302] = ids[0, :150], ids[0, :300], ids[2, :302]
+    mask = torch.ones_like(ids)
+    rows = pack_rows(ids[:, :50], mask[:, :50], ids[:, 50:], mask[:, 50:], min_saved=1, multiple_of=128)
+    parts = [torch.randn(1, 2, rows.input_ids.size(1), 8, generator=generator) for _ in range(3)]
+    blocks = block_mask(rows, window)
+    expected = masked_attention(*parts, rows.trie, scale=0.5, window=window)
+    got = flex_attention(*parts, scale=0.5, block_mask=blocks)  # no backward pass on a CPU, nor does it skip blocks
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+    # What a GPU skips, and where it asks no mask: of all pairs of tokens.
+    size = rows.input_ids.size(1)
+    pairs = create_mask(blocks.mask_mod, None, None, size, size, device="cpu")[0, 0]
+    pairs = pairs.view(size // 128, 128, size // 128, 128).transpose(1, 2).flatten(2)
+    whole = torch.zeros(pairs.shape[:2], dtype=torch.bool)
+    for i, number in enumerate(blocks.full_kv_num_blocks[0, 0]):
+        whole[i, blocks.full_kv_indices[0, 0, i, :number]] = True
+    asked = blocks.to_dense()[0, 0].bool()
+    assert not (pairs.any(dim=2) & ~asked).any() and not (whole & ~pairs.all(dim=2)).any()
+    if window is None:
+        assert torch.equal(asked, pairs.any(dim=2)) and torch.equal(whole, pairs.all(dim=2)) and whole.any()
+    else:
+        assert asked.sum() < torch.ones_like(asked).tril().sum()
+
+
+def test_merging_many_parts_rounds_no_more_than_one_attention():
+    trie = build_trie([[*range(4 * i), 99] for i in range(1, 25)], min_saved=1)  # twenty-four levels
+    torch.manual_seed(0)
+    exact = [torch.randn(1, 2, len(trie.tokens), 32, dtype=torch.float64) for _ in range(3)]
+    expected = masked_attention(*exact, trie, scale=0.2)
+    torch.testing.assert_close(_TreeAttention.apply(*exact, trie, 0.2), expected, rtol=0, atol=1e-12)
+    rounded = [part.bfloat16() for part in exact]
+    merged, whole = _TreeAttention.apply(*rounded, trie, 0.2), masked_attention(*rounded, trie, scale=0.2)
+    assert (merged - expected).abs().mean() < 1.1 * (whole - expected).abs().mean()
+
+
+def test_rows_of_a_prompt_go_to_one_micro_batch_and_costs_are_level():
+    long, short = [1] * 90, [[i] * 10 for i in range(2, 6)]
+    prompts = [short[0], long, short[1], long, short[2], short[3], long, short[0]]
+    completions = [[7], [8], [9], [10], [11], [12], [13], [14]]
+    order = group_rows(prompts, completions, num_batches=2)
+    assert sorted(order[:4]) == [0, 2, 4, 7] and sorted(order[4:]) == [1, 3, 5, 6]
+    # With room for two rows each, a prompt of three rows takes two places, and the rest the cheapest company.
+    order = group_rows(prompts, completions, num_batches=4)
+    assert [sorted(order[i : i + 2]) for i in range(0, 8, 2)] == [[0, 7], [1, 3], [2, 4], [5, 6]]
