@@ -15,6 +15,7 @@ import branpo_runs
 import every_method_runs
 import group_two_process_runs
 import measuring_runs
+import packed_runs
 import torch
 import two_process_runs
 from trl import GRPOTrainer
@@ -26,6 +27,7 @@ RUNS = {
     "measuring": measuring_runs.main,
     "every_method": every_method_runs.main,
     "sharded": every_method_runs.sharded,  # from here on every trainer is
+    "packed": packed_runs.main,
 }
 
 
