@@ -57,7 +57,8 @@ test-wheel: install
 	.venv-wheel/bin/python -m pip install $(QUIET) --no-deps dist/*.whl
 	cd "$$(mktemp -d)" && HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(CURDIR)/.venv-wheel/bin/python -m pytest -q -n $(TEST_PROCESSES) -m "not slow" -p no:cacheprovider $(addprefix $(CURDIR)/tests/,$(WHEEL_TESTS))
 
-# vLLM's package for CPUs leaves out what has no builds there, so its requirements are installed by hand.
+# vLLM's package for CPUs leaves out what has no builds there, so its requirements are installed by hand. A server is
+# three processes that import it all: where nobody writes bytecode, that takes most of its start.
 .venv-vllm/.installed: pyproject.toml constraints-vllm.txt tests/served/environment.py
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install $(QUIET) -c constraints-vllm.txt torch packaging
@@ -65,10 +66,11 @@ test-wheel: install
 	.venv-vllm/bin/python tests/served/environment.py requirements > .venv-vllm/requirements.txt
 	.venv-vllm/bin/python -m pip install $(QUIET) -c constraints-vllm.txt -r .venv-vllm/requirements.txt -e . pytest pytest-xdist
 	.venv-vllm/bin/python tests/served/environment.py name
+	-.venv-vllm/bin/python -m compileall -qq -j 2 .venv-vllm/lib
 	@touch $@
 
 test-vllm: .venv-vllm/.installed
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -q -n $(TEST_PROCESSES) --dist loadgroup tests/served
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -q -n $(TEST_PROCESSES) --dist loadgroup --durations 10 tests/served
 
 clean:
 	rm -rf .venv .venv-wheel .venv-vllm build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
