@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, PromptTuningConfig
 from test_adapters import METHODS, parity
+from test_generation import SIZE
 from test_packing import forests
 from transformers import (
     Gemma2Config,
@@ -40,19 +41,6 @@ from trl_explore.tasks.tiny_model import VOCAB_SIZE
 from trl_explore.trainers import ExplorationConfig, ExplorationTrainer
 from trl_explore.trainers.packing import _regroup
 
-SIZE = dict(
-    vocab_size=29,
-    hidden_size=16,
-    intermediate_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-    eos_token_id=1,
-    pad_token_id=0,
-    bos_token_id=None,
-    initializer_range=0.3,
-)
 WINDOW = dict(sliding_window=4, layer_types=["full_attention", "sliding_attention"])
 FAMILIES = {
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),

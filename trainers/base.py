@@ -24,6 +24,7 @@ from trl_explore.streams import (
     RowDict,
     check_loss_type,
     mask_rows,
+    row_tokens,
 )
 
 from .config import ExplorationConfig, upgrade_config
@@ -253,8 +254,7 @@ class ExplorationTrainer(SamplingTrainer):
         Returns:
             `list[list[int]]`: `[B][P_i]`.
         """
-        ids, mask = output["prompt_ids"].tolist(), output["prompt_mask"].sum(dim=1).tolist()
-        return [row[len(row) - length :] for row, length in zip(ids, mask, strict=True)]
+        return row_tokens(output)[0]
 
     # ---------------------------------------------------------------------------------------------- seams into TRL
 

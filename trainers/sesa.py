@@ -82,7 +82,6 @@ class SESATrainer(SequentialActionTrainer):
         args = self.args
         self.num_sketches = self.num_generations if args.num_sketches is None else args.num_sketches
         self._sketch_metrics: dict[str, float] = {}
-        self._columns: dict[str, list[Any]] = {}
         self.max_drawn = args.branch_depth if args.mode == "agent" else 1
         config: Any = self.accelerator.unwrap_model(self.model).config
         known = vars(config.get_text_config()).get("max_position_embeddings")

@@ -111,7 +111,6 @@ class TreeGRPOTrainer(ExplorationTrainer):
             )
         )
         self._trees: list[Tree] = []
-        self._replayed: set[tuple[int, int]] = set()  # tree and node of the cached solutions among the rows
         self._seconds = {"sampling": 0.0, "scoring": 0.0}
         cache_options = dict(solutions_per_prompt=args.replay_solutions, threshold=args.replay_threshold)
         self.solutions = SolutionCache(**cache_options)
@@ -127,7 +126,7 @@ class TreeGRPOTrainer(ExplorationTrainer):
         self.prefix_tokens_asked = self.prefix_tokens_encoded = 0
         roots = prompt_ids[:: self.num_generations]
         cached = [self._usable_solutions(root) for root in roots]
-        self._replayed = set()
+        self._replayed: set[tuple[int, int]] = set()  # tree and node of the cached solutions among the rows
         trees = search(
             roots,
             self._sample_nodes,

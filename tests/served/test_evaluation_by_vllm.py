@@ -32,6 +32,7 @@ def greedy(models, tmp_path_factory):
 
 @pytest.mark.xdist_group("first")
 def test_by_a_server(server, models, greedy, tmp_path):
+    server.kill()  # a server that trained has other weights than the folder
     server.serve(models["tied"])
     url = f"http://127.0.0.1:{server.port}"
     assert main(flags(models["tied"], tmp_path / "greedy", "--temperature", "0", "--vllm_server_base_url", url)) == 0
