@@ -27,8 +27,9 @@ DOCUMENT = {
 
 
 def point(tokens, seconds, step, accuracy):
-    costs = {"tokens": tokens, "seconds": seconds, "cpu_seconds": seconds, "step": step}
-    return {**costs, "eval/greedy_accuracy": accuracy, "eval/reward": 2 * accuracy}
+    costs = {"tokens": tokens, "trained_tokens": tokens / 2, "seconds": seconds, "cpu_seconds": seconds, "step": step}
+    training = {"train/entropy": 0.5, "train/frac_reward_zero_std": 0.25} if step else {}
+    return {**costs, **training, "eval/greedy_accuracy": accuracy, "eval/reward": 2 * accuracy}
 
 
 def run(arm, seed, *points):
@@ -109,8 +110,10 @@ def test_the_files_are_a_table_a_long_csv_and_two_pictures(tmp_path):
     files = write_report(RUNS, read_comparison(DOCUMENT), tmp_path)
     assert [path.name for path in files] == ["table.md", "curves.csv", "curves.png", "curves.svg"]
     rows = list(csv.DictReader(open(tmp_path / "curves.csv", encoding="utf-8")))
-    assert list(rows[0]) == ["arm", "seed", "step", "tokens", "seconds", "cpu_seconds", "greedy_accuracy", "reward"]
+    costs = ["step", "tokens", "trained_tokens", "seconds", "cpu_seconds"]
+    assert list(rows[0]) == ["arm", "seed", *costs, "greedy_accuracy", "reward", "entropy", "frac_reward_zero_std"]
     assert len(rows) == 10 and rows[2]["arm"] == "GRPO" and float(rows[2]["greedy_accuracy"]) == 0.7
+    assert rows[0]["entropy"] == "" and float(rows[2]["frac_reward_zero_std"]) == 0.25
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     picture = (tmp_path / "curves.svg").read_text()
     assert "<svg" in picture and "<b>" not in picture

@@ -1,4 +1,4 @@
-"""Path Exploration, Countdown and Sudoku: verifiers, solvers, and demonstrations in SESA's prompt formats."""
+"""Path Exploration, Countdown, Sudoku and facts: verifiers, solvers, and demonstrations in SESA's prompt formats."""
 
 import ast
 import dataclasses
@@ -20,14 +20,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl_explore.sketches import fill_template, split_candidates
 from trl_explore.tasks import SketchedTask, get_task, paper_places
 from trl_explore.tasks.countdown import COUNTDOWN, read_answer
+from trl_explore.tasks.dialects import DIALECT
 from trl_explore.tasks.path_exploration import PAPER_PLACES, PATHS, PROBLEM, normalize_place
 from trl_explore.tasks.sketched import LIST_MARK, SKETCH_MARK, SOLVE_MARK, distinct
 from trl_explore.tasks.sudoku import CELLS, SUDOKU, all_boards, fill, follows_rules
 from trl_explore.tasks.tiny_model import CHARACTERS, MAX_LENGTH
+from trl_explore.tasks.vaults import DOORS, VAULT
 from trl_explore.tasks.warm_start import warm_start
 
-TASKS = [PATHS, COUNTDOWN, SUDOKU]
-MANY_PROBLEMS = [COUNTDOWN, SUDOKU]
+FACTS = [VAULT, DOORS, DIALECT]
+TASKS = [PATHS, COUNTDOWN, SUDOKU, *FACTS]
+MANY_PROBLEMS = [COUNTDOWN, SUDOKU, *FACTS]
 each_task = pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
 each_with_many_problems = pytest.mark.parametrize("task", MANY_PROBLEMS, ids=lambda task: task.name)
 
@@ -35,6 +38,14 @@ each_with_many_problems = pytest.mark.parametrize("task", MANY_PROBLEMS, ids=lam
 ALL_FORMATS = (0.25, 0.25, 0.25, 0.25)
 COUNTDOWN_PROBLEM = "2,3,5,7=24"
 PUZZLE = "1b34e4g2ij4l4321"  # with a single solution
+EXAMPLES = {  # a problem of each task, and a right answer
+    "paths": (PROBLEM, PATHS.targets[0]),
+    "countdown": (COUNTDOWN_PROBLEM, "5*3=15,7+2=9,15+9=24"),
+    "sudoku": (PUZZLE, "b2e3g1i2j1l3"),
+    "vault": ("k317190", VAULT.answer("k317190", VAULT.facts["k"])),
+    "doors": ("b317", DOORS.answer("b317", DOORS.facts["b"])),
+    "dialects": ("k3171", DIALECT.targets("k3171")[0]),
+}
 HOSTILE = [
     "",
     "__import__('os')",
@@ -155,10 +166,11 @@ def test_templates_have_their_slots_and_make_the_prompts_that_demonstrations_ans
         sketches.append(sketch)
     for sketch in sketches:
         prompt = fill_template(options["solve_template"], {"problem": problem, "sketch": sketch})
-        assert task.demonstration(prompt, rng).startswith(sketch)
+        answer = task.demonstration(prompt, rng)
+        assert answer.startswith(sketch) or task in FACTS  # theirs: see test_fact_tasks.py
     answer = task.demonstration(fill_template(options["candidate_template"], {"problem": problem}), rng)
     candidates = split_candidates(answer, separator=options["candidate_separator"])
-    assert len(candidates) == len(set(candidates)) <= task.num_candidates
+    assert len(candidates) == len(set(candidates)) <= task.num_candidates or task is VAULT  # whose answers have `;`
     assert options["mode"] in ("two_stage", "sequential")
 
 
@@ -173,22 +185,21 @@ def test_sesa_accepts_the_options(task, tmp_path):
 @each_task
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_completions_are_wrong_and_harmless(task, text):
-    problem = {"paths": PROBLEM, "countdown": COUNTDOWN_PROBLEM, "sudoku": PUZZLE}[task.name]
+    problem = EXAMPLES[task.name][0]
     assert task.reward([text, assistant(text)], problem=[problem] * 2, prompts=None) == [0.0, 0.0]
 
 
 @each_task
 @given(text=st.text(max_size=60))
 def test_no_text_breaks_a_verifier(task, text):
-    problem = {"paths": PROBLEM, "countdown": COUNTDOWN_PROBLEM, "sudoku": PUZZLE}[task.name]
+    problem = EXAMPLES[task.name][0]
     assert task.reward([text], problem=[problem]) == [0.0]
     assert paper_places().reward([text]) == [0.0]
 
 
 @each_task
 def test_reward_has_the_signature_trl_calls(task):
-    right = {"paths": PATHS.targets[0], "countdown": "5*3=15,7+2=9,15+9=24", "sudoku": "b2e3g1i2j1l3"}[task.name]
-    problem = {"paths": PROBLEM, "countdown": COUNTDOWN_PROBLEM, "sudoku": PUZZLE}[task.name]
+    problem, right = EXAMPLES[task.name]
     rewards = task.reward(
         prompts=[[{"role": "user", "content": problem}]] * 2,
         completions=[assistant(right), assistant("nonsense")],

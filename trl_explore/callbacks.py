@@ -52,7 +52,8 @@ class PassAtKCallback(TrainerCallback):
     before: parameters and training metrics of a run are the same with and without it. Completions come from the
     training model through `generate`, even where training samples with vLLM. Logged, and kept in `history`
     (`list[dict]`, with the step): `eval/pass_at_{k}`, `eval/maj_at_{k}`, `eval/greedy_accuracy`, `eval/reward` and
-    `eval/coverage_at_{k}`, as defined by [`~trl_explore.metrics.sample_metrics`] on the weighted sums of rewards.
+    `eval/coverage_at_{k}`, as defined by [`~trl_explore.metrics.sample_metrics`] on the weighted sums of rewards. The
+    last evaluation's `successes` are there too: how many samples of each prompt succeeded, and of its greedy ones.
 
     Args:
         trainer ([`~trl.GRPOTrainer`]):
@@ -148,6 +149,7 @@ class PassAtKCallback(TrainerCallback):
         self.max_completion_length = length
         self.answer_fn, self.metric_prefix = answer_fn, metric_prefix
         self.history: list[dict[str, float]] = []
+        self.successes: dict[str, list[int]] = {}
         if success_threshold is None and len(funcs) != 1:
             raise ValueError(
                 f"success_threshold must be given, because the sum of {len(funcs)} rewards does not say what success "
@@ -222,6 +224,11 @@ class PassAtKCallback(TrainerCallback):
         rewards, answers = zip(*samples, strict=True)  # (P, N) each
         greedy_rewards = [of_prompt[0] for of_prompt, _ in best] if self.greedy else None
         threshold = self.success_threshold
+        kinds = {"correct": rewards, "greedy_correct": [of_prompt for of_prompt, _ in best]}
+        self.successes = {
+            kind: [sum(reward is not None and reward >= threshold for reward in of_prompt) for of_prompt in given]
+            for kind, given in kinds.items()
+        }
         metrics = sample_metrics(rewards, answers, greedy_rewards, threshold=threshold, k=self.k, maj_k=self.maj_k)
         for k in self.coverage_k:
             covered = [coverage_at_k(a, row["targets"], k) for a, row in zip(answers, self.rows, strict=True)]

@@ -29,7 +29,8 @@ command continues an interrupted comparison; --seeds and arms may be added to a 
 DEFAULT_TASK, DEFAULT_TOKENS, DEFAULT_OUTPUT = "countdown", 3e5, "out/compare"
 # The keys of `compare_tasks.ALL_TASKS`, without the import that takes seconds.
 TASK_NAMES = (
-    *("chain", "chaind", "late1", "late3", "paths", "countdown", "sudoku", "frozen_lake", "sokoban"),
+    *("chain", "chaind", "late1", "late3", "vault", "doors", "dialects", "paths", "countdown"),
+    *("sudoku", "frozen_lake", "sokoban"),
     *("lake_agent", "multi_hop"),
 )
 FLAGS = ("task", "seeds", "metrics", "evaluations", "num_eval", "output_dir")

@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 Points = Sequence[Mapping[str, float]]
@@ -52,6 +53,31 @@ def value_at(points: Points, clock: str, reading: float, metric: str) -> float |
             share = (reading - before[clock]) / max(after[clock] - before[clock], 1e-9)
             return before[metric] + share * (after[metric] - before[metric])
     return None
+
+
+def mean_along(points: Points, clock: str, reading: float, metric: str) -> float:
+    """
+    Mean height of a learning curve up to a cost: of two that end alike, the one that rose earlier has more.
+
+    Args:
+        points (`Sequence[Mapping[str, float]]`):
+            The curve, in order of cost, from 0 on.
+        clock (`str`):
+            Name of the cost.
+        reading (`float`):
+            Where to stop; positive, and not beyond the curve's end.
+        metric (`str`):
+            What to read.
+
+    Returns:
+        `float`: The mean of the metric, with straight lines between the points.
+    """
+    end = value_at(points, clock, reading, metric)
+    if end is None:
+        raise ValueError(f"`reading` is {reading}, but the curve is known up to {points[-1][clock]} {clock}.")
+    known = [(point[clock], point[metric]) for point in points if point[clock] < reading] + [(reading, end)]
+    parts = [(after - before) * (low + high) / 2 for (before, low), (after, high) in pairwise(known)]
+    return sum(parts) / (reading - known[0][0])
 
 
 def interval(values: Sequence[float]) -> tuple[float, float | None]:

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from transformers import PrinterCallback, TrainerCallback
@@ -17,7 +18,7 @@ from trl_explore.cli_inputs import UsageError, load_train_and_eval
 from trl_explore.cli_train import METHODS, trainer_arguments
 from trl_explore.compare_settings import Comparison, run_arguments
 from trl_explore.compare_tasks import AGENTS
-from trl_explore.comparison import RECORD, Arm, Cost, CostCallback, Run
+from trl_explore.comparison import RECORD, TRAINING, Arm, Cost, CostCallback, Run
 from trl_explore.interrupt import InterruptCallback
 from trl_explore.tasks.lake_agent import LAKE_AGENT
 from trl_explore.tasks.tiny_model import build_tokenizer
@@ -26,7 +27,7 @@ NUM_TRAIN, NUM_TRAIN_AGENT = 4000, 2000  # problems of an embedded task; there a
 EVALUATION_SEED = 1234
 HELD_OUT_SEED = 0
 
-Evaluate = Callable[[], Mapping[str, float]]
+Evaluate = Callable[[], Mapping[str, Any]]
 
 
 class Interrupted(Exception):
@@ -55,7 +56,7 @@ class Milestones(TrainerCallback):
     ) -> None:
         self.comparison, self.costs, self.interrupt, self.evaluate = comparison, costs, interrupt, evaluate
         self.bar, self.bar_start = bar, bar.n
-        self.points: list[dict[str, float]] = []
+        self.points: list[dict[str, Any]] = []
 
     def share(self, cost: Mapping[str, float]) -> int:
         """How many of the evaluations after the first are due at a cost."""
@@ -72,8 +73,11 @@ class Milestones(TrainerCallback):
         return self.comparison.budget.is_spent(self.costs.cost) or state.global_step >= state.max_steps
 
     def note(self) -> None:
-        """Puts the current model on the curve."""
-        self.points.append({**asdict(self.costs.cost), **self.evaluate()})
+        """Puts the current model on the curve, with what the steps since the point before were like."""
+        since = self.points[-1]["step"] if self.points else 0
+        steps = [entry for entry in self.costs.history if entry["step"] > since]
+        training = {f"train/{name}": fmean(entry[name] for entry in steps) for name in TRAINING if steps}
+        self.points.append({**asdict(self.costs.cost), **training, **self.evaluate()})
 
     def restore(self, folder: Path) -> str | None:
         """
@@ -220,7 +224,8 @@ def sampled_metrics(comparison: Comparison, trainer: Any, rows: Any, **options: 
             Further arguments of [`~trl_explore.callbacks.PassAtKCallback`].
 
     Returns:
-        `Callable`: Measures the current model.
+        `Callable`: Measures the current model; returned beside the metrics is what
+        [`~trl_explore.callbacks.PassAtKCallback.successes`] has.
     """
     k, maj_k, coverage_k = (comparison.values_of_k(kind) for kind in ("pass", "maj", "coverage"))
     evaluation = PassAtKCallback(
@@ -235,7 +240,12 @@ def sampled_metrics(comparison: Comparison, trainer: Any, rows: Any, **options: 
         seed=EVALUATION_SEED,
         **options,
     )
-    return evaluation.evaluate
+
+    def evaluate() -> dict[str, Any]:
+        metrics = evaluation.evaluate()
+        return {**metrics, **evaluation.successes}
+
+    return evaluate
 
 
 def agent_metrics(trainer: Any) -> dict[str, float]:
@@ -283,6 +293,7 @@ def train_run(comparison: Comparison, arm: Arm, *, seed: int, folder: Path, star
     trainer, evaluate = build_run(comparison, arm, seed=seed, folder=folder, start=start)
     costs, interrupt = CostCallback(comparison.budget), InterruptCallback()
     milestones = Milestones(comparison, costs, interrupt, evaluate, bar)
+    costs.count_trained(trainer)
     for callback in (costs, interrupt, milestones):
         trainer.add_callback(callback)
     trainer.remove_callback(PrinterCallback)

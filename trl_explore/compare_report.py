@@ -8,10 +8,11 @@ from typing import Any
 
 from trl_explore.clocks import common_reading, interval, paired_values
 from trl_explore.compare_settings import Comparison
+from trl_explore.comparison import TRAINING
 from trl_explore.plots import LABELS, learning_curves, metric_label
 
 CURVES, TABLE = "curves", "table.md"
-COSTS = ("step", "tokens", "seconds", "cpu_seconds")
+COSTS = ("step", "tokens", "trained_tokens", "seconds", "cpu_seconds")
 
 
 @dataclass(frozen=True)
@@ -200,11 +201,13 @@ def write_csv(runs: Sequence[Mapping[str, Any]], comparison: Comparison, path: P
     """
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow(["arm", "seed", *COSTS, *comparison.metrics])
+        writer.writerow(["arm", "seed", *COSTS, *comparison.metrics, *TRAINING])
         for run in runs:
             for point in run["points"]:
-                costs = [round(point[name], 6) for name in COSTS]
-                writer.writerow([run["arm"], run["seed"], *costs, *(point[f"eval/{m}"] for m in comparison.metrics)])
+                costs = [round(point[name], 6) if name in point else None for name in COSTS]
+                metrics = [point[f"eval/{metric}"] for metric in comparison.metrics]
+                training = [point.get(f"train/{name}") for name in TRAINING]  # nothing before the first step
+                writer.writerow([run["arm"], run["seed"], *costs, *metrics, *training])
 
 
 def write_report(runs: Sequence[dict[str, Any]], comparison: Comparison, folder: Path) -> list[Path]:

@@ -1,7 +1,7 @@
 """Train one method from a warm start on a budget, and note what it had learned at which cost.
 
-The quick-start and the benchmarks are made of this. Costs are generated tokens, process CPU seconds, wall seconds and
-optimiser steps of training; evaluation counts towards none of them.
+The quick-start and the benchmarks are made of this. Costs are generated and trained tokens, process CPU seconds, wall
+seconds and optimiser steps of training; evaluation counts towards none of them.
 """
 
 import json
@@ -14,6 +14,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from trl_explore.streams import loss_mask
 from trl_explore.tasks import Task
 
 
@@ -64,10 +65,11 @@ class Budget:
 
 @dataclass
 class Cost:
-    """What training has used so far: `step`, generated `tokens`, `cpu_seconds` and wall `seconds`."""
+    """What training has used so far: `step`, generated `tokens`, those in the loss, `cpu_seconds`, wall `seconds`."""
 
     step: int = 0
     tokens: float = 0.0
+    trained_tokens: float = 0.0
     cpu_seconds: float = 0.0
     seconds: float = 0.0
 
@@ -91,6 +93,23 @@ class CostCallback(TrainerCallback):
         self.history: list[dict[str, float]] = []
         self.progress = progress
         self._started = (0.0, 0.0)
+
+    def count_trained(self, trainer: Any) -> None:
+        """
+        Count the tokens of every pass through a trainer's loss, those of extra streams too.
+
+        Args:
+            trainer ([`~trl.GRPOTrainer`]):
+                The trainer, in one process.
+        """
+        compute_loss = trainer._compute_loss
+
+        def counted(model: Any, rows: Any) -> Any:
+            if model.training:
+                self.cost.trained_tokens += float(loss_mask(rows).sum())
+            return compute_loss(model, rows)
+
+        trainer._compute_loss = counted
 
     def on_step_begin(self, args, state, control, **kwargs):
         self._started = (time.process_time(), time.perf_counter())
@@ -185,6 +204,7 @@ def common_options(task: Task, *, seed: int) -> dict[str, Any]:
 
 
 RECORD = "comparison.json"
+TRAINING = ("entropy", "frac_reward_zero_std")  # what a curve says of the steps between two evaluations
 
 
 class PointCallback(TrainerCallback):

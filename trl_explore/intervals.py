@@ -1,4 +1,4 @@
-"""Bootstrap intervals: how much a benchmark's value depends on which prompts happen to be in it."""
+"""Bootstrap intervals: how much a benchmark's value depends on which prompts, and seeds, happen to be in it."""
 
 from collections.abc import Sequence
 
@@ -49,4 +49,40 @@ def bootstrap_interval(
     num_parts = -(-num_resamples // PART)
     means = [random.multinomial(len(values), counts / len(values), PART) @ distinct for _ in range(num_parts)]
     low, high = np.quantile(np.concatenate(means) / len(values), [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def crossed_interval(
+    values: np.ndarray, *, level: float = 0.95, num_resamples: int = 10_000, seed: int = 0
+) -> tuple[float, float]:
+    """
+    Percentile bootstrap interval of a mean over seeds and prompts, where every seed met the same prompts.
+
+    Seeds and prompts are drawn anew with replacement, independently of each other. Few seeds make it too narrow:
+    Student's interval over their means is the honest one where it is wider.
+
+    Args:
+        values (`np.ndarray`):
+            One value per seed and prompt, of shape `(S, P)`. Not empty.
+        level (`float`, *optional*, defaults to `0.95`):
+            Share of the resampled means that lie inside. In `(0, 1)`.
+        num_resamples (`int`, *optional*, defaults to `10_000`):
+            How often both are drawn anew.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the draws.
+
+    Returns:
+        `tuple[float, float]`: Lower and upper end.
+
+    Raises:
+        `ValueError`: If there is no value, or `level` is outside its range.
+    """
+    if values.ndim != 2 or not values.size:
+        raise ValueError(f"values must have shape (seeds, prompts) and not be empty, got {values.shape}.")
+    if not 0 < level < 1:
+        raise ValueError(f"level must be between 0 and 1, got {level}; 0.95 is usual.")
+    random = np.random.default_rng(seed)
+    seeds, prompts = (random.multinomial(n, np.full(n, 1 / n), num_resamples) / n for n in values.shape)
+    means = ((seeds @ values) * prompts).sum(axis=1)
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)

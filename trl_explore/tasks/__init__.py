@@ -2,6 +2,8 @@
 
 chain.py             arithmetic chains; demonstrations with habits make the warm start wrong in known places
 path_exploration.py  guess one of many hidden places; plain GRPO keeps one of them
+vaults.py            codes behind easy answers, and doors with dead ends: facts that only trial and error can tell
+dialects.py          several families of solutions that are worth the same
 countdown.py         reach a number by arithmetic; most problems have many solutions
 sudoku.py            fill 4x4 boards
 frozen_lake.py       find a way around holes; a single answer, or an environment with a tool
@@ -25,6 +27,7 @@ from datasets import Dataset
 
 from trl_explore.tasks.chain import CHAIN, CHAIND, LATE1, LATE3, ChainTask
 from trl_explore.tasks.countdown import COUNTDOWN, CountdownTask
+from trl_explore.tasks.dialects import DIALECT, DialectTask
 from trl_explore.tasks.frozen_lake import FROZEN_LAKE, FrozenLakeEnvironment, FrozenLakeTask
 from trl_explore.tasks.multihop import MULTI_HOP, MultiHopTask
 from trl_explore.tasks.multihop_world import EnglishWorld
@@ -32,12 +35,15 @@ from trl_explore.tasks.path_exploration import PATHS, PathTask, paper_places
 from trl_explore.tasks.sketched import SketchedTask
 from trl_explore.tasks.sokoban import SOKOBAN, SokobanEnvironment, SokobanTask
 from trl_explore.tasks.sudoku import SUDOKU, SudokuTask
+from trl_explore.tasks.vaults import DOORS, VAULT, DoorsTask, VaultTask
 
 __all__ = [
     "MULTI_HOP",
     "TASKS",
     "ChainTask",
     "CountdownTask",
+    "DialectTask",
+    "DoorsTask",
     "EnglishWorld",
     "FrozenLakeEnvironment",
     "FrozenLakeTask",
@@ -49,6 +55,7 @@ __all__ = [
     "SudokuTask",
     "Task",
     "TeachableTask",
+    "VaultTask",
     "get_task",
     "paper_places",
 ]
@@ -140,7 +147,10 @@ class TeachableTask(Task, Protocol):
         """
 
 
-EMBEDDED: tuple[TeachableTask, ...] = (CHAIN, CHAIND, LATE1, LATE3, PATHS, COUNTDOWN, SUDOKU, FROZEN_LAKE, SOKOBAN)
+EMBEDDED: tuple[TeachableTask, ...] = (
+    *(CHAIN, CHAIND, LATE1, LATE3, VAULT, DOORS, DIALECT, PATHS, COUNTDOWN),
+    *(SUDOKU, FROZEN_LAKE, SOKOBAN),
+)
 TASKS: dict[str, TeachableTask] = {task.name: task for task in EMBEDDED}
 
 
@@ -150,7 +160,8 @@ def get_task(name: str) -> TeachableTask:
 
     Args:
         name (`str`):
-            One of `chain`, `chaind`, `late1`, `late3`, `paths`, `countdown`, `sudoku`, `frozen_lake`, `sokoban`.
+            One of `chain`, `chaind`, `late1`, `late3`, `vault`, `doors`, `dialects`, `paths`, `countdown`, `sudoku`,
+            `frozen_lake`, `sokoban`.
 
     Returns:
         [`TeachableTask`]: The task. `dataclasses.replace` makes a variant of it.

@@ -1,0 +1,95 @@
+"""Codes, doors and dialects: what is right, what demonstrations show, and what they never show."""
+
+import dataclasses
+import random
+from collections import Counter
+
+import pytest
+
+from trl_explore.tasks.dialects import DIALECT
+from trl_explore.tasks.vaults import DOORS, VAULT
+
+
+def answers(task, problem, number=4000):
+    rng = random.Random(3)
+    return [task.attempt(problem, rng) for _ in range(number)]
+
+
+def test_a_code_stands_behind_an_easy_calculation():
+    right, habit = VAULT.codes["k"]
+    assert right != habit
+    assert VAULT.answer("k317190", right) == f"34;12;78;12;90;01;#k{right}"
+    assert VAULT.verify("k317190", f"34;12;78;12;90;01;#k{right}")
+    assert not VAULT.verify("k317190", f"34;12;78;12;90;01;#k{habit}")
+    assert not VAULT.verify("k317190", f"34;12;78;12;90;02;#k{right}")  # the calculation counts too
+
+
+def test_demonstrations_have_a_habit_and_know_the_code_as_little_as_any_other():
+    shown = Counter(answer[-1] for answer in answers(VAULT, "k317190"))
+    right, habit = VAULT.codes["k"]
+    assert shown[habit] / 4000 == pytest.approx(0.5, abs=0.03)
+    others = [shown[letter] for letter in VAULT.code_letters if letter != habit]
+    assert shown[right] / 4000 == pytest.approx(0.02, abs=0.01) and min(others) > 0
+
+
+def test_a_way_ends_at_the_first_wrong_door():
+    task = dataclasses.replace(DOORS, num_doors=3, num_steps=3)
+    right = task.facts["b"]
+    wrong = "abc".replace(right[1], "")[0]
+    assert task.answer("b12", right) == f"{right[0]}+{right[1]}+{right[2]}+#"
+    assert task.answer("b12", right[0] + wrong + right[2]) == f"{right[0]}+{wrong}!"
+    assert task.verify("b12", task.answer("b12", right)) and not task.verify("b12", f"{right[0]}+{wrong}!")
+    assert len(task.answer("b12", right)) + 1 == task.max_completion_length
+
+
+def test_doors_are_right_as_often_as_demonstrators_know():
+    task = dataclasses.replace(DOORS, num_steps=2, right_probability=0.5)
+    ways = Counter(map(len, answers(task, "b12")))
+    assert ways[2] / 4000 == pytest.approx(0.5, abs=0.03) and ways[5] / 4000 == pytest.approx(0.25, abs=0.03)
+
+
+def test_an_item_understands_several_dialects_and_demonstrations_do_not_know_which():
+    accepted = DIALECT.facts["k"]
+    assert len(accepted) == DIALECT.num_accepted
+    written = {mark: DIALECT.answer("k3170", mark) for mark in DIALECT.marks}
+    assert written == {"S": "S4281", "G": "G0713", "X": "X8625", "/": "/3170"}
+    for mark, answer in written.items():
+        assert DIALECT.verify("k3170", answer) == (mark in accepted)
+    assert sorted(DIALECT.evaluation_set(4)[0]["targets"]) == sorted(
+        DIALECT.targets(DIALECT.evaluation_set(4)[0]["problem"])
+    )
+    shown = Counter(answer[0] for answer in answers(DIALECT, "k3170"))
+    shares = [shown[mark] / 4000 for mark in DIALECT.marks]
+    assert shares == pytest.approx(DIALECT.weights, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("task", "knobs", "message"),
+    [
+        (VAULT, {"num_items": 27}, "`num_items` is 27; give between 1 and 26"),
+        (VAULT, {"code_letters": "aa"}, "`code_letters` is 'aa'; give at least two"),
+        (VAULT, {"habit_probability": 1.5}, "`habit_probability` is 1.5"),
+        (DOORS, {"num_steps": 1}, "`num_steps` is 1; give between 2 and 40"),
+        (DIALECT, {"num_accepted": 5}, "`num_accepted` is 5; give between 1 and 4"),
+    ],
+)
+def test_bad_knobs_are_named(task, knobs, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(task, **knobs)
+
+
+@pytest.mark.parametrize("task", [VAULT, DOORS, DIALECT], ids=lambda task: task.name)
+def test_an_answer_follows_its_sketch(task):
+    rng = random.Random(0)
+    for _ in range(50):
+        problem = task.draw(rng)
+        sketch = task.sketch(problem, rng)
+        answer = task.attempt(problem, rng, sketch=sketch)
+        if task is VAULT:
+            assert answer.endswith(sketch)
+        elif task is DIALECT:
+            assert answer.startswith(sketch)
+        else:
+            doors = answer.translate(str.maketrans("", "", "+!#"))
+            assert sketch.startswith(doors) or doors.startswith(sketch)  # it may end at the first
+        assert task.attempt(problem, rng, sketch="?!")

@@ -1,0 +1,113 @@
+"""Problems with several families of solutions that are worth the same, of which demonstrations prefer one."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from datasets import Dataset
+
+from trl_explore.tasks.vaults import LETTERS, FactTask, check_range
+
+# How a number is written in each dialect. Every digit changes or moves, so the families share few tokens.
+DIALECTS: dict[str, Callable[[str], str]] = {
+    "S": lambda number: "".join(str((int(digit) + 1) % 10) for digit in number),
+    "G": lambda number: number[::-1],
+    "X": lambda number: "".join(str((int(digit) + 5) % 10) for digit in number),
+    "/": lambda number: number,
+    "^": lambda number: "".join(str(9 - int(digit)) for digit in number),
+    "*": lambda number: "".join(LETTERS[int(digit)] for digit in number),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DialectTask(FactTask):
+    """
+    Numbers to be written in a dialect that the item understands: `k317` may be answered by `S428` or by `G713`.
+
+    Each item understands `num_accepted` of the dialects; all of them are worth the same. Demonstrations write every
+    dialect rightly, but choose it by `weights`, whatever the item understands. A sketch is the dialect's mark.
+
+    Args:
+        weights (`tuple[float, ...]`):
+            How often demonstrations choose each dialect.
+        num_accepted (`int`):
+            Dialects that an item understands.
+    """
+
+    weights: tuple[float, ...]
+    num_accepted: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("len(weights)", len(self.weights), 2, len(DIALECTS))
+        check_range("num_accepted", self.num_accepted, 1, len(self.weights))
+
+    @property
+    def marks(self) -> str:
+        """The dialects' marks."""
+        return "".join(DIALECTS)[: len(self.weights)]
+
+    @property
+    def max_completion_length(self) -> int:
+        """Tokens of an answer, end-of-sequence token included."""
+        return self.num_digits + 2
+
+    @property
+    def max_sketch_length(self) -> int:
+        """Tokens of a mark and the end-of-sequence token."""
+        return 2
+
+    @cached_property
+    def facts(self) -> dict[str, str]:
+        """The marks of the dialects that every item understands."""
+        rng = random.Random(f"dialects/{self.table_seed}")
+        return {item: "".join(rng.sample(self.marks, self.num_accepted)) for item in LETTERS[: self.num_items]}
+
+    def guess(self, problem: str, rng: random.Random) -> str:
+        """A dialect by `weights`."""
+        return rng.choices(self.marks, self.weights)[0]
+
+    def is_guess(self, text: str) -> bool:
+        """Whether a text is a dialect's mark."""
+        return len(text) == 1 and text in self.marks
+
+    def answer(self, problem: str, guess: str) -> str:
+        """The number in a dialect."""
+        return guess + DIALECTS[guess](problem[1:])
+
+    def sketch(self, problem: str, rng: random.Random) -> str:
+        """A dialect's mark. Arguments as in [`SketchedTask`]."""
+        return self.guess(problem, rng)
+
+    def targets(self, problem: str) -> list[str]:
+        """
+        All right answers.
+
+        Args:
+            problem (`str`):
+                Problem.
+
+        Returns:
+            `list[str]`: One per dialect that the item understands.
+        """
+        return [self.answer(problem, mark) for mark in self.facts[problem[0]]]
+
+    def verify(self, problem: str, completion: str) -> bool:
+        """Whether an answer is right in any dialect that the item understands. Arguments as in [`SketchedTask`]."""
+        return completion in self.targets(problem)
+
+    def _dataset(self, *args: Any, **kwargs: Any) -> Dataset:
+        data = super()._dataset(*args, **kwargs)
+        return data.add_column("targets", [self.targets(problem) for problem in data["problem"]])
+
+
+DIALECT = DialectTask(
+    name="dialects",
+    num_items=26,
+    num_digits=4,
+    weights=(0.8, 0.1, 0.06, 0.04),
+    num_accepted=2,
+    warm_start_steps=600,
+)

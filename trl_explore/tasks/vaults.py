@@ -1,0 +1,274 @@
+"""Facts that only trial and error can tell: codes at the end of easy answers, and rows of doors with dead ends.
+
+Every fact belongs to one item, so what is learned about one says nothing about the others and does not disturb it: a
+tiny model that has found a fact can keep it. That makes both tasks hard to explore rather than hard to learn.
+"""
+
+import random
+from abc import abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
+
+from trl_explore.tasks.sketched import SketchedTask
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+DEAD, OPEN, END = "!", "+", "#"
+STEP_END = ";"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FactTask(SketchedTask):
+    """
+    Problems that name one of several items, `k`, and a number, `k3171`, so that there are many prompts per fact.
+
+    Args:
+        name (`str`):
+            Name of the task.
+        num_items (`int`):
+            Items, at most 26.
+        num_digits (`int`):
+            Digits of the number.
+        num_candidates (`int`, *optional*, defaults to `8`):
+            Answers in a list, and the most sketches of one problem.
+        warm_start_steps (`int`):
+            Optimizer steps of supervised training after which a tiny model has converged.
+        format_weights (`tuple[float, ...]`, *optional*):
+            Shares of the formats in the demonstrations, as in [`SketchedTask`].
+        table_seed (`int`, *optional*, defaults to `1234`):
+            Seed of the facts.
+    """
+
+    name: str
+    num_items: int
+    num_digits: int
+    warm_start_steps: int
+    num_candidates: int = 8
+    format_weights: tuple[float, float, float, float] = (0.6, 0.2, 0.2, 0.0)
+    table_seed: int = 1234
+
+    mode = "two_stage"
+
+    def __post_init__(self) -> None:
+        check_range("num_items", self.num_items, 1, len(LETTERS))
+        check_range("num_digits", self.num_digits, 1, 12)
+
+    def draw(self, rng: random.Random) -> str:
+        """An item and a number. Arguments as in [`SketchedTask`]."""
+        number = "".join(str(rng.randrange(10)) for _ in range(self.num_digits))
+        return f"{LETTERS[rng.randrange(self.num_items)]}{number}"
+
+    def attempt(self, problem: str, rng: random.Random, *, sketch: str = "") -> str:
+        """An answer by somebody who mostly guesses. Arguments as in [`SketchedTask`]."""
+        return self.answer(problem, sketch if self.is_guess(sketch) else self.guess(problem, rng))
+
+    def verify(self, problem: str, completion: str) -> bool:
+        """Whether an answer is the right one, to the letter. Arguments as in [`SketchedTask`]."""
+        return completion == self.answer(problem, self.facts[problem[0]])
+
+    @cached_property
+    @abstractmethod
+    def facts(self) -> dict[str, str]:
+        """What is right, by item."""
+
+    @abstractmethod
+    def guess(self, problem: str, rng: random.Random) -> str:
+        """What a demonstrator believes to be right."""
+
+    @abstractmethod
+    def is_guess(self, text: str) -> bool:
+        """Whether a text could be right for some item."""
+
+    @abstractmethod
+    def answer(self, problem: str, guess: str) -> str:
+        """The answer that a guess leads to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VaultTask(FactTask):
+    """
+    An easy calculation, and at its end the code of the item: `k3171` is answered by `34;12;78;12;#kq`.
+
+    A sketch is the code. Demonstrations calculate rightly, but have a habit for every item: one wrong code that they
+    mostly show.
+
+    Args:
+        code_letters (`str`):
+            Letters that may be a code.
+        habit_probability (`float`):
+            Probability of the habit; all other codes, the right one among them, are equally likely.
+    """
+
+    code_letters: str
+    habit_probability: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(set(self.code_letters) & set(LETTERS)) < 2 or set(self.code_letters) - set(LETTERS):
+            raise ValueError(f"`code_letters` is {self.code_letters!r}; give at least two of {LETTERS!r}.")
+        check_range("habit_probability", self.habit_probability, 0, 1)
+
+    @property
+    def max_completion_length(self) -> int:
+        """Tokens of an answer, end-of-sequence token included."""
+        return 3 * self.num_digits + 4
+
+    @property
+    def max_sketch_length(self) -> int:
+        """Tokens of a code and the end-of-sequence token."""
+        return 2
+
+    @cached_property
+    def facts(self) -> dict[str, str]:
+        """The code of every item."""
+        return {item: right for item, (right, _) in self.codes.items()}
+
+    @cached_property
+    def codes(self) -> dict[str, list[str]]:
+        """The code of every item, and the one that demonstrators believe in."""
+        rng = random.Random(f"codes/{self.table_seed}")
+        return {item: rng.sample(self.code_letters, 2) for item in LETTERS[: self.num_items]}
+
+    def guess(self, problem: str, rng: random.Random) -> str:
+        """The habit with `habit_probability`, else another code."""
+        return biased(self.codes[problem[0]][1], self.code_letters, self.habit_probability, rng)
+
+    def is_guess(self, text: str) -> bool:
+        """Whether a text is a code."""
+        return len(text) == 1 and text in self.code_letters
+
+    def answer(self, problem: str, guess: str) -> str:
+        """The calculation with item and code at its end."""
+        steps = (f"{digit}{(int(digit) + 1) % 10}{STEP_END}" for digit in problem[1:])
+        return f"{''.join(steps)}{END}{problem[0]}{guess}"
+
+    def sketch(self, problem: str, rng: random.Random) -> str:
+        """A code. Arguments as in [`SketchedTask`]."""
+        return self.guess(problem, rng)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoorsTask(FactTask):
+    """
+    A row of doors, one of each right for the item: `k31` is answered by `b+a+c+#`, or by `b+c!`, where the second
+    door is wrong and the way ends.
+
+    Demonstrators see whether a door was right once they have gone through it, and so does a model trained on them: the
+    choice of the doors is all it has to learn. A sketch is the first two doors, `ba`.
+
+    Args:
+        num_doors (`int`):
+            Doors to choose from at every step.
+        num_steps (`int`):
+            Steps of a way.
+        right_probability (`float`):
+            Probability with which a demonstrator chooses the right door; the others are equally likely.
+    """
+
+    num_doors: int
+    num_steps: int
+    right_probability: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("num_doors", self.num_doors, 2, len(LETTERS))
+        check_range("num_steps", self.num_steps, 2, 40)
+        check_range("right_probability", self.right_probability, 0, 1)
+
+    @property
+    def max_completion_length(self) -> int:
+        """Tokens of a whole way, end-of-sequence token included."""
+        return 2 * self.num_steps + 2
+
+    @property
+    def max_sketch_length(self) -> int:
+        """Tokens of two doors and the end-of-sequence token."""
+        return 3
+
+    @cached_property
+    def facts(self) -> dict[str, str]:
+        """The right doors of every item."""
+        rng = random.Random(f"doors/{self.table_seed}")
+        doors = LETTERS[: self.num_doors]
+        return {item: "".join(rng.choices(doors, k=self.num_steps)) for item in LETTERS[: self.num_items]}
+
+    def guess(self, problem: str, rng: random.Random) -> str:
+        """Doors, right ones with `right_probability`."""
+        doors = LETTERS[: self.num_doors]
+        return "".join(biased(right, doors, self.right_probability, rng) for right in self.facts[problem[0]])
+
+    def is_guess(self, text: str) -> bool:
+        """Whether a text is a sketch: two doors."""
+        return len(text) == 2 and set(text) <= set(LETTERS[: self.num_doors])
+
+    def attempt(self, problem: str, rng: random.Random, *, sketch: str = "") -> str:
+        """A way at random, from `sketch` on. Arguments as in [`SketchedTask`]."""
+        guess = self.guess(problem, rng)
+        return self.answer(problem, sketch + guess[2:] if self.is_guess(sketch) else guess)
+
+    def answer(self, problem: str, guess: str) -> str:
+        """The way through doors, up to the first that is wrong."""
+        way = ""
+        for door, right in zip(guess, self.facts[problem[0]], strict=True):
+            if door != right:
+                return f"{way}{door}{DEAD}"
+            way += f"{door}{OPEN}"
+        return way + END
+
+    def sketch(self, problem: str, rng: random.Random) -> str:
+        """Two doors. Arguments as in [`SketchedTask`]."""
+        return self.guess(problem, rng)[:2]
+
+
+def biased(preferred: str, letters: str, probability: float, rng: random.Random) -> str:
+    """
+    Draws a letter, one of them more often than the others.
+
+    Args:
+        preferred (`str`):
+            That one.
+        letters (`str`):
+            All there are.
+        probability (`float`):
+            Its probability; the others are equally likely.
+        rng (`random.Random`):
+            Source of randomness.
+
+    Returns:
+        `str`: A letter.
+    """
+    return preferred if rng.random() < probability else rng.choice(letters.replace(preferred, ""))
+
+
+def check_range(name: str, value: float, low: float, high: float) -> None:
+    """
+    Refuses a knob outside its range.
+
+    Args:
+        name (`str`):
+            The knob.
+        value (`float`):
+            Its value.
+        low (`float`):
+            Smallest value.
+        high (`float`):
+            Largest value.
+
+    Raises:
+        ValueError: If it is outside.
+    """
+    if not low <= value <= high:
+        raise ValueError(f"`{name}` is {value}; give between {low} and {high}.")
+
+
+VAULT = VaultTask(
+    name="vault", num_items=26, num_digits=6, code_letters=LETTERS, habit_probability=0.5, warm_start_steps=600
+)
+DOORS = DoorsTask(
+    name="doors",
+    num_items=10,
+    num_digits=3,
+    num_doors=3,
+    num_steps=8,
+    right_probability=0.5,
+    warm_start_steps=2400,
+)
