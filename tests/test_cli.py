@@ -227,6 +227,8 @@ def test_named_rewards_come_from_this_package_and_from_trl(workdir):
         ({"method": None}, "no method: pass --method with one of"),
         ({"num_generation": 4}, "did you mean '--num_generations'?"),
         ({"num_processes": 2}, "accelerate launch FLAGS -m trl_explore.cli"),
+        ({"shared_prefix_training": "on"}, "`shared_prefix_training` is a field of trl-explore's trainers, but"),
+        ({"config": "shared.yaml"}, "but --method grpo is TRL's own: leave it out, or use ExplorationTrainer from"),
         ({"max_steps": "many"}, "--max_steps/--max-steps: invalid int value: 'many'"),
         ({"num_generations": 3}, "num_generations (3)"),
         ({"config": "missing.yaml"}, "--config missing.yaml: "),
@@ -253,6 +255,7 @@ def test_named_rewards_come_from_this_package_and_from_trl(workdir):
 def test_mistakes_are_explained_in_one_line(changes, message, workdir, model_folder, capsys):
     Path("typo.yaml").write_text("learning_rat: 1.0\n")
     Path("list.yaml").write_text("- 1\n")
+    Path("shared.yaml").write_text("packed_token_budget: 512\n")
     Path("questions.jsonl").write_text('{"question": "1+1="}\n')
     assert main(["train", *flags(model_folder, **changes)]) == 2
     _, error = capsys.readouterr().err.split("trl-explore: error: ")  # before it: the progress bars of datasets

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
 from trl_explore.packed_attention import _TreeAttention, block_mask, masked_attention, spans
-from trl_explore.packing import Segment, build_trie, group_rows, pack_rows
+from trl_explore.packing import Segment, build_trie, check_fits, computed_tokens, group_rows, pack_rows, split_rows
 
 
 @st.composite
@@ -57,6 +57,56 @@ def test_short_segments_are_repeated_rather_than_shared():
     assert build_trie(rows, min_saved=4).tokens == [1, 2, 3, 4, 3, 5, 6]  # 1, 2 saves four tokens, 3 would save one
     assert build_trie(rows, min_saved=5).tokens == [1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 6]
     assert build_trie([[1, 2]] * 3, min_saved=9).tokens == [1, 2]  # nothing branches
+
+
+def unique_tokens(rows):
+    """Brute force: the distinct starts of rows, one token each."""
+    return len({tuple(row[: i + 1]) for row in rows for i in range(len(row))})
+
+
+@given(rows=forests(), num_empty=st.integers(0, 2), room=st.integers(0, 30), min_saved=st.sampled_from([1, 4, 16]))
+def test_packs_hold_every_row_once_within_the_budget(rows, num_empty, room, min_saved):
+    rows = [p + c for p, c in rows] + [[]] * num_empty
+    budget = max(map(len, rows)) + room
+    packs = split_rows(rows, budget=budget, min_saved=min_saved)
+    assert sorted(i for pack in packs for i in pack) == list(range(len(rows)))
+    sizes = [len(build_trie([rows[i] for i in pack], min_saved=min_saved).tokens) for pack in packs]
+    assert max(sizes) <= budget
+    assert len(packs) == 1 or len(build_trie(rows, min_saved=min_saved).tokens) > budget
+    if min_saved == 1:
+        assert sizes == [unique_tokens([rows[i] for i in pack]) for pack in packs]
+        # Sorted rows are cut where the next one would not fit.
+        assert len(packs) == 1 or [rows[i] for pack in packs for i in pack] == sorted(rows)
+        for pack, following in zip(packs, packs[1:], strict=False):
+            assert unique_tokens([rows[i] for i in [*pack, following[0]]]) > budget
+
+
+def test_siblings_stay_in_one_pack():
+    left, right = [5] * 20, [6] * 20
+    rows = [[*right, 7], [*left, 7], [*right, 8], [*left, 8], [*right, 9], [*left, 9]]
+    assert split_rows(rows, budget=30, min_saved=1) == [[1, 3, 5], [0, 2, 4]]
+    assert split_rows(rows, budget=46, min_saved=1) == [[0, 1, 2, 3, 4, 5]]
+    assert split_rows(rows, budget=22, min_saved=1) == [[1, 3], [5], [0, 2], [4]]
+    assert split_rows([], budget=1) == [[]]
+
+
+def test_a_row_longer_than_the_budget_is_refused():
+    check_fits(7, 7)
+    with pytest.raises(ValueError, match=r"`packed_token_budget=2` cannot hold a row of 3 tokens .*: set it to at"):
+        split_rows([[1], [1, 2, 3]], budget=2)
+
+
+def test_the_model_sees_all_but_padding_and_last_tokens():
+    ids = torch.tensor([[0, 5, 6, 7], [8, 9, 0, 0], [5, 6, 7, 8]])
+    mask = torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]])
+    assert computed_tokens(ids[:, :2], mask[:, :2], ids[:, 2:], mask[:, 2:]) == [[5, 6], [], [5, 6]]
+
+
+def test_no_row_is_a_sequence_of_padding():
+    ids = torch.zeros(0, 4, dtype=torch.long)
+    rows = pack_rows(ids[:, :2], ids[:, :2], ids[:, 2:], ids[:, 2:], multiple_of=8)
+    assert rows.input_ids.tolist() == [[0] * 8] and rows.labels.tolist() == [[-100]] and rows.token_ratio == 0
+    assert rows.unpack(torch.tensor([[0.5]])).shape == (0, 2)
 
 
 def test_padding_is_seen_by_no_row():

@@ -17,7 +17,7 @@ C = TypeVar("C", bound="ExplorationConfig")
 @dataclass
 class ExplorationConfig(GRPOConfig):
     r"""
-    Base of the exploration configurations: every field of [`~trl.GRPOConfig`], and five that all methods share.
+    Base of the exploration configurations: every field of [`~trl.GRPOConfig`], and six that all methods share.
 
     Args:
         drop_zero_advantage (`bool`, *optional*, defaults to `False`):
@@ -34,6 +34,10 @@ class ExplorationConfig(GRPOConfig):
             Whether tokens that rows of a micro-batch share at their starts are computed once: `"on"`, `"off"`, or
             `"auto"`, which looks at how many they are. Results are the same up to rounding. With `"on"` and `"auto"`,
             rows of one tree go into one micro-batch.
+        packed_token_budget (`int`, *optional*):
+            Most tokens of one sequence of packed rows; at least the longest prompt plus `max_completion_length`. A
+            micro-batch that has more, each shared token counted once, becomes several sequences, each with a forward
+            pass of its own. `None` makes one sequence of all rows.
         push_method_state (`bool`, *optional*, defaults to `False`):
             Publish, beside the model, what the method keeps: its state (`explore_state_<rank>.pt`) and the files that
             it writes into `output_dir`, such as dumped trees, which hold prompts and completions.
@@ -67,6 +71,13 @@ class ExplorationConfig(GRPOConfig):
             "help": "Compute tokens that rows share at their starts once: 'on', 'off' or 'auto' (where many are)."
         },
     )
+    packed_token_budget: int | None = field(
+        default=None,
+        metadata={
+            "help": "Most tokens of one sequence of packed rows (shared_prefix_training); at least the longest prompt "
+            "plus max_completion_length. None: all rows of a micro-batch in one sequence."
+        },
+    )
     push_method_state: bool = field(
         default=False,
         metadata={
@@ -93,12 +104,31 @@ class ExplorationConfig(GRPOConfig):
         if self.shared_prefix_training not in PACKING_MODES:
             problem = unknown_name("value", self.shared_prefix_training, PACKING_MODES)
             raise ValueError(f"`shared_prefix_training`: {problem}")
+        self._check_token_budget()
         if self.sampling_batch_size is not None and self.sampling_batch_size < 1:
             raise ValueError(
                 f"`sampling_batch_size={self.sampling_batch_size}` must be at least 1, or None for a single call."
             )
         if self.push_to_hub:
             check_repo_id(self.hub_model_id, self.output_dir or "trainer_output")
+
+    def _check_token_budget(self) -> None:
+        budget, completion = self.packed_token_budget, self.max_completion_length or 0
+        if budget is None:
+            return
+        field = f"`packed_token_budget={budget}`"
+        if budget < 1:
+            raise ValueError(f"{field} must be at least 1, or None for one sequence of any length.")
+        if self.shared_prefix_training == "off":
+            raise ValueError(
+                f"{field} splits packed rows, but `shared_prefix_training='off'` packs none: set that to 'on' or "
+                "'auto', or leave `packed_token_budget` out."
+            )
+        if budget <= completion:  # a prompt has a token; how long prompts are shows when they are tokenised
+            raise ValueError(
+                f"{field} cannot hold a prompt and `max_completion_length={completion}` tokens: set it to at least "
+                f"{completion} plus the longest prompt, or lower `max_completion_length`."
+            )
 
 
 def upgrade_config(args: GRPOConfig, config_class: type[C]) -> C:

@@ -10,12 +10,22 @@ from peft import PeftModel
 from trl.trainer.utils import split_tensor_dict
 
 from trl_explore.packed_attention import BLOCK, NO_MASK, enable_packing, own_attention
-from trl_explore.packing import MIN_SAVED, group_rows, pack_rows
+from trl_explore.packing import (
+    MIN_SAVED,
+    PackedRows,
+    check_fits,
+    computed_tokens,
+    group_rows,
+    pack_rows,
+    split_rows,
+)
 from trl_explore.streams import RowDict, row_tokens, select_rows
 
 from .streams import StreamTrainer
 
-PAYS_FROM = 1.2  # tokens of the rows per token computed, from which on "auto" packs
+# Tokens of the rows per token computed, from which on a mode packs. Last tokens and short common starts alone are
+# not worth another attention: where a window cuts, it keeps more memory than TRL's own pass.
+PAYS_FROM = {"on": 1.05, "auto": 1.2}
 
 
 class PackedTrainer(StreamTrainer):
@@ -27,6 +37,7 @@ class PackedTrainer(StreamTrainer):
     """
 
     shared_prefix_training = "off"
+    packed_token_budget: int | None = None
     min_saved = MIN_SAVED
     rows_stay_apart = False  # while hidden states are watched row by row
 
@@ -44,6 +55,19 @@ class PackedTrainer(StreamTrainer):
             warnings.warn(f"{message}. It stays off.", stacklevel=2)
             return
         self.shared_prefix_training, self.trees_stay_together = mode, True
+        self.packed_token_budget = args.packed_token_budget
+        if self.packed_token_budget is not None:
+            self._check_passes()
+
+    def _check_passes(self) -> None:
+        """Parameters that reentrant checkpointing touches once per pass are reduced over processes as often."""
+        reentrant = (self.args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
+        if self.args.gradient_checkpointing and reentrant and self.accelerator.num_processes > 1:
+            raise ValueError(
+                f"`packed_token_budget={self.packed_token_budget}` makes several forward passes before a backward "
+                "pass, which reentrant gradient checkpointing on several processes does not allow: set "
+                "`gradient_checkpointing_kwargs={'use_reentrant': False}`, or leave `packed_token_budget` out."
+            )
 
     def _enable_packing(self) -> None:
         if self._is_vlm:
@@ -96,6 +120,13 @@ class PackedTrainer(StreamTrainer):
         with own_attention(self._unwrapped(self.model)):
             return super()._generate_single_turn(*args, **kwargs)
 
+    def _generate(self, prompts):
+        result = super()._generate(prompts)
+        if self.packed_token_budget is not None:  # before anything is computed of these rows
+            longest = max((len(p) + len(c) for p, c in zip(*result[:2], strict=True)), default=0)
+            check_fits(self._max_over_processes(longest), self.packed_token_budget)
+        return result
+
     def _prepare_inputs(self, generation_batch):
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
@@ -120,8 +151,9 @@ class PackedTrainer(StreamTrainer):
             )
         parts: list[Any] = []
         size = batch_size or len(input_ids)
-        for ids, mask in zip(input_ids.split(size), attention_mask.split(size), strict=True):
-            found = self._packed_logps(model, ids, mask, logits_to_keep)
+        batches = list(zip(input_ids.split(size), attention_mask.split(size), strict=True))
+        for (ids, mask), packs in zip(batches, self._packs(batches, logits_to_keep), strict=True):
+            found = self._packed_logps(model, ids, mask, logits_to_keep, packs)
             if found is None:
                 found = super()._get_per_token_logps_and_entropies(
                     model, ids, mask, logits_to_keep, compute_entropy=compute_entropy, **kwargs
@@ -130,39 +162,65 @@ class PackedTrainer(StreamTrainer):
         logps, entropies, *_ = zip(*parts, strict=True)
         return torch.cat(logps), torch.cat(entropies) if compute_entropy else None, None
 
-    def _packed_logps(self, model, ids, mask, width: int) -> tuple[Any, Any, None] | None:
-        """Log-probabilities and entropies `(B, T)`; `None` where it does not pay."""
-        rows = pack_rows(
-            ids[:, :-width],
-            mask[:, :-width],
-            ids[:, -width:],
-            mask[:, -width:],
-            min_saved=self.min_saved,
-            multiple_of=BLOCK if ids.is_cuda else 1,
-        )
-        packs = self.shared_prefix_training == "on" or rows.token_ratio >= PAYS_FROM
+    def _packs(self, batches: list[tuple[Any, Any]], width: int) -> list[list[list[int]]]:
+        """
+        The rows of each sequence of each batch. Every process makes as many forward passes, because collective calls
+        (sharded weights, buffers) belong to them: where others have more sequences, the last ones are of no row.
+        """
+        budget = self.packed_token_budget
+        if budget is None:
+            return [[list(range(len(ids)))] for ids, _ in batches]
+        packs = [
+            split_rows(computed_tokens(*_sides(ids, mask, width)), budget=budget, min_saved=self.min_saved)
+            for ids, mask in batches
+        ]
+        if self.accelerator.num_processes == 1:
+            return packs
+        most = self._max_over_processes(max(map(len, packs)))
+        return [found + [[]] * (most - len(found)) for found in packs]
+
+    def _packed_logps(self, model, ids, mask, width: int, packs: list[list[int]]) -> tuple[Any, Any, None] | None:
+        """Log-probabilities and entropies `(B, T)`; `None` where TRL's own pass is to compute them."""
+        sides = _sides(ids, mask, width)
+        options: dict[str, Any] = dict(min_saved=self.min_saved, multiple_of=BLOCK if ids.is_cuda else 1)
+        sequences = [pack_rows(*(side[rows] for side in sides), **options) for rows in packs]
+        ratio = sum(rows.num_tokens for rows in sequences) / max(sum(rows.num_unique for rows in sequences), 1)
+        # TRL's own pass is one, and its tokens are not bounded: more sequences are packed whatever they share.
+        packed = len(packs) > 1 or ratio >= PAYS_FROM[self.shared_prefix_training]
         if torch.is_grad_enabled() and self._is_training:
             # Of this process alone: the main one's are logged, and a gather per pass is not worth the rest.
-            self._metrics["train"]["packing/token_ratio"].append(rows.token_ratio)
-            self._metrics["train"]["packing/packed"].append(float(packs))
-        if not packs:
+            metrics = self._metrics["train"]
+            metrics["packing/token_ratio"].append(ratio)
+            metrics["packing/packed"].append(float(packed))
+            metrics["packing/sequences"].append(float(len([rows for rows in packs if rows])))
+        if not packed:
             return None
+        order = torch.tensor([i for rows in packs for i in rows], device=ids.device).argsort()
+        logps, entropies = zip(*(self._sequence_logps(model, rows) for rows in sequences), strict=True)
+        without = entropies[0] is None  # the reference has none
+        return torch.cat(logps)[order], None if without else torch.cat(entropies)[order], None
+
+    def _sequence_logps(self, model: Any, rows: PackedRows) -> tuple[Any, Any]:
         with _scored_only(self._unwrapped(model), rows.scored), self.accelerator.autocast():
             outputs = model(
                 input_ids=rows.input_ids,
-                attention_mask=NO_MASK.to(ids.device),
+                attention_mask=NO_MASK.to(rows.input_ids.device),
                 position_ids=rows.position_ids,
                 shift_labels=rows.labels,
                 fused_lm_head=True,
                 packed_rows=rows,
             )
-        entropies = None if outputs.entropy is None else rows.unpack(outputs.entropy)  # the reference has none
-        return rows.unpack(outputs.log_probs), entropies, None
+        return rows.unpack(outputs.log_probs), None if outputs.entropy is None else rows.unpack(outputs.entropy)
 
     def _unwrapped(self, model: Any) -> Any:
         """The causal language model without the wrappers of accelerate and PEFT."""
         model = self.accelerator.unwrap_model(model)
         return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def _sides(ids: torch.Tensor, mask: torch.Tensor, width: int) -> tuple[torch.Tensor, ...]:
+    """Prompts and completions with their masks, as [`pack_rows`] takes them."""
+    return ids[:, :-width], mask[:, :-width], ids[:, -width:], mask[:, -width:]
 
 
 def _regroup(batches: list[RowDict]) -> list[RowDict]:

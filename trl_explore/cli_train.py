@@ -217,6 +217,7 @@ def build_arguments(
     known = {spec.name for cls in types for spec in fields(cls) if spec.init}
     parser = OneLineParser(types, prog=f"trl-explore train --method {method}", allow_abbrev=False)
     for name in config.keys() - known:
+        _explain_shared_field(str(name), method)
         raise UsageError(f"--config: {unknown_name('field', str(name), known)}")
     parser.set_defaults_with_config(**{name: _as_default(value, hints[name]) for name, value in config.items()})
     # Looked at before the dataclasses are built: a mistyped field would else show as a complaint about its default.
@@ -224,12 +225,24 @@ def build_arguments(
         if not text.startswith("--"):
             raise UsageError(f"unexpected argument {text!r}; fields are written --field value")
         name = text[2:].split("=")[0].replace("-", "_")
+        _explain_shared_field(name, method)
         raise UsageError(f"{unknown_name('flag', '--' + name, {'--' + field for field in known})}{_launch_hint(name)}")
     try:
         parsed: Any = parser.parse_args_into_dataclasses(args=flags, look_for_args_file=False)
     except (ValueError, TypeError) as error:  # what the configs' own checks raise
         raise UsageError(str(error)) from error
     return parsed
+
+
+def _explain_shared_field(name: str, method: str) -> None:
+    """Plain `grpo` is TRL's own trainer, which has none of the fields that all others share."""
+    from trl_explore.trainers import ExplorationConfig
+
+    if name in ExplorationConfig.__annotations__:
+        raise UsageError(
+            f"`{name}` is a field of trl-explore's trainers, but --method {method} is TRL's own: leave it out, or use "
+            "ExplorationTrainer from Python, which is plain GRPO with these fields"
+        )
 
 
 def _launch_hint(flag: str) -> str:

@@ -7,6 +7,7 @@ end of that one's descendants; `packed_attention.py` computes attention from thi
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -109,8 +110,10 @@ class PackedRows:
             What they predict, shape `(1, N)`; the first is -100.
         index (`torch.Tensor`):
             Place of every token of the completions in `scored`, shape `(B, T)`; 0 on padding.
-        token_ratio (`float`):
-            Tokens of all rows, without padding, over S.
+        num_tokens (`int`):
+            Tokens of all rows, without padding.
+        num_unique (`int`):
+            Tokens of the sequence, without padding.
         block_masks (`dict`):
             What FlexAttention needs, by sliding window; made by the first layer that asks.
     """
@@ -121,8 +124,14 @@ class PackedRows:
     scored: torch.Tensor
     labels: torch.Tensor
     index: torch.Tensor
-    token_ratio: float
+    num_tokens: int
+    num_unique: int
     block_masks: dict[int | None, Any] = field(default_factory=dict)
+
+    @property
+    def token_ratio(self) -> float:
+        """How many times more tokens the rows have than are computed; 0 without a row."""
+        return self.num_tokens / max(self.num_unique, 1)
 
     def unpack(self, values: torch.Tensor) -> torch.Tensor:
         """
@@ -136,6 +145,34 @@ class PackedRows:
             `torch.Tensor`: Shape `(B, T)`.
         """
         return values[0][self.index]
+
+
+def computed_tokens(
+    prompt_ids: torch.Tensor,
+    prompt_mask: torch.Tensor,
+    completion_ids: torch.Tensor,
+    completion_mask: torch.Tensor,
+) -> list[list[int]]:
+    """
+    Tokens of rows that a model has to see: all but padding and last tokens, which predict nothing that is asked.
+
+    Args:
+        prompt_ids (`torch.Tensor`):
+            Prompts padded left, shape `(B, P)`.
+        prompt_mask (`torch.Tensor`):
+            1 on their tokens, shape `(B, P)`.
+        completion_ids (`torch.Tensor`):
+            Completions padded right, shape `(B, T)`.
+        completion_mask (`torch.Tensor`):
+            1 on their tokens, shape `(B, T)`.
+
+    Returns:
+        `list[list[int]]`: `[B][L_i]`; empty for rows without a token in `completion_mask`.
+    """
+    ids = torch.cat([prompt_ids, completion_ids], dim=1).cpu()
+    mask = torch.cat([prompt_mask, completion_mask], dim=1).bool().cpu()
+    asked = completion_mask.any(dim=1).tolist()
+    return [row[real].tolist()[:-1] if any_ else [] for row, real, any_ in zip(ids, mask, asked, strict=True)]
 
 
 def build_trie(rows: list[list[int]], *, min_saved: int = MIN_SAVED) -> Trie:
@@ -200,14 +237,11 @@ def pack_rows(
     multiple_of: int = 1,
 ) -> PackedRows:
     """
-    Lay rows out so that what they share is computed once.
-
-    Rows without a token in `completion_mask` are left out, and so are last tokens, which predict nothing that is
-    asked.
+    Lay rows out so that what they share is computed once: their [`computed_tokens`].
 
     Args:
         prompt_ids (`torch.Tensor`):
-            Prompts padded left, shape `(B, P)`.
+            Prompts padded left, shape `(B, P)`; without a row, the sequence is one token of padding.
         prompt_mask (`torch.Tensor`):
             1 on their tokens, shape `(B, P)`.
         completion_ids (`torch.Tensor`):
@@ -222,16 +256,14 @@ def pack_rows(
     Returns:
         [`PackedRows`]: On the device of `prompt_ids`.
     """
-    ids = torch.cat([prompt_ids, completion_ids], dim=1).cpu()
-    mask = torch.cat([prompt_mask, completion_mask], dim=1).bool().cpu()
+    rows = computed_tokens(prompt_ids, prompt_mask, completion_ids, completion_mask)
     lengths = completion_mask.sum(dim=1).tolist()
-    rows = [row[real].tolist() for row, real in zip(ids, mask, strict=True)]
-    trie = build_trie([row[:-1] if n else [] for row, n in zip(rows, lengths, strict=True)], min_saved=min_saved)
-    num_unique = max(len(trie.tokens), 1)
-    trie = _padded(trie, math.ceil(num_unique / multiple_of) * multiple_of)
+    trie = build_trie(rows, min_saved=min_saved)
+    num_unique = len(trie.tokens)
+    trie = _padded(trie, math.ceil(max(num_unique, 1) / multiple_of) * multiple_of)
 
     # A position and the token that it predicts, as one number; equal pairs are scored once.
-    vocab = int(ids.max()) + 1
+    vocab = int(completion_ids.max()) + 1 if len(rows) else 1
     pairs = torch.full(completion_ids.shape, -1)  # (B, T)
     for i, length in enumerate(lengths):
         if length:
@@ -249,7 +281,8 @@ def pack_rows(
         scored=(scored.clamp(min=0) // vocab).to(device),
         labels=torch.where(scored < 0, -100, scored % vocab).unsqueeze(0).to(device),
         index=places[1:].view_as(pairs).to(device),
-        token_ratio=int(mask.sum()) / num_unique,
+        num_tokens=int(prompt_mask.sum() + completion_mask.sum()),
+        num_unique=num_unique,
     )
 
 
@@ -296,5 +329,55 @@ def group_rows(prompts: list[list[int]], completions: list[list[int]], *, num_ba
     return [i for batch in sorted(batches, key=min) for i in batch]
 
 
-def _num_unique(rows: list[list[int]], part: list[int]) -> int:
-    return len(build_trie([rows[i] for i in part]).tokens)
+def split_rows(rows: list[list[int]], *, budget: int, min_saved: int = MIN_SAVED) -> list[list[int]]:
+    """
+    Cut rows into packs, each of which fits into one sequence; rows that share much stay together.
+
+    Args:
+        rows (`list[list[int]]`):
+            Tokens to be computed, `[B][L_i]`; rows may be empty.
+        budget (`int`):
+            Most tokens of a pack's trie.
+        min_saved (`int`, *optional*, defaults to `16`):
+            Tokens that sharing a segment must save.
+
+    Returns:
+        `list[list[int]]`: The rows' indices by pack. Sorted rows are filled into one pack after the other; all are
+        one pack where that fits.
+
+    Raises:
+        ValueError: If a row does not fit by itself.
+    """
+    check_fits(max(map(len, rows), default=0), budget)
+    if _num_unique(rows, range(len(rows)), min_saved) <= budget:
+        return [list(range(len(rows)))]
+    packs: list[list[int]] = [[]]
+    for i in sorted(range(len(rows)), key=rows.__getitem__):
+        if _num_unique(rows, [*packs[-1], i], min_saved) > budget:
+            packs.append([])
+        packs[-1].append(i)
+    return packs
+
+
+def check_fits(longest: int, budget: int) -> None:
+    """
+    Refuse a budget that a row alone exceeds.
+
+    Args:
+        longest (`int`):
+            Tokens of the longest row.
+        budget (`int`):
+            The budget.
+
+    Raises:
+        ValueError: If the row is longer.
+    """
+    if longest > budget:
+        raise ValueError(
+            f"`packed_token_budget={budget}` cannot hold a row of {longest} tokens (prompt and completion): set it to "
+            "at least the longest prompt plus `max_completion_length`, or to None for one sequence of any length."
+        )
+
+
+def _num_unique(rows: list[list[int]], part: Iterable[int], min_saved: int = MIN_SAVED) -> int:
+    return len(build_trie([rows[i] for i in part], min_saved=min_saved).tokens)

@@ -6,7 +6,7 @@ Forward and backward of what every trainer calls, TRL's own pass and `shared_pre
 random weights. Both alternate in one process; seconds are medians, on a CPU of its time. `tokens` is how many times
 more tokens the rows have than are computed, the limit where every token costs the same. On a CPU, TRL's pass sends the
 prompts through the LM head too, so a large vocabulary gains more than that; a small one shows the layers alone. MB are
-what the forward pass keeps for the backward pass.
+what the forward pass keeps for the backward pass. Where nothing is shared, both passes are TRL's own.
 """
 
 import argparse

@@ -26,8 +26,9 @@ RUNS = {
     "branpo": branpo_runs.main,
     "measuring": measuring_runs.main,
     "every_method": every_method_runs.main,
-    "sharded": every_method_runs.sharded,  # from here on every trainer is
     "packed": packed_runs.main,
+    "sharded": every_method_runs.sharded,  # from here on every trainer is
+    "packed sharded": packed_runs.sharded,
 }
 
 
