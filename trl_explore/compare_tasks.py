@@ -7,6 +7,7 @@ from trl_explore.comparison import common_options
 from trl_explore.names import unknown_name
 from trl_explore.tasks import MULTI_HOP, TASKS, ChainTask, PathTask, SketchedTask
 from trl_explore.tasks.lake_agent import LAKE_AGENT
+from trl_explore.tasks.vaults import FactTask
 
 AGENTS: dict[str, Any] = {task.name: task for task in (LAKE_AGENT, MULTI_HOP)}
 ALL_TASKS: dict[str, Any] = TASKS | AGENTS
@@ -61,9 +62,10 @@ def suited_options(task: Any, method: str) -> dict[str, Any] | None:
         few = {"max_pivots_per_batch": 16, "sampling_batch_size": 64}
         if isinstance(task, ChainTask):
             return {**few, "segment_delimiters": [";"]}
-        return {**few, "segmentation": "fixed", "segment_length": max(1, task.max_completion_length // 6)}
-    if method == "tree_grpo" and isinstance(task, ChainTask):
-        return {"node_length": 7}  # one step of the problem
+        length = task.step_length if isinstance(task, FactTask) else max(1, task.max_completion_length // 6)
+        return {**few, "segmentation": "fixed", "segment_length": length}
+    if method == "tree_grpo" and isinstance(task, ChainTask | FactTask):
+        return {"node_length": task.step_length}
     return {}
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from regimes import COSTS, HERE, Regime, read_results, results_path, to_runs
+from regimes import COSTS, Regime, folder, read_results, results_path, to_runs
 
 from trl_explore.clocks import interval, mean_along, value_at
 from trl_explore.comparison import TRAINING, Run
@@ -24,7 +24,6 @@ CLOCKS = {
     "trained_tokens": "trained tokens",
     "cpu_seconds": "CPU seconds",
 }
-PICTURE = HERE.parent / "images" / "regimes.png"
 PASS = re.compile(r"pass_at_(\d+)")
 
 
@@ -258,7 +257,7 @@ def picture(regimes: list[Regime], path: Path) -> None:
 
 def report(regimes: list[Regime]) -> None:
     """
-    Writes `results.md` beside the regimes, and the picture.
+    Writes `results.md` and `results.png` beside the regimes.
 
     Args:
         regimes (`list`):
@@ -276,7 +275,7 @@ def report(regimes: list[Regime]) -> None:
     ]
     for regime in done:
         lines += table(regime, to_runs(read_results(results_path(regime)), "verdict"))
-    path = results_path(done[0]).parent.parent / "results.md"
-    path.write_text("\n".join(lines), encoding="utf-8")
-    picture(done, PICTURE)
-    print(f"{path}\n{PICTURE}")
+    text, drawing = folder() / "results.md", folder() / "results.png"
+    text.write_text("\n".join(lines), encoding="utf-8")
+    picture(done, drawing)
+    print(f"{text}\n{drawing}")

@@ -90,6 +90,11 @@ class ChainTask:
         """Tokens of an answer: the steps, `#`, the digit and the end-of-sequence token."""
         return TOKENS_PER_STEP * len(self.step_ops) + 3
 
+    @property
+    def step_length(self) -> int:
+        """Tokens of a step."""
+        return TOKENS_PER_STEP
+
     @cached_property
     def x_table(self) -> dict[int, list[int]]:
         """`x_table[b][a]` is the result of `a x b`."""

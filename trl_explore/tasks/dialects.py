@@ -55,6 +55,11 @@ class DialectTask(FactTask):
         return self.num_digits + 2
 
     @property
+    def step_length(self) -> int:
+        """One token: the choice of the dialect, or a digit."""
+        return 1
+
+    @property
     def max_sketch_length(self) -> int:
         """Tokens of a mark and the end-of-sequence token."""
         return 2

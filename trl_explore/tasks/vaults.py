@@ -65,6 +65,11 @@ class FactTask(SketchedTask):
         """Whether an answer is the right one, to the letter. Arguments as in [`SketchedTask`]."""
         return completion == self.answer(problem, self.facts[problem[0]])
 
+    @property
+    @abstractmethod
+    def step_length(self) -> int:
+        """Tokens of a step of an answer."""
+
     @cached_property
     @abstractmethod
     def facts(self) -> dict[str, str]:
@@ -111,6 +116,11 @@ class VaultTask(FactTask):
     def max_completion_length(self) -> int:
         """Tokens of an answer, end-of-sequence token included."""
         return 3 * self.num_digits + 4
+
+    @property
+    def step_length(self) -> int:
+        """Tokens of a digit, its successor and the end of the step."""
+        return 3
 
     @property
     def max_sketch_length(self) -> int:
@@ -178,6 +188,11 @@ class DoorsTask(FactTask):
     def max_completion_length(self) -> int:
         """Tokens of a whole way, end-of-sequence token included."""
         return 2 * self.num_steps + 2
+
+    @property
+    def step_length(self) -> int:
+        """Tokens of a door and what is behind it."""
+        return 2
 
     @property
     def max_sketch_length(self) -> int:
