@@ -2,6 +2,7 @@
 
 import csv
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from commands import EXAMPLES
 from trl_explore.clocks import mean_along
 from trl_explore.comparison import Run
 from trl_explore.intervals import crossed_interval
+from trl_explore.tasks.tiny_model import build_model
 
 BENCHMARKS = EXAMPLES / "benchmarks"
 ARMS = [
@@ -184,6 +186,34 @@ def test_results_outlive_the_folder_and_are_not_trained_again(regimes):
     tried = {row["arm"] for row in csv.DictReader(open(path)) if row["stage"] == "tuning"}
     assert "G2RL: novelty_weight 2.0" in tried and "G2RL: novelty_weight 1.0" not in tried
     assert not list(Path("again").rglob("grpo-*/checkpoint-*"))
+
+
+def test_slices_of_time_keep_what_is_finished(regimes, monkeypatch):
+    load(regimes, arms=ARMS[:2])
+    monkeypatch.setattr(sys, "argv", ["regimes.py", "train", "small", "--minutes", str(0.2 / 60)])
+    codes = []
+    for _ in range(40):
+        try:
+            regimes.main()
+            break
+        except SystemExit as stop:
+            codes.append(stop.code)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    assert set(codes) == {130}
+    rows = regimes.read_results(Path("results/small.csv"))
+    assert len(regimes.to_runs(rows, "verdict")) == 4
+
+
+def test_a_gpu_gets_a_larger_model_and_results_of_its_own(regimes):
+    large = regimes.enlarged(load(regimes, arms=ARMS[:2]))
+    assert regimes.results_path(large).name == "small-large.csv" and large.seeds["verdict"] == [0, 1]
+    arms = regimes.tuning_arms(large)
+    assert [arm["options"]["learning_rate"] for arm in arms] == pytest.approx([1e-5, 1e-4] * 2)
+    document = large.document("tuning", arms)
+    assert document["common"]["bf16"] and not document["common"]["use_cpu"]
+    size = sum(p.numel() for p in build_model(seed=0, **document["model_size"]).parameters())
+    assert 50e6 < size < 100e6
 
 
 @pytest.mark.parametrize("path", sorted((BENCHMARKS / "regimes").glob("*.yaml")), ids=lambda path: path.stem)

@@ -92,7 +92,9 @@ class ComparisonFolder:
         """
         with tempfile.TemporaryDirectory() as folder:
             if self.comparison.task is not None:
-                build_model(seed=0).save_pretrained(folder)  # in place of the warm start, which takes a while
+                build_model(seed=0, **self.comparison.model_size).save_pretrained(
+                    folder
+                )  # in place of the warm start, which takes a while
             for name, arm in {arm.name: arm for arm, _ in self.missing()}.items():
                 try:
                     build_run(self.comparison, arm, seed=0, folder=Path(folder), start=folder)
@@ -107,9 +109,10 @@ class ComparisonFolder:
         Returns:
             `dict[int, str]`: Folders of the models, by seed; empty for a model of the user's own.
         """
-        task, steps = self.comparison.task, self.comparison.warm_start_steps
+        task, steps, size = self.comparison.task, self.comparison.warm_start_steps, self.comparison.model_size
         seeds = [] if task is None else dict.fromkeys(seed for _, seed in self.missing())
-        return {seed: str(warm_start(task, seed=seed, steps=steps)) for seed in seeds}
+        device = "cpu" if self.comparison.common.get("use_cpu") else None
+        return {seed: str(warm_start(task, seed=seed, steps=steps, device=device, **size)) for seed in seeds}
 
     def train(self, starts: Mapping[int, str], bar: Any) -> Iterator[int]:
         """

@@ -70,6 +70,8 @@ class Comparison:
             Smallest total reward of a success in the evaluation.
         warm_start_steps (`int`, *optional*):
             Steps that teach an embedded task to the tiny model.
+        model_size (`dict`):
+            `hidden_size` and `num_layers` of an embedded task's model, where they are not the tiny one's.
     """
 
     subject: dict[str, Any]
@@ -83,6 +85,7 @@ class Comparison:
     num_eval: int
     success_threshold: float | None
     warm_start_steps: int | None
+    model_size: dict[str, Any]
 
     @property
     def task(self) -> Any:
@@ -104,6 +107,7 @@ class Comparison:
     def document(self) -> dict[str, Any]:
         """The comparison as its YAML file would have it."""
         optional = {name: vars(self)[name] for name in ("success_threshold", "warm_start_steps")}
+        optional["model_size"] = self.model_size or None
         return {
             **self.subject,
             "budget": {self.clock: self.amount},
@@ -150,7 +154,7 @@ def read_comparison(document: Mapping[str, Any]) -> Comparison:
     named = [spec.name for cls in (TrainArguments, ModelConfig, DatasetMixtureConfig) for spec in fields(cls)]
     subject_names = {"task", *named} - {"method"}
     own = {"budget", "seeds", "arms", "common", "metrics", "evaluations", "num_eval", "success_threshold"}
-    known = own | subject_names | {"warm_start_steps"}
+    known = own | subject_names | {"warm_start_steps", "model_size"}
     for name in document:
         if name not in known:
             raise UsageError(_unknown_top_level(str(name), known))
@@ -170,6 +174,7 @@ def read_comparison(document: Mapping[str, Any]) -> Comparison:
         num_eval=_count("num_eval", document.get("num_eval", _default_num_eval(task))),
         success_threshold=_threshold(document.get("success_threshold")),
         warm_start_steps=_warm_start_steps(document.get("warm_start_steps"), task),
+        model_size=_model_size(document.get("model_size"), task),
     )
     _check_fields(comparison)
     return comparison
@@ -308,6 +313,20 @@ def _warm_start_steps(given: Any, task: Any) -> int | None:
     if task is None:
         raise UsageError(f"warm_start_steps={given}: only an embedded `task` has a warm start; leave it out")
     return _count("warm_start_steps", given)
+
+
+def _model_size(given: Any, task: Any) -> dict[str, Any]:
+    from trl_explore.tasks.tiny_model import HEAD_SIZE
+
+    size = {name: _count(f"model_size.{name}", value) for name, value in _mapping("model_size", given).items()}
+    if size and task is None:
+        raise UsageError(f"model_size={given}: only the model of an embedded `task` is built; leave it out")
+    for name in size:
+        if name not in ("hidden_size", "num_layers"):
+            raise UsageError(f"model_size: {unknown_name('field', name, ('hidden_size', 'num_layers'))}")
+    if size.get("hidden_size", HEAD_SIZE) % HEAD_SIZE:
+        raise UsageError(f"model_size.hidden_size={size['hidden_size']}: give a multiple of {HEAD_SIZE}")
+    return size
 
 
 def _check_fields(comparison: Comparison) -> None:

@@ -10,6 +10,7 @@ has nothing to give, and the regime is not admitted.
 
 Every run goes into `regimes/results/<regime>.csv`, one line per evaluation. What is there is not trained again, so a
 run that was stopped, or moved to another machine, goes on from there. `REGIMES` names another folder of regimes.
+On a GPU, `train --large --minutes 9` trains a model of 77 million parameters, in slices.
 """
 
 import argparse
@@ -17,11 +18,12 @@ import csv
 import itertools
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,32 @@ class Regime:
     def document(self, stage: str, arms: list[dict[str, Any]]) -> dict[str, Any]:
         """A file for `trl-explore compare`."""
         return {**self.comparison, "seeds": self.seeds[stage], "arms": arms}
+
+
+def enlarged(regime: Regime) -> Regime:
+    """
+    The same regime for a GPU: a model of 77 million parameters in bfloat16, a tenth of the learning rates, two seeds.
+
+    Args:
+        regime ([`Regime`]):
+            A regime of the tiny model.
+
+    Returns:
+        [`Regime`]: With results of its own.
+    """
+    common = {**regime.comparison.get("common", {}), "use_cpu": False, "bf16": True}
+    size = {"hidden_size": 768, "num_layers": 10}
+    arms = []
+    for arm in regime.arms:
+        rates = [rate / 10 for rate in arm["grid"]["learning_rate"]]
+        arms.append({**arm, "grid": {**arm["grid"], "learning_rate": rates}})
+    return replace(
+        regime,
+        name=f"{regime.name}-large",
+        comparison={**regime.comparison, "model_size": size, "common": common},
+        seeds={**regime.seeds, "verdict": regime.seeds["verdict"][:2]},
+        arms=arms,
+    )
 
 
 def candidates(arm: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -308,17 +336,22 @@ def compare(regime: Regime, stage: str, document: dict[str, Any], output_dir: Pa
         if (arm.name, seed) in known:
             place.of_run(arm, seed).mkdir(parents=True, exist_ok=True)
             known[arm.name, seed].save(place.of_run(arm, seed) / RESULT)
+    code = 0
     if place.missing():
         output_dir.mkdir(parents=True, exist_ok=True)
         config = output_dir.parent / f"{stage}.yaml"
         config.write_text(yaml.safe_dump(document, sort_keys=False))
         code = main(["compare", "--config", str(config), "--output_dir", str(output_dir)])
-        if code:
-            sys.exit(code)
-    fresh = [Run(**run) for run in place.finished() if (run["arm"], run["seed"]) not in known]
+    runs = [(arm, seed) for seed in comparison.seeds for arm in comparison.arms]
+    fresh = [(arm, place.of_run(arm, seed) / RESULT) for arm, seed in runs if (arm.name, seed) not in known]
     given = {arm["name"]: arm["options"] for arm in document["arms"]}
-    rows += [row for run in fresh for row in to_rows(run, stage, given[run.arm], list(comparison.metrics))]
-    write_results(results_path(regime), rows)
+    for arm, file in fresh:
+        if file.is_file():  # also where others are not finished
+            rows += to_rows(Run.load(file), stage, given[arm.name], list(comparison.metrics))
+    if rows:
+        write_results(results_path(regime), rows)
+    if code:
+        sys.exit(code)
 
 
 def main() -> None:
@@ -327,12 +360,19 @@ def main() -> None:
     parser.add_argument("command", choices=("train", "report"))
     parser.add_argument("regimes", nargs="*", help="names of files in regimes/ (default: all)")
     parser.add_argument("--output_dir", type=Path, default=Path("out/regimes"), help="where checkpoints go")
+    parser.add_argument("--large", action="store_true", help="a model of 77 million parameters, on a GPU")
+    parser.add_argument("--minutes", type=float, help="stop after so long as Ctrl-C does; the same command goes on")
     args = parser.parse_args()
     files = sorted(folder().glob("*.yaml"))
     unknown = set(args.regimes) - {path.stem for path in files}
     if unknown:
         parser.error(f"unknown regimes {sorted(unknown)}; there are {[path.stem for path in files]}")
     chosen = [Regime.load(path) for path in files if not args.regimes or path.stem in args.regimes]
+    if args.large:
+        chosen = [enlarged(regime) for regime in chosen]
+    if args.minutes:
+        signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+        signal.setitimer(signal.ITIMER_REAL, 60 * args.minutes)
     if args.command == "train":
         for regime in chosen:
             train(regime, args.output_dir)

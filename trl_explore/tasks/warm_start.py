@@ -1,7 +1,8 @@
 """Supervised warm start: trains the tiny model on a task's demonstrations and caches the result on disk.
 
-The recipe is fixed: AdamW (learning rate 3e-3, betas 0.9 / 0.95, no weight decay), 20 warm-up steps, cosine decay to
-5 %, batches of 32 fresh problems, loss on the completion only, gradients clipped at norm 1.
+The recipe is fixed: AdamW (learning rate 3e-3 for width 64, less in proportion for wider models, betas 0.9 / 0.95, no
+weight decay), 20 warm-up steps, cosine decay to 5 %, batches of 32 fresh problems, loss on the completion only,
+gradients clipped at norm 1.
 """
 
 import dataclasses
@@ -22,9 +23,9 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 from trl_explore.tasks import TeachableTask
 from trl_explore.tasks.tiny_model import ASSISTANT, CHARACTERS, EOS, USER, build_model, build_tokenizer
 
-CACHE_VERSION = 1  # raise it when the recipe, the tokenizer or the way tasks draw from their seeds changes
+CACHE_VERSION = 2  # raise it when the recipe, the tokenizer or the way tasks draw from their seeds changes
 BATCH_SIZE = 32
-LEARNING_RATE = 3e-3
+LEARNING_RATE, ITS_WIDTH = 3e-3, 64
 WARMUP_STEPS = 20
 FINAL_LEARNING_RATE_SHARE = 0.05
 IGNORED = -100  # label that the loss skips
@@ -39,6 +40,7 @@ def warm_start(
     progress: bool = True,
     hidden_size: int = 64,
     num_layers: int = 2,
+    device: str | torch.device | None = "cpu",
 ) -> Path:
     """
     Trains a tiny model on demonstrations, or finds it in the cache.
@@ -62,6 +64,8 @@ def warm_start(
             Width of the model.
         num_layers (`int`, *optional*, defaults to `2`):
             Layers of the model.
+        device (`str` or `torch.device`, *optional*, defaults to `"cpu"`):
+            Where to train it. `None` for the machine's accelerator; there, in bfloat16 with float32 weights.
 
     Returns:
         `Path`: Folder that `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load.
@@ -75,6 +79,7 @@ def warm_start(
     if folder.is_dir():
         return folder
     tokenizer = build_tokenizer(tools=getattr(task, "tools", False))
+    model.to(device or torch.accelerator.current_accelerator() or "cpu")
     train(model, tokenizer, task, rng=random.Random(f"demonstrations/{seed}"), steps=steps, progress=progress)
     publish(model, tokenizer, folder)
     return folder
@@ -153,14 +158,17 @@ def train(
         progress (`bool`):
             Whether to show a progress bar with the loss.
     """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    device = model.device
+    rate = LEARNING_RATE * min(1.0, ITS_WIDTH / model.config.hidden_size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_share(step, steps))
     model.train()
     with torch.enable_grad(), tqdm(total=steps, desc=f"warm start {task.name}", disable=not progress) as bar:
         for _ in range(steps):
             prompts = [task.sample_problem(rng) for _ in range(BATCH_SIZE)]
             batch = encode(tokenizer, [(prompt, task.demonstration(prompt, rng)) for prompt in prompts])
-            loss = model(**batch).loss
+            with torch.autocast(device.type, torch.bfloat16, enabled=device.type != "cpu"):
+                loss = model(**{name: part.to(device) for name, part in batch.items()}).loss
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
