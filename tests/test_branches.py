@@ -1,6 +1,8 @@
 """Where trajectories branch, which branches are kept, and what prefixes and suffixes are worth."""
 
 import math
+from collections import Counter
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from trl_explore.branches import (
     credit,
     first_contrastive,
     first_shorter,
+    fork_depths,
     group_accuracy,
     is_contrastive,
     is_success,
@@ -98,6 +101,24 @@ def test_depths_are_those_of_the_paper(accuracy, failure, success):
     names = {3: 9, 2: 6, 1: 4}
     assert recursion_depth(0.3, accuracy, threshold=0.5, **depths) == names[failure]
     assert recursion_depth(0.5, accuracy, threshold=0.5, **depths) == names[success]
+
+
+@pytest.mark.parametrize(
+    "num_turns, number, nearest, expected",
+    [(5, 3, 1, [1, 2, 3]), (2, 3, 1, [1, 2]), (5, 1, 2, [2]), (5, 0, 1, []), (1, 1, 1, [1])],
+)
+def test_the_tail_is_left_from_the_end(num_turns, number, nearest, expected):
+    assert fork_depths(num_turns, number, nearest=nearest) == expected
+    drawn = fork_depths(num_turns, number, nearest=nearest, selection="random")
+    assert len(set(drawn)) == len(expected) and all(nearest <= depth <= num_turns for depth in drawn)
+
+
+def test_random_depths_are_different_ones_in_any_order_equally_often():
+    generator = torch.Generator().manual_seed(0)
+    random = dict(nearest=2, selection="random", generator=generator)
+    counts = Counter(tuple(fork_depths(5, 2, **random)) for _ in range(6000))
+    assert set(counts) == set(permutations(range(2, 6), 2))
+    assert sum((count - 500) ** 2 / 500 for count in counts.values()) < 31.3  # chi-squared, one in a thousand
 
 
 def test_what_could_not_be_scored_does_not_branch():
@@ -317,3 +338,5 @@ def test_options_that_do_not_exist_are_named():
         branch_advantages([[0.0]], scale="batch")
     with pytest.raises(ValueError, match="`definition='median'` is unknown: choose one of 'mean', 'share'"):
         group_accuracy([0.0], definition="median", threshold=0.8)
+    with pytest.raises(ValueError, match="`selection='head'` is unknown: choose one of 'tail', 'random'"):
+        fork_depths(3, 2, selection="head")

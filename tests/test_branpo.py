@@ -210,9 +210,10 @@ def test_branches_change_what_is_learned(tmp_path, voice):
 # ------------------------------------------------------------------------------------------------ where it is left
 
 
-def test_branches_share_their_prefix_token_by_token_and_state_by_state(tmp_path, voice, monkeypatch):
+@pytest.mark.parametrize("selection", ["tail", "random"])
+def test_branches_share_their_prefix_token_by_token_and_state_by_state(tmp_path, voice, monkeypatch, selection):
     speaker = voice()
-    trainer = agent(tmp_path)
+    trainer = agent(tmp_path, branch_selection=selection)
     _, sampled, kept = kept_branches(trainer, monkeypatch)
     tokenizer = trainer._tokenizer
     said = {(tuple(context), tuple(ours)) for call in speaker.calls for context, ours in call}
@@ -230,9 +231,8 @@ def test_branches_share_their_prefix_token_by_token_and_state_by_state(tmp_path,
         moves = re.findall(r"!move:direction=(\w)", tokenizer.decode(branch.completion_ids))
         game = Lake()
         game.reset(trainer.main_examples[branch.row]["board"])
-        shown = [game.move(move) for move in moves[: len(turns(branch.loss_mask)) - bool(branch.complete)]]
         told = [message["content"] for message in branch.messages if message["role"] == "tool"]
-        assert told == shown[: len(told)] and branch.steps == len(told)
+        assert told == [game.move(move) for move in moves[: len(told)]] and branch.steps == game.episode.steps
         text = tokenizer.decode(branch.completion_ids)
         assert all(answer in text for answer in told) and text.count("<u>") == len(told)
     for main, example in zip(trainer.environments, trainer.trajectories, strict=True):  # which nobody has touched
@@ -242,12 +242,13 @@ def test_branches_share_their_prefix_token_by_token_and_state_by_state(tmp_path,
 @pytest.mark.parametrize(
     "factory, way", [(OwnState, "auto"), (OwnState, "replay"), (Uncopyable, "auto"), (Lake, "replay")]
 )
-def test_all_ways_to_go_back_give_the_same(tmp_path, voice, factory, way):
+@pytest.mark.parametrize("selection", ["tail", "random"])
+def test_all_ways_to_go_back_give_the_same(tmp_path, voice, factory, way, selection):
     voice()
-    first = agent(tmp_path)
+    first = agent(tmp_path, branch_selection=selection)
     first.train()
     voice()
-    second = agent(tmp_path, factory=factory, environment_state=way)
+    second = agent(tmp_path, factory=factory, environment_state=way, branch_selection=selection)
     assert second._state_ways == {None: "snapshot" if factory is OwnState and way == "auto" else "replay"}
     assert sorted(second.tools[0].__name__ for _ in range(1)) == ["move"] and len(second.tools) == 1
     second.train()
@@ -327,6 +328,24 @@ def test_the_schedule_decides_how_deep_and_how_often(tmp_path, voice, monkeypatc
     assert [(row, 4 - turn, n) for row, turn, n in rounds[1]] == [(r, 1, 2) for r in range(4)]
     assert [(row, 4 - turn, n) for row, turn, n in rounds[2]] == [(r, 2, 2) for r in range(1, 4)]
     assert len(rounds) == 3
+
+
+def test_random_branches_are_as_many_and_begin_anywhere(tmp_path, voice, monkeypatch):
+    asked = {}
+    for selection in ("tail", "random"):
+        voice(stops=0)  # nothing is complete, so that all rounds are asked for
+        options = dict(max_tool_calling_iterations=5, redundancy_tries=0, branch_selection=selection)
+        trainer = agent(tmp_path, **options)
+        _, sampled, kept = kept_branches(trainer, monkeypatch)
+        assert not kept and {len(trajectory.turns) for trajectory in trainer.trajectories} == {6}
+        asked[selection] = [requests for requests, _ in sampled]
+    numbers = {name: [[(row, n) for row, _, n in requests] for requests in rounds] for name, rounds in asked.items()}
+    assert numbers["random"] == numbers["tail"]
+    for row in range(8):
+        tail, drawn = ([t for requests in asked[s] for r, t, _ in requests if r == row] for s in ("tail", "random"))
+        assert tail == list(range(5, 5 - len(tail), -1)) and len(set(drawn)) == len(tail)
+    turns_left = {turn for requests in asked["random"] for _, turn, _ in requests}
+    assert turns_left <= set(range(6)) and min(turns_left) < 3 <= max(turns_left)
 
 
 # ------------------------------------------------------------------------------------------------ what is trained
@@ -422,18 +441,21 @@ def test_branches_are_averaged_together_with_the_main_rows(tmp_path, voice, loss
             torch.testing.assert_close(after, before - 0.1 * before.grad, atol=2e-6, rtol=1e-4, msg=name)
 
 
-def test_redundant_turns_are_not_reinforced(tmp_path, voice, monkeypatch):
+@pytest.mark.parametrize("selection", ["tail", "random"])
+def test_redundant_turns_are_not_reinforced(tmp_path, voice, monkeypatch, selection):
     voice(stops=0.35)
     always = [lambda environments, **columns: [1.0] * len(environments)]
-    trainer = agent(tmp_path, reward_funcs=always, num_branches_solved=0)
+    trainer = agent(tmp_path, reward_funcs=always, num_branches_solved=0, branch_selection=selection)
     output, sampled, kept = kept_branches(trainer, monkeypatch)
     lengths = [len(trajectory.turns) for trajectory in trainer.trajectories]
     means = [sum(lengths[g : g + 4]) / 4 for g in (0, 4)]
     ((requests, found),) = sampled
-    assert requests == [(r, lengths[r] - 2, 5) for r in range(8) if lengths[r] > max(means[r // 4], 1)]
+    assert [(r, n) for r, _, n in requests] == [(r, 5) for r in range(8) if lengths[r] > max(means[r // 4], 1)]
+    depths = [lengths[r] - turn for r, turn, _ in requests]
+    assert set(depths) == {2} if selection == "tail" else min(depths) >= 2 and max(depths) > 2
     assert kept
     for row, branch in kept.items():
-        assert len(turns(branch.loss_mask)) == lengths[row] - 1 and branch.complete
+        assert len(turns(branch.loss_mask)) < lengths[row] and branch.complete
         assert branch is next(
             b for b in found if b.row == row and b.complete and len(turns(b.loss_mask)) < lengths[row]
         )
@@ -622,8 +644,12 @@ def test_metrics(tmp_path, voice, monkeypatch):
 
 @pytest.mark.parametrize(
     "options",
-    [dict(steps_per_generation=4, max_steps=7), dict(num_iterations=2, steps_per_generation=2, max_steps=7)],
-    ids=["off a boundary", "two iterations"],
+    [
+        dict(steps_per_generation=4, max_steps=7),
+        dict(num_iterations=2, steps_per_generation=2, max_steps=7),
+        dict(branch_selection="random", steps_per_generation=4, max_steps=7),
+    ],
+    ids=["off a boundary", "two iterations", "random"],
 )
 def test_a_resumed_run_ends_where_the_uninterrupted_one_does(tmp_path, voice, options):
     voice()
@@ -642,6 +668,7 @@ ERRORS = {
     "`branch_depth_hard=True` must be an integer": dict(branch_depth_hard=True),
     "`redundancy_tries=2.0` must be an integer": dict(redundancy_tries=2.0),
     "`branch_group`.*'prompts'.*did you mean 'prompt'": dict(branch_group="prompts"),
+    "`branch_selection`.*'randon'.*did you mean 'random'": dict(branch_selection="randon"),
     "`accuracy`.*'average'": dict(accuracy="average"),
     "`environment_state`.*'copies'": dict(environment_state="copies"),
     "`interaction_limit_steps=None` with `interaction_limits=\\[4, 8\\]`": dict(

@@ -192,6 +192,19 @@ def test_rewards_are_shaped_as_documented_and_logged_raw(tmp_path, transform):
     assert metrics["geometry/feature_seconds"][0] > 0 and metrics["geometry/unshaped_rows"] == [0]
 
 
+def test_shuffled_scores_are_those_of_other_completions_of_the_group(tmp_path):
+    trainer = make_trainer(Watched, G2RLConfig, tmp_path, novelty_scores="shuffled", novelty_transform="raw")
+    batch_of(trainer)
+    r = 2 * trainer.raw[:, 0] - 1
+    novelty = novelty_scores(trainer.features, r, 4)
+    shown = torch.tensor(trainer.completion_columns()["novelty"])
+    assert not torch.allclose(shown, novelty.nu)
+    assert torch.equal(shown.view(-1, 4).sort(1).values, novelty.nu.view(-1, 4).sort(1).values)
+    torch.testing.assert_close(trainer.shaped[:, 0], r * (1 + shown))
+    (logged,) = trainer._metrics["train"]["geometry/mean_novelty"]
+    assert logged == pytest.approx(novelty.nu.mean().item())
+
+
 def test_several_reward_functions_are_shaped_as_a_sum(tmp_path):
     options = dict(reward_funcs=[contains_answer, some_letter], reward_weights=[0.5, 2.0], success_threshold=0.5)
     trainer = make_trainer(Watched, G2RLConfig, tmp_path, **options)
@@ -246,8 +259,9 @@ def test_evaluation_is_plain_grpo(tmp_path):
     assert {k: results[1][k] for k in same} == {k: results[0][k] for k in same}
 
 
-def test_a_resumed_run_ends_where_the_uninterrupted_one_does(tmp_path):
-    options = dict(steps_per_generation=4, max_steps=7)
+@pytest.mark.parametrize("scores", ["gradient", "shuffled"])
+def test_a_resumed_run_ends_where_the_uninterrupted_one_does(tmp_path, scores):
+    options = dict(novelty_scores=scores, steps_per_generation=4, max_steps=7)
     whole = make_trainer(G2RLTrainer, G2RLConfig, tmp_path, save_strategy="steps", save_steps=2, **options)
     whole.train()
     again = make_trainer(G2RLTrainer, G2RLConfig, tmp_path, **options)
@@ -281,6 +295,7 @@ ERRORS = {
     "novelty_weight=nan": dict(novelty_weight=float("nan")),
     "reward_clip=0.5` must be at least 1": dict(reward_clip=0.5),
     "novelty_transform.*unknown value 'min-max'; did you mean 'minmax'": dict(novelty_transform="min-max"),
+    "novelty_scores.*unknown value 'shufled'; did you mean 'shuffled'": dict(novelty_scores="shufled"),
     "reward_mapping.*unknown value 'sign'": dict(reward_mapping="sign"),
     "min_correct=-1": dict(min_correct=-1),
     "min_wrong=-2": dict(min_wrong=-2),

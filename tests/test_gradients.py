@@ -1,6 +1,7 @@
 """Gradient features from one tiled pass over the LM head, and the novelty that shapes rewards."""
 
 import math
+from collections import Counter
 from contextlib import nullcontext
 
 import pytest
@@ -34,6 +35,7 @@ from trl_explore.novelty import (
     mixed_enough,
     novelty_scores,
     shape_rewards,
+    shuffle_in_groups,
     transform_novelty,
 )
 
@@ -492,6 +494,28 @@ def test_transforms_by_hand():
     assert transform_novelty(nu, 4, "centered")[4:].tolist() == [0.0] * 4  # all equal: no shaping
     for transform in ["minmax", "centered", "raw"]:
         assert transform_novelty(nu, 8, transform, valid=torch.zeros(8).bool()).tolist() == [0.0] * 8
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), st.floats(0, 1, width=32)), min_size=8, max_size=8), st.sampled_from([2, 4, 8])
+)
+def test_shuffled_scores_are_those_of_the_groups_valid_rows(rows, group_size):
+    values, valid = torch.arange(8.0), torch.tensor([scored for scored, _ in rows])
+    keys = torch.tensor([key for _, key in rows])
+    found = shuffle_in_groups(values, keys, group_size, valid=valid).tolist()
+    for first in range(0, 8, group_size):
+        kept = [i for i in range(first, first + group_size) if rows[i][0]]
+        assert [found[i] for i in kept] == sorted(kept, key=lambda i: rows[i][1])  # equal keys: in order
+    assert all(found[i] == i for i in range(8) if not rows[i][0])
+
+
+def test_every_order_of_shuffled_scores_is_equally_likely():
+    generator = torch.Generator().manual_seed(0)
+    values = torch.arange(3.0).repeat(6000)
+    found = shuffle_in_groups(values, torch.rand(18000, generator=generator), 3).view(-1, 3).int().tolist()
+    counts = Counter(map(tuple, found))
+    assert len(counts) == 6
+    assert sum((count - 1000) ** 2 / 1000 for count in counts.values()) < 20.5  # chi-squared, one in a thousand
 
 
 def test_rewards_are_mapped():

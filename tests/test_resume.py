@@ -72,6 +72,7 @@ TREE_CASES = {
     "two iterations, lora": dict(num_iterations=2, steps_per_generation=2, max_steps=7, peft_config=LORA),
     "replay": dict(replay_buffer=True, replay_threshold=0.9, max_steps=30, steps_per_generation=1),
     "once, beta": dict(share_prefix_once=True, beta=0.1, **OFF_BOUNDARY),
+    "random selection": dict(selection="random", **OFF_BOUNDARY),
 }
 
 

@@ -101,6 +101,31 @@ def test_every_sketch_is_shown_the_ones_before_it_and_every_solution_its_own(tmp
     assert prompts == {tuple(make_tokenizer()(problem)["input_ids"]) for problem in problems}
 
 
+@pytest.mark.parametrize("size", [8, 24])
+def test_shuffled_sketches_are_those_of_another_prompt(tmp_path, size):
+    options = dict(SHORT, per_device_train_batch_size=size, num_sketches=3)
+    trainer = make_trainer(Watched, SESAConfig, tmp_path, **options, sketch_assignment="shuffled")
+    inputs = first_batch(trainer)
+    problems = [example["prompt"] for example in trainer.main_examples[::4]]
+    drafts = [[answered[g][0] for answered in trainer.answered] for g in range(size // 4)]
+
+    def solved_behind(g, source):
+        rows = slice(4 * g, 4 * g + 4)
+        shown = [drafts[source][i % 3] for i in range(4 * g, 4 * g + 4)]
+        expected = [f"{sketch} {problems[g]}" if sketch else problems[g] for sketch in shown]
+        return trainer.solved[rows] == expected and trainer.completion_columns()["sketch"][rows] == shown
+
+    sources = [[s for s in range(size // 4) if solved_behind(g, s)] for g in range(size // 4)]
+    assert all(len(found) == 1 for found in sources)  # no two prompts were given the same sketches by chance
+    assert sorted(s for (s,) in sources) == list(range(size // 4)) and all(s != g for g, (s,) in enumerate(sources))
+    # Drafting and training are those of the method.
+    own = make_trainer(Watched, SESAConfig, tmp_path, **options)
+    first_batch(own)
+    assert (own.asked, own.answered) == (trainer.asked, trainer.answered)
+    prompts = {tuple(ids) for ids in trainer.prompt_token_ids(inputs)}
+    assert prompts == {tuple(make_tokenizer()(problem)["input_ids"]) for problem in problems}
+
+
 def test_fewer_sketches_are_shared_in_turn(tmp_path):
     trainer = make_trainer(Watched, SESAConfig, tmp_path, **SHORT, num_sketches=3)
     first_batch(trainer)
@@ -266,9 +291,9 @@ def test_evaluation_is_plain_grpo(tmp_path):
     assert {k: got[k] for k in same} == {k: expected[k] for k in same}
 
 
-@pytest.mark.parametrize("mode", ["two_stage", "sequential"])
-def test_a_resumed_run_ends_where_the_uninterrupted_one_does(tmp_path, mode):
-    options = dict(SHORT, mode=mode, steps_per_generation=4, max_steps=7, off_policy_correction=True)
+@pytest.mark.parametrize("own", [{}, dict(sketch_assignment="shuffled"), dict(mode="sequential")], ids=str)
+def test_a_resumed_run_ends_where_the_uninterrupted_one_does(tmp_path, own):
+    options = dict(SHORT, **own, steps_per_generation=4, max_steps=7, off_policy_correction=True)
     whole = make_trainer(SESATrainer, SESAConfig, tmp_path, save_strategy="steps", save_steps=2, **options)
     whole.train()
     again = make_trainer(SESATrainer, SESAConfig, tmp_path, **options)
@@ -281,6 +306,10 @@ def test_a_resumed_run_ends_where_the_uninterrupted_one_does(tmp_path, mode):
 
 ERRORS = {
     "mode.*unknown value 'two-stage'; did you mean 'two_stage'": dict(mode="two-stage"),
+    "sketch_assignment.*unknown value 'shufled'; did you mean 'shuffled'": dict(sketch_assignment="shufled"),
+    "'shuffled'` has no meaning with `mode='sequential'": dict(sketch_assignment="shuffled", mode="sequential"),
+    "'shuffled'` has no meaning with `mode='agent'": dict(sketch_assignment="shuffled", mode="agent"),
+    "only one per generation batch": dict(sketch_assignment="shuffled", per_device_train_batch_size=4),
     "sketch_template='think'` must contain {problem}": dict(sketch_template="think"),
     "next_sketch_template='{problem}'` must contain {sketches}": dict(next_sketch_template="{problem}"),
     "next_sketch_template='{sketches}'` must contain {problem}": dict(next_sketch_template="{sketches}"),

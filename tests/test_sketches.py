@@ -1,5 +1,7 @@
 """Prompts with sketches, lists of candidates, and how diverse a group is."""
 
+from itertools import permutations
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +13,7 @@ from trl_explore.sketches import (
     first_distinct,
     mean_similarity,
     newest_that_fit,
+    other_prompts,
     split_candidates,
 )
 
@@ -69,3 +72,22 @@ def test_similarity():
     assert mean_similarity(["abc"]) == 0.0 and mean_similarity(["abc"] * 3) == 1.0
     assert mean_similarity(["aaaa", "bbbb"]) == 0.0
     assert mean_similarity(["ab", "ab", "cd"]) == pytest.approx(1 / 3)
+
+
+@given(
+    st.lists(st.integers(0, 3), max_size=9).flatmap(lambda p: st.tuples(st.just(p), st.permutations(range(len(p)))))
+)
+def test_every_prompt_is_given_another_one(drawn):
+    prompts, order = drawn
+    sources = other_prompts(prompts, order)
+    if len(set(prompts)) < 2:
+        assert sources == list(range(len(prompts)))
+        return
+    assert all(prompts[source] != own for source, own in zip(sources, prompts, strict=True))
+    # More than half of the prompts equal: the few others are shown several times.
+    if 2 * max(map(prompts.count, prompts)) <= len(prompts):
+        assert sorted(sources) == list(range(len(prompts)))
+
+
+def test_who_gets_whom_depends_on_the_order():
+    assert {tuple(other_prompts("abc", order)) for order in permutations(range(3))} == {(1, 2, 0), (2, 0, 1)}

@@ -101,7 +101,7 @@ def rows_by_completion(inputs, trainer):
     return rows
 
 
-@pytest.mark.parametrize("selection", ["global", "uct"])
+@pytest.mark.parametrize("selection", ["global", "uct", "random"])
 def test_rows_and_advantages_are_those_of_the_trees(tmp_path, selection):
     trainer = tree_trainer(tmp_path, selection=selection, skip_uniform_trees=False)
     inputs = first_batch(trainer)
@@ -301,6 +301,7 @@ def test_direct_rollouts_fill_the_rows_when_the_budget_ends(tmp_path):
 
 OTHERS = {
     "uct": dict(selection="uct"),
+    "random": dict(selection="random"),
     "shrinking width": dict(width_decay=1, min_expansion_width=2, max_tree_depth=4),
     "mean and std": dict(advantage_normalization="mean_std"),
     "overlong penalty": dict(overlong_buffer=4),
@@ -473,6 +474,7 @@ ERRORS = {
     "num_generations=4` is more than the 2 completions": dict(expansion_width=2, max_tree_depth=1),
     "more than the 3 completions.*depth 1": dict(expansion_width=3, node_length=8),
     "unknown value 'global_frontier'": dict(selection="global_frontier"),
+    "selection.*unknown value 'randon'; did you mean 'random'": dict(selection="randon"),
     "depth_bonus.*unknown value 'cube'": dict(depth_bonus="cube"),
     "advantage_normalization.*unknown value 'std'": dict(advantage_normalization="std"),
     "max_search_iterations=0": dict(max_search_iterations=0),

@@ -3,10 +3,13 @@
 import json
 import math
 import random
+from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,6 +32,7 @@ from trl_explore.trees import (
     judge,
     search,
     select,
+    select_random,
     select_uct,
     terminal_outcome,
     uct_score,
@@ -286,6 +290,29 @@ def test_uct_selection_walks_from_the_root():
     assert select_uct(expand(Tree.plant([9]), ROOT, sampled([EOS], [EOS]), LIMITS), LIMITS) is None
 
 
+def test_random_selection_takes_every_node_of_the_frontier_equally_often():
+    tree = expand(Tree.plant([9]), ROOT, sampled([1, 1], [2, 2]), LIMITS)
+    tree = expand(tree, 1, sampled([3, 3], [4, EOS]), LIMITS)
+    tree = backup(outcomes(tree, n4=1.0), 4, decay_min=0.1)
+    assert frontier(tree, LIMITS) == [2, 3] and select(tree, LIMITS) == 3
+    tree = expand(tree, 3, sampled([5, 5], [6, 6]), replace(LIMITS, max_depth=9))
+    assert frontier(tree, LIMITS) == [2, 5, 6]
+    torch.manual_seed(0)
+    counts = Counter(select_random(tree, LIMITS) for _ in range(3000))
+    assert set(counts) == {2, 5, 6}
+    assert sum((count - 1000) ** 2 / 1000 for count in counts.values()) < 13.8  # chi-squared, one in a thousand
+    # The draws are the global state's, which checkpoints hold.
+    torch.manual_seed(0)
+    assert Counter(select_random(tree, LIMITS) for _ in range(3000)) == counts
+
+
+def test_random_selection_ends_a_search_as_global_selection_does():
+    ended = outcomes(expand(Tree.plant([9]), ROOT, sampled([EOS], [EOS]), LIMITS), n1=-1.0, n2=1.0)
+    assert frontier(ended, LIMITS) == []
+    for tree, expected in ((ended, ROOT), (replace(ended, results=(1, 2)), None)):
+        assert select_random(tree, LIMITS) == select(tree, LIMITS) == expected
+
+
 def test_width_can_shrink_with_depth():
     limits = Limits(
         num_results=4, width=8, max_depth=64, node_length=2, max_completion_length=128, max_iterations=9,
@@ -375,7 +402,7 @@ def test_a_record_is_plain_json():
 
 
 @st.composite
-def worlds(draw):
+def worlds(draw, *selections):
     """Limits, a way of selecting, and a random world in which a prefix decides what follows it."""
     width, depth = draw(st.integers(1, 4)), draw(st.integers(1, 5))
     node_length = draw(st.integers(1, 3))
@@ -392,7 +419,9 @@ def worlds(draw):
     )
     return dict(
         limits=limits,
-        select_fn=draw(st.sampled_from([select, select_uct, partial(select, entropy_weight=0.5, depth_bonus="log")])),
+        select_fn=draw(
+            st.sampled_from([select, select_uct, partial(select, entropy_weight=0.5, depth_bonus="log"), *selections])
+        ),
         seed=draw(st.integers(0, 10**6)),
         end=draw(st.sampled_from([0.0, 0.2, 0.5, 1.0])),
         success=draw(st.sampled_from([0.0, 0.3, 0.7, 1.0])),
@@ -442,8 +471,9 @@ def grow_world(world, prompts=None):
 
 
 @settings(max_examples=400, deadline=None)
-@given(worlds())
+@given(worlds(select_random))
 def test_invariants_of_any_search(world):
+    torch.manual_seed(world["seed"])
     limits, (trees, calls) = world["limits"], grow_world(world)
     for tree in trees:
         rows = [tree.nodes[row] for row in tree.results]

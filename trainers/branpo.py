@@ -2,9 +2,11 @@
 
 import itertools
 import math
+import sys
 import textwrap
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from trl_explore.branches import (
     credit,
     first_contrastive,
     first_shorter,
+    fork_depths,
     group_accuracy,
     recursion_depth,
     seeks_shorter,
@@ -118,6 +121,8 @@ class BranPOTrainer(BranchingTrainer):
         args = self.args
         self.state_wanted = args.environment_state
         self.kept_turns = max(args.branch_depth_hard, args.branch_depth, args.branch_depth_solved, REDUNDANCY_DEPTH)
+        if args.branch_selection == "random":
+            self.kept_turns = sys.maxsize
         super().setup()
 
     # ------------------------------------------------------------------------------------------------ the algorithm
@@ -152,6 +157,7 @@ class BranPOTrainer(BranchingTrainer):
         """Where every main row of this process is left (Eq. 15, 16 and section 4.4)."""
         args, size = self.args, self.num_generations
         lengths = [len(trajectory.turns) for trajectory in self.trajectories]
+        forks = partial(fork_depths, selection=args.branch_selection, generator=self.exploration_generator)
         trained = output["completion_mask"].any(dim=1).tolist()
         plans = []
         for g in range(0, len(rewards), size):
@@ -162,7 +168,9 @@ class BranPOTrainer(BranchingTrainer):
                 if math.isnan(reward) or not trained[row] or (self._failed and self._failed[row]):
                     plans.append(Plan([], 0))
                 elif longer[row - g] and args.redundancy_tries:
-                    plans.append(Plan([REDUNDANCY_DEPTH], args.redundancy_tries, shorter=True))
+                    plans.append(
+                        Plan(forks(lengths[row], 1, nearest=REDUNDANCY_DEPTH), args.redundancy_tries, shorter=True)
+                    )
                 else:
                     tries = branch_count(
                         accuracy, num_branches=args.num_branches, num_branches_solved=args.num_branches_solved
@@ -175,8 +183,7 @@ class BranPOTrainer(BranchingTrainer):
                         depth_hard=args.branch_depth_hard,
                         depth_solved=args.branch_depth_solved,
                     )
-                    deepest = min(deepest, lengths[row]) if tries else 0
-                    plans.append(Plan(list(range(1, deepest + 1)), tries))
+                    plans.append(Plan(forks(lengths[row], deepest if tries else 0), tries))
         return plans
 
     def _search(self, plans: list[Plan], rewards: list[float]) -> dict[int, Branch]:

@@ -3,12 +3,18 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from trl_explore.branches import DEFINITIONS, GROUPS, SELECTIONS
 from trl_explore.names import explain_unknown_fields, unknown_name
 from trl_explore.snapshots import STATES
 
 from .config import ExplorationConfig
 
-CHOICES = {"branch_group": ("prompt", "trajectory"), "accuracy": ("mean", "share"), "environment_state": STATES}
+CHOICES = {
+    "branch_selection": SELECTIONS,
+    "branch_group": GROUPS,
+    "accuracy": DEFINITIONS,
+    "environment_state": STATES,
+}
 COUNTS = ("num_branches", "num_branches_solved", "redundancy_tries")
 DEPTHS = ("branch_depth", "branch_depth_hard", "branch_depth_solved")
 
@@ -34,6 +40,10 @@ class BranPOConfig(ExplorationConfig):
             The same for other failures, and for successes in groups with an accuracy below 1.
         branch_depth_solved (`int`, *optional*, defaults to `1`):
             The same in groups whose accuracy is 1.
+        branch_selection (`str`, *optional*, defaults to `"tail"`):
+            Responses that a trajectory is left before: `"tail"`, the last ones, from the end. The control that a
+            comparison needs is `"random"`: as many different ones, drawn from the whole trajectory; a shorter way is
+            looked for from any response but the last. States of environments are then kept for all turns.
         redundancy_tries (`int`, *optional*, defaults to `5`):
             Continuations that look for a shorter way from the penultimate response of long successes (section 4.4). 0
             switches redundant step masking off.
@@ -62,6 +72,9 @@ class BranPOConfig(ExplorationConfig):
     branch_depth_hard: int = field(default=3, metadata={"help": "Responses to go back, failures of hard groups."})
     branch_depth: int = field(default=2, metadata={"help": "Responses to go back, other failures and mixed groups."})
     branch_depth_solved: int = field(default=1, metadata={"help": "Responses to go back, groups that are solved."})
+    branch_selection: str = field(
+        default="tail", metadata={"help": "Responses left: the last ones ('tail'), or the control 'random'."}
+    )
     redundancy_tries: int = field(default=5, metadata={"help": "Tries to find a shorter way; 0: none."})
     accuracy: str = field(default="mean", metadata={"help": "'mean' of the initial rewards or 'share' of successes."})
     branch_group: str = field(default="prompt", metadata={"help": "Suffixes compared: 'prompt' or 'trajectory'."})

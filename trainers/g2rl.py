@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from accelerate.utils import gather
 from peft import PeftModel
 
 from trl_explore.advantages import combine_rewards
@@ -14,12 +15,14 @@ from trl_explore.gradients import lm_head_of
 from trl_explore.names import explain_unknown_fields, unknown_name
 from trl_explore.novelty import (
     MAPPINGS,
+    SCORES,
     TRANSFORMS,
     geometry,
     map_rewards,
     mixed_enough,
     novelty_scores,
     shape_rewards,
+    shuffle_in_groups,
     transform_novelty,
 )
 
@@ -38,6 +41,9 @@ class G2RLConfig(ExplorationConfig):
     Args:
         novelty_weight (`float`, *optional*, defaults to `1.0`):
             Lambda of Eq. 12, at least 0: how strongly novelty scales a reward. With 0 no feature is computed.
+        novelty_scores (`str`, *optional*, defaults to `"gradient"`):
+            `"gradient"` is Eq. 11. The control that a comparison needs is `"shuffled"`: the same scores, permuted at
+            random among the scored completions of a group, so that they say nothing.
         novelty_transform (`str`, *optional*, defaults to `"minmax"`):
             How scores become factors: `"minmax"` maps those of a group to [0, 1], `"centered"` to [-1, 1], `"raw"`
             keeps them.
@@ -57,6 +63,9 @@ class G2RLConfig(ExplorationConfig):
     """
 
     novelty_weight: float = field(default=1.0, metadata={"help": "How strongly novelty scales a reward; 0: not."})
+    novelty_scores: str = field(
+        default="gradient", metadata={"help": "'gradient' (Eq. 11), or the control 'shuffled' (within a group)."}
+    )
     novelty_transform: str = field(default="minmax", metadata={"help": "'minmax', 'centered' or 'raw'."})
     reward_mapping: str = field(default="binary", metadata={"help": "'binary' (+1, -1) or 'none'."})
     success_threshold: float = field(default=1.0, metadata={"help": "Smallest reward of a correct completion."})
@@ -66,7 +75,8 @@ class G2RLConfig(ExplorationConfig):
 
     def validate(self) -> None:
         super().validate()
-        for name, choices in (("novelty_transform", TRANSFORMS), ("reward_mapping", MAPPINGS)):
+        known = {"novelty_scores": SCORES, "novelty_transform": TRANSFORMS, "reward_mapping": MAPPINGS}
+        for name, choices in known.items():
             if vars(self)[name] not in choices:
                 raise ValueError(f"`{name}`: {unknown_name('value', str(vars(self)[name]), choices)}")
         if not 0 <= self.novelty_weight < math.inf:
@@ -129,6 +139,8 @@ class GradientGuided(FeatureTrainer):
             )
         features = self.gradient_features()
         novelty = novelty_scores(features, mapped, size)
+        if args.novelty_scores == "shuffled":
+            novelty = novelty._replace(nu=self._shuffled(novelty.nu, novelty.valid))
         enough = mixed_enough(
             total, size, min_correct=args.min_correct, min_wrong=args.min_wrong, threshold=args.success_threshold
         )
@@ -142,6 +154,11 @@ class GradientGuided(FeatureTrainer):
         self.log_metric("geometry/unshaped_rows", (~(novelty.valid & enough)).sum().item())
         self.log_metric("geometry/feature_seconds", self.feature_pass.seconds)
         return self._as_columns(shaped, rewards_per_func)
+
+    def _shuffled(self, nu: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+        # Every process draws for its own rows and is told of the others': a group may lie on several.
+        keys = torch.rand(len(self.local(nu)), generator=self.exploration_generator).to(self.accelerator.device)
+        return shuffle_in_groups(nu, gather(keys), self.num_generations, valid=valid)
 
     def completion_columns(self) -> dict[str, list[Any]]:
         columns = super().completion_columns()

@@ -17,6 +17,7 @@ from trl_explore.sketches import (
     fill_prompt,
     first_distinct,
     newest_that_fit,
+    other_prompts,
     split_candidates,
 )
 
@@ -121,6 +122,14 @@ class SESATrainer(SequentialActionTrainer):
                 "`mode='agent'`, or use GRPOTrainer."
             )
         super()._check_arguments(args, train_dataset, tools, rollout_func, environment_factory)
+        rows = args.per_device_train_batch_size * args.steps_per_generation
+        if args.sketch_assignment == "shuffled" and rows < 2 * args.num_generations:
+            raise ValueError(
+                "`sketch_assignment='shuffled'` exchanges sketches between the prompts of a process, which has only "
+                f"one per generation batch: raise `per_device_train_batch_size={args.per_device_train_batch_size}` or "
+                f"`steps_per_generation={args.steps_per_generation}`, or lower "
+                f"`num_generations={args.num_generations}`."
+            )
 
     # ------------------------------------------------------------------------------------------------ the algorithm
 
@@ -134,6 +143,8 @@ class SESATrainer(SequentialActionTrainer):
         if self.args.mode == "sequential":
             return self._take_lists_apart(prompts, prompt_ids, start)
         sketches = self._draft(prompts)
+        if self.args.sketch_assignment == "shuffled":
+            sketches = self._exchanged(sketches, prompt_ids[:: self.num_generations])
         draft_seconds = time.perf_counter() - start
 
         start = time.perf_counter()
@@ -180,6 +191,10 @@ class SESATrainer(SequentialActionTrainer):
                 num_tokens += len(continuation.token_ids)
         self._sketch_metrics = {"tokens": num_tokens, "dropped": num_dropped, **diversity(drafts)}
         return drafts
+
+    def _exchanged(self, sketches: list[list[str]], prompt_ids: list[list[int]]) -> list[list[str]]:
+        order = torch.randperm(len(sketches), generator=self.exploration_generator).tolist()
+        return [sketches[place] for place in other_prompts([tuple(ids) for ids in prompt_ids], order)]
 
     def _sketch_prompt(self, prompt: Prompt, earlier: Sequence[str]) -> Prompt:
         if not earlier:

@@ -10,6 +10,7 @@ from .config import ExplorationConfig
 
 MODES = ("two_stage", "sequential", "agent")
 OFF_POLICY_SCOPES = ("all", "negative")
+SKETCH_ASSIGNMENTS = ("own", "shuffled")
 SKETCH_TEMPLATE = (
     "{problem}\n\nDo not solve the problem yet. Describe in one or two sentences a strategy for solving it."
 )
@@ -43,6 +44,12 @@ class SESAConfig(ExplorationConfig):
         num_sketches (`int`, *optional*):
             Sketches per prompt with `mode="two_stage"`, at most `num_generations`, which share them in turn. `None`
             means `num_generations`; 0 is plain GRPO.
+        sketch_assignment (`str`, *optional*, defaults to `"own"`):
+            Sketches that the solutions of a prompt are conditioned on, with `mode="two_stage"`: its `"own"`, or
+            `"shuffled"`, the control that a comparison needs: those of another prompt, drawn anew in every batch, each
+            at its place in the list. Sketches are sampled alike, and never trained or rewarded with either: a solution
+            is rewarded and trained under its own prompt. Prompts are exchanged within a process, of which each
+            therefore needs at least two per generation batch; equal ones are exchanged with different ones.
         max_sketch_length (`int`, *optional*, defaults to `64`):
             Most tokens per sketch.
         sketch_template (`str`, *optional*):
@@ -96,6 +103,9 @@ class SESAConfig(ExplorationConfig):
     num_sketches: int | None = field(
         default=None, metadata={"help": "Sketches per prompt; None: num_generations, 0: plain GRPO."}
     )
+    sketch_assignment: str = field(
+        default="own", metadata={"help": "Sketches shown: the prompt's 'own', or the control 'shuffled' (another's)."}
+    )
     max_sketch_length: int = field(default=64, metadata={"help": "Most tokens per sketch."})
     sketch_template: str = field(default=SKETCH_TEMPLATE, metadata={"help": "Prompt of the first sketch."})
     next_sketch_template: str = field(default=NEXT_SKETCH_TEMPLATE, metadata={"help": "Prompt of the other sketches."})
@@ -130,6 +140,14 @@ class SESAConfig(ExplorationConfig):
         super().validate()
         if self.mode not in MODES:
             raise ValueError(f"`mode`: {unknown_name('value', str(self.mode), MODES)}")
+        if self.sketch_assignment not in SKETCH_ASSIGNMENTS:
+            problem = unknown_name("value", str(self.sketch_assignment), SKETCH_ASSIGNMENTS)
+            raise ValueError(f"`sketch_assignment`: {problem}")
+        if self.sketch_assignment != "own" and self.mode != "two_stage":
+            raise ValueError(
+                f"`sketch_assignment={self.sketch_assignment!r}` has no meaning with `mode={self.mode!r}`, which "
+                "writes no sketches: set `mode='two_stage'`, or leave it out."
+            )
         group = self.num_generations or 1
         if self.num_sketches is not None and not 0 <= self.num_sketches <= group:
             raise ValueError(

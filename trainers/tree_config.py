@@ -11,7 +11,7 @@ from trl_explore.trees import Limits
 from .config import ExplorationConfig
 
 CHOICES = {
-    "selection": ("global", "uct"),
+    "selection": ("global", "uct", "random"),
     "depth_bonus": tuple(DEPTH_BONUSES),
     "advantage_normalization": ("mean", "mean_std"),
 }
@@ -44,7 +44,9 @@ class TreeGRPOConfig(ExplorationConfig):
             Outcome of a wrong completion that a limit cut off, in [-1, 0].
         selection (`str`, *optional*, defaults to `"global"`):
             Where the search goes on after a completion has ended: `"global"` at the best node of the whole tree
-            (Eq. 9), `"uct"` from the root down by upper confidence bounds.
+            (Eq. 9), `"uct"` from the root down by upper confidence bounds. The control that a comparison needs is
+            `"random"`: wherever `"global"` chooses, any of the same nodes, all equally likely; from there, both go
+            down alike until a completion ends.
         uct_coef (`float`, *optional*, defaults to `2.0`):
             Weight of the exploration bonus among siblings (Eq. 8).
         quality_weight (`float`, *optional*, defaults to `0.4`):
@@ -110,7 +112,9 @@ class TreeGRPOConfig(ExplorationConfig):
     )
     success_threshold: float = field(default=1.0, metadata={"help": "Smallest reward of a correct completion."})
     incomplete_score: float = field(default=-1.0, metadata={"help": "Outcome of a wrong, cut-off completion."})
-    selection: str = field(default="global", metadata={"help": "'global' (frontier selection) or 'uct'."})
+    selection: str = field(
+        default="global", metadata={"help": "'global' (frontier selection), 'uct', or the control 'random'."}
+    )
     uct_coef: float = field(default=2.0, metadata={"help": "Weight of the exploration bonus among siblings."})
     quality_weight: float = field(default=0.4, metadata={"help": "Weight lambda 1 of the parent's mean value."})
     entropy_weight: float = field(default=0.0, metadata={"help": "Weight lambda 2 of the node's entropy."})

@@ -24,11 +24,13 @@ from trl_explore.tree_metrics import tree_counts, tree_metrics
 from trl_explore.tree_records import tree_record
 from trl_explore.trees import (
     Leaf,
+    SelectFn,
     Tree,
     Verdict,
     judge,
     search,
     select,
+    select_random,
     select_uct,
     terminal_outcome,
 )
@@ -99,17 +101,18 @@ class TreeGRPOTrainer(ExplorationTrainer):
     def setup(self) -> None:
         args = self.args
         self.limits = args.limits()
-        self._select_fn = (
-            partial(select_uct, coef=args.uct_coef)
-            if args.selection == "uct"
-            else partial(
+        select_fns: dict[str, SelectFn] = {
+            "global": partial(
                 select,
                 quality_weight=args.quality_weight,
                 entropy_weight=args.entropy_weight,
                 depth_weight=args.depth_weight,
                 depth_bonus=args.depth_bonus,
-            )
-        )
+            ),
+            "uct": partial(select_uct, coef=args.uct_coef),
+            "random": select_random,
+        }
+        self._select_fn = select_fns[args.selection]
         self._trees: list[Tree] = []
         self._seconds = {"sampling": 0.0, "scoring": 0.0}
         cache_options = dict(solutions_per_prompt=args.replay_solutions, threshold=args.replay_threshold)

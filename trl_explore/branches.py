@@ -17,6 +17,7 @@ from trl_explore.novelty import check_choice
 
 DEFINITIONS = ("mean", "share")
 GROUPS = ("prompt", "trajectory")
+SELECTIONS = ("tail", "random")
 SCALES = ("group", "none")
 
 # Rewards come out of float32 tensors, where 0.9 is smaller than Python's 0.9.
@@ -93,6 +94,42 @@ def recursion_depth(
     if accuracy < 0.5 and failed:
         return depth_hard
     return depth if accuracy < 1 or failed else depth_solved
+
+
+def fork_depths(
+    num_turns: int,
+    number: int,
+    *,
+    nearest: int = 1,
+    selection: str = "tail",
+    generator: torch.Generator | None = None,
+) -> list[int]:
+    """
+    Where to leave a trajectory, one depth after the other.
+
+    Args:
+        num_turns (`int`):
+            Responses of the trajectory.
+        number (`int`):
+            Depths wanted; fewer where it has fewer responses.
+        nearest (`int`, *optional*, defaults to `1`):
+            Smallest depth: 1 for the last response.
+        selection (`str`, *optional*, defaults to `"tail"`):
+            `"tail"`: the smallest depths, in order (algorithm 1). `"random"`: any different ones, in any order.
+        generator (`torch.Generator`, *optional*):
+            Generator of the random draws.
+
+    Returns:
+        `list[int]`: Responses to go back, from `nearest` to `num_turns`.
+
+    Raises:
+        ValueError: If `selection` is unknown.
+    """
+    check_choice("selection", selection, SELECTIONS)
+    depths = list(range(nearest, num_turns + 1))
+    if selection == "random":
+        depths = [depths[place] for place in torch.randperm(len(depths), generator=generator).tolist()]
+    return depths[:number]
 
 
 def group_accuracy(rewards: Sequence[float], *, definition: str, threshold: float) -> float:

@@ -11,6 +11,7 @@ import torch
 
 TRANSFORMS = ("minmax", "raw", "centered")
 MAPPINGS = ("binary", "none")
+SCORES = ("gradient", "shuffled")
 
 # Norm below which a feature has no direction.
 MIN_NORM = 1e-12
@@ -168,6 +169,36 @@ def transform_novelty(
     if transform == "centered":
         scaled = 2 * scaled - 1
     return scaled.masked_fill(~rows_counted | (spread < MIN_SPREAD), 0.0).flatten()
+
+
+def shuffle_in_groups(
+    values: torch.Tensor, keys: torch.Tensor, group_size: int, *, valid: torch.Tensor | None = None
+) -> torch.Tensor:
+    """
+    Values of each group in another order, the control for scores: as many of each size, for the wrong rows.
+
+    Args:
+        values (`torch.Tensor`):
+            Values of shape `(N,)`.
+        keys (`torch.Tensor`):
+            Random numbers of shape `(N,)`, whose order within a group becomes that of its values.
+        group_size (`int`):
+            Rows of a group.
+        valid (`torch.Tensor`, *optional*):
+            Rows that exchange their values, boolean of shape `(N,)`; the others keep theirs. All by default.
+
+    Returns:
+        `torch.Tensor`: Shape `(N,)`.
+
+    Raises:
+        ValueError: If the rows cannot be split into groups.
+    """
+    left_out = torch.zeros_like(values, dtype=torch.bool) if valid is None else ~valid
+    rows, apart = in_groups(values, group_size), in_groups(left_out, group_size)
+    # Rows that are left out stand last in both orders, so each of them meets itself.
+    source = in_groups(keys.masked_fill(left_out, torch.inf), group_size).argsort(dim=-1, stable=True)
+    target = apart.byte().argsort(dim=-1, stable=True)
+    return torch.empty_like(rows).scatter(-1, target, rows.gather(-1, source)).flatten()
 
 
 def map_rewards(rewards: torch.Tensor, mapping: str, *, threshold: float) -> torch.Tensor:

@@ -6,7 +6,7 @@ the next prompt, so they are text here; what is trained is token ids again.
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from difflib import SequenceMatcher
 from itertools import combinations
 from typing import Any
@@ -135,6 +135,35 @@ def first_distinct(texts: Sequence[str], most: int) -> list[str]:
         `list[str]`: Different texts, in order.
     """
     return list(dict.fromkeys(texts))[:most]
+
+
+def other_prompts(prompts: Sequence[Hashable], order: Sequence[int]) -> list[int]:
+    """
+    Give every prompt another one, whose sketches it is shown.
+
+    Args:
+        prompts (`Sequence[Hashable]`):
+            Prompts, `[P]`; some may be equal.
+        order (`Sequence[int]`):
+            The places 0 to P - 1 in any order, which decides who gets whom.
+
+    Returns:
+        `list[int]`: For each prompt the place of one that differs from it, `[P]`; its own place only if all are
+        equal. Every place occurs once, unless more than half of the prompts are equal.
+    """
+    groups: dict[Hashable, list[int]] = {}
+    for place in order:
+        groups.setdefault(prompts[place], []).append(place)
+    ring = [place for members in groups.values() for place in members]
+    # A turn of the ring by the size of the largest group takes everybody out of their own.
+    turn = max(map(len, groups.values()), default=0)
+    sources, end = list(range(len(prompts))), 0
+    for members in groups.values():
+        end += len(members)
+        others = ring[end:] + ring[: end - len(members)]
+        for j, place in enumerate(members if others else []):
+            sources[place] = others[(turn - len(members) + j) % len(others)]
+    return sources
 
 
 def mean_similarity(texts: Sequence[str]) -> float:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from trl_explore.rollouts import Continuation
 from trl_explore.tree_rules import backup_value, frontier_score, mean_entropy, uct_score
 from trl_explore.tree_state import ROOT, Limits, Node, Tree, Verdict
@@ -92,8 +94,30 @@ def select(
         return of_siblings[node.parent] + entropy_weight * node.entropy
 
     open_nodes = frontier(tree, limits)
-    if open_nodes:
-        return max(open_nodes, key=score)
+    return max(open_nodes, key=score) if open_nodes else _above_left_over(tree)
+
+
+def select_random(tree: Tree, limits: Limits) -> int | None:
+    """
+    Any node of the frontier, the control for [`select`]: it chooses among the same nodes, and looks at none of them.
+
+    The node is drawn from the global random state, as the tokens of a search are.
+
+    Args:
+        tree ([`Tree`]):
+            A tree.
+        limits ([`Limits`]):
+            Its limits.
+
+    Returns:
+        `int` or `None`: Node to visit, each equally likely. Where no node can be expanded, what [`select`] returns.
+    """
+    open_nodes = frontier(tree, limits)
+    return open_nodes[int(torch.randint(len(open_nodes), ()))] if open_nodes else _above_left_over(tree)
+
+
+def _above_left_over(tree: Tree) -> int | None:
+    """Where a search without a frontier goes on: at the parent of the best terminal node that is left over."""
     return tree.nodes[choose_terminal(tree, tree.candidates)].parent if tree.candidates else None
 
 

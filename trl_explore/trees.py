@@ -20,6 +20,7 @@ from trl_explore.tree_steps import (
     judge,
     room,
     select,
+    select_random,
     select_uct,
 )
 
@@ -41,6 +42,7 @@ __all__ = [
     "judge",
     "search",
     "select",
+    "select_random",
     "select_uct",
     "terminal_outcome",
     "uct_score",

@@ -19,6 +19,11 @@ def test_reductions_hold_across_ranks(results, case):
     assert results["rank0"][case] == results["rank1"][case] == "same"
 
 
+def test_scores_of_a_group_on_two_ranks_are_shuffled_alike(results):
+    scores = results["rank0"]["shuffled novelty"]
+    assert results["rank1"]["shuffled novelty"] == scores and len(set(scores)) > 4
+
+
 @pytest.mark.parametrize("case", ["dapo", "grpo", "bnpo", "dr_grpo", "luspo", "accumulation", "beta", "lora"])
 def test_a_stream_with_rows_on_one_rank_only_equals_the_sum_over_both(results, case):
     assert results["rank0"][f"uneven {case}"] == "same", results["rank0"][f"uneven {case}"]

@@ -88,6 +88,8 @@ def main(folder):
     out["no novelty"] = compare(
         run(G2RLTrainer, G2RLConfig, folder, novelty_weight=0.0, reward_mapping="none", **SPANNING), plain
     )
+    shuffled = run(G2RLTrainer, G2RLConfig, folder, novelty_scores="shuffled", **SPANNING)
+    out["shuffled novelty"] = shuffled._novelty.tolist()
     out["no branches"] = compare(
         run(BranPOTrainer, BranPOConfig, folder, num_branches=0, num_branches_solved=0, **WHOLE),
         run(GRPOTrainer, GRPOConfig, folder, **WHOLE),
