@@ -79,7 +79,7 @@ def warm_start(
     if folder.is_dir():
         return folder
     tokenizer = build_tokenizer(tools=getattr(task, "tools", False))
-    model.to(device or torch.accelerator.current_accelerator() or "cpu")
+    model.to(device or torch.accelerator.current_accelerator() or "cpu")  # type: ignore[arg-type]
     train(model, tokenizer, task, rng=random.Random(f"demonstrations/{seed}"), steps=steps, progress=progress)
     publish(model, tokenizer, folder)
     return folder
