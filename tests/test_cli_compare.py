@@ -129,8 +129,12 @@ def test_a_model_and_data_of_ones_own_are_compared_at_equal_tokens(whole):
     rows = curves(folder)
     assert {row["arm"] for row in rows} == {"GRPO", "DEEP, 2"}
     for arm in ("GRPO", "DEEP, 2"):
+        trained = [float(row["trained_tokens"]) for row in rows if row["arm"] == arm]
+        assert trained[0] == 0 and trained == sorted(trained) and trained[-1] > 0
         tokens = [float(row["tokens"]) for row in rows if row["arm"] == arm]
         assert tokens[0] == 0 and tokens == sorted(tokens) and tokens[-2] < 400 <= tokens[-1]
+        if arm == "GRPO":
+            assert trained == pytest.approx(tokens)  # all that it generates is in its loss
         assert [int(count * 3 / 400) for count in tokens] == [0, 1, 2, 3]  # an evaluation in each third
     assert (folder / "table.md").read_text().startswith("| arm | reward | maj@2 (%) | tokens | seconds | s/step |")
     assert len(list((folder / "deep-2-seed0").glob("checkpoint-*"))) == 2
@@ -252,6 +256,7 @@ def test_an_embedded_task_is_compared_on_equal_seconds(workdir, capsys):
         ({"evaluations": 0}, "evaluations=0: give an integer of at least 1"),
         ({"num_eval": 100}, "num_eval=100: the split 'train' is 36 rows long"),
         ({"warm_start_steps": 3}, "only an embedded `task` has a warm start"),
+        ({"model_size": {"num_layers": 3}}, "only the model of an embedded `task` is built"),
     ],
 )
 def test_mistakes_in_the_file_are_explained_in_one_line_before_anything_is_trained(changes, message, workdir, capsys):
@@ -266,7 +271,7 @@ def test_mistakes_in_the_file_are_explained_in_one_line_before_anything_is_train
     ("flags", "message"),
     [
         (["--task", "chian", "--tokens", "1"], "task: unknown task 'chian'; did you mean 'chain'?"),
-        (["--task", "chain", "--methods", "sesa"], "sesa does not suit the task chain; it suits paths, countdown"),
+        (["--task", "chain", "--methods", "sesa"], "sesa does not suit the task chain; it suits vault, doors, dialects, paths"),
         (["--task", "chain", "--tokens", "1", "--seconds", "1"], "give either tokens or seconds"),
         (["--task", "multi_hop", "--metrics", "pass_at_8"], "pass_at_8 is not measured for agents"),
         (["--tsk", "chain"], "unknown flag '--tsk'; did you mean '--task'?"),
@@ -279,6 +284,28 @@ def test_mistakes_in_the_flags_too(flags, message, workdir, capsys):
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
     assert not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        ({"hidden_size": 100}, "model_size.hidden_size=100: give a multiple of 16"),
+        ({"layers": 3}, "model_size: unknown field 'layers'; did you mean 'num_layers'?"),
+        ({"num_layers": 0}, "model_size.num_layers=0: give an integer of at least 1"),
+    ],
+)
+def test_sizes_that_no_model_has_are_refused(size, message, workdir, capsys):
+    assert compare({**TINY_TASK, "model_size": size}) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_model_of_another_size_is_built_and_taught(workdir):
+    size = {"hidden_size": 32, "num_layers": 1}
+    assert compare({**TINY_TASK, "model_size": size}, "--methods", "grpo", "--output_dir", "out") == 0
+    [checkpoint] = Path("out").glob("*/checkpoint-1")
+    config = json.loads((checkpoint / "config.json").read_text())
+    assert (config["hidden_size"], config["num_hidden_layers"]) == (32, 1)
+    assert yaml.safe_load(Path("out/comparison.yaml").read_text())["model_size"] == size
 
 
 def test_several_processes_are_refused(workdir, monkeypatch, capsys):
