@@ -34,7 +34,7 @@ from transformers import (
     StableLmConfig,
     StableLmForCausalLM,
 )
-from world import assert_same, differ, make_trainer, parameters, trained
+from world import assert_same, differ, make_dataset, make_trainer, parameters, trained
 from world import make_model as small_model
 
 from trl_explore.streams import LOSS_NORMALISERS
@@ -342,6 +342,8 @@ def test_settings_that_do_not_go_together_are_refused(tmp_path):
     for mode in ("on", "auto"):
         with pytest.raises(ValueError, match="`packed_token_budget=8` cannot hold a prompt and `max_completion_leng"):
             make(packed_token_budget=8, shared_prefix_training=mode)
+        with pytest.raises(ValueError, match="`packed_token_budget=9` cannot hold a row of 12 tokens .* set it to at"):
+            make(packed_token_budget=9, shared_prefix_training=mode)  # prompts have four, completions up to eight
     flash = make_model("llama")
     flash.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ValueError, match="'flash_attention_2' cannot take a tree of rows: load the model with"):
@@ -356,7 +358,8 @@ def test_a_row_longer_than_the_budget_stops_the_step_before_it_is_computed(tmp_p
         ExplorationConfig,
         tmp_path,
         shared_prefix_training=mode,
-        packed_token_budget=9,  # prompts have four tokens
+        packed_token_budget=9,  # prompts have four tokens, which a stream does not tell
+        train_dataset=make_dataset().to_iterable_dataset(),
         reward_funcs=lambda completions, **columns: seen.append(completions) or [0.0] * len(completions),
     )
     with pytest.raises(ValueError, match=r"`packed_token_budget=9` cannot hold a row of 1\d tokens .*: set it to at"):

@@ -57,7 +57,13 @@ class PackedTrainer(StreamTrainer):
         self.shared_prefix_training, self.trees_stay_together = mode, True
         self.packed_token_budget = args.packed_token_budget
         if self.packed_token_budget is not None:
-            self._check_passes()
+            self._check_budget()
+
+    def _check_budget(self) -> None:
+        longest = self._longest_prompt()
+        if longest is not None:
+            check_fits(longest + (self.max_completion_length or 0), self.args.packed_token_budget)
+        self._check_passes()
 
     def _check_passes(self) -> None:
         """Parameters that reentrant checkpointing touches once per pass are reduced over processes as often."""

@@ -118,17 +118,18 @@ class ServingTrainer(ResumableTrainer):
 
     def _check_prompts(self) -> None:
         """The longest prompt must fit; where tools or environments add to it, it is checked when it is sampled."""
-        prompts = self._longest_prompts()
-        if prompts and not self.tools:
-            lengths = [len(ids) for ids in self._tokenize_prompts(prompts)[0]]
-            self.vllm_generation._check_lengths([Request([0] * max(lengths), 1, self.max_completion_length)])
+        longest = self._longest_prompt()
+        if longest is not None:
+            self.vllm_generation._check_lengths([Request([0] * longest, 1, self.max_completion_length)])
 
-    def _longest_prompts(self, most: int = 10_000) -> list:
+    def _longest_prompt(self, most: int = 10_000) -> int | None:
+        """Tokens of the longest of so many prompts; `None` where tools add to them or the data is a stream."""
         data = self.train_dataset
-        if not isinstance(data, Dataset) or "prompt" not in data.column_names:
-            return []
+        if self.tools or not isinstance(data, Dataset) or "prompt" not in data.column_names:
+            return None
         prompts = data.select(range(min(most, len(data))))["prompt"][:]
-        return sorted(prompts, key=lambda prompt: len(str(prompt)))[-4:]
+        longest = sorted(prompts, key=lambda prompt: len(str(prompt)))[-4:]
+        return max(len(ids) for ids in self._tokenize_prompts(longest)[0])
 
 
 @contextmanager
