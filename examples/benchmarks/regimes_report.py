@@ -167,8 +167,7 @@ def table(regime: Regime, runs: list[Run]) -> list[str]:
             "",
         ]
     lines += [
-        "At the end of every run (mean over seeds), and differences to the first arm at equal cost in "
-        f"{label(regime.metric)}:",
+        "At the end of every run (mean over seeds), and differences to the first arm at equal cost:",
         "",
         f"| arm | settings | {' | '.join(map(label, at_end))} | {' | '.join(COSTS)} | seeds |",
         f"| --- | --- |{' ---: |' * (len(at_end) + len(COSTS) + 1)}",
@@ -186,13 +185,12 @@ def table(regime: Regime, runs: list[Run]) -> list[str]:
         ]
         costs = [f"{np.mean([end[name] for end in ends]):,.0f}" for name in COSTS]
         lines.append(f"| {arm['name']} | {settings(regime, arm)} | {' | '.join(shown + costs)} | {len(own)} |")
-    lines += [
-        "",
-        f"| against {base}, {label(regime.metric)} | {' | '.join(f'equal {name}' for name in CLOCKS.values())} |",
-    ]
-    lines.append(f"| --- |{' --- |' * len(CLOCKS)}")
+    columns = [(regime.metric, clock) for clock in CLOCKS]
+    columns += [(metric, "tokens") for metric in metrics if metric != regime.metric]
+    titles = [f"{label(metric)} at equal {CLOCKS[clock]}" for metric, clock in columns]
+    lines += ["", f"| against {base} | {' | '.join(titles)} |", f"| --- |{' --- |' * len(columns)}"]
     for arm in regime.arms[1:]:
-        found = [effect(regime, runs, arm["name"], base, metric=regime.metric, clock=clock) for clock in CLOCKS]
+        found = [effect(regime, runs, arm["name"], base, metric=metric, clock=clock) for metric, clock in columns]
         if all(found):
             lines.append(f"| {arm['name']} | {' | '.join(f'{e} {e.verdict}' for e in found if e)} |")
     return [*lines, ""]
