@@ -8,7 +8,8 @@ learning rate and one knob. The grid is tried on a development seed, the best of
 One arm is plain GRPO with four times the samples per prompt: where it does not learn faster per step, more exploration
 has nothing to give, and the regime is not admitted.
 
-Every run goes into `regimes/results/<regime>.csv`, one line per evaluation. What is there is not trained again, so a
+Every run goes into `regimes/results/<regime>.csv`, one line per evaluation; those of the verdict also say how many
+samples of each problem succeeded, one digit of base 36 per problem. What is there is not trained again, so a
 run that was stopped, or moved to another machine, goes on from there. `REGIMES` names another folder of regimes.
 On a GPU, `train --large --minutes 9` trains a model of 77 million parameters, in slices.
 """
@@ -27,6 +28,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from trl_explore import __version__
@@ -191,7 +193,7 @@ def read_results(path: Path) -> list[dict[str, Any]]:
     for row in rows:
         for name, text in row.items():
             if name in SUCCESSES:
-                row[name] = [int(count) for count in text.split()]
+                row[name] = [int(count, 36) for count in text]
             elif name not in ("stage", "arm", "options", "version"):
                 row[name] = float(text) if text else None
         row["seed"] = int(row["seed"])
@@ -214,7 +216,7 @@ def write_results(path: Path, rows: list[dict[str, Any]]) -> None:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         for row in rows:
-            texts = {name: " ".join(map(str, row[name])) for name in SUCCESSES}
+            texts = {name: "".join(np.base_repr(count, 36) for count in row[name]) for name in SUCCESSES}
             writer.writerow({name: _short(value) for name, value in row.items()} | texts)
     os.replace(part, path)
 
@@ -246,7 +248,7 @@ def to_rows(run: Run, stage: str, options: Mapping[str, Any], metrics: list[str]
         | {name: point[name] for name in COSTS}
         | {metric: point[f"eval/{metric}"] for metric in metrics}
         | {name: point.get(f"train/{name}") for name in TRAINING}
-        | {name: point.get(name, []) for name in SUCCESSES}
+        | {name: point.get(name, []) if stage == "verdict" else [] for name in SUCCESSES}
         | {"version": version()}
         for point in run.points
     ]
