@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+import yaml
 from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
 from world import assert_same, contains_answer, differ, make_model, make_trainer, parameters, trained
 
+from trl_explore.cli import main
 from trl_explore.trainers import (
     DeepGRPOConfig,
     DeepGRPOTrainer,
@@ -123,3 +125,22 @@ def test_shared_prefixes_end_in_the_same_parameters(tmp_path, options):
     (expected, _), (got, log) = results
     assert_same(got, expected, tolerance=1e-2 if "bf16" in options else 1e-4)
     assert log[0]["packing/packed"] == 1.0
+
+
+def test_a_comparison_builds_teaches_and_trains_a_model_in_bf16(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRL_EXPLORE_CACHE", str(tmp_path / "cache"))
+    document = {
+        "task": "vault",
+        "model_size": {"hidden_size": 128, "num_layers": 2},
+        "warm_start_steps": 3,
+        "budget": {"tokens": 500},
+        "evaluations": 1,
+        "num_eval": 4,
+        "metrics": ["greedy_accuracy"],
+        "common": {"per_device_train_batch_size": 8, "num_generations": 4, "use_cpu": False, "bf16": True},
+        "arms": [{"method": "grpo"}, {"method": "deep_grpo"}],
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(document))
+    out = tmp_path / "out"
+    assert main(["compare", "--config", str(tmp_path / "run.yaml"), "--output_dir", str(out)]) == 0
+    assert len(list(out.glob("*/run.json"))) == 2
