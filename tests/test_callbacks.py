@@ -107,6 +107,7 @@ def test_the_logged_numbers_equal_a_brute_force_recomputation():
         assert metrics[f"eval/pass_at_{k}"] == pytest.approx(expected)
     assert metrics["eval/reward"] == pytest.approx(rewards.mean())
     assert metrics["eval/greedy_accuracy"] == np.mean(contains_answer(**greedy))
+    assert callback.successes == {"correct": rewards.sum(axis=1).tolist(), "greedy_correct": contains_answer(**greedy)}
     assert 0 <= metrics["eval/maj_at_3"] <= 1
     assert sampled["prompts"] == [prompt for prompt in ROWS["prompt"] for _ in range(4)]
     assert sampled["answer"] == [answer for answer in ROWS["answer"] for _ in range(4)]
@@ -210,7 +211,8 @@ def test_prompts_without_a_reward_are_left_out():
 
     rows = [{"prompt": "1+2=", "answer": "3"}, {"prompt": "1+3=", "answer": "4"}]
     trainer = make_trainer()
-    assert PassAtKCallback(trainer, rows, reward_funcs=only_threes).evaluate()["eval/pass_at_1"] == 1.0
+    callback = PassAtKCallback(trainer, rows, reward_funcs=only_threes, greedy=False)
+    assert callback.evaluate()["eval/pass_at_1"] == 1.0 and callback.successes == {"correct": [8, 0]}
     with pytest.raises(ValueError, match="gold"):
         PassAtKCallback(trainer, rows[1:], reward_funcs=only_threes).evaluate()
 

@@ -221,11 +221,12 @@ def test_an_embedded_task_is_compared_on_equal_seconds(workdir, capsys):
         ({"dataset_name": "dota.jsonl"}, "did you mean 'data.jsonl'?"),
         ({"reward_funcs": ["accuracy"]}, "did you mean 'accuracy_reward'?"),
         ({"reward_funcs": ["compare_rewards.other", "compare_rewards.contains_answer"]}, "success_threshold must be"),
-        ({"budget": None}, "budget is missing: say what is equal for all arms, tokens or seconds"),
-        ({"budget": {"tokens": 1, "seconds": 1}}, "give either tokens or seconds"),
+        ({"budget": None}, "budget is missing: say what is equal for all arms, tokens, seconds or steps"),
+        ({"budget": {"tokens": 1, "seconds": 1}}, "give one of tokens, seconds and steps"),
         ({"budget": {"token": 1}}, "budget: unknown field 'token'; did you mean 'tokens'?"),
         ({"budget": {"tokens": "many"}}, "budget.tokens='many': give a number"),
         ({"budget": {"tokens": -1}}, "budget.tokens=-1: it must be positive"),
+        ({"budget": {"steps": 2.5}}, "budget.steps=2.5: it must be a whole number of steps"),
         ({"budget": 3}, "budget=3: expected fields with values"),
         ({"seeds": [0, 0]}, "seeds=[0, 0]: give different integers"),
         ({"seeds": ["a"]}, "seeds=['a']: give different integers"),
@@ -275,7 +276,7 @@ def test_mistakes_in_the_file_are_explained_in_one_line_before_anything_is_train
             ["--task", "chain", "--methods", "sesa"],
             "sesa does not suit the task chain; it suits vault, doors, dialects, paths",
         ),
-        (["--task", "chain", "--tokens", "1", "--seconds", "1"], "give either tokens or seconds"),
+        (["--task", "chain", "--tokens", "1", "--seconds", "1"], "give one of tokens, seconds and steps"),
         (["--task", "multi_hop", "--metrics", "pass_at_8"], "pass_at_8 is not measured for agents"),
         (["--tsk", "chain"], "unknown flag '--tsk'; did you mean '--task'?"),
         (["--tokens", "few"], "invalid float value: 'few'"),
@@ -287,6 +288,14 @@ def test_mistakes_in_the_flags_too(flags, message, workdir, capsys):
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
     assert not Path("out").exists()
+
+
+def test_a_budget_of_steps_is_the_same_number_for_all(workdir, capsys):
+    common = {name: value for name, value in TINY_TASK["common"].items() if name != "max_steps"}
+    document = {**TINY_TASK, "budget": {"steps": 2}, "evaluations": 2, "common": common}
+    assert compare(document, "--methods", "grpo", "g2rl", "--output_dir", "out") == 0
+    assert [row["step"] for row in curves("out")] == ["0", "1", "2"] * 2
+    assert "At 2 optimiser steps, read between" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,8 @@ def test_an_item_understands_several_dialects_and_demonstrations_do_not_know_whi
     ("task", "knobs", "message"),
     [
         (VAULT, {"num_items": 27}, "`num_items` is 27; give between 1 and 26"),
-        (VAULT, {"code_letters": "aa"}, "`code_letters` is 'aa'; give at least two"),
+        (VAULT, {"code_letters": "a"}, "`code_letters` is 'a'; give at least two"),
+        (VAULT, {"code_letters": "aab"}, "`code_letters` is 'aab'; give at least two .* each once"),
         (VAULT, {"habit_probability": 1.5}, "`habit_probability` is 1.5"),
         (DOORS, {"num_steps": 1}, "`num_steps` is 1; give between 2 and 40"),
         (DIALECT, {"num_accepted": 5}, "`num_accepted` is 5; give between 1 and 4"),

@@ -10,23 +10,28 @@ import numpy as np
 import pytest
 import yaml
 from commands import EXAMPLES
+from transformers import TrainerCallback
 
 from trl_explore.clocks import mean_along
-from trl_explore.comparison import Run
+from trl_explore.comparison import CostCallback, Run
 from trl_explore.intervals import crossed_interval
 from trl_explore.tasks.tiny_model import build_model
 
 BENCHMARKS = EXAMPLES / "benchmarks"
+SCALE = {"scale_rewards": ["group", "none"]}
+MORE = {"num_generations": 4, "per_device_train_batch_size": 8}
 ARMS = [
-    {"name": "GRPO", "method": "grpo", "role": "baseline", "grid": {"learning_rate": [1e-4, 1e-3]}},
+    {"name": "GRPO", "method": "grpo", "role": "baseline", "knob": SCALE},
+    {"name": "4x", "method": "grpo", "role": "more samples", "options": MORE, "knob": SCALE},
+    {"name": "G2RL", "method": "g2rl", "role": "method", "knob": {"novelty_weight": [0.5, 1.0]}},
     {
-        "name": "GRPO, 4x samples",
-        "method": "grpo",
-        "role": "admission",
-        "options": {"num_generations": 4, "per_device_train_batch_size": 8},
-        "grid": {"learning_rate": [1e-4, 1e-3]},
+        "name": "G2RL, shuffled",
+        "method": "g2rl",
+        "role": "control",
+        "of": "G2RL",
+        "options": {"novelty_scores": "shuffled"},
+        "knob": {"novelty_weight": [0.5, 1.0]},
     },
-    {"name": "G2RL", "method": "g2rl", "role": "method", "grid": {"novelty_weight": [0.5, 1.0]}},
 ]
 REGIME = {
     "claim": "Nothing, in three steps.",
@@ -37,11 +42,13 @@ REGIME = {
         "budget": {"tokens": 48},
         "evaluations": 2,
         "num_eval": 4,
-        "metrics": ["greedy_accuracy", "pass_at_8"],
+        "metrics": ["greedy_accuracy", "pass_at_16"],
         "common": {"per_device_train_batch_size": 4, "num_generations": 2},
     },
-    "seeds": {"tuning": [7], "verdict": [0, 1]},
+    "admission_steps": 2,
+    "learning_rates": [1e-4, 1e-3],
     "arms": ARMS,
+    "seeds": {"rates": [7], "knob": [8], "verdict": [0, 1]},
 }
 
 
@@ -52,9 +59,10 @@ def modules():
         patch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
         import regimes
         import regimes_report
+        import regimes_results
 
-        yield regimes, regimes_report
-    for name in ("regimes", "regimes_report"):
+        yield regimes, regimes_results, regimes_report
+    for name in ("regimes", "regimes_report", "regimes_results"):
         del sys.modules[name]
 
 
@@ -66,29 +74,35 @@ def regimes(modules, tmp_path, monkeypatch):
     return modules[0]
 
 
+@pytest.fixture
+def results(modules):
+    return modules[1]
+
+
 def load(regimes, **changes):
     path = Path("small.yaml")
     path.write_text(yaml.safe_dump({**REGIME, **changes}))
     return regimes.Regime.load(path)
 
 
-def point(cost, value, **more):
+def point(cost, value, correct, greedy):
     costs = dict.fromkeys(("step", "tokens", "trained_tokens", "seconds", "cpu_seconds"), float(cost))
     training = {"train/entropy": 0.5, "train/frac_reward_zero_std": 0.5}
-    return {**costs, **training, "eval/greedy_accuracy": value, "eval/pass_at_8": value, **more}
+    measured = {"eval/greedy_accuracy": value, "eval/pass_at_16": value, "correct": correct, "greedy_correct": greedy}
+    return {**costs, **training, **measured}
 
 
-def made(regimes, regime, values, stage="verdict"):
-    """Results in which every arm rises in a straight line to the value given for each seed."""
+def made(results, stage, arms, values):
+    """Results in which every arm rises in a straight line to the value given for each seed, of four problems."""
     rows = []
-    arms = regimes.tuning_arms(regime) if stage == "tuning" else regime.arms
     for arm, of_seeds in zip(arms, values, strict=True):
         for seed, value in enumerate(of_seeds):
-            points = [point(0, 0.0, correct=[0, 0], greedy_correct=[0, 0])]
-            points.append(point(10, value, correct=[8, 0], greedy_correct=[int(value > 0.25), int(value > 0.75)]))
-            options = {name: choices[0] for name, choices in arm.get("grid", {}).items()}
+            greedy = [int(value > share) for share in (0.0, 0.25, 0.5, 0.75)]
+            points = [point(0, 0.0, [0] * 4, [0] * 4), point(10, value, [8, 12, 0, 0], greedy)]
+            options = {"learning_rate": 1e-3, "scale_rewards": "none", "novelty_weight": 1.0, **arm.get("options", {})}
+            arm = {**arm, "options": options}
             run = Run(arm["name"], seed, points, [])
-            rows += regimes.to_rows(run, stage, arm.get("options", {}) | options, ["greedy_accuracy", "pass_at_8"])
+            rows += results.to_rows(run, stage, arm, settings="", metrics=["greedy_accuracy", "pass_at_16"])
     return rows
 
 
@@ -98,9 +112,8 @@ def test_the_mean_along_a_curve_tells_which_rose_earlier():
     assert mean_along(early, "t", 20, "m") == pytest.approx(0.75)
     assert mean_along(late, "t", 20, "m") == pytest.approx(0.25)
     assert mean_along(early, "t", 15, "m") == pytest.approx((5 + 5) / 15)
-    assert mean_along([{"t": 0, "m": np.array([0.0, 1.0])}, {"t": 2, "m": np.array([1.0, 1.0])}], "t", 2, "m") == (
-        pytest.approx([0.5, 1.0])
-    )
+    both = [{"t": 0, "m": np.array([0.0, 1.0])}, {"t": 2, "m": np.array([1.0, 1.0])}]
+    assert mean_along(both, "t", 2, "m") == pytest.approx([0.5, 1.0])
     with pytest.raises(ValueError, match="`reading` is 21, but the curve is known up to 20 t"):
         mean_along(early, "t", 21, "m")
 
@@ -118,99 +131,177 @@ def test_the_crossed_interval_covers_seeds_and_prompts():
         crossed_interval(np.zeros(3))
 
 
-def test_the_best_candidate_on_the_development_seeds_runs_the_verdict(regimes):
+def test_prompts_of_one_group_are_drawn_together():
+    values = np.repeat([[0.0, 1.0]], 3, axis=0).repeat(10, axis=1)  # (3, 20): ten prompts of each of two facts
+    low, high = crossed_interval(values)
+    assert 0.2 < low < 0.4 < 0.6 < high < 0.8
+    assert crossed_interval(values, groups=["a"] * 10 + ["b"] * 10) == (0, 1)
+    uneven = np.array([[0.0, 1.0, 1.0, 1.0]])  # one group counts three times: draws are weighted by what they hold
+    assert crossed_interval(uneven, groups="abbb") == (0, 1)
+
+
+def test_every_stage_takes_the_best_of_the_one_before(regimes, results):
     regime = load(regimes)
-    assert [arm["name"] for arm in regimes.tuning_arms(regime)] == [
-        *("GRPO: learning_rate 0.0001", "GRPO: learning_rate 0.001"),
-        *("GRPO, 4x samples: learning_rate 0.0001", "GRPO, 4x samples: learning_rate 0.001"),
-        *("G2RL: novelty_weight 0.5", "G2RL: novelty_weight 1.0"),
-    ]
-    rows = made(regimes, regime, [[0.2], [0.6], [0.5], [0.1], [0.3], [0.9]], stage="tuning")
-    arms = regimes.verdict_arms(regime, rows)
-    assert [arm["name"] for arm in arms] == ["GRPO", "GRPO, 4x samples", "G2RL"]
-    assert arms[0]["options"] == {"learning_rate": 1e-3} and arms[2]["options"] == {"novelty_weight": 1.0}
-    assert arms[1]["options"] == {"num_generations": 4, "per_device_train_batch_size": 8, "learning_rate": 1e-4}
+    arms = regimes.stage_arms(regime, "admission rates", [])
+    assert [arm["name"] for arm in arms] == [f"{n}: learning_rate {r}" for n in ("GRPO", "4x") for r in (1e-4, 1e-3)]
+    rows = made(results, "admission rates", arms, [[0.2], [0.1], [0.3], [0.9]])
+    admitted = regimes.stage_arms(regime, "admission", rows)
+    assert [arm["options"]["learning_rate"] for arm in admitted] == [1e-4, 1e-3]
+
+    arms = regimes.stage_arms(regime, "rates", rows)
+    assert arms[4]["options"] == {"novelty_weight": 0.5, "learning_rate": 1e-4}
+    rows += made(results, "rates", arms, [[0.2], [0.6], [0.5], [0.1], [0.3], [0.9], [0.2], [0.1]])
+    arms = regimes.stage_arms(regime, "knob", rows)
+    assert arms[0] == {
+        "name": "GRPO: scale_rewards group",
+        "method": "grpo",
+        "options": {"scale_rewards": "group", "learning_rate": 1e-3},
+    }
+    assert [arm["options"].get("novelty_weight") for arm in arms] == [None] * 4 + [0.5, 1.0] * 2
+    assert arms[2]["options"] == {**MORE, "learning_rate": 1e-4, "scale_rewards": "group"}
+    rows += made(results, "knob", arms, [[0.2], [0.6], [0.5], [0.1], [0.3], [0.9], [0.2], [0.1]])
+    last = regimes.stage_arms(regime, "verdict", rows)
+    assert [arm["name"] for arm in last] == ["GRPO", "4x", "G2RL", "G2RL, shuffled"]
+    assert [arm["options"]["learning_rate"] for arm in last] == [1e-3, 1e-4, 1e-3, 1e-4]
+    assert last[0]["options"]["scale_rewards"] == "none" and last[2]["options"]["novelty_weight"] == 1.0
 
 
-def test_arms_are_tuned_alike_and_have_a_role(regimes):
-    uneven = [ARMS[0], {**ARMS[2], "grid": {"novelty_weight": [1.0]}}]
-    with pytest.raises(ValueError, match="grids of different sizes: {'GRPO': 2, 'G2RL': 1}"):
-        load(regimes, arms=uneven)
-    with pytest.raises(ValueError, match="the first is the baseline"):
-        load(regimes, arms=ARMS[1:])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": 1}, "small.yaml: unknown field 'seed'; did you mean 'seeds'?"),
+        ({"arms": ARMS[1:]}, "the first is the baseline, the second has more samples"),
+        ({"arms": [*ARMS[:2], {**ARMS[2], "knob": {"novelty_weight": [1.0]}}]}, "tuned alike, over two values"),
+        ({"arms": [*ARMS[:2], {**ARMS[2], "role": "hero"}]}, "role='hero': choose one of baseline"),
+        ({"arms": [*ARMS[:3], {**ARMS[3], "of": "SESA"}]}, "of='SESA': name the method"),
+        ({"arms": [*ARMS[:2], {**ARMS[2], "grid": {}}]}, "arm G2RL: unknown field 'grid'"),
+        ({"arms": [*ARMS[:2], {**ARMS[2], "method": "g2lr"}]}, "unknown method 'g2lr'; did you mean 'g2rl'?"),
+        ({"metric": "pass_at_1"}, "metric='pass_at_1' is not measured"),
+        (
+            {"comparison": {**REGIME["comparison"], "metrics": ["greedy_accuracy", "pass_at_64"]}},
+            "more than 35 samples",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_regime_is_said_in_a_sentence(regimes, changes, message, monkeypatch, capsys):
+    Path("small.yaml").write_text(yaml.safe_dump({**REGIME, **changes}))
+    monkeypatch.setattr(sys, "argv", ["regimes.py", "train"])
+    with pytest.raises(SystemExit):
+        regimes.main()
+    assert message in capsys.readouterr().err
 
 
-def test_effects_are_paired_and_as_wide_as_the_seeds_or_problems_make_them(regimes, modules):
-    regime, report = load(regimes), modules[1]
-    # Of two problems, GRPO solves none and one; the other arm one and both.
-    runs = regimes.to_runs(made(regimes, regime, [[0.0, 0.5], [0.0, 0.5], [0.5, 1.0]]), "verdict")
-    found = report.effect(regime, runs, "G2RL", "GRPO", metric="greedy_accuracy", clock="tokens")
-    assert found.mean == 50 and (found.low, found.high) == (0, 100) and found.verdict == "undecided"
-    by_seed = report.effect(regime, runs, "G2RL", "GRPO", metric="pass_at_8", clock="tokens")
-    assert (by_seed.mean, by_seed.low, by_seed.high) == (0, 0, 0)  # one problem always, the other never
-    along = report.effect(regime, runs, "G2RL", "GRPO", metric="greedy_accuracy", clock="step", along=True)
-    assert along.mean == pytest.approx(25)
-    assert report.admission(regime, runs).mean == 0
-    assert report.effect(regime, runs, "SESA", "GRPO", metric="greedy_accuracy", clock="step") is None
+def test_effects_are_paired_and_as_wide_as_seeds_and_problems_make_them(regimes, modules):
+    regime, (_, results, report) = load(regimes), modules
+    # Of four problems, GRPO solves one and two on its two seeds, the other arm two and four.
+    rows = made(results, "verdict", regime.arms, [[0.2, 0.5], [0.2, 0.5], [0.5, 1.0], [0.5, 1.0]])
+    found = report.Results(regime, rows)
+    by_end = found.effect("G2RL", "GRPO", metric="greedy_accuracy", clock="tokens", along=False)
+    assert by_end.mean == 37.5 and by_end.high - by_end.mean >= 12.7 * 12.5 / 1.0001 and not by_end.clear
+    level = found.effect("G2RL", "GRPO", metric="pass_at_16", clock="tokens")
+    assert (level.mean, level.low, level.high) == (0, 0, 0)  # one problem sometimes, another always, two never
+    along = found.effect("G2RL", "GRPO", metric="greedy_accuracy", clock="step")
+    assert along.mean == pytest.approx(18.75)
+    assert found.effect("G2RL", "G2RL, shuffled", metric="greedy_accuracy", clock="step").mean == 0
+    assert found.effect("SESA", "GRPO", metric="greedy_accuracy", clock="step") is None
+    one = report.Results(regime, [row for row in rows if row["seed"] == 0])
+    single = one.effect("G2RL", "GRPO", metric="greedy_accuracy", clock="step")
+    assert str(single) == "+12.5 (one seed)" and not single.clear
 
 
-def test_the_report_says_what_is_not_admitted(regimes, modules, capsys):
-    regime = load(regimes)
-    rows = made(regimes, regime, [[0.5, 0.5], [0.5, 0.5], [1.0, 1.0]])
-    regimes.write_results(regimes.results_path(regime), rows)
-    assert regimes.to_runs(regimes.read_results(regimes.results_path(regime)), "verdict")[0].points[1]["tokens"] == 10
-    modules[1].report([regime])
+def test_the_report_says_what_is_not_admitted_and_compares_with_controls(regimes, modules):
+    regime, (_, results, report) = load(regimes), modules
+    rows = made(results, "verdict", regime.arms, [[0.5, 0.5], [0.5, 0.5], [1.0, 1.0], [0.5, 0.5]])
+    rows += made(results, "admission", regime.arms[:2], [[0.5, 0.5], [0.5, 0.5]])
+    results.write_results(regime.path, rows, ["greedy_accuracy", "pass_at_16"])
+    again = results.to_runs(results.read_results(regime.path), "verdict")[0].points[1]
+    assert again["tokens"] == 10 and again["correct"] == [8, 12, 0, 0]
+    report.report([regime], Path("results"))
     text = Path("results.md").read_text()
-    assert "optimisation-limited: not admitted" in text and "| G2RL | novelty_weight 0.5 | 100.0 |" in text
-    assert "| G2RL | +50.0 [" in text and Path("results.png").read_bytes().startswith(b"\x89PNG")
+    assert "Not admitted: more samples do not help clearly. 4x against GRPO over 2 steps" in text
+    assert "| G2RL | learning_rate 0.001, novelty_weight 1.0 | 100.0 |" in text
+    assert "| G2RL - GRPO | **+25.0 [" in text or "| G2RL - GRPO | +25.0 [" in text
+    assert "| G2RL - G2RL, shuffled |" in text and Path("results.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_results_outlive_the_folder_and_are_not_trained_again(regimes):
-    regime, path = load(regimes), Path("results/small.csv")
+    regime = load(regimes)
     regimes.train(regime, Path("out"))
-    first = path.read_text()
+    first = regime.path.read_text()
     rows = list(csv.DictReader(first.splitlines()))
-    assert {row["stage"] for row in rows} == {"tuning", "verdict"}
+    assert {row["stage"] for row in rows} == set(regimes.STAGES)
     verdict = {(row["arm"], row["seed"]) for row in rows if row["stage"] == "verdict"}
     assert verdict == {(arm["name"], seed) for arm in ARMS for seed in ("0", "1")}
-    assert all(row["version"] and len(row["correct"]) == (4 if row["stage"] == "verdict" else 0) for row in rows)
-    trained = [float(row["trained_tokens"]) for row in rows if row["stage"] == "verdict"]
-    assert max(trained) >= 48 and min(trained) == 0
+    assert all(len(row["correct"]) == (4 if row["stage"] in ("admission", "verdict") else 0) for row in rows)
+    assert {row["step"] for row in rows if row["stage"] == "admission"} == {"0", "1", "2"}
+    tokens = [float(row["tokens"]) for row in rows if row["stage"] == "verdict"]
+    assert max(tokens) >= 48 and min(tokens) == 0
 
     shutil.rmtree("out")
     regimes.train(regime, Path("out"))
-    assert path.read_text() == first and not list(Path("out").rglob("checkpoint-*"))
+    assert regime.path.read_text() == first and not list(Path("out").rglob("checkpoint-*"))
 
-    changed = load(regimes, arms=[*ARMS[:2], {**ARMS[2], "grid": {"novelty_weight": [0.5, 2.0]}}])
-    regimes.train(changed, Path("again"))
-    tried = {row["arm"] for row in csv.DictReader(open(path)) if row["stage"] == "tuning"}
-    assert "G2RL: novelty_weight 2.0" in tried and "G2RL: novelty_weight 1.0" not in tried
-    assert not list(Path("again").rglob("grpo-*/checkpoint-*"))
+    # Another knob of one arm, in the same folder: only that arm is trained again.
+    changed = load(regimes, arms=[*ARMS[:2], {**ARMS[2], "knob": {"novelty_weight": [0.25, 2.0]}}])
+    regimes.train(changed, Path("out"))
+    rows = list(csv.DictReader(open(regime.path)))
+    tried = {row["arm"] for row in rows if row["stage"] == "knob"}
+    assert "G2RL: novelty_weight 2.0" in tried and not {"G2RL: novelty_weight 1.0"} & tried
+    assert {row["arm"] for row in rows if row["stage"] == "verdict"} == {"GRPO", "4x", "G2RL"}
+    assert {path.parent.name.split("-")[0] for path in Path("out").rglob("checkpoint-*")} == {"g2rl"}
+
+    # Another budget: nothing of what was there can stand beside it.
+    longer = load(regimes, arms=ARMS[:2], comparison={**REGIME["comparison"], "budget": {"tokens": 64}})
+    regimes.train(longer, Path("out"))
+    rows = list(csv.DictReader(open(regime.path)))
+    ends = [float(row["tokens"]) for row in rows if row["stage"] == "verdict" and int(row["step"]) > 0]
+    assert len({row["settings"] for row in rows if row["stage"] == "verdict"}) == 2 and max(ends) >= 64
 
 
-def test_slices_of_time_keep_what_is_finished(regimes, monkeypatch):
-    load(regimes, arms=ARMS[:2])
-    monkeypatch.setattr(sys, "argv", ["regimes.py", "train", "small", "--minutes", str(0.2 / 60)])
-    codes = []
-    for _ in range(40):
+class Stop(TrainerCallback):
+    """Ctrl-C at the first step of each of a number of trainings."""
+
+    def __init__(self, trainings):
+        self.left = trainings
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 1 and self.left:
+            self.left -= 1
+            signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_stopped_again_and_again_ends_as_if_it_had_not_been(regimes, monkeypatch):
+    regime, stop = load(regimes, arms=ARMS[:2]), Stop(0)
+    regimes.train(regime, Path("out"))
+
+    def measured():
+        rows = list(csv.DictReader(open(regime.path)))
+        return [{name: text for name, text in row.items() if "seconds" not in name} for row in rows]
+
+    whole = sorted(measured(), key=str)
+    regime.path.unlink()
+    add = CostCallback.count_trained
+    monkeypatch.setattr(
+        CostCallback, "count_trained", lambda self, trainer: (add(self, trainer), trainer.add_callback(stop))
+    )
+    stop.left, stopped = 6, 0
+    for _ in range(10):
         try:
-            regimes.main()
+            regimes.train(regime, Path("again"))
             break
-        except SystemExit as stop:
-            codes.append(stop.code)
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-    assert set(codes) == {130}
-    rows = regimes.read_results(Path("results/small.csv"))
-    assert len(regimes.to_runs(rows, "verdict")) == 4
+        except SystemExit as left:
+            assert left.code == 130
+            stopped += 1
+    assert stopped == 6 and sorted(measured(), key=str) == whole
 
 
 def test_a_gpu_gets_a_larger_model_and_results_of_its_own(regimes):
-    large = regimes.enlarged(load(regimes, arms=ARMS[:2]))
-    assert regimes.results_path(large).name == "small-large.csv" and large.seeds["verdict"] == [0, 1]
-    arms = regimes.tuning_arms(large)
-    assert [arm["options"]["learning_rate"] for arm in arms] == pytest.approx([1e-5, 1e-4] * 2)
-    document = large.document("tuning", arms)
+    large = regimes.enlarged(load(regimes))
+    assert large.path.name == "small-large.csv" and large.seeds_of("admission") == [0, 1]
+    arms = regimes.stage_arms(large, "rates", [])
+    assert [arm["options"]["learning_rate"] for arm in arms[:2]] == pytest.approx([1e-5, 1e-4])
+    document = large.document("rates", arms)
     assert document["common"]["bf16"] and not document["common"]["use_cpu"]
     size = sum(p.numel() for p in build_model(seed=0, **document["model_size"]).parameters())
     assert 50e6 < size < 100e6
@@ -218,10 +309,6 @@ def test_a_gpu_gets_a_larger_model_and_results_of_its_own(regimes):
 
 @pytest.mark.parametrize("path", sorted((BENCHMARKS / "regimes").glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_regimes_can_be_compared(modules, path):
-    from trl_explore.compare_settings import read_comparison
-
-    regime = modules[0].Regime.load(path)
-    comparison = read_comparison(regime.document("tuning", modules[0].tuning_arms(regime)))
-    assert regime.metric in comparison.metrics
-    assert not set(regime.seeds["tuning"]) & set(regime.seeds["verdict"]) and len(regime.seeds["verdict"]) >= 5
-    assert sum(arm["role"] == "admission" for arm in regime.arms) == 1
+    regime = modules[0].Regime.load(path)  # which has `trl-explore compare` check every arm
+    assert not {*regime.seeds_of("rates"), *regime.seeds_of("knob")} & set(regime.seeds_of("verdict"))
+    assert len(regime.seeds_of("verdict")) >= 5

@@ -53,7 +53,8 @@ class PassAtKCallback(TrainerCallback):
     training model through `generate`, even where training samples with vLLM. Logged, and kept in `history`
     (`list[dict]`, with the step): `eval/pass_at_{k}`, `eval/maj_at_{k}`, `eval/greedy_accuracy`, `eval/reward` and
     `eval/coverage_at_{k}`, as defined by [`~trl_explore.metrics.sample_metrics`] on the weighted sums of rewards. The
-    last evaluation's `successes` are there too: how many samples of each prompt succeeded, and of its greedy ones.
+    last evaluation's `successes` are there too: how many samples of each prompt succeeded (`"correct"`), and whether
+    its greedy completion did (`"greedy_correct"`); without a reward, none.
 
     Args:
         trainer ([`~trl.GRPOTrainer`]):
@@ -224,7 +225,9 @@ class PassAtKCallback(TrainerCallback):
         rewards, answers = zip(*samples, strict=True)  # (P, N) each
         greedy_rewards = [of_prompt[0] for of_prompt, _ in best] if self.greedy else None
         threshold = self.success_threshold
-        kinds = {"correct": rewards, "greedy_correct": [of_prompt for of_prompt, _ in best]}
+        kinds = {"correct": rewards} | (
+            {"greedy_correct": [of_prompt for of_prompt, _ in best]} if self.greedy else {}
+        )
         self.successes = {
             kind: [sum(reward is not None and reward >= threshold for reward in of_prompt) for of_prompt in given]
             for kind, given in kinds.items()

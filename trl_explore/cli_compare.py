@@ -56,6 +56,7 @@ def build_parser() -> FlagParser:
     add("--methods", nargs="+", metavar="M", help=f"of {', '.join(METHODS)}; one arm each, the first is the baseline")
     add("--tokens", type=float, metavar="N", help=f"budget of each run (default without --config: {DEFAULT_TOKENS:g})")
     add("--seconds", type=float, metavar="N", help="budget of each run in seconds of training, instead of tokens")
+    add("--steps", type=int, metavar="N", help="budget of each run in optimizer steps, instead of tokens")
     add("--seeds", type=int, nargs="+", metavar="N", help="seeds of every arm (default: 0)")
     add(
         "--metrics", nargs="+", metavar="M", help="such as greedy_accuracy, reward, pass_at_8, maj_at_8, coverage_at_8"
@@ -72,7 +73,7 @@ def _document(args: argparse.Namespace) -> dict[str, Any]:
     if args.config is None:
         document = {"task": DEFAULT_TASK, "budget": {"tokens": DEFAULT_TOKENS}}
     given = {name: value for name, value in vars(args).items() if value is not None}
-    budget = {name: given[name] for name in ("tokens", "seconds") if name in given}
+    budget = {name: given[name] for name in ("tokens", "seconds", "steps") if name in given}
     if budget:
         document["budget"] = budget
     if "methods" in given:
@@ -129,7 +130,10 @@ def _train(comparison: "Comparison", folder: "ComparisonFolder") -> None:
         # A 100k-parameter model gains little from a second thread on an idle machine, and on a busy one it waits.
         torch.set_num_threads(1)
     done = folder.num_runs - len(folder.missing())
-    total, unit = int(folder.num_runs * comparison.amount), {"tokens": "tok", "seconds": "s"}[comparison.clock]
+    total, unit = (
+        int(folder.num_runs * comparison.amount),
+        {"tokens": "tok", "seconds": "s", "steps": "step"}[comparison.clock],
+    )
     print(
         f"{folder.num_runs} runs of {comparison.amount:,.0f} {comparison.clock} each"
         f"{f', {done} of them done' if done else ''}: "

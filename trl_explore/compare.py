@@ -60,7 +60,7 @@ class Milestones(TrainerCallback):
 
     def share(self, cost: Mapping[str, float]) -> int:
         """How many of the evaluations after the first are due at a cost."""
-        spent = min(1.0, cost[self.comparison.clock] / self.comparison.amount)
+        spent = min(1.0, cost[self.comparison.cost] / self.comparison.amount)
         return int(spent * self.comparison.evaluations)
 
     @property
@@ -125,7 +125,7 @@ class Milestones(TrainerCallback):
             self.note()
 
     def _position(self) -> int:
-        spent = min(vars(self.costs.cost)[self.comparison.clock], self.comparison.amount)
+        spent = min(vars(self.costs.cost)[self.comparison.cost], self.comparison.amount)
         return self.bar_start + int(spent)
 
     def _write(self, path: Path, state: Any) -> None:
@@ -231,7 +231,7 @@ def sampled_metrics(comparison: Comparison, trainer: Any, rows: Any, **options: 
     evaluation = PassAtKCallback(
         trainer,
         rows,
-        num_samples=max([8, *k, *maj_k, *coverage_k]),
+        num_samples=comparison.num_samples,
         k=k or (1,),
         maj_k=maj_k,
         coverage_k=coverage_k,

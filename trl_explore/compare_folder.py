@@ -92,9 +92,8 @@ class ComparisonFolder:
         """
         with tempfile.TemporaryDirectory() as folder:
             if self.comparison.task is not None:
-                build_model(seed=0, **self.comparison.model_size).save_pretrained(
-                    folder
-                )  # in place of the warm start, which takes a while
+                # In place of the warm start, which takes a while.
+                build_model(seed=0, **self.comparison.model_size).save_pretrained(folder)
             for name, arm in {arm.name: arm for arm, _ in self.missing()}.items():
                 try:
                     build_run(self.comparison, arm, seed=0, folder=Path(folder), start=folder)

@@ -87,7 +87,7 @@ def summarize(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> list
     Returns:
         `list[Row]`: One row per arm, in order.
     """
-    clock, reading = comparison.clock, equal_cost(runs, comparison)
+    clock, reading = comparison.cost, equal_cost(runs, comparison)
     base = comparison.arms[0].name
     rows = []
     for name in (arm.name for arm in comparison.arms):
@@ -107,7 +107,7 @@ def summarize(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> list
 
 def equal_cost(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> float:
     """The budget; less where a run ended before it, at `max_steps`."""
-    return min(comparison.amount, common_reading(runs, comparison.clock))
+    return min(comparison.amount, common_reading(runs, comparison.cost))
 
 
 def explanation(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> str:
@@ -124,7 +124,7 @@ def explanation(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> st
         `str`: Two sentences.
     """
     count = len({run["seed"] for run in runs})
-    at = f"At {equal_cost(runs, comparison):,.0f} {LABELS[comparison.clock]}, read between evaluations; with a sign: "
+    at = f"At {equal_cost(runs, comparison):,.0f} {LABELS[comparison.cost]}, read between evaluations; with a sign: "
     at += f"the difference to {comparison.arms[0].name}, paired by seed. "
     if count == 1:
         return f"{at}One seed: there is no interval, and a difference may be chance."

@@ -10,6 +10,7 @@ from trl_explore.cli_inputs import UsageError
 from trl_explore.cli_train import METHODS, TrainArguments, build_arguments
 from trl_explore.comparison import Arm, Budget
 from trl_explore.names import unknown_name
+from trl_explore.yaml_values import read_count, read_mapping, read_number
 
 NAMES = {
     "grpo": "GRPO",
@@ -19,7 +20,7 @@ NAMES = {
     "g2rl": "G2RL",
     "branpo": "BranPO",
 }
-CLOCKS = ("tokens", "seconds")
+CLOCKS = {"tokens": "tokens", "seconds": "seconds", "steps": "step"}  # and what costs call it
 METRICS = ("greedy_accuracy", "reward", "pass_at_1", "pass_at_8", "maj_at_8", "coverage_at_8")
 COUNTED = re.compile(r"(pass|maj|coverage)_at_([1-9]\d*)")
 # What the comparison itself decides; the others of its kind come from these.
@@ -51,7 +52,7 @@ class Comparison:
         subject (`dict`):
             Model, data and rewards as fields of `trl-explore train`; or only `task`, an embedded task.
         clock (`str`):
-            What is equal for all arms: `"tokens"` or `"seconds"`.
+            What is equal for all arms: `"tokens"`, `"seconds"` or `"steps"`.
         amount (`float`):
             How much of it each run gets.
         seeds (`tuple[int, ...]`):
@@ -97,7 +98,18 @@ class Comparison:
     @property
     def budget(self) -> Budget:
         """When a run stops."""
-        return Budget(tokens=self.amount) if self.clock == "tokens" else Budget(seconds=self.amount)
+        amount: Any = int(self.amount) if self.clock == "steps" else self.amount
+        return Budget(**{self.clock: amount})
+
+    @property
+    def cost(self) -> str:
+        """The cost that `clock` counts, a field of [`~trl_explore.comparison.Cost`]."""
+        return CLOCKS[self.clock]
+
+    @property
+    def num_samples(self) -> int:
+        """Samples per held-out problem: as many as the largest k asks for, and at least 8."""
+        return max([8, *(k for kind in ("pass", "maj", "coverage") for k in self.values_of_k(kind))])
 
     def values_of_k(self, kind: str) -> tuple[int, ...]:
         """The k of the metrics of one kind, such as 8 of `pass_at_8`, ascending."""
@@ -161,17 +173,17 @@ def read_comparison(document: Mapping[str, Any]) -> Comparison:
     subject = {name: value for name, value in document.items() if name in subject_names}
     task = _find_task(subject)
     clock, amount = _read_budget(document.get("budget"))
-    common = {**_common_defaults(task), **_mapping("common", document.get("common"))}
+    common = {**_common_defaults(task), **read_mapping("common", document.get("common"))}
     comparison = Comparison(
         subject=subject,
         clock=clock,
         amount=amount,
         seeds=_read_seeds(document.get("seeds", [0])),
-        arms=_read_arms(document.get("arms"), task, _mapping("common", document.get("common"))),
+        arms=_read_arms(document.get("arms"), task, read_mapping("common", document.get("common"))),
         common=common,
         metrics=_read_metrics(document.get("metrics"), task),
-        evaluations=_count("evaluations", document.get("evaluations", 10)),
-        num_eval=_count("num_eval", document.get("num_eval", _default_num_eval(task))),
+        evaluations=read_count("evaluations", document.get("evaluations", 10)),
+        num_eval=read_count("num_eval", document.get("num_eval", _default_num_eval(task))),
         success_threshold=_threshold(document.get("success_threshold")),
         warm_start_steps=_warm_start_steps(document.get("warm_start_steps"), task),
         model_size=_model_size(document.get("model_size"), task),
@@ -202,17 +214,18 @@ def _find_task(subject: Mapping[str, Any]) -> Any:
 def _read_budget(given: Any) -> tuple[str, float]:
     example = "for example budget: {tokens: 2e5}, or --tokens 2e5"
     if given is None:
-        raise UsageError(f"budget is missing: say what is equal for all arms, tokens or seconds, {example}")
-    budget = _mapping("budget", given)
+        raise UsageError(f"budget is missing: say what is equal for all arms, tokens, seconds or steps, {example}")
+    budget = read_mapping("budget", given)
     for name in budget:
         if name not in CLOCKS:
             raise UsageError(f"budget: {unknown_name('field', str(name), CLOCKS)}")
     if len(budget) != 1:
-        raise UsageError(f"budget={budget}: give either tokens or seconds, {example}")
+        raise UsageError(f"budget={budget}: give one of tokens, seconds and steps, {example}")
     ((clock, text),) = budget.items()
-    amount = _number(f"budget.{clock}", text)
-    if not 0 < amount < math.inf:
-        raise UsageError(f"budget.{clock}={text}: it must be positive and finite, {example}")
+    amount = read_number(f"budget.{clock}", text)
+    if not 0 < amount < math.inf or clock == "steps" and not amount.is_integer():
+        whole = "a whole number of steps" if clock == "steps" else "positive and finite"
+        raise UsageError(f"budget.{clock}={text}: it must be {whole}, {example}")
     return clock, amount
 
 
@@ -241,7 +254,7 @@ def _read_arms(given: Any, task: Any, common: Mapping[str, Any]) -> tuple[Arm, .
 def _read_arm(place: str, entry: Any, task: Any, common: Mapping[str, Any]) -> Arm:
     from trl_explore.compare_tasks import suited_options
 
-    entry = _mapping(place, entry)
+    entry = read_mapping(place, entry)
     for key in entry:
         if key not in ("name", "method", "options"):
             raise UsageError(f"{place}: {unknown_name('field', str(key), ('name', 'method', 'options'))}")
@@ -257,7 +270,7 @@ def _read_arm(place: str, entry: Any, task: Any, common: Mapping[str, Any]) -> A
     return Arm(
         name=str(entry.get("name", NAMES[method])),
         method=method,
-        options={**filled_in, **_mapping(f"{place}.options", entry.get("options"))},
+        options={**filled_in, **read_mapping(f"{place}.options", entry.get("options"))},
     )
 
 
@@ -312,13 +325,13 @@ def _warm_start_steps(given: Any, task: Any) -> int | None:
         return None if task is None else task.warm_start_steps
     if task is None:
         raise UsageError(f"warm_start_steps={given}: only an embedded `task` has a warm start; leave it out")
-    return _count("warm_start_steps", given)
+    return read_count("warm_start_steps", given)
 
 
 def _model_size(given: Any, task: Any) -> dict[str, Any]:
     from trl_explore.tasks.tiny_model import HEAD_SIZE
 
-    size = {name: _count(f"model_size.{name}", value) for name, value in _mapping("model_size", given).items()}
+    size = {name: read_count(f"model_size.{name}", value) for name, value in read_mapping("model_size", given).items()}
     if size and task is None:
         raise UsageError(f"model_size={given}: only the model of an embedded `task` is built; leave it out")
     for name in size:
@@ -373,27 +386,5 @@ def run_arguments(comparison: Comparison, arm: Arm, *, seed: int, folder: str) -
     return build_arguments({**subject, **comparison.common, **arm.options, **fixed})
 
 
-def _mapping(place: str, given: Any) -> dict[str, Any]:
-    if given is None:
-        return {}
-    if not isinstance(given, dict):
-        raise UsageError(f"{place}={given!r}: expected fields with values, got a {type(given).__name__}")
-    return given
-
-
-def _number(place: str, given: Any) -> float:
-    try:
-        return float(given)  # YAML reads 2e5 as text
-    except (TypeError, ValueError):
-        raise UsageError(f"{place}={given!r}: give a number") from None
-
-
-def _count(place: str, given: Any) -> int:
-    number = _number(place, given)
-    if number < 1 or not number.is_integer():
-        raise UsageError(f"{place}={given}: give an integer of at least 1")
-    return int(number)
-
-
 def _threshold(given: Any) -> float | None:
-    return None if given is None else _number("success_threshold", given)
+    return None if given is None else read_number("success_threshold", given)

@@ -59,8 +59,9 @@ class Budget:
     seconds: float = float("inf")
 
     def is_spent(self, cost: "Cost") -> bool:
-        """Whether `cost` has reached tokens or seconds; steps are the trainer's own `max_steps`."""
-        return any(vars(cost)[name] >= vars(self)[name] for name in ("tokens", "cpu_seconds", "seconds"))
+        """Whether `cost` has reached any of them."""
+        spent = any(vars(cost)[name] >= vars(self)[name] for name in ("tokens", "cpu_seconds", "seconds"))
+        return spent or cost.step >= self.steps
 
 
 @dataclass

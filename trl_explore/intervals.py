@@ -1,6 +1,6 @@
 """Bootstrap intervals: how much a benchmark's value depends on which prompts, and seeds, happen to be in it."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
@@ -53,17 +53,25 @@ def bootstrap_interval(
 
 
 def crossed_interval(
-    values: np.ndarray, *, level: float = 0.95, num_resamples: int = 10_000, seed: int = 0
+    values: np.ndarray,
+    *,
+    groups: Sequence[Hashable] | None = None,
+    level: float = 0.95,
+    num_resamples: int = 10_000,
+    seed: int = 0,
 ) -> tuple[float, float]:
     """
     Percentile bootstrap interval of a mean over seeds and prompts, where every seed met the same prompts.
 
-    Seeds and prompts are drawn anew with replacement, independently of each other. Few seeds make it too narrow:
-    Student's interval over their means is the honest one where it is wider.
+    Seeds and prompts are drawn anew with replacement, independently of each other; prompts that have something in
+    common, and so rise and fall together, as a group. Few seeds make it too narrow: Student's interval over their
+    means is the honest one where it is wider.
 
     Args:
         values (`np.ndarray`):
             One value per seed and prompt, of shape `(S, P)`. Not empty.
+        groups (`Sequence[Hashable]`, *optional*):
+            Group of each prompt, of length P. `None` where each is by itself.
         level (`float`, *optional*, defaults to `0.95`):
             Share of the resampled means that lie inside. In `(0, 1)`.
         num_resamples (`int`, *optional*, defaults to `10_000`):
@@ -82,7 +90,10 @@ def crossed_interval(
     if not 0 < level < 1:
         raise ValueError(f"level must be between 0 and 1, got {level}; 0.95 is usual.")
     random = np.random.default_rng(seed)
-    seeds, prompts = (random.multinomial(n, np.full(n, 1 / n), num_resamples) / n for n in values.shape)
-    means = ((seeds @ values) * prompts).sum(axis=1)
+    names = list(range(values.shape[1])) if groups is None else list(groups)
+    members = np.array([[name == other for name in names] for other in dict.fromkeys(names)], dtype=float)  # (G, P)
+    seeds, drawn = (random.multinomial(n, np.full(n, 1 / n), num_resamples) for n in (len(values), len(members)))
+    prompts = drawn @ members  # (R, P)
+    means = ((seeds / len(values) @ values) * prompts).sum(axis=1) / prompts.sum(axis=1)
     low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)

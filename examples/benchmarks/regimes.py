@@ -3,43 +3,50 @@
     python examples/benchmarks/regimes.py train late_code      # or several regimes, or none for all: what is missing
     python examples/benchmarks/regimes.py report               # table, verdicts and picture from results/*.csv
 
-A regime is a file in `regimes/`: what `trl-explore compare` runs, and for every arm a grid of the same size over the
-learning rate and one knob. The grid is tried on a development seed, the best of each arm then runs on fresh seeds.
-One arm is plain GRPO with four times the samples per prompt: where it does not learn faster per step, more exploration
-has nothing to give, and the regime is not admitted.
+A regime is a file in `regimes/`: what `trl-explore compare` runs, and its arms. Five stages, one after the other:
 
-Every run goes into `regimes/results/<regime>.csv`, one line per evaluation; those of the verdict also say how many
-samples of each problem succeeded, one digit of base 36 per problem. What is there is not trained again, so a
-run that was stopped, or moved to another machine, goes on from there. `REGIMES` names another folder of regimes.
-On a GPU, `train --large --minutes 9` trains a model of 77 million parameters, in slices.
+- *admission rates*, *admission*: GRPO and GRPO with four times the samples per prompt, for as many steps, each at its
+  best learning rate. Where more samples do not make it learn faster per step, more exploration has nothing to give.
+- *rates*: every arm at three learning rates, on a development seed.
+- *knob*: every arm at its best rate and with two values of one more field, on another development seed.
+- *verdict*: every arm at its best setting, on fresh seeds.
+
+Arms are tuned and judged by the mean along their curves. Every run goes into `regimes/results/<regime>.csv`. What is
+there with the same settings is not trained again, so a run that was stopped, or moved to another machine, goes on
+from there. On a GPU, `train --large --minutes 9` trains a model of 77 million parameters, in slices. `REGIMES` names
+another folder of regimes.
 """
 
 import argparse
-import csv
-import itertools
-import json
 import os
 import signal
 import statistics
-import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
+from regimes_results import MOST_SAMPLES, Row, read_results, settings_of, to_rows, to_runs, write_results
 
-from trl_explore import __version__
+from trl_explore.cli_inputs import UsageError
 from trl_explore.clocks import mean_along
-from trl_explore.comparison import TRAINING, Run
+from trl_explore.comparison import Run
+from trl_explore.names import unknown_name
 
 HERE = Path(__file__).resolve().parent
-STAGES = ("tuning", "verdict")
-COSTS = ("step", "tokens", "trained_tokens", "seconds", "cpu_seconds")
-SUCCESSES = ("correct", "greedy_correct")
-ROLES = ("baseline", "admission", "method", "control")
+STAGES = ("admission rates", "admission", "rates", "knob", "verdict")
+ROLES = ("baseline", "more samples", "method", "control")
+LARGE = {"hidden_size": 768, "num_layers": 10}  # 77 million parameters
+KEYS = ("name", "method", "role", "of", "options", "knob")
+
+Arm = dict[str, Any]
+
+
+def default_seeds() -> dict[str, list[int]]:
+    """Seeds of each stage; those of the admission are those of rates and verdict."""
+    return {"rates": [100], "knob": [101], "verdict": [0, 1, 2, 3, 4]}
 
 
 @dataclass(frozen=True)
@@ -56,39 +63,92 @@ class Regime:
             What arms are tuned and judged by, such as `"greedy_accuracy"`.
         comparison (`dict`):
             What `trl-explore compare` is given, without seeds and arms.
-        seeds (`dict[str, list[int]]`):
-            Seeds of each stage.
+        admission_steps (`int`):
+            Optimizer steps of the admission.
+        learning_rates (`list[float]`):
+            Tried for every arm.
         arms (`list[dict]`):
-            Arms with `name`, `method`, `role`, `options` and `grid`: values by field of the configuration.
+            Arms with `name`, `method`, `role`, `options`, and `knob`: a field with the values to try, the first of
+            which holds while rates are tried. A control says `of` which method.
+        seeds (`dict[str, list[int]]`, *optional*):
+            Seeds of the stages.
     """
 
     name: str
     claim: str
     metric: str
     comparison: dict[str, Any]
-    seeds: dict[str, list[int]]
-    arms: list[dict[str, Any]]
+    admission_steps: int
+    learning_rates: list[float]
+    arms: list[Arm]
+    seeds: dict[str, list[int]] = field(default_factory=default_seeds)
 
     @classmethod
     def load(cls, path: Path) -> "Regime":
-        """Reads a file, and refuses arms that are not tuned alike."""
+        """Reads a file; what is wrong with it is said in one sentence."""
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        known = [spec.name for spec in fields(cls) if spec.name != "name"]
+        for name in document:
+            if name not in known:
+                raise UsageError(f"{path.name}: {unknown_name('field', str(name), known)}")
+        missing = set(known) - {"seeds"} - document.keys()
+        if missing:
+            raise UsageError(f"{path.name}: {', '.join(sorted(missing))} missing")
         regime = cls(name=path.stem, **document)
-        sizes = {arm["name"]: len(candidates(arm)) for arm in regime.arms}
-        if len(set(sizes.values())) > 1:
-            raise ValueError(f"{path.name}: arms are tuned by grids of different sizes: {sizes}")
-        if any(arm["role"] not in ROLES for arm in regime.arms) or regime.arms[0]["role"] != "baseline":
-            raise ValueError(f"{path.name}: give each arm a role of {ROLES}; the first is the baseline")
+        try:
+            regime.check()
+        except UsageError as error:
+            raise UsageError(f"{path.name}: {error}") from None
         return regime
 
-    def document(self, stage: str, arms: list[dict[str, Any]]) -> dict[str, Any]:
+    def check(self) -> None:
+        """Whether arms are tuned alike, and `trl-explore compare` takes them."""
+        from trl_explore.compare_settings import read_comparison
+
+        for arm in self.arms:
+            for key in arm:
+                if key not in KEYS:
+                    raise UsageError(f"arm {arm.get('name')}: {unknown_name('field', key, KEYS)}")
+            if arm.get("role") not in ROLES:
+                raise UsageError(f"arm {arm.get('name')}: role={arm.get('role')!r}: choose one of {', '.join(ROLES)}")
+            if arm["role"] == "control" and arm.get("of") not in [a["name"] for a in self.arms]:
+                raise UsageError(f"arm {arm['name']}: of={arm.get('of')!r}: name the method that it is a control of")
+        roles = [arm["role"] for arm in self.arms]
+        if roles[:2] != ["baseline", "more samples"] or len({*roles[:2]} & {*roles[2:]}):
+            raise UsageError("arms: the first is the baseline, the second has more samples, and no others are")
+        sizes = {arm["name"]: [len(values) for values in arm["knob"].values()] for arm in self.arms}
+        if any(size != [2] for size in sizes.values()):
+            raise UsageError(f"arms are tuned alike, over two values of one field each, got {sizes}")
+        for stage in ("admission rates", "rates"):
+            comparison = read_comparison(self.document(stage, stage_arms(self, stage, [])))
+        if self.metric not in comparison.metrics:
+            raise UsageError(f"metric={self.metric!r} is not measured; add it to the comparison's metrics")
+        if comparison.num_samples > MOST_SAMPLES:
+            raise UsageError(f"metrics: more than {MOST_SAMPLES} samples per problem cannot be written down")
+
+    @property
+    def path(self) -> Path:
+        """Where its results are."""
+        return folder() / "results" / f"{self.name}.csv"
+
+    def seeds_of(self, stage: str) -> list[int]:
+        """Seeds of a stage."""
+        return self.seeds[{"admission": "verdict", "admission rates": "rates"}.get(stage, stage)]
+
+    def document(self, stage: str, arms: list[Arm]) -> dict[str, Any]:
         """A file for `trl-explore compare`."""
-        return {**self.comparison, "seeds": self.seeds[stage], "arms": arms}
+        budget = {"steps": self.admission_steps} if stage.startswith("admission") else self.comparison["budget"]
+        return {**self.comparison, "budget": budget, "seeds": self.seeds_of(stage), "arms": arms}
+
+
+def folder() -> Path:
+    """The folder of the regimes."""
+    return Path(os.environ.get("REGIMES", HERE / "regimes"))
 
 
 def enlarged(regime: Regime) -> Regime:
     """
-    The same regime for a GPU: a model of 77 million parameters in bfloat16, a tenth of the learning rates, two seeds.
+    The same regime for a GPU: a larger model in bfloat16, a tenth of the learning rates, two seeds.
 
     Args:
         regime ([`Regime`]):
@@ -98,196 +158,70 @@ def enlarged(regime: Regime) -> Regime:
         [`Regime`]: With results of its own.
     """
     common = {**regime.comparison.get("common", {}), "use_cpu": False, "bf16": True}
-    size = {"hidden_size": 768, "num_layers": 10}
-    arms = []
-    for arm in regime.arms:
-        rates = [rate / 10 for rate in arm["grid"]["learning_rate"]]
-        arms.append({**arm, "grid": {**arm["grid"], "learning_rate": rates}})
     return replace(
         regime,
         name=f"{regime.name}-large",
-        comparison={**regime.comparison, "model_size": size, "common": common},
+        comparison={**regime.comparison, "model_size": LARGE, "common": common},
         seeds={**regime.seeds, "verdict": regime.seeds["verdict"][:2]},
-        arms=arms,
+        learning_rates=[rate / 10 for rate in regime.learning_rates],
     )
 
 
-def candidates(arm: Mapping[str, Any]) -> list[dict[str, Any]]:
+def stage_arms(regime: Regime, stage: str, rows: list[Row]) -> list[Arm]:
     """
-    The settings that an arm is tuned over.
-
-    Args:
-        arm (`Mapping`):
-            An arm of a regime.
-
-    Returns:
-        `list[dict]`: Fields of its configuration, one entry per point of the grid.
-    """
-    grid = arm.get("grid", {})
-    points = itertools.product(*grid.values())
-    return [{**arm.get("options", {}), **dict(zip(grid, point, strict=True))} for point in points]
-
-
-def tuning_arms(regime: Regime) -> list[dict[str, Any]]:
-    """Arms for the stage `tuning`: one for each candidate of each arm."""
-    arms = []
-    for arm in regime.arms:
-        for options in candidates(arm):
-            tried = ", ".join(f"{name} {options[name]}" for name in arm.get("grid", {}))
-            arms.append({"name": f"{arm['name']}: {tried}", "method": arm["method"], "options": options})
-    return arms
-
-
-def verdict_arms(regime: Regime, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """
-    Arms for the stage `verdict`: the best candidates on the development seeds, by the mean along their curves.
+    What a stage runs.
 
     Args:
         regime ([`Regime`]):
             The regime.
-        rows (`list[dict]`):
-            Its results, of which those of the tuning count.
-
-    Returns:
-        `list[dict]`: One arm for each of the regime's.
-    """
-    runs = to_runs(rows, "tuning")
-    scores: dict[str, list[float]] = {}
-    for run in runs:
-        reading = min(other.points[-1]["tokens"] for other in runs)
-        value = mean_along(run.points, "tokens", reading, f"eval/{regime.metric}")
-        scores.setdefault(run.arm, []).append(value)
-    tried = iter(tuning_arms(regime))
-    arms = []
-    for arm in regime.arms:
-        best = max(itertools.islice(tried, len(candidates(arm))), key=lambda a: statistics.mean(scores[a["name"]]))
-        arms.append({**best, "name": arm["name"]})
-    return arms
-
-
-def results_path(regime: Regime) -> Path:
-    """Where a regime's results are."""
-    return folder() / "results" / f"{regime.name}.csv"
-
-
-def folder() -> Path:
-    """The folder of the regimes."""
-    return Path(os.environ.get("REGIMES", HERE / "regimes"))
-
-
-def read_results(path: Path) -> list[dict[str, Any]]:
-    """
-    Reads results.
-
-    Args:
-        path (`Path`):
-            A CSV file that [`write_results`] wrote; it may be missing.
-
-    Returns:
-        `list[dict]`: One entry per evaluation.
-    """
-    if not path.is_file():
-        return []
-    with open(path, newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    for row in rows:
-        for name, text in row.items():
-            if name in SUCCESSES:
-                row[name] = [int(count, 36) for count in text]
-            elif name not in ("stage", "arm", "options", "version"):
-                row[name] = float(text) if text else None
-        row["seed"] = int(row["seed"])
-    return rows
-
-
-def write_results(path: Path, rows: list[dict[str, Any]]) -> None:
-    """
-    Writes results, whole or not at all.
-
-    Args:
-        path (`Path`):
-            The CSV file.
-        rows (`list[dict]`):
-            One entry per evaluation, all with the same keys.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    with open(part, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        for row in rows:
-            texts = {name: "".join(np.base_repr(count, 36) for count in row[name]) for name in SUCCESSES}
-            writer.writerow({name: _short(value) for name, value in row.items()} | texts)
-    os.replace(part, path)
-
-
-def _short(value: Any) -> Any:
-    return f"{value:.6g}" if isinstance(value, float) and abs(value) < 1000 else value
-
-
-def to_rows(run: Run, stage: str, options: Mapping[str, Any], metrics: list[str]) -> list[dict[str, Any]]:
-    """
-    A run as lines of a results file.
-
-    Args:
-        run ([`~trl_explore.comparison.Run`]):
-            The run.
         stage (`str`):
-            `"tuning"` or `"verdict"`.
-        options (`Mapping`):
-            Fields that were set for its arm.
-        metrics (`list[str]`):
-            What was measured.
+            One of the stages.
+        rows (`list[dict]`):
+            Results of the stages before.
 
     Returns:
-        `list[dict]`: One entry per evaluation.
+        `list[dict]`: Arms of a comparison.
     """
-    head = {"stage": stage, "arm": run.arm, "options": json.dumps(options, sort_keys=True), "seed": run.seed}
-    return [
-        head
-        | {name: point[name] for name in COSTS}
-        | {metric: point[f"eval/{metric}"] for metric in metrics}
-        | {name: point.get(f"train/{name}") for name in TRAINING}
-        | {name: point.get(name, []) if stage == "verdict" else [] for name in SUCCESSES}
-        | {"version": version()}
-        for point in run.points
+    arms = regime.arms[:2] if stage.startswith("admission") else regime.arms
+    if stage == "admission":
+        return [_best(regime, "admission rates", at_rates(regime, arm), rows, arm["name"]) for arm in arms]
+    if stage in ("admission rates", "rates"):
+        return [entry for arm in arms for entry in at_rates(regime, arm)]
+    tried = [
+        with_knob(arm, _best(regime, "rates", at_rates(regime, arm), rows, arm["name"])["options"]) for arm in arms
     ]
+    if stage == "knob":
+        return [entry for entries in tried for entry in entries]
+    return [_best(regime, "knob", own, rows, arm["name"]) for arm, own in zip(arms, tried, strict=True)]
 
 
-def to_runs(rows: list[dict[str, Any]], stage: str) -> list[Run]:
-    """
-    The runs of a results file.
-
-    Args:
-        rows (`list[dict]`):
-            Lines of the file.
-        stage (`str`):
-            `"tuning"` or `"verdict"`.
-
-    Returns:
-        `list[Run]`: In the order of the file, without the logs of their steps.
-    """
-    runs: dict[tuple[str, int], Run] = {}
-    for row in rows:
-        if row["stage"] == stage:
-            run = runs.setdefault((row["arm"], row["seed"]), Run(row["arm"], row["seed"], [], []))
-            run.points.append({name: row[name] for name in (*COSTS, *SUCCESSES)} | dict(_measured(row)))
-    return list(runs.values())
+def at_rates(regime: Regime, arm: Arm) -> list[Arm]:
+    """An arm at every learning rate, with the first value of its knob."""
+    fixed = {name: values[0] for name, values in arm["knob"].items()} | arm.get("options", {})
+    return [_entry(arm, "learning_rate", fixed, rate) for rate in regime.learning_rates]
 
 
-def _measured(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    for name, value in row.items():
-        if name in TRAINING and value is not None:
-            yield f"train/{name}", value
-        elif name not in ("stage", "arm", "options", "seed", "version", *COSTS, *SUCCESSES, *TRAINING):
-            yield f"eval/{name}", value
+def with_knob(arm: Arm, options: Mapping[str, Any]) -> list[Arm]:
+    """An arm with every value of its knob."""
+    ((name, values),) = arm["knob"].items()
+    return [_entry(arm, name, options, value) for value in values]
 
 
-def version() -> str:
-    """The package's version, and the commit where it is a checkout."""
-    command = ["git", "-C", str(HERE), "describe", "--always", "--dirty"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return f"{__version__}+{found.stdout.strip()}" if found.returncode == 0 else __version__
+def _entry(arm: Arm, name: str, options: Mapping[str, Any], value: Any) -> Arm:
+    return {"name": f"{arm['name']}: {name} {value}", "method": arm["method"], "options": {**options, name: value}}
+
+
+def _best(regime: Regime, stage: str, tried: list[Arm], rows: list[Row], name: str) -> Arm:
+    """The one whose curves were highest on average, up to where the run of the stage that got least far stopped."""
+    clock = "step" if stage.startswith("admission") else "tokens"
+    runs = to_runs(rows, stage)
+    reading = min(run.points[-1][clock] for run in runs)
+
+    def height(arm: Arm) -> float:
+        own = [run for run in runs if run.arm == arm["name"]]
+        return statistics.mean(mean_along(run.points, clock, reading, f"eval/{regime.metric}") for run in own)
+
+    return {**max(tried, key=height), "name": name}
 
 
 def train(regime: Regime, output_dir: Path) -> None:
@@ -300,58 +234,62 @@ def train(regime: Regime, output_dir: Path) -> None:
         output_dir (`Path`):
             Where checkpoints go.
     """
-    path = results_path(regime)
     for stage in STAGES:
-        arms = tuning_arms(regime) if stage == "tuning" else verdict_arms(regime, read_results(path))
-        for number in range(1, len(regime.seeds[stage]) + 1):
-            document = {**regime.document(stage, arms), "seeds": regime.seeds[stage][:number]}
-            print(f"{regime.name}: {stage}, seed {document['seeds'][-1]}", flush=True)
-            compare(regime, stage, document, output_dir / regime.name / stage)
+        arms = stage_arms(regime, stage, read_results(regime.path))
+        for seed in regime.seeds_of(stage):
+            train_seed(regime, stage, {**regime.document(stage, arms), "seeds": [seed]}, output_dir / regime.name)
 
 
-def compare(regime: Regime, stage: str, document: dict[str, Any], output_dir: Path) -> None:
+def train_seed(regime: Regime, stage: str, document: dict[str, Any], output_dir: Path) -> None:
     """
-    Runs `trl-explore compare` on what the results do not have yet.
+    Runs `trl-explore compare` on one seed of a stage, as far as the results do not have it yet.
 
     Args:
         regime ([`Regime`]):
             The regime.
         stage (`str`):
-            `"tuning"` or `"verdict"`.
+            One of the stages.
         document (`dict`):
-            The comparison.
+            The comparison, of one seed.
         output_dir (`Path`):
-            Its folder.
+            Where checkpoints go.
     """
     from trl_explore.cli import main
     from trl_explore.compare_folder import RESULT, ComparisonFolder
     from trl_explore.compare_settings import read_comparison
 
+    (seed,), arms = document["seeds"], document["arms"]
+    settings = {arm["name"]: settings_of(document, arm) for arm in arms}
     comparison = read_comparison(document)
-    options = {arm["name"]: json.dumps(arm["options"], sort_keys=True) for arm in document["arms"]}
-    place = ComparisonFolder(comparison, output_dir)
-    rows = read_results(results_path(regime))
-    # Arms that are tried with other settings now, or not at all, are no results any more.
-    rows = [row for row in rows if row["stage"] != stage or options.get(row["arm"]) == row["options"]]
-    known = {(run.arm, run.seed): run for run in to_runs(rows, stage)}
-    for arm, seed in place.missing():
-        if (arm.name, seed) in known:
+    metrics, found = list(comparison.metrics), read_results(regime.path)
+    # What was measured in another way, or is not asked for any more, is no result.
+    rows = [
+        row
+        for row in found
+        if row["stage"] != stage
+        or settings.get(row["arm"]) == row["settings"]
+        and row["seed"] in regime.seeds_of(stage)
+    ]
+    known = {run.arm: run for run in to_runs(rows, stage) if run.seed == seed}
+    if known.keys() == settings.keys():
+        if len(rows) < len(found):
+            write_results(regime.path, rows, metrics)
+        return
+    # Every change of a setting makes a folder of its own.
+    whole = settings_of(document, {"method": stage, "options": settings})
+    place = ComparisonFolder(comparison, output_dir / f"{stage.replace(' ', '-')}-{seed}-{whole}")
+    place.write_settings()
+    for arm in comparison.arms:
+        if arm.name in known:
             place.of_run(arm, seed).mkdir(parents=True, exist_ok=True)
-            known[arm.name, seed].save(place.of_run(arm, seed) / RESULT)
-    code = 0
-    if place.missing():
-        output_dir.mkdir(parents=True, exist_ok=True)
-        config = output_dir.parent / f"{stage}.yaml"
-        config.write_text(yaml.safe_dump(document, sort_keys=False))
-        code = main(["compare", "--config", str(config), "--output_dir", str(output_dir)])
-    runs = [(arm, seed) for seed in comparison.seeds for arm in comparison.arms]
-    fresh = [(arm, place.of_run(arm, seed) / RESULT) for arm, seed in runs if (arm.name, seed) not in known]
-    given = {arm["name"]: arm["options"] for arm in document["arms"]}
-    for arm, file in fresh:
-        if file.is_file():  # also where others are not finished
-            rows += to_rows(Run.load(file), stage, given[arm.name], list(comparison.metrics))
-    if rows:
-        write_results(results_path(regime), rows)
+            known[arm.name].save(place.of_run(arm, seed) / RESULT)
+    print(f"{regime.name}: {stage}, seed {seed}", flush=True)
+    code = main(["compare", "--config", str(place.path / "comparison.yaml"), "--output_dir", str(place.path)])
+    for arm in arms:
+        result = place.of_run(next(a for a in comparison.arms if a.name == arm["name"]), seed) / RESULT
+        if arm["name"] not in known and result.is_file():  # also where others are not finished
+            rows += to_rows(Run.load(result), stage, arm, settings=settings[arm["name"]], metrics=metrics)
+    write_results(regime.path, rows, metrics)
     if code:
         sys.exit(code)
 
@@ -360,28 +298,32 @@ def main() -> None:
     """Trains or reports."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("train", "report"))
-    parser.add_argument("regimes", nargs="*", help="names of files in regimes/ (default: all)")
+    parser.add_argument("regimes", nargs="*", help="to train: names of files in regimes/ (default: all)")
     parser.add_argument("--output_dir", type=Path, default=Path("out/regimes"), help="where checkpoints go")
     parser.add_argument("--large", action="store_true", help="a model of 77 million parameters, on a GPU")
     parser.add_argument("--minutes", type=float, help="stop after so long as Ctrl-C does; the same command goes on")
     args = parser.parse_args()
-    files = sorted(folder().glob("*.yaml"))
-    unknown = set(args.regimes) - {path.stem for path in files}
-    if unknown:
-        parser.error(f"unknown regimes {sorted(unknown)}; there are {[path.stem for path in files]}")
-    chosen = [Regime.load(path) for path in files if not args.regimes or path.stem in args.regimes]
-    if args.large:
-        chosen = [enlarged(regime) for regime in chosen]
+    files = {path.stem: path for path in sorted(folder().glob("*.yaml"))}
+    for name in args.regimes:
+        if name not in files:
+            parser.error(unknown_name("regime", name, files))
+    try:
+        chosen = [Regime.load(path) for name, path in files.items() if not args.regimes or name in args.regimes]
+    except UsageError as error:
+        parser.error(str(error))
+    chosen = [enlarged(regime) for regime in chosen] if args.large else chosen
+    if args.command == "report":
+        from regimes_report import report
+
+        if args.regimes:
+            parser.error("a report is of all regimes that have results: leave their names out")
+        report(chosen, folder() / ("results-large" if args.large else "results"))
+        return
     if args.minutes:
         signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
         signal.setitimer(signal.ITIMER_REAL, 60 * args.minutes)
-    if args.command == "train":
-        for regime in chosen:
-            train(regime, args.output_dir)
-    else:
-        from regimes_report import report
-
-        report(chosen)
+    for regime in chosen:
+        train(regime, args.output_dir)
 
 
 if __name__ == "__main__":

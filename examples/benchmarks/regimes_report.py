@@ -1,30 +1,42 @@
-"""What `regimes.py` found: admission, a table per regime, verdicts with intervals, and the picture of all.
+"""What `regimes.py` found: admission, a table per regime, differences with intervals, and the picture of all.
 
-Intervals are 95 %: the wider of Student's over seeds and a bootstrap over seeds and problems, which all arms share.
-Differences are paired by seed and problem.
+Differences are paired by seed and problem. Intervals are 95 %: the wider of Student's over seeds and a bootstrap over
+seeds and problems, where problems about the same fact are drawn together.
 """
 
 import json
 import re
+from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from regimes import COSTS, Regime, folder, read_results, results_path, to_runs
+from regimes import Arm, Regime
+from regimes_results import COSTS, Row, read_results, to_runs
 
 from trl_explore.clocks import interval, mean_along, value_at
+from trl_explore.compare_tasks import find_task
 from trl_explore.comparison import TRAINING, Run
 from trl_explore.intervals import crossed_interval
 from trl_explore.metrics import pass_at_k
+from trl_explore.tasks.vaults import FactTask
 
 CLOCKS = {
     "step": "optimizer steps",
     "tokens": "generated tokens",
-    "trained_tokens": "trained tokens",
+    "trained_tokens": "tokens in the loss",
     "cpu_seconds": "CPU seconds",
 }
 PASS = re.compile(r"pass_at_(\d+)")
+INTRODUCTION = """# When does exploration pay?
+
+Made by `python examples/benchmarks/regimes.py report` from `results/*.csv`. Arms are tuned and judged by the mean
+along their curves, which also tells which of two that end alike rose earlier. Differences are in points, paired by
+seed and problem; intervals are 95 %, the wider of Student's over seeds and a bootstrap over seeds and problems (those
+of one fact together). **Bold** ones exclude 0. Tokens in the loss count rows without advantage for GRPO, whose loss
+computes them, and not for branches, where they are left out.
+"""
 
 
 @dataclass(frozen=True)
@@ -35,106 +47,132 @@ class Effect:
     Args:
         mean (`float`):
             Mean difference, in points of a hundred (for rewards: times 100).
-        low (`float`):
-            Lower end of its interval.
-        high (`float`):
+        low (`float`, *optional*):
+            Lower end of its interval; a single seed has none.
+        high (`float`, *optional*):
             Upper end.
     """
 
     mean: float
-    low: float
-    high: float
+    low: float | None = None
+    high: float | None = None
 
     def __str__(self) -> str:
-        return f"{self.mean:+.1f} [{self.low:+.1f}, {self.high:+.1f}]"
+        if self.low is None or self.high is None:
+            return f"{self.mean:+.1f} (one seed)"
+        text = f"{self.mean:+.1f} [{self.low:+.1f}, {self.high:+.1f}]"
+        return f"**{text}**" if self.clear else text
 
     @property
-    def verdict(self) -> str:
-        """In a word."""
-        return "ahead" if self.low > 0 else "behind" if self.high < 0 else "undecided"
+    def clear(self) -> bool:
+        """Whether the interval excludes 0."""
+        return self.low is not None and self.high is not None and not self.low <= 0 <= self.high
 
 
-def curve(run: Run, metric: str, num_samples: int) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class Results:
     """
-    A run's learning curve with the metric by problem, where its successes are known by problem.
-
-    Args:
-        run ([`~trl_explore.comparison.Run`]):
-            The run.
-        metric (`str`):
-            Such as `"pass_at_16"`.
-        num_samples (`int`):
-            Samples per problem.
-
-    Returns:
-        `list[dict]`: Points with their costs and the metric as an array, of one value where nothing more is known.
-    """
-
-    def values(point: dict[str, Any]) -> np.ndarray:
-        found = PASS.fullmatch(metric)
-        if metric == "greedy_accuracy" and point["greedy_correct"]:
-            return np.array(point["greedy_correct"], dtype=float)
-        if found and point["correct"]:
-            return np.array([pass_at_k(num_samples, count, int(found[1])) for count in point["correct"]])
-        return np.array([point[f"eval/{metric}"]])
-
-    return [{**point, metric: values(point)} for point in run.points]
-
-
-def num_samples(regime: Regime) -> int:
-    """Samples per problem of an evaluation, as `trl-explore compare` draws them."""
-    counts = [re.fullmatch(r"(?:pass|maj|coverage)_at_(\d+)", name) for name in regime.comparison["metrics"]]
-    return max([8, *(int(match[1]) for match in counts if match)])
-
-
-def effect(
-    regime: Regime, runs: list[Run], arm: str, base: str, *, metric: str, clock: str, along: bool = False
-) -> Effect | None:
-    """
-    What one arm has more than another at equal cost.
+    A regime and what was measured of it.
 
     Args:
         regime ([`~regimes.Regime`]):
             The regime.
-        runs (`list`):
-            Its runs.
-        arm (`str`):
-            One arm.
-        base (`str`):
-            The other.
-        metric (`str`):
-            What is compared.
-        clock (`str`):
-            Which cost is equal: as much as the run among theirs that got least far.
-        along (`bool`, *optional*, defaults to `False`):
-            Whether the means along both curves are compared, rather than their ends.
-
-    Returns:
-        [`Effect`] or `None`: Over the seeds that both have, if there are any.
+        rows (`list[dict]`):
+            Its results.
     """
-    by_arm = {name: {run.seed: run for run in runs if run.arm == name} for name in (arm, base)}
-    seeds = sorted(by_arm[arm].keys() & by_arm[base].keys())
-    if not seeds:
-        return None
-    pairs = [(by_arm[arm][seed], by_arm[base][seed]) for seed in seeds]
-    reading = min(run.points[-1][clock] for pair in pairs for run in pair)
-    read = mean_along if along else value_at
-    values = [
-        [read(curve(run, metric, num_samples(regime)), clock, reading, metric) for run in pair] for pair in pairs
-    ]
-    gaps = 100 * np.array([ours - theirs for ours, theirs in values])  # (S, P)
-    low, high = crossed_interval(gaps)
-    mean, half = interval(gaps.mean(axis=1).tolist())
-    if half is not None:
-        low, high = min(low, mean - half), max(high, mean + half)
-    return Effect(mean, low, high)
 
+    regime: Regime
+    rows: list[Row]
 
-def admission(regime: Regime, runs: list[Run]) -> Effect | None:
-    """What four times the samples per prompt add to plain GRPO per step, along the curve."""
-    names = [arm["name"] for arm in regime.arms if arm["role"] == "admission"]
-    base = regime.arms[0]["name"]
-    return effect(regime, runs, names[0], base, metric=regime.metric, clock="step", along=True) if names else None
+    @property
+    def base(self) -> str:
+        """Name of the baseline."""
+        return self.regime.arms[0]["name"]
+
+    @property
+    def metrics(self) -> list[str]:
+        """What was measured."""
+        return self.regime.comparison["metrics"]
+
+    @property
+    def clocks(self) -> dict[str, str]:
+        """Costs that may be equal: where a GPU computes, its seconds are the clock's."""
+        if self.regime.comparison.get("common", {}).get("use_cpu", True):
+            return CLOCKS
+        return {name: text for name, text in CLOCKS.items() if name != "cpu_seconds"} | {"seconds": "seconds"}
+
+    def facts(self) -> list[Hashable] | None:
+        """The item that each held-out problem is about, where there are such."""
+        task = find_task(self.regime.comparison["task"])
+        if not isinstance(task, FactTask):
+            return None
+        return [problem[0] for problem in task.evaluation_set(self.regime.comparison["num_eval"])["problem"]]
+
+    def effect(
+        self, arm: str, base: str, *, metric: str, clock: str, along: bool = True, stage: str = "verdict"
+    ) -> Effect | None:
+        """
+        What one arm has more than another at equal cost.
+
+        Args:
+            arm (`str`):
+                One arm.
+            base (`str`):
+                The other.
+            metric (`str`):
+                What is compared.
+            clock (`str`):
+                Which cost is equal: as much as the run among theirs that got least far.
+            along (`bool`, *optional*, defaults to `True`):
+                Whether the means along both curves are compared, or their ends.
+            stage (`str`, *optional*, defaults to `"verdict"`):
+                Which runs.
+
+        Returns:
+            [`Effect`] or `None`: Over the seeds that both have, if there are any.
+        """
+        runs = to_runs(self.rows, stage)
+        by_arm = {name: {run.seed: run for run in runs if run.arm == name} for name in (arm, base)}
+        seeds = sorted(by_arm[arm].keys() & by_arm[base].keys())
+        if not seeds:
+            return None
+        pairs = [(by_arm[arm][seed], by_arm[base][seed]) for seed in seeds]
+        reading = min(run.points[-1][clock] for pair in pairs for run in pair)
+        read = mean_along if along else value_at
+        values = [[read(self.curve(run, metric), clock, reading, metric) for run in pair] for pair in pairs]
+        gaps = 100 * np.array([ours - theirs for ours, theirs in values])  # (S, P)
+        mean, half = interval(gaps.mean(axis=1).tolist())
+        if half is None:
+            return Effect(mean)
+        groups = self.facts()
+        low, high = crossed_interval(gaps, groups=groups if groups and len(groups) == gaps.shape[1] else None)
+        return Effect(mean, min(low, mean - half), max(high, mean + half))
+
+    def curve(self, run: Run, metric: str) -> list[dict[str, Any]]:
+        """A run's curve with the metric by problem, where its successes are known, else as an array of one value."""
+        counts = [re.fullmatch(r"(?:pass|maj|coverage)_at_(\d+)", name) for name in self.metrics]
+        num_samples = max([8, *(int(match[1]) for match in counts if match)])  # as `trl-explore compare` draws them
+
+        def values(point: dict[str, Any]) -> np.ndarray:
+            found = PASS.fullmatch(metric)
+            if metric == "greedy_accuracy" and point["greedy_correct"]:
+                return np.array(point["greedy_correct"], dtype=float)
+            if found and point["correct"]:
+                return np.array([pass_at_k(num_samples, count, int(found[1])) for count in point["correct"]])
+            return np.array([point[f"eval/{metric}"]])
+
+        return [{**point, metric: values(point)} for point in run.points]
+
+    def admission(self) -> Effect | None:
+        """What four times the samples per prompt add to plain GRPO at equal steps."""
+        more, metric = self.regime.arms[1]["name"], self.regime.metric
+        return self.effect(more, self.base, metric=metric, clock="step", stage="admission")
+
+    def settings(self, arm: Arm) -> str:
+        """The tuned fields of an arm."""
+        row = next(row for row in self.rows if row["stage"] == "verdict" and row["arm"] == arm["name"])
+        found = json.loads(row["options"])
+        return ", ".join(f"{name} {found[name]}" for name in ("learning_rate", *arm["knob"]))
 
 
 def label(metric: str) -> str:
@@ -142,76 +180,59 @@ def label(metric: str) -> str:
     return metric.removesuffix("_accuracy").replace("_at_", "@")
 
 
-def table(regime: Regime, runs: list[Run]) -> list[str]:
+def table(results: Results) -> list[str]:
     """
     A regime's section.
 
     Args:
-        regime ([`~regimes.Regime`]):
-            The regime.
-        runs (`list`):
-            The runs of the verdict.
+        results ([`Results`]):
+            The regime and its results.
 
     Returns:
         `list[str]`: Lines of Markdown.
     """
-    base, admitted = regime.arms[0]["name"], admission(regime, runs)
-    metrics = regime.comparison["metrics"]
-    at_end = [*metrics, *TRAINING]
+    regime, admitted = results.regime, results.admission()
     lines = [f"## {regime.name}", "", regime.claim.strip(), ""]
     if admitted is not None:
-        word = "admitted" if admitted.low > 0 else "optimisation-limited: not admitted"
+        more = "admitted" if admitted.clear and admitted.mean > 0 else "not admitted: more samples do not help clearly"
         lines += [
-            f"**{word}**: GRPO with four times the samples per prompt, against GRPO, mean {label(regime.metric)} "
-            f"along the curve at equal steps: {admitted}",
+            f"{more[0].upper()}{more[1:]}. {regime.arms[1]['name']} against {results.base} over "
+            f"{regime.admission_steps} steps, {label(regime.metric)} along the curve: {admitted}",
             "",
         ]
-    lines += [
-        "At the end of every run (mean over seeds), and differences to the first arm at equal cost:",
-        "",
-        f"| arm | settings | {' | '.join(map(label, at_end))} | {' | '.join(COSTS)} | seeds |",
-        f"| --- | --- |{' ---: |' * (len(at_end) + len(COSTS) + 1)}",
-    ]
-    for arm in regime.arms:
-        own = [run for run in runs if run.arm == arm["name"]]
-        if not own:
-            continue
-        ends = [run.points[-1] for run in own]
-        names = [f"eval/{name}" for name in metrics] + [f"train/{name}" for name in TRAINING]
-        values = [np.mean([end[name] for end in ends]) for name in names]
-        shown = [
-            f"{value:.2f}" if name.endswith("entropy") else f"{100 * value:.1f}"
-            for name, value in zip(names, values, strict=True)
-        ]
-        costs = [f"{np.mean([end[name] for end in ends]):,.0f}" for name in COSTS]
-        lines.append(f"| {arm['name']} | {settings(regime, arm)} | {' | '.join(shown + costs)} | {len(own)} |")
-    columns = [(regime.metric, clock) for clock in CLOCKS]
-    columns += [(metric, "tokens") for metric in metrics if metric != regime.metric]
-    titles = [f"{label(metric)} at equal {CLOCKS[clock]}" for metric, clock in columns]
-    lines += ["", f"| against {base} | {' | '.join(titles)} |", f"| --- |{' --- |' * len(columns)}"]
-    for arm in regime.arms[1:]:
-        found = [effect(regime, runs, arm["name"], base, metric=metric, clock=clock) for metric, clock in columns]
-        if all(found):
-            lines.append(f"| {arm['name']} | {' | '.join(f'{e} {e.verdict}' for e in found if e)} |")
+    runs = to_runs(results.rows, "verdict")
+    shown = [arm for arm in regime.arms if any(run.arm == arm["name"] for run in runs)]
+    if not shown:
+        return lines
+    columns = [*map(label, results.metrics), "entropy", "no contrast", *COSTS, "seeds"]
+    lines += [f"| at the end | settings | {' | '.join(columns)} |", f"| --- | --- |{' ---: |' * len(columns)}"]
+    for arm in shown:
+        ends = [run.points[-1] for run in runs if run.arm == arm["name"]]
+        names = [f"eval/{name}" for name in results.metrics] + [f"train/{name}" for name in TRAINING]
+        values = {name: np.mean([end[name] for end in ends]) for name in names}
+        cells = [f"{v:.2f}" if name == "train/entropy" else f"{100 * v:.1f}" for name, v in values.items()]
+        cells += [f"{np.mean([end[name] for end in ends]):,.0f}" for name in COSTS]
+        lines.append(f"| {arm['name']} | {results.settings(arm)} | {' | '.join(cells)} | {len(ends)} |")
+    clocks = list(results.clocks.items())
+    kinds = [(regime.metric, clock, True) for clock, _ in clocks] + [(m, "tokens", False) for m in results.metrics]
+    titles = [f"{label(regime.metric)} along, equal {text}" for _, text in clocks]
+    titles += [f"{label(metric)} at the end, equal generated tokens" for metric in results.metrics]
+    lines += ["", f"| difference | {' | '.join(titles)} |", f"| --- |{' --- |' * len(kinds)}"]
+    pairs = [(arm["name"], results.base) for arm in shown[1:]]
+    pairs += [(arm["of"], arm["name"]) for arm in shown if arm["role"] == "control"]
+    for ours, theirs in pairs:
+        found = [results.effect(ours, theirs, metric=m, clock=c, along=along) for m, c, along in kinds]
+        lines.append(f"| {ours} - {theirs} | {' | '.join(map(str, found))} |")
     return [*lines, ""]
 
 
-def settings(regime: Regime, arm: dict[str, Any]) -> str:
-    """The tuned fields of an arm, as the results have them."""
-    rows = [
-        row for row in read_results(results_path(regime)) if row["stage"] == "verdict" and row["arm"] == arm["name"]
-    ]
-    found = json.loads(rows[0]["options"])
-    return ", ".join(f"{name} {found[name]}" for name in arm.get("grid", {}))
-
-
-def picture(regimes: list[Regime], path: Path) -> None:
+def picture(results: list[Results], path: Path) -> None:
     """
     Methods by regimes, coloured by effect.
 
     Args:
-        regimes (`list`):
-            The regimes.
+        results (`list`):
+            Regimes with their results.
         path (`Path`):
             The PNG file.
     """
@@ -220,60 +241,55 @@ def picture(regimes: list[Regime], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    known = {regime.name: to_runs(read_results(results_path(regime)), "verdict") for regime in regimes}
-    methods = list(dict.fromkeys(arm["name"] for r in regimes for arm in r.arms if arm["role"] == "method"))
-    clocks = {
-        "tokens": "equal generated tokens (sample-matched)",
-        "cpu_seconds": "equal CPU seconds (compute-matched)",
+    methods = list(dict.fromkeys(arm["name"] for r in results for arm in r.regime.arms if arm["role"] == "method"))
+    seconds = list(results[0].clocks)[-1]
+    panels = {
+        "tokens": "generated tokens (sample-matched)",
+        seconds: f"{results[0].clocks[seconds]} (compute-matched)",
     }
-    figure, panels = pyplot.subplots(len(clocks), 1, figsize=(2.1 * len(regimes) + 2, 1.6 * len(methods) + 2.5))
-    for panel, (clock, title) in zip(panels, clocks.items(), strict=True):
-        grid = np.full((len(methods), len(regimes)), np.nan)
-        for column, regime in enumerate(regimes):
+    size = (2.2 * len(results) + 2.5, 1.6 * len(methods) + 2.5)
+    figure, axes = pyplot.subplots(len(panels), 1, figsize=size)
+    for axis, (clock, title) in zip(axes, panels.items(), strict=True):
+        grid = np.full((len(methods), len(results)), np.nan)
+        for column, of_regime in enumerate(results):
             for row, method in enumerate(methods):
-                runs, base = known[regime.name], regime.arms[0]["name"]
-                found = effect(regime, runs, method, base, metric=regime.metric, clock=clock)
-                if found is None:
-                    continue
-                grid[row, column] = found.mean
-                text = f"{found.mean:+.1f}\n[{found.low:+.0f}, {found.high:+.0f}]"
-                weight = "normal" if found.verdict == "undecided" else "bold"
-                panel.text(column, row, text, ha="center", va="center", fontsize=8, weight=weight)
-        panel.imshow(grid, cmap="PuOr", vmin=-50, vmax=50, aspect="auto")
+                found = of_regime.effect(method, of_regime.base, metric=of_regime.regime.metric, clock=clock)
+                if found is not None:
+                    grid[row, column] = found.mean
+                    text = str(found).strip("*").replace(" ", "\n", 1)
+                    weight = "bold" if found.clear else "normal"
+                    axis.text(column, row, text, ha="center", va="center", fontsize=8, weight=weight)
+        axis.imshow(grid, cmap="PuOr", vmin=-50, vmax=50, aspect="auto")
         names = []
-        for regime in regimes:
-            admitted = admission(regime, known[regime.name])
-            limited = admitted is not None and admitted.low <= 0
-            names.append("\n".join([regime.name, label(regime.metric), *["(not admitted)"] * limited]))
-        panel.set_xticks(range(len(regimes)), names, fontsize=8)
-        panel.set_yticks(range(len(methods)), methods, fontsize=9)
-        panel.set_title(f"difference to GRPO in points at {title}; bold: the interval excludes 0", fontsize=9)
+        for of_regime in results:
+            admitted = of_regime.admission()
+            limited = admitted is None or not admitted.clear or admitted.mean < 0
+            names.append(
+                "\n".join([of_regime.regime.name, label(of_regime.regime.metric), *["not admitted"] * limited])
+            )
+        axis.set_xticks(range(len(results)), names, fontsize=8)
+        axis.set_yticks(range(len(methods)), methods, fontsize=9)
+        axis.set_title(f"mean along the curve, points more than GRPO at equal {title}; bold: clear of 0", fontsize=9)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
 
 
-def report(regimes: list[Regime]) -> None:
+def report(regimes: list[Regime], path: Path) -> None:
     """
-    Writes `results.md` and `results.png` beside the regimes.
+    Writes a Markdown file and the picture.
 
     Args:
         regimes (`list`):
             Regimes; those without results are left out.
+        path (`Path`):
+            The files, without their suffix.
     """
-    done = [regime for regime in regimes if to_runs(read_results(results_path(regime)), "verdict")]
-    if not done:
+    results = [Results(regime, read_results(regime.path)) for regime in regimes]
+    measured = [found for found in results if found.admission() is not None]
+    if not measured:
         raise SystemExit("no results yet: run `regimes.py train` first")
-    lines = [
-        "# When does exploration pay?",
-        "",
-        "Made by `python examples/benchmarks/regimes.py report` from `results/*.csv`. Differences are in points and "
-        "paired; intervals are 95 %, the wider of Student's over seeds and a bootstrap over seeds and problems.",
-        "",
-    ]
-    for regime in done:
-        lines += table(regime, to_runs(read_results(results_path(regime)), "verdict"))
-    text, drawing = folder() / "results.md", folder() / "results.png"
-    text.write_text("\n".join(lines), encoding="utf-8")
-    picture(done, drawing)
-    print(f"{text}\n{drawing}")
+    lines = [line for found in measured for line in table(found)]
+    path.with_suffix(".md").write_text("\n".join([INTRODUCTION, *lines]), encoding="utf-8")
+    picture(measured, path.with_suffix(".png"))
+    print(f"{path}.md, {path}.png")

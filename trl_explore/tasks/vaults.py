@@ -108,8 +108,9 @@ class VaultTask(FactTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(set(self.code_letters) & set(LETTERS)) < 2 or set(self.code_letters) - set(LETTERS):
-            raise ValueError(f"`code_letters` is {self.code_letters!r}; give at least two of {LETTERS!r}.")
+        different = set(self.code_letters) & set(LETTERS)
+        if not 2 <= len(different) == len(self.code_letters):
+            raise ValueError(f"`code_letters` is {self.code_letters!r}; give at least two of {LETTERS!r}, each once.")
         check_range("habit_probability", self.habit_probability, 0, 1)
 
     @property

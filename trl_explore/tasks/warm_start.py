@@ -74,12 +74,13 @@ def warm_start(
     if steps < 1:
         raise ValueError(f"`steps` is {steps}; give at least 1.")
     model = build_model(seed=seed, hidden_size=hidden_size, num_layers=num_layers)
-    key = cache_key(task, seed=seed, steps=steps, model_config=model.config.to_diff_dict())
+    device = torch.device(device or torch.accelerator.current_accelerator() or "cpu")
+    key = cache_key(task, seed=seed, steps=steps, model_config=model.config.to_diff_dict(), device=device.type)
     folder = cache_root(cache_dir) / f"{task.name}-seed{seed}-{key}"
     if folder.is_dir():
         return folder
     tokenizer = build_tokenizer(tools=getattr(task, "tools", False))
-    model.to(device or torch.accelerator.current_accelerator() or "cpu")  # type: ignore[arg-type]
+    model.to(device)  # type: ignore[arg-type]
     train(model, tokenizer, task, rng=random.Random(f"demonstrations/{seed}"), steps=steps, progress=progress)
     publish(model, tokenizer, folder)
     return folder
@@ -102,7 +103,7 @@ def cache_root(cache_dir: str | os.PathLike[str] | None = None) -> Path:
     ).expanduser()
 
 
-def cache_key(task: TeachableTask, *, seed: int, steps: int, model_config: dict) -> str:
+def cache_key(task: TeachableTask, *, seed: int, steps: int, model_config: dict, device: str = "cpu") -> str:
     """
     Names everything that a warm start's weights depend on.
 
@@ -115,6 +116,8 @@ def cache_key(task: TeachableTask, *, seed: int, steps: int, model_config: dict)
             Optimizer steps.
         model_config (`dict`):
             The model's configuration.
+        device (`str`, *optional*, defaults to `"cpu"`):
+            Kind of device: accelerators compute in bfloat16.
 
     Returns:
         `str`: Twelve hexadecimal digits.
@@ -127,6 +130,7 @@ def cache_key(task: TeachableTask, *, seed: int, steps: int, model_config: dict)
         "seed": seed,
         "steps": steps,
         "model": model_config,
+        "device": device,
         "libraries": [".".join(version.split(".")[:2]) for version in (torch.__version__, transformers.__version__)],
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:12]
