@@ -320,6 +320,7 @@ def main() -> None:
         report(chosen, folder() / ("results-large" if args.large else "results"))
         return
     if args.minutes:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # which `nohup ... &` switches off
         signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
         signal.setitimer(signal.ITIMER_REAL, 60 * args.minutes)
     for regime in chosen:
