@@ -8,8 +8,22 @@ from types import SimpleNamespace
 import torch
 from test_served import make
 
+
+def keep_weights() -> None:
+    """
+    Have vLLM multiply by weights as they are. On CPUs with AVX-512 it packs them and throws the originals away, and
+    TRL, which writes into the originals of a colocated engine, finds nothing to write into.
+    """
+    from vllm import _custom_ops
+    from vllm.model_executor.layers import utils
+
+    vars(_custom_ops)["_supports_onednn"] = False
+    vars(utils)["check_cpu_sgl_kernel"] = lambda *_: False
+
+
 if __name__ == "__main__":  # vLLM may start processes
     torch.set_num_threads(1)
+    keep_weights()
     folder, model = Path(sys.argv[1]), sys.argv[2]
     options = dict(vllm_mode="colocate", vllm_gpu_memory_utilization=0.05, vllm_max_model_length=256)
     name, found = "sampling/sampling_logp_difference/mean", {}
