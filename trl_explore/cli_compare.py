@@ -130,10 +130,8 @@ def _train(comparison: "Comparison", folder: "ComparisonFolder") -> None:
         # A 100k-parameter model gains little from a second thread on an idle machine, and on a busy one it waits.
         torch.set_num_threads(1)
     done = folder.num_runs - len(folder.missing())
-    total, unit = (
-        int(folder.num_runs * comparison.amount),
-        {"tokens": "tok", "seconds": "s", "steps": "step"}[comparison.clock],
-    )
+    total = int(folder.num_runs * comparison.amount)
+    unit = {"tokens": "tok", "seconds": "s", "steps": "step"}[comparison.clock]
     print(
         f"{folder.num_runs} runs of {comparison.amount:,.0f} {comparison.clock} each"
         f"{f', {done} of them done' if done else ''}: "

@@ -204,7 +204,7 @@ def write_csv(runs: Sequence[Mapping[str, Any]], comparison: Comparison, path: P
         writer.writerow(["arm", "seed", *COSTS, *comparison.metrics, *TRAINING])
         for run in runs:
             for point in run["points"]:
-                costs = [round(point[name], 6) if name in point else None for name in COSTS]
+                costs = [round(point[name], 6) for name in COSTS]
                 metrics = [point[f"eval/{metric}"] for metric in comparison.metrics]
                 training = [point.get(f"train/{name}") for name in TRAINING]  # nothing before the first step
                 writer.writerow([run["arm"], run["seed"], *costs, *metrics, *training])

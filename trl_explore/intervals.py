@@ -40,15 +40,19 @@ def bootstrap_interval(
     """
     if len(values) == 0:
         raise ValueError("values is empty: an interval needs at least one prompt.")
-    if not 0 < level < 1:
-        raise ValueError(f"level must be between 0 and 1, got {level}; 0.95 is usual.")
     # Prompts of equal values are interchangeable, and how often each value is drawn is multinomial: with few samples
     # per prompt there are few values, however many prompts.
     distinct, counts = np.unique(np.asarray(values, dtype=float), return_counts=True)  # (V,), (V,)
     random = np.random.default_rng(seed)
     num_parts = -(-num_resamples // PART)
     means = [random.multinomial(len(values), counts / len(values), PART) @ distinct for _ in range(num_parts)]
-    low, high = np.quantile(np.concatenate(means) / len(values), [(1 - level) / 2, (1 + level) / 2])
+    return _ends(np.concatenate(means) / len(values), level)
+
+
+def _ends(means: np.ndarray, level: float) -> tuple[float, float]:
+    if not 0 < level < 1:
+        raise ValueError(f"level must be between 0 and 1, got {level}; 0.95 is usual.")
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
 
 
@@ -87,13 +91,10 @@ def crossed_interval(
     """
     if values.ndim != 2 or not values.size:
         raise ValueError(f"values must have shape (seeds, prompts) and not be empty, got {values.shape}.")
-    if not 0 < level < 1:
-        raise ValueError(f"level must be between 0 and 1, got {level}; 0.95 is usual.")
     random = np.random.default_rng(seed)
     names = list(range(values.shape[1])) if groups is None else list(groups)
     members = np.array([[name == other for name in names] for other in dict.fromkeys(names)], dtype=float)  # (G, P)
     seeds, drawn = (random.multinomial(n, np.full(n, 1 / n), num_resamples) for n in (len(values), len(members)))
     prompts = drawn @ members  # (R, P)
     means = ((seeds / len(values) @ values) * prompts).sum(axis=1) / prompts.sum(axis=1)
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
-    return float(low), float(high)
+    return _ends(means, level)

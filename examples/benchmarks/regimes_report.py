@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from regimes import Arm, Regime
 from regimes_results import COSTS, Row, read_results, to_runs
 
 from trl_explore.clocks import interval, mean_along, value_at
-from trl_explore.compare_tasks import find_task
+from trl_explore.compare_settings import Comparison, read_comparison
 from trl_explore.comparison import TRAINING, Run
 from trl_explore.intervals import crossed_interval
 from trl_explore.metrics import pass_at_k
@@ -89,10 +90,16 @@ class Results:
         """Name of the baseline."""
         return self.regime.arms[0]["name"]
 
+    @cached_property
+    def comparison(self) -> Comparison:
+        """What `trl-explore compare` makes of the regime's file, whatever device it is for."""
+        given = {name: value for name, value in self.regime.comparison.items() if name not in ("common", "model_size")}
+        return read_comparison({**given, "arms": [{"method": "grpo"}]})
+
     @property
     def metrics(self) -> list[str]:
         """What was measured."""
-        return self.regime.comparison["metrics"]
+        return list(self.comparison.metrics)
 
     @property
     def clocks(self) -> dict[str, str]:
@@ -103,10 +110,10 @@ class Results:
 
     def facts(self) -> list[Hashable] | None:
         """The item that each held-out problem is about, where there are such."""
-        task = find_task(self.regime.comparison["task"])
+        task = self.comparison.task
         if not isinstance(task, FactTask):
             return None
-        return [problem[0] for problem in task.evaluation_set(self.regime.comparison["num_eval"])["problem"]]
+        return [problem[0] for problem in task.evaluation_set(self.comparison.num_eval)["problem"]]
 
     def effect(
         self, arm: str, base: str, *, metric: str, clock: str, along: bool = True, stage: str = "verdict"
@@ -150,8 +157,7 @@ class Results:
 
     def curve(self, run: Run, metric: str) -> list[dict[str, Any]]:
         """A run's curve with the metric by problem, where its successes are known, else as an array of one value."""
-        counts = [re.fullmatch(r"(?:pass|maj|coverage)_at_(\d+)", name) for name in self.metrics]
-        num_samples = max([8, *(int(match[1]) for match in counts if match)])  # as `trl-explore compare` draws them
+        num_samples = self.comparison.num_samples
 
         def values(point: dict[str, Any]) -> np.ndarray:
             found = PASS.fullmatch(metric)
