@@ -218,7 +218,7 @@ def test_the_report_says_what_is_not_admitted_and_compares_with_controls(regimes
     assert again["tokens"] == 10 and again["correct"] == [8, 12, 0, 0]
     report.report([regime], Path("results"))
     text = Path("results.md").read_text()
-    assert "Not admitted: more samples do not help clearly. 4x against GRPO over 2 steps" in text
+    assert "Optimisation-limited: more samples do not help clearly. 4x against GRPO over 2 steps" in text
     assert "| G2RL | learning_rate 0.001, novelty_weight 1.0 | 100.0 |" in text
     assert "| G2RL - GRPO | **+25.0 [" in text or "| G2RL - GRPO | +25.0 [" in text
     assert "| G2RL - G2RL, shuffled |" in text and Path("results.png").read_bytes().startswith(b"\x89PNG")
@@ -226,7 +226,7 @@ def test_the_report_says_what_is_not_admitted_and_compares_with_controls(regimes
 
 def test_results_outlive_the_folder_and_are_not_trained_again(regimes):
     regime = load(regimes)
-    regimes.train(regime, Path("out"))
+    regimes.train(regime, Path("out"), anyway=True)
     first = regime.path.read_text()
     rows = list(csv.DictReader(first.splitlines()))
     assert {row["stage"] for row in rows} == set(regimes.STAGES)
@@ -238,12 +238,12 @@ def test_results_outlive_the_folder_and_are_not_trained_again(regimes):
     assert max(tokens) >= 48 and min(tokens) == 0
 
     shutil.rmtree("out")
-    regimes.train(regime, Path("out"))
+    regimes.train(regime, Path("out"), anyway=True)
     assert regime.path.read_text() == first and not list(Path("out").rglob("checkpoint-*"))
 
     # Another knob of one arm, in the same folder: only that arm is trained again.
     changed = load(regimes, arms=[*ARMS[:2], {**ARMS[2], "knob": {"novelty_weight": [0.25, 2.0]}}])
-    regimes.train(changed, Path("out"))
+    regimes.train(changed, Path("out"), anyway=True)
     rows = list(csv.DictReader(open(regime.path)))
     tried = {row["arm"] for row in rows if row["stage"] == "knob"}
     assert "G2RL: novelty_weight 2.0" in tried and not {"G2RL: novelty_weight 1.0"} & tried
@@ -252,7 +252,7 @@ def test_results_outlive_the_folder_and_are_not_trained_again(regimes):
 
     # Another budget: nothing of what was there can stand beside it.
     longer = load(regimes, arms=ARMS[:2], comparison={**REGIME["comparison"], "budget": {"tokens": 64}})
-    regimes.train(longer, Path("out"))
+    regimes.train(longer, Path("out"), anyway=True)
     rows = list(csv.DictReader(open(regime.path)))
     ends = [float(row["tokens"]) for row in rows if row["stage"] == "verdict" and int(row["step"]) > 0]
     assert len({row["settings"] for row in rows if row["stage"] == "verdict"}) == 2 and max(ends) >= 64
@@ -273,7 +273,7 @@ class Stop(TrainerCallback):
 @pytest.mark.slow
 def test_a_run_that_is_stopped_again_and_again_ends_as_if_it_had_not_been(regimes, monkeypatch):
     regime, stop = load(regimes, arms=ARMS[:2]), Stop(0)
-    regimes.train(regime, Path("out"))
+    regimes.train(regime, Path("out"), anyway=True)
 
     def measured():
         rows = list(csv.DictReader(open(regime.path)))
@@ -288,7 +288,7 @@ def test_a_run_that_is_stopped_again_and_again_ends_as_if_it_had_not_been(regime
     stop.left, stopped = 6, 0
     for _ in range(10):
         try:
-            regimes.train(regime, Path("again"))
+            regimes.train(regime, Path("again"), anyway=True)
             break
         except SystemExit as left:
             assert left.code == 130

@@ -13,7 +13,7 @@ A regime is a file in `regimes/`: what `trl-explore compare` runs, and its arms.
 
 Arms are tuned and judged by the mean along their curves. Every run goes into `regimes/results/<regime>.csv`. What is
 there with the same settings is not trained again, so a run that was stopped, or moved to another machine, goes on
-from there. On a GPU, `train --large --minutes 9` trains a model of 77 million parameters, in slices. `REGIMES` names
+from there. A regime that is not admitted ends there, unless `--anyway` is given. On a GPU, `train --large --minutes 9` trains a model of 77 million parameters, in slices. `REGIMES` names
 another folder of regimes.
 """
 
@@ -224,7 +224,7 @@ def _best(regime: Regime, stage: str, tried: list[Arm], rows: list[Row], name: s
     return {**max(tried, key=height), "name": name}
 
 
-def train(regime: Regime, output_dir: Path) -> None:
+def train(regime: Regime, output_dir: Path, *, anyway: bool = False) -> None:
     """
     Trains what is missing of a regime, and adds it to its results seed by seed.
 
@@ -233,8 +233,15 @@ def train(regime: Regime, output_dir: Path) -> None:
             The regime.
         output_dir (`Path`):
             Where checkpoints go.
+        anyway (`bool`, *optional*, defaults to `False`):
+            Whether it goes on where more samples do not help plain GRPO.
     """
+    from regimes_report import Results
+
     for stage in STAGES:
+        if stage == "rates" and not anyway and not Results(regime, read_results(regime.path)).admitted:
+            print(f"{regime.name}: not admitted, nothing more is trained; --anyway does", flush=True)
+            return
         arms = stage_arms(regime, stage, read_results(regime.path))
         for seed in regime.seeds_of(stage):
             train_seed(regime, stage, {**regime.document(stage, arms), "seeds": [seed]}, output_dir / regime.name)
@@ -300,6 +307,7 @@ def main() -> None:
     parser.add_argument("command", choices=("train", "report"))
     parser.add_argument("regimes", nargs="*", help="to train: names of files in regimes/ (default: all)")
     parser.add_argument("--output_dir", type=Path, default=Path("out/regimes"), help="where checkpoints go")
+    parser.add_argument("--anyway", action="store_true", help="train all arms also where a regime is not admitted")
     parser.add_argument("--large", action="store_true", help="a model of 77 million parameters, on a GPU")
     parser.add_argument("--minutes", type=float, help="stop after so long as Ctrl-C does; the same command goes on")
     args = parser.parse_args()
@@ -324,7 +332,7 @@ def main() -> None:
         signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
         signal.setitimer(signal.ITIMER_REAL, 60 * args.minutes)
     for regime in chosen:
-        train(regime, args.output_dir)
+        train(regime, args.output_dir, anyway=args.anyway)
 
 
 if __name__ == "__main__":

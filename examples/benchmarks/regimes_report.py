@@ -174,6 +174,12 @@ class Results:
         more, metric = self.regime.arms[1]["name"], self.regime.metric
         return self.effect(more, self.base, metric=metric, clock="step", stage="admission")
 
+    @property
+    def admitted(self) -> bool:
+        """Whether they clearly help."""
+        found = self.admission()
+        return found is not None and found.clear and found.mean > 0
+
     def settings(self, arm: Arm) -> str:
         """The tuned fields of an arm."""
         row = next(row for row in self.rows if row["stage"] == "verdict" and row["arm"] == arm["name"])
@@ -197,13 +203,13 @@ def table(results: Results) -> list[str]:
     Returns:
         `list[str]`: Lines of Markdown.
     """
-    regime, admitted = results.regime, results.admission()
+    regime, found = results.regime, results.admission()
     lines = [f"## {regime.name}", "", regime.claim.strip(), ""]
-    if admitted is not None:
-        more = "admitted" if admitted.clear and admitted.mean > 0 else "not admitted: more samples do not help clearly"
+    if found is not None:
+        more = "admitted" if results.admitted else "optimisation-limited: more samples do not help clearly"
         lines += [
             f"{more[0].upper()}{more[1:]}. {regime.arms[1]['name']} against {results.base} over "
-            f"{regime.admission_steps} steps, {label(regime.metric)} along the curve: {admitted}",
+            f"{regime.admission_steps} steps, {label(regime.metric)} along the curve: {found}",
             "",
         ]
     runs = to_runs(results.rows, "verdict")
@@ -268,11 +274,8 @@ def picture(results: list[Results], path: Path) -> None:
         axis.imshow(grid, cmap="PuOr", vmin=-50, vmax=50, aspect="auto")
         names = []
         for of_regime in results:
-            admitted = of_regime.admission()
-            limited = admitted is None or not admitted.clear or admitted.mean < 0
-            names.append(
-                "\n".join([of_regime.regime.name, label(of_regime.regime.metric), *["not admitted"] * limited])
-            )
+            limited = ["optimisation-limited"] * (not of_regime.admitted)
+            names.append("\n".join([of_regime.regime.name, label(of_regime.regime.metric), *limited]))
         axis.set_xticks(range(len(results)), names, fontsize=8)
         axis.set_yticks(range(len(methods)), methods, fontsize=9)
         axis.set_title(f"mean along the curve, points more than GRPO at equal {title}; bold: clear of 0", fontsize=9)
