@@ -13,8 +13,8 @@ A regime is a file in `regimes/`: what `trl-explore compare` runs, and its arms.
 
 Arms are tuned and judged by the mean along their curves. Every run goes into `regimes/results/<regime>.csv`. What is
 there with the same settings is not trained again, so a run that was stopped, or moved to another machine, goes on
-from there. A regime that is not admitted ends there, unless `--anyway` is given. On a GPU, `train --large --minutes 9` trains a model of 77 million parameters, in slices. `REGIMES` names
-another folder of regimes.
+from there. A regime that is not admitted ends there, unless `--anyway` is given. On a GPU, `train --large --minutes 9`
+trains a model of 77 million parameters, in slices. `REGIMES` names another folder of regimes.
 """
 
 import argparse
