@@ -31,7 +31,7 @@ DEFAULT_TASK, DEFAULT_TOKENS, DEFAULT_OUTPUT = "countdown", 3e5, "out/compare"
 TASK_NAMES = (
     *("chain", "chaind", "late1", "late3", "vault", "doors", "dialects", "paths", "countdown"),
     *("sudoku", "frozen_lake", "sokoban"),
-    *("lake_agent", "multi_hop"),
+    *("lake_agent", "multi_hop", "rare_hop"),
 )
 FLAGS = ("task", "seeds", "metrics", "evaluations", "num_eval", "output_dir")
 

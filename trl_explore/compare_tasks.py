@@ -5,14 +5,14 @@ from typing import Any
 from trl_explore.cli_inputs import UsageError
 from trl_explore.comparison import common_options
 from trl_explore.names import unknown_name
-from trl_explore.tasks import MULTI_HOP, TASKS, ChainTask, PathTask, SketchedTask
+from trl_explore.tasks import MULTI_HOP, RARE_HOP, TASKS, ChainTask, PathTask, SketchedTask
 from trl_explore.tasks.lake_agent import LAKE_AGENT
 from trl_explore.tasks.vaults import FactTask
 
-AGENTS: dict[str, Any] = {task.name: task for task in (LAKE_AGENT, MULTI_HOP)}
+AGENTS: dict[str, Any] = {task.name: task for task in (LAKE_AGENT, MULTI_HOP, RARE_HOP)}
 ALL_TASKS: dict[str, Any] = TASKS | AGENTS
 # Which rounds of tool calls an agent's task allows.
-ROUNDS = {LAKE_AGENT.name: LAKE_AGENT.max_turns, MULTI_HOP.name: MULTI_HOP.max_searches}
+ROUNDS = {LAKE_AGENT.name: LAKE_AGENT.max_turns} | {t.name: t.max_searches for t in (MULTI_HOP, RARE_HOP)}
 AGENT_ROWS = 64  # per step: 8 prompts with 8 trajectories
 
 

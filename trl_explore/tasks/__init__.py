@@ -29,7 +29,7 @@ from trl_explore.tasks.chain import CHAIN, CHAIND, LATE1, LATE3, ChainTask
 from trl_explore.tasks.countdown import COUNTDOWN, CountdownTask
 from trl_explore.tasks.dialects import DIALECT, DialectTask
 from trl_explore.tasks.frozen_lake import FROZEN_LAKE, FrozenLakeEnvironment, FrozenLakeTask
-from trl_explore.tasks.multihop import MULTI_HOP, MultiHopTask
+from trl_explore.tasks.multihop import MULTI_HOP, RARE_HOP, MultiHopTask
 from trl_explore.tasks.multihop_world import EnglishWorld
 from trl_explore.tasks.path_exploration import PATHS, PathTask, paper_places
 from trl_explore.tasks.sketched import SketchedTask
@@ -39,6 +39,7 @@ from trl_explore.tasks.vaults import DOORS, VAULT, DoorsTask, VaultTask
 
 __all__ = [
     "MULTI_HOP",
+    "RARE_HOP",
     "TASKS",
     "ChainTask",
     "CountdownTask",
