@@ -163,7 +163,7 @@ def enlarged(regime: Regime) -> Regime:
         name=f"{regime.name}-large",
         comparison={**regime.comparison, "model_size": LARGE, "common": common},
         seeds={**regime.seeds, "verdict": regime.seeds["verdict"][:2]},
-        learning_rates=[rate / 10 for rate in regime.learning_rates],
+        learning_rates=[float(f"{rate / 10:g}") for rate in regime.learning_rates],
     )
 
 
@@ -310,7 +310,7 @@ def main() -> None:
     parser.add_argument("--anyway", action="store_true", help="train all arms also where a regime is not admitted")
     parser.add_argument("--large", action="store_true", help="a model of 77 million parameters, on a GPU")
     parser.add_argument("--minutes", type=float, help="stop after so long as Ctrl-C does; the same command goes on")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()  # names of regimes may follow flags
     files = {path.stem: path for path in sorted(folder().glob("*.yaml"))}
     for name in args.regimes:
         if name not in files:
