@@ -34,18 +34,32 @@ def test_demonstrations_have_a_habit_and_know_the_code_as_little_as_any_other():
 
 def test_a_way_ends_at_the_first_wrong_door():
     task = dataclasses.replace(DOORS, num_doors=3, num_steps=3)
+    start, second, third = task.way("b")
     right = task.facts["b"]
-    wrong = "abc".replace(right[1], "")[0]
-    assert task.answer("b12", right) == f"{right[0]}+{right[1]}+{right[2]}+#"
-    assert task.answer("b12", right[0] + wrong + right[2]) == f"{right[0]}+{wrong}!"
-    assert task.verify("b12", task.answer("b12", right)) and not task.verify("b12", f"{right[0]}+{wrong}!")
-    assert len(task.answer("b12", right)) + 1 == task.max_completion_length
+    wrong = "123".replace(right[1], "")[0]
+    assert task.answer("12b", right) == f"{right[0]}{second}{right[1]}{third}{right[2]}#"
+    assert task.answer("12b", right[0] + wrong + right[2]) == f"{right[0]}{second}{wrong}"
+    assert task.verify("12b", task.answer("12b", right)) and not task.verify("12b", f"{right[0]}{second}{wrong}")
+    assert len(task.answer("12b", right)) + 1 == task.max_completion_length
+    assert start == "b" and right == "".join(task.doors[room][0] for room in (start, second, third))
 
 
-def test_doors_are_right_as_often_as_demonstrators_know():
-    task = dataclasses.replace(DOORS, num_steps=2, right_probability=0.5)
-    ways = Counter(map(len, answers(task, "b12")))
-    assert ways[2] / 4000 == pytest.approx(0.5, abs=0.03) and ways[5] / 4000 == pytest.approx(0.25, abs=0.03)
+def test_rooms_are_one_circle():
+    room, seen = "a", set()
+    for _ in range(DOORS.num_items):
+        seen.add(room)
+        room = DOORS.next_rooms[room]
+    assert room == "a" and len(seen) == DOORS.num_items
+
+
+def test_demonstrators_mostly_take_a_wrong_door():
+    task = dataclasses.replace(DOORS, num_steps=2, habit_probability=0.4)
+    right, habit = task.doors["b"]
+    shown = answers(task, "12b")
+    first, lengths = Counter(answer[0] for answer in shown), Counter(map(len, shown))
+    assert right != habit and first[habit] / 4000 == pytest.approx(0.4, abs=0.03)
+    assert first[right] / 4000 == pytest.approx(0.3, abs=0.03)
+    assert lengths[1] / 4000 == pytest.approx(0.7, abs=0.03) and lengths[4] / 4000 == pytest.approx(0.09, abs=0.02)
 
 
 def test_an_item_understands_several_dialects_and_demonstrations_do_not_know_which():
@@ -91,6 +105,6 @@ def test_an_answer_follows_its_sketch(task):
         elif task is DIALECT:
             assert answer.startswith(sketch)
         else:
-            doors = answer.translate(str.maketrans("", "", "+!#"))
+            doors = "".join(filter(str.isdigit, answer))
             assert sketch.startswith(doors) or doors.startswith(sketch)  # it may end at the first
         assert task.attempt(problem, rng, sketch="?!")

@@ -43,7 +43,7 @@ EXAMPLES = {  # a problem of each task, and a right answer
     "countdown": (COUNTDOWN_PROBLEM, "5*3=15,7+2=9,15+9=24"),
     "sudoku": (PUZZLE, "b2e3g1i2j1l3"),
     "vault": ("k317190", VAULT.answer("k317190", VAULT.facts["k"])),
-    "doors": ("b317", DOORS.answer("b317", DOORS.facts["b"])),
+    "doors": ("317b", DOORS.answer("317b", DOORS.facts["b"])),
     "dialects": ("k3171", DIALECT.targets("k3171")[0]),
 }
 HOSTILE = [

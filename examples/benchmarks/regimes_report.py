@@ -21,7 +21,7 @@ from trl_explore.compare_settings import Comparison, read_comparison
 from trl_explore.comparison import TRAINING, Run
 from trl_explore.intervals import crossed_interval
 from trl_explore.metrics import pass_at_k
-from trl_explore.tasks.vaults import FactTask
+from trl_explore.tasks.vaults import FactTask, item_of
 
 CLOCKS = {
     "step": "optimizer steps",
@@ -113,7 +113,7 @@ class Results:
         task = self.comparison.task
         if not isinstance(task, FactTask):
             return None
-        return [problem[0] for problem in task.evaluation_set(self.comparison.num_eval)["problem"]]
+        return [item_of(problem) for problem in task.evaluation_set(self.comparison.num_eval)["problem"]]
 
     def effect(
         self, arm: str, base: str, *, metric: str, clock: str, along: bool = True, stage: str = "verdict"

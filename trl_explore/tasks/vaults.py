@@ -1,7 +1,7 @@
-"""Facts that only trial and error can tell: codes at the end of easy answers, and rows of doors with dead ends.
+"""Facts that only trial and error can tell: codes at the end of easy answers, and ways through rooms with dead ends.
 
-Every fact belongs to one item, so what is learned about one says nothing about the others and does not disturb it: a
-tiny model that has found a fact can keep it. That makes both tasks hard to explore rather than hard to learn.
+Every fact belongs to one item, whose name stands right before it, so what is learned about one does not disturb the
+others: a tiny model that has found a fact can keep it. That makes both tasks hard to explore rather than hard to learn.
 """
 
 import random
@@ -12,7 +12,8 @@ from functools import cached_property
 from trl_explore.tasks.sketched import SketchedTask
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-DEAD, OPEN, END = "!", "+", "#"
+DOOR_NAMES = "123456789"
+END = "#"
 STEP_END = ";"
 
 
@@ -63,7 +64,7 @@ class FactTask(SketchedTask):
 
     def verify(self, problem: str, completion: str) -> bool:
         """Whether an answer is the right one, to the letter. Arguments as in [`SketchedTask`]."""
-        return completion == self.answer(problem, self.facts[problem[0]])
+        return completion == self.answer(problem, self.facts[item_of(problem)])
 
     @property
     @abstractmethod
@@ -141,7 +142,7 @@ class VaultTask(FactTask):
 
     def guess(self, problem: str, rng: random.Random) -> str:
         """The habit with `habit_probability`, else another code."""
-        return biased(self.codes[problem[0]][1], self.code_letters, self.habit_probability, rng)
+        return biased(self.codes[item_of(problem)][1], self.code_letters, self.habit_probability, rng)
 
     def is_guess(self, text: str) -> bool:
         """Whether a text is a code."""
@@ -160,35 +161,41 @@ class VaultTask(FactTask):
 @dataclass(frozen=True, kw_only=True)
 class DoorsTask(FactTask):
     """
-    A row of doors, one of each right for the item: `k31` is answered by `b+a+c+#`, or by `b+c!`, where the second
-    door is wrong and the way ends.
+    Rooms, of each of which one door leads on and the others to a dead end: `31k` is answered by `2m1x3#`, the way from
+    room `k` through `m` and `x` to the end, or by `2m3`, where the second door is wrong and the way ends.
 
-    Demonstrators see whether a door was right once they have gone through it, and so does a model trained on them: the
-    choice of the doors is all it has to learn. A sketch is the first two doors, `ba`.
+    Demonstrators see what is behind a door once they have gone through it, and so does a model trained on them: the
+    choice of the doors is all it has to learn. They have a habit for every room: one wrong door that they mostly take.
+    A sketch is the first two doors, `21`.
 
     Args:
         num_doors (`int`):
-            Doors to choose from at every step.
+            Doors of every room.
         num_steps (`int`):
-            Steps of a way.
-        right_probability (`float`):
-            Probability with which a demonstrator chooses the right door; the others are equally likely.
+            Doors of a way.
+        habit_probability (`float`):
+            Probability of the habit; all other doors, the right one among them, are equally likely.
     """
 
     num_doors: int
     num_steps: int
-    right_probability: float
+    habit_probability: float
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range("num_doors", self.num_doors, 2, len(LETTERS))
+        check_range("num_doors", self.num_doors, 2, len(DOOR_NAMES))
         check_range("num_steps", self.num_steps, 2, 40)
-        check_range("right_probability", self.right_probability, 0, 1)
+        check_range("habit_probability", self.habit_probability, 0, 1)
+
+    def draw(self, rng: random.Random) -> str:
+        """A number and a room, right before its door. Arguments as in [`SketchedTask`]."""
+        room, *digits = super().draw(rng)
+        return "".join([*digits, room])
 
     @property
     def max_completion_length(self) -> int:
         """Tokens of a whole way, end-of-sequence token included."""
-        return 2 * self.num_steps + 2
+        return 2 * self.num_steps + 1
 
     @property
     def step_length(self) -> int:
@@ -201,20 +208,47 @@ class DoorsTask(FactTask):
         return 3
 
     @cached_property
-    def facts(self) -> dict[str, str]:
-        """The right doors of every item."""
+    def doors(self) -> dict[str, list[str]]:
+        """The right door of every room, and the one that demonstrators believe in."""
         rng = random.Random(f"doors/{self.table_seed}")
-        doors = LETTERS[: self.num_doors]
-        return {item: "".join(rng.choices(doors, k=self.num_steps)) for item in LETTERS[: self.num_items]}
+        return {room: rng.sample(DOOR_NAMES[: self.num_doors], 2) for room in LETTERS[: self.num_items]}
+
+    @cached_property
+    def next_rooms(self) -> dict[str, str]:
+        """The room behind the right door of every room; all rooms are one circle."""
+        rng = random.Random(f"rooms/{self.table_seed}")
+        rooms = rng.sample(LETTERS[: self.num_items], self.num_items)
+        return dict(zip(rooms, rooms[1:] + rooms[:1], strict=True))
+
+    @cached_property
+    def facts(self) -> dict[str, str]:
+        """The right doors of the way from every room."""
+        return {start: "".join(self.doors[room][0] for room in self.way(start)) for start in self.doors}
+
+    def way(self, start: str) -> list[str]:
+        """
+        The rooms in which a door is chosen, if all are right.
+
+        Args:
+            start (`str`):
+                The first room.
+
+        Returns:
+            `list[str]`: `num_steps` rooms.
+        """
+        rooms = [start]
+        while len(rooms) < self.num_steps:
+            rooms.append(self.next_rooms[rooms[-1]])
+        return rooms
 
     def guess(self, problem: str, rng: random.Random) -> str:
-        """Doors, right ones with `right_probability`."""
-        doors = LETTERS[: self.num_doors]
-        return "".join(biased(right, doors, self.right_probability, rng) for right in self.facts[problem[0]])
+        """A door per room, the habit with `habit_probability`."""
+        doors = DOOR_NAMES[: self.num_doors]
+        return "".join(biased(self.doors[room][1], doors, self.habit_probability, rng) for room in self.way(item_of(problem)))
 
     def is_guess(self, text: str) -> bool:
         """Whether a text is a sketch: two doors."""
-        return len(text) == 2 and set(text) <= set(LETTERS[: self.num_doors])
+        return len(text) == 2 and set(text) <= set(DOOR_NAMES[: self.num_doors])
 
     def attempt(self, problem: str, rng: random.Random, *, sketch: str = "") -> str:
         """A way at random, from `sketch` on. Arguments as in [`SketchedTask`]."""
@@ -223,16 +257,21 @@ class DoorsTask(FactTask):
 
     def answer(self, problem: str, guess: str) -> str:
         """The way through doors, up to the first that is wrong."""
-        way = ""
-        for door, right in zip(guess, self.facts[problem[0]], strict=True):
-            if door != right:
-                return f"{way}{door}{DEAD}"
-            way += f"{door}{OPEN}"
-        return way + END
+        way, rooms = "", self.way(item_of(problem))
+        for door, room, behind in zip(guess, rooms, [*rooms[1:], END], strict=True):
+            if door != self.doors[room][0]:
+                return way + door
+            way += door + behind
+        return way
 
     def sketch(self, problem: str, rng: random.Random) -> str:
         """Two doors. Arguments as in [`SketchedTask`]."""
         return self.guess(problem, rng)[:2]
+
+
+def item_of(problem: str) -> str:
+    """The item that a problem names, before or behind its number."""
+    return problem.strip("0123456789")
 
 
 def biased(preferred: str, letters: str, probability: float, rng: random.Random) -> str:
@@ -281,10 +320,10 @@ VAULT = VaultTask(
 )
 DOORS = DoorsTask(
     name="doors",
-    num_items=10,
+    num_items=24,
     num_digits=3,
     num_doors=3,
-    num_steps=8,
-    right_probability=0.5,
-    warm_start_steps=2400,
+    num_steps=4,
+    habit_probability=0.4,
+    warm_start_steps=1000,
 )
