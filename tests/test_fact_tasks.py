@@ -53,12 +53,13 @@ def test_rooms_are_one_circle():
 
 
 def test_demonstrators_mostly_take_a_wrong_door():
-    task = dataclasses.replace(DOORS, num_steps=2, habit_probability=0.4)
+    task = dataclasses.replace(DOORS, num_steps=2, habit_probability=0.4, right_probability=0.3)
     right, habit = task.doors["b"]
     shown = answers(task, "12b")
     first, lengths = Counter(answer[0] for answer in shown), Counter(map(len, shown))
     assert right != habit and first[habit] / 4000 == pytest.approx(0.4, abs=0.03)
     assert first[right] / 4000 == pytest.approx(0.3, abs=0.03)
+    assert len(first) == task.num_doors and min(first.values()) / 4000 == pytest.approx(0.1, abs=0.02)
     assert lengths[1] / 4000 == pytest.approx(0.7, abs=0.03) and lengths[4] / 4000 == pytest.approx(0.09, abs=0.02)
 
 
@@ -85,6 +86,7 @@ def test_an_item_understands_several_dialects_and_demonstrations_do_not_know_whi
         (VAULT, {"code_letters": "aab"}, "`code_letters` is 'aab'; give at least two .* each once"),
         (VAULT, {"habit_probability": 1.5}, "`habit_probability` is 1.5"),
         (DOORS, {"num_steps": 1}, "`num_steps` is 1; give between 2 and 40"),
+        (DOORS, {"right_probability": 0.6}, "`right_probability` is 0.6; give between 0 and 0.5"),
         (DIALECT, {"num_accepted": 5}, "`num_accepted` is 5; give between 1 and 4"),
     ],
 )

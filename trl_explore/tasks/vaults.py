@@ -174,18 +174,22 @@ class DoorsTask(FactTask):
         num_steps (`int`):
             Doors of a way.
         habit_probability (`float`):
-            Probability of the habit; all other doors, the right one among them, are equally likely.
+            Probability of the habit.
+        right_probability (`float`):
+            Probability of the right door; the others are equally likely.
     """
 
     num_doors: int
     num_steps: int
     habit_probability: float
+    right_probability: float
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range("num_doors", self.num_doors, 2, len(DOOR_NAMES))
+        check_range("num_doors", self.num_doors, 3, len(DOOR_NAMES))
         check_range("num_steps", self.num_steps, 2, 40)
         check_range("habit_probability", self.habit_probability, 0, 1)
+        check_range("right_probability", self.right_probability, 0, 1 - self.habit_probability)
 
     def draw(self, rng: random.Random) -> str:
         """A number and a room, right before its door. Arguments as in [`SketchedTask`]."""
@@ -242,9 +246,15 @@ class DoorsTask(FactTask):
         return rooms
 
     def guess(self, problem: str, rng: random.Random) -> str:
-        """A door per room, the habit with `habit_probability`."""
-        doors = DOOR_NAMES[: self.num_doors]
-        return "".join(biased(self.doors[room][1], doors, self.habit_probability, rng) for room in self.way(item_of(problem)))
+        """A door per room, the right one with `right_probability`, the habit with `habit_probability`."""
+        return "".join(self._door(room, rng) for room in self.way(item_of(problem)))
+
+    def _door(self, room: str, rng: random.Random) -> str:
+        right, habit = self.doors[room]
+        if rng.random() < self.right_probability:
+            return right
+        others = DOOR_NAMES[: self.num_doors].replace(right, "")
+        return biased(habit, others, self.habit_probability / (1 - self.right_probability), rng)
 
     def is_guess(self, text: str) -> bool:
         """Whether a text is a sketch: two doors."""
@@ -322,8 +332,9 @@ DOORS = DoorsTask(
     name="doors",
     num_items=24,
     num_digits=3,
-    num_doors=3,
-    num_steps=4,
-    habit_probability=0.4,
+    num_doors=5,
+    num_steps=5,
+    habit_probability=0.5,
+    right_probability=0.35,
     warm_start_steps=1000,
 )
