@@ -1,7 +1,8 @@
 """Facts that only trial and error can tell: codes at the end of easy answers, and ways through rooms with dead ends.
 
 Every fact belongs to one item, whose name stands right before it, so what is learned about one does not disturb the
-others: a tiny model that has found a fact can keep it. That makes both tasks hard to explore rather than hard to learn.
+others: a tiny model that has found a fact can keep it. That makes both tasks hard to explore rather than hard to
+learn.
 """
 
 import random
