@@ -194,8 +194,8 @@ class DoorsTask(FactTask):
 
     def draw(self, rng: random.Random) -> str:
         """A number and a room, right before its door. Arguments as in [`SketchedTask`]."""
-        room, *digits = super().draw(rng)
-        return "".join([*digits, room])
+        problem = super().draw(rng)
+        return problem[1:] + problem[0]
 
     @property
     def max_completion_length(self) -> int:
