@@ -233,6 +233,19 @@ def test_the_report_says_what_is_not_admitted_and_compares_with_controls(regimes
     assert "| G2RL - G2RL, shuffled |" in text and Path("results.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(("more", "anyway", "stages"), [(0.0, False, 2), (0.0, True, 3), (1.0, False, 3)])
+def test_a_regime_that_is_not_admitted_ends_there(regimes, results, monkeypatch, more, anyway, stages):
+    regime = load(regimes)
+    rows = made(results, "admission rates", regimes.stage_arms(regime, "rates", [])[:4], [[0.1]] * 4)
+    rows += made(results, "admission", regime.arms[:2], [[0.0, 0.0], [more, more]])
+    results.write_results(regime.path, rows, ["greedy_accuracy", "pass_at_16"])
+    monkeypatch.setattr(regimes, "STAGES", regimes.STAGES[:3])
+    seen = []
+    monkeypatch.setattr(regimes, "train_seed", lambda regime, stage, *rest: seen.append(stage))
+    regimes.train(regime, Path("out"), anyway=anyway)
+    assert list(dict.fromkeys(seen)) == list(regimes.STAGES[:stages])
+
+
 def test_results_outlive_the_folder_and_are_not_trained_again(regimes):
     regime = load(regimes)
     regimes.train(regime, Path("out"), anyway=True)
