@@ -230,7 +230,18 @@ def test_the_report_says_what_is_not_admitted_and_compares_with_controls(regimes
     assert "Optimisation-limited: more samples do not help clearly. 4x against GRPO over 2 steps" in text
     assert "| G2RL | learning_rate 0.001, novelty_weight 1.0 | 100.0 |" in text
     assert "| G2RL - GRPO | **+25.0 [" in text or "| G2RL - GRPO | +25.0 [" in text
+    assert "## Verdicts" not in text  # nothing to be said of a method where exploration has nothing to give
     assert "| G2RL - G2RL, shuffled |" in text and Path("results.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_verdicts_tell_what_is_clear_from_what_is_not(regimes, modules):
+    regime, (_, results, report) = load(regimes), modules
+    rows = made(results, "verdict", regime.arms, [[0.1, 0.1], [0.1, 0.1], [1.0, 1.0], [0.1, 1.0]])
+    rows += made(results, "admission", regime.arms[:2], [[0.1, 0.1], [1.0, 1.0]])
+    text = "\n".join(report.verdicts([report.Results(regime, rows)]))
+    assert "- **G2RL.** Against GRPO at equal generated tokens: clearly ahead in small +" in text
+    assert "Against its controls at equal generated tokens: neither clearly in small, G2RL, shuffled +" in text
+    assert "clearly behind" not in text and "At equal CPU seconds: clearly ahead" in text
 
 
 @pytest.mark.parametrize(("more", "anyway", "stages"), [(0.0, False, 2), (0.0, True, 3), (1.0, False, 3)])

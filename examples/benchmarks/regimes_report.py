@@ -184,7 +184,7 @@ class Results:
         """The tuned fields of an arm."""
         row = next(row for row in self.rows if row["stage"] == "verdict" and row["arm"] == arm["name"])
         found = json.loads(row["options"])
-        return ", ".join(f"{name} {found[name]}" for name in ("learning_rate", *arm["knob"]))
+        return ", ".join(f"{name} {found[name]}" for name in ("learning_rate", *arm["knob"]) if name in found)
 
 
 def label(metric: str) -> str:
@@ -236,6 +236,54 @@ def table(results: Results) -> list[str]:
         found = [results.effect(ours, theirs, metric=m, clock=c, along=along) for m, c, along in kinds]
         lines.append(f"| {ours} - {theirs} | {' | '.join(map(str, found))} |")
     return [*lines, ""]
+
+
+def verdicts(results: list[Results]) -> list[str]:
+    """
+    What each method does to GRPO and to its controls, in one sentence per clock.
+
+    Args:
+        results (`list`):
+            Regimes with their results; those that are not admitted say nothing about a method.
+
+    Returns:
+        `list[str]`: Lines of Markdown.
+    """
+    admitted = [found for found in results if found.admitted]
+    methods = dict.fromkeys(arm["name"] for r in admitted for arm in r.regime.arms if arm["role"] == "method")
+    lines = ["## Verdicts", "", "Means along the curves in admitted regimes; each in its own metric.", ""]
+    for method in methods:
+        controls = [
+            (of, arm["name"], of.regime.metric)
+            for of in admitted
+            for arm in of.regime.arms
+            if arm["role"] == "control" and arm["of"] == method
+        ]
+        against_base = [(of, of.base, of.regime.metric) for of in admitted]
+        seconds = list(admitted[0].clocks)[-1]
+        sentences = [
+            _verdict("Against GRPO at equal generated tokens", method, against_base, "tokens"),
+            _verdict(f"At equal {admitted[0].clocks[seconds]}", method, against_base, seconds),
+            _verdict("Against its controls at equal generated tokens", method, controls, "tokens", named=True),
+        ]
+        if any(sentences):
+            lines.append(f"- **{method}.** {' '.join(filter(None, sentences))}")
+    return [*lines, ""]
+
+
+def _verdict(
+    title: str, method: str, rivals: list[tuple[Results, str, str]], clock: str, *, named: bool = False
+) -> str:
+    """A sentence; empty where nothing was measured."""
+    parts: dict[str, list[str]] = {"clearly ahead": [], "clearly behind": [], "neither clearly": []}
+    for of, rival, metric in rivals:
+        found = of.effect(method, rival, metric=metric, clock=clock)
+        if found is not None:
+            kind = "neither clearly" if not found.clear else f"clearly {'ahead' if found.mean > 0 else 'behind'}"
+            what = f"{of.regime.name}, {rival}" if named else of.regime.name
+            parts[kind].append(f"{what} {str(found).strip('*')}")
+    words = "; ".join(f"{kind} in {', '.join(where)}" for kind, where in parts.items() if where)
+    return f"{title}: {words}." if words else ""
 
 
 def picture(results: list[Results], path: Path) -> None:
@@ -298,7 +346,9 @@ def report(regimes: list[Regime], path: Path) -> None:
     measured = [found for found in results if found.admission() is not None]
     if not measured:
         raise SystemExit("no results yet: run `regimes.py train` first")
-    lines = [line for found in measured for line in table(found)]
+    lines = (verdicts(measured) if any(of.admitted for of in measured) else []) + [
+        line for found in measured for line in table(found)
+    ]
     path.with_suffix(".md").write_text("\n".join([INTRODUCTION, *lines]), encoding="utf-8")
     picture(measured, path.with_suffix(".png"))
     print(f"{path}.md, {path}.png")
