@@ -92,7 +92,7 @@ def point(cost, value, correct, greedy):
     return {**costs, **training, **measured}
 
 
-def made(results, stage, arms, values):
+def made(results, stage, arms, values, regime=None):
     """Results in which every arm rises in a straight line to the value given for each seed, of four problems."""
     rows = []
     for arm, of_seeds in zip(arms, values, strict=True):
@@ -102,7 +102,8 @@ def made(results, stage, arms, values):
             options = {"learning_rate": 1e-3, "scale_rewards": "none", "novelty_weight": 1.0, **arm.get("options", {})}
             arm = {**arm, "options": options}
             run = Run(arm["name"], seed, points, [])
-            rows += results.to_rows(run, stage, arm, settings="", metrics=["greedy_accuracy", "pass_at_16"])
+            settings = results.settings_of(regime.document(stage, []), arm) if regime else ""
+            rows += results.to_rows(run, stage, arm, settings=settings, metrics=["greedy_accuracy", "pass_at_16"])
     return rows
 
 
@@ -220,8 +221,8 @@ def test_effects_are_paired_and_as_wide_as_seeds_and_problems_make_them(regimes,
 
 def test_the_report_says_what_is_not_admitted_and_compares_with_controls(regimes, modules):
     regime, (_, results, report) = load(regimes), modules
-    rows = made(results, "verdict", regime.arms, [[0.5, 0.5], [0.5, 0.5], [1.0, 1.0], [0.5, 0.5]])
-    rows += made(results, "admission", regime.arms[:2], [[0.5, 0.5], [0.5, 0.5]])
+    rows = made(results, "verdict", regime.arms, [[0.5, 0.5], [0.5, 0.5], [1.0, 1.0], [0.5, 0.5]], regime)
+    rows += made(results, "admission", regime.arms[:2], [[0.5, 0.5], [0.5, 0.5]], regime)
     results.write_results(regime.path, rows, ["greedy_accuracy", "pass_at_16"])
     again = results.to_runs(results.read_results(regime.path), "verdict")[0].points[1]
     assert again["tokens"] == 10 and again["correct"] == [8, 12, 0, 0]
@@ -232,6 +233,35 @@ def test_the_report_says_what_is_not_admitted_and_compares_with_controls(regimes
     assert "| G2RL - GRPO | **+25.0 [" in text or "| G2RL - GRPO | +25.0 [" in text
     assert "## Verdicts" not in text  # nothing to be said of a method where exploration has nothing to give
     assert "| G2RL - G2RL, shuffled |" in text and Path("results.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"learning_rates": [1e-4, 1e-2]},
+        {"comparison": {**REGIME["comparison"], "num_eval": 5}},
+        {"seeds": {**REGIME["seeds"], "verdict": [0, 2]}},
+        {"arms": [*ARMS[:2], {**ARMS[2], "options": {"min_correct": 1}}, ARMS[3]]},
+    ],
+)
+def test_what_was_measured_in_another_way_is_not_reported(regimes, modules, change, capsys):
+    regime, (_, results, report) = load(regimes), modules
+    rows = made(results, "verdict", regime.arms, [[0.5, 0.5]] * 4, regime)
+    rows += made(results, "admission", regime.arms[:2], [[0.5, 0.5]] * 2, regime)
+    assert all(report.asked_for(regime, row) for row in rows)
+    changed = load(regimes, **change)
+    left_out = {(row["arm"], row["seed"]) for row in rows if not report.asked_for(changed, row)}
+    only_g2rl, one_seed = "arms" in change, "seeds" in change
+    assert {arm for arm, _ in left_out} == ({"G2RL"} if only_g2rl else {arm["name"] for arm in ARMS})
+    assert {seed for _, seed in left_out} == ({1} if one_seed else {0, 1})
+    results.write_results(changed.path, rows, ["greedy_accuracy", "pass_at_16"])
+    if only_g2rl:
+        report.report([changed], Path("results"))
+        assert "2 runs are not of the regime as it is now and left out: G2RL\n" in capsys.readouterr().out
+        assert "| G2RL | " not in Path("results.md").read_text()
+    elif not one_seed:
+        with pytest.raises(SystemExit, match="no results yet"):
+            report.report([changed], Path("results"))
 
 
 def test_verdicts_tell_what_is_clear_from_what_is_not(regimes, modules):

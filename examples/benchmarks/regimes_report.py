@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from regimes import Arm, Regime
-from regimes_results import COSTS, Row, read_results, to_runs
+from regimes_results import COSTS, Row, read_results, settings_of, to_runs
 
 from trl_explore.clocks import interval, mean_along, value_at
 from trl_explore.compare_settings import Comparison, read_comparison
@@ -187,6 +187,34 @@ class Results:
         return ", ".join(f"{name} {found[name]}" for name in ("learning_rate", *arm["knob"]) if name in found)
 
 
+def asked_for(regime: Regime, row: Row) -> bool:
+    """
+    Whether a result is of the regime as its file is now, not of an arm or a comparison that was changed since.
+
+    Args:
+        regime ([`Regime`]):
+            The regime.
+        row (`dict`):
+            One of its results.
+
+    Returns:
+        `bool`: `True` also for the stages that a report does not show.
+    """
+    if row["stage"] not in ("admission", "verdict"):
+        return True
+    arm = next((arm for arm in regime.arms if arm["name"] == row["arm"]), None)
+    if arm is None or row["seed"] not in regime.seeds_of(row["stage"]):
+        return False
+    options = json.loads(row["options"])
+    tried = {"learning_rate": regime.learning_rates, **arm["knob"]}
+    return (
+        row["settings"]
+        == settings_of(regime.document(row["stage"], []), {"method": arm["method"], "options": options})
+        and all(options.get(name) == value for name, value in arm.get("options", {}).items())
+        and all(options.get(name) in values for name, values in tried.items())
+    )
+
+
 def label(metric: str) -> str:
     """A metric as tables show it."""
     return metric.removesuffix("_accuracy").replace("_at_", "@")
@@ -342,7 +370,13 @@ def report(regimes: list[Regime], path: Path) -> None:
         path (`Path`):
             The files, without their suffix.
     """
-    results = [Results(regime, read_results(regime.path)) for regime in regimes]
+    results = []
+    for regime in regimes:
+        rows = read_results(regime.path)
+        results.append(Results(regime, [row for row in rows if asked_for(regime, row)]))
+        if stale := {(row["arm"], row["seed"]) for row in rows if not asked_for(regime, row)}:
+            names = ", ".join(sorted({arm for arm, _ in stale}))
+            print(f"{regime.path.name}: {len(stale)} runs are not of the regime as it is now and left out: {names}")
     measured = [found for found in results if found.admission() is not None]
     if not measured:
         raise SystemExit("no results yet: run `regimes.py train` first")
