@@ -278,8 +278,19 @@ def verdicts(results: list[Results]) -> list[str]:
         `list[str]`: Lines of Markdown.
     """
     admitted = [found for found in results if found.admitted]
-    methods = dict.fromkeys(arm["name"] for r in admitted for arm in r.regime.arms if arm["role"] == "method")
-    lines = ["## Verdicts", "", "Means along the curves in admitted regimes; each in its own metric.", ""]
+    methods = list(dict.fromkeys(arm["name"] for r in admitted for arm in r.regime.arms if arm["role"] == "method"))
+    seconds = list(admitted[0].clocks)[-1]
+    titles = [f"{of.regime.name}: {label(of.regime.metric)}" for of in admitted]
+    lines = ["## Verdicts", "", "Means along the curves in admitted regimes, against GRPO: at equal generated tokens"]
+    lines[-1] += f" (sample-matched), and at equal {admitted[0].clocks[seconds]} (compute-matched)."
+    lines += ["", f"| | {' | '.join(titles)} |", f"| --- |{' --- |' * len(admitted)}"]
+    for method in methods:
+        cells = []
+        for of in admitted:
+            found = [of.effect(method, of.base, metric=of.regime.metric, clock=c) for c in ("tokens", seconds)]
+            cells.append(" / ".join(map(str, found)) if all(found) else "-")
+        lines.append(f"| {method} | {' | '.join(cells)} |")
+    lines.append("")
     for method in methods:
         controls = [
             (of, arm["name"], of.regime.metric)
@@ -288,7 +299,6 @@ def verdicts(results: list[Results]) -> list[str]:
             if arm["role"] == "control" and arm["of"] == method
         ]
         against_base = [(of, of.base, of.regime.metric) for of in admitted]
-        seconds = list(admitted[0].clocks)[-1]
         sentences = [
             _verdict("Against GRPO at equal generated tokens", method, against_base, "tokens"),
             _verdict(f"At equal {admitted[0].clocks[seconds]}", method, against_base, seconds),
