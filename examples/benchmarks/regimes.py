@@ -7,8 +7,8 @@ A regime is a file in `regimes/`: what `trl-explore compare` runs, and its arms.
 
 - *admission rates*, *admission*: GRPO and GRPO with four times the samples per prompt, for as many steps, each at its
   best learning rate. Where more samples do not make it learn faster per step, more exploration has nothing to give.
-- *rates*: every arm at three learning rates, on a development seed.
-- *knob*: every arm at its best rate and with two values of one more field, on another development seed.
+- *rates*: every arm at three learning rates, on development seeds (one, unless the file has more).
+- *knob*: every arm at its best rate and with two values of one more field, on other development seeds.
 - *verdict*: every arm at its best setting, on fresh seeds.
 
 Arms are tuned and judged by the mean along their curves. Every run goes into `regimes/results/<regime>.csv`. What is

@@ -108,6 +108,11 @@ class Results:
             return CLOCKS
         return {name: text for name, text in CLOCKS.items() if name != "cpu_seconds"} | {"seconds": "seconds"}
 
+    @property
+    def seconds(self) -> str:
+        """The clock of what is compute-matched."""
+        return list(self.clocks)[-1]
+
     def facts(self) -> list[Hashable] | None:
         """The item that each held-out problem is about, where there are such."""
         task = self.comparison.task
@@ -184,7 +189,7 @@ class Results:
         """The tuned fields of an arm."""
         row = next(row for row in self.rows if row["stage"] == "verdict" and row["arm"] == arm["name"])
         found = json.loads(row["options"])
-        return ", ".join(f"{name} {found[name]}" for name in ("learning_rate", *arm["knob"]) if name in found)
+        return ", ".join(f"{name} {found[name]}" for name in ("learning_rate", *arm["knob"]))
 
 
 def asked_for(regime: Regime, row: Row) -> bool:
@@ -278,49 +283,58 @@ def verdicts(results: list[Results]) -> list[str]:
         `list[str]`: Lines of Markdown.
     """
     admitted = [found for found in results if found.admitted]
-    methods = list(dict.fromkeys(arm["name"] for r in admitted for arm in r.regime.arms if arm["role"] == "method"))
-    seconds = list(admitted[0].clocks)[-1]
-    titles = [f"{of.regime.name}: {label(of.regime.metric)}" for of in admitted]
-    lines = ["## Verdicts", "", "Means along the curves in admitted regimes, against GRPO: at equal generated tokens"]
-    lines[-1] += f" (sample-matched), and at equal {admitted[0].clocks[seconds]} (compute-matched)."
-    lines += ["", f"| | {' | '.join(titles)} |", f"| --- |{' --- |' * len(admitted)}"]
-    for method in methods:
-        cells = []
-        for of in admitted:
-            found = [of.effect(method, of.base, metric=of.regime.metric, clock=c) for c in ("tokens", seconds)]
-            cells.append(" / ".join(map(str, found)) if all(found) else "-")
-        lines.append(f"| {method} | {' | '.join(cells)} |")
-    lines.append("")
-    for method in methods:
-        controls = [
-            (of, arm["name"], of.regime.metric)
+    if not admitted:
+        return []
+    seconds = admitted[0].seconds
+    duration = admitted[0].clocks[seconds]
+    head = " | ".join(f"{of.regime.name}: {label(of.regime.metric)}" for of in admitted)
+    cells, sentences = [], []
+    for method in dict.fromkeys(arm["name"] for of in admitted for arm in of.regime.arms if arm["role"] == "method"):
+        found = {
+            clock: {
+                of.regime.name: of.effect(method, of.base, metric=of.regime.metric, clock=clock) for of in admitted
+            }
+            for clock in ("tokens", seconds)
+        }
+        controls = {
+            f"{of.regime.name}, {arm['name']}": of.effect(method, arm["name"], metric=of.regime.metric, clock="tokens")
             for of in admitted
             for arm in of.regime.arms
-            if arm["role"] == "control" and arm["of"] == method
+            if arm.get("of") == method
+        }
+        pairs = zip(found["tokens"].values(), found[seconds].values(), strict=True)
+        texts = [f"{matched} / {timed}" if matched else "-" for matched, timed in pairs]
+        cells.append(f"| {method} | {' | '.join(texts)} |")
+        own = [
+            _verdict("Against GRPO at equal generated tokens", found["tokens"]),
+            _verdict(f"At equal {duration}", found[seconds]),
+            _verdict("Against its controls at equal generated tokens", controls),
         ]
-        against_base = [(of, of.base, of.regime.metric) for of in admitted]
-        sentences = [
-            _verdict("Against GRPO at equal generated tokens", method, against_base, "tokens"),
-            _verdict(f"At equal {admitted[0].clocks[seconds]}", method, against_base, seconds),
-            _verdict("Against its controls at equal generated tokens", method, controls, "tokens", named=True),
-        ]
-        if any(sentences):
-            lines.append(f"- **{method}.** {' '.join(filter(None, sentences))}")
-    return [*lines, ""]
+        if any(own):
+            sentences.append(f"- **{method}.** {' '.join(filter(None, own))}")
+    return [
+        "## Verdicts",
+        "",
+        "Means along the curves in admitted regimes, against GRPO: at equal generated tokens (sample-matched), and at "
+        f"equal {duration} (compute-matched).",
+        "",
+        f"| | {head} |",
+        f"| --- |{' --- |' * len(admitted)}",
+        *cells,
+        "",
+        *sentences,
+        "",
+    ]
 
 
-def _verdict(
-    title: str, method: str, rivals: list[tuple[Results, str, str]], clock: str, *, named: bool = False
-) -> str:
+def _verdict(title: str, effects: dict[str, Effect | None]) -> str:
     """A sentence; empty where nothing was measured."""
     parts: dict[str, list[str]] = {"clearly ahead": [], "clearly behind": [], "neither clearly": []}
-    for of, rival, metric in rivals:
-        found = of.effect(method, rival, metric=metric, clock=clock)
+    for where, found in effects.items():
         if found is not None:
             kind = "neither clearly" if not found.clear else f"clearly {'ahead' if found.mean > 0 else 'behind'}"
-            what = f"{of.regime.name}, {rival}" if named else of.regime.name
-            parts[kind].append(f"{what} {str(found).strip('*')}")
-    words = "; ".join(f"{kind} in {', '.join(where)}" for kind, where in parts.items() if where)
+            parts[kind].append(f"{where} {str(found).strip('*')}")
+    words = "; ".join(f"{kind} in {', '.join(places)}" for kind, places in parts.items() if places)
     return f"{title}: {words}." if words else ""
 
 
@@ -340,7 +354,7 @@ def picture(results: list[Results], path: Path) -> None:
     from matplotlib import pyplot
 
     methods = list(dict.fromkeys(arm["name"] for r in results for arm in r.regime.arms if arm["role"] == "method"))
-    seconds = list(results[0].clocks)[-1]
+    seconds = results[0].seconds
     panels = {
         "tokens": "generated tokens (sample-matched)",
         seconds: f"{results[0].clocks[seconds]} (compute-matched)",
@@ -382,17 +396,20 @@ def report(regimes: list[Regime], path: Path) -> None:
     """
     results = []
     for regime in regimes:
-        rows = read_results(regime.path)
-        results.append(Results(regime, [row for row in rows if asked_for(regime, row)]))
-        if stale := {(row["arm"], row["seed"]) for row in rows if not asked_for(regime, row)}:
+        rows, stale = [], set()
+        for row in read_results(regime.path):
+            if asked_for(regime, row):
+                rows.append(row)
+            else:
+                stale.add((row["arm"], row["seed"]))
+        results.append(Results(regime, rows))
+        if stale:
             names = ", ".join(sorted({arm for arm, _ in stale}))
             print(f"{regime.path.name}: {len(stale)} runs are not of the regime as it is now and left out: {names}")
     measured = [found for found in results if found.admission() is not None]
     if not measured:
         raise SystemExit("no results yet: run `regimes.py train` first")
-    lines = (verdicts(measured) if any(of.admitted for of in measured) else []) + [
-        line for found in measured for line in table(found)
-    ]
+    lines = [*verdicts(measured), *(line for found in measured for line in table(found))]
     path.with_suffix(".md").write_text("\n".join([INTRODUCTION, *lines]), encoding="utf-8")
     picture(measured, path.with_suffix(".png"))
     print(f"{path}.md, {path}.png")
