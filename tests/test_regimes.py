@@ -248,9 +248,9 @@ def test_what_was_measured_in_another_way_is_not_reported(regimes, modules, chan
     regime, (_, results, report) = load(regimes), modules
     rows = made(results, "verdict", regime.arms, [[0.5, 0.5]] * 4, regime)
     rows += made(results, "admission", regime.arms[:2], [[0.5, 0.5]] * 2, regime)
-    assert all(report.asked_for(regime, row) for row in rows)
+    assert all(regimes.asked_for(regime, row) for row in rows)
     changed = load(regimes, **change)
-    left_out = {(row["arm"], row["seed"]) for row in rows if not report.asked_for(changed, row)}
+    left_out = {(row["arm"], row["seed"]) for row in rows if not regimes.asked_for(changed, row)}
     only_g2rl, one_seed = "arms" in change, "seeds" in change
     assert {arm for arm, _ in left_out} == ({"G2RL"} if only_g2rl else {arm["name"] for arm in ARMS})
     assert {seed for _, seed in left_out} == ({1} if one_seed else {0, 1})

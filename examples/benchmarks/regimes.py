@@ -18,6 +18,7 @@ trains a model of 77 million parameters, in slices. `REGIMES` names another fold
 """
 
 import argparse
+import json
 import os
 import signal
 import statistics
@@ -222,6 +223,34 @@ def _best(regime: Regime, stage: str, tried: list[Arm], rows: list[Row], name: s
         return statistics.mean(mean_along(run.points, clock, reading, f"eval/{regime.metric}") for run in own)
 
     return {**max(tried, key=height), "name": name}
+
+
+def asked_for(regime: Regime, row: Row) -> bool:
+    """
+    Whether a result is of the regime as its file is now, not of an arm or a comparison that was changed since.
+
+    Args:
+        regime ([`Regime`]):
+            The regime.
+        row (`dict`):
+            One of its results.
+
+    Returns:
+        `bool`: `True` also for the stages that a report does not show.
+    """
+    if row["stage"] not in ("admission", "verdict"):
+        return True
+    arm = next((arm for arm in regime.arms if arm["name"] == row["arm"]), None)
+    if arm is None or row["seed"] not in regime.seeds_of(row["stage"]):
+        return False
+    options = json.loads(row["options"])
+    tried = {"learning_rate": regime.learning_rates, **arm["knob"]}
+    return (
+        row["settings"]
+        == settings_of(regime.document(row["stage"], []), {"method": arm["method"], "options": options})
+        and all(options.get(name) == value for name, value in arm.get("options", {}).items())
+        and all(options.get(name) in values for name, values in tried.items())
+    )
 
 
 def train(regime: Regime, output_dir: Path, *, anyway: bool = False) -> None:

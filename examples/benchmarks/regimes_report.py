@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from regimes import Arm, Regime
-from regimes_results import COSTS, Row, read_results, settings_of, to_runs
+from regimes import Arm, Regime, asked_for
+from regimes_results import COSTS, Row, read_results, to_runs
 
 from trl_explore.clocks import interval, mean_along, value_at
 from trl_explore.compare_settings import Comparison, read_comparison
@@ -190,34 +190,6 @@ class Results:
         row = next(row for row in self.rows if row["stage"] == "verdict" and row["arm"] == arm["name"])
         found = json.loads(row["options"])
         return ", ".join(f"{name} {found[name]}" for name in ("learning_rate", *arm["knob"]))
-
-
-def asked_for(regime: Regime, row: Row) -> bool:
-    """
-    Whether a result is of the regime as its file is now, not of an arm or a comparison that was changed since.
-
-    Args:
-        regime ([`Regime`]):
-            The regime.
-        row (`dict`):
-            One of its results.
-
-    Returns:
-        `bool`: `True` also for the stages that a report does not show.
-    """
-    if row["stage"] not in ("admission", "verdict"):
-        return True
-    arm = next((arm for arm in regime.arms if arm["name"] == row["arm"]), None)
-    if arm is None or row["seed"] not in regime.seeds_of(row["stage"]):
-        return False
-    options = json.loads(row["options"])
-    tried = {"learning_rate": regime.learning_rates, **arm["knob"]}
-    return (
-        row["settings"]
-        == settings_of(regime.document(row["stage"], []), {"method": arm["method"], "options": options})
-        and all(options.get(name) == value for name, value in arm.get("options", {}).items())
-        and all(options.get(name) in values for name, values in tried.items())
-    )
 
 
 def label(metric: str) -> str:
