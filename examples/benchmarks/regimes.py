@@ -7,7 +7,7 @@ A regime is a file in `regimes/`: what `trl-explore compare` runs, and its arms.
 
 - *admission rates*, *admission*: GRPO and GRPO with four times the samples per prompt, for as many steps, each at its
   best learning rate. Where more samples do not make it learn faster per step, more exploration has nothing to give.
-- *rates*: every arm at three learning rates, on development seeds (one, unless the file has more).
+- *rates*: every arm at three learning rates, on development seeds (two, unless the file has more).
 - *knob*: every arm at its best rate and with two values of one more field, on other development seeds.
 - *verdict*: every arm at its best setting, on fresh seeds.
 
@@ -47,7 +47,7 @@ Arm = dict[str, Any]
 
 def default_seeds() -> dict[str, list[int]]:
     """Seeds of each stage; those of the admission are those of rates and verdict."""
-    return {"rates": [100], "knob": [101], "verdict": [0, 1, 2, 3, 4]}
+    return {"rates": [100, 102], "knob": [101, 103], "verdict": [0, 1, 2, 3, 4]}
 
 
 @dataclass(frozen=True)
