@@ -46,12 +46,16 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS.keys())
-@pytest.mark.parametrize("neutral", [dict(num_sketches=0), NEUTRAL], ids=["no sketches", "hidden sketches"])
+@pytest.mark.parametrize(
+    "neutral",
+    [dict(num_sketches=0), {**SHORT, "max_trajectories": 0}, NEUTRAL],
+    ids=["no sketches", "nobody explores", "hidden sketches"],
+)
 def test_without_visible_sketches_it_is_grpo_bit_for_bit(tmp_path, options, neutral):
     expected, _ = trained(GRPOTrainer, GRPOConfig, tmp_path, **options)
     got, log = trained(SESATrainer, SESAConfig, tmp_path, **neutral, **options)
     assert_same(got, expected)
-    assert any("sketch/tokens" in entry for entry in log) == ("num_sketches" not in neutral)
+    assert any("sketch/tokens" in entry for entry in log) == (neutral is NEUTRAL)
 
 
 def sesa_trainer(folder, **options):
@@ -131,6 +135,17 @@ def test_fewer_sketches_are_shared_in_turn(tmp_path):
     first_batch(trainer)
     assert len(trainer.asked) == 3
     assert trainer.solved[0] == trainer.solved[3] and trainer.solved[4] == trainer.solved[7]
+
+
+def test_rows_beyond_max_trajectories_see_the_plain_prompt(tmp_path):
+    trainer = make_trainer(Watched, SESAConfig, tmp_path, **SHORT, max_trajectories=3)
+    first_batch(trainer)
+    assert len(trainer.asked) == 3  # a sketch for each row that is solved behind one
+    for g, problem in enumerate(example["prompt"] for example in trainer.main_examples[::4]):
+        drafts = [answered[g][0] for answered in trainer.answered]
+        rows = slice(4 * g, 4 * g + 4)
+        assert trainer.completion_columns()["sketch"][rows][3] == "" and trainer.solved[rows][3] == problem
+        assert sorted(trainer.completion_columns()["sketch"][rows][:3]) == sorted(drafts)
 
 
 def test_the_oldest_sketches_go_where_the_context_ends(tmp_path):
@@ -316,6 +331,9 @@ ERRORS = {
     "solve_template='{sketch}'` must contain {problem}": dict(solve_template="{sketch}"),
     "candidate_template='list'` must contain {problem}": dict(candidate_template="list"),
     "num_sketches=5` must be between 0 .* `num_generations=4`": dict(num_sketches=5),
+    "num_sketches=3` must be between 0 .* `max_trajectories=2`": dict(num_sketches=3, max_trajectories=2),
+    "max_trajectories=5` must be between 0 .*`num_generations=4`": dict(max_trajectories=5),
+    "max_trajectories=2` has no meaning with `mode='sequential'": dict(max_trajectories=2, mode="sequential"),
     "max_sketch_length=0` must be at least 1": dict(max_sketch_length=0),
     "max_sketch_length=128` and `max_completion_length=8` leave no room": dict(max_sketch_length=128),
     "off_policy_cap=0": dict(off_policy_cap=0),

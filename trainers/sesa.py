@@ -43,9 +43,9 @@ class SESATrainer(SequentialActionTrainer):
 
     With `mode="sequential"` one response lists the candidates of a group, and each becomes a row. With `mode="agent"`
     the trajectories of a group that stand before the same decision have `num_actions` actions proposed to them, one
-    after another, and share them out. `num_sketches=0` and `branch_depth=0` give GRPO's parameters bit for bit, as do
-    sketches that no template shows. Deviations from the paper (all of them
-    in `trainers/README.md`):
+    after another, and share them out. `max_trajectories` bounds the rows of a group that explore; the others are
+    sampled as in GRPO. `num_sketches=0`, `branch_depth=0` and `max_trajectories=0` give GRPO's parameters bit for bit,
+    as do sketches that no template shows. Deviations from the paper (all of them in `trainers/README.md`):
 
     1. The baseline of the advantage is the group's mean, not its maximum as printed in Eq. 1.
     2. Empty sketches are not shown; their rows are sampled from the plain prompt. Duplicates are kept and counted.
@@ -81,13 +81,13 @@ class SESATrainer(SequentialActionTrainer):
 
     def setup(self) -> None:
         args = self.args
-        self.num_sketches = self.num_generations if args.num_sketches is None else args.num_sketches
+        self.max_trajectories = self.num_generations if args.max_trajectories is None else args.max_trajectories
+        self.num_sketches = self.max_trajectories if args.num_sketches is None else args.num_sketches
         self._sketch_metrics: dict[str, float] = {}
         self.max_drawn = args.branch_depth if args.mode == "agent" else 1
         config: Any = self.accelerator.unwrap_model(self.model).config
         known = vars(config.get_text_config()).get("max_position_embeddings")
         self.context_length = min(args.context_length or known or math.inf, self.max_served_length or math.inf)
-        self.max_trajectories = self.num_generations if args.max_trajectories is None else args.max_trajectories
         sketch_length = args.max_sketch_length if args.mode == "two_stage" and self.num_sketches else 0
         if self.context_length - max(sketch_length, self.max_completion_length) < 1 and self._explores:
             raise ValueError(
@@ -103,7 +103,7 @@ class SESATrainer(SequentialActionTrainer):
     def _explores(self) -> bool:
         """Whether anything differs from plain GRPO."""
         knobs = {
-            "two_stage": self.num_sketches,
+            "two_stage": min(self.num_sketches, self.max_trajectories),
             "sequential": self.num_generations,
             "agent": min(self.max_trajectories, self.args.branch_depth),
         }
@@ -148,7 +148,11 @@ class SESATrainer(SequentialActionTrainer):
         draft_seconds = time.perf_counter() - start
 
         start = time.perf_counter()
-        rows = [sketches[i // self.num_generations][i % self.num_sketches] for i in range(len(prompt_ids))]
+        size = self.num_generations
+        rows = [
+            sketches[i // size][i % self.num_sketches] if i % size < self.max_trajectories else ""
+            for i in range(len(prompt_ids))
+        ]
         shown = [self.main_examples[i]["prompt"] for i in range(len(prompt_ids))]
         solve_ids = self.encode_prompts(
             [

@@ -42,8 +42,8 @@ class SESAConfig(ExplorationConfig):
             `"sequential"` takes the candidates of one response that lists `num_generations` of them (short answers);
             `"agent"` proposes the actions of an agent in an environment one after another.
         num_sketches (`int`, *optional*):
-            Sketches per prompt with `mode="two_stage"`, at most `num_generations`, which share them in turn. `None`
-            means `num_generations`; 0 is plain GRPO.
+            Sketches per prompt with `mode="two_stage"`, at most `max_trajectories`, which share them in turn. `None`
+            means `max_trajectories`; 0 is plain GRPO.
         sketch_assignment (`str`, *optional*, defaults to `"own"`):
             Sketches that the solutions of a prompt are conditioned on, with `mode="two_stage"`: its `"own"`, or
             `"shuffled"`, the control that a comparison needs: those of another prompt, drawn anew in every batch, each
@@ -78,8 +78,9 @@ class SESAConfig(ExplorationConfig):
         branch_depth (`int`, *optional*, defaults to `2`):
             Turns of a trajectory at which actions are proposed; later turns are sampled as in GRPO. 0 is plain GRPO.
         max_trajectories (`int`, *optional*):
-            Most trajectories per prompt that branch, at most `num_generations`; the others of a group are plain ones.
-            `None` means `num_generations`, 0 is plain GRPO.
+            Most trajectories per prompt that branch (`mode="agent"`) or are solved behind a sketch
+            (`mode="two_stage"`), at most `num_generations`; the others of a group are plain ones. `None` means
+            `num_generations`, 0 is plain GRPO.
         action_template (`str`, *optional*):
             What stands in place of the last message when another action is asked for, with `{problem}`, that message
             (the task at first, then what the tools answered), and `{actions}`, such as `move(direction=left)`.
@@ -121,7 +122,7 @@ class SESAConfig(ExplorationConfig):
     num_actions: int = field(default=4, metadata={"help": "Most actions proposed per decision."})
     branch_depth: int = field(default=2, metadata={"help": "Turns at which actions are proposed; 0: plain GRPO."})
     max_trajectories: int | None = field(
-        default=None, metadata={"help": "Trajectories per prompt that branch; None: num_generations."}
+        default=None, metadata={"help": "Rows per prompt that branch or follow sketches; None: num_generations."}
     )
     action_template: str = field(
         default=ACTION_TEMPLATE, metadata={"help": "Last message that asks for another action."}
@@ -149,15 +150,22 @@ class SESAConfig(ExplorationConfig):
                 "writes no sketches: set `mode='two_stage'`, or leave it out."
             )
         group = self.num_generations or 1
-        if self.num_sketches is not None and not 0 <= self.num_sketches <= group:
-            raise ValueError(
-                f"`num_sketches={self.num_sketches}` must be between 0 (plain GRPO) and `num_generations={group}`, "
-                "which solve one sketch each."
-            )
         if self.max_trajectories is not None and not 0 <= self.max_trajectories <= group:
             raise ValueError(
                 f"`max_trajectories={self.max_trajectories}` must be between 0 (plain GRPO) and "
                 f"`num_generations={group}`, the trajectories of a prompt: raise `num_generations` for more."
+            )
+        if self.max_trajectories is not None and self.mode == "sequential":
+            raise ValueError(
+                f"`max_trajectories={self.max_trajectories}` has no meaning with `mode='sequential'`, where a list "
+                "makes the whole group: set another `mode`, or leave it out."
+            )
+        solved = group if self.max_trajectories is None else self.max_trajectories
+        if self.num_sketches is not None and not 0 <= self.num_sketches <= solved:
+            bound = "num_generations" if self.max_trajectories is None else "max_trajectories"
+            raise ValueError(
+                f"`num_sketches={self.num_sketches}` must be between 0 (plain GRPO) and `{bound}={solved}`, "
+                "which solve one sketch each."
             )
         if self.num_actions < 2 or self.branch_depth < 0:
             raise ValueError(
