@@ -148,6 +148,18 @@ def test_rows_beyond_max_trajectories_see_the_plain_prompt(tmp_path):
         assert sorted(trainer.completion_columns()["sketch"][rows][:3]) == sorted(drafts)
 
 
+def test_success_is_counted_behind_sketches_and_without(tmp_path):
+    trainer = make_trainer(Watched, SESAConfig, tmp_path, **SHORT, max_trajectories=3)
+    first_batch(trainer)
+    sketched = [bool(text) for text in trainer.completion_columns()["sketch"]]
+    right = [reward >= 1 for reward in trainer.local(trainer._total_rewards()).flatten().tolist()]
+    metrics = trainer._metrics["train"]
+    for name, side in (("sketch/success", True), ("sketch/plain_success", False)):
+        own = [ok for behind, ok in zip(sketched, right, strict=True) if behind == side]
+        assert metrics[name] == [pytest.approx(sum(own) / len(own))]
+    assert metrics["sketch/success"] != metrics["sketch/plain_success"]
+
+
 def test_the_oldest_sketches_go_where_the_context_ends(tmp_path):
     # Four tokens of problem, one of template, then sketches of up to four with a separator.
     trainer = make_trainer(Watched, SESAConfig, tmp_path, **SHORT, context_length=18)

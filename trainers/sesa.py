@@ -314,6 +314,9 @@ class SESATrainer(SequentialActionTrainer):
         if self.args.mode == "agent":
             rows = [tuple(ids) for ids in self.main_completion_ids]
             own["trajectories"] = sum(len(set(rows[i : i + size])) for i in range(0, len(rows), size))
+        if self.args.mode == "two_stage":
+            right = [ok for sketch, ok in zip(self._columns["sketch"], sum(successes, []), strict=True) if sketch]
+            own |= {"sketched": len(right), "sketched_correct": sum(right)}
         total = self.summed(
             {
                 **own,
@@ -334,6 +337,10 @@ class SESATrainer(SequentialActionTrainer):
         for name in ("tokens", "sampled_tokens", "dropped", "too_long", "repeats", "fillers"):
             if name in total:
                 self.log_metric(f"sketch/{name}", total[name])
+        if sketched := total.get("sketched"):
+            self.log_metric("sketch/success", total["sketched_correct"] / sketched)
+        if "sketched" in total and (alone := groups * size - total["sketched"]):
+            self.log_metric("sketch/plain_success", (total["correct"] - total["sketched_correct"]) / alone)
         self.log_metric("sketch/drafting_seconds", own["drafting_seconds"])
         self.log_metric("sketch/solving_seconds", own["solving_seconds"])
         self.log_metric("sketch/token_ratio", total["tokens"] / max(total["sampled_tokens"], 1))
