@@ -235,6 +235,22 @@ def test_the_report_says_what_is_not_admitted_and_compares_with_controls(regimes
     assert "| G2RL - G2RL, shuffled |" in text and Path("results.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_seconds_of_verdicts_are_of_one_sitting(regimes, results):
+    regime = load(regimes)
+    rows = made(results, "verdict", regime.arms, [[0.5, 0.5]] * 4, regime)
+    timed = made(results, "seconds", regime.arms, [[0.5]] * 4, regime)
+    for row, factor in zip(timed, [1, 1, 1, 1, 3, 3, 3, 3], strict=True):  # two points for each of four arms
+        row["cpu_seconds"] *= factor
+    rows[3]["tokens"] = 20.0  # the end of the baseline's second seed, twice as far as what was timed
+    again = results.timed_alike(rows + timed)
+    ends = [row["cpu_seconds"] for row in again if row["stage"] == "verdict" and row["step"] == 10]
+    assert ends == [10, 20, 10, 10, 30, 30, 30, 30] and rows[9]["cpu_seconds"] == 10
+    assert [row for row in again if row["stage"] == "seconds"] == timed
+    # Not where an arm was not timed, or with another setting.
+    for lacking in (timed[2:], [*timed[2:], *({**row, "settings": "other"} for row in timed[:2])]):
+        assert results.timed_alike([*rows, *lacking]) == [*rows, *lacking]
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -311,7 +327,10 @@ def test_results_outlive_the_folder_and_are_not_trained_again(regimes):
     tried = {row["arm"] for row in rows if row["stage"] == "knob"}
     assert "G2RL: novelty_weight 2.0" in tried and not {"G2RL: novelty_weight 1.0"} & tried
     assert {row["arm"] for row in rows if row["stage"] == "verdict"} == {"GRPO", "4x", "G2RL"}
-    assert {path.parent.name.split("-")[0] for path in Path("out").rglob("checkpoint-*")} == {"g2rl"}
+    trained = [path.parts[2:4] for path in Path("out").rglob("checkpoint-*")]
+    assert {name.split("-")[0] for place, name in trained if not place.startswith("seconds")} == {"g2rl"}
+    # All are timed again, in one sitting.
+    assert {name.split("-")[0] for place, name in trained if place.startswith("seconds")} == {"g2rl", "grpo", "4x"}
 
     # Another budget: nothing of what was there can stand beside it.
     longer = load(regimes, arms=ARMS[:2], comparison={**REGIME["comparison"], "budget": {"tokens": 64}})

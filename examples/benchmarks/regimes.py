@@ -3,13 +3,15 @@
     python examples/benchmarks/regimes.py train late_code      # or several regimes, or none for all: what is missing
     python examples/benchmarks/regimes.py report               # table, verdicts and picture from results/*.csv
 
-A regime is a file in `regimes/`: what `trl-explore compare` runs, and its arms. Five stages, one after the other:
+A regime is a file in `regimes/`: what `trl-explore compare` runs, and its arms. Six stages, one after the other:
 
 - *admission rates*, *admission*: GRPO and GRPO with four times the samples per prompt, for as many steps, each at its
   best learning rate. Where more samples do not make it learn faster per step, more exploration has nothing to give.
 - *rates*: every arm at three learning rates, on development seeds (two, unless the file has more).
 - *knob*: every arm at its best rate and with two values of one more field, on other development seeds.
 - *verdict*: every arm at its best setting, on fresh seeds.
+- *seconds*: the first of these again, every arm in one sitting, because a machine is not equally fast at all times.
+  What it took for so many tokens is what the runs of the verdict are said to have taken.
 
 Arms are tuned and judged by the mean along their curves. Every run goes into `regimes/results/<regime>.csv`. What is
 there with the same settings is not trained again, so a run that was stopped, or moved to another machine, goes on
@@ -20,6 +22,7 @@ trains a model of 77 million parameters, in slices. `REGIMES` names another fold
 import argparse
 import json
 import os
+import shutil
 import signal
 import statistics
 import sys
@@ -37,7 +40,7 @@ from trl_explore.comparison import Run
 from trl_explore.names import unknown_name
 
 HERE = Path(__file__).resolve().parent
-STAGES = ("admission rates", "admission", "rates", "knob", "verdict")
+STAGES = ("admission rates", "admission", "rates", "knob", "verdict", "seconds")
 ROLES = ("baseline", "more samples", "method", "control")
 LARGE = {"hidden_size": 768, "num_layers": 10}  # 77 million parameters
 KEYS = ("name", "method", "role", "of", "options", "knob")
@@ -134,6 +137,8 @@ class Regime:
 
     def seeds_of(self, stage: str) -> list[int]:
         """Seeds of a stage."""
+        if stage == "seconds":
+            return self.seeds["verdict"][:1]
         return self.seeds[{"admission": "verdict", "admission rates": "rates"}.get(stage, stage)]
 
     def document(self, stage: str, arms: list[Arm]) -> dict[str, Any]:
@@ -307,6 +312,8 @@ def train_seed(regime: Regime, stage: str, document: dict[str, Any], output_dir:
         and row["seed"] in regime.seeds_of(stage)
     ]
     known = {run.arm: run for run in to_runs(rows, stage) if run.seed == seed}
+    if stage == "seconds" and known.keys() != settings.keys():  # what was timed at another time is no measure
+        known, rows = {}, [row for row in rows if row["stage"] != stage]
     if known.keys() == settings.keys():
         if len(rows) < len(found):
             write_results(regime.path, rows, metrics)
@@ -314,6 +321,8 @@ def train_seed(regime: Regime, stage: str, document: dict[str, Any], output_dir:
     # Every change of a setting makes a folder of its own.
     whole = settings_of(document, {"method": stage, "options": settings})
     place = ComparisonFolder(comparison, output_dir / f"{stage.replace(' ', '-')}-{seed}-{whole}")
+    if stage == "seconds":
+        shutil.rmtree(place.path, ignore_errors=True)
     place.write_settings()
     for arm in comparison.arms:
         if arm.name in known:

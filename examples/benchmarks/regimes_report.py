@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from regimes import Arm, Regime, asked_for
-from regimes_results import COSTS, Row, read_results, to_runs
+from regimes_results import COSTS, Row, read_results, timed_alike, to_runs
 
 from trl_explore.clocks import interval, mean_along, value_at
 from trl_explore.compare_settings import Comparison, read_comparison
@@ -36,7 +36,8 @@ Made by `python examples/benchmarks/regimes.py report` from `results/*.csv`. Arm
 along their curves, which also tells which of two that end alike rose earlier. Differences are in points, paired by
 seed and problem; intervals are 95 %, the wider of Student's over seeds and a bootstrap over seeds and problems (those
 of one fact together). **Bold** ones exclude 0. Tokens in the loss count rows without advantage for GRPO, whose loss
-computes them, and not for branches, where they are left out.
+computes them, and not for branches, where they are left out. Seconds are those of runs in one sitting on the first
+fresh seed, for as many tokens, where all arms have one.
 """
 
 
@@ -374,7 +375,9 @@ def report(regimes: list[Regime], path: Path) -> None:
                 rows.append(row)
             else:
                 stale.add((row["arm"], row["seed"]))
-        results.append(Results(regime, rows))
+        results.append(Results(regime, timed_alike(rows)))
+        if results[-1].rows is rows:
+            print(f"{regime.path.name}: seconds are of runs at different times; `train {regime.name}` times all alike")
         if stale:
             names = ", ".join(sorted({arm for arm, _ in stale}))
             print(f"{regime.path.name}: {len(stale)} runs are not of the regime as it is now and left out: {names}")

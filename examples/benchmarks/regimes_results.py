@@ -15,7 +15,8 @@ import numpy as np
 import trl_explore
 from trl_explore.comparison import TRAINING, Run
 
-COSTS = ("step", "tokens", "trained_tokens", "seconds", "cpu_seconds")
+SECONDS = ("seconds", "cpu_seconds")
+COSTS = ("step", "tokens", "trained_tokens", *SECONDS)
 SUCCESSES = ("correct", "greedy_correct")
 HEAD = ("stage", "arm", "seed", "settings", "options", "version")
 MOST_SAMPLES = 35  # successes of a problem are one digit of base 36
@@ -155,6 +156,37 @@ def to_runs(rows: list[Row], stage: str) -> list[Run]:
             run = runs.setdefault((row["arm"], row["seed"]), Run(row["arm"], row["seed"], [], []))
             run.points.append({name: row[name] for name in (*COSTS, *SUCCESSES)} | dict(_measured(row)))
     return list(runs.values())
+
+
+def timed_alike(rows: list[Row]) -> list[Row]:
+    """
+    Results whose verdicts took the seconds that the stage *seconds*, in which all arms ran in one sitting, took for as
+    many tokens.
+
+    Args:
+        rows (`list[dict]`):
+            Lines of a results file.
+
+    Returns:
+        `list[dict]`: `rows` itself where an arm of the verdicts was not timed with the others.
+    """
+    timed: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if row["stage"] == "seconds":
+            timed.setdefault((row["arm"], row["settings"]), []).append(row)
+    if any((row["arm"], row["settings"]) not in timed for row in rows if row["stage"] == "verdict"):
+        return rows
+
+    def again(row: Row) -> Row:
+        if row["stage"] != "verdict":
+            return row
+        points = timed[row["arm"], row["settings"]]
+        tokens = [point["tokens"] for point in points]
+        beyond = max(row["tokens"] / tokens[-1], 1.0)
+        spent = {name: np.interp(row["tokens"], tokens, [point[name] for point in points]) for name in SECONDS}
+        return row | {name: beyond * float(value) for name, value in spent.items()}
+
+    return [again(row) for row in rows]
 
 
 def _measured(row: Row) -> Iterator[tuple[str, float]]:
