@@ -103,7 +103,7 @@ class SESATrainer(SequentialActionTrainer):
     def _explores(self) -> bool:
         """Whether anything differs from plain GRPO."""
         knobs = {
-            "two_stage": min(self.num_sketches, self.max_trajectories),
+            "two_stage": self.num_sketches,
             "sequential": self.num_generations,
             "agent": min(self.max_trajectories, self.args.branch_depth),
         }

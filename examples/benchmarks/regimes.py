@@ -138,7 +138,7 @@ class Regime:
     def seeds_of(self, stage: str) -> list[int]:
         """Seeds of a stage."""
         if stage == "seconds":
-            return self.seeds["verdict"][:1]
+            return self.seeds.get(stage, self.seeds["verdict"][:1])
         return self.seeds[{"admission": "verdict", "admission rates": "rates"}.get(stage, stage)]
 
     def document(self, stage: str, arms: list[Arm]) -> dict[str, Any]:
@@ -154,7 +154,8 @@ def folder() -> Path:
 
 def enlarged(regime: Regime) -> Regime:
     """
-    The same regime for a GPU: a larger model in bfloat16, a tenth of the learning rates, two seeds.
+    The same regime for a GPU: a larger model in bfloat16, a tenth of the learning rates, two seeds. All arms in one
+    sitting may not fit a slice of time, and no other work is on the GPU.
 
     Args:
         regime ([`Regime`]):
@@ -168,7 +169,7 @@ def enlarged(regime: Regime) -> Regime:
         regime,
         name=f"{regime.name}-large",
         comparison={**regime.comparison, "model_size": LARGE, "common": common},
-        seeds={**regime.seeds, "verdict": regime.seeds["verdict"][:2]},
+        seeds={**regime.seeds, "verdict": regime.seeds["verdict"][:2], "seconds": []},
         learning_rates=[float(f"{rate / 10:g}") for rate in regime.learning_rates],
     )
 
