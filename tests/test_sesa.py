@@ -344,6 +344,7 @@ ERRORS = {
     "candidate_template='list'` must contain {problem}": dict(candidate_template="list"),
     "num_sketches=5` must be between 0 .* `num_generations=4`": dict(num_sketches=5),
     "num_sketches=3` must be between 0 .* `max_trajectories=2`": dict(num_sketches=3, max_trajectories=2),
+    "num_sketches=1` must be between 0 .* `max_trajectories=0`": dict(num_sketches=1, max_trajectories=0),
     "max_trajectories=5` must be between 0 .*`num_generations=4`": dict(max_trajectories=5),
     "max_trajectories=2` has no meaning with `mode='sequential'": dict(max_trajectories=2, mode="sequential"),
     "max_sketch_length=0` must be at least 1": dict(max_sketch_length=0),

@@ -160,11 +160,12 @@ class SESAConfig(ExplorationConfig):
                 f"`max_trajectories={self.max_trajectories}` has no meaning with `mode='sequential'`, where a list "
                 "makes the whole group: set another `mode`, or leave it out."
             )
-        solved = group if self.max_trajectories is None else self.max_trajectories
-        if self.num_sketches is not None and not 0 <= self.num_sketches <= solved:
-            bound = "num_generations" if self.max_trajectories is None else "max_trajectories"
+        bound, most = "num_generations", group
+        if self.max_trajectories is not None and self.mode == "two_stage":
+            bound, most = "max_trajectories", self.max_trajectories
+        if self.num_sketches is not None and not 0 <= self.num_sketches <= most:
             raise ValueError(
-                f"`num_sketches={self.num_sketches}` must be between 0 (plain GRPO) and `{bound}={solved}`, "
+                f"`num_sketches={self.num_sketches}` must be between 0 (plain GRPO) and `{bound}={most}`, "
                 "which solve one sketch each."
             )
         if self.num_actions < 2 or self.branch_depth < 0:
