@@ -109,8 +109,8 @@ def test_which_rows_to_branch_from():
     assert failed_rows(rewards, branch_from="all", **options).tolist() == [1, 1, 0, 1, 1, 0]
 
 
-def filled(pairs, *, l2=1e-3, **options):
-    estimator = SuccessEstimator(buffer_size=1000, l2=l2, **options)
+def filled(pairs, *, l2=1.0, buffer_size=1000, **options):
+    estimator = SuccessEstimator(buffer_size=buffer_size, l2=l2, **options)
     estimator.add([d for d, _ in pairs], [y for _, y in pairs])
     return estimator
 
@@ -123,42 +123,87 @@ def test_every_depth_is_equal_before_both_labels_and_enough_samples():
         assert estimator.predict(torch.tensor([0.1, 0.9])).tolist() == [0.5, 0.5]
 
 
-@pytest.mark.parametrize("l2", [1e-3, 0.1])
-def test_the_fit_is_the_minimum_of_the_penalised_cross_entropy(l2):
+@pytest.mark.parametrize("l2", [1e-3, 1.0, 50.0])
+def test_the_fit_is_the_minimum_of_the_cross_entropy_with_a_penalty_on_the_slope(l2):
     generator = torch.Generator().manual_seed(1)
     depths = torch.rand(200, generator=generator, dtype=torch.float64)
     labels = (torch.rand(200, generator=generator, dtype=torch.float64) < torch.sigmoid(2 - 4 * depths)).long()
     estimator = filled(list(zip(depths.tolist(), labels.tolist(), strict=True)), l2=l2)
     estimator.fit()
 
-    def objective(w, b):
-        p = torch.sigmoid(w * depths + b)
-        cross_entropy = -(labels * p.log() + (1 - labels) * (1 - p).log()).mean()
-        return (cross_entropy + l2 * (w**2 + b**2)).item()
-
-    best = objective(estimator.weight, estimator.bias)
+    params = torch.tensor([estimator.weight, estimator.bias], dtype=torch.float64, requires_grad=True)
+    logits = params[0] * depths + params[1]
+    loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels.double(), reduction="sum")
+    (loss + l2 / 2 * params[0] ** 2).backward()
+    assert params.grad.tolist() == pytest.approx([0.0, 0.0], abs=1e-6)  # convex: its only minimum
     assert estimator.weight < 0  # recoverability falls with depth here
-    for dw, db in [(1e-2, 0), (-1e-2, 0), (0, 1e-2), (0, -1e-2), (1e-2, -1e-2)]:
-        assert objective(estimator.weight + dw, estimator.bias + db) > best
 
 
-def test_separable_and_one_class_data_stay_finite():
-    estimator = filled([(0.1, 1), (0.9, 0)] * 200)
-    for _ in range(5):
-        estimator.fit()
-    assert abs(estimator.weight) < 100 and abs(estimator.bias) < 100
-    estimator.add([0.5] * 1000, [0] * 1000)  # the window now holds one class only
+def outcomes(weight, bias, count):
+    """Outcomes of pivots drawn as the trainer draws them, twenty segments to a completion."""
+    generator = torch.Generator().manual_seed(0)
+    depths = relative_depths(20)
+    success = torch.sigmoid(weight * depths + bias)
+    drawn = torch.multinomial(pivot_distribution(success, gamma=2.0), count, replacement=True, generator=generator)
+    labels = torch.rand(count, generator=generator, dtype=torch.float64) < success[drawn]
+    return depths[drawn], labels.long()
+
+
+@pytest.mark.parametrize(
+    "weight,bias",
+    [
+        (0.0, math.log(0.02 / 0.98)),  # rare, and independent of depth
+        (1.5, -5.0),  # rare, and rising with depth
+        (-2.0, 0.0),
+        (0.0, 0.0),
+        (3.0, -3.0),
+        (-3.0, 5.0),  # failure is rare
+    ],
+)
+def test_slope_and_intercept_are_recovered_within_the_sampling_error(weight, bias):
+    depths, labels = outcomes(weight, bias, 10_000)
+    estimator = filled(list(zip(depths.tolist(), labels.tolist(), strict=True)), buffer_size=10_000)
     estimator.fit()
-    assert estimator.predict(torch.tensor([0.5])).item() < 0.1
+    success = torch.sigmoid(weight * depths + bias)
+    design = torch.stack([depths, torch.ones_like(depths)], dim=1)
+    information = design.T @ (design * (success * (1 - success)).unsqueeze(1))
+    errors = information.inverse().diagonal().sqrt().tolist()  # standard errors: 0.44 and 0.38 in the second case
+    assert abs(estimator.weight - weight) < 2 * errors[0]
+    assert abs(estimator.bias - bias) < 2 * errors[1]
+
+
+def test_a_depth_that_never_varies_says_nothing_of_depth():
+    estimator = filled([(0.5, 0)] * 90 + [(0.5, 1)] * 10)
+    estimator.fit()
+    assert estimator.weight == pytest.approx(0.0, abs=1e-9)
+    assert estimator.predict(torch.tensor([0.5])).item() == pytest.approx(0.1, abs=1e-6)
+
+
+@pytest.mark.parametrize("count", [5, 200, 5000])
+@pytest.mark.parametrize("l2", [1.0, 1e-6])
+def test_separable_outcomes_stay_finite(count, l2):
+    estimator = filled([(0.1, 1), (0.9, 0)] * count, l2=l2, buffer_size=10_000)
+    estimator.fit()
+    assert -100 < estimator.weight < 0 < estimator.bias < 100
+    assert estimator.predict(torch.tensor([0.1, 0.9]))[1] < 0.5 < estimator.predict(torch.tensor([0.1, 0.9]))[0]
+
+
+def test_a_buffer_with_one_label_keeps_the_last_fit():
+    estimator = filled([(0.1, 1), (0.9, 0)] * 200)
+    estimator.fit()
+    fitted = estimator.weight, estimator.bias
+    estimator.add([0.5] * 1000, [0] * 1000)
+    estimator.fit()
+    assert (estimator.weight, estimator.bias) == fitted != (0.0, 0.0)
 
 
 def test_the_buffer_forgets_the_oldest():
-    estimator = SuccessEstimator(buffer_size=20, l2=1e-3)
+    estimator = SuccessEstimator(buffer_size=20, l2=1.0)
     estimator.add([0.9] * 30, [1] * 30)
-    estimator.add([0.9] * 20, [0] * 20)
+    estimator.add([0.9] * 19, [0] * 19)
     estimator.fit()
     assert len(estimator) == 20
-    assert estimator.predict(torch.tensor([0.9])).item() < 0.1
+    assert estimator.predict(torch.tensor([0.9])).item() == pytest.approx(1 / 20, abs=1e-6)
 
 
 def test_state_restores_the_next_fit_exactly():
@@ -166,12 +211,22 @@ def test_state_restores_the_next_fit_exactly():
     pairs = [(float(d), int(d < 0.4)) for d in torch.rand(60, generator=generator)]
     estimator = filled(pairs)
     estimator.fit()
-    other = SuccessEstimator(buffer_size=1000, l2=1e-3)
+    other = SuccessEstimator(buffer_size=1000, l2=1.0)
     other.load_state_dict(estimator.state_dict())
     for e in (estimator, other):
         e.add([0.5], [1])
         e.fit()
     assert (other.weight, other.bias) == (estimator.weight, estimator.bias)
+
+
+def test_a_state_of_the_first_release_is_taken():
+    estimator = filled([])
+    estimator.load_state_dict(
+        {"weight": -1.4, "bias": -2.5, "seen": [True, True], "buffer": [[0.5, 1.0], [1.0, 0.0]] * 10}
+    )
+    assert (estimator.weight, estimator.bias, len(estimator)) == (-1.4, -2.5, 20)
+    estimator.fit()
+    assert estimator.weight < 0
 
 
 def test_relative_depths_end_at_one():

@@ -57,8 +57,9 @@ class DeepGRPOConfig(ExplorationConfig):
             Outcomes before its first fit; until then all depths are equally promising.
         estimator_update_steps (`int`, *optional*, defaults to `1`):
             Generation batches between two fits.
-        estimator_l2 (`float`, *optional*, defaults to `0.001`):
-            Weight of the estimator's quadratic penalty, positive.
+        estimator_l2 (`float`, *optional*, defaults to `1.0`):
+            Weight of the quadratic penalty on the estimator's slope, positive; each outcome counts 1. scikit-learn's
+            `C` is its inverse.
         deferred_branching (`bool`, *optional*, defaults to `False`):
             Sample the branches together with the next generation batch instead of in a second call (the paper's
             appendix H). Saves a generation call per batch; branches then start from states of the previous policy.
@@ -91,7 +92,9 @@ class DeepGRPOConfig(ExplorationConfig):
     estimator_buffer_size: int = field(default=10_000, metadata={"help": "Outcomes the estimator remembers."})
     estimator_min_samples: int = field(default=10, metadata={"help": "Outcomes before the estimator's first fit."})
     estimator_update_steps: int = field(default=1, metadata={"help": "Generation batches between two fits."})
-    estimator_l2: float = field(default=1e-3, metadata={"help": "Weight of the estimator's quadratic penalty."})
+    estimator_l2: float = field(
+        default=1.0, metadata={"help": "Quadratic penalty on the estimator's slope; an outcome counts 1."}
+    )
     deferred_branching: bool = field(
         default=False, metadata={"help": "Sample branches together with the next generation batch."}
     )

@@ -46,7 +46,7 @@ class DeepGRPOTrainer(ExplorationTrainer):
 
     1. Branches whose siblings all got the same reward stay in the average unless `drop_zero_advantage=True` (App. C).
     2. The KL term follows `beta`, whose default is TRL's 0; the paper trains with 1e-4.
-    3. The success estimator has a quadratic penalty, so that separable outcomes cannot diverge.
+    3. The slope of the success estimator has a quadratic penalty, so that separable outcomes cannot diverge.
 
     The constructor takes what [`~trl.GRPOTrainer`] takes; `args` is a [`DeepGRPOConfig`] or a plain
     [`~trl.GRPOConfig`]. Tools, environments, vision-language models and `rollout_func` are refused.

@@ -218,15 +218,17 @@ class SuccessEstimator:
     """
     Logistic regression of recoverability on relative depth, `P(success | r) = sigmoid(w r + b)` (section 4.2).
 
-    The parameters minimise the mean binary cross-entropy over a first-in-first-out buffer of `(r, y)` plus
-    `l2 * (w**2 + b**2)`. Until both labels have been seen and `min_samples` pairs are held, `w = b = 0`, which makes
-    every depth equally promising.
+    The parameters minimise the cross-entropy, summed over a first-in-first-out buffer of `(r, y)`, plus
+    `l2 / 2 * w**2`. The intercept is not penalised: where success is rare, the slope would have to say so instead.
+    Until `min_samples` pairs are held, and both labels among them, `w = b = 0`, which makes every depth equally
+    promising. A buffer that holds one label only has no finite fit; the last one stays.
 
     Args:
         buffer_size (`int`):
             Pairs kept.
         l2 (`float`):
-            Weight of the quadratic term, positive: without it separable labels have no minimum.
+            Weight of the slope's quadratic penalty, positive: without it separable labels have no minimum. Each
+            outcome counts 1, so that the penalty fades as they come in.
         min_samples (`int`, *optional*, defaults to `10`):
             Pairs needed before the first fit.
     """
@@ -241,7 +243,6 @@ class SuccessEstimator:
         self.min_samples = min_samples
         self.weight = 0.0
         self.bias = 0.0
-        self._seen = {0: False, 1: False}
         self._buffer: deque[tuple[float, int]] = deque(maxlen=buffer_size)
 
     def __len__(self) -> int:
@@ -259,27 +260,19 @@ class SuccessEstimator:
         """
         for depth, label in zip(depths, labels, strict=True):
             self._buffer.append((float(depth), int(label)))
-            self._seen[int(label)] = True
 
     def fit(self) -> None:
-        """Refit from the last parameters. Does nothing before both labels and `min_samples` pairs have been seen."""
-        if not all(self._seen.values()) or len(self) < self.min_samples:
+        """Refit to the buffer. Does nothing while it holds one label only, or fewer than `min_samples` pairs."""
+        labels = [label for _, label in self._buffer]
+        if len(set(labels)) < 2 or len(self) < self.min_samples:
             return
-        depths, labels = torch.tensor(list(self._buffer), dtype=torch.float64).unbind(dim=1)
-        params = torch.tensor([self.weight, self.bias], dtype=torch.float64, requires_grad=True)
-        optimizer = torch.optim.LBFGS([params], max_iter=50, line_search_fn="strong_wolfe")
+        from sklearn.linear_model import LogisticRegression
 
-        def objective() -> torch.Tensor:
-            optimizer.zero_grad()
-            with torch.enable_grad():
-                logits = params[0] * depths + params[1]
-                loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels)
-                loss = loss + self.l2 * params.square().sum()
-                loss.backward()
-            return loss
-
-        optimizer.step(objective)
-        self.weight, self.bias = params.tolist()
+        # Newton's steps are exact for two parameters. The default solver stops early where success is rare: there the
+        # likelihood is flat in the slope.
+        model = LogisticRegression(C=1 / self.l2, solver="newton-cholesky", tol=1e-8)
+        model.fit([[depth] for depth, _ in self._buffer], labels)
+        self.weight, self.bias = float(model.coef_[0, 0]), float(model.intercept_[0])
 
     def predict(self, depths: torch.Tensor) -> torch.Tensor:
         """
@@ -299,7 +292,6 @@ class SuccessEstimator:
         return {
             "weight": self.weight,
             "bias": self.bias,
-            "seen": [self._seen[0], self._seen[1]],
             "buffer": [list(pair) for pair in self._buffer],
         }
 
@@ -312,5 +304,4 @@ class SuccessEstimator:
                 The saved state.
         """
         self.weight, self.bias = state["weight"], state["bias"]
-        self._seen = {0: state["seen"][0], 1: state["seen"][1]}
         self._buffer = deque(((depth, int(label)) for depth, label in state["buffer"]), maxlen=self.buffer_size)
