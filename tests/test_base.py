@@ -433,6 +433,68 @@ def test_dropping_rows_when_none_has_an_advantage_trains_nothing(tmp_path):
         assert_same(got, before)
 
 
+def graded(wrong, right=1.0):
+    """The task's reward on another scale."""
+
+    def reward(completions, answer, **kwargs):
+        return [right if a in text_of(c) else wrong for c, a in zip(completions, answer, strict=True)]
+
+    return reward
+
+
+@pytest.mark.parametrize("wrong", [0.1, 0.3, -0.7])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(scale_rewards="batch"),
+        dict(scale_rewards="batch", drop_zero_advantage=False),
+        dict(multi_objective_aggregation="normalize_then_sum"),
+    ],
+    ids=["group", "batch", "batch, not dropped", "normalise then sum"],
+)
+def test_dropping_rows_does_not_depend_on_the_scale_of_rewards(tmp_path, wrong, options):
+    options = dict(num_generations=8, per_device_train_batch_size=16, drop_zero_advantage=True, max_steps=1) | options
+    start = parameters(make_trainer())
+    updates = []
+    for low in (0.0, wrong):
+        got, _ = sgd_run(Echo, ExplorationConfig, tmp_path, reward_funcs=graded(low), **options)
+        updates.append(torch.cat([(got[name] - start[name]).flatten() for name in start]))
+    assert (updates[1] - updates[0]).norm() < 1e-3 * updates[0].norm()
+
+
+@pytest.mark.parametrize("value", [0.1, 0.3, 0.7])
+def test_rows_of_equal_rewards_train_nothing_and_make_no_forward_pass(tmp_path, value):
+    options = dict(reward_funcs=graded(value, value), num_generations=8, drop_zero_advantage=True)
+    before = parameters(make_trainer())
+    got, log = trained(Echo, ExplorationConfig, tmp_path, **options)
+    assert_same(got, before)
+    assert "echo/entropy" not in log[0] and log[0]["echo/loss"] == 0.0
+
+
+class Flattened(ExplorationTrainer):
+    """Every completion is worth 0.7 in the end."""
+
+    def shape_rewards(self, rewards_per_func):
+        return torch.full_like(rewards_per_func, 0.7)
+
+
+class Spread(ExplorationTrainer):
+    """Completions differ in the end."""
+
+    def shape_rewards(self, rewards_per_func):
+        return rewards_per_func + torch.arange(float(len(rewards_per_func))).unsqueeze(1)
+
+
+def test_what_rows_are_worth_after_shaping_decides_what_is_dropped(tmp_path):
+    options = dict(num_generations=8, drop_zero_advantage=True, max_steps=1)
+    before = parameters(make_trainer())
+    got, _ = trained(Flattened, ExplorationConfig, tmp_path, **options)
+    assert_same(got, before)
+    got, _ = trained(Spread, ExplorationConfig, tmp_path, reward_funcs=graded(0.7, 0.7), **options)
+    assert differ(got, before)
+
+
 def test_a_plain_grpo_config_gets_the_methods_defaults(tmp_path):
     args = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, num_generations=4, generation_batch_size=16)
     trainer = ExplorationTrainer(

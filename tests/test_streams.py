@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trl_explore.advantages import combine_rewards, has_signal
+from trl_explore.advantages import combine_rewards, equal_rewards, has_signal
 from trl_explore.streams import (
     LOSS_NORMALISERS,
     StreamTotals,
@@ -154,3 +154,48 @@ def test_rewards_are_weighted_and_unscorable_rows_stay_nan():
 def test_signal_is_any_advantage_off_zero():
     assert has_signal(torch.tensor([0.0, 1e-9, -0.1])).tolist() == [False, False, True]
     assert has_signal(torch.tensor([[0.0, 0.0], [0.0, 2.0]])).tolist() == [False, True]
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    "group, equal",
+    [
+        ([0.1] * 8, True),
+        ([0.1] * 7 + [0.2], False),
+        ([0.7, 0.7, NAN, 0.7, NAN, 0.7, 0.7, 0.7], True),  # what is not scored compares with nothing
+        ([NAN] * 8, True),
+        ([0.0] * 8, True),
+        ([1e-5] * 7 + [2e-5], False),  # small is not equal
+        ([1000.0] * 7 + [1000.01], False),
+        ([float("-inf")] * 7 + [1.0], False),
+    ],
+)
+def test_groups_of_equal_rewards_have_nothing_to_compare(group, equal):
+    rewards = torch.tensor([[reward] for reward in [*group, *range(8)]])
+    assert equal_rewards(rewards, torch.tensor([1.0]), group_size=8).tolist() == [equal] * 8 + [False] * 8
+
+
+def test_totals_that_only_rounding_tells_apart_are_equal():
+    weights = torch.tensor([0.15, 0.65, 0.2])
+    rewards = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 1.0], [0.0, 1.0, 1.75], [0.0, 1.0, 1.75]])
+    totals = combine_rewards(rewards, weights)
+    assert totals.tolist() == [0.9999999403953552] * 2 + [1.0] * 2
+    assert equal_rewards(rewards, weights, group_size=4).all()
+    # Each function's rewards differ, and these are what is compared where they are normalised first.
+    assert not equal_rewards(rewards, weights, group_size=4, per_function=True).any()
+
+
+def test_a_penalty_that_cancels_a_reward_leaves_no_difference():
+    rewards = torch.tensor([[0.3, 0.6, 0.9], [0.0, 0.0, 0.0]])
+    weights = torch.tensor([1.0, 1.0, -1.0])
+    assert combine_rewards(rewards, weights).tolist() != [0.0, 0.0]
+    assert equal_rewards(rewards, weights, group_size=2).all()
+
+
+def test_functions_are_compared_one_by_one_where_they_are_normalised_one_by_one():
+    weights = torch.tensor([1.0, 0.0])
+    rewards = torch.tensor([[0.7, 3.0], [0.7, 4.0], [NAN, 3.0], [0.7, 4.0]])
+    assert equal_rewards(rewards, weights, group_size=4, per_function=True).all()  # the weight of the other is 0
+    assert not equal_rewards(rewards, torch.tensor([1.0, 1e-3]), group_size=4, per_function=True).any()

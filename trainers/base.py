@@ -288,6 +288,9 @@ class ExplorationTrainer(SamplingTrainer):
         output = super()._generate_and_score_completions(inputs)
         self._log_raw_rewards()
         self.watch_correction(output)
+        if self.drop_zero_advantage:
+            assert self._shaped_rewards is not None
+            output["advantages"] = output["advantages"].masked_fill(self._equal_rewards(self._shaped_rewards), 0.0)
         output["advantages"] = self.assign_advantages(output)
         if self.drop_zero_advantage:
             keep = has_signal(output["advantages"])

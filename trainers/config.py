@@ -22,7 +22,8 @@ class ExplorationConfig(GRPOConfig):
     Args:
         drop_zero_advantage (`bool`, *optional*, defaults to `False`):
             Leave rows whose advantage is 0 out of the loss and out of what it is averaged over, in the main stream and
-            in extra streams alike. `False` is TRL's convention.
+            in extra streams alike. Where all rewards of a group are equal it is 0, whatever rounding makes of it.
+            `False` is TRL's convention.
         sampling_batch_size (`int`, *optional*):
             Rows per `generate` call when a method samples extra rows with the transformers backend. `None` samples a
             whole stage in a single call; lower it if that call runs out of memory.

@@ -10,7 +10,7 @@ import torch
 from accelerate.utils import gather, gather_object
 from trl.trainer.utils import is_async_callable
 
-from trl_explore.advantages import combine_rewards
+from trl_explore.advantages import combine_rewards, equal_rewards
 from trl_explore.rollouts import Rows
 from trl_explore.streams import RowDict, kept_randomness
 
@@ -80,6 +80,9 @@ class ScoringTrainer(CompletionsTrainer):
                 output = super()._generate_and_score_completions(padded.examples)
             self._log_real_rows(rows, all_rows=num_rows * self.accelerator.num_processes)
             self.watch_correction(output)
+            assert self._rewards_per_func is not None
+            level = self._equal_rewards(self._rewards_per_func)
+            output["advantages"] = output["advantages"].masked_fill(level, 0.0)
             totals = self._total_rewards()[self._process_rows(num_rows)]
             logged = self.logged_rows(rows, num_rows) if self.log_completions else {}
         real = torch.arange(num_rows, device=totals.device) < len(rows)
@@ -323,6 +326,17 @@ class ScoringTrainer(CompletionsTrainer):
     def _process_rows(self, num_rows: int) -> slice:
         start = self.accelerator.process_index * num_rows
         return slice(start, start + num_rows)
+
+    def _equal_rewards(self, rewards_per_func: torch.Tensor) -> torch.Tensor:
+        """Rows of this process `(B,)` whose advantage is 0 but for rounding, by the rewards `(N, F)` it came from."""
+        return self.local(
+            equal_rewards(
+                rewards_per_func,
+                self.reward_weights,
+                group_size=self.num_generations,
+                per_function=self.multi_objective_aggregation == "normalize_then_sum",
+            )
+        )
 
     def _total_rewards(self) -> torch.Tensor:
         assert self._rewards_per_func is not None
