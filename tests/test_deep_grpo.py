@@ -242,6 +242,51 @@ def test_the_cap_bounds_pivots_and_serves_every_completion_before_a_second_pivot
     assert trainer._metrics["train"]["pivots/tried"] == [8]
 
 
+@pytest.mark.parametrize("least, last", [(None, 6), (3, 4), (8, 0)])
+def test_branches_have_room_to_go_on(tmp_path, least, last):
+    options = dict(CUTS, num_pivots=4, min_remaining_tokens=least)
+    trainer = make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **options)
+    trainer.main_completion_ids = [[5, 6, 7, 8, 9, 10, 11, 12]]
+    pivots = trainer._draw(0)
+    assert sorted(p.start for p in pivots) == list(range(0, last + 1, 2))
+    assert all(p.depth == (p.start / 2 + 1) / 4 for p in pivots)
+
+
+def test_by_default_a_tenth_of_the_budget_remains(tmp_path):
+    options = dict(CUTS, segment_length=1, num_pivots=100, max_completion_length=50)
+    trainer = make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **options)
+    trainer.main_completion_ids = [[5] * 50]
+    assert sorted(p.start for p in trainer._draw(0)) == list(range(46))
+
+
+@pytest.mark.parametrize("selection", ["utility", "uniform"])
+def test_no_pivot_where_only_the_end_token_follows(tmp_path, selection):
+    options = dict(CUTS, segmentation="delimiter", num_pivots=9, pivot_selection=selection)
+    trainer = make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **options)
+    trainer.main_completion_ids = [make_tokenizer()("ab.cd.<eos>")["input_ids"]]
+    assert sorted((p.start, p.depth) for p in trainer._draw(0)) == [(0, 0.5), (3, 1.0)]
+
+
+@pytest.mark.parametrize("num_pivots", [1, 3, 9])
+def test_the_control_from_the_root_has_the_budget_of_its_rivals(tmp_path, num_pivots):
+    counts = {}
+    for selection in ("root", "uniform", "utility"):
+        options = dict(CUTS, num_pivots=num_pivots, pivot_selection=selection)
+        trainer = make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **options)
+        trainer.main_completion_ids = [[5, 6, 7, 8, 9, 10, 11, 12], [5, 6, 1], [5]]
+        counts[selection] = [len(trainer._draw(row)) for row in range(3)]
+        if selection == "root":
+            assert {p.start for row in range(3) for p in trainer._draw(row)} == {0}
+    assert counts["root"] == counts["uniform"] == counts["utility"]
+    assert counts["root"] == [min(num_pivots, 4), 1, 1]
+
+
+def test_every_pivot_at_the_root_has_siblings_of_its_own(tmp_path):
+    options = dict(CUTS, num_pivots=2, pivot_selection="root", reward_funcs=never, max_steps=1, segment_length=1)
+    log = log_of(tmp_path, **options)[0]
+    assert 8 < log["pivots/tried"] <= 16
+
+
 def test_several_pivots_of_a_completion_are_distinct(tmp_path):
     trainer = make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **CUTS, num_pivots=3)
     trainer.main_completion_ids = [[5, 6, 7, 8, 9, 10, 11, 12], [5]]
@@ -337,6 +382,8 @@ def test_the_names_are_exported_from_the_top_level():
         (dict(max_pivots_per_batch=0), "`max_pivots_per_batch=0`"),
         (dict(segment_length=9), "`max_completion_length=8` is smaller than one segment of `segment_length=9`"),
         (dict(segment_length=0), "`segment_length=0`"),
+        (dict(min_remaining_tokens=0), "`min_remaining_tokens=0` must be at least 1"),
+        (dict(min_remaining_tokens=9), "`min_remaining_tokens=9` is more than `max_completion_length=8`"),
         (dict(segment_delimiters=[""]), "segment_delimiters"),
         (dict(segmentation="delimiters"), "`segmentation`: unknown value 'delimiters'; did you mean 'delimiter'"),
         (dict(pivot_selection="best"), "`pivot_selection`: unknown value 'best'; choose one of root, uniform"),

@@ -11,6 +11,7 @@ from world import make_tokenizer
 from trl_explore.pivots import (
     SuccessEstimator,
     draw_pivots,
+    drop_empty_end,
     failed_rows,
     pivot_distribution,
     relative_depths,
@@ -50,6 +51,32 @@ def test_the_cache_holds_each_token_once_and_changes_no_result():
     assert segment_delimiters(ids, tokenizer, delimiters=[";"], cache=cache) == first == [0, 2, 4, 6]
 
 
+@pytest.mark.parametrize(
+    "text, kept",
+    [
+        ("a.b.<eos>", [0, 2]),
+        ("a.b<eos>", [0, 2]),  # what is left ends the completion, but says something before
+        ("a. <eos>", [0]),
+        ("a.", [0]),
+        ("a.. .<eos>", [0, 2, 3]),
+        (".<eos>", [0]),
+        ("<eos>", [0]),
+    ],
+)
+def test_where_only_the_end_follows_there_is_nothing_to_continue(text, kept):
+    tokenizer = make_tokenizer()
+    ids = tokenizer(text)["input_ids"]
+    starts = segment_delimiters(ids, tokenizer, delimiters=["."])
+    assert drop_empty_end(starts, ids, tokenizer, end_ids=[1]) == kept
+
+
+def test_an_end_that_the_tokenizer_does_not_know_as_special_is_one_too():
+    tokenizer = make_tokenizer()
+    ids = tokenizer("a.b.=")["input_ids"]
+    assert drop_empty_end([0, 2, 4], ids, tokenizer, end_ids=[ids[-1]]) == [0, 2]
+    assert drop_empty_end([0, 2, 4], ids, tokenizer, end_ids=[1]) == [0, 2, 4]
+
+
 @pytest.mark.parametrize("delimiters", [[], [""], [".", ""]])
 def test_empty_delimiters_are_refused(delimiters):
     with pytest.raises(ValueError, match="delimiters"):
@@ -82,6 +109,14 @@ def test_extreme_gamma_neither_overflows_nor_vanishes(gamma, count):
     assert torch.isfinite(probs).all()
     assert probs.sum().item() == pytest.approx(1.0, abs=1e-9)
     assert probs.argmax().item() == (count - 1 if gamma > 0 else 0)
+
+
+def test_points_that_are_ruled_out_leave_the_others_in_proportion():
+    possible = torch.tensor([True, True, False, False])
+    probs = pivot_distribution(torch.ones(4), gamma=2.0, possible=possible)
+    assert probs.tolist() == pytest.approx([1 / 5, 4 / 5, 0, 0])  # depths stay those of the whole completion
+    steep = pivot_distribution(torch.ones(1000), gamma=50.0, possible=torch.arange(1000) < 1)
+    assert steep[0].item() == 1.0
 
 
 @pytest.mark.parametrize("gamma", [math.inf, math.nan])

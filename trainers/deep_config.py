@@ -42,9 +42,12 @@ class DeepGRPOConfig(ExplorationConfig):
             if that is less.
         segment_delimiters (`list[str]`, *optional*, defaults to `[".", "\n"]`):
             Texts that end a segment with `segmentation="delimiter"`.
+        min_remaining_tokens (`int`, *optional*):
+            Fewest tokens of `max_completion_length` that a branch must have, from 1: no pivot is drawn later. `None`
+            is a tenth of it.
         pivot_selection (`str`, *optional*, defaults to `"utility"`):
             `"utility"` is Eq. 1. The two controls that a comparison needs: `"uniform"` draws any cut, `"root"`
-            resamples the whole completion.
+            resamples the whole completion, as often as the others would branch.
         branch_from (`str`, *optional*, defaults to `"failures"`):
             `"failures"` branches from every failed completion, `"failed_groups"` only where no completion of the
             prompt succeeded, `"all"` from successes too (the paper's expand-all ablation).
@@ -79,6 +82,10 @@ class DeepGRPOConfig(ExplorationConfig):
     )
     segment_delimiters: list[str] = field(
         default_factory=lambda: [".", "\n"], metadata={"help": "Texts that end a segment for 'delimiter'."}
+    )
+    min_remaining_tokens: int | None = field(
+        default=None,
+        metadata={"help": "Fewest tokens of max_completion_length left to a branch; None: a tenth of it."},
     )
     pivot_selection: str = field(
         default="utility", metadata={"help": "'utility' (Eq. 1), or the controls 'uniform' and 'root'."}
@@ -131,6 +138,13 @@ class DeepGRPOConfig(ExplorationConfig):
                 "prompt. Lower `segment_length` or raise `max_completion_length`."
                 if self.segment_length > 0
                 else f"`segment_length={self.segment_length}` must be at least 1 token."
+            )
+        if self.min_remaining_tokens is not None and self.min_remaining_tokens < 1:
+            raise ValueError(f"`min_remaining_tokens={self.min_remaining_tokens}` must be at least 1, or None.")
+        if (self.min_remaining_tokens or 0) > (self.max_completion_length or math.inf):
+            raise ValueError(
+                f"`min_remaining_tokens={self.min_remaining_tokens}` is more than `max_completion_length="
+                f"{self.max_completion_length}`, so that not even the prompt could be branched from. Lower it."
             )
         if self.hard_states_file is not None:
             path_inside(self.output_dir or ".", self.hard_states_file, field="hard_states_file")

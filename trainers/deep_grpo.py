@@ -16,6 +16,7 @@ from trl_explore.pivots import (
     Pivot,
     SuccessEstimator,
     draw_pivots,
+    drop_empty_end,
     failed_rows,
     pivot_distribution,
     relative_depths,
@@ -81,6 +82,8 @@ class DeepGRPOTrainer(ExplorationTrainer):
         # Equal on all processes: it decides which pivots of the whole batch are kept.
         self._shared_generator = torch.Generator().manual_seed(args.seed)
         self._delimiter_cache: dict[int, bool] = {}
+        budget = self.max_completion_length
+        self._last_start = budget - (args.min_remaining_tokens or max(1, budget // 10))
         self._num_generation_batches = 0
         self._queue: list[Branching] = []
         self._pivot_depths: dict[int | None, float] = {}  # of the first pivot of each main row that has one
@@ -159,14 +162,18 @@ class DeepGRPOTrainer(ExplorationTrainer):
         ]
 
     def _draw(self, row: int) -> list[Pivot]:
-        starts = self._segment(self.main_completion_ids[row])
+        ids = self.main_completion_ids[row]
+        starts = drop_empty_end(self._segment(ids), ids, self._tokenizer, end_ids=self.eos_token_ids)
         depths = relative_depths(len(starts))
+        possible = torch.tensor([start <= self._last_start for start in starts])
         if self.args.pivot_selection == "root":
-            return [Pivot(row, starts[0], float(depths[0]))]
+            # As many groups as there would be elsewhere, so that the control has its rivals' budget.
+            return [Pivot(row, 0, float(depths[0]))] * min(self.args.num_pivots, int(possible.sum()))
         if self.args.pivot_selection == "uniform":
-            probs = pivot_distribution(torch.ones_like(depths), gamma=0.0)
+            probs = pivot_distribution(torch.ones_like(depths), gamma=0.0, possible=possible)
         else:
-            probs = pivot_distribution(self.estimator.predict(depths), gamma=self.args.depth_bias)
+            predicted = self.estimator.predict(depths)
+            probs = pivot_distribution(predicted, gamma=self.args.depth_bias, possible=possible)
         drawn = draw_pivots(probs, self.args.num_pivots, generator=self.exploration_generator)
         return [Pivot(row, starts[t], float(depths[t])) for t in drawn]
 

@@ -128,7 +128,38 @@ def segment_delimiters(
     return [0, *(i + 1 for i, token in enumerate(ids[:-1]) if ends[token])] if ids else []
 
 
-def pivot_distribution(success_prob: torch.Tensor, *, gamma: float) -> torch.Tensor:
+def drop_empty_end(
+    starts: Sequence[int], ids: Sequence[int], tokenizer: Decoder, *, end_ids: Sequence[int]
+) -> list[int]:
+    """
+    Leave out segments at the end of a completion that say nothing: where only the end token is left, or white space
+    before it, there is nothing to continue.
+
+    Args:
+        starts (`Sequence[int]`):
+            Start index of each segment.
+        ids (`Sequence[int]`):
+            Completion tokens.
+        tokenizer (`PreTrainedTokenizerBase`):
+            Tokenizer that decodes them.
+        end_ids (`Sequence[int]`):
+            Tokens that end a completion.
+
+    Returns:
+        `list[int]`: Start indices; the first one always stays.
+    """
+    kept = list(starts)
+    while len(kept) > 1:
+        text = tokenizer.decode([token for token in ids[kept[-1] :] if token not in end_ids], skip_special_tokens=True)
+        if text.strip():
+            break
+        kept.pop()
+    return kept
+
+
+def pivot_distribution(
+    success_prob: torch.Tensor, *, gamma: float, possible: torch.Tensor | None = None
+) -> torch.Tensor:
     """
     Sampling distribution over the branching points of one completion, `Q(t) ∝ P(success | r_t) r_t^gamma` (Eq. 1).
 
@@ -137,6 +168,8 @@ def pivot_distribution(success_prob: torch.Tensor, *, gamma: float) -> torch.Ten
             Estimated probability of recovering from each point, shape `(T,)`, values in (0, 1].
         gamma (`float`):
             Depth bias: 0 prefers no depth, larger values prefer later points, negative ones earlier points.
+        possible (`torch.Tensor`, *optional*):
+            Boolean mask of shape `(T,)`, at least one `True`: the points that may be drawn; all by default.
 
     Returns:
         `torch.Tensor`: Probabilities of shape `(T,)` in float64 that sum to 1.
@@ -151,7 +184,8 @@ def pivot_distribution(success_prob: torch.Tensor, *, gamma: float) -> torch.Ten
         raise ValueError(f"`gamma` must be finite, got {gamma}.")
     depths = relative_depths(len(prob))
     # In log space: r^50 underflows and r^-20 overflows long before the ratio of two utilities does.
-    return torch.softmax(prob.clamp(min=1e-300).log() + gamma * depths.log(), dim=0)
+    utility = prob.clamp(min=1e-300).log() + gamma * depths.log()
+    return torch.softmax(utility if possible is None else utility.masked_fill(~possible, -torch.inf), dim=0)
 
 
 def relative_depths(num_points: int) -> torch.Tensor:
