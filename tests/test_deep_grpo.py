@@ -340,6 +340,36 @@ def test_unrecovered_pivots_are_written_one_per_line(tmp_path):
         assert 0 < line["depth"] <= 1 and line["step"] in (0, 1, 2)
 
 
+def scorer_of_main_rows(branch_reward=None):
+    """Scores the main rows 0, and of every four branches the first by `branch_reward`, the others not at all."""
+    calls = iter(range(1000))
+
+    def reward(completions, **kwargs):
+        if next(calls) % 2 == 0:
+            return [0.0] * len(completions)
+        return [branch_reward if i % 4 == 0 else None for i in range(len(completions))]
+
+    return reward
+
+
+@pytest.mark.parametrize("reward, label", [(None, None), (0.0, 0), (1.0, 1)])
+def test_pivots_whose_branches_nobody_scores_have_no_outcome(tmp_path, reward, label):
+    options = dict(CUTS, num_branches=4, hard_states_file="hard.jsonl", log_completions=True, max_steps=2)
+    trainer = make_trainer(
+        DeepGRPOTrainer, DeepGRPOConfig, tmp_path, reward_funcs=scorer_of_main_rows(reward), **options
+    )
+    trainer.train()
+    logs = trainer.state.log_history[:-1]
+    assert [log["pivots/tried"] for log in logs] == [8, 8]
+    assert [log.get("pivots/recovered_fraction") for log in logs] == [label] * 2
+    assert [log["pivots/informative_fraction"] for log in logs] == [0, 0]
+    assert len(trainer.estimator) == (0 if label is None else 16)
+    path = tmp_path / "hard.jsonl"
+    assert (len(path.read_text().splitlines()) if path.exists() else 0) == (16 if label == 0 else 0)
+    recovered = trainer.completion_columns()["recovered"]
+    assert all(math.isnan(r) for r in recovered) if label is None else recovered == [label] * 8
+
+
 def test_evaluation_is_plain_and_touches_no_state(tmp_path):
     evaluation = make_dataset().select(range(8))
     options = dict(eval_dataset=evaluation, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=8)

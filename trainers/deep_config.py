@@ -67,7 +67,8 @@ class DeepGRPOConfig(ExplorationConfig):
             Sample the branches together with the next generation batch instead of in a second call (the paper's
             appendix H). Saves a generation call per batch; branches then start from states of the previous policy.
         hard_states_file (`str`, *optional*):
-            File inside `output_dir` to which every pivot without a successful branch is appended as a JSON line.
+            File inside `output_dir` to which every pivot without a successful branch is appended as a JSON line, if
+            any of them could be scored.
     """
 
     success_threshold: float = field(default=1.0, metadata={"help": "A completion with a smaller reward has failed."})

@@ -115,11 +115,12 @@ class DeepGRPOTrainer(ExplorationTrainer):
         solved = self._learn_from(branchings, scored)
         self._recovered = {}
         for branching, ok in zip(branchings, solved, strict=True):
-            self._recovered[branching.row] = ok or self._recovered.get(branching.row, False)
+            if ok is not None:
+                self._recovered[branching.row] = ok or self._recovered.get(branching.row, False)
         own_seconds += time.perf_counter() - start
         self._log_pivots(branchings, solved, scored, own_seconds)
         if self.args.hard_states_file is not None:
-            self._write_hard_states([b for b, ok in zip(branchings, solved, strict=True) if not ok])
+            self._write_hard_states([b for b, ok in zip(branchings, solved, strict=True) if ok is False])
         return {} if scored is None else {"aux": (scored, self.args.aux_loss_weight)}
 
     def rollout(self, prompt_ids, plain):
@@ -220,14 +221,19 @@ class DeepGRPOTrainer(ExplorationTrainer):
             else None,
         )
 
-    def _learn_from(self, branchings: list[Branching], scored: ScoredRows | None) -> list[bool]:
-        """Teach the estimator which pivots were recovered; all processes see all outcomes, in the same order."""
+    def _learn_from(self, branchings: list[Branching], scored: ScoredRows | None) -> list[bool | None]:
+        """
+        Teach the estimator which pivots were recovered; all processes see all outcomes, in the same order. `None` is a
+        pivot none of whose branches could be scored.
+        """
         self._num_generation_batches += 1
-        solved: list[bool] = []
+        solved: list[bool | None] = []
         if scored is not None:
             success = (scored.rewards >= self.args.success_threshold).view(-1, self.args.num_branches)
-            solved = success.any(dim=1).tolist()
-        outcomes = gather_object([(b.depth, int(ok)) for b, ok in zip(branchings, solved, strict=True)])
+            unknown = scored.rewards.isnan().view(-1, self.args.num_branches).all(dim=1).tolist()
+            solved = [None if u else ok for ok, u in zip(success.any(dim=1).tolist(), unknown, strict=True)]
+        known = [(b.depth, int(ok)) for b, ok in zip(branchings, solved, strict=True) if ok is not None]
+        outcomes = gather_object(known)
         if outcomes:
             self.estimator.add(*zip(*outcomes, strict=True))
         if self._num_generation_batches % self.args.estimator_update_steps == 0:
@@ -240,15 +246,16 @@ class DeepGRPOTrainer(ExplorationTrainer):
         branches = [branch for b in branchings for branch in b.branches]
         spread = 0
         if scored is not None:
-            groups = scored.rewards.nan_to_num().view(-1, self.args.num_branches)
-            spread = int((groups.max(dim=1).values > groups.min(dim=1).values).sum()) if len(groups) else 0
+            advantages = scored.rows["advantages"][: len(scored.rewards)]
+            spread = int(advantages.view(-1, self.args.num_branches).any(dim=1).sum())
         suffix_tokens = sum(len(branch.token_ids) for branch in branches)
         main_tokens = sum(len(ids) for ids in self.main_completion_ids)
-        tried, recovered, informative, depth, num_branches, aux, main = (
+        tried, known, recovered, informative, depth, num_branches, aux, main = (
             self.gathered(value).sum().item()
             for value in (
                 len(branchings),
-                sum(solved),
+                sum(ok is not None for ok in solved),
+                sum(ok is True for ok in solved),
                 spread,
                 sum(b.depth for b in branchings),
                 len(branches),
@@ -262,8 +269,9 @@ class DeepGRPOTrainer(ExplorationTrainer):
         self.log_metric("pivots/token_ratio", aux / main)
         self.log_metric("pivots/sampled_tokens", aux)
         self.log_metric("pivots/own_seconds", own_seconds)
+        if known:
+            self.log_metric("pivots/recovered_fraction", recovered / known)
         if tried:
-            self.log_metric("pivots/recovered_fraction", recovered / tried)
             self.log_metric("pivots/informative_fraction", informative / tried)
             self.log_metric("pivots/mean_depth", depth / tried)
             self.log_metric("pivots/mean_suffix_length", aux / num_branches)
