@@ -2,6 +2,7 @@
 
 import json
 import math
+import warnings
 
 import pytest
 import torch
@@ -285,6 +286,26 @@ def test_every_pivot_at_the_root_has_siblings_of_its_own(tmp_path):
     options = dict(CUTS, num_pivots=2, pivot_selection="root", reward_funcs=never, max_steps=1, segment_length=1)
     log = log_of(tmp_path, **options)[0]
     assert 8 < log["pivots/tried"] <= 16
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        (dict(segmentation="delimiter", segment_delimiters=["##"]), "without any of \\['##'\\]"),
+        (dict(segment_length=8), "shorter than a segment"),
+    ],
+)
+def test_completions_that_are_never_cut_give_one_warning(tmp_path, fields, words):
+    with pytest.warns(UserWarning, match=words) as caught:
+        log_of(tmp_path, reward_funcs=never, **fields)
+    assert sum("branches start from the prompt" in str(w.message) for w in caught) == 1
+
+
+@pytest.mark.parametrize("fields", [{}, dict(pivot_selection="root", segment_length=8), dict(reward_funcs=always)])
+def test_completions_that_are_cut_or_need_no_cut_give_no_warning(tmp_path, fields):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*branches start from the prompt")
+        log_of(tmp_path, **{"reward_funcs": never, **fields})
 
 
 def test_several_pivots_of_a_completion_are_distinct(tmp_path):

@@ -1,11 +1,14 @@
 """Segmentation, pivot distribution, success estimator: against brute force and their limits."""
 
+import functools
 import math
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 from world import make_tokenizer
 
 from trl_explore.pivots import (
@@ -47,8 +50,68 @@ def test_the_cache_holds_each_token_once_and_changes_no_result():
     ids = tokenizer("1;2;3;12")["input_ids"]
     cache = {}
     first = segment_delimiters(ids, tokenizer, delimiters=[";"], cache=cache)
-    assert set(cache) == set(ids) and sum(cache.values()) == 1
+    assert cache == dict(zip(ids, "1;2;3;12", strict=True))
     assert segment_delimiters(ids, tokenizer, delimiters=[";"], cache=cache) == first == [0, 2, 4, 6]
+
+
+@functools.cache
+def make_byte_tokenizer(merges=()):
+    """Byte-level BPE as many language models have it, with few merges."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: i for i, letter in enumerate([*letters, *("".join(pair) for pair in merges)])}
+    raw = Tokenizer(models.BPE(vocabulary, list(merges)))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    raw.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=raw)
+
+
+def test_a_delimiter_of_several_tokens_ends_a_segment():
+    tokenizer = make_byte_tokenizer()
+    ids = tokenizer("one\n\ntwo\nthree\n\n")["input_ids"]
+    assert len(ids) == 16  # no token is the delimiter
+    assert segment_delimiters(ids, tokenizer, delimiters=["\n\n"]) == [0, 5]
+    ids = tokenizer("Step 1 Step 2")["input_ids"]
+    assert segment_delimiters(ids, tokenizer, delimiters=["Step "]) == [0, 5, 12]
+
+
+def test_a_delimiter_that_is_part_of_a_token_ends_a_segment_after_it():
+    tokenizer = make_byte_tokenizer((("a", "."), ("a.", "b")))
+    ids = tokenizer("a.bcd")["input_ids"]
+    assert len(ids) == 3
+    assert segment_delimiters(ids, tokenizer, delimiters=["."]) == [0, 1]
+
+
+@given(st.text("a.\n。é🙂 ", max_size=30), st.sampled_from([".", "\n\n", "。", ".\n", "🙂", " a", ". "]))
+def test_delimiters_are_found_wherever_tokens_end(text, delimiter):
+    # Tokens are single bytes here: each occurrence ends with its last byte.
+    tokenizer = make_byte_tokenizer()
+    ids = tokenizer(text)["input_ids"]
+    head, *others = text.split(delimiter)
+    starts, length = [0], len(head.encode())
+    for other in others:
+        length += len(delimiter.encode())
+        starts.append(length)
+        length += len(other.encode())
+    expected = [start for start in starts if start < len(ids)]
+    assert segment_delimiters(ids, tokenizer, delimiters=[delimiter]) == expected
+
+
+def test_bytes_that_are_no_text_hide_no_delimiter():
+    tokenizer = make_byte_tokenizer()
+    broken = tokenizer("中")["input_ids"][0]
+    (dot,) = tokenizer(".")["input_ids"]
+    assert segment_delimiters([broken, dot, dot], tokenizer, delimiters=["."]) == [0, 2]
+    assert segment_delimiters([broken] * 50 + [dot, dot], tokenizer, delimiters=["."]) == [0, 51]
+    assert segment_delimiters([dot, broken], tokenizer, delimiters=["."]) == [0, 1]
+
+
+def test_the_space_that_a_token_begins_with_is_part_of_the_text():
+    raw = Tokenizer(models.WordLevel({"▁one": 0, ".": 1, "▁two": 2}, unk_token="."))
+    raw.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw)
+    assert tokenizer.decode([0, 1, 2, 1, 2]) == "one. two. two"
+    assert segment_delimiters([0, 1, 2, 1, 2], tokenizer, delimiters=[". "]) == [0, 3]
+    assert segment_delimiters([0, 1, 2, 1, 2], tokenizer, delimiters=["."]) == [0, 2, 4]
 
 
 @pytest.mark.parametrize(

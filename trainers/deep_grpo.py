@@ -4,6 +4,7 @@ import itertools
 import math
 import textwrap
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,9 @@ class DeepGRPOTrainer(ExplorationTrainer):
         )
         # Equal on all processes: it decides which pivots of the whole batch are kept.
         self._shared_generator = torch.Generator().manual_seed(args.seed)
-        self._delimiter_cache: dict[int, bool] = {}
+        self._delimiter_cache: dict[int, str] = {}
+        self._num_cut = 0  # completions with a cut, of those that pivots were drawn in
+        self._warned = False
         budget = self.max_completion_length
         self._last_start = budget - (args.min_remaining_tokens or max(1, budget // 10))
         self._num_generation_batches = 0
@@ -148,6 +151,7 @@ class DeepGRPOTrainer(ExplorationTrainer):
         )
         self.log_metric("pivots/failure_fraction", (rewards < self.args.success_threshold).float().mean().item())
         pivots = [p for row in self.local(failed).nonzero().squeeze(1).tolist() for p in self._draw(row)]
+        self._warn_without_cuts(int(failed.sum()))
         if self.args.max_pivots_per_batch is not None:
             pivots = self._capped(pivots, self.args.max_pivots_per_batch)
         prompt_ids = self.prompt_token_ids(output)
@@ -162,10 +166,25 @@ class DeepGRPOTrainer(ExplorationTrainer):
             for p in pivots
         ]
 
+    def _warn_without_cuts(self, num_drawn: int) -> None:
+        if self._warned or not num_drawn or self.args.pivot_selection == "root":
+            return
+        self._warned = True  # looked at once, in the first batch with a failure
+        if self.gathered(self._num_cut).sum() == 0 and self.accelerator.is_main_process:
+            fixed = self.args.segmentation == "fixed"
+            where = "shorter than a segment" if fixed else f"without any of {self.args.segment_delimiters!r}"
+            fields = "a smaller `segment_length`" if fixed else "other `segment_delimiters`, or `segmentation='fixed'`"
+            warnings.warn(
+                f"All {num_drawn} failed completions of the first batch with failures are {where}, so that they could "
+                f"not be cut: branches start from the prompt. Choose {fields}.",
+                stacklevel=2,
+            )
+
     def _draw(self, row: int) -> list[Pivot]:
         ids = self.main_completion_ids[row]
         starts = drop_empty_end(self._segment(ids), ids, self._tokenizer, end_ids=self.eos_token_ids)
         depths = relative_depths(len(starts))
+        self._num_cut += len(starts) > 1
         possible = torch.tensor([start <= self._last_start for start in starts])
         if self.args.pivot_selection == "root":
             # As many groups as there would be elsewhere, so that the control has its rivals' budget.

@@ -3,14 +3,19 @@
 Follows DEEP-GRPO (https://huggingface.co/papers/2602.14169), sections 4.1 and 4.2.
 """
 
+import re
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
 
 from trl_explore.rollouts import Continuation
+
+BROKEN = "\ufffd"  # what a decoder shows of a character that is not whole
 
 
 class Decoder(Protocol):
@@ -97,10 +102,11 @@ def segment_fixed(num_tokens: int, *, length: int) -> list[int]:
 
 
 def segment_delimiters(
-    ids: Sequence[int], tokenizer: Decoder, *, delimiters: Sequence[str], cache: dict[int, bool] | None = None
+    ids: Sequence[int], tokenizer: Decoder, *, delimiters: Sequence[str], cache: dict[int, str] | None = None
 ) -> list[int]:
     """
-    Cut a completion after every token whose text contains a delimiter (section 4.1).
+    Cut a completion after every token in which a delimiter ends (section 4.1). Delimiters are looked for in the text,
+    so that they may begin in a token before.
 
     Args:
         ids (`Sequence[int]`):
@@ -109,9 +115,9 @@ def segment_delimiters(
             Tokenizer that decodes them. Special tokens never delimit.
         delimiters (`Sequence[str]`):
             Texts that end a segment, for example `(".", "\\n")`.
-        cache (`dict[int, bool]`, *optional*):
-            Filled with what each token was found to be; pass the same dictionary again (with the same tokenizer and
-            delimiters) to decode every token of the vocabulary at most once.
+        cache (`dict[int, str]`, *optional*):
+            Filled with the text of each token; pass the same dictionary again (with the same tokenizer) to decode
+            every token of the vocabulary at most once.
 
     Returns:
         `list[int]`: Start index of each segment, the first 0.
@@ -121,11 +127,45 @@ def segment_delimiters(
     """
     if not delimiters or any(not delimiter for delimiter in delimiters):
         raise ValueError(f"`delimiters` must hold at least one text and no empty one, got {list(delimiters)!r}.")
-    ends = {} if cache is None else cache
-    for token in set(ids) - ends.keys():
-        text = tokenizer.decode([token], skip_special_tokens=True)
-        ends[token] = any(delimiter in text for delimiter in delimiters)
-    return [0, *(i + 1 for i, token in enumerate(ids[:-1]) if ends[token])] if ids else []
+    texts = token_texts(ids, tokenizer, cache={} if cache is None else cache)
+    text, ends = "".join(texts), list(accumulate(map(len, texts)))
+    found = {m.end() for delimiter in delimiters for m in re.finditer(re.escape(delimiter), text)}
+    starts = {bisect_left(ends, end) + 1 for end in found}
+    return sorted({0} | {start for start in starts if start < len(ids)}) if ids else []
+
+
+def token_texts(ids: Sequence[int], tokenizer: Decoder, *, cache: dict[int, str]) -> list[str]:
+    """
+    What each token adds to the text; a character that several tokens make up comes with the last of them.
+
+    Args:
+        ids (`Sequence[int]`):
+            Tokens.
+        tokenizer (`PreTrainedTokenizerBase`):
+            Tokenizer that decodes them. Special tokens add nothing.
+        cache (`dict[int, str]`):
+            Text of each token by itself; filled with those that are missing.
+
+    Returns:
+        `list[str]`: `[T]`.
+    """
+
+    def text(tokens: Sequence[int]) -> str:
+        return tokenizer.decode(list(tokens), skip_special_tokens=True)
+
+    for token in set(ids) - cache.keys():
+        # Behind a token: some tokenizers take the space away that a text begins with.
+        cache[token] = text([token, token])[len(text([token])) :]
+    texts, begin = [cache[token] for token in ids], 0
+    for i in range(len(ids)):
+        if begin < i or BROKEN in texts[i]:
+            texts[i] = text(ids[begin : i + 1])
+            # A character has at most four bytes.
+            if texts[i].endswith(BROKEN) and i - begin < 3 and i + 1 < len(ids):
+                texts[i] = ""
+                continue
+        begin = i + 1
+    return texts
 
 
 def drop_empty_end(
