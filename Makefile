@@ -15,7 +15,7 @@ help:
 	@echo "make quickstart-fast  the same in under 2 minutes: a look, not a result"
 	@echo "make test             the default test suite"
 	@echo "make test-slow        the slow tests: real warm starts, two processes"
-	@echo "make test-wheel       build the wheel, install it in a clean environment, run part of the suite from elsewhere"
+	@echo "make test-wheel       build the wheel, run part of the suite on it from elsewhere, import it with its dependencies alone"
 	@echo "make test-vllm        the trainers against a real vLLM server on the CPU, in an environment of its own"
 	@echo "make lint types       ruff and mypy"
 
@@ -50,12 +50,17 @@ types: install
 # What the wheel requires is what the checkout requires, so the environment is that one, as links, with the wheel in it.
 # From another folder, so that nothing is imported from the checkout by accident.
 test-wheel: install
-	rm -rf build dist .venv-wheel
+	rm -rf build dist .venv-wheel .venv-bare
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist .
 	cp -al $(VENV) .venv-wheel
 	.venv-wheel/bin/python -m pip uninstall --quiet --yes trl-explore
 	.venv-wheel/bin/python -m pip install $(QUIET) --no-deps dist/*.whl
 	cd "$$(mktemp -d)" && HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(CURDIR)/.venv-wheel/bin/python -m pytest -q -n $(TEST_PROCESSES) -m "not slow" -p no:cacheprovider $(addprefix $(CURDIR)/tests/,$(WHEEL_TESTS))
+# And where nothing is installed but what it declares: an import of anything else fails there.
+	$(PYTHON) -m venv .venv-bare
+	.venv-bare/bin/python -m pip install $(QUIET) -c constraints.txt torch
+	.venv-bare/bin/python -m pip install $(QUIET) -c constraints.txt dist/*.whl
+	.venv-bare/bin/python -I tests/integration/import_everything.py
 
 # vLLM's package for CPUs leaves out what has no builds there, so its requirements are installed by hand. A server is
 # three processes that import it all: where nobody writes bytecode, that takes most of its start.
@@ -73,4 +78,4 @@ test-vllm: .venv-vllm/.installed
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -q -n $(TEST_PROCESSES) --dist loadgroup --durations 10 tests/served
 
 clean:
-	rm -rf .venv .venv-wheel .venv-vllm build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-wheel .venv-bare .venv-vllm build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -138,6 +138,16 @@ def test_foreign_text_stays_text(tmp_path):
     assert ModelCard(str(card)).data.eval_results[0].metric_value == 0.5
 
 
+def test_no_escape_sequence_reaches_a_card():
+    hostile = "m\x1b]0;title\x07\x9b\u202e"
+    history = [{"step": 1, "reward": 0.5, f"{hostile}/pass_at_1": 0.5}]
+    names = dict(model_name=hostile, repo_id=hostile, base_model=hostile, revision=hostile, datasets=[hostile])
+    card = model_card(facts(**names, hyperparameters={"template": hostile}, tags=[hostile], history=history))
+    assert not {"\x1b", "\x07", "\x9b", "\u202e"} & set(card.text)
+    assert not {"\x1b", "\x07", "\x9b"} & set(str(card))
+    assert r'model="m\x1b]0;title\x07\x9b\u202e"' in card.text
+
+
 def test_code_keeps_its_fence_and_its_line():
     assert code_span("delimiter") == "`delimiter`"
     assert code_span("a b") == "`'a b'`"

@@ -7,6 +7,7 @@ import pytest
 import torch
 from test_branpo import Voice, agent
 from trl import GRPOTrainer
+from trl.trainer import grpo_trainer
 from world import contains_answer, make_dataset, make_tokenizer, make_trainer
 
 from trl_explore.trainers import (
@@ -19,6 +20,7 @@ from trl_explore.trainers import (
     TreeGRPOConfig,
     TreeGRPOTrainer,
 )
+from trl_explore.trainers.completions_table import _printed_visibly
 
 DEEP = dict(num_branches=3, segmentation="fixed", segment_length=2)
 TREE = dict(expansion_width=3, node_length=2, skip_uniform_trees=False)
@@ -309,6 +311,37 @@ def test_the_terminal_shows_the_columns(tmp_path, capsys, monkeypatch):
     train(TreeGRPOTrainer, TreeGRPOConfig, tmp_path, **TREE, max_steps=1, num_completions_to_print=2)
     printed = capsys.readouterr().out
     assert all(name in printed for name in ("stream", "origin", "depth", "node_values"))
+
+
+def test_the_terminal_obeys_no_completion_and_no_column(tmp_path, capsys, monkeypatch):
+    def hostile(completions, answer, log_extra, **columns):
+        log_extra("from\x1b[31mfile", ["\x1b]0;title\x07 \u202etxt"] * len(completions))
+        return contains_answer(completions, answer)
+
+    monkeypatch.setenv("COLUMNS", "240")
+    rows = table(train(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **DEEP, reward_funcs=hostile, max_steps=1))
+    printed = capsys.readouterr().out
+    assert not {"\x1b", "\x07", "\u202e"} & set(printed)
+    assert r"from\x1b[31mfile" in printed and r"\x1b]0;title\x07 \u202etxt" in printed
+    assert rows["from\x1b[31mfile"][0] == "\x1b]0;title\x07 \u202etxt"  # the file keeps what was logged
+
+
+def test_messages_with_tool_calls_are_printed_with_their_escapes_visible(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "240")
+    call = {
+        "type": "function",
+        "function": {"name": "find\x9b", "arguments": '{"text": "\\u001b[1m", "\\u001bk": "\x7f"}'},
+    }
+    completion = [
+        {"role": "assistant", "content": "a\x1b[2J", "tool_calls": [call]},
+        {"role": "tool", "name": "find", "content": [{"type": "text", "text": "b\rc"}]},
+    ]
+    with _printed_visibly():
+        vars(grpo_trainer)["print_prompt_completions_sample"](["p\x08"], [completion], {"r": [1.0]}, [0.5], 3, None)
+    printed = capsys.readouterr().out
+    assert not {"\x1b", "\x9b", "\x7f", "\x08", "\r"} & set(printed)
+    for seen in (r"p\x08", r"a\x1b[2J", r"b\rc", r"find\x9b(text='\\x1b[1m', \x1bk='\\x7f')", "0.50"):
+        assert seen in printed
 
 
 def test_tensorboard_gets_the_metrics_of_the_method(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ What needs one is in `tests/served`.
 
 import copy
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -308,6 +309,47 @@ def test_a_server_belongs_to_one_process():
     assert "RuntimeError: another trainer (process" in done.stderr and "vllm_server_port" in done.stderr
     release(url)
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_the_lock_of_a_server_lies_where_only_its_user_writes(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRL_EXPLORE_CACHE", str(tmp_path))
+    hold("http://127.0.0.1:2")
+    release("http://127.0.0.1:2")
+    (lock,) = (tmp_path / "locks").iterdir()
+    assert (lock.parent.stat().st_mode & 0o777, lock.stat().st_mode & 0o777) == (0o700, 0o600)
+    assert lock.read_text() == str(os.getpid())
+
+
+def test_a_lock_is_not_written_through_a_link(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRL_EXPLORE_CACHE", str(tmp_path))
+    hold("http://127.0.0.1:2")
+    release("http://127.0.0.1:2")
+    (lock,) = (tmp_path / "locks").iterdir()
+    (tmp_path / "thesis").write_text("years of work")
+    lock.unlink()
+    lock.symlink_to(tmp_path / "thesis")
+    with pytest.raises(RuntimeError, match="cannot hold the lock .*symbolic links.*TRL_EXPLORE_CACHE"):
+        hold("http://127.0.0.1:2")
+    assert (tmp_path / "thesis").read_text() == "years of work"
+
+
+@pytest.mark.parametrize("kind", ["a link", "a file", "open to others", "of another user"])
+def test_a_lock_folder_that_others_decide_about_is_refused(tmp_path, monkeypatch, kind):
+    monkeypatch.setenv("TRL_EXPLORE_CACHE", str(tmp_path))
+    folder = tmp_path / "locks"
+    if kind == "a link":
+        (tmp_path / "theirs").mkdir()
+        folder.symlink_to("theirs")
+    elif kind == "a file":
+        folder.touch()
+    else:
+        folder.mkdir()
+        folder.chmod(0o770 if kind == "open to others" else 0o700)
+    if kind == "of another user":
+        monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+    with pytest.raises(RuntimeError, match="cannot hold the lock of a vLLM server"):
+        hold("http://127.0.0.1:2")
+    assert not [path for path in folder.rglob("*")]
 
 
 @pytest.mark.parametrize(

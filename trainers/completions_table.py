@@ -1,16 +1,20 @@
 """The table of `log_completions=True`: columns of the method, and the rows of every stream."""
 
+import json
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import gather, gather_object
+from trl.trainer import grpo_trainer
 
 from trl_explore.rollouts import Rows
 from trl_explore.streams import RowDict, loss_mask
+from trl_explore.visible_text import visible_text
 
 from .serving import ServingTrainer
 
@@ -127,7 +131,8 @@ class CompletionsTrainer(ServingTrainer):
             # A run that was resumed between two generations has no rows yet: the file of that step stays as it is.
             self.log_completions = len(self._logs["prompt"]) > 0
         try:
-            super().log(logs, start_time)
+            with _printed_visibly():
+                super().log(logs, start_time)
         finally:
             self._logs, self.log_completions = own, wanted
 
@@ -155,6 +160,35 @@ class CompletionsTrainer(ServingTrainer):
                 **joined([logs["extra"] for logs in parts.values()]),
             },
         }
+
+
+@contextmanager
+def _printed_visibly() -> Iterator[None]:
+    """
+    TRL prints its table as the model wrote it; a terminal would obey what looks like a command to it.
+
+    The files and the trackers keep the text as it is.
+    """
+    before = grpo_trainer.print_prompt_completions_sample
+
+    def visibly(prompts, completions, rewards, *others, extra=None):
+        shown = [{_visible(name): values for name, values in columns.items()} for columns in (rewards, extra or {})]
+        before(_visible(prompts), _visible(completions), shown[0], *others, extra=_visible(shown[1]))
+
+    vars(grpo_trainer)["print_prompt_completions_sample"] = visibly
+    try:
+        yield
+    finally:
+        vars(grpo_trainer)["print_prompt_completions_sample"] = before
+
+
+def _visible(value: Any) -> Any:
+    if isinstance(value, str):
+        return visible_text(value)
+    if isinstance(value, dict):  # the arguments of a tool call may be JSON, which TRL reads before it prints them
+        told = {key: json.loads(v) if key == "arguments" and isinstance(v, str) else v for key, v in value.items()}
+        return {_visible(key): _visible(v) for key, v in told.items()}
+    return [_visible(v) for v in value] if isinstance(value, list) else value
 
 
 def empty_logs(logs: Logs, *, maxlen: int | None = None) -> Logs:

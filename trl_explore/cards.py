@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from trl_explore.card_metrics import evaluation_results, format_number, metric_rows
 from trl_explore.cli_inputs import looks_like_path
+from trl_explore.visible_text import visible_text
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCard
@@ -137,7 +138,7 @@ def model_card(facts: TrainingFacts) -> "ModelCard":
     text = _template(facts.method).render(
         model_name=facts.model_name,
         trainer=facts.trainer,
-        repo_id=facts.repo_id or "path/to/this/folder",
+        repo_id=visible_text(facts.repo_id or "path/to/this/folder"),
         revision=f", revision={json.dumps(facts.revision)}" if facts.revision else "",
         base_model=base_text,
         base_model_id=base_id,
@@ -182,9 +183,9 @@ def escape_markdown(text: object) -> str:
             Anything; line breaks become spaces.
 
     Returns:
-        `str`: Markdown of one line.
+        `str`: Markdown of one line, in which control characters are seen and do nothing.
     """
-    line = html.escape(" ".join(str(text).split()), quote=False)
+    line = html.escape(visible_text(" ".join(str(text).split())), quote=False)
     return re.sub(r"[\\`*_\[\]#|~!:]|(?<=www)\.", r"\\\g<0>", line)
 
 

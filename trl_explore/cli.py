@@ -6,6 +6,7 @@ import sys
 from trl_explore import __version__
 from trl_explore.cli_inputs import UsageError
 from trl_explore.names import unknown_name
+from trl_explore.visible_text import visible_text
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -118,7 +119,7 @@ def main(argv: list[str] | None = None) -> int:
         return _dispatch(sys.argv[1:] if argv is None else argv)
     except UsageError as error:
         # datasets and transformers explain over several lines
-        print(f"trl-explore: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"trl-explore: error: {visible_text(' '.join(str(error).split()))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(

@@ -16,6 +16,7 @@ from trl_explore.cli_flags import FlagParser
 from trl_explore.cli_inputs import UsageError
 from trl_explore.cli_model import ModelSource, find_model, load_model, load_tokenizer
 from trl_explore.presets import preset_names
+from trl_explore.visible_text import visible_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -175,7 +176,7 @@ def run(argv: list[str]) -> int:
         print(json.dumps({"model": model, "results": results}, indent=2))
     else:
         _report(results)
-        print(f"Written to {output}")
+        print(f"Written to {visible_text(str(output))}")
     return 0
 
 
@@ -297,7 +298,7 @@ def _report(results: dict[str, Any]) -> None:
     for heading in ("prompts", "samples", *metrics, "truncated", "no answer", "tokens"):
         table.add_column(heading, justify="right")
     for name, entry in results.items():
-        cells = [name, str(entry["num_prompts"]), str(entry["settings"]["num_samples"])]
+        cells = [visible_text(name), str(entry["num_prompts"]), str(entry["settings"]["num_samples"])]
         for metric in metrics:
             found = entry["metrics"].get(metric)
             shown = found and [f"{100 * found[part]:.1f}" for part in ("value", "low", "high")]
@@ -307,4 +308,5 @@ def _report(results: dict[str, Any]) -> None:
     Console(width=None if sys.stdout.isatty() else 200).print(table)
     for name, entry in results.items():
         if entry["unscored"]:
-            print(f"{name}: {entry['unscored']} prompts are left out, because no sample of theirs has a reward.")
+            left_out = f"{entry['unscored']} prompts are left out, because no sample of theirs has a reward."
+            print(f"{visible_text(name)}: {left_out}")

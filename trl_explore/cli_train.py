@@ -21,6 +21,7 @@ from trl_explore.cli_inputs import (
 )
 from trl_explore.hub import HubError
 from trl_explore.names import unknown_name
+from trl_explore.visible_text import visible_text
 
 if TYPE_CHECKING:
     from trl import GRPOConfig, GRPOTrainer
@@ -389,7 +390,7 @@ def _save_and_push(trainer: "GRPOTrainer", output_dir: str, data: Any) -> int:
         trainer.push_to_hub(dataset_name=data)  # saves first
     except HubError as error:
         say(said)
-        print(f"trl-explore: error: {error}", file=sys.stderr)
+        print(f"trl-explore: error: {visible_text(str(error))}", file=sys.stderr)
         return 1
     say(said)
     say(f"Pushed to {constants.ENDPOINT}/{trainer.hub_model_id}")

@@ -15,6 +15,7 @@ from rich.text import Text
 from trl_explore.cli_inputs import UsageError
 from trl_explore.tree_files import read_trees
 from trl_explore.tree_view import LEGEND, depths, html_page, plain, short_text, text_tree
+from trl_explore.visible_text import visible_text
 
 # Columns that a node's text and numbers get at least, beside the lines that draw the tree.
 LINE_WIDTH = 60
@@ -76,7 +77,7 @@ def run(argv: list[str]) -> int:
     beside = path.with_name(f"{path.stem}_{index}.html")
     page = _write_page(beside if args.html is None else Path(args.html).expanduser(), record)
     _print_tree(record)
-    _print(Text(f"\nwrote {page}"))
+    _print(Text(f"\nwrote {visible_text(str(page))}"))
     return 0
 
 

@@ -10,6 +10,7 @@ from trl_explore.cli_inputs import UsageError
 from trl_explore.cli_train import METHODS, TrainArguments, build_arguments
 from trl_explore.comparison import Arm, Budget
 from trl_explore.names import unknown_name
+from trl_explore.visible_text import visible_text
 from trl_explore.yaml_values import read_count, read_mapping, read_number
 
 NAMES = {
@@ -268,7 +269,7 @@ def _read_arm(place: str, entry: Any, task: Any, common: Mapping[str, Any]) -> A
         raise UsageError(f"{place}: {method} does not suit the task {task.name}; {_suited_tasks(method)}")
     filled_in = {name: value for name, value in suited.items() if name not in common}
     return Arm(
-        name=str(entry.get("name", NAMES[method])),
+        name=visible_text(str(entry.get("name", NAMES[method]))),
         method=method,
         options={**filled_in, **read_mapping(f"{place}.options", entry.get("options"))},
     )

@@ -177,7 +177,7 @@ def main(args: argparse.Namespace) -> int:
     except (KeyboardInterrupt, Interrupted):
         flags = ["--fast"] * args.fast + ["--num_seeds", str(args.num_seeds)] * (args.num_seeds > 1)
         command = ["trl-explore", "quickstart", "--resume", "--output_dir", args.output_dir, "--seed", str(args.seed)]
-        console.print(f"\nStopped; what is done is kept. Resume with:\n  {shlex.join(command + flags)}")
+        console.print(f"\nStopped; what is done is kept. Resume with:\n  {shlex.join(command + flags)}", markup=False)
         return 130
 
     (output / "runs.json").write_text(json.dumps(runs))
@@ -187,7 +187,7 @@ def main(args: argparse.Namespace) -> int:
 
         console.print(f"curves: {learning_curves(runs, output / 'curves.png', title='quick-start task: chain')}")
     except ModuleNotFoundError:
-        console.print("no picture: matplotlib is missing (pip install 'trl-explore[plots]')")
+        console.print("no picture: matplotlib is missing (pip install 'trl-explore[plots]')", markup=False)
     console.print(FAST_NOTE if args.fast else NOTE)
     console.print(f"all in {time.perf_counter() - began:.0f} s")
     return 0

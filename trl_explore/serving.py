@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-import tempfile
+import platform
 import time
 import urllib.error
 import urllib.request
@@ -13,7 +13,7 @@ WEIGHT_SYNCS = ("auto", "nccl", "file")
 # Sizes by which models of one kind differ; a server that has another value of one of them has another model.
 SIZES = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 
-_held: dict[Path, IO[str]] = {}
+_held: dict[str, IO[str]] = {}
 
 
 def serve_command(model: str, *, backend: str, port: int = 8000, max_model_len: int | None = None) -> str:
@@ -158,15 +158,16 @@ def hold(url: str) -> None:
             Address of the server.
 
     Raises:
-        RuntimeError: If another process on this machine has it.
+        RuntimeError: If another process on this machine has it, or there is no safe place for a lock.
     """
     import fcntl  # the configuration of every trainer imports this module, also on systems without file locks
 
-    path = _lock_path(url)
-    if path in _held:
+    name = _lock_name(url)
+    if name in _held:
         return
-    file = path.open("a+")
+    folder = _lock_folder()
     try:
+        file = _open_lock(folder, name)
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
@@ -177,10 +178,16 @@ def hold(url: str) -> None:
             "the other. Start a second server with another `--port` and pass its `vllm_server_port`, or end that "
             "process."
         ) from None
+    except OSError as error:
+        raise RuntimeError(
+            f"the folder {folder} cannot hold the lock of a vLLM server: {error}. It must be a folder, and no link to "
+            "one, that only you can write to, on a disk that knows file locks: remove what is there, or set the "
+            "environment variable TRL_EXPLORE_CACHE to another folder."
+        ) from error
     file.truncate(0)
     file.write(str(os.getpid()))
     file.flush()
-    _held[path] = file
+    _held[name] = file
 
 
 def release(url: str) -> None:
@@ -191,11 +198,28 @@ def release(url: str) -> None:
         url (`str`):
             Address of the server.
     """
-    _held.pop(_lock_path(url)).close()
+    _held.pop(_lock_name(url)).close()
 
 
-def _lock_path(url: str) -> Path:
-    folder = Path(tempfile.gettempdir()) / f"trl-explore-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+def _lock_name(url: str) -> str:
     url = url.rstrip("/").replace("//localhost", "//127.0.0.1").replace("//0.0.0.0", "//127.0.0.1")
-    return folder / f"{hashlib.sha256(url.encode()).hexdigest()[:16]}.lock"
+    # The machine is in the name, because several may share a home folder.
+    return f"{hashlib.sha256(f'{platform.node()} {url}'.encode()).hexdigest()[:16]}.lock"
+
+
+def _lock_folder() -> Path:
+    cache = os.environ.get("TRL_EXPLORE_CACHE") or Path.home() / ".cache" / "trl-explore"
+    return Path(cache).expanduser() / "locks"
+
+
+def _open_lock(folder: Path, name: str) -> IO[str]:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # Others must not be able to put a link there, through which a file of this user would be emptied.
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        state = os.fstat(descriptor)
+        if state.st_uid != os.getuid() or state.st_mode & 0o022:
+            raise PermissionError("it belongs to another user, or others can write to it")
+        return os.fdopen(os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=descriptor), "r+")
+    finally:
+        os.close(descriptor)

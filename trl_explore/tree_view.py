@@ -5,7 +5,6 @@ as text, whatever they contain.
 """
 
 import math
-import unicodedata
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,9 +12,8 @@ from rich.text import Text
 from rich.tree import Tree
 
 from trl_explore.tree_page import render_page
+from trl_explore.visible_text import visible_text
 
-# Invisible characters that writing systems need: they join and separate letters. They cannot reorder or hide any.
-_JOINERS = "\u200c\u200d"
 # In terminals close to the colours that they know by name, since some know only 16.
 _TERMINAL_RED, _TERMINAL_GREY, _TERMINAL_GREEN = (225, 10, 30), (138, 138, 138), (0, 170, 0)
 # In the page of different lightness and blueness too, which helps where red and green look alike.
@@ -28,27 +26,6 @@ LEGEND = (
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
-
-
-def visible_text(text: str) -> str:
-    """
-    Untrusted text with nothing in it that acts instead of being seen.
-
-    Args:
-        text (`str`):
-            Any text.
-
-    Returns:
-        `str`: The text with control characters (all but newlines and tabs), lone surrogates, and characters that are
-        invisible or reorder others as Python escapes, such as `\\x1b`.
-    """
-    return "".join(c.encode("unicode_escape").decode() if _is_active(c) else c for c in text)
-
-
-def _is_active(character: str) -> bool:
-    if character in "\n\t" or character in _JOINERS:
-        return False
-    return unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def short_text(text: str, length: int) -> str:

@@ -1,0 +1,75 @@
+"""
+What the package imports is what pyproject.toml declares.
+
+`make test-wheel` tries the same with a wheel and its dependencies alone (`tests/integration/import_everything.py`).
+"""
+
+import ast
+import sys
+import tomllib
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+# Distributions that are not called as what is imported from them.
+DISTRIBUTIONS = {"faiss": "faiss-cpu", "Stemmer": "PyStemmer", "yaml": "PyYAML"}
+# The files that import what only an extra brings, and which.
+EXTRAS = {
+    "trainers/vllm_backend.py": {"vllm"},
+    "trl_explore/cli_completion.py": {"completion"},
+    "trl_explore/plots.py": {"plots"},
+    "trl_explore/retrieval.py": {"dense", "retrieval"},
+    "trl_explore/retrieval_server.py": {"serve"},
+    "trl_explore/samplers.py": {"vllm"},
+    "trl_explore/vllm_engine.py": {"vllm"},
+    "trl_explore/vllm_plugin.py": {"vllm"},
+}
+IMPORTED_BY_OTHERS = {"bitsandbytes"}  # transformers does, for `load_in_4bit` and `load_in_8bit`
+
+
+def declared(requirements):
+    return {canonicalize_name(Requirement(text).name) for text in requirements}
+
+
+DEPENDENCIES = declared(PROJECT["project"]["dependencies"])
+OPTIONAL = {name: declared(texts) for name, texts in PROJECT["project"]["optional-dependencies"].items()}
+
+
+def imported(path):
+    """Distributions that a file imports, also inside of functions."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    modules = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    modules += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0]
+    roots = {module.partition(".")[0] for module in modules} - set(sys.stdlib_module_names) - {"trl_explore"}
+    return {canonicalize_name(DISTRIBUTIONS.get(root, root)) for root in roots}
+
+
+def sources():
+    package = [path for path in (ROOT / "trl_explore").rglob("*.py") if "trainers" not in path.parts]
+    files = [*package, *(ROOT / "trainers").rglob("*.py"), *(ROOT / "model_cards").rglob("*.py")]
+    return {path.relative_to(ROOT).as_posix(): imported(path) for path in files}
+
+
+def test_what_is_imported_is_declared():
+    assert len(sources()) > 100
+    for name, distributions in sources().items():
+        allowed = DEPENDENCIES.union(*(OPTIONAL[extra] for extra in EXTRAS.get(name, ())))
+        assert not distributions - allowed, f"{name} imports what pyproject.toml does not declare for it"
+
+
+def test_what_is_declared_is_imported():
+    used = set().union(*sources().values()) | IMPORTED_BY_OTHERS
+    for extra, distributions in {"dependencies": DEPENDENCIES, **OPTIONAL}.items():
+        assert extra == "dev" or not distributions - used, extra
+    for name, extras in EXTRAS.items():
+        assert all(sources()[name] & OPTIONAL[extra] for extra in extras), f"{name} needs no longer all of {extras}"
+
+
+def test_every_folder_of_the_package_is_in_the_wheel():
+    packages = set(PROJECT["tool"]["setuptools"]["packages"])
+    folders = {path.parent for pattern in ("*.py", "*.yaml", "*.md") for path in (ROOT / "trl_explore").rglob(pattern)}
+    found = {".".join(folder.relative_to(ROOT).parts) for folder in folders if "__pycache__" not in folder.parts}
+    assert found | {"trl_explore.model_cards", "trl_explore.trainers"} == packages
