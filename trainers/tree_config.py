@@ -34,8 +34,9 @@ class TreeGRPOConfig(ExplorationConfig):
         node_length (`int`, *optional*):
             Most tokens per node. `None` means the paper's 256, or an eighth of `max_completion_length` if less.
         max_search_iterations (`int`, *optional*):
-            Most iterations (one sampling call each) per tree; direct rollouts fill the rows that are then missing.
-            `None` means what a search needs at most: `num_generations` times the deepest possible tree.
+            Most iterations (one sampling call each) per tree; completions that wait, then direct rollouts fill the
+            rows that are then missing. `None` means what a search needs at most: `num_generations` times the deepest
+            possible tree.
         max_tree_tokens (`int`, *optional*):
             Most tokens that the search samples per tree, direct rollouts apart. `None` sets no limit.
         success_threshold (`float`, *optional*, defaults to `1.0`):
