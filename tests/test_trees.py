@@ -380,6 +380,17 @@ def test_uniform_trees_can_be_skipped():
     assert tree_advantages(mixed_tree(), skip_uniform=True) == tree_advantages(mixed_tree())
 
 
+@pytest.mark.parametrize("incomplete", [-1.0, -0.5, 0.0])
+def test_failures_that_were_cut_off_are_no_contrast_to_others(incomplete):
+    limits = replace(LIMITS, max_depth=1, width=3)
+    tree = outcomes(expand(Tree.plant([9]), ROOT, sampled([1, EOS], [2, 2], [3, EOS]), limits), n1=-1.0, n2=incomplete)
+    failed = replace(tree, results=(1, 2))
+    assert is_uniform(failed) and tree_advantages(failed, skip_uniform=True) == [[0.0, 0.0], [0.0, 0.0]]
+    solved = replace(outcomes(tree, n3=1.0), results=(1, 2, 3))
+    assert not is_uniform(solved) and is_uniform(replace(solved, results=(3,)))
+    assert tree_advantages(solved, skip_uniform=True) == tree_advantages(solved)
+
+
 def test_normalisation_by_the_standard_deviation():
     plain, scaled = tree_advantages(mixed_tree()), tree_advantages(mixed_tree(), normalization="mean_std")
     std = math.sqrt(8 / 9) + 1e-6  # of -1, -1, 1
