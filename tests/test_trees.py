@@ -134,6 +134,23 @@ def test_trees_of_a_batch_do_not_touch_each_other():
     assert calls[-1] == [((9, 9), 1, 3)]
 
 
+@pytest.mark.parametrize("budget", [dict(max_iterations=1), dict(max_tokens=9)])
+def test_terminal_nodes_that_wait_become_rows_before_anything_more_is_sampled(budget):
+    shape = dict(num_results=4, width=3, max_depth=9, node_length=3, max_completion_length=27)
+    limits, calls = Limits(**{**shape, "max_iterations": 99, **budget}), []
+
+    def sample_fn(prefixes, num_samples, budgets):
+        calls.append(num_samples)
+        if num_samples == [3]:
+            return [sampled([1, 1, EOS], [2, 2, 2], [3, 3, EOS], entropies=[0.9, 0.1, 0.2])]
+        return [sampled(*[[4, EOS]] * number) for number in num_samples]
+
+    (tree,) = search([[9]], sample_fn, lambda leaves: [Verdict(-1.0) for _ in leaves], limits=limits)
+    # The child that the search backed up, the one that waited, and only then direct rollouts.
+    assert tree.results == (3, 1, 4, 5) and [node.direct for node in tree.nodes] == [False] * 4 + [True] * 2
+    assert calls == [[3], [2]] and tree.reason == ("iterations" if "max_iterations" in budget else "tokens")
+
+
 # ---------------------------------------------------------------------------------------------- rules, one by one
 
 
@@ -363,6 +380,17 @@ def test_uniform_trees_can_be_skipped():
     assert tree_advantages(mixed_tree(), skip_uniform=True) == tree_advantages(mixed_tree())
 
 
+@pytest.mark.parametrize("incomplete", [-1.0, -0.5, 0.0])
+def test_failures_that_were_cut_off_are_no_contrast_to_others(incomplete):
+    limits = replace(LIMITS, max_depth=1, width=3)
+    tree = outcomes(expand(Tree.plant([9]), ROOT, sampled([1, EOS], [2, 2], [3, EOS]), limits), n1=-1.0, n2=incomplete)
+    failed = replace(tree, results=(1, 2))
+    assert is_uniform(failed) and tree_advantages(failed, skip_uniform=True) == [[0.0, 0.0], [0.0, 0.0]]
+    solved = replace(outcomes(tree, n3=1.0), results=(1, 2, 3))
+    assert not is_uniform(solved) and is_uniform(replace(solved, results=(3,)))
+    assert tree_advantages(solved, skip_uniform=True) == tree_advantages(solved)
+
+
 def test_normalisation_by_the_standard_deviation():
     plain, scaled = tree_advantages(mixed_tree()), tree_advantages(mixed_tree(), normalization="mean_std")
     std = math.sqrt(8 / 9) + 1e-6  # of -1, -1, 1
@@ -481,8 +509,10 @@ def test_invariants_of_any_search(world):
         assert len(rows) == len(set(tree.results)) == limits.num_results
         assert all(row.terminal for row in rows)
         assert tree.iterations <= limits.max_iterations
-        # At most one terminal node is backed up per visit of a node.
-        assert sum(not row.direct for row in rows) <= tree.iterations
+        # At most one terminal node is backed up per visit of a node, while the search goes on.
+        assert tree.reason != "complete" or len(rows) <= tree.iterations
+        # Nothing that was sampled and scored waits while more is sampled.
+        assert not (any(row.direct for row in rows) and tree.candidates)
         if limits.max_tokens is not None:
             assert sum(len(node.token_ids) for node in searched) <= limits.max_tokens
         assert tree.generated_tokens == sum(len(node.token_ids) for node in tree.nodes)

@@ -34,8 +34,9 @@ class TreeGRPOConfig(ExplorationConfig):
         node_length (`int`, *optional*):
             Most tokens per node. `None` means the paper's 256, or an eighth of `max_completion_length` if less.
         max_search_iterations (`int`, *optional*):
-            Most iterations (one sampling call each) per tree; direct rollouts fill the rows that are then missing.
-            `None` means what a search needs at most: `num_generations` times the deepest possible tree.
+            Most iterations (one sampling call each) per tree; completions that wait, then direct rollouts fill the
+            rows that are then missing. `None` means what a search needs at most: `num_generations` times the deepest
+            possible tree.
         max_tree_tokens (`int`, *optional*):
             Most tokens that the search samples per tree, direct rollouts apart. `None` sets no limit.
         success_threshold (`float`, *optional*, defaults to `1.0`):
@@ -78,9 +79,9 @@ class TreeGRPOConfig(ExplorationConfig):
         share_prefix_once (`bool`, *optional*, defaults to `False`):
             Whether a node that several completions share is trained in the first of them only.
         skip_uniform_trees (`bool`, *optional*, defaults to `True`):
-            Whether a tree whose completions are all correct or all wrong trains nothing. The paper does not say
-            so; without it, the first steps of all-wrong trees get positive advantages and those of all-correct trees
-            negative ones.
+            Whether a tree whose completions are all correct or all wrong (cut off ones are wrong, whatever
+            `incomplete_score` says) trains nothing. The paper does not say so; without it, the first steps of
+            all-wrong trees get positive advantages and those of all-correct trees negative ones.
         replay_buffer (`bool`, *optional*, defaults to `False`):
             Keep correct completions of hard prompts; at the next visit of such a prompt they replace failures among
             direct rollouts, and the search is saved.
@@ -129,7 +130,7 @@ class TreeGRPOConfig(ExplorationConfig):
     overlong_buffer: int = field(default=0, metadata={"help": "Tokens over which the overlong penalty grows."})
     overlong_penalty: float = field(default=1.0, metadata={"help": "Penalty of the longest completion."})
     share_prefix_once: bool = field(default=False, metadata={"help": "Train a shared node in one row only."})
-    skip_uniform_trees: bool = field(default=True, metadata={"help": "Train nothing where all outcomes are equal."})
+    skip_uniform_trees: bool = field(default=True, metadata={"help": "Train nothing where all are right or all wrong."})
     replay_buffer: bool = field(default=False, metadata={"help": "Reuse correct completions of hard prompts."})
     replay_threshold: float = field(default=0.25, metadata={"help": "Largest success ratio of a hard prompt."})
     replay_solutions: int = field(default=2, metadata={"help": "Most solutions kept per prompt."})

@@ -61,7 +61,8 @@ class TreeGRPOTrainer(ExplorationTrainer):
 
     1. `skip_uniform_trees=True`: trees without contrast train nothing.
     2. `node_length` follows short completions, and iterations are bounded; both only matter where the paper is silent.
-    3. A search that runs out of nodes first uses terminal nodes that it had passed over, then direct rollouts.
+    3. A search that runs out of nodes or budget first uses terminal nodes that it had passed over, then direct
+       rollouts.
 
     The constructor takes what [`~trl.GRPOTrainer`] takes; `args` is a [`TreeGRPOConfig`] or a plain
     [`~trl.GRPOConfig`]. Tools, environments, vision-language models and `rollout_func` are refused.

@@ -150,7 +150,7 @@ def tree_advantages(
             `"mean"` subtracts the mean terminal score of the trajectories; `"mean_std"` also divides by their standard
             deviation (of the population) plus 1e-6.
         skip_uniform (`bool`, *optional*, defaults to `False`):
-            Whether a tree whose trajectories all have the same outcome gets advantage 0 everywhere.
+            Whether a tree whose trajectories are all correct or all wrong gets advantage 0 everywhere.
         max_completion_length (`int`, *optional*, defaults to `0`):
             See [`overlong_penalty`], like the two that follow.
         overlong_buffer (`int`, *optional*, defaults to `0`):
@@ -197,9 +197,11 @@ def is_uniform(tree: Tree) -> bool:
             A finished tree.
 
     Returns:
-        `bool`: `True` if all of its trajectories that could be scored have the same outcome.
+        `bool`: `True` if its trajectories that could be scored are all correct or all wrong, incomplete ones among
+        the wrong.
     """
-    return len({tree.nodes[row].outcome for row in tree.results} - {None}) < 2
+    # Not the outcomes themselves: an `incomplete_score` would be a contrast between failures.
+    return len({o > 0 for row in tree.results if (o := tree.nodes[row].outcome) is not None}) < 2
 
 
 def first_appearance(tree: Tree) -> list[list[int]]:

@@ -90,7 +90,7 @@ def search(
 
     Returns:
         `list[Tree]`: Finished trees with exactly `limits.num_results` results each, `[P]`: where the search ended with
-        fewer, direct rollouts from the root fill them up.
+        fewer, scored terminal nodes that still wait fill them up, and then direct rollouts from the root.
     """
     trees = [Tree.plant(list(prompt_ids)) for prompt_ids in roots]
     for i, skipped in enumerate(skip):
@@ -176,6 +176,13 @@ def _candidates_below(tree: Tree, node: int) -> list[int]:
     return [c.index for c in children if c.terminal and c.outcome is not None and c.index not in tree.results]
 
 
+def _take_left_over(tree: Tree, limits: Limits, *, decay_min: float) -> Tree:
+    """Back up what was sampled and scored before anything more is sampled."""
+    while tree.candidates and len(tree.results) < limits.num_results:
+        tree = backup(tree, choose_terminal(tree, tree.candidates), decay_min=decay_min)
+    return tree
+
+
 def _fill(
     trees: list[Tree],
     sample_fn: Sampler,
@@ -185,12 +192,12 @@ def _fill(
     decay_min: float,
     any_active: Callable[[bool], bool],
 ) -> list[Tree]:
+    trees = [_take_left_over(tree, limits, decay_min=decay_min) for tree in trees]
     missing = {
         i: limits.num_results - len(t.results) for i, t in enumerate(trees) if len(t.results) < limits.num_results
     }
     if not any_active(bool(missing)):
         return trees
-    trees = list(trees)
     sampled = sample_fn(
         [trees[i].prompt_ids for i in missing],
         list(missing.values()),
