@@ -302,6 +302,19 @@ def test_every_environment_keeps_its_state_in_its_own_way(tmp_path, voice, monke
         assert branch.steps == sum(message["role"] == "tool" for message in branch.messages)
 
 
+def test_reward_functions_meet_environments_of_the_users_classes(tmp_path, voice):
+    seen = []
+
+    def of_type(environments, **columns):
+        seen.extend(type(environment) for environment in environments)
+        return [float(environment.episode.steps % 2) for environment in environments]
+
+    voice()
+    trainer = agent(tmp_path, factory={"own": OwnState, "plain": Lake}, kinds=["own", "plain"], reward_funcs=[of_type])
+    one_batch(trainer)
+    assert len(seen) > 8 and set(seen) == {OwnState, Lake}  # in the batch and in its branches
+
+
 def test_no_branch_plays_longer_than_a_trajectory_may(tmp_path, voice, monkeypatch):
     voice(stops=0.05)
     trainer = agent(tmp_path, max_tool_calling_iterations=3)

@@ -83,12 +83,42 @@ def door(*breaks):
 
 def test_a_sound_environment_behaves_as_before():
     environment = door()
-    assert isinstance(environment, Door) and type(environment).__name__ == "Door"
+    assert type(environment) is Door
     assert environment.reset(word="a") == "door a"
     assert environment.open("left") == "open by left" and environment.open(hand="left", force=2)
     assert asyncio.run(environment.knock(2)) == "knock knock "
     assert environment.get_reward() == 3.0 and environment_error(environment) is None
-    assert type(environment) is type(door())  # one class: TRL compares types
+
+
+def test_other_instances_of_the_class_raise_as_before():
+    door("reset")
+    with pytest.raises(RuntimeError, match="no key"):
+        Door(("reset",)).reset()
+    with pytest.raises(ZeroDivisionError):
+        Door(("reward",)).get_reward()
+    assert "_trl_explore_error" not in vars(Door())
+
+
+def test_classes_resolve_their_methods_as_before():
+    class Left(Door):
+        pass
+
+    class Right(Door):
+        def open(self, hand: str) -> str:
+            return f"right {super().open(hand)}"
+
+    class Both(Left, Right):
+        @staticmethod
+        def look(where: str) -> str:
+            return f"a door {where}"
+
+    assert type(guarded(Left)()) is Left
+    both = guarded(Both)()
+    assert both.open("a") == "right open by a" and both.look("here") == "a door here"
+    both.breaks = ("open", "reset")
+    with pytest.raises(ValueError, match="stuck"):
+        both.open("a")
+    assert str(environment_error(both)) == "stuck" and both.reset() is None
 
 
 def test_trl_finds_the_same_tools():
@@ -162,6 +192,7 @@ def test_ways_to_keep_a_state_are_no_tools():
     state = environment.snapshot()
     environment.reset()
     environment.restore(state)
+    assert Saved.snapshot(environment) == 3  # as a sub-class may ask its base
     assert environment.opened == 3 and has_own_snapshots(type(environment)) and has_own_snapshots(Saved)
 
     class Photographer(Door):

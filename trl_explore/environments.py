@@ -30,7 +30,8 @@ def guarded(factory: Callable[[], Any]) -> Callable[[], Any]:
             What makes an environment.
 
     Returns:
-        `Callable`: A factory of instances of a sub-class that has the same name.
+        `Callable`: A factory of the same environments. Their class stays what it is, and its other instances behave
+        as before.
 
     Raises:
         TypeError: By the new factory, if an environment cannot carry an attribute.
@@ -40,9 +41,7 @@ def guarded(factory: Callable[[], Any]) -> Callable[[], Any]:
     def make() -> Any:
         environment = factory()
         try:
-            kind: Any = type(environment)
-            environment.__class__ = _guarded_class(kind)
-            setattr(environment, ERROR, None)
+            guard(environment)
         except (TypeError, AttributeError) as error:
             raise TypeError(
                 f"`environment_factory` made a {type(environment).__name__} that cannot carry an attribute ({error}): "
@@ -51,6 +50,19 @@ def guarded(factory: Callable[[], Any]) -> Callable[[], Any]:
         return environment
 
     return make
+
+
+def guard(environment: Any) -> None:
+    """
+    Let an environment remember its first exception, see [`guarded`]; one that does already keeps it.
+
+    Args:
+        environment (`Any`):
+            The environment.
+    """
+    if ERROR not in vars(environment):
+        setattr(environment, ERROR, None)
+    _guard_class(type(environment))
 
 
 def environment_error(environment: Any) -> BaseException | None:
@@ -67,20 +79,34 @@ def environment_error(environment: Any) -> BaseException | None:
     return getattr(environment, ERROR, None)
 
 
+# The methods of the class are wrapped in place. A sub-class would not be of the user's type, which TRL and reward
+# functions compare; methods bound in the instance would go into its copies and stay bound to the original there.
 @functools.cache
-def _guarded_class(cls: Any) -> type:
-    namespace: dict[str, Any] = {
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        "__doc__": cls.__doc__,
-    }
+def _guard_class(cls: Any) -> None:
     hidden = OWN if has_own_snapshots(cls) else ()
     for name, method in inspect.getmembers(cls, inspect.isfunction):
+        if isinstance(inspect.getattr_static(cls, name), staticmethod):
+            continue
+        if name not in vars(cls):
+            method = _inherited(cls, name, method)
         if name in hidden:
-            namespace[name] = not_a_tool(method)
+            setattr(cls, name, not_a_tool(method))
         elif not name.startswith("_"):
-            namespace[name] = _guarded_method(name, method)
-    return type(cls.__name__, (cls,), namespace)
+            setattr(cls, name, _guarded_method(name, method))
+
+
+def _inherited(cls: type, name: str, method: Callable) -> Callable:
+    """A method that is looked up anew: a sub-class of `cls` may have another base class that overrides it."""
+
+    @functools.wraps(method)
+    def call(self, *args, **kwargs):
+        return getattr(super(cls, self), name)(*args, **kwargs)
+
+    @functools.wraps(method)
+    async def call_async(self, *args, **kwargs):
+        return await getattr(super(cls, self), name)(*args, **kwargs)
+
+    return call_async if inspect.iscoroutinefunction(method) else call
 
 
 def _guarded_method(name: str, method: Callable) -> Callable:
@@ -94,10 +120,13 @@ def _guarded_method(name: str, method: Callable) -> Callable:
             signature.bind(self, *args, **kwargs)  # a call that does not fit raises here, unrecorded
         return name == "get_reward" and environment_error(self) is not None
 
-    # What an environment calls itself, it may also catch itself: only the outermost call is guarded.
+    def is_free(self: Any) -> bool:
+        # What an environment calls itself, it may also catch itself: only the outermost call is guarded.
+        return _inside.get() or ERROR not in vars(self)
+
     @functools.wraps(method)
-    def guard(self, *args, **kwargs):
-        if _inside.get():
+    def call(self, *args, **kwargs):
+        if is_free(self):
             return method(self, *args, **kwargs)
         if not is_over(self, args, kwargs):
             with _recorded(self, name):
@@ -105,15 +134,15 @@ def _guarded_method(name: str, method: Callable) -> Callable:
         return FALLBACKS[name]
 
     @functools.wraps(method)
-    async def guard_async(self, *args, **kwargs):
-        if _inside.get():
+    async def call_async(self, *args, **kwargs):
+        if is_free(self):
             return await method(self, *args, **kwargs)
         if not is_over(self, args, kwargs):
             with _recorded(self, name):
                 return await method(self, *args, **kwargs)
         return FALLBACKS[name]
 
-    return guard_async if inspect.iscoroutinefunction(method) else guard
+    return call_async if inspect.iscoroutinefunction(method) else call
 
 
 @contextmanager

@@ -22,6 +22,9 @@ class not_a_tool:
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else self.function.__get__(instance)
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
 
 def has_own_snapshots(cls: type) -> bool:
     """
