@@ -132,7 +132,7 @@ class DeepGRPOConfig(ExplorationConfig):
             raise ValueError(f"`max_pivots_per_batch={self.max_pivots_per_batch}` must be at least 1, or None.")
         if not self.segment_delimiters or not all(self.segment_delimiters):
             raise ValueError(f"`segment_delimiters={self.segment_delimiters!r}` must hold non-empty texts.")
-        if self.segment_length is not None and not 1 <= self.segment_length <= (self.max_completion_length or 0):
+        if self.segment_length is not None and not 1 <= self.segment_length <= (self.max_completion_length or math.inf):
             raise ValueError(
                 f"`max_completion_length={self.max_completion_length}` is smaller than one segment of "
                 f"`segment_length={self.segment_length}` tokens: there would be nothing to branch from but the "
