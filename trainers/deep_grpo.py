@@ -76,6 +76,7 @@ class DeepGRPOTrainer(ExplorationTrainer):
     trains_extra_rows = True
 
     def setup(self) -> None:
+        super().setup()
         args = self.args
         self.estimator = SuccessEstimator(
             buffer_size=args.estimator_buffer_size, l2=args.estimator_l2, min_samples=args.estimator_min_samples
@@ -308,12 +309,14 @@ class DeepGRPOTrainer(ExplorationTrainer):
     def completion_columns(self) -> dict[str, list[Any]]:
         rows = range(len(self.main_completion_ids))
         return {
+            **super().completion_columns(),
             "pivot_depth": [self._pivot_depths.get(row, math.nan) for row in rows],
             "recovered": [float(self._recovered.get(row, math.nan)) for row in rows],
         }
 
     def method_files(self) -> list[str]:
-        return [self.args.hard_states_file] if self.args.hard_states_file else []
+        own = [self.args.hard_states_file] if self.args.hard_states_file else []
+        return [*super().method_files(), *own]
 
     @property
     def _hard_states_path(self) -> Path:
@@ -337,6 +340,7 @@ class DeepGRPOTrainer(ExplorationTrainer):
 
     def exploration_state(self) -> dict[str, Any]:
         return {
+            **super().exploration_state(),
             "estimator": self.estimator.state_dict(),
             "shared_generator": self._shared_generator.get_state(),
             "num_generation_batches": self._num_generation_batches,
@@ -346,6 +350,7 @@ class DeepGRPOTrainer(ExplorationTrainer):
         }
 
     def load_exploration_state(self, state: dict[str, Any]) -> None:
+        super().load_exploration_state(state)
         self.estimator.load_state_dict(state["estimator"])
         self._shared_generator.set_state(state["shared_generator"])
         self._num_generation_batches = state["num_generation_batches"]
