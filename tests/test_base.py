@@ -27,7 +27,7 @@ from world import (
 )
 
 from trl_explore.rollouts import Rows
-from trl_explore.streams import LOSS_NORMALISERS
+from trl_explore.streams import LOSS_NORMALISERS, loss_mask
 from trl_explore.trainers import ExplorationConfig, ExplorationTrainer
 
 TIMING = ("runtime", "per_second", "_time")
@@ -416,9 +416,48 @@ def test_dropping_rows_without_advantage_is_a_mean_over_the_others(tmp_path):
     torch.testing.assert_close(dropped, full * 8 / nonzero)
 
 
+def all_differ(completions, **kwargs):
+    return [float(i) for i in range(len(completions))]
+
+
+def first_group_differs(completions, **kwargs):
+    return [float(i) if i < 4 else 0.7 for i in range(len(completions))]
+
+
+@pytest.mark.parametrize("loss_type", sorted(LOSS_NORMALISERS))
+@pytest.mark.parametrize("options", [{}, dict(gradient_accumulation_steps=2), dict(steps_per_generation=4)])
+def test_with_nothing_to_drop_dropping_changes_nothing(tmp_path, loss_type, options):
+    options = dict(options, loss_type=loss_type, reward_funcs=all_differ, max_steps=2)
+    options |= dict(epsilon_high=5.0) if loss_type == "cispo" else {}
+    options |= dict(importance_sampling_level="sequence") if loss_type == "luspo" else {}
+    expected, _ = sgd_run(GRPOTrainer, GRPOConfig, tmp_path, **options)
+    got, _ = sgd_run(ExplorationTrainer, ExplorationConfig, tmp_path, drop_zero_advantage=True, **options)
+    assert_same(got, expected)
+
+
+def test_where_rows_are_dropped_bnpos_micro_batches_keep_their_weight(tmp_path):
+    options = dict(loss_type="bnpo", gradient_accumulation_steps=2, per_device_train_batch_size=4, max_steps=1)
+    options |= dict(reward_funcs=first_group_differs)
+    start, noted = parameters(make_trainer()), {}
+
+    class Noting(ExplorationTrainer):
+        def _generate_and_score_completions(self, inputs):
+            output = super()._generate_and_score_completions(inputs)
+            noted["kept"], noted["all"] = int(loss_mask(output).sum()), int(output["completion_mask"].sum())
+            return output
+
+    plain, _ = sgd_run(GRPOTrainer, GRPOConfig, tmp_path, **options)
+    got, _ = sgd_run(Noting, ExplorationConfig, tmp_path, drop_zero_advantage=True, **options)
+    assert 0 < noted["kept"] < noted["all"]
+    factor = noted["all"] / noted["kept"]
+    assert_same(got, {name: start[name] + factor * (p - start[name]) for name, p in plain.items()}, tolerance=2e-6)
+
+
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo"])
 def test_dropping_rows_acts_in_both_streams_alike(tmp_path, loss_type):
-    options = dict(drop_zero_advantage=True, loss_type=loss_type, gradient_accumulation_steps=2)
+    # As without dropping, bnpo's own mean is that of the stream where there is one micro-batch.
+    steps = 1 if loss_type == "bnpo" else 2
+    options = dict(drop_zero_advantage=True, loss_type=loss_type, gradient_accumulation_steps=steps)
     got, _ = sgd_run(Echo, ExplorationConfig, tmp_path, **options)
     expected, _ = sgd_run(ExplorationTrainer, ExplorationConfig, tmp_path, scale=1.5, **options)
     assert_same(got, expected, tolerance=2e-6)
@@ -469,7 +508,14 @@ def test_rows_of_equal_rewards_train_nothing_and_make_no_forward_pass(tmp_path, 
     before = parameters(make_trainer())
     got, log = trained(Echo, ExplorationConfig, tmp_path, **options)
     assert_same(got, before)
-    assert "echo/entropy" not in log[0] and log[0]["echo/loss"] == 0.0
+    assert "echo/entropy" not in log[0] and log[0]["echo/loss"] == log[0]["echo/computed_fraction"] == 0.0
+
+
+@pytest.mark.parametrize("beta, drop, share", [(0.0, False, 0.5), (0.1, False, 1.0), (0.1, True, 0.5)])
+def test_the_share_of_rows_that_are_computed_is_logged(tmp_path, beta, drop, share):
+    options = dict(beta=beta, drop_zero_advantage=drop, reward_funcs=first_group_differs)
+    _, log = trained(Echo, ExplorationConfig, tmp_path, **options)
+    assert log[0]["echo/computed_fraction"] == share
 
 
 class Flattened(ExplorationTrainer):

@@ -39,6 +39,7 @@ SETTINGS = {
     "lora": dict(peft_config=LORA),
     "lora, beta, two iterations": dict(peft_config=LORA, beta=0.1, num_iterations=2, max_steps=4),
     "conversational": dict(conversational=True),
+    "no limit of length": dict(max_completion_length=None),
     "rewards with None": dict(reward_funcs=[contains_answer, some_letter], success_threshold=1.5),
 }
 grpo = pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS.keys())
@@ -258,6 +259,22 @@ def test_by_default_a_tenth_of_the_budget_remains(tmp_path):
     trainer = make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **options)
     trainer.main_completion_ids = [[5] * 50]
     assert sorted(p.start for p in trainer._draw(0)) == list(range(46))
+
+
+@pytest.mark.parametrize("segmentation", ["delimiter", "fixed"])
+@pytest.mark.parametrize("deferred", [False, True])
+def test_without_a_limit_branches_end_where_the_longest_completion_ends(tmp_path, segmentation, deferred):
+    options = dict(max_completion_length=None, segmentation=segmentation, segment_length=None, depth_bias=6.0)
+    for log in log_of(tmp_path, deferred_branching=deferred, max_steps=4, **options)[deferred:-1]:
+        assert log["completions/max_length"] == 20  # transformers' own limit
+        assert 0 < log["pivots/mean_suffix_length"] and log["aux/completions/max_length"] <= 20
+
+
+def test_room_is_asked_for_in_vain_where_completions_are_short_by_themselves(tmp_path):
+    options = dict(CUTS, max_completion_length=None, min_remaining_tokens=10, num_pivots=4)
+    trainer = make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **options)
+    trainer.main_completion_ids = [[5, 6, 7, 8, 1]]
+    assert [p.start for p in trainer._draw(0)] == [0]
 
 
 @pytest.mark.parametrize("selection", ["utility", "uniform"])

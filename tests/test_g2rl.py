@@ -25,7 +25,14 @@ from world import (
 
 from trl_explore.geometry_callback import GeometryCallback
 from trl_explore.novelty import geometry, novelty_scores
-from trl_explore.trainers import DeepGRPOConfig, DeepGRPOTrainer, G2RLConfig, G2RLTrainer, GradientGuided
+from trl_explore.trainers import (
+    BranPOTrainer,
+    DeepGRPOConfig,
+    DeepGRPOTrainer,
+    G2RLConfig,
+    G2RLTrainer,
+    GradientGuided,
+)
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
 OFF = dict(novelty_weight=0.0, reward_mapping="none")
@@ -285,6 +292,51 @@ def test_it_composes_with_deep_grpo(tmp_path):
     assert_same(off, deep)
     got, log = trained(Guided, GuidedConfig, tmp_path, **options)
     assert differ(got, deep) and log[0]["geometry/mean_novelty"] > 0 and any("pivots" in key for key in log[0])
+
+
+def test_the_order_of_the_composition_does_not_matter(tmp_path):
+    @dataclass
+    class GuidedConfig(G2RLConfig, DeepGRPOConfig):
+        pass
+
+    class Guided(GradientGuided, DeepGRPOTrainer):
+        config_class = GuidedConfig
+
+    class Deep(DeepGRPOTrainer, GradientGuided):
+        config_class = GuidedConfig
+
+    trainers = []
+    for cls in (Guided, Deep):
+        trainers.append(make_trainer(cls, GuidedConfig, tmp_path, log_completions=True))
+        trainers[-1].train()
+    assert_same(parameters(trainers[1]), parameters(trainers[0]))
+    first, second = (trainer.completion_columns() for trainer in trainers)
+    assert sorted(first) == sorted(second) == ["novelty", "pivot_depth", "recovered", "shaped_reward"]
+
+
+@pytest.mark.parametrize("bases", [(G2RLTrainer, DeepGRPOTrainer), (DeepGRPOTrainer, G2RLTrainer)])
+@pytest.mark.parametrize("field", ["tools", "rollout_func"])
+def test_a_composition_takes_only_what_each_of_its_methods_takes(tmp_path, bases, field):
+    def tool(text: str) -> str:
+        """
+        Echoes.
+
+        Args:
+            text: What to echo.
+        """
+        return text
+
+    config = dataclass(type("Both", (G2RLConfig, DeepGRPOConfig), {}))
+    both = type("Both", bases, {"config_class": config})
+    with pytest.raises(ValueError, match=f"Both.*`{field}`|`{field}`.*Both"):
+        make_trainer(both, config, tmp_path, **{field: [tool] if field == "tools" else tool})
+
+
+def test_what_all_methods_take_a_composition_takes():
+    assert G2RLTrainer.accepts_tools and G2RLTrainer.accepts_rollout_func and BranPOTrainer.accepts_tools
+    guided = type("Guided", (GradientGuided, BranPOTrainer), {})
+    assert guided.accepts_tools and not guided.accepts_rollout_func
+    assert type("Branched", (BranPOTrainer, GradientGuided), {}).accepts_tools
 
 
 # --------------------------------------------------------------------------------------------------------- errors

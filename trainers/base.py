@@ -23,6 +23,7 @@ from trl_explore.streams import (
     LOSS_NORMALISERS,
     RowDict,
     check_loss_type,
+    loss_mask,
     mask_rows,
     row_tokens,
 )
@@ -64,6 +65,17 @@ class ExplorationTrainer(SamplingTrainer):
     main_examples: list[dict[str, Any]] = []
     _shaped_rewards: torch.Tensor | None = None
     _rollout: Rollout | None = None
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        # A class of several methods takes only what each of them takes.
+        methods = [base for base in cls.__bases__ if issubclass(base, ExplorationTrainer)]
+        if "accepts_rollout_func" not in vars(cls):
+            cls.accepts_rollout_func = all(method.accepts_rollout_func for method in methods)
+        if "accepts_tools" not in vars(cls):
+            cls.accepts_tools = all(method.accepts_tools for method in methods)
+        if "accepts_vision" not in vars(cls):
+            cls.accepts_vision = all(method.accepts_vision for method in methods)
 
     def __init__(
         self,
@@ -294,8 +306,11 @@ class ExplorationTrainer(SamplingTrainer):
         output["advantages"] = self.assign_advantages(output)
         if self.drop_zero_advantage:
             keep = has_signal(output["advantages"])
-            output = mask_rows(output, keep)
             self._main_totals = self._totals(output, keep)
+            if LOSS_NORMALISERS[self.loss_type] == "tokens":
+                output["num_tokens"] = loss_mask(output).sum(dim=1)
+                self._main_totals.num_batch_tokens = self._totals(output, torch.ones_like(keep)).num_tokens
+            output = mask_rows(output, keep)
             output["num_items_in_batch"] = torch.full_like(output["num_items_in_batch"], self._main_totals.num_tokens)
         # The examples are copied: TRL writes into the dictionaries that it is given.
         streams = self.extra_streams(output, [dict(example) for example in inputs], self._total_rewards())
@@ -303,7 +318,7 @@ class ExplorationTrainer(SamplingTrainer):
             self.keep_for_table(output, {name: scored for name, (scored, _) in streams.items()})
         streams = {name: stream for name, stream in streams.items() if stream[1] > 0}
         pooled = self._pool(output, [s for s, _ in streams.values()]) if self.pools_streams and streams else None
-        self._stream_steps = {name: self._prepare_stream(*stream, pooled) for name, stream in streams.items()}
+        self._stream_steps = {name: self._prepare_stream(name, *stream, pooled) for name, stream in streams.items()}
         return output
 
     def _main_rewards(self) -> list[list[float] | None] | None:

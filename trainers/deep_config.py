@@ -132,7 +132,8 @@ class DeepGRPOConfig(ExplorationConfig):
             raise ValueError(f"`max_pivots_per_batch={self.max_pivots_per_batch}` must be at least 1, or None.")
         if not self.segment_delimiters or not all(self.segment_delimiters):
             raise ValueError(f"`segment_delimiters={self.segment_delimiters!r}` must hold non-empty texts.")
-        if self.segment_length is not None and not 1 <= self.segment_length <= (self.max_completion_length or 0):
+        longest = self.max_completion_length or math.inf
+        if self.segment_length is not None and not 1 <= self.segment_length <= longest:
             raise ValueError(
                 f"`max_completion_length={self.max_completion_length}` is smaller than one segment of "
                 f"`segment_length={self.segment_length}` tokens: there would be nothing to branch from but the "
@@ -142,7 +143,7 @@ class DeepGRPOConfig(ExplorationConfig):
             )
         if self.min_remaining_tokens is not None and self.min_remaining_tokens < 1:
             raise ValueError(f"`min_remaining_tokens={self.min_remaining_tokens}` must be at least 1, or None.")
-        if (self.min_remaining_tokens or 0) > (self.max_completion_length or math.inf):
+        if (self.min_remaining_tokens or 0) > longest:
             raise ValueError(
                 f"`min_remaining_tokens={self.min_remaining_tokens}` is more than `max_completion_length="
                 f"{self.max_completion_length}`, so that not even the prompt could be branched from. Lower it."

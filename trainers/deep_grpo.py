@@ -69,13 +69,14 @@ class DeepGRPOTrainer(ExplorationTrainer):
             }"""),  # fmt: skip
     }
 
-    max_completion_length: int
+    max_completion_length: int | None
     num_generations: int
     config_class = DeepGRPOConfig
     samples_extra_rows = True
     trains_extra_rows = True
 
     def setup(self) -> None:
+        super().setup()
         args = self.args
         self.estimator = SuccessEstimator(
             buffer_size=args.estimator_buffer_size, l2=args.estimator_l2, min_samples=args.estimator_min_samples
@@ -85,8 +86,6 @@ class DeepGRPOTrainer(ExplorationTrainer):
         self._delimiter_cache: dict[int, str] = {}
         self._num_cut = 0  # completions with a cut, of those that pivots were drawn in
         self._warned = False
-        budget = self.max_completion_length
-        self._last_start = budget - (args.min_remaining_tokens or max(1, budget // 10))
         self._num_generation_batches = 0
         self._queue: list[Branching] = []
         self._pivot_depths: dict[int | None, float] = {}  # of the first pivot of each main row that has one
@@ -133,8 +132,9 @@ class DeepGRPOTrainer(ExplorationTrainer):
         sampled = plain(prompt_ids + prefixes)
         logprobs = sampled.logprobs or [None] * len(sampled.completion_ids)
         branches = zip(sampled.completion_ids[len(prompt_ids) :], logprobs[len(prompt_ids) :], strict=True)
+        most = self._budget(sampled.completion_ids[: len(prompt_ids)])
         for branching in self._queue:
-            budget = self.max_completion_length - len(branching.prefix_ids)
+            budget = max(1, most - len(branching.prefix_ids))  # without a limit, the batch of the pivot had another
             branching.branches = [
                 Continuation(ids[:budget], logprobs=values and values[:budget])
                 for ids, values in itertools.islice(branches, self.args.num_branches)
@@ -185,7 +185,9 @@ class DeepGRPOTrainer(ExplorationTrainer):
         starts = drop_empty_end(self._segment(ids), ids, self._tokenizer, end_ids=self.eos_token_ids)
         depths = relative_depths(len(starts))
         self._num_cut += len(starts) > 1
-        possible = torch.tensor([start <= self._last_start for start in starts])
+        budget = self._budget(self.main_completion_ids)
+        last = max(0, budget - (self.args.min_remaining_tokens or max(1, budget // 10)))
+        possible = torch.tensor([start <= last for start in starts])
         if self.args.pivot_selection == "root":
             # As many groups as there would be elsewhere, so that the control has its rivals' budget.
             return [Pivot(row, 0, float(depths[0]))] * min(self.args.num_pivots, int(possible.sum()))
@@ -199,10 +201,18 @@ class DeepGRPOTrainer(ExplorationTrainer):
 
     def _segment(self, ids: list[int]) -> list[int]:
         if self.args.segmentation == "fixed":
-            return segment_fixed(len(ids), length=self.args.segment_length or min(50, self.max_completion_length))
+            most = self._budget(self.main_completion_ids)
+            return segment_fixed(len(ids), length=self.args.segment_length or min(50, most))
         return segment_delimiters(
             ids, self._tokenizer, delimiters=self.args.segment_delimiters, cache=self._delimiter_cache
         )
+
+    def _budget(self, completion_ids: list[list[int]]) -> int:
+        """
+        Most tokens of a completion. With `max_completion_length=None` the backend decides that for the main rows;
+        branches then end where the longest main row of this process ends.
+        """
+        return self.max_completion_length or max(map(len, completion_ids))
 
     def _capped(self, pivots: list[Pivot], limit: int) -> list[Pivot]:
         """Keep `limit` pivots of the whole batch: every completion's first one before anybody's second."""
@@ -217,10 +227,11 @@ class DeepGRPOTrainer(ExplorationTrainer):
         return [pivot for i, pivot in enumerate(pivots, start=first) if i in kept]
 
     def _sample_branches(self, branchings: list[Branching]) -> None:
+        most = self._budget(self.main_completion_ids)
         continuations = self.sample(
             [b.prompt_ids + b.prefix_ids for b in branchings],
             self.args.num_branches,
-            [self.max_completion_length - len(b.prefix_ids) for b in branchings],
+            [most - len(b.prefix_ids) for b in branchings],
         )
         for branching, branches in zip(branchings, continuations, strict=True):
             branching.branches = branches
@@ -298,12 +309,14 @@ class DeepGRPOTrainer(ExplorationTrainer):
     def completion_columns(self) -> dict[str, list[Any]]:
         rows = range(len(self.main_completion_ids))
         return {
+            **super().completion_columns(),
             "pivot_depth": [self._pivot_depths.get(row, math.nan) for row in rows],
             "recovered": [float(self._recovered.get(row, math.nan)) for row in rows],
         }
 
     def method_files(self) -> list[str]:
-        return [self.args.hard_states_file] if self.args.hard_states_file else []
+        own = [self.args.hard_states_file] if self.args.hard_states_file else []
+        return [*super().method_files(), *own]
 
     @property
     def _hard_states_path(self) -> Path:
@@ -327,6 +340,7 @@ class DeepGRPOTrainer(ExplorationTrainer):
 
     def exploration_state(self) -> dict[str, Any]:
         return {
+            **super().exploration_state(),
             "estimator": self.estimator.state_dict(),
             "shared_generator": self._shared_generator.get_state(),
             "num_generation_batches": self._num_generation_batches,
@@ -336,6 +350,7 @@ class DeepGRPOTrainer(ExplorationTrainer):
         }
 
     def load_exploration_state(self, state: dict[str, Any]) -> None:
+        super().load_exploration_state(state)
         self.estimator.load_state_dict(state["estimator"])
         self._shared_generator.set_state(state["shared_generator"])
         self._num_generation_batches = state["num_generation_batches"]

@@ -80,6 +80,7 @@ class SESATrainer(SequentialActionTrainer):
     needs_whole_groups = True
 
     def setup(self) -> None:
+        super().setup()
         args = self.args
         self.max_trajectories = self.num_generations if args.max_trajectories is None else args.max_trajectories
         self.num_sketches = self.max_trajectories if args.num_sketches is None else args.num_sketches

@@ -56,7 +56,7 @@ class StreamTrainer(ScoringTrainer):
             total = stream_loss * weight if total is None else total + stream_loss * weight
         return total
 
-    def _prepare_stream(self, scored: ScoredRows, weight: float, totals: StreamTotals | None):
+    def _prepare_stream(self, name: str, scored: ScoredRows, weight: float, totals: StreamTotals | None):
         rows, keep = scored.rows, self._kept(scored)
         totals = totals or self._totals(rows, keep)
         rows["num_items_in_batch"] = torch.full_like(rows["num_items_in_batch"], totals.num_tokens)
@@ -64,6 +64,8 @@ class StreamTrainer(ScoringTrainer):
         # at them their gradient is exactly 0, and their forward pass can be saved.
         if self.beta == 0.0 and self.top_entropy_quantile >= 1.0:
             keep = keep & has_signal(rows["advantages"])
+        rows_of_all = self.summed({"computed": int(keep.sum()), "real": int(scored.real.sum())})
+        self.log_metric(f"{name}/computed_fraction", rows_of_all["computed"] / rows_of_all["real"])
         num_rows = self._max_over_processes(int(keep.sum()))
         steps = split_stream(
             rows,

@@ -100,6 +100,7 @@ class TreeGRPOTrainer(ExplorationTrainer):
             )
 
     def setup(self) -> None:
+        super().setup()
         args = self.args
         self.limits = args.limits()
         select_fns: dict[str, SelectFn] = {

@@ -55,10 +55,14 @@ class StreamTotals:
             Rows that count, over all processes and the whole generation batch.
         num_tokens (`int`):
             Trained tokens of those rows.
+        num_batch_tokens (`int`, *optional*):
+            Trained tokens of all rows, where those that do not count were taken out of micro-batches that keep their
+            weight.
     """
 
     num_rows: int
     num_tokens: int
+    num_batch_tokens: int | None = None
 
 
 def check_loss_type(loss_type: str) -> None:
@@ -87,7 +91,8 @@ def stream_scale(loss_type: str, rows: RowDict, totals: StreamTotals, *, num_slo
         loss_type (`str`):
             `loss_type` of the training configuration.
         rows (`dict`):
-            The micro-batch as TRL's loss receives it.
+            The micro-batch as TRL's loss receives it; `num_tokens` are its rows' trained tokens before any was taken
+            out.
         totals ([`StreamTotals`]):
             What the stream is averaged over.
         num_slots (`int`):
@@ -100,6 +105,10 @@ def stream_scale(loss_type: str, rows: RowDict, totals: StreamTotals, *, num_slo
     normaliser = LOSS_NORMALISERS[loss_type]
     if normaliser == "rows":
         return rows["completion_ids"].size(0) * num_slots / max(totals.num_rows, 1)
+    if normaliser == "tokens" and totals.num_batch_tokens is not None:
+        # TRL weighs micro-batches alike, however many tokens they have; rows that leave make the rest count more.
+        kept = max(int(loss_mask(rows).sum()), 1) / max(int(rows["num_tokens"].sum()), 1)
+        return kept * totals.num_batch_tokens / max(totals.num_tokens, 1)
     if normaliser == "tokens":
         return max(int(loss_mask(rows).sum()), 1) * num_slots / max(totals.num_tokens, 1)
     return 1.0
