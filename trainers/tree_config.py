@@ -39,7 +39,8 @@ class TreeGRPOConfig(ExplorationConfig):
         max_tree_tokens (`int`, *optional*):
             Most tokens that the search samples per tree, direct rollouts apart. `None` sets no limit.
         success_threshold (`float`, *optional*, defaults to `1.0`):
-            A completion whose total reward reaches it is correct (+1), any other wrong (-1).
+            A completion whose reward (the total, or that of `success_reward`) reaches it is correct (+1), any other
+            wrong (-1).
         incomplete_score (`float`, *optional*, defaults to `-1.0`):
             Outcome of a wrong completion that a limit cut off, in [-1, 0].
         selection (`str`, *optional*, defaults to `"global"`):
