@@ -221,6 +221,10 @@ def test_an_embedded_task_is_compared_on_equal_seconds(workdir, capsys):
         ({"dataset_name": "dota.jsonl"}, "did you mean 'data.jsonl'?"),
         ({"reward_funcs": ["accuracy"]}, "did you mean 'accuracy_reward'?"),
         ({"reward_funcs": ["compare_rewards.other", "compare_rewards.contains_answer"]}, "success_threshold must be"),
+        (
+            {"success_reward": "nobody"},
+            "`success_reward='nobody'` is none of the reward functions: name one of contains",
+        ),
         ({"budget": None}, "budget is missing: say what is equal for all arms, tokens, seconds or steps"),
         ({"budget": {"tokens": 1, "seconds": 1}}, "give one of tokens, seconds and steps"),
         ({"budget": {"token": 1}}, "budget: unknown field 'token'; did you mean 'tokens'?"),

@@ -29,6 +29,9 @@ from world import contains_answer
 def reward(prompts, **kwargs):
     return contains_answer(prompts=prompts, **kwargs)
 
+def always(prompts, **kwargs):
+    return [1.0] * len(prompts)
+
 def none(prompts, **kwargs):
     return [None] * len(prompts)
 
@@ -83,6 +86,32 @@ def test_the_command_writes_and_prints_what_the_function_returns(workdir, capsys
     assert "{:.1f} [{:.1f}, {:.1f}]".format(*found) in table
     assert "pass@1" in table and "maj@4" in table and "truncated" in table
     assert not list(Path("out").glob("*.part"))
+
+
+def test_answers_that_no_reward_reads_are_not_said_to_be_missing(workdir, capsys):
+    def cells(table):  # by heading, of the one row
+        lines = [line.strip("│┃ ") for line in table.splitlines() if line.startswith(("│", "┃"))]
+        return dict(zip(*([cell.strip() for cell in re.split("[│┃]", line)] for line in lines), strict=True))
+
+    assert main(flags(num_samples=1)) == 0
+    out = capsys.readouterr().out
+    assert "no answer" not in cells(out) and "mark none" not in out
+    assert main(flags(num_samples=1, reward_funcs="accuracy_reward", output_dir="read")) == 0
+    read = json.loads(Path("read/results.json").read_text())["results"]["data"]["unanswered"]
+    assert cells(capsys.readouterr().out)["no answer"] == f"{100 * read:.1f} %" and read > 0
+    assert main(flags(output_dir="votes")) == 0  # which are what the missing marks matter to
+    share = json.loads(Path("votes/results.json").read_text())["results"]["data"]["unanswered"]
+    assert f"votes on marked answers, such as \\boxed{{7}}, and {100 * share:.1f} % of the samples mark none" in (
+        capsys.readouterr().out
+    )
+
+
+def test_the_reward_that_decides_can_be_named(workdir):
+    two = "eval_rewards.reward eval_rewards.always"
+    assert main(flags(reward_funcs=two, success_reward="always")) == 0
+    assert results()["results"]["data"]["metrics"]["pass@1"]["value"] == 1.0
+    assert main(flags(reward_funcs=two, success_reward="reward")) == 0
+    assert results()["results"]["data"]["metrics"]["pass@1"]["value"] < 1.0
 
 
 def test_json_is_all_that_is_printed_if_asked_for(workdir, capsys):
@@ -198,6 +227,10 @@ def test_an_adapter_without_its_base_is_explained(adapter, capsys):
         ({"max_new_tokens": 500}, "more than the 128 that the model takes; lower max_new_tokens to at most 124"),
         ({"max_new_tokens": "many"}, "argument --max_new_tokens: invalid int value: 'many'"),
         ({"reward_funcs": "accuracy_rewrad"}, "did you mean 'accuracy_reward'?"),
+        (
+            {"success_reward": "rewrad"},
+            "`success_reward='rewrad'` is none of the reward functions: name one of reward",
+        ),
         ({"reward_funcs": "eval_rewards.none"}, "no sample of any prompt has a reward"),
         ({"model_name_or_path": "./nowhere"}, "model_name_or_path='nowhere' does not exist"),
         ({"adapter_name_or_path": "./nowhere"}, "adapter_name_or_path='nowhere' does not exist"),

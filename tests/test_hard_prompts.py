@@ -377,6 +377,10 @@ def test_an_adapter_folder_is_a_model(workdir, with_tokenizer):
         ({"reward_funcs": None}, "no reward: pass --reward_funcs"),
         ({"reward_funcs": "filter_rewards.rewrad"}, "did you mean 'reward'?"),
         ({"reward_weights": "1"}, None),
+        (
+            {"success_reward": "rewrad"},
+            "`success_reward='rewrad'` is none of the reward functions: name one of reward",
+        ),
         ({"dataset_name": "./dota.jsonl"}, "did you mean 'data.jsonl'?"),
         ({"dataset_train_split": "trian"}, "did you mean 'train'?"),
         ({"model_name_or_path": "./nowhere"}, "model_name_or_path='nowhere' does not exist"),

@@ -27,6 +27,7 @@ from trl_explore.streams import (
     mask_rows,
     row_tokens,
 )
+from trl_explore.success import check_success_reward
 
 from .config import ExplorationConfig, upgrade_config
 from .sampling import SamplingTrainer
@@ -115,6 +116,7 @@ class ExplorationTrainer(SamplingTrainer):
             rollout_func=rollout_func,
             environment_factory=self.prepare_environments(environment_factory),
         )
+        check_success_reward(args.success_reward, self.reward_func_names)
         if self._is_vlm and not self.accepts_vision:
             raise ValueError(
                 f"{type(self).__name__} does not support vision-language models: pass a text model or use GRPOTrainer."

@@ -130,8 +130,9 @@ class BranPOTrainer(BranchingTrainer):
     def assign_advantages(self, output: dict[str, Any]) -> torch.Tensor:
         start = time.perf_counter()
         rewards = self.local(self._total_rewards()).tolist()
-        plans = self._plans(rewards, output)
-        kept = self._search(plans, rewards)
+        deciding = self.local(self._success_rewards()).tolist()
+        plans = self._plans(deciding, output)
+        kept = self._search(plans, deciding)
         self.log_metric("branch/seconds", time.perf_counter() - start)
         self._log_branches(plans, kept)
         if self.log_completions:
@@ -210,15 +211,15 @@ class BranPOTrainer(BranchingTrainer):
         return kept
 
     def _total(self, branch: Branch) -> float:
-        rewards = torch.tensor([branch.rewards], device=self.reward_weights.device)
-        return combine_rewards(rewards, self.reward_weights).item()
+        return combine_rewards(torch.tensor([branch.rewards]), self.reward_weights).item()
 
     def _first_wanted(self, found: list[Branch], plan: Plan, reward: float) -> int | None:
-        threshold, totals = self.args.success_threshold, [self._total(branch) for branch in found]
+        threshold = self.args.success_threshold
+        deciding = self.success_rewards(torch.tensor([branch.rewards for branch in found])).tolist()
         if not plan.shorter:
-            return first_contrastive(totals, reward, threshold=threshold)
+            return first_contrastive(deciding, reward, threshold=threshold)
         original = len(self.trajectories[found[0].row].turns)
-        return first_shorter(totals, [len(turns(b.loss_mask)) for b in found], original, threshold=threshold)
+        return first_shorter(deciding, [len(turns(b.loss_mask)) for b in found], original, threshold=threshold)
 
     def _branch_advantages(
         self, rewards: list[float], kept: dict[int, Branch]

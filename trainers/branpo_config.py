@@ -29,7 +29,7 @@ class BranPOConfig(ExplorationConfig):
 
     Args:
         success_threshold (`float`, *optional*, defaults to `0.8`):
-            Smallest total reward of a successful trajectory.
+            Smallest reward (the total, or that of `success_reward`) of a successful trajectory.
         num_branches (`int`, *optional*, defaults to `2`):
             Continuations sampled at each depth (Eq. 15). 0: such trajectories are not branched.
         num_branches_solved (`int`, *optional*, defaults to `1`):
@@ -48,8 +48,8 @@ class BranPOConfig(ExplorationConfig):
             Continuations that look for a shorter way from the penultimate response of long successes (section 4.4). 0
             switches redundant step masking off.
         accuracy (`str`, *optional*, defaults to `"mean"`):
-            Accuracy of a group: `"mean"` of its initial rewards (the paper), or `"share"` of successes (the authors'
-            code).
+            Accuracy of a group: `"mean"` of its initial rewards, those that decide success (the paper), or `"share"`
+            of successes (the authors' code).
         branch_group (`str`, *optional*, defaults to `"prompt"`):
             What a suffix is compared with: all suffixes of its `"prompt"` (Eq. 12), or those of its `"trajectory"`
             (Algorithm 1).

@@ -17,13 +17,17 @@ C = TypeVar("C", bound="ExplorationConfig")
 @dataclass
 class ExplorationConfig(GRPOConfig):
     r"""
-    Base of the exploration configurations: every field of [`~trl.GRPOConfig`], and six that all methods share.
+    Base of the exploration configurations: every field of [`~trl.GRPOConfig`], and seven that all methods share.
 
     Args:
         drop_zero_advantage (`bool`, *optional*, defaults to `False`):
             Leave rows whose advantage is 0 out of the loss and out of what it is averaged over, in the main stream and
             in extra streams alike. Where all rewards of a group are equal it is 0, whatever rounding makes of it.
             `False` is TRL's convention.
+        success_reward (`str`, *optional*):
+            Name of the reward function that decides what success is, compared with the method's `success_threshold` as
+            the function returns it, without its weight; a completion that it does not score is neither a success nor a
+            failure. What a completion is worth stays the sum of all rewards. `None`: the sum decides.
         sampling_batch_size (`int`, *optional*):
             Rows per `generate` call when a method samples extra rows with the transformers backend. `None` samples a
             whole stage in a single call; lower it if that call runs out of memory.
@@ -51,6 +55,13 @@ class ExplorationConfig(GRPOConfig):
         metadata={
             "help": "Leave rows with advantage 0 out of the loss and its normaliser, in all streams alike. False is "
             "TRL's convention."
+        },
+    )
+    success_reward: str | None = field(
+        default=None,
+        metadata={
+            "help": "Name of the reward function that is compared with success_threshold, without its weight. None: "
+            "the sum of all rewards."
         },
     )
     sampling_batch_size: int | None = field(

@@ -25,7 +25,7 @@ class DeepGRPOConfig(ExplorationConfig):
 
     Args:
         success_threshold (`float`, *optional*, defaults to `1.0`):
-            A completion whose total reward is below it has failed.
+            A completion whose reward (the total, or that of `success_reward`) is below it has failed.
         num_branches (`int`, *optional*, defaults to `8`):
             Continuations K sampled from each pivot, at least 2.
         num_pivots (`int`, *optional*, defaults to `1`):

@@ -25,6 +25,7 @@ from trl_explore.pivots import (
     segment_fixed,
 )
 from trl_explore.rollouts import Continuation, Rollout, Rows
+from trl_explore.success import failed, succeeded
 
 from .base import ExplorationTrainer
 from .deep_config import DeepGRPOConfig
@@ -97,7 +98,7 @@ class DeepGRPOTrainer(ExplorationTrainer):
         self, output: dict[str, Any], examples: list[dict[str, Any]], rewards: torch.Tensor
     ) -> dict[str, tuple[ScoredRows, float]]:
         start = time.perf_counter()
-        chosen = self._choose(output, examples, rewards)
+        chosen = self._choose(output, examples)
         own_seconds = time.perf_counter() - start
         self._pivot_depths = {b.row: b.depth for b in reversed(chosen)}
         if self.args.deferred_branching:
@@ -142,16 +143,18 @@ class DeepGRPOTrainer(ExplorationTrainer):
         num_main = len(prompt_ids)
         return Rollout(sampled.completion_ids[:num_main], sampled.logprobs and sampled.logprobs[:num_main])
 
-    def _choose(self, output, examples, rewards) -> list[Branching]:
-        failed = failed_rows(
+    def _choose(self, output, examples) -> list[Branching]:
+        rewards = self._success_rewards()
+        chosen = failed_rows(
             rewards,
             threshold=self.args.success_threshold,
             group_size=self.num_generations,
             branch_from=self.args.branch_from,
         )
-        self.log_metric("pivots/failure_fraction", (rewards < self.args.success_threshold).float().mean().item())
-        pivots = [p for row in self.local(failed).nonzero().squeeze(1).tolist() for p in self._draw(row)]
-        self._warn_without_cuts(int(failed.sum()))
+        failures = failed(rewards, threshold=self.args.success_threshold)
+        self.log_metric("pivots/failure_fraction", failures.float().mean().item())
+        pivots = [p for row in self.local(chosen).nonzero().squeeze(1).tolist() for p in self._draw(row)]
+        self._warn_without_cuts(int(chosen.sum()))
         if self.args.max_pivots_per_batch is not None:
             pivots = self._capped(pivots, self.args.max_pivots_per_batch)
         prompt_ids = self.prompt_token_ids(output)
@@ -259,8 +262,9 @@ class DeepGRPOTrainer(ExplorationTrainer):
         self._num_generation_batches += 1
         solved: list[bool | None] = []
         if scored is not None:
-            success = (scored.rewards >= self.args.success_threshold).view(-1, self.args.num_branches)
-            unknown = scored.rewards.isnan().view(-1, self.args.num_branches).all(dim=1).tolist()
+            success = succeeded(scored.success_rewards, threshold=self.args.success_threshold)
+            success = success.view(-1, self.args.num_branches)
+            unknown = scored.success_rewards.isnan().view(-1, self.args.num_branches).all(dim=1).tolist()
             solved = [None if u else ok for ok, u in zip(success.any(dim=1).tolist(), unknown, strict=True)]
         known = [(b.depth, int(ok)) for b, ok in zip(branchings, solved, strict=True) if ok is not None]
         outcomes = gather_object(known)

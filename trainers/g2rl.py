@@ -48,10 +48,10 @@ class G2RLConfig(ExplorationConfig):
             How scores become factors: `"minmax"` maps those of a group to [0, 1], `"centered"` to [-1, 1], `"raw"`
             keeps them.
         reward_mapping (`str`, *optional*, defaults to `"binary"`):
-            `"binary"` maps total rewards to +1 (at least `success_threshold`) and -1, as in the paper; `"none"` shapes
+            `"binary"` maps rewards to +1 (at least `success_threshold`) and -1, as in the paper; `"none"` shapes
             them as they are.
         success_threshold (`float`, *optional*, defaults to `1.0`):
-            Smallest total reward of a correct completion.
+            Smallest reward (the total, or that of `success_reward`) of a correct completion.
         reward_clip (`float`, *optional*, defaults to `3.0`):
             Largest absolute shaped reward, at least 1.
         min_correct (`int`, *optional*, defaults to `0`):
@@ -126,8 +126,9 @@ class GradientGuided(FeatureTrainer):
     def shape_rewards(self, rewards_per_func: torch.Tensor) -> torch.Tensor:
         args, size = self.args, self.num_generations
         rewards_per_func = super().shape_rewards(rewards_per_func)
-        total = combine_rewards(rewards_per_func, self.reward_weights)
-        mapped = map_rewards(total, args.reward_mapping, threshold=args.success_threshold)
+        deciding = self.success_rewards(rewards_per_func)
+        worth = deciding if args.reward_mapping == "binary" else combine_rewards(rewards_per_func, self.reward_weights)
+        mapped = map_rewards(worth, args.reward_mapping, threshold=args.success_threshold)
         if not self.wants_features:
             return rewards_per_func if args.reward_mapping == "none" else self._as_columns(mapped, rewards_per_func)
         known = mapped[~mapped.isnan()]
@@ -144,7 +145,7 @@ class GradientGuided(FeatureTrainer):
         if args.novelty_scores == "shuffled":
             novelty = novelty._replace(nu=self._shuffled(novelty.nu, novelty.valid))
         enough = mixed_enough(
-            total, size, min_correct=args.min_correct, min_wrong=args.min_wrong, threshold=args.success_threshold
+            deciding, size, min_correct=args.min_correct, min_wrong=args.min_wrong, threshold=args.success_threshold
         )
         nu_bar = transform_novelty(novelty.nu, size, args.novelty_transform, valid=novelty.valid)
         shaped = shape_rewards(

@@ -10,7 +10,7 @@ import torch
 from accelerate.utils import gather, gather_object
 from trl.trainer.utils import is_async_callable
 
-from trl_explore.advantages import combine_rewards, equal_rewards
+from trl_explore.advantages import combine_rewards, equal_rewards, success_rewards
 from trl_explore.rollouts import Rows
 from trl_explore.streams import RowDict, kept_randomness
 
@@ -29,6 +29,8 @@ class ScoredRows:
             Boolean mask of shape `(B,)`: `False` on rows that only pad.
         rewards (`torch.Tensor`):
             Total reward of the real rows of this process, shape `(B_real,)`; NaN where unscorable.
+        success_rewards (`torch.Tensor`):
+            Reward that decides whether each of them succeeded, shape `(B_real,)`; NaN where it is not known.
         logged (`dict`):
             What the completions table says of the real rows of all processes; empty without `log_completions`.
     """
@@ -36,6 +38,7 @@ class ScoredRows:
     rows: RowDict
     real: torch.Tensor
     rewards: torch.Tensor
+    success_rewards: torch.Tensor
     logged: Logs = field(default_factory=dict)
 
 
@@ -83,10 +86,12 @@ class ScoringTrainer(CompletionsTrainer):
             assert self._rewards_per_func is not None
             level = self._equal_rewards(self._rewards_per_func)
             output["advantages"] = output["advantages"].masked_fill(level, 0.0)
-            totals = self._total_rewards()[self._process_rows(num_rows)]
+            totals, deciding = (
+                rewards[self._process_rows(num_rows)] for rewards in (self._total_rewards(), self._success_rewards())
+            )
             logged = self.logged_rows(rows, num_rows) if self.log_completions else {}
         real = torch.arange(num_rows, device=totals.device) < len(rows)
-        return ScoredRows(rows=output, real=real, rewards=totals[: len(rows)], logged=logged)
+        return ScoredRows(output, real, totals[: len(rows)], deciding[: len(rows)], logged)
 
     def _log_real_rows(self, rows: Rows, *, all_rows: int) -> None:
         """Log lengths and groups again without the rows that only pad: each has one prompt token and trains none."""
@@ -341,6 +346,23 @@ class ScoringTrainer(CompletionsTrainer):
     def _total_rewards(self) -> torch.Tensor:
         assert self._rewards_per_func is not None
         return combine_rewards(self._rewards_per_func, self.reward_weights)
+
+    def success_rewards(self, rewards_per_func: torch.Tensor) -> torch.Tensor:
+        """
+        The reward of each row that decides whether it succeeded, as `success_reward` says.
+
+        Args:
+            rewards_per_func (`torch.Tensor`):
+                Rewards of shape `(N, F)`; NaN where not scored.
+
+        Returns:
+            `torch.Tensor`: Shape `(N,)`; NaN where it is not known.
+        """
+        return success_rewards(rewards_per_func, self.reward_weights, self.reward_func_names, self.args.success_reward)
+
+    def _success_rewards(self) -> torch.Tensor:
+        assert self._rewards_per_func is not None
+        return self.success_rewards(self._rewards_per_func)
 
 
 def _only_missing(func: Any, name: str, missing: list[bool]) -> Any:

@@ -20,6 +20,7 @@ from trl_explore.sketches import (
     other_prompts,
     split_candidates,
 )
+from trl_explore.success import succeeded
 
 from .base import Chooser
 from .behaviour import Drawn
@@ -304,8 +305,8 @@ class SESATrainer(SequentialActionTrainer):
 
     def _log_group(self) -> None:
         size = self.num_generations
-        rewards = self.local(self._total_rewards()).view(-1, size)
-        successes = (rewards >= self.args.success_threshold).tolist()
+        rewards = self.local(self._success_rewards()).view(-1, size)
+        successes = succeeded(rewards, threshold=self.args.success_threshold).tolist()
         covered = []
         for g, example in enumerate(self.main_examples[::size]):
             if "targets" in example:

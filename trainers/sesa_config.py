@@ -97,7 +97,7 @@ class SESAConfig(ExplorationConfig):
             learns at full strength from unlikely answers that turn out right, and is not pulled apart by unlikely
             ones that do not.
         success_threshold (`float`, *optional*, defaults to `1.0`):
-            Smallest reward of a correct completion, for the metrics.
+            Smallest reward (the total, or that of `success_reward`) of a correct completion, for the metrics.
     """
 
     mode: str = field(default="two_stage", metadata={"help": "'two_stage', 'sequential' or 'agent'."})

@@ -40,7 +40,8 @@ class TreeGRPOConfig(ExplorationConfig):
         max_tree_tokens (`int`, *optional*):
             Most tokens that the search samples per tree, direct rollouts apart. `None` sets no limit.
         success_threshold (`float`, *optional*, defaults to `1.0`):
-            A completion whose total reward reaches it is correct (+1), any other wrong (-1).
+            A completion whose reward (the total, or that of `success_reward`) reaches it is correct (+1), any other
+            wrong (-1).
         incomplete_score (`float`, *optional*, defaults to `-1.0`):
             Outcome of a wrong completion that a limit cut off, in [-1, 0].
         selection (`str`, *optional*, defaults to `"global"`):
@@ -130,7 +131,9 @@ class TreeGRPOConfig(ExplorationConfig):
     overlong_buffer: int = field(default=0, metadata={"help": "Tokens over which the overlong penalty grows."})
     overlong_penalty: float = field(default=1.0, metadata={"help": "Penalty of the longest completion."})
     share_prefix_once: bool = field(default=False, metadata={"help": "Train a shared node in one row only."})
-    skip_uniform_trees: bool = field(default=True, metadata={"help": "Train nothing where all are right or all wrong."})
+    skip_uniform_trees: bool = field(
+        default=True, metadata={"help": "Train nothing where all are right or all wrong."}
+    )
     replay_buffer: bool = field(default=False, metadata={"help": "Reuse correct completions of hard prompts."})
     replay_threshold: float = field(default=0.25, metadata={"help": "Largest success ratio of a hard prompt."})
     replay_solutions: int = field(default=2, metadata={"help": "Most solutions kept per prompt."})

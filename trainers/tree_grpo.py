@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 
-from trl_explore.advantages import combine_rewards, first_appearance, node_credit, tree_advantages
+from trl_explore.advantages import first_appearance, node_credit, tree_advantages
 from trl_explore.checkpoints import append_lines, cut_file, file_size, path_inside
 from trl_explore.replay import (
     SolutionCache,
@@ -196,11 +196,11 @@ class TreeGRPOTrainer(ExplorationTrainer):
         if not leaves:
             return []
         per_func = torch.tensor(rewards, dtype=torch.float32)
-        totals = combine_rewards(per_func, self.reward_weights.cpu()).tolist()
+        deciding = self.success_rewards(per_func).tolist()
         return [
             Verdict(
                 outcome=terminal_outcome(
-                    total,
+                    reward,
                     finished=leaf.finished,
                     success_threshold=self.args.success_threshold,
                     incomplete_score=self.args.incomplete_score,
@@ -208,7 +208,7 @@ class TreeGRPOTrainer(ExplorationTrainer):
                 rewards=tuple(given),
                 extra=logged,
             )
-            for leaf, total, given, logged in zip(leaves, totals, rewards, extra, strict=True)
+            for leaf, reward, given, logged in zip(leaves, deciding, rewards, extra, strict=True)
         ]
 
     def _any_process(self, here: bool) -> bool:

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections.abc import Sequence
 
 import torch
 
@@ -62,6 +63,30 @@ def equal_rewards(
     spread = values.masked_fill(unknown, -torch.inf).amax(dim=1) - values.masked_fill(unknown, torch.inf).amin(dim=1)
     equal = (spread <= tolerance * sizes.nan_to_num().amax(dim=1)).all(dim=1)
     return equal.repeat_interleave(group_size)
+
+
+def success_rewards(
+    rewards_per_func: torch.Tensor, weights: torch.Tensor, names: Sequence[str], success_reward: str | None
+) -> torch.Tensor:
+    """
+    The reward of each row that decides whether it succeeded.
+
+    Args:
+        rewards_per_func (`torch.Tensor`):
+            Rewards of shape `(N, F)`; NaN where a reward function returned `None`.
+        weights (`torch.Tensor`):
+            Weight of each reward function, shape `(F,)`.
+        names (`Sequence[str]`):
+            Names of the reward functions, `[F]`.
+        success_reward (`str` or `None`):
+            The function whose reward decides, as it returned it; `None` for the weighted sum of all.
+
+    Returns:
+        `torch.Tensor`: Shape `(N,)`; NaN where what decides is unknown.
+    """
+    if success_reward is None:
+        return combine_rewards(rewards_per_func, weights)
+    return rewards_per_func[:, list(names).index(success_reward)]
 
 
 def has_signal(advantages: torch.Tensor, *, tolerance: float = 1e-8) -> torch.Tensor:

@@ -14,14 +14,12 @@ import torch
 from trl.trainer.utils import nanstd
 
 from trl_explore.novelty import check_choice
+from trl_explore.success import is_success
 
 DEFINITIONS = ("mean", "share")
 GROUPS = ("prompt", "trajectory")
 SELECTIONS = ("tail", "random")
 SCALES = ("group", "none")
-
-# Rewards come out of float32 tensors, where 0.9 is smaller than Python's 0.9.
-TOLERANCE = 1e-6
 
 
 def turns(loss_mask: Sequence[int]) -> list[tuple[int, int]]:
@@ -154,23 +152,8 @@ def group_accuracy(rewards: Sequence[float], *, definition: str, threshold: floa
     scored = [reward for reward in rewards if not math.isnan(reward)]
     if definition == "share":
         scored = [float(is_success(reward, threshold=threshold)) for reward in scored]
-    return statistics.fmean(scored) if scored else math.nan
-
-
-def is_success(reward: float | None, *, threshold: float) -> bool:
-    """
-    Whether an answer counts as correct.
-
-    Args:
-        reward (`float` or `None`):
-            Its reward.
-        threshold (`float`):
-            Smallest reward of a success; rewards that differ from it by float32's rounding count as equal.
-
-    Returns:
-        `bool`: `False` also for NaN and `None`.
-    """
-    return reward is not None and reward >= threshold - TOLERANCE
+    # Totals are float32: without rounding, perfect ones can have a mean below 1, and a half a mean beside 0.5.
+    return round(statistics.fmean(scored), 6) if scored else math.nan
 
 
 def is_contrastive(reward: float | None, original: float, *, threshold: float) -> bool:

@@ -17,11 +17,12 @@ from trl import apply_chat_template, is_conversational
 from trl.chat_template_utils import parse_response
 from trl.distributed import DistributedBackend
 from trl.models import unwrap_model_for_generation
-from trl.trainer.utils import is_async_callable
+from trl.trainer.utils import get_callable_name, is_async_callable
 
 from trl_explore.generation import complete
 from trl_explore.metrics import coverage_at_k, sample_metrics
 from trl_explore.rewards import answer_key, completion_text
+from trl_explore.success import check_success_reward, is_success
 
 
 @contextmanager
@@ -87,7 +88,10 @@ class PassAtKCallback(TrainerCallback):
             Text of a completion to its answer (hashable, `None` for none), for the majority vote and coverage.
         success_threshold (`float`, *optional*):
             Smallest weighted sum of rewards that counts as success. `None` stands for a reward of 1 from the only
-            reward function; with several it must be given.
+            reward function, or from the one that `success_reward` names; else it must be given.
+        success_reward (`str`, *optional*):
+            Name of the reward function that decides success, as it returns it, without its weight. `None` for the
+            weighted sum.
         batch_size (`int`, *optional*, defaults to `64`):
             Completions per `generate` call and process. Positive.
         seed (`int`, *optional*, defaults to `0`):
@@ -119,6 +123,7 @@ class PassAtKCallback(TrainerCallback):
         greedy: bool = True,
         answer_fn: Callable[[str], Hashable | None] = answer_key,
         success_threshold: float | None = None,
+        success_reward: str | None = None,
         batch_size: int = 64,
         seed: int = 0,
         metric_prefix: str = "eval",
@@ -128,7 +133,7 @@ class PassAtKCallback(TrainerCallback):
         self.rows = [dict(row) for row in eval_dataset]
         if reward_funcs is None:
             funcs, processing_classes = list(trainer.reward_funcs), trainer.reward_processing_classes
-            weights = trainer.reward_weights.tolist()
+            weights, names = trainer.reward_weights.tolist(), list(trainer.reward_func_names)
         else:
             funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
             processing_classes, weights = [None] * len(funcs), [1.0] * len(funcs)
@@ -137,12 +142,15 @@ class PassAtKCallback(TrainerCallback):
                     "reward_funcs must be synchronous functions; for reward models and async functions pass them to "
                     "the trainer and leave reward_funcs out."
                 )
+            names = [*map(get_callable_name, funcs)]
         weights = weights if reward_weights is None else list(reward_weights)
         if len(weights) != len(funcs):
             raise ValueError(
                 f"reward_weights must have one weight per reward function, got {len(weights)} for {len(funcs)}."
             )
         self.rewards: list[tuple[Any, Any, float]] = list(zip(funcs, processing_classes, weights, strict=True))
+        check_success_reward(success_reward, names)
+        self.reward_names, self.success_reward = names, success_reward
         self.num_samples, self.k, self.maj_k, self.coverage_k = num_samples, tuple(k), tuple(maj_k), tuple(coverage_k)
         self.temperature, self.greedy, self.batch_size, self.seed = temperature, greedy, batch_size, seed
         self.every, self.at_begin = every, at_begin
@@ -151,12 +159,13 @@ class PassAtKCallback(TrainerCallback):
         self.answer_fn, self.metric_prefix = answer_fn, metric_prefix
         self.history: list[dict[str, float]] = []
         self.successes: dict[str, list[int]] = {}
-        if success_threshold is None and len(funcs) != 1:
+        if success_threshold is None and success_reward is None and len(funcs) != 1:
             raise ValueError(
                 f"success_threshold must be given, because the sum of {len(funcs)} rewards does not say what success "
-                f"is; or pass the one function that does as reward_funcs."
+                f"is; or name the one function that does as success_reward, or pass it alone as reward_funcs."
             )
-        self.success_threshold = weights[0] if success_threshold is None else success_threshold
+        perfect = weights[0] if success_reward is None else 1.0
+        self.success_threshold = perfect if success_threshold is None else success_threshold
         if not self.rows or any("prompt" not in row for row in self.rows):
             raise ValueError("eval_dataset must have rows, each with a `prompt`; rename the column of the prompts.")
         if not self.k or not all(1 <= value <= num_samples for value in self.k + self.maj_k + self.coverage_k):
@@ -219,20 +228,22 @@ class PassAtKCallback(TrainerCallback):
         share = [i % num_rows for i in range(rank, math.ceil(num_rows / num_ranks) * num_ranks, num_ranks)]
         with undisturbed(self.trainer.model_wrapped, seed=self.seed + rank):
             sampled = self._evaluate_rows(share, self.num_samples, do_sample=True)
-            greedy = self._evaluate_rows(share, 1, do_sample=False) if self.greedy else [([], [])] * len(share)
+            greedy = self._evaluate_rows(share, 1, do_sample=False) if self.greedy else [([], [], [])] * len(share)
         by_index = dict(gather_object([(i, records) for i, *records in zip(share, sampled, greedy, strict=True)]))
         samples, best = zip(*(by_index[index] for index in range(num_rows)), strict=True)
-        rewards, answers = zip(*samples, strict=True)  # (P, N) each
-        greedy_rewards = [of_prompt[0] for of_prompt, _ in best] if self.greedy else None
+        totals, rewards, answers = zip(*samples, strict=True)  # (P, N) each
+        greedy_rewards = [of_prompt[0] for _, of_prompt, _ in best] if self.greedy else None
         threshold = self.success_threshold
         kinds = {"correct": rewards} | (
-            {"greedy_correct": [of_prompt for of_prompt, _ in best]} if self.greedy else {}
+            {"greedy_correct": [of_prompt for _, of_prompt, _ in best]} if self.greedy else {}
         )
         self.successes = {
-            kind: [sum(reward is not None and reward >= threshold for reward in of_prompt) for of_prompt in given]
+            kind: [sum(is_success(reward, threshold=threshold) for reward in of_prompt) for of_prompt in given]
             for kind, given in kinds.items()
         }
-        metrics = sample_metrics(rewards, answers, greedy_rewards, threshold=threshold, k=self.k, maj_k=self.maj_k)
+        metrics = sample_metrics(
+            rewards, answers, greedy_rewards, threshold=threshold, k=self.k, maj_k=self.maj_k, totals=totals
+        )
         for k in self.coverage_k:
             covered = [coverage_at_k(a, row["targets"], k) for a, row in zip(answers, self.rows, strict=True)]
             metrics[f"coverage_at_{k}"] = math.fsum(covered) / len(covered)
@@ -240,7 +251,7 @@ class PassAtKCallback(TrainerCallback):
 
     def sample_rewards(self, indices: list[int], *, seed: int) -> list[list[float | None]]:
         """
-        Rewards of `num_samples` completions of some of the rows; every process must call it.
+        Rewards that decide success, of `num_samples` completions of some of the rows; every process must call it.
 
         Args:
             indices (`list[int]`):
@@ -249,10 +260,10 @@ class PassAtKCallback(TrainerCallback):
                 What the samples are drawn from, instead of the callback's seed.
 
         Returns:
-            `list[list[float | None]]`: Weighted sums of rewards, per index; `None` where no function gives one.
+            `list[list[float | None]]`: Rewards, per index; `None` where there is none.
         """
         with undisturbed(self.trainer.model_wrapped, seed=seed):
-            return [rewards for rewards, _ in self._evaluate_rows(indices, self.num_samples, do_sample=True)]
+            return [rewards for _, rewards, _ in self._evaluate_rows(indices, self.num_samples, do_sample=True)]
 
     @contextmanager
     def generating_model(self) -> Iterator[Any]:
@@ -268,18 +279,19 @@ class PassAtKCallback(TrainerCallback):
         with unwrapped as model, torch.no_grad(), full:
             yield model
 
-    def _evaluate_rows(self, indices: list[int], copies: int, *, do_sample: bool) -> list[tuple[list, list]]:
-        """Rewards and answers of `copies` completions of each row: a pair of lists `[copies]` per index."""
+    def _evaluate_rows(self, indices: list[int], copies: int, *, do_sample: bool) -> list[tuple[list, list, list]]:
+        """Totals, deciding rewards and answers of `copies` completions of each row: lists `[copies]` per index."""
         records, chunk = [], max(1, self.batch_size // copies)
         with self.generating_model() as model:
             for start in range(0, len(indices), chunk):
                 # Copies, because a reward function may change what it is given.
                 rows = [copy.deepcopy(self.rows[i]) for i in indices[start : start + chunk] for _ in range(copies)]
                 completion_ids, completions = self._generate(model, rows, do_sample=do_sample)
-                rewards = self._score(rows, completions, completion_ids)
+                totals, rewards = self._score(rows, completions, completion_ids)
                 needed = self.maj_k or self.coverage_k
                 answers = [self.answer_fn(completion_text(text)) if needed else None for text in completions]
-                records += [(rewards[i : i + copies], answers[i : i + copies]) for i in range(0, len(rows), copies)]
+                parts = [slice(i, i + copies) for i in range(0, len(rows), copies)]
+                records += [(totals[part], rewards[part], answers[part]) for part in parts]
         return records
 
     def _generate(self, model: Any, rows: list[dict], *, do_sample: bool) -> tuple[list[list[int]], list]:
@@ -319,15 +331,18 @@ class PassAtKCallback(TrainerCallback):
         pairs = zip(completion_ids, prompt_ids, strict=True)
         return completion_ids, [[parse_response(tokenizer, ids, prefix=prefix)] for ids, prefix in pairs]
 
-    def _score(self, rows: list[dict], completions: list, completion_ids: list[list[int]]) -> list[float | None]:
-        """Weighted sum of the rewards of each completion; `None` where no function gives one."""
+    def _score(
+        self, rows: list[dict], completions: list, completion_ids: list[list[int]]
+    ) -> tuple[list[float | None], list[float | None]]:
+        """Of each completion the weighted sum of its rewards, and the reward that decides; `None` where none is."""
         trainer, prompts = self.trainer, [row["prompt"] for row in rows]
         columns = [name for name in rows[0] if name not in ("prompt", "completion", "completion_ids")]
         inputs: dict[str, Any] = {name: [row[name] for row in rows] for name in columns}
         inputs |= {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
         inputs |= {"trainer_state": trainer.state, "log_extra": _discard, "log_metric": _discard}
         totals: list[float | None] = [None] * len(rows)
-        for func, processing_class, weight in self.rewards:
+        deciding: list[float | None] = totals if self.success_reward is None else [None] * len(rows)
+        for name, (func, processing_class, weight) in zip(self.reward_names, self.rewards, strict=True):
             if isinstance(func, nn.Module):
                 texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
                 if is_conversational(rows[0]):
@@ -345,7 +360,9 @@ class PassAtKCallback(TrainerCallback):
             for i, reward in enumerate(rewards):
                 if reward is not None and not math.isnan(reward):
                     totals[i] = (totals[i] or 0.0) + weight * float(reward)
-        return totals
+                    if name == self.success_reward:
+                        deciding[i] = float(reward)
+        return totals, deciding
 
 
 def _discard(name: str, values: Any) -> None:

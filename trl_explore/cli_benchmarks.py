@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 TASK_PROMPTS = 256
 TASK_SAMPLES = 8
+ANSWER_REWARDS = {"accuracy_reward", "reasoning_accuracy_reward", "multiple_choice_reward"}  # they read marked answers
 
 
 class Benchmark(NamedTuple):
@@ -28,6 +29,7 @@ class Benchmark(NamedTuple):
     reward_funcs: list[Any]
     answer_fn: Callable[[str], Hashable | None]
     recommended: dict[str, Any]  # fields of `Sampling`
+    reads_answers: bool  # whether what grades reads marked answers, so that a completion without one is wrong
 
 
 def load_benchmarks(args: argparse.Namespace) -> list[Benchmark]:
@@ -98,9 +100,8 @@ def _from_preset(name: str, preset: Preset, path: str, args: argparse.Namespace)
     graders = args.reward_funcs or [preset.reward]
     fields = ("num_samples", "temperature", "top_p", "max_new_tokens")
     recommended = {field: vars(preset)[field] for field in fields}
-    return Benchmark(
-        name, origin, prompts, load_reward_functions(graders, None), _answer_fn(preset.reward), recommended
-    )
+    rewards, reads_answers = load_reward_functions(graders, None), bool(ANSWER_REWARDS & {*graders})
+    return Benchmark(name, origin, prompts, rewards, _answer_fn(preset.reward), recommended, reads_answers)
 
 
 def _config(name: str | None, path: str) -> str | None:
@@ -125,7 +126,7 @@ def _from_task(name: str, args: argparse.Namespace) -> Benchmark:
     recommended = {"num_samples": TASK_SAMPLES, "max_new_tokens": task.max_completion_length}
     # Answers of tasks are marked each in its own way: votes are for whole completions.
     return Benchmark(
-        name, {"path": name, "config": None, "split": "evaluation"}, rows, rewards, str.strip, recommended
+        name, {"path": name, "config": None, "split": "evaluation"}, rows, rewards, str.strip, recommended, False
     )
 
 
@@ -144,7 +145,8 @@ def _from_own_data(text: str, args: argparse.Namespace) -> Benchmark:
         )
     graders = args.reward_funcs or ["accuracy_reward"]
     name = Path(text).stem if looks_like_path(text) or Path(text).exists() else text
-    return Benchmark(_label(name), origin, rows, load_reward_functions(graders, None), _answer_fn(graders[0]), {})
+    rewards, reads_answers = load_reward_functions(graders, None), bool(ANSWER_REWARDS & {*graders})
+    return Benchmark(_label(name), origin, rows, rewards, _answer_fn(graders[0]), {}, reads_answers)
 
 
 def _answer_fn(grader: str) -> Callable[[str], Hashable | None]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trl_explore.cli_benchmarks import TASK_PROMPTS, Benchmark, load_benchmarks
 from trl_explore.cli_flags import FlagParser
-from trl_explore.cli_inputs import UsageError
+from trl_explore.cli_inputs import UsageError, check_deciding_reward
 from trl_explore.cli_model import ModelSource, find_model, load_model, load_tokenizer
 from trl_explore.presets import preset_names
 from trl_explore.visible_text import visible_text
@@ -73,6 +73,7 @@ def build_parser() -> FlagParser:
     add("--system_prompt", metavar="TEXT", help="message before each question of a benchmark")
     add("--reward_funcs", nargs="+", metavar="R", help="what grades, as in `train`, instead of what D recommends")
     add("--success_threshold", type=float, default=1.0, help="smallest reward of a success (default: %(default)s)")
+    add("--success_reward", metavar="NAME", help="reward function that decides success (default: the sum of all)")
     add("--dataset_config", metavar="NAME", help="configuration, for data of one's own")
     add("--dataset_split", metavar="NAME", help="split (default: the benchmark's, else `test` or the only one)")
     add("--model_revision", default="main", metavar="NAME", help="revision on the Hub (default: %(default)s)")
@@ -153,6 +154,8 @@ def run(argv: list[str]) -> int:
     _check(args)
     source = find_model(args.model_name_or_path, args.adapter_name_or_path, revision=args.model_revision)
     benchmarks = load_benchmarks(args)
+    for benchmark in benchmarks:
+        check_deciding_reward(args.success_reward, benchmark.reward_funcs)
     samplings = [_sampling(args, benchmark) for benchmark in benchmarks]
     weights = _fingerprint(source, args.model_revision)
     model = {"name": args.model_name_or_path, "adapter": args.adapter_name_or_path, "weights": weights}
@@ -175,7 +178,7 @@ def run(argv: list[str]) -> int:
     if args.json:
         print(json.dumps({"model": model, "results": results}, indent=2))
     else:
-        _report(results)
+        _report(results, [benchmark.name for benchmark in benchmarks if benchmark.reads_answers])
         print(f"Written to {visible_text(str(output))}")
     return 0
 
@@ -268,6 +271,7 @@ def _evaluate(
             metrics=args.metrics,
             answer_fn=benchmark.answer_fn,
             success_threshold=args.success_threshold,
+            success_reward=args.success_reward,
             output_dir=Path(args.output_dir).expanduser() / benchmark.name,
             source={"weights": weights, "engine": sampler.engine, "dtype": args.dtype},
         )
@@ -286,8 +290,11 @@ def _write(path: Path, results: dict[str, Any]) -> None:
     os.replace(part, path)
 
 
-def _report(results: dict[str, Any]) -> None:
-    """Prints one line per data set: values in percent, with their intervals."""
+def _report(results: dict[str, Any], answered: list[str]) -> None:
+    """
+    Prints one line per data set: values in percent, with their intervals. Of those that are `answered`, what grades
+    reads marked answers; of the others, only votes do.
+    """
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -295,7 +302,7 @@ def _report(results: dict[str, Any]) -> None:
     metrics = list(dict.fromkeys(name for entry in results.values() for name in entry["metrics"]))
     table = Table()
     table.add_column("data set")
-    for heading in ("prompts", "samples", *metrics, "truncated", "no answer", "tokens"):
+    for heading in ("prompts", "samples", *metrics, "truncated", *["no answer"] * bool(answered), "tokens"):
         table.add_column(heading, justify="right")
     for name, entry in results.items():
         cells = [visible_text(name), str(entry["num_prompts"]), str(entry["settings"]["num_samples"])]
@@ -303,10 +310,18 @@ def _report(results: dict[str, Any]) -> None:
             found = entry["metrics"].get(metric)
             shown = found and [f"{100 * found[part]:.1f}" for part in ("value", "low", "high")]
             cells.append(f"{shown[0]} [{shown[1]}, {shown[2]}]" if shown else "")
-        cells += [f"{100 * entry[part]:.1f} %" for part in ("truncated", "unanswered")] + [f"{entry['tokens']:,}"]
+        cells.append(f"{100 * entry['truncated']:.1f} %")
+        if answered:
+            cells.append(f"{100 * entry['unanswered']:.1f} %" if name in answered else "")
+        cells.append(f"{entry['tokens']:,}")
         table.add_row(*map(Text, cells))  # names of data sets are not markup
     Console(width=None if sys.stdout.isatty() else 200).print(table)
     for name, entry in results.items():
         if entry["unscored"]:
             left_out = f"{entry['unscored']} prompts are left out, because no sample of theirs has a reward."
             print(f"{visible_text(name)}: {left_out}")
+        voted = any(metric.startswith("maj") for metric in entry["metrics"])
+        if voted and entry["unanswered"] and name not in answered:
+            share = f"{100 * entry['unanswered']:.1f} %"
+            told = f"maj@k votes on marked answers, such as \\boxed{{7}}, and {share} of the samples mark none."
+            print(f"{visible_text(name)}: {told}")

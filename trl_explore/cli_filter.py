@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_explore.cli_flags import FlagParser
-from trl_explore.cli_inputs import UsageError, load_reward_functions, load_train_and_eval
+from trl_explore.cli_inputs import UsageError, check_deciding_reward, load_reward_functions, load_train_and_eval
 from trl_explore.cli_model import find_model, load_model, load_tokenizer
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ def build_parser() -> FlagParser:
     add("--k", type=int, default=4, help="samples per prompt (default: %(default)s)")
     add("--threshold", type=float, default=0.25, help="pass rate below which a prompt is hard (default: %(default)s)")
     add("--success_threshold", type=float, default=1.0, help="smallest reward of a success (default: %(default)s)")
+    add("--success_reward", metavar="NAME", help="reward function that decides success (default: the weighted sum)")
     add("--reward_weights", type=float, nargs="+", metavar="W", help="one per reward function (default: 1 each)")
     add("--max_completion_length", type=int, default=256, metavar="N", help="tokens (default: %(default)s)")
     add("--temperature", type=float, default=1.0, help="of the samples (default: %(default)s)")
@@ -99,6 +100,7 @@ def run(argv: list[str]) -> int:
         raise UsageError(
             f"reward_weights: {len(args.reward_weights)} weights for {len(rewards)} rewards; one for each"
         )
+    check_deciding_reward(args.success_reward, rewards)
     from trl import DatasetMixtureConfig, ScriptArguments
 
     data = ("dataset_name", "dataset_config", "dataset_train_split")
@@ -135,6 +137,7 @@ def _filter(
             reward_funcs=rewards,
             processing_class=tokenizer,
             success_threshold=args.success_threshold,
+            success_reward=args.success_reward,
             reward_weights=args.reward_weights,
             seed=args.seed,
             scores_file=scores,

@@ -4,7 +4,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -222,6 +222,27 @@ def load_reward_functions(names: list[str] | None, model: str | None) -> list[st
     if not rewards:
         raise UsageError("no reward: pass --reward_funcs accuracy_reward, my_module.my_reward, or a reward model")
     return rewards
+
+
+def check_deciding_reward(name: str | None, rewards: Sequence[str | RewardFunction]) -> None:
+    """
+    Whether `--success_reward` names one of the reward functions.
+
+    Args:
+        name (`str` or `None`):
+            What it names.
+        rewards (`list`):
+            As [`load_reward_functions`] returns them.
+    """
+    from trl.trainer.utils import get_callable_name
+
+    from trl_explore.success import check_success_reward
+
+    names = [reward.split("/")[-1] if isinstance(reward, str) else get_callable_name(reward) for reward in rewards]
+    try:
+        check_success_reward(name, names)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def _named_rewards() -> dict[str, RewardFunction]:

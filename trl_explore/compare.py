@@ -237,6 +237,7 @@ def sampled_metrics(comparison: Comparison, trainer: Any, rows: Any, **options: 
         coverage_k=coverage_k,
         greedy="greedy_accuracy" in comparison.metrics,
         success_threshold=comparison.success_threshold,
+        success_reward=comparison.success_reward,
         seed=EVALUATION_SEED,
         **options,
     )

@@ -70,6 +70,8 @@ class Comparison:
             Held-out problems.
         success_threshold (`float`, *optional*):
             Smallest total reward of a success in the evaluation.
+        success_reward (`str`, *optional*):
+            Reward function that decides success there, in the place of the total.
         warm_start_steps (`int`, *optional*):
             Steps that teach an embedded task to the tiny model.
         model_size (`dict`):
@@ -86,6 +88,7 @@ class Comparison:
     evaluations: int
     num_eval: int
     success_threshold: float | None
+    success_reward: str | None
     warm_start_steps: int | None
     model_size: dict[str, Any]
 
@@ -119,7 +122,7 @@ class Comparison:
 
     def document(self) -> dict[str, Any]:
         """The comparison as its YAML file would have it."""
-        optional = {name: vars(self)[name] for name in ("success_threshold", "warm_start_steps")}
+        optional = {name: vars(self)[name] for name in ("success_threshold", "success_reward", "warm_start_steps")}
         optional["model_size"] = self.model_size or None
         return {
             **self.subject,
@@ -166,8 +169,8 @@ def read_comparison(document: Mapping[str, Any]) -> Comparison:
 
     named = [spec.name for cls in (TrainArguments, ModelConfig, DatasetMixtureConfig) for spec in fields(cls)]
     subject_names = {"task", *named} - {"method"}
-    own = {"budget", "seeds", "arms", "common", "metrics", "evaluations", "num_eval", "success_threshold"}
-    known = own | subject_names | {"warm_start_steps", "model_size"}
+    own = {"budget", "seeds", "arms", "common", "metrics", "evaluations", "num_eval"}
+    known = own | subject_names | {"success_threshold", "success_reward", "warm_start_steps", "model_size"}
     for name in document:
         if name not in known:
             raise UsageError(_unknown_top_level(str(name), known))
@@ -186,6 +189,7 @@ def read_comparison(document: Mapping[str, Any]) -> Comparison:
         evaluations=read_count("evaluations", document.get("evaluations", 10)),
         num_eval=read_count("num_eval", document.get("num_eval", _default_num_eval(task))),
         success_threshold=_threshold(document.get("success_threshold")),
+        success_reward=document.get("success_reward"),
         warm_start_steps=_warm_start_steps(document.get("warm_start_steps"), task),
         model_size=_model_size(document.get("model_size"), task),
     )

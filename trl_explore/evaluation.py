@@ -20,6 +20,7 @@ from trl_explore.names import unknown_name
 from trl_explore.replay import write_records
 from trl_explore.rewards import answer_key
 from trl_explore.samplers import PromptSampler, Sampling, TransformersSampler
+from trl_explore.success import check_success_reward, is_success
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -90,6 +91,7 @@ def evaluate(
     metrics: Sequence[str] | None = None,
     answer_fn: Callable[[str], Hashable | None] = answer_key,
     success_threshold: float = 1.0,
+    success_reward: str | None = None,
     output_dir: str | Path | None = None,
     source: dict[str, Any] | None = None,
     batch_size: int = 64,
@@ -119,6 +121,8 @@ def evaluate(
             Text of a completion to its answer (hashable, `None` for none), for the majority vote.
         success_threshold (`float`, *optional*, defaults to `1.0`):
             Smallest sum of rewards that counts as success.
+        success_reward (`str`, *optional*):
+            Name of the reward function that decides success in the place of that sum; only that one is then asked.
         output_dir (`str` or `Path`, *optional*):
             Folder of `completions.jsonl` and `scores.jsonl`.
         source (`dict`, *optional*):
@@ -156,6 +160,8 @@ def evaluate(
     funcs = [reward_funcs] if callable(reward_funcs) else list(reward_funcs)
     if any(is_async_callable(func) for func in funcs):
         raise ValueError("reward_funcs must be synchronous functions; wrap an async one in `asyncio.run`.")
+    names = [get_callable_name(func) for func in funcs]
+    check_success_reward(success_reward, names)
     sampler: PromptSampler
     if isinstance(model, nn.Module):
         source = {"weights": digest(weight_probes(model))} if source is None else source
@@ -173,22 +179,24 @@ def evaluate(
         progress=progress,
     )
     pairs = tqdm(zip(records, rows, strict=True), "Scoring", len(rows), disable=not progress, leave=False)
-    rewards = [_rewards(record, row, funcs) for record, row in pairs]
+    graders = funcs if success_reward is None else [funcs[names.index(success_reward)]]
+    rewards = [_rewards(record, row, graders) for record, row in pairs]
     answers = [[answer_fn(text) for text in record["completions"]] for record in records]
     settings = {
         **asdict(sampling),
-        "reward_funcs": [get_callable_name(func) for func in funcs],
+        "reward_funcs": names,
         "success_threshold": success_threshold,
+        "success_reward": success_reward,
     }
     if folder is not None:
         _write_scores(folder / "scores.jsonl", settings, rewards, answers)
     scored = [i for i, given in enumerate(rewards) if any(reward is not None for reward in given)]
     if not scored:
         raise NoRewardError(
-            "no sample of any prompt has a reward: every reward function returned None; check the column of the gold "
-            "answers."
+            f"no sample of any prompt has a reward: {success_reward or 'every reward function'} returned None; check "
+            "the column of the gold answers."
         )
-    successes = [[reward is not None and reward >= success_threshold for reward in rewards[i]] for i in scored]
+    successes = [[is_success(reward, threshold=success_threshold) for reward in rewards[i]] for i in scored]
     votes = [answers[i] for i in scored]
     return {
         "metrics": {name: _estimate(kind, k, successes, votes) for name, (kind, k) in wanted.items()},

@@ -20,12 +20,12 @@ from accelerate.utils import gather_object, is_peft_model
 from datasets import Dataset, Value
 from tqdm.auto import tqdm
 from trl import GRPOConfig, GRPOTrainer
-from trl.trainer.utils import get_callable_name
 
 from trl_explore.callbacks import PassAtKCallback, undisturbed
 from trl_explore.checkpoints import append_lines
 from trl_explore.fingerprints import digest, weight_probes
 from trl_explore.replay import FileRefusedError, read_records, tokenizer_fingerprint, write_records
+from trl_explore.success import is_success
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -46,6 +46,7 @@ def filter_hard_prompts(
     max_completion_length: int | None = None,
     temperature: float = 1.0,
     success_threshold: float = 1.0,
+    success_reward: str | None = None,
     reward_weights: Sequence[float] | None = None,
     batch_size: int = 64,
     seed: int = 0,
@@ -82,6 +83,8 @@ def filter_hard_prompts(
             Sampling temperature, positive.
         success_threshold (`float`, *optional*, defaults to `1.0`):
             Smallest weighted sum of rewards that counts as success.
+        success_reward (`str`, *optional*):
+            Name of the reward function that decides success, as it returns it, in the place of that sum.
         reward_weights (`list[float]`, *optional*):
             Weight of each reward function. `None` for the trainer's, or 1 each.
         batch_size (`int`, *optional*, defaults to `64`):
@@ -122,6 +125,7 @@ def filter_hard_prompts(
             max_completion_length=max_completion_length,
             greedy=False,
             success_threshold=success_threshold,
+            success_reward=success_reward,
             batch_size=batch_size,
             seed=seed,
         )
@@ -287,7 +291,7 @@ def _measure(sampler: PassAtKCallback, path: Path | None, *, progress: bool) -> 
 def _rate(rewards: list[float | None], success_threshold: float) -> float | None:
     """Share of successes; a missing reward is a failure, but where all are missing there is no rate."""
     given = [reward for reward in rewards if reward is not None]
-    return sum(reward >= success_threshold for reward in given) / len(rewards) if given else None
+    return sum(is_success(reward, threshold=success_threshold) for reward in given) / len(rewards) if given else None
 
 
 def _continue(sampler: PassAtKCallback, path: Path) -> dict[int, float | None]:
@@ -313,21 +317,20 @@ def _settings(sampler: PassAtKCallback) -> dict[str, Any]:
     trainer, args = sampler.trainer, sampler.trainer.args
     rows = [{name: value for name, value in row.items() if name != PASS_RATE} for row in sampler.rows]
     tokenizer = trainer.processing_class
-    funcs = [func for func, _, _ in sampler.rewards]
-    names = trainer.reward_func_names if funcs == trainer.reward_funcs else [*map(get_callable_name, funcs)]
     template = [tokenizer.chat_template, trainer.chat_template, trainer.chat_template_kwargs]
     return {
         "num_prompts": len(rows),
         "data": digest(json.dumps(row, sort_keys=True, default=repr).encode() for row in rows),
         "model": digest(_weights(sampler)),
         "tokenizer": digest([tokenizer_fingerprint(tokenizer).encode(), json.dumps(template, default=repr).encode()]),
-        "reward_funcs": names,
+        "reward_funcs": sampler.reward_names,
         "reward_weights": [weight for _, _, weight in sampler.rewards],
         "k": sampler.num_samples,
         "seed": sampler.seed,
         "temperature": sampler.temperature,
         "max_completion_length": sampler.max_completion_length,
         "success_threshold": sampler.success_threshold,
+        "success_reward": sampler.success_reward,
         "sampling": repr([args.top_p, args.top_k, args.min_p, args.repetition_penalty, args.generation_kwargs]),
     }
 

@@ -5,6 +5,8 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from trl_explore.success import is_success
+
 if TYPE_CHECKING:
     from trl_explore.callbacks import PassAtKCallback
 
@@ -167,6 +169,7 @@ def sample_metrics(
     threshold: float,
     k: Sequence[int],
     maj_k: Sequence[int] = (),
+    totals: Sequence[Sequence[float | None]] | None = None,
 ) -> dict[str, float]:
     """
     Averages over prompts of the metrics of their samples.
@@ -175,39 +178,40 @@ def sample_metrics(
 
     Args:
         rewards (`Sequence[Sequence[float | None]]`):
-            Reward of each sample, of shape `(P, N)`; `None` where there is none.
+            Reward of each sample that decides whether it succeeded, of shape `(P, N)`; `None` where there is none.
         answers (`Sequence[Sequence[Hashable | None]]`):
             Answer of each sample, of shape `(P, N)`. Only read for `maj_k`.
         greedy_rewards (`Sequence[float | None]`, *optional*):
-            Reward of each prompt's greedy completion, of shape `(P,)`.
+            The same of each prompt's greedy completion, of shape `(P,)`.
         threshold (`float`):
             Smallest reward that counts as success.
         k (`Sequence[int]`):
             Values of k for pass@k. Each in `[1, N]`.
         maj_k (`Sequence[int]`, *optional*, defaults to `()`):
             Values of k for the majority vote. Each in `[1, N]`.
+        totals (`Sequence[Sequence[float | None]]`, *optional*):
+            Total reward of each sample, of shape `(P, N)`, where it is another than `rewards`.
 
     Returns:
         `dict[str, float]`: `pass_at_{k}`, `maj_at_{k}`, `greedy_accuracy` if there are greedy rewards, and `reward`,
-        the mean of all rewards that are not `None`.
+        the mean of all totals that are not `None`.
 
     Raises:
         `ValueError`: If no sample of any prompt has a reward, or a k is outside its range.
     """
     means: defaultdict[str, list[float]] = defaultdict(list)
     for prompt, of_prompt in enumerate(rewards):
-        given = [reward for reward in of_prompt if reward is not None]
-        if not given:
+        if all(reward is None for reward in of_prompt):
             continue
-        success = [reward is not None and reward >= threshold for reward in of_prompt]
+        success = [is_success(reward, threshold=threshold) for reward in of_prompt]
         for value in k:
             means[f"pass_at_{value}"].append(pass_at_k(len(success), sum(success), value))
         for value in maj_k:
             means[f"maj_at_{value}"].append(maj_at_k(answers[prompt], success, value))
         if greedy_rewards is not None:
             greedy = greedy_rewards[prompt]
-            means["greedy_accuracy"].append(float(greedy is not None and greedy >= threshold))
-        means["reward"].extend(given)
+            means["greedy_accuracy"].append(float(is_success(greedy, threshold=threshold)))
+        means["reward"].extend(total for total in (totals or rewards)[prompt] if total is not None)
     if not means:
         raise ValueError(
             "No sample of any prompt has a reward: every reward function returned None. Check the column of the gold "

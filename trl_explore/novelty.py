@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from trl_explore.success import failed, succeeded
+
 TRANSFORMS = ("minmax", "raw", "centered")
 MAPPINGS = ("binary", "none")
 SCORES = ("gradient", "shuffled")
@@ -222,7 +224,7 @@ def map_rewards(rewards: torch.Tensor, mapping: str, *, threshold: float) -> tor
     check_choice("mapping", mapping, MAPPINGS)
     if mapping == "none":
         return rewards
-    return ((rewards >= threshold).to(rewards) * 2 - 1).masked_fill(rewards.isnan(), torch.nan)
+    return (succeeded(rewards, threshold=threshold).to(rewards) * 2 - 1).masked_fill(rewards.isnan(), torch.nan)
 
 
 def mixed_enough(
@@ -250,8 +252,8 @@ def mixed_enough(
     Raises:
         ValueError: If the rows cannot be split into groups.
     """
-    correct = in_groups(rewards >= threshold, group_size).sum(-1)
-    wrong = in_groups(rewards < threshold, group_size).sum(-1)
+    correct = in_groups(succeeded(rewards, threshold=threshold), group_size).sum(-1)
+    wrong = in_groups(failed(rewards, threshold=threshold), group_size).sum(-1)
     return ((correct >= min_correct) & (wrong >= min_wrong)).repeat_interleave(group_size)
 
 

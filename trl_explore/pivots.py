@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from trl_explore.rollouts import Continuation
+from trl_explore.success import failed, succeeded
 
 BROKEN = "\ufffd"  # what a decoder shows of a character that is not whole
 
@@ -267,7 +268,8 @@ def failed_rows(rewards: torch.Tensor, *, threshold: float, group_size: int, bra
 
     Args:
         rewards (`torch.Tensor`):
-            Total reward per row over all processes, shape `(N,)`, groups contiguous; NaN for unscorable rows.
+            Reward that decides about each row, over all processes, shape `(N,)`, groups contiguous; NaN for unscorable
+            rows.
         threshold (`float`):
             A row with a smaller reward has failed.
         group_size (`int`):
@@ -279,13 +281,13 @@ def failed_rows(rewards: torch.Tensor, *, threshold: float, group_size: int, bra
     Returns:
         `torch.Tensor`: Boolean mask of shape `(N,)`. Unscorable rows are never chosen.
     """
-    failed = rewards < threshold  # NaN compares false
+    failures = failed(rewards, threshold=threshold)
     if branch_from == "failures":
-        return failed
+        return failures
     if branch_from == "all":
         return ~rewards.isnan()
-    solved = (rewards >= threshold).view(-1, group_size).any(dim=1)
-    return failed & ~solved.repeat_interleave(group_size)
+    solved = succeeded(rewards, threshold=threshold).view(-1, group_size).any(dim=1)
+    return failures & ~solved.repeat_interleave(group_size)
 
 
 class SuccessEstimator:

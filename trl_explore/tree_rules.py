@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 
 from trl_explore.rollouts import Continuation
+from trl_explore.success import is_success
 
 
 def terminal_outcome(
@@ -17,7 +18,7 @@ def terminal_outcome(
 
     Args:
         reward (`float`, *optional*):
-            Total reward of the completion; `None` or NaN where no reward function applies.
+            Reward that decides about the completion; `None` or NaN where it is not known.
         finished (`bool`):
             Whether the completion ended by itself.
         success_threshold (`float`):
@@ -30,7 +31,7 @@ def terminal_outcome(
     """
     if reward is None or math.isnan(reward):
         return None
-    if reward >= success_threshold:
+    if is_success(reward, threshold=success_threshold):
         return 1.0
     return -1.0 if finished else incomplete_score
 
