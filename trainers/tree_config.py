@@ -84,9 +84,11 @@ class TreeGRPOConfig(ExplorationConfig):
             all-wrong trees get positive advantages and those of all-correct trees negative ones.
         replay_buffer (`bool`, *optional*, defaults to `False`):
             Keep correct completions of hard prompts; at the next visit of such a prompt they replace failures among
-            direct rollouts, and the search is saved.
+            direct rollouts, and the search is saved. Once the prompt is not hard any more, they are forgotten, and
+            it is searched like any other.
         replay_threshold (`float`, *optional*, defaults to `0.25`):
-            A prompt is hard if its tree's share of correct completions is above 0 and at most this.
+            A prompt is hard if its tree's share of correct completions is above 0 and at most this, and stays hard
+            while at most this share of its direct rollouts is correct.
         replay_solutions (`int`, *optional*, defaults to `2`):
             Most solutions kept per prompt, at least 1.
         replay_file (`str`, *optional*):
@@ -130,7 +132,9 @@ class TreeGRPOConfig(ExplorationConfig):
     overlong_buffer: int = field(default=0, metadata={"help": "Tokens over which the overlong penalty grows."})
     overlong_penalty: float = field(default=1.0, metadata={"help": "Penalty of the longest completion."})
     share_prefix_once: bool = field(default=False, metadata={"help": "Train a shared node in one row only."})
-    skip_uniform_trees: bool = field(default=True, metadata={"help": "Train nothing where all are right or all wrong."})
+    skip_uniform_trees: bool = field(
+        default=True, metadata={"help": "Train nothing where all are right or all wrong."}
+    )
     replay_buffer: bool = field(default=False, metadata={"help": "Reuse correct completions of hard prompts."})
     replay_threshold: float = field(default=0.25, metadata={"help": "Largest success ratio of a hard prompt."})
     replay_solutions: int = field(default=2, metadata={"help": "Most solutions kept per prompt."})
