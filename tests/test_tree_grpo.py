@@ -342,6 +342,27 @@ def test_metrics(tmp_path):
     assert 0 < log["tree/distinct_fraction"] < 1
     for name in ("sampling_seconds", "scoring_seconds", "own_seconds"):
         assert log[f"tree/{name}"] > 0
+    assert 0 < log["generation/main_seconds"] <= log["tree/sampling_seconds"]
+
+
+def test_seconds_of_generation_are_those_of_the_whole_batch(tmp_path):
+    trainer = tree_trainer(tmp_path)
+    first_batch(trainer)
+    assert trainer._trees[0].iterations > 1 and len(trainer._metrics["train"]["generation/main_seconds"]) == 1
+
+
+def test_entropies_are_known_where_a_choice_looks_at_them(tmp_path):
+    trainer = tree_trainer(tmp_path, max_search_iterations=5, dump_trees="trees", entropy_weight=0.0)
+    first_batch(trainer)
+    nodes = [node for tree in trainer._trees for node in tree.nodes[1:]]
+    assert {node.direct for node in nodes} == {True, False} and all(
+        (node.entropy == 0) == node.direct for node in nodes
+    )
+    known = [(tree, row) for tree in trainer._trees for row in tree.rows if not tree.nodes[row].direct]
+    expected = sum(tree.trajectory_entropy(row) for tree, row in known) / len(known)
+    assert trainer._metrics["train"]["tree/trajectory_entropy"] == [pytest.approx(expected)]
+    written = [json.loads(line) for line in (tmp_path / "trees" / "trees_0.jsonl").read_text().splitlines()]
+    assert all((node["entropy"] is None) == node["direct"] for tree in written for node in tree["nodes"][1:])
 
 
 def test_evaluation_is_plain_grpo(tmp_path):

@@ -53,7 +53,8 @@ class TreeGRPOConfig(ExplorationConfig):
         quality_weight (`float`, *optional*, defaults to `0.4`):
             Weight lambda 1 of the parent's mean value in the global score (Eq. 9).
         entropy_weight (`float`, *optional*, defaults to `0.0`):
-            Weight lambda 2 of the node's mean token entropy; negative prefers confident nodes.
+            Weight lambda 2 of the node's mean token entropy (with vLLM: the mean negative log-probability of its
+            tokens); negative prefers confident nodes.
         depth_weight (`float`, *optional*, defaults to `0.01`):
             Weight lambda 3 of the depth bonus.
         depth_bonus (`str`, *optional*, defaults to `"sqrt"`):

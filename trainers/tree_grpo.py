@@ -141,6 +141,7 @@ class TreeGRPOTrainer(ExplorationTrainer):
             uct_coef=self.args.uct_coef,
             decay_min=self.args.q_decay_min,
             skip=[bool(solutions) for solutions in cached],
+            direct_fn=partial(self._sample_nodes, entropies=False),
             any_active=self._any_process,
         )
         searched = trees
@@ -182,9 +183,10 @@ class TreeGRPOTrainer(ExplorationTrainer):
             advantages[i, : len(row)] = torch.tensor(row)
         return advantages
 
-    def _sample_nodes(self, prefixes, num_samples, max_new_tokens):
+    def _sample_nodes(self, prefixes, num_samples, max_new_tokens, *, entropies=True):
+        # Also with `entropy_weight=0`: of completions that end together, the most confident one is backed up (Eq. 2).
         start = time.perf_counter()
-        sampled = self.sample(prefixes, num_samples, max_new_tokens, main_stream=True, entropies=True)
+        sampled = self.sample(prefixes, num_samples, max_new_tokens, main_stream=True, entropies=entropies)
         self._seconds["sampling"] += time.perf_counter() - start
         return sampled
 
