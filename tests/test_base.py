@@ -28,7 +28,20 @@ from world import (
 
 from trl_explore.rollouts import Rows
 from trl_explore.streams import LOSS_NORMALISERS, loss_mask
-from trl_explore.trainers import ExplorationConfig, ExplorationTrainer
+from trl_explore.trainers import (
+    BranPOConfig,
+    BranPOTrainer,
+    DeepGRPOConfig,
+    DeepGRPOTrainer,
+    ExplorationConfig,
+    ExplorationTrainer,
+    G2RLConfig,
+    G2RLTrainer,
+    SESAConfig,
+    SESATrainer,
+    TreeGRPOConfig,
+    TreeGRPOTrainer,
+)
 
 TIMING = ("runtime", "per_second", "_time")
 SGD = dict(optim="sgd", lr_scheduler_type="constant", max_grad_norm=0.0, learning_rate=0.1)
@@ -384,6 +397,54 @@ def test_greedy_samples_continue_the_prefix_as_the_model_would(tmp_path):
             if ids[-1] == 1:
                 break
         assert [c.token_ids for c in group] == [ids[len(prefix) :]] * 2
+
+
+def test_beams_continue_each_prefix_as_generate_would_and_know_their_entropies(tmp_path):
+    beams = {"do_sample": False, "num_beams": 3}
+    trainer = make_trainer(ExplorationTrainer, ExplorationConfig, tmp_path, generation_kwargs=beams)
+    trainer.model.train()
+    prefixes = [[5, 15, 6], [9, 8, 7, 6, 5], [6]]
+    for prefix, group in zip(prefixes, trainer.sample(prefixes, 2, 6, entropies=True), strict=True):
+        expected = trainer.model.generate(torch.tensor([prefix]), max_new_tokens=6, pad_token_id=0, **beams)[0]
+        ids = expected[len(prefix) :].tolist()
+        ids = ids[: ids.index(1) + 1] if 1 in ids else ids
+        with torch.no_grad():
+            logprobs = trainer.model(expected[None]).logits[0, len(prefix) - 1 : -1].log_softmax(dim=-1)
+        entropies = -(logprobs.exp() * logprobs).sum(dim=-1)[: len(ids)]
+        for continuation in group:
+            assert continuation.token_ids == ids
+            assert continuation.entropies == pytest.approx(entropies.tolist(), abs=1e-4)
+
+
+METHODS = {
+    "plain": (ExplorationTrainer, ExplorationConfig, {}),
+    "DEEP-GRPO": (DeepGRPOTrainer, DeepGRPOConfig, dict(num_branches=2, segmentation="fixed", segment_length=2)),
+    "TreeGRPO": (TreeGRPOTrainer, TreeGRPOConfig, dict(expansion_width=3, node_length=2)),
+    "SESA": (SESATrainer, SESAConfig, dict(max_sketch_length=2)),
+    "SESA, lists": (SESATrainer, SESAConfig, dict(mode="sequential", candidate_separator="+", max_lists=1)),
+    "G2RL": (G2RLTrainer, G2RLConfig, {}),
+    "BranPO": (BranPOTrainer, BranPOConfig, {}),
+}
+
+
+@pytest.mark.parametrize("method, config, options", METHODS.values(), ids=METHODS.keys())
+def test_every_method_samples_with_beams(tmp_path, method, config, options):
+    _, log = trained(method, config, tmp_path, **options, generation_kwargs={"num_beams": 2}, max_steps=1)
+    assert log[0]["completions/mean_length"] > 0 and log[0]["generation/main_seconds"] > 0
+
+
+@pytest.mark.parametrize("method, config, options", METHODS.values(), ids=METHODS.keys())
+def test_several_completions_per_row_are_refused(tmp_path, method, config, options):
+    message = r"`generation_kwargs={'num_return_sequences': 2}`: .* raise `num_generations=4`"
+    with pytest.raises(ValueError, match=message):
+        make_trainer(method, config, tmp_path, **options, generation_kwargs={"num_return_sequences": 2})
+
+
+def test_beams_of_vllm_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"`generation_kwargs={'num_beams': 2}`: vLLM .*set `use_vllm=False`"):
+        make_trainer(
+            ExplorationTrainer, ExplorationConfig, tmp_path, use_vllm=True, generation_kwargs={"num_beams": 2}
+        )
 
 
 def test_a_stage_can_be_sampled_in_parts(tmp_path):

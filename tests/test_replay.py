@@ -43,6 +43,16 @@ def test_only_hard_prompts_that_were_solved_are_kept():
     assert SolutionCache(solutions_per_prompt=1, threshold=0.0).offer([1], [[5, EOS]], 0.0) == []
 
 
+def test_prompts_that_are_not_hard_any_more_leave():
+    cache = make_cache(([7], [1, EOS]), ([8], [2, EOS]))
+    for ratio in (0.0, 0.25):  # still hard; without a success there is nothing to go by
+        assert cache.refilter([7], ratio) is False and cache.get([7]) == [[1, EOS]]
+    assert cache.refilter((7,), 0.26) is True
+    assert cache.get([7]) == [] and cache.get([8]) == [[2, EOS]] and len(cache) == 1
+    assert cache.refilter([7], 1.0) is False
+    assert cache.offer([7], [[3, EOS]], 0.25) == [[3, EOS]]
+
+
 def test_the_newest_solutions_of_a_prompt_are_kept():
     cache = make_cache(([7], [1]), ([8], [9, EOS]), ([7], [2]), ([7], [3]))
     assert cache.offer((7,), [[4], [5]], 0.1) == [[4], [5]]

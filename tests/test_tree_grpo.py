@@ -342,6 +342,27 @@ def test_metrics(tmp_path):
     assert 0 < log["tree/distinct_fraction"] < 1
     for name in ("sampling_seconds", "scoring_seconds", "own_seconds"):
         assert log[f"tree/{name}"] > 0
+    assert 0 < log["generation/main_seconds"] <= log["tree/sampling_seconds"]
+
+
+def test_seconds_of_generation_are_those_of_the_whole_batch(tmp_path):
+    trainer = tree_trainer(tmp_path)
+    first_batch(trainer)
+    assert trainer._trees[0].iterations > 1 and len(trainer._metrics["train"]["generation/main_seconds"]) == 1
+
+
+def test_entropies_are_known_where_a_choice_looks_at_them(tmp_path):
+    trainer = tree_trainer(tmp_path, max_search_iterations=5, dump_trees="trees", entropy_weight=0.0)
+    first_batch(trainer)
+    nodes = [node for tree in trainer._trees for node in tree.nodes[1:]]
+    assert {node.direct for node in nodes} == {True, False} and all(
+        (node.entropy == 0) == node.direct for node in nodes
+    )
+    known = [(tree, row) for tree in trainer._trees for row in tree.rows if not tree.nodes[row].direct]
+    expected = sum(tree.trajectory_entropy(row) for tree, row in known) / len(known)
+    assert trainer._metrics["train"]["tree/trajectory_entropy"] == [pytest.approx(expected)]
+    written = [json.loads(line) for line in (tmp_path / "trees" / "trees_0.jsonl").read_text().splitlines()]
+    assert all((node["entropy"] is None) == node["direct"] for tree in written for node in tree["nodes"][1:])
 
 
 def test_evaluation_is_plain_grpo(tmp_path):
@@ -424,6 +445,53 @@ def test_nothing_is_replaced_where_nothing_failed(tmp_path):
         trainer.solutions.offer(tokenizer(prompt)["input_ids"], [[2, 2, 1]], 0.25)
     first_batch(trainer)
     assert not any(tree.completion_ids(row) == [2, 2, 1] for tree in trainer._trees for row in tree.rows)
+
+
+def offer_solutions(trainer, dataset, completion):
+    for prompt in dataset["prompt"]:
+        trainer.solutions.offer(make_tokenizer()(prompt)["input_ids"], [completion], 0.25)
+
+
+def test_prompts_that_direct_rollouts_solve_leave_the_cache_and_are_searched_again(tmp_path):
+    dataset = make_dataset().select(range(2))
+    options = dict(train_dataset=dataset, reward_funcs=always, max_steps=2)
+    trainer = tree_trainer(tmp_path, **REPLAY, **options)
+    offer_solutions(trainer, dataset, [6, 1])
+    trainer.train()
+    first, second = trainer.state.log_history[:2]
+    assert (first["replay/prompts"], first["replay/left_prompts"], first["replay/stored_prompts"]) == (2, 2, 0)
+    assert (second["replay/prompts"], second["replay/left_prompts"]) == (0, 0) and second["tree/iterations"] > 0
+    assert len((tmp_path / "solutions.jsonl").read_text().splitlines()) == 1  # the header
+
+
+def test_prompts_that_direct_rollouts_seldom_solve_stay_in_the_cache(tmp_path):
+    dataset = make_dataset().select(range(2))
+    trainer = tree_trainer(tmp_path, **REPLAY, train_dataset=dataset, reward_funcs=never, max_steps=2)
+    offer_solutions(trainer, dataset, [6, 1])
+    trainer.train()
+    log = trainer.state.log_history[:2]
+    assert [(entry["replay/prompts"], entry["replay/left_prompts"]) for entry in log] == [(2, 0), (2, 0)]
+    assert trainer.solutions.num_solutions == 2
+
+
+@pytest.mark.parametrize("ending", [[1], []], ids=["end token", "none"])
+def test_a_replayed_row_is_written_down_as_it_is(tmp_path, ending):
+    def six(completion_ids, **kwargs):  # right if it is the solution of the first prompt
+        return [float(ids == [6, 7, *ending]) for ids in completion_ids]
+
+    dataset = make_dataset().select(range(2))
+    options = dict(train_dataset=dataset, reward_funcs=six, dump_trees="trees", incomplete_score=-0.5, max_steps=1)
+    trainer = tree_trainer(tmp_path, **REPLAY, **options)
+    offer_solutions(trainer, dataset.select([0]), [6, 7, *ending])
+    offer_solutions(trainer, dataset.select([1]), [6, 8, *ending])
+    trainer.train()
+    records = [json.loads(line) for line in (tmp_path / "trees" / "trees_0.jsonl").read_text().splitlines()]
+    found = {tuple(node["token_ids"]): node for record in records for node in record["nodes"]}
+    for ids, outcome in (([6, 7], 1.0), ([6, 8], -1.0 if ending else -0.5)):
+        node = found[(*ids, *ending)]
+        assert node["value"] == node["q"] == node["credit"] == node["outcome"] == outcome and node["visits"] == 1
+        assert node["finished"] is bool(ending)
+    assert all(record["nodes"][0]["visits"] == 5 for record in records)
 
 
 def test_a_second_round_starts_from_the_solutions_of_the_first(tmp_path):

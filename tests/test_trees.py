@@ -26,6 +26,7 @@ from trl_explore.trees import (
     backup_value,
     best_child,
     choose_terminal,
+    exchange,
     expand,
     frontier,
     frontier_score,
@@ -359,6 +360,30 @@ def test_completions_that_cannot_be_scored_count_for_nothing():
     assert len(tree.results) == 2 and all(tree.nodes[row].direct for row in tree.results)
     assert [node.value for node in tree.nodes] == [0.0] * 5 and tree.nodes[0].visits == 1
     assert tree_advantages(tree) == [[0.0, 0.0], [0.0, 0.0]]
+
+
+def test_a_completion_that_takes_the_place_of_a_rollout_has_its_own_value():
+    limits = Limits(num_results=3, width=3, max_depth=9, node_length=1, max_completion_length=4, max_iterations=9)
+    rows = ([1, EOS], [2, 2, 2, 2], [3, EOS])
+    tree = expand(replace(Tree.plant([9]), reason="replayed"), ROOT, sampled(*rows), limits, direct=True)
+    tree = outcomes(tree, n1=-1.0, n2=-0.5, n3=1.0)
+    for row in (1, 2, 3):
+        tree = backup(tree, row, decay_min=0.1)
+    other = exchange(tree, 2, [4, 5], finished=False)
+    assert other.results == (1, 3) and other.nodes[ROOT].visits == 3
+    other = backup(outcomes(other, n2=1.0), 2, decay_min=0.1)
+    # What a tree with this rollout from the start is.
+    fresh = expand(
+        replace(Tree.plant([9]), reason="replayed"), ROOT, sampled(rows[0], [4, 5], rows[2]), limits, direct=True
+    )
+    fresh = outcomes(fresh, n1=-1.0, n2=1.0, n3=1.0)
+    for row in (1, 3, 2):
+        fresh = backup(fresh, row, decay_min=0.1)
+    unknown = [node._replace(logprobs=None) for node in fresh.nodes]
+    assert list(other.nodes) == unknown and other.results == fresh.results
+    assert [(node.visits, node.value) for node in other.nodes] == [(4, 0.0), (1, -1.0), (1, 1.0), (1, 1.0)]
+    unscored = backup(outcomes(exchange(tree, 1, [6], finished=False), n1=None), 1, decay_min=0.1)
+    assert unscored.nodes[1].value == unscored.nodes[1].visits == 0 and unscored.nodes[ROOT].visits == 3
 
 
 # -------------------------------------------------------------------------------------------------- advantages

@@ -150,6 +150,17 @@ class ExplorationTrainer(SamplingTrainer):
             raise ValueError(
                 f"{name} does not support `{field}` (multi-turn rollouts): remove it, or use GRPOTrainer."
             )
+        beams, copies = ((args.generation_kwargs or {}).get(key, 1) for key in ("num_beams", "num_return_sequences"))
+        if copies > 1:
+            raise ValueError(
+                f"`generation_kwargs={{'num_return_sequences': {copies}}}`: every row of a batch has one completion. "
+                f"Leave it out, and raise `num_generations={args.num_generations}` for more completions per prompt."
+            )
+        if args.use_vllm and beams > 1:
+            raise ValueError(
+                f"`generation_kwargs={{'num_beams': {beams}}}`: vLLM samples without beams. Leave it out, or set "
+                "`use_vllm=False`."
+            )
         if args.use_vllm and self.samples_extra_rows:
             self._check_vllm(args, name)
         rows = args.per_device_train_batch_size * args.steps_per_generation
@@ -279,7 +290,7 @@ class ExplorationTrainer(SamplingTrainer):
                 ids, images, multimodal_fields, num_generations, has_tool_images
             )
             if self._is_training:
-                self.log_metric("generation/main_seconds", time.perf_counter() - start)
+                self._note_seconds("main", time.perf_counter() - start)
             return Rollout(completion_ids, logprobs)
 
         rollout = self.rollout(prompt_ids, plain) if self._is_training else plain(prompt_ids)
@@ -299,6 +310,7 @@ class ExplorationTrainer(SamplingTrainer):
             return super()._generate_and_score_completions(inputs)
         self._any_example, self.main_examples = inputs[0], inputs
         self._main_totals = None
+        self._generation_seconds = {}
         output = super()._generate_and_score_completions(inputs)
         self._log_raw_rewards()
         self.watch_correction(output)
@@ -321,6 +333,8 @@ class ExplorationTrainer(SamplingTrainer):
         streams = {name: stream for name, stream in streams.items() if stream[1] > 0}
         pooled = self._pool(output, [s for s, _ in streams.values()]) if self.pools_streams and streams else None
         self._stream_steps = {name: self._prepare_stream(name, *stream, pooled) for name, stream in streams.items()}
+        for name, seconds in self._generation_seconds.items():
+            self.log_metric(f"generation/{name}_seconds", seconds)
         return output
 
     def _main_rewards(self) -> list[list[float] | None] | None:

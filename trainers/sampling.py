@@ -26,6 +26,7 @@ class SamplingTrainer(PackedTrainer):
     sampling_batch_size: int | None = None
     prefix_tokens_asked = 0
     prefix_tokens_encoded = 0
+    _generation_seconds: dict[str, float] = {}
 
     def sample(
         self,
@@ -105,8 +106,7 @@ class SamplingTrainer(PackedTrainer):
                         finished=tokens[-1] in self.eos_token_ids,
                         entropies=None if uncertainty is None else uncertainty[place][: row_budgets[i]],
                     )
-        if not main_stream:
-            self._metrics["train"]["generation/extra_seconds"].append(time.perf_counter() - start_time)
+        self._note_seconds("main" if main_stream else "extra", time.perf_counter() - start_time)
         done = iter(sampled)
         return [[next(done) for _ in range(n)] for n in counts]  # type: ignore[misc]
 
@@ -115,8 +115,7 @@ class SamplingTrainer(PackedTrainer):
         answers = self.complete(asked)
         self.prefix_tokens_asked += sum(len(request.prefix) * request.num_samples for request in asked)
         self.prefix_tokens_encoded += sum(len(request.prefix) for request in asked)
-        if not main_stream:
-            self._metrics["train"]["generation/extra_seconds"].append(time.perf_counter() - start_time)
+        self._note_seconds("main" if main_stream else "extra", time.perf_counter() - start_time)
         return [
             [
                 Continuation(
@@ -128,6 +127,11 @@ class SamplingTrainer(PackedTrainer):
             ]
             for of_request in answers
         ]
+
+    def _note_seconds(self, stream: str, seconds: float) -> None:
+        """Time for sampling, added up over the calls of a generation batch, to be logged at its end."""
+        spent = self._generation_seconds.get(stream, 0.0) + seconds
+        self._generation_seconds = {**self._generation_seconds, stream: spent}
 
     def token_logprobs(self, prefixes: list[list[int]], completion_ids: list[list[int]]) -> list[list[float]]:
         """
@@ -166,18 +170,20 @@ class SamplingTrainer(PackedTrainer):
         self.generation_config.max_new_tokens = max_new_tokens
         self.generation_config.prefill_chunk_size = None  # one forward pass per recorded token
         by_hooks = not self.use_transformers_continuous_batching  # which schedules forward passes of its own
+        noted = entropies and (config.num_beams or 1) == 1  # beams change places from token to token
         model = self.accelerator.unwrap_model(self.model)
-        recording = recorded(model, temperature=self.temperature, entropies=entropies) if by_hooks else nullcontext()
+        recording = recorded(model, temperature=self.temperature, entropies=noted) if by_hooks else nullcontext()
         try:
             with recording as record:
                 ids = super()._generate_single_turn(prefixes, None, {}, 1)[0]
         finally:
             self.generation_config = config
-        if record is None:
-            return ids, self._entropies(prefixes, ids) if entropies else None
-        self.prefix_tokens_asked += record.prefill_tokens
-        self.prefix_tokens_encoded += record.encoded_tokens
-        return ids, record.token_entropies([len(i) for i in ids]) if entropies else None
+        if record is not None:
+            self.prefix_tokens_asked += record.prefill_tokens
+            self.prefix_tokens_encoded += record.encoded_tokens
+            if noted:
+                return ids, record.token_entropies([len(i) for i in ids])
+        return ids, self._entropies(prefixes, ids) if entropies else None
 
     def _entropies(self, prefixes: list[list[int]], ids: list[list[int]]) -> list[list[float]]:
         """Entropies of the distributions that tokens were drawn from, by a forward pass over them."""

@@ -54,7 +54,8 @@ class TreeGRPOConfig(ExplorationConfig):
         quality_weight (`float`, *optional*, defaults to `0.4`):
             Weight lambda 1 of the parent's mean value in the global score (Eq. 9).
         entropy_weight (`float`, *optional*, defaults to `0.0`):
-            Weight lambda 2 of the node's mean token entropy; negative prefers confident nodes.
+            Weight lambda 2 of the node's mean token entropy (with vLLM: the mean negative log-probability of its
+            tokens); negative prefers confident nodes.
         depth_weight (`float`, *optional*, defaults to `0.01`):
             Weight lambda 3 of the depth bonus.
         depth_bonus (`str`, *optional*, defaults to `"sqrt"`):
@@ -85,9 +86,11 @@ class TreeGRPOConfig(ExplorationConfig):
             all-wrong trees get positive advantages and those of all-correct trees negative ones.
         replay_buffer (`bool`, *optional*, defaults to `False`):
             Keep correct completions of hard prompts; at the next visit of such a prompt they replace failures among
-            direct rollouts, and the search is saved.
+            direct rollouts, and the search is saved. Once the prompt is not hard any more, they are forgotten, and
+            it is searched like any other.
         replay_threshold (`float`, *optional*, defaults to `0.25`):
-            A prompt is hard if its tree's share of correct completions is above 0 and at most this.
+            A prompt is hard if its tree's share of correct completions is above 0 and at most this, and stays hard
+            while at most this share of its direct rollouts is correct.
         replay_solutions (`int`, *optional*, defaults to `2`):
             Most solutions kept per prompt, at least 1.
         replay_file (`str`, *optional*):

@@ -2,7 +2,6 @@
 
 import textwrap
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,8 @@ from trl_explore.trees import (
     SelectFn,
     Tree,
     Verdict,
+    backup,
+    exchange,
     judge,
     search,
     select,
@@ -141,6 +142,7 @@ class TreeGRPOTrainer(ExplorationTrainer):
             uct_coef=self.args.uct_coef,
             decay_min=self.args.q_decay_min,
             skip=[bool(solutions) for solutions in cached],
+            direct_fn=partial(self._sample_nodes, entropies=False),
             any_active=self._any_process,
         )
         searched = trees
@@ -182,9 +184,10 @@ class TreeGRPOTrainer(ExplorationTrainer):
             advantages[i, : len(row)] = torch.tensor(row)
         return advantages
 
-    def _sample_nodes(self, prefixes, num_samples, max_new_tokens):
+    def _sample_nodes(self, prefixes, num_samples, max_new_tokens, *, entropies=True):
+        # Also with `entropy_weight=0`: of completions that end together, the most confident one is backed up (Eq. 2).
         start = time.perf_counter()
-        sampled = self.sample(prefixes, num_samples, max_new_tokens, main_stream=True, entropies=True)
+        sampled = self.sample(prefixes, num_samples, max_new_tokens, main_stream=True, entropies=entropies)
         self._seconds["sampling"] += time.perf_counter() - start
         return sampled
 
@@ -228,37 +231,39 @@ class TreeGRPOTrainer(ExplorationTrainer):
         for i, (tree, solutions) in enumerate(zip(trees, cached, strict=True)):
             outcomes = [tree.nodes[row].outcome for row in tree.rows]
             succeeded = [outcome is None or outcome > 0 for outcome in outcomes]  # unscorable is not failed
-            nodes = list(tree.nodes)
             for position, which in replace_failures(succeeded, len(solutions)):
-                node = tree.rows[position]
-                ids = solutions[which]
-                nodes[node] = nodes[node]._replace(
-                    token_ids=ids, length=len(ids), entropy=0.0, total_entropy=0.0, finished=True, logprobs=None
-                )
+                node, ids = tree.rows[position], solutions[which]
+                # The authors' solutions are text without the end token, and one that a limit cut off has none.
+                trees[i] = exchange(trees[i], node, ids, finished=ids[-1] in self.eos_token_ids)
                 placed.append((i, node))
-            trees[i] = replace(tree, nodes=tuple(nodes))
         self._replayed = set(placed)
-        verdicts = self._score_leaves([Leaf(i, trees[i].completion_ids(node), True) for i, node in placed])
+        verdicts = self._score_leaves(
+            [Leaf(i, trees[i].completion_ids(node), trees[i].nodes[node].finished) for i, node in placed]
+        )
         for (i, node), verdict in zip(placed, verdicts, strict=True):
-            trees[i] = judge(trees[i], {node: verdict})
+            trees[i] = backup(judge(trees[i], {node: verdict}), node, decay_min=self.args.q_decay_min)
         replaced, skipped = self.summed({"rows": len(placed), "prompts": sum(map(bool, cached))}).values()
         self.log_metric("replay/replaced_rows", replaced)
         self.log_metric("replay/prompts", skipped)
         return trees
 
     def _remember(self, trees: list[Tree]) -> None:
+        """Keep what searches found for hard prompts, and let prompts go that direct rollouts solve by now."""
         found = []
         for tree in trees:
             solved = [row for row in tree.rows if (tree.nodes[row].outcome or 0.0) > 0]
-            if solved and tree.reason != "replayed":
-                solutions = [tree.completion_ids(row) for row in solved]
-                found.append((tree.prompt_ids, solutions, len(solved) / len(tree.rows)))
-        entries = [
-            (prompt_ids, solution)
-            for prompt_ids, solutions, ratio in gather_object(found)
-            for solution in self.solutions.offer(prompt_ids, solutions, ratio)
-        ]
+            solutions = None if tree.reason == "replayed" else [tree.completion_ids(row) for row in solved]
+            found.append((tree.prompt_ids, solutions, len(solved) / len(tree.rows)))
+        entries, num_left = [], 0
+        for prompt_ids, solutions, ratio in gather_object(found):
+            if solutions is None:
+                num_left += self.solutions.refilter(prompt_ids, ratio)
+            else:
+                entries += [(prompt_ids, s) for s in self.solutions.offer(prompt_ids, solutions, ratio)]
         self.log_metric("replay/stored_prompts", len(self.solutions))
+        self.log_metric("replay/left_prompts", num_left)
+        if num_left:
+            self._solutions_file_is_current = False  # lines can be appended, but not taken back
         if not self.accelerator.is_main_process or not (entries or not self._solutions_file_is_current):
             return
         path = Path(self.args.output_dir) / SOLUTIONS_FILE

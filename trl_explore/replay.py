@@ -90,12 +90,27 @@ class SolutionCache:
             completions (`Iterable[Sequence[int]]`):
                 Correct completions, with the end-of-sequence token that they ended with.
             success_ratio (`float`):
-                Share of the prompt's direct samples that are correct.
+                Share of the prompt's samples that are correct.
 
         Returns:
             `list[list[int]]`: The completions that are new in the cache, oldest first.
         """
         return self._store(prompt_ids, completions) if 0 < success_ratio <= self.threshold else []
+
+    def refilter(self, prompt_ids: Sequence[int], success_ratio: float) -> bool:
+        """
+        Forget the completions of a prompt that is not hard any more: `success_ratio > threshold` (Eq. 12).
+
+        Args:
+            prompt_ids (`Sequence[int]`):
+                Token ids of the prompt.
+            success_ratio (`float`):
+                Share of the prompt's samples that are correct now.
+
+        Returns:
+            `bool`: Whether there were any and they are gone.
+        """
+        return success_ratio > self.threshold and self._solutions.pop(tuple(prompt_ids), None) is not None
 
     def get(self, prompt_ids: Sequence[int]) -> list[list[int]]:
         """

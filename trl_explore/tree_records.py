@@ -57,7 +57,7 @@ def tree_record(
                 "value": node.value,
                 "q": node.q,
                 "credit": node_credit(tree, node.index, q_temperature=q_temperature, q_max=q_max),
-                "entropy": None if node.index == ROOT else node.entropy,
+                "entropy": None if node.index == ROOT or node.direct else node.entropy,
                 "terminal": node.terminal,
                 "finished": node.finished,
                 "direct": node.direct,

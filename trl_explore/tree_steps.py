@@ -286,6 +286,40 @@ def backup(tree: Tree, leaf: int, *, decay_min: float) -> Tree:
     return _with_nodes(tree, changed, results=results)
 
 
+def exchange(tree: Tree, row: int, token_ids: list[int], *, finished: bool) -> Tree:
+    """
+    Put another completion in the place of a direct rollout, to be judged and backed up like any.
+
+    Args:
+        tree ([`Tree`]):
+            A tree.
+        row (`int`):
+            A result that is a direct rollout.
+        token_ids (`list[int]`):
+            The other completion.
+        finished (`bool`):
+            Whether it ends with an end-of-sequence token.
+
+    Returns:
+        [`Tree`]: The tree with it, as if the rollout had never been scored. It is among the results again once it is
+        backed up.
+    """
+    old, root = tree.nodes[row], tree.nodes[ROOT]
+    new = Node(
+        index=row,
+        parent=ROOT,
+        depth=old.depth,
+        token_ids=list(token_ids),
+        length=len(token_ids),
+        terminal=True,
+        finished=finished,
+        iteration=old.iteration,
+        direct=True,
+    )
+    changed = {ROOT: root._replace(visits=root.visits - old.visits), row: new}
+    return _with_nodes(tree, changed, results=tuple(result for result in tree.results if result != row))
+
+
 def judge(tree: Tree, verdicts: dict[int, Verdict]) -> Tree:
     """
     Note what terminal nodes are worth.

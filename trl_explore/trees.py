@@ -15,6 +15,7 @@ from trl_explore.tree_steps import (
     backup,
     best_child,
     choose_terminal,
+    exchange,
     expand,
     frontier,
     judge,
@@ -36,6 +37,7 @@ __all__ = [
     "backup_value",
     "best_child",
     "choose_terminal",
+    "exchange",
     "expand",
     "frontier",
     "frontier_score",
@@ -62,6 +64,7 @@ def search(
     uct_coef: float = 2.0,
     decay_min: float = 0.1,
     skip: Sequence[bool] = (),
+    direct_fn: Sampler | None = None,
     any_active: Callable[[bool], bool] = bool,
 ) -> list[Tree]:
     """
@@ -84,6 +87,8 @@ def search(
             Smallest decay factor of the backup.
         skip (`Sequence[bool]`, *optional*):
             Prompts that get direct rollouts only, `[P]`; none by default.
+        direct_fn ([`~trl_explore.rollouts.Sampler`], *optional*, defaults to `sample_fn`):
+            Samples the direct rollouts. No choice looks at their entropies, so it need not know them.
         any_active (`Callable[[bool], bool]`, *optional*):
             Given whether a tree of this process still grows, tells whether one of any process does, so that all make
             the same number of calls. Every process calls it equally often.
@@ -105,7 +110,7 @@ def search(
         trees = _score(trees, {i: _terminal_since(trees[i], num_nodes[i]) for i in visits}, value_fn)
         for i, node in visits.items():
             trees[i] = _advance(trees[i], node, limits, select_fn=select_fn, uct_coef=uct_coef, decay_min=decay_min)
-    return _fill(trees, sample_fn, value_fn, limits, decay_min=decay_min, any_active=any_active)
+    return _fill(trees, direct_fn or sample_fn, value_fn, limits, decay_min=decay_min, any_active=any_active)
 
 
 def _terminal_since(tree: Tree, num_nodes: int) -> list[int]:
