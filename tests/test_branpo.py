@@ -8,6 +8,7 @@ import threading
 import types
 import urllib.parse
 import urllib.request
+import warnings
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -933,6 +934,33 @@ def test_bad_input_is_refused_at_construction(tmp_path, message, options):
 def test_several_turns_need_tools_or_an_environment(tmp_path):
     with pytest.raises(ValueError, match="`interaction_limits=\\[4\\]`.*neither `tools` nor an `environment_factory`"):
         make_trainer(BranPOTrainer, BranPOConfig, tmp_path, interaction_limits=[4])
+
+
+def test_a_single_turn_is_hinted_at_once(tmp_path):
+    with pytest.warns(UserWarning, match="neither `tools` nor an `environment_factory`.*every completion is one turn"):
+        trainer = make_trainer(BranPOTrainer, BranPOConfig, tmp_path)
+    with warnings.catch_warnings(record=True) as later:
+        warnings.simplefilter("always")
+        trainer.train()
+        agent(tmp_path)
+    assert not [warning for warning in later if "one turn" in str(warning.message)]
+
+
+def test_an_environment_without_tools_scores_single_turns(tmp_path, voice, monkeypatch):
+    class Silent(FrozenLakeEnvironment):
+        move = None
+
+        def __init__(self):
+            super().__init__(max_steps=6)
+
+        def get_reward(self):
+            return float(torch.rand(()) < 0.5)
+
+    voice()
+    with pytest.warns(UserWarning, match="with tools: every completion is one turn"):
+        trainer = agent(tmp_path, factory=Silent, reward_funcs=None, max_tool_calling_iterations=None)
+    _, sampled, _ = kept_branches(trainer, monkeypatch)
+    assert {type(branch.environment) for _, found in sampled for branch in found} == {Silent}
 
 
 def test_a_model_that_says_anything_is_trained(tmp_path):

@@ -17,7 +17,7 @@ from trl_explore.snapshots import check_replay, choose_state, explain_wrong_stat
 from trl_explore.tool_watch import ToolWatch
 from trl_explore.trajectories import Branch, Message, Trajectory
 
-from .agents import AgentTrainer, Turn
+from .agents import AgentTrainer
 from .base import Chooser
 
 CHECKED_ROWS = 8  # trajectories on which a tool has to answer as before until its environment's states are trusted
@@ -62,7 +62,7 @@ class BranchingTrainer(AgentTrainer):
     def rollout(self, prompt_ids: list[list[int]], plain: Chooser) -> Rollout:
         if self._stopped is None:
             if self.turn is not None and self.environments:
-                self._keep_states(self.turn)
+                self._keep_states(self.turn.number, self.turn.rows)
             return plain(prompt_ids)
         assert self.turn is not None
         # Other processes are at other turns: their tool loops are theirs.
@@ -70,12 +70,12 @@ class BranchingTrainer(AgentTrainer):
         logprobs = [continuation.logprobs or [] for (continuation,) in sampled] if self.use_vllm else None
         return Rollout([continuation.token_ids for (continuation,) in sampled], logprobs)
 
-    def _keep_states(self, turn: Turn) -> None:
+    def _keep_states(self, turn: int, rows: list[int]) -> None:
         environments: list[Any] = self.environments or []
-        for row in turn.rows:
-            self._states[row][turn.number] = self._take_state(row, environments[row])
+        for row in rows:
+            self._states[row][turn] = self._take_state(row, environments[row])
             # One more than asked for: TRL drops the last response of a row that has no room for it.
-            self._states[row].pop(turn.number - self.kept_turns - 1, None)
+            self._states[row].pop(turn - self.kept_turns - 1, None)
 
     def _take_state(self, row: int, environment: Any) -> Any:
         name, auto = self._batch_environments[row], self.state_wanted == "auto"
@@ -107,6 +107,8 @@ class BranchingTrainer(AgentTrainer):
             return super()._generate(prompts)
         self._states, self._checked = [{} for _ in prompts], False
         self._watch.reset()
+        if self.environments and not self.tools:  # no loop, and no turns but one
+            self._keep_states(0, list(range(len(prompts))))
         result = super()._generate(prompts)
         if self.tools:
             self._stop_if_all_failed()
