@@ -19,6 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 from world import BOARDS, QUIET, assert_same, differ, make_agent, make_trainer, one_batch, parameters, trained
 
 from trl_explore.branches import branch_advantages, turns
+from trl_explore.qa_rewards import search_reward
 from trl_explore.snapshots import not_a_tool
 from trl_explore.tasks.frozen_lake import FrozenLakeEnvironment
 from trl_explore.tasks.tiny_model import build_model, build_tokenizer
@@ -796,6 +797,20 @@ def test_tools_without_state(tmp_path, voice, monkeypatch):
         calls = re.findall(r"!search:query=(\w)", trainer._tokenizer.decode(branch.completion_ids))
         told = [message["content"] for message in branch.messages if message["role"] == "tool"]
         assert told == [f"about {letter}" for letter in calls]
+
+
+@pytest.mark.parametrize("tool, reward", [("search", 1.0), ("seek", -0.5)])
+def test_the_search_reward_knows_what_trl_says_of_unknown_tools(tmp_path, voice, monkeypatch, tool, reward):
+    monkeypatch.setattr(search, "down", False, raising=False)
+    speaker = voice()
+    trainer = with_tools(tmp_path, speaker, max_tool_calling_iterations=1)
+    speaker.answer = lambda: f"!{tool}:query=a"
+    one_batch(trainer)
+    told = [m for m in trainer.trajectories[0].messages if m["role"] == "assistant"][:1]
+    told += [m for m in trainer.trajectories[0].messages if m["role"] == "tool"]
+    completion = [*told, {"role": "assistant", "content": "<answer>Paris</answer>"}]
+    assert [m["role"] for m in completion] == ["assistant", "tool", "assistant"]
+    assert search_reward([completion], ["Paris"]) == [reward]
 
 
 def test_a_dead_service_stops_the_run_with_a_checkpoint(tmp_path, voice, monkeypatch):

@@ -129,7 +129,7 @@ class BranPOTrainer(BranchingTrainer):
             warnings.warn(
                 "BranPO branches near the tail of trajectories of several turns, but there are neither `tools` nor an "
                 "`environment_factory` with tools: every completion is one turn, and a branch is one more completion "
-                "of the same prompt. Pass one of them; for single turns `DeepGRPOTrainer` branches within completions.",
+                "of the same prompt. Pass one of them; `DeepGRPOTrainer` branches within completions of one turn.",
                 stacklevel=2,
             )
 
