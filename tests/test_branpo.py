@@ -5,6 +5,11 @@ import copy
 import json
 import re
 import threading
+import types
+import urllib.parse
+import urllib.request
+import warnings
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
@@ -14,6 +19,8 @@ from trl import GRPOConfig, GRPOTrainer
 from world import BOARDS, QUIET, assert_same, differ, make_agent, make_trainer, one_batch, parameters, trained
 
 from trl_explore.branches import branch_advantages, turns
+from trl_explore.qa_rewards import search_reward
+from trl_explore.snapshots import not_a_tool
 from trl_explore.tasks.frozen_lake import FrozenLakeEnvironment
 from trl_explore.tasks.tiny_model import build_model, build_tokenizer
 from trl_explore.trainers import BranPOConfig, BranPOTrainer
@@ -255,6 +262,215 @@ def test_all_ways_to_go_back_give_the_same(tmp_path, voice, factory, way, select
     assert_same(parameters(second), parameters(first))
 
 
+class Remote(Lake):
+    """A client: its games are played on a server, in sessions."""
+
+    url = ""
+
+    def ask(self, **query) -> str:
+        with urllib.request.urlopen(f"{self.url}?{urllib.parse.urlencode(query)}") as answer:
+            return answer.read().decode()
+
+    ask = not_a_tool(ask)
+
+    def reset(self, board, prompt="", **columns):
+        self.session = self.ask(board=board)
+
+    def move(self, direction: str) -> str:
+        """
+        Moves.
+
+        Args:
+            direction: Where to.
+
+        Returns:
+            The board.
+        """
+        return self.ask(session=self.session, direction=direction)
+
+    @property
+    def episode(self):
+        return types.SimpleNamespace(**json.loads(self.ask(session=self.session)))
+
+    def get_reward(self):
+        return self.episode.reward
+
+
+@pytest.fixture
+def remote(monkeypatch):
+    """The server of [`Remote`]."""
+    games = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            query = dict(urllib.parse.parse_qsl(self.path.partition("?")[2]))
+            if "board" in query:
+                games.append(Lake())
+                games[-1].reset(query["board"])
+                answer = str(len(games) - 1)
+            elif "direction" in query:
+                answer = games[int(query["session"])].move(query["direction"])
+            else:
+                game = games[int(query["session"])]
+                answer = json.dumps({"steps": game.episode.steps, "reward": game.get_reward()})
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(answer.encode())
+
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr(Remote, "url", f"http://127.0.0.1:{server.server_port}/")
+    yield games
+    server.shutdown()
+    server.server_close()
+
+
+def wrong_branches(trainer, sampled):
+    """How many branches were answered otherwise than the game that their text tells, and how many there are."""
+    wrong = []
+    for branch in (branch for _, found in sampled for branch in found):
+        moves = re.findall(r"!move:direction=(\w)", trainer._tokenizer.decode(branch.completion_ids))
+        game = Lake()
+        game.reset(trainer.main_examples[branch.row]["board"])
+        told = [message["content"] for message in branch.messages if message["role"] == "tool"]
+        wrong.append(told != [game.move(move) for move in moves[: len(told)]])
+    return sum(wrong), len(wrong)
+
+
+def test_a_state_on_a_server_is_noticed_and_replayed(tmp_path, voice, monkeypatch, remote):
+    voice()
+    first = agent(tmp_path)
+    first.train()
+    voice()
+    second = agent(tmp_path, factory=Remote)
+    with pytest.warns(UserWarning, match=r"`move` of a Remote that went back .* by copy answered .*Branches replay"):
+        second.train()
+    assert second._state_ways == {None: "replay"}
+    assert_same(parameters(second), parameters(first))
+    voice()
+    third = agent(tmp_path, factory=Remote)
+    with pytest.warns(UserWarning, match="session"):
+        _, sampled, _ = kept_branches(third, monkeypatch)
+    wrong, number = wrong_branches(third, sampled)
+    assert wrong == 0 and number >= 8
+
+
+def test_a_copy_that_was_asked_for_is_kept_with_a_warning(tmp_path, voice, monkeypatch, remote):
+    voice()
+    trainer = agent(tmp_path, factory=Remote, environment_state="copy")
+    with pytest.warns(UserWarning, match="branches start from wrong states: set `environment_state='replay'`") as said:
+        _, sampled, _ = kept_branches(trainer, monkeypatch)
+    assert wrong_branches(trainer, sampled)[0] > 0  # as the warning says
+    assert sum("went back" in str(warning.message) for warning in said) == 1
+
+
+def test_a_snapshot_that_later_moves_change_is_noticed(tmp_path, voice):
+    class Shared(Lake):
+        def reset(self, board, prompt="", **columns):
+            self.moves = []
+            return super().reset(board, prompt)
+
+        def move(self, direction: str) -> str:
+            """
+            Moves.
+
+            Args:
+                direction: Where to.
+
+            Returns:
+                The board.
+            """
+            self.moves.append(direction)
+            return super().move(direction) + str(len(self.moves))
+
+        def snapshot(self):
+            return self.episode, list(self.moves)
+
+        def restore(self, state):
+            self.episode, self.moves = state
+
+    voice()
+    trainer = agent(tmp_path, factory=Shared)
+    with pytest.warns(UserWarning, match="of a Shared that went back to an earlier turn by snapshot answered"):
+        one_batch(trainer)
+    assert trainer._state_ways == {None: "snapshot"}
+
+
+class Locked(Lake):
+    """Can be copied before its first `reset` and not after."""
+
+    def reset(self, board, prompt="", **columns):
+        self.lock = threading.Lock()
+        return super().reset(board, prompt)
+
+
+def test_what_reset_makes_decides_whether_an_environment_can_be_copied(tmp_path, voice):
+    voice()
+    first = agent(tmp_path)
+    first.train()
+    voice()
+    second = agent(tmp_path, factory=Locked)
+    second.train()
+    assert second._state_ways == {None: "replay"}
+    assert_same(parameters(second), parameters(first))
+    voice()
+    with pytest.raises(RuntimeError, match="the state of a Locked could not be kept"):
+        agent(tmp_path, factory=Locked, environment_state="copy").train()
+
+
+def test_states_that_answered_as_before_are_trusted(tmp_path, voice, monkeypatch):
+    class Counting(Lake):
+        calls = 0
+
+        def move(self, direction: str) -> str:
+            """
+            Moves.
+
+            Args:
+                direction: Where to.
+
+            Returns:
+                The board.
+            """
+            Counting.calls += 1
+            return super().move(direction)
+
+    voice(stops=0.05)
+    trainer = agent(tmp_path, factory=Counting)
+    spent = []
+    for _ in range(2):
+        Counting.calls = 0
+        _, sampled, _ = kept_branches(trainer, monkeypatch)
+        told = sum(message["role"] == "tool" for t in trainer.trajectories for message in t.messages)
+        branches = [branch for _, found in sampled for branch in found]
+        own = sum(sum(message["role"] == "tool" for message in b.messages) - b.turn for b in branches)
+        spent.append(Counting.calls - told - own)
+    assert 8 <= spent[0] <= 2 * 4 * 8 and spent[1] == 0  # eight trajectories, twice, at most four calls each
+
+
+def test_copies_by_a_method_of_the_environment_are_guarded(tmp_path, voice, monkeypatch):
+    class Rebuilt(Lake):
+        def __deepcopy__(self, memo):
+            twin = Rebuilt()
+            twin.episode = self.episode
+            return twin
+
+        def get_reward(self):
+            if self.episode.steps > 2:
+                raise RuntimeError("no referee")
+            return 0.0
+
+    voice()
+    trainer = agent(tmp_path, factory=Rebuilt)
+    with pytest.warns(UserWarning, match="no referee"):
+        _, sampled, _ = kept_branches(trainer, monkeypatch)
+    assert any(branch.steps > 2 and branch.complete for _, found in sampled for branch in found)
+
+
 def test_a_replay_that_ends_elsewhere_stops_the_run(tmp_path, voice, monkeypatch):
     monkeypatch.setattr(Uncopyable, "moody", True)
     voice(stops=0.1)
@@ -325,6 +541,17 @@ def test_no_branch_plays_longer_than_a_trajectory_may(tmp_path, voice, monkeypat
     at_limit = [b for b in branches if b.messages[-1].get("tool_calls")]
     assert at_limit and not any(b.complete for b in at_limit) and all(b.complete for b in kept.values())
     assert all(b.loss_mask[-1] == 1 and len(b.completion_ids) == len(b.loss_mask) for b in branches)
+
+
+def test_calls_of_unknown_tools_count_as_interactions(tmp_path, voice, monkeypatch):
+    speaker = voice(stops=0.05)
+    speaker.answer = lambda: f"!{'move' if torch.rand(()) < 0.5 else 'jump'}:direction={LETTERS[torch.randint(4, ())]}"
+    trainer = agent(tmp_path, max_tool_calling_iterations=3)
+    _, sampled, kept = kept_branches(trainer, monkeypatch)
+    branches = [branch for _, found in sampled for branch in found]
+    assert len(branches) >= 8 and not kept  # nobody ever comes to an end
+    assert {len(turns(branch.loss_mask)) for branch in branches} == {4}
+    assert all(branch.messages[-1].get("tool_calls") and branch.loss_mask[-1] for branch in branches)
 
 
 def test_the_schedule_decides_how_deep_and_how_often(tmp_path, voice, monkeypatch):
@@ -572,6 +799,20 @@ def test_tools_without_state(tmp_path, voice, monkeypatch):
         assert told == [f"about {letter}" for letter in calls]
 
 
+@pytest.mark.parametrize("tool, reward", [("search", 1.0), ("seek", -0.5)])
+def test_the_search_reward_knows_what_trl_says_of_unknown_tools(tmp_path, voice, monkeypatch, tool, reward):
+    monkeypatch.setattr(search, "down", False, raising=False)
+    speaker = voice()
+    trainer = with_tools(tmp_path, speaker, max_tool_calling_iterations=1)
+    speaker.answer = lambda: f"!{tool}:query=a"
+    one_batch(trainer)
+    told = [m for m in trainer.trajectories[0].messages if m["role"] == "assistant"][:1]
+    told += [m for m in trainer.trajectories[0].messages if m["role"] == "tool"]
+    completion = [*told, {"role": "assistant", "content": "<answer>Paris</answer>"}]
+    assert [m["role"] for m in completion] == ["assistant", "tool", "assistant"]
+    assert search_reward([completion], ["Paris"]) == [reward]
+
+
 def test_a_dead_service_stops_the_run_with_a_checkpoint(tmp_path, voice, monkeypatch):
     monkeypatch.setattr(search, "down", False, raising=False)
     options = dict(max_steps=4, max_tool_calling_iterations=3, save_strategy="steps", save_steps=100)
@@ -708,6 +949,33 @@ def test_bad_input_is_refused_at_construction(tmp_path, message, options):
 def test_several_turns_need_tools_or_an_environment(tmp_path):
     with pytest.raises(ValueError, match="`interaction_limits=\\[4\\]`.*neither `tools` nor an `environment_factory`"):
         make_trainer(BranPOTrainer, BranPOConfig, tmp_path, interaction_limits=[4])
+
+
+def test_a_single_turn_is_hinted_at_once(tmp_path):
+    with pytest.warns(UserWarning, match="neither `tools` nor an `environment_factory`.*every completion is one turn"):
+        trainer = make_trainer(BranPOTrainer, BranPOConfig, tmp_path)
+    with warnings.catch_warnings(record=True) as later:
+        warnings.simplefilter("always")
+        trainer.train()
+        agent(tmp_path)
+    assert not [warning for warning in later if "one turn" in str(warning.message)]
+
+
+def test_an_environment_without_tools_scores_single_turns(tmp_path, voice, monkeypatch):
+    class Silent(FrozenLakeEnvironment):
+        move = None
+
+        def __init__(self):
+            super().__init__(max_steps=6)
+
+        def get_reward(self):
+            return float(torch.rand(()) < 0.5)
+
+    voice()
+    with pytest.warns(UserWarning, match="with tools: every completion is one turn"):
+        trainer = agent(tmp_path, factory=Silent, reward_funcs=None, max_tool_calling_iterations=None)
+    _, sampled, _ = kept_branches(trainer, monkeypatch)
+    assert {type(branch.environment) for _, found in sampled for branch in found} == {Silent}
 
 
 def test_a_model_that_says_anything_is_trained(tmp_path):

@@ -35,9 +35,9 @@ from trl_explore.qa_rewards import (
         ("東京 Tower", "東京 tower"),
         ("don\u2019t", "don\u2019t"),  # SQuAD's punctuation is ASCII's
         ("\u00a0a\tb\n", "b"),
-        ("A", "a"),
-        ("The The", "the the"),
-        ("!!!", "!!!"),
+        ("A", ""),
+        ("The The.", ""),
+        ("!!!", ""),
         ("", ""),
         (" \n", ""),
     ],
@@ -64,9 +64,8 @@ ANSWERS = st.one_of(WORDS.map(" ".join), ASCII)
 
 
 @given(ANSWERS)
-def test_the_normal_form_is_squads_where_that_leaves_anything(text):
-    if squads_form(text):
-        assert normalize_answer(text) == squads_form(text)
+def test_the_normal_form_is_squads(text):
+    assert normalize_answer(text) == squads_form(text)
 
 
 @given(st.text())
@@ -76,8 +75,10 @@ def test_normal_forms_stay(text):
 
 
 def hotpots_f1(prediction, gold):
-    """The official script's function, for texts that keep words."""
+    """HotpotQA's function for texts that keep words; SQuAD's 2.0 for others, which are right or wrong as a whole."""
     prediction, gold = squads_form(prediction), squads_form(gold)
+    if not prediction or not gold:
+        return int(prediction == gold)
     if prediction in ["yes", "no", "noanswer"] and prediction != gold:
         return 0
     if gold in ["yes", "no", "noanswer"] and prediction != gold:
@@ -91,7 +92,7 @@ def hotpots_f1(prediction, gold):
 
 @given(ANSWERS, st.lists(ANSWERS, min_size=1, max_size=3))
 def test_scores_are_hotpots_and_the_best_over_golds(prediction, golds):
-    if all(map(squads_form, [prediction, *golds])):
+    if prediction.strip():
         assert f1_score(prediction, golds) == pytest.approx(max(hotpots_f1(prediction, gold) for gold in golds))
         assert exact_match(prediction, golds) == (squads_form(prediction) in map(squads_form, golds))
     assert 0 <= exact_match(prediction, golds) <= f1_score(prediction, golds) <= 1
@@ -112,8 +113,16 @@ def test_scores_are_hotpots_and_the_best_over_golds(prediction, golds):
         ("", "Paris", 0.0, 0.0),
         ("", "", 0.0, 0.0),
         ("", "the", 0.0, 0.0),
-        ("the", "a", 0.0, 0.0),
+        (" ", "A", 0.0, 0.0),  # an empty answer, which SQuAD's script would take for an article
+        ("the", "a", 1.0, 1.0),
         ("A", "a", 1.0, 1.0),
+        ("A.", "A", 1.0, 1.0),
+        ("(a)", "A", 1.0, 1.0),
+        ("the A", "A", 1.0, 1.0),
+        ("B", "A", 0.0, 0.0),
+        ("A", "B", 0.0, 0.0),
+        ("The The.", "The The", 1.0, 1.0),
+        ("The The", ["The Who", "The The."], 1.0, 1.0),
     ],
 )
 def test_scores_by_hand(prediction, golds, f1, em):
@@ -233,7 +242,10 @@ OK, BAD = 1.0, -0.5
 def test_tags_must_follow_the_format(turns, default, no_search, thinking):
     shown = {"role": "user", "content": INFO}
     messages = [message for turn in turns for message in (says(turn), shown)][:-1]
-    rewards = make_search_reward(), make_search_reward(require_search=False), make_search_reward(require_thinking=True)
+    rewards = [
+        make_search_reward(trust_information=True, **rules)
+        for rules in ({}, {"require_search": False}, {"require_thinking": True})
+    ]
     for completion in (INFO.join(turns), messages):
         # Messages without any search are judged as those of an agent with tools, which may write prose.
         got = [reward([completion], ["Paris"])[0] for reward in rewards]
@@ -241,9 +253,21 @@ def test_tags_must_follow_the_format(turns, default, no_search, thinking):
             assert got == [default, no_search, thinking]
 
 
-def test_information_in_a_message_of_the_model_breaks_the_format():
+def test_information_of_the_model_breaks_the_format():
     assert search_reward([[says(S), SHOWN, says(INFO + A)]], ["Paris"]) == [BAD]
-    assert search_reward([S + "<information>cut off"], ["Paris"]) == [BAD]
+    text = T + S + INFO + T + A
+    assert search_reward([text], ["Paris"]) == make_search_reward(require_search=False)([text], ["Paris"]) == [BAD]
+    trusting = make_search_reward(trust_information=True)
+    assert trusting([text], ["Paris"]) == [OK] and trusting([S + "<information>cut off"], ["Paris"]) == [BAD]
+    assert make_search_reward(require_search=False)([T + A], ["Paris"]) == [OK]
+
+
+def test_calls_of_tools_that_do_not_exist_break_the_format():
+    unknown = {"role": "tool", "name": "seek", "content": str({"error": "Tool seek not found."})}
+    failed = {"role": "tool", "name": "search", "content": str({"error": "timeout"})}
+    assert search_reward([[calls(), unknown, says(A)]], ["Paris"]) == [BAD]
+    assert search_reward([[calls(), SHOWN, calls(), unknown, says(A)]], ["Paris"]) == [BAD]
+    assert search_reward([[calls(), failed, says(A)]], ["Paris"]) == [OK]
 
 
 @pytest.mark.parametrize(
@@ -313,5 +337,6 @@ def test_a_text_is_well_formed_exactly_when_the_grammar_says_so(text, require_se
     thought = rf"(?:<thinking>{body}</thinking>)" + ("" if require_thinking else "?")
     search = rf"{thought}<search>{body}</search><information>(?:(?!</information>).)*</information>"
     grammar = rf"(?:{search}){'+' if require_search else '*'}{thought}<answer>{body}</answer>"
-    reward = make_search_reward(require_search=require_search, require_thinking=require_thinking)
+    rules = {"require_search": require_search, "require_thinking": require_thinking}
+    reward = make_search_reward(trust_information=True, **rules)
     assert (reward([text], ["Paris"])[0] >= 0) == bool(re.fullmatch(grammar, text))

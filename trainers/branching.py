@@ -4,19 +4,23 @@ import asyncio
 import copy
 import inspect
 import sys
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trl_explore.environments import environment_error
+from trl_explore.environments import environment_error, guard
 from trl_explore.rollouts import Continuation, Rollout
-from trl_explore.snapshots import check_replay, choose_state, take
+from trl_explore.snapshots import check_replay, choose_state, explain_wrong_state, take
 from trl_explore.tool_watch import ToolWatch
 from trl_explore.trajectories import Branch, Message, Trajectory
 
-from .agents import AgentTrainer, Turn
+from .agents import AgentTrainer
 from .base import Chooser
+
+CHECKED_ROWS = 8  # trajectories on which a tool has to answer as before until its environment's states are trusted
 
 
 class BranchingTrainer(AgentTrainer):
@@ -38,10 +42,16 @@ class BranchingTrainer(AgentTrainer):
     _spares: dict[Any, list[Any]] = {}
     _num_used: dict[Any, int] = {}
     _stopped: set[int] | None = None  # branches that may call no further tool; `None` outside branching
+    _starts: list[int] = []  # turns that the branches of the tool loop begin with
+    _agreed: Counter[tuple[Any, str]]  # trajectories on which a tool of an environment answered as before
+    _checked = True  # whether the states of this batch are
+    _trusted: set[Any]  # environments that are not checked any more
+    _chosen: set[Any]  # environments whose way is chosen after a `reset`
 
     def setup(self) -> None:
         super().setup()
-        self._spares = {}
+        self._spares, self._agreed = {}, Counter()
+        self._trusted, self._chosen = set(), set()
         if self.environment_factories is not None:
             self._state_ways = {
                 name: choose_state(pool[0], self.state_wanted) for name, pool in self._environment_pool.items()
@@ -52,7 +62,7 @@ class BranchingTrainer(AgentTrainer):
     def rollout(self, prompt_ids: list[list[int]], plain: Chooser) -> Rollout:
         if self._stopped is None:
             if self.turn is not None and self.environments:
-                self._keep_states(self.turn)
+                self._keep_states(self.turn.number, self.turn.rows)
             return plain(prompt_ids)
         assert self.turn is not None
         # Other processes are at other turns: their tool loops are theirs.
@@ -60,12 +70,26 @@ class BranchingTrainer(AgentTrainer):
         logprobs = [continuation.logprobs or [] for (continuation,) in sampled] if self.use_vllm else None
         return Rollout([continuation.token_ids for (continuation,) in sampled], logprobs)
 
-    def _keep_states(self, turn: Turn) -> None:
+    def _keep_states(self, turn: int, rows: list[int]) -> None:
         environments: list[Any] = self.environments or []
-        for row in turn.rows:
-            self._states[row][turn.number] = take(environments[row], self._state_way(row))
+        for row in rows:
+            self._states[row][turn] = self._take_state(row, environments[row])
             # One more than asked for: TRL drops the last response of a row that has no room for it.
-            self._states[row].pop(turn.number - self.kept_turns - 1, None)
+            self._states[row].pop(turn - self.kept_turns - 1, None)
+
+    def _take_state(self, row: int, environment: Any) -> Any:
+        name, auto = self._batch_environments[row], self.state_wanted == "auto"
+        if auto and name not in self._chosen and environment_error(environment) is None:
+            # At construction it had not been reset: what it holds since then decides what can be copied.
+            self._state_ways[name] = choose_state(environment, "auto")
+            self._chosen.add(name)
+        try:
+            return take(environment, self._state_way(row))
+        except RuntimeError:
+            if not auto or self._state_way(row) != "copy":
+                raise
+            self._state_ways[name] = "replay"
+            return None
 
     def prepare_tools(self, tools: Any) -> Any:
         self._watch = ToolWatch()
@@ -81,8 +105,10 @@ class BranchingTrainer(AgentTrainer):
             self.max_tool_calling_iterations = sys.maxsize if limit is None else limit
         if self._partial is not None or not self._is_training:
             return super()._generate(prompts)
-        self._states = [{} for _ in prompts]
+        self._states, self._checked = [{} for _ in prompts], False
         self._watch.reset()
+        if self.environments and not self.tools:  # no loop, and no turns but one
+            self._keep_states(0, list(range(len(prompts))))
         result = super()._generate(prompts)
         if self.tools:
             self._stop_if_all_failed()
@@ -146,6 +172,7 @@ class BranchingTrainer(AgentTrainer):
         Returns:
             `list[Branch]`: The continuations, in the order of the requests.
         """
+        self._check_states()
         asked = [(self.trajectories[row], turn) for row, turn, _ in requests]
         starts = [trajectory.turns[turn][0] for trajectory, turn in asked]
         prefixes = [t.prompt_ids + t.completion_ids[:start] for (t, _), start in zip(asked, starts, strict=True)]
@@ -242,7 +269,7 @@ class BranchingTrainer(AgentTrainer):
             names.append("_batch_environments")
         before = {name: vars(self)[name] for name in names}
         stopped: set[int] = set()
-        self._stopped = stopped
+        self._stopped, self._starts = stopped, [branch.turn for branch in branches]
         self._asked, self._loop, self.turn = rows, None, None
         for name in ("_sync_tool_dicts", "_async_tool_dicts"):
             vars(self)[name] = [
@@ -263,19 +290,20 @@ class BranchingTrainer(AgentTrainer):
         """A tool of a branch, of its own environment; it does nothing once the branch has used up its interactions."""
         own = self._method_of(branch.environment, function, branch.row) or function
 
-        def is_over() -> bool:
-            assert self._stopped is not None
-            if branch.turn + (self.turn.number if self.turn else 0) >= self.max_tool_calling_iterations:
-                self._stopped.add(place)
-            return place in self._stopped
-
         def call(**arguments):
-            return "" if is_over() else own(**arguments)
+            return "" if self._is_over(place) else own(**arguments)
 
         async def call_async(**arguments):
-            return "" if is_over() else await own(**arguments)
+            return "" if self._is_over(place) else await own(**arguments)
 
         return call_async if inspect.iscoroutinefunction(own) else call
+
+    def _is_over(self, place: int) -> bool:
+        """Whether a branch has used up its interactions, all of its trajectory counted."""
+        assert self._stopped is not None
+        if self._starts[place] + (self.turn.number if self.turn else 0) >= self.max_tool_calling_iterations:
+            self._stopped.add(place)
+        return place in self._stopped
 
     def _method_of(self, environment: Any, function: Callable, row: int) -> Callable | None:
         """What `function` is to the environment of a main row, to another; `None` if it is no method of that row's."""
@@ -283,8 +311,13 @@ class BranchingTrainer(AgentTrainer):
             return None
         return getattr(environment, function.__name__)
 
+    def _method_named(self, environment: Any, name: str, row: int) -> Callable | None:
+        function = self._sync_tool_dicts[row].get(name) or self._async_tool_dicts[row].get(name)
+        return None if function is None else self._method_of(environment, function, row)
+
     def _has_failed(self, row: int) -> bool:
-        return super()._has_failed(row) or (self._stopped is not None and row in self._stopped)
+        # A round without a call of a known tool counts as well, as in TRL's loop.
+        return super()._has_failed(row) or (self._stopped is not None and self._is_over(row))
 
     def _is_complete(self, branch: Branch) -> bool:
         if branch.completion_ids[-1] not in self.eos_token_ids or environment_error(branch.environment) is not None:
@@ -302,15 +335,70 @@ class BranchingTrainer(AgentTrainer):
         """An environment of its own, in the state before a turn of a row."""
         way, state = self._state_way(row), self.trajectories[row].states.get(turn)
         if way == "copy":
-            return copy.deepcopy(state)
+            environment = copy.deepcopy(state)
+            guard(environment)  # a `__deepcopy__` of its own may have made a new one
+            return environment
         environment = self._spare_environment(self._batch_environments[row])
         example = self.main_examples[row]
         environment.reset(**{k: v for k, v in example.items() if k != "environment" or not self._multi_environment})
         if way == "snapshot":
             environment.restore(state)
         else:
-            self._replay(environment, row, self.trajectories[row].messages_before(turn))
+            for tool, now, then in self._recalled(environment, row, self.trajectories[row].messages_before(turn)):
+                check_replay(environment, tool, now, then)
         return environment
+
+    def _check_states(self) -> None:
+        """
+        Ask kept states for the calls that followed them: those that answer otherwise are not the states they were.
+
+        Once per batch and before its branches, when the rewards are known: a state may be shared with the environment
+        that it was taken from. Every process must call it equally often.
+        """
+        if self._checked or not self.tools or self.environment_factories is None:
+            return
+        self._checked = True
+        wrong: dict[Any, tuple[Any, ...]] = {}
+        for row in range(len(self.trajectories)):
+            name = self._batch_environments[row]
+            if self._state_ways[name] != "replay" and name not in wrong and not self._failed[row]:
+                difference = self._state_difference(row)
+                if difference is not None:
+                    wrong[name] = difference
+        names = list(self._state_ways)
+        found = self.summed({str(i): float(name in wrong) for i, name in enumerate(names)})
+        for i, name in enumerate(names):
+            replaced = self.state_wanted == "auto" and self._state_ways[name] == "copy"
+            if name in wrong:
+                warnings.warn(
+                    explain_wrong_state(*wrong[name], way=self._state_ways[name], replaced=replaced), stacklevel=2
+                )
+            if found[str(i)]:
+                if replaced:
+                    self._state_ways[name] = "replay"
+                self._trusted.add(name)
+
+    def _state_difference(self, row: int) -> tuple[Any, ...] | None:
+        """Environment, tool, answer and answer in the rollout where a kept state of a row answers otherwise."""
+        trajectory, name = self.trajectories[row], self._batch_environments[row]
+        if name in self._trusted or not trajectory.states:
+            return None
+        first = min(trajectory.states)
+        messages = (trajectory.messages or [])[len(trajectory.messages_before(first)) :]
+        if messages and messages[-1]["role"] == "assistant":
+            messages = messages[:-1]  # its calls, if any, were not answered
+        called = {_name_of(call) for message in messages for call in message.get("tool_calls") or []}
+        tools = {tool for tool in called if self._method_named(self.environments[row], tool, row)}
+        if all(self._agreed[name, tool] >= CHECKED_ROWS for tool in tools):
+            return None
+        for _ in range(2):  # the second time shows what the first one changed
+            self._num_used = {}
+            environment = self._environment_at(row, first)
+            for tool, now, then in self._recalled(environment, row, messages):
+                if now != then:
+                    return environment, tool, now, then
+        self._agreed.update((name, tool) for tool in tools)
+        return None
 
     def _spare_environment(self, name: Any) -> Any:
         """An instance that no branch of this call has; made once, and reset often."""
@@ -320,19 +408,17 @@ class BranchingTrainer(AgentTrainer):
         self._num_used[name] = used + 1
         return pool[used]
 
-    def _replay(self, environment: Any, row: int, messages: list[Message]) -> None:
+    def _recalled(self, environment: Any, row: int, messages: list[Message]) -> Iterator[tuple[str, Any, Any]]:
+        """Make calls of the environment again: tool, answer now and answer then of each."""
         answers = iter(message for message in messages if message["role"] == "tool")
         waiting = self._async_tool_dicts[row]
         for message in messages:
             # Those that can wait are answered after the others, as in TRL's loop.
             for call in sorted(message.get("tool_calls") or [], key=lambda call: _name_of(call) in waiting):
                 then, name = next(answers), _name_of(call)
-                function = self._sync_tool_dicts[row].get(name) or waiting.get(name)
-                method = self._method_of(environment, function, row) if function is not None else None
+                method = self._method_named(environment, name, row)
                 if method is not None:  # other tools change no environment
-                    check_replay(
-                        environment, name, self._answer(method, call["function"]["arguments"]), then["content"]
-                    )
+                    yield name, self._answer(method, call["function"]["arguments"]), then["content"]
 
     def _answer(self, method: Callable, arguments: dict[str, Any]) -> str | list:
         try:

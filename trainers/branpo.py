@@ -5,6 +5,7 @@ import math
 import sys
 import textwrap
 import time
+import warnings
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -124,6 +125,13 @@ class BranPOTrainer(BranchingTrainer):
         if args.branch_selection == "random":
             self.kept_turns = sys.maxsize
         super().setup()
+        if not self.tools:
+            warnings.warn(
+                "BranPO branches near the tail of trajectories of several turns, but there are neither `tools` nor an "
+                "`environment_factory` with tools: every completion is one turn, and a branch is one more completion "
+                "of the same prompt. Pass one of them; `DeepGRPOTrainer` branches within completions of one turn.",
+                stacklevel=2,
+            )
 
     # ------------------------------------------------------------------------------------------------ the algorithm
 

@@ -56,7 +56,8 @@ class BranPOConfig(ExplorationConfig):
         environment_state (`str`, *optional*, defaults to `"auto"`):
             How environments go back to a turn: `"snapshot"` (they define `snapshot()` and `restore(state)`), `"copy"`
             (`copy.deepcopy` after every turn), or `"replay"` (the calls of the prefix are made again and must be
-            answered as before). `"auto"` takes the first that is possible.
+            answered as before). `"auto"` takes the first that is possible, and replays where copies turn out not to be
+            separate. Tools are asked again for some recorded calls at a run's start to find out.
         interaction_limits (`list[int]`, *optional*):
             Rounds of tool calls per trajectory, stage by stage, for example `[4, 8]` as in the paper. Defaults to
             `max_tool_calling_iterations` throughout.

@@ -33,12 +33,12 @@ def normalize_answer(text: str) -> str:
             Any text.
 
     Returns:
-        `str`: The form. A text of nothing but articles and punctuation (the grade `A`, the band `!!!`) keeps them,
-        unlike in SQuAD's script, where it would equal no answer at all.
+        `str`: The form. As in SQuAD's script it is empty for a text of nothing but articles and punctuation, such as
+        the grade `A`.
     """
     lowered = " ".join(unicodedata.normalize("NFC", text.lower()).split())
     bare = unicodedata.normalize("NFC", lowered.translate(NO_PUNCTUATION))
-    return " ".join(ARTICLES.sub(" ", bare).split()) or lowered
+    return " ".join(ARTICLES.sub(" ", bare).split())
 
 
 def _golds(golds: Gold) -> list[str]:
@@ -54,18 +54,19 @@ def exact_match(prediction: str, golds: Gold) -> float:
 
     Args:
         prediction (`str`):
-            The answer; an empty one is never right.
+            The answer; one without any character is never right, unlike in SQuAD's script, where it would equal the
+            gold answer `A`: who gives no answer must not be paid for it.
         golds (`str` or `Sequence[str]`):
             Gold answers, at least one.
 
     Returns:
-        `float`: 1.0 or 0.0.
+        `float`: 1.0 or 0.0. As in SQuAD's script, `A.`, `(a)` and `the A` equal the gold answer `A`; so does `the`.
 
     Raises:
         ValueError: Without any gold answer.
     """
-    answer = normalize_answer(prediction)
-    return float(bool(answer) and answer in {normalize_answer(gold) for gold in _golds(golds)})
+    forms = {normalize_answer(gold) for gold in _golds(golds)}
+    return float(bool(prediction.strip()) and normalize_answer(prediction) in forms)
 
 
 def f1_score(prediction: str, golds: Gold) -> float:
@@ -74,22 +75,25 @@ def f1_score(prediction: str, golds: Gold) -> float:
 
     Args:
         prediction (`str`):
-            The answer.
+            The answer; one without any character is never right.
         golds (`str` or `Sequence[str]`):
             Gold answers, at least one.
 
     Returns:
         `float`: Harmonic mean of precision and recall over normalised words, in [0, 1]; the best over gold answers.
-        `yes`, `no` and `noanswer` are right or wrong as a whole.
+        `yes`, `no` and `noanswer` are right or wrong as a whole, and so is what has no normalised words.
 
     Raises:
         ValueError: Without any gold answer.
     """
-    return max(_f1(normalize_answer(prediction), normalize_answer(gold)) for gold in _golds(golds))
+    best = max(_f1(normalize_answer(prediction), normalize_answer(gold)) for gold in _golds(golds))
+    return best if prediction.strip() else 0.0
 
 
 def _f1(prediction: str, gold: str) -> float:
-    if prediction != gold and (prediction in VERDICTS or gold in VERDICTS):
+    if prediction == gold:
+        return 1.0
+    if prediction in VERDICTS or gold in VERDICTS:
         return 0.0
     words, gold_words = Counter(prediction.split()), Counter(gold.split())
     common = (words & gold_words).total()
@@ -214,6 +218,12 @@ def _follows_tags(turns: list[str], *, require_search: bool, require_thinking: b
     return enough and searches and shapes[-1] in [thought + ANSWER for thought in thoughts]
 
 
+def _calls_known_tools(completion: list[dict[str, Any]]) -> bool:
+    """Whether no call was answered by what TRL says where there is no tool of that name."""
+    answers = (message for message in completion if message.get("role") == "tool")
+    return all(m.get("content") != str({"error": f"Tool {m.get('name')} not found."}) for m in answers)
+
+
 def _follows_tools(messages: list[dict[str, Any]], *, require_search: bool, require_thinking: bool) -> bool:
     """Whether messages are calls of tools and then one with exactly one answer, whatever is written around it."""
     *before, last = messages
@@ -234,12 +244,13 @@ def _thinks(message: dict[str, Any]) -> bool:
     return bool(thought and thought.strip()) or THINKING in _shape(completion_text([message]))
 
 
-def _is_well_formed(completion: Completion, **rules: bool) -> bool:
-    turns = _turns(completion)
-    if not turns:
-        return False
+def _is_well_formed(completion: Completion, *, trust_information: bool, **rules: bool) -> bool:
     if isinstance(completion, str):
-        return _follows_tags(turns, **rules)
+        # Nothing in a text tells who wrote it: information that is not known to be the environment's is the model's.
+        return _follows_tags(_turns(completion) if trust_information else [completion], **rules)
+    turns = _turns(completion)
+    if not turns or not _calls_known_tools(completion):
+        return False
     messages = _assistant_messages(completion)
     called = any(message.get("tool_calls") for message in messages)
     if called or not any("<search>" in turn for turn in turns):
@@ -253,6 +264,7 @@ def make_search_reward(
     format_penalty: float = -0.5,
     require_search: bool = True,
     require_thinking: bool = False,
+    trust_information: bool = False,
 ) -> Callable[..., list[float | None]]:
     r"""
     Reward of BranPO's search agents (https://huggingface.co/papers/2602.03719, appendix A.3).
@@ -261,11 +273,12 @@ def make_search_reward(
     its answer. Two formats are known:
 
     - Tags: each turn is `<thinking>...</thinking><search>...</search>`, the last one
-      `<thinking>...</thinking><answer>...</answer>`, with nothing else. Turns are the assistant's messages, or what
-      stands between `<information>...</information>` in a completion that is one text.
-    - Tool calls, as TRL gives them: every message of the assistant but the last one calls a tool, which counts as a
-      search; the last one holds exactly one `<answer>`. Thinking is a tag or the template's own. Messages without any
-      search, by tool or tag, are judged like this as well.
+      `<thinking>...</thinking><answer>...</answer>`, with nothing else. Turns are the assistant's messages; in a
+      completion that is one text, with `trust_information=True`, what stands between
+      `<information>...</information>`.
+    - Tool calls, as TRL gives them: every message of the assistant but the last one calls a tool that exists, which
+      counts as a search; the last one holds exactly one `<answer>`. Thinking is a tag or the template's own.
+      Messages without any search, by tool or tag, are judged like this as well.
 
     A trajectory cut short has no answer and breaks the format. So does anything the paper's prompt (table 6) does not
     ask for, such as a second answer.
@@ -279,6 +292,9 @@ def make_search_reward(
             Whether an answer without a search breaks it.
         require_thinking (`bool`, *optional*, defaults to `False`):
             Whether a turn without thinking breaks it; the paper's tags require it.
+        trust_information (`bool`, *optional*, defaults to `False`):
+            Whether `<information>` in a completion that is one text is the environment's, as where a `rollout_func`
+            writes search results into the text. By default the model wrote it, and it breaks the format.
 
     Returns:
         `Callable`: A reward function `search_reward(completions, answer, **kwargs)`; see [`f1_reward`].
@@ -289,8 +305,14 @@ def make_search_reward(
     if score not in SCORES:
         raise ValueError(f"score={score!r} must be one of {', '.join(SCORES)}.")
 
+    rules = {
+        "require_search": require_search,
+        "require_thinking": require_thinking,
+        "trust_information": trust_information,
+    }
+
     def reward(completion: Completion, gold: Gold) -> float:
-        if not _is_well_formed(completion, require_search=require_search, require_thinking=require_thinking):
+        if not _is_well_formed(completion, **rules):
             return format_penalty
         return SCORES[score](_answer(completion), gold)
 

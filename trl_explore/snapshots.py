@@ -47,7 +47,7 @@ def choose_state(environment: Any, wanted: str) -> str:
 
     Args:
         environment (`Any`):
-            An instance, before its first `reset`.
+            An instance; after a `reset` there may be more in it.
         wanted (`str`):
             `"auto"`, or one of the ways.
 
@@ -74,7 +74,7 @@ def choose_state(environment: Any, wanted: str) -> str:
                 raise ValueError(
                     f"`environment_state='copy'`, but {name} cannot be copied ({type(error).__name__}: {error}): "
                     "define `snapshot()` and `restore(state)` in it, or use 'replay' if its tools always answer the "
-                    "same."
+                    "same, or 'auto', which also tries to copy it after `reset`."
                 ) from error
     return "replay"
 
@@ -128,6 +128,44 @@ def check_replay(environment: Any, tool: str, now: Any, then: Any) -> None:
         raise RuntimeError(
             f"the tool `{tool}` of a {type(environment).__name__} answered {str(now)[:200]!r} when its call was "
             f"replayed, but {str(then)[:200]!r} in the rollout: its state cannot be reached again. Define "
-            "`snapshot()` and `restore(state)` in it, make it copyable by `copy.deepcopy`, or make its tools answer "
-            "the same again."
+            "`snapshot()` and `restore(state)` in it, make its tools answer the same again, or, if a copy of it by "
+            "`copy.deepcopy` is separate and only chance decides its answers, set `environment_state='copy'`."
         )
+
+
+def explain_wrong_state(environment: Any, tool: str, now: Any, then: Any, *, way: str, replaced: bool) -> str:
+    """
+    A warning: an environment that went back to a turn did not answer as it had answered after that turn.
+
+    Args:
+        environment (`Any`):
+            The environment.
+        tool (`str`):
+            Name of the tool.
+        now (`str` or `list`):
+            What it answered.
+        then (`str` or `list`):
+            What it had answered in the rollout.
+        way (`str`):
+            `"copy"` or `"snapshot"`.
+        replaced (`bool`):
+            Whether calls are replayed instead from now on.
+
+    Returns:
+        `str`: What happened, what is done about it, and what else can be.
+    """
+    kind = type(environment).__name__
+    cause = (
+        f"the tool `{tool}` of a {kind} that went back to an earlier turn by {way} answered {str(now)[:200]!r}, but "
+        f"{str(then)[:200]!r} in the rollout. Either some of its state lies outside of it, as in a session of a "
+        "server, or its answers depend on chance. "
+    )
+    if replaced:
+        return cause + (
+            "Branches replay the calls of their prefixes instead from now on. If only chance differs, set "
+            f"`environment_state='copy'`; otherwise `snapshot()` and `restore(state)` in {kind} can save the calls."
+        )
+    return cause + (
+        "In the first case branches start from wrong states: set `environment_state='replay'`, or let `snapshot()` "
+        f"and `restore(state)` of {kind} cover all of its state."
+    )
