@@ -120,15 +120,11 @@ def run(argv: list[str]) -> int:
 
 def _train(comparison: "Comparison", folder: "ComparisonFolder") -> None:
     import datasets
-    import torch
     from tqdm.auto import tqdm
 
     from trl_explore.compare import Interrupted
     from trl_explore.compare_report import write_report
 
-    if comparison.task is not None:
-        # A 100k-parameter model gains little from a second thread on an idle machine, and on a busy one it waits.
-        torch.set_num_threads(1)
     done = folder.num_runs - len(folder.missing())
     total = int(folder.num_runs * comparison.amount)
     unit = {"tokens": "tok", "seconds": "s", "steps": "step"}[comparison.clock]

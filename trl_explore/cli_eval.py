@@ -118,8 +118,11 @@ class LazySampler:
             )
         import torch
 
+        from trl_explore.threads import limit_threads
+
         model: Any = load_model(source, dtype=args.dtype, revision=args.model_revision)
         model.to(torch.accelerator.current_accelerator() or "cpu")
+        limit_threads(model)
         return TransformersSampler(model, self.tokenizer, batch_size=args.batch_size or 64)
 
     def __call__(

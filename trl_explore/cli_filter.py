@@ -121,14 +121,18 @@ def run(argv: list[str]) -> int:
 def _filter(
     args: argparse.Namespace, dataset: "Dataset", rewards: list[Any], settings: dict[str, Any], output: Path
 ) -> int:
+    import torch
     from accelerate import PartialState
 
     from trl_explore.hard_prompts import filter_hard_prompts, read_pass_rates
     from trl_explore.replay import FileRefusedError
+    from trl_explore.threads import limit_threads
 
     options = {"revision": args.model_revision, "trust_remote_code": args.trust_remote_code}
     source = find_model(args.model_name_or_path, args.adapter_name_or_path, **options)
     model, tokenizer = load_model(source, dtype=args.dtype, **options), load_tokenizer(source, **options)
+    if not torch.accelerator.is_available():  # it is moved there
+        limit_threads(model)
     scores = output.with_name(output.name + ".scores.jsonl")
     try:
         hard = filter_hard_prompts(

@@ -355,7 +355,9 @@ def run(argv: list[str]) -> int:
 
 def _train(trainer: "GRPOTrainer", data: str | list[str], checkpoint: str | None, argv: list[str]) -> int:
     from trl_explore.interrupt import InterruptCallback
+    from trl_explore.threads import limit_threads
 
+    limit_threads(trainer.model, trainer.accelerator.device)
     output_dir = str(trainer.args.output_dir)
     interrupt = InterruptCallback()
     trainer.add_callback(interrupt)

@@ -17,6 +17,7 @@ from trl_explore.compare_settings import Comparison, arm_folder
 from trl_explore.comparison import Arm, Run
 from trl_explore.tasks.tiny_model import build_model
 from trl_explore.tasks.warm_start import warm_start
+from trl_explore.threads import limit_threads
 
 SETTINGS, RESULT = "comparison.yaml", "run.json"
 
@@ -85,7 +86,8 @@ class ComparisonFolder:
 
     def check_arms(self) -> None:
         """
-        Constructs the trainer of every arm that is to be trained, so that what one refuses is known before the first.
+        Constructs the trainer of every arm that is to be trained, so that what one refuses is known before the first,
+        and how many threads suit their models.
 
         Raises:
             UsageError: Naming the arm and what is wrong.
@@ -96,9 +98,11 @@ class ComparisonFolder:
                 build_model(seed=0, **self.comparison.model_size).save_pretrained(folder)
             for name, arm in {arm.name: arm for arm, _ in self.missing()}.items():
                 try:
-                    build_run(self.comparison, arm, seed=0, folder=Path(folder), start=folder)
+                    trainer = build_run(self.comparison, arm, seed=0, folder=Path(folder), start=folder)[0]
                 except (UsageError, ValueError, NotImplementedError) as error:  # what a trainer refuses, it explains
                     raise UsageError(f"arm {name}: {error}") from error
+                limit_threads(trainer.model, trainer.accelerator.device)
+                del trainer
                 free_memory()
 
     def warm_starts(self) -> dict[int, str]:

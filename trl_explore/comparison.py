@@ -306,6 +306,7 @@ def train_arm(
     from trl_explore.checkpoints import last_complete_checkpoint
     from trl_explore.cli_train import METHODS
     from trl_explore.metrics import PassAtKCallback
+    from trl_explore.threads import few_threads
 
     config_class, trainer_class = METHODS[arm.method]()
     reward: Any = task.reward
@@ -339,5 +340,6 @@ def train_arm(
     checkpoint = last_complete_checkpoint(output_dir)[0] if resume else None
     if checkpoint is not None:
         points.restore(checkpoint)
-    trainer.train(resume_from_checkpoint=checkpoint)
+    with few_threads(trainer.model, trainer.accelerator.device):
+        trainer.train(resume_from_checkpoint=checkpoint)
     return Run(arm=arm.name, seed=seed, points=points.points, steps=costs.history)

@@ -116,6 +116,7 @@ class TransformersSampler:
 
         from trl_explore.callbacks import undisturbed
         from trl_explore.generation import complete, recorded
+        from trl_explore.threads import few_threads
 
         _check_context(prompts, sampling, self.max_length)
         draws = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
@@ -134,7 +135,7 @@ class TransformersSampler:
             rows = [prompts[position] for position in batch for _ in range(sampling.num_samples)]
             sharing = recorded(self.model, temperature=1.0, entropies=False)
             seed = int(np.random.SeedSequence([sampling.seed, number * size]).generate_state(1)[0])
-            with undisturbed(self.model, seed=seed), torch.no_grad(), sharing:
+            with undisturbed(self.model, seed=seed), torch.no_grad(), sharing, few_threads(self.model):
                 ids = complete(self.model, rows, config)
             done = iter([Continuation(row, finished=row[-1] in self.eos_token_ids) for row in ids])
             for position in batch:

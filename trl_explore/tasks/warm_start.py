@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from trl_explore.tasks import TeachableTask
 from trl_explore.tasks.tiny_model import ASSISTANT, CHARACTERS, EOS, USER, build_model, build_tokenizer
+from trl_explore.threads import few_threads
 
 CACHE_VERSION = 2  # raise it when the recipe, the tokenizer or the way tasks draw from their seeds changes
 BATCH_SIZE = 32
@@ -45,8 +46,9 @@ def warm_start(
     """
     Trains a tiny model on demonstrations, or finds it in the cache.
 
-    The same arguments give the same weights, up to rounding that depends on the number of threads. The caller's random
-    states and settings are left alone.
+    The same arguments give the same weights, up to rounding that depends on the number of threads: one for a tiny
+    model on a CPU, unless the environment variable `OMP_NUM_THREADS` is set. The caller's random states and settings
+    are left alone.
 
     Args:
         task ([`TeachableTask`]):
@@ -167,7 +169,8 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_share(step, steps))
     model.train()
-    with torch.enable_grad(), tqdm(total=steps, desc=f"warm start {task.name}", disable=not progress) as bar:
+    progress_bar = tqdm(total=steps, desc=f"warm start {task.name}", disable=not progress)
+    with torch.enable_grad(), few_threads(model), progress_bar as bar:
         for _ in range(steps):
             prompts = [task.sample_problem(rng) for _ in range(BATCH_SIZE)]
             batch = encode(tokenizer, [(prompt, task.demonstration(prompt, rng)) for prompt in prompts])
