@@ -100,6 +100,7 @@ class GradientGuided(FeatureTrainer):
 
     num_generations: int
     config_class: type[ExplorationConfig] = G2RLConfig
+    accepts_vision = False
     _warned = False
     _novelty: torch.Tensor | None = None  # of the main rows of all processes, `(N,)`
 
@@ -216,6 +217,3 @@ class G2RLTrainer(GradientGuided):
                 eprint       = {arXiv:2512.15687},
             }"""),  # fmt: skip
     }
-
-    accepts_rollout_func = True
-    accepts_tools = True
