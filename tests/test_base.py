@@ -636,22 +636,11 @@ def test_no_args_make_a_config_of_the_methods_class(tmp_path, monkeypatch):
     assert trainer.args.output_dir == f"{Path(saved_model()).name}-GRPO"
 
 
-def some_tool(x: int) -> int:
-    """A tool.
-
-    Args:
-        x: A number.
-    """
-    return x
-
-
 @pytest.mark.parametrize(
     "options,error,words",
     [
         (dict(loss_type="ppo"), ValueError, "loss_type='ppo'"),
         (dict(train_dataset=make_dataset().rename_column("prompt", "question")), ValueError, "no `prompt` column"),
-        (dict(rollout_func=lambda prompts, trainer: {}), ValueError, "rollout_func"),
-        (dict(tools=[some_tool]), ValueError, "does not support `tools`"),
         (dict(sampling_batch_size=0), ValueError, "sampling_batch_size=0"),
         (dict(drop_zero_advantage=True, loss_type="grpo", entropy_coef=0.1), ValueError, "entropy_coef"),
     ],

@@ -45,7 +45,8 @@ class ExplorationTrainer(SamplingTrainer):
     and it saves what a bit-exact resume needs, also off generation boundaries.
 
     The constructor takes what [`~trl.GRPOTrainer`] takes. `args` may be a plain [`~trl.GRPOConfig`], which gets the
-    method's defaults.
+    method's defaults. A subclass that samples rows itself refuses `rollout_func`, vision-language models, and, unless
+    it says otherwise, tools and environments.
 
     Raises:
         ValueError: For a field, data set or option the method cannot work with, before any model work.
@@ -53,10 +54,8 @@ class ExplorationTrainer(SamplingTrainer):
     """
 
     config_class: type[ExplorationConfig] = ExplorationConfig
-    # What a method that samples can be combined with; a subclass that supports more says so.
-    accepts_rollout_func = False
-    accepts_tools = False
-    accepts_vision = False
+    accepts_tools = False  # although it samples rows itself; a method that does not takes them as GRPO does
+    accepts_vision = True  # unless it samples rows itself
     samples_extra_rows = False
     needs_whole_groups = False
 
@@ -66,17 +65,6 @@ class ExplorationTrainer(SamplingTrainer):
     main_examples: list[dict[str, Any]] = []
     _shaped_rewards: torch.Tensor | None = None
     _rollout: Rollout | None = None
-
-    def __init_subclass__(cls, **kwargs):
-        super().__init_subclass__(**kwargs)
-        # A class of several methods takes only what each of them takes.
-        methods = [base for base in cls.__bases__ if issubclass(base, ExplorationTrainer)]
-        if "accepts_rollout_func" not in vars(cls):
-            cls.accepts_rollout_func = all(method.accepts_rollout_func for method in methods)
-        if "accepts_tools" not in vars(cls):
-            cls.accepts_tools = all(method.accepts_tools for method in methods)
-        if "accepts_vision" not in vars(cls):
-            cls.accepts_vision = all(method.accepts_vision for method in methods)
 
     def __init__(
         self,
@@ -117,7 +105,7 @@ class ExplorationTrainer(SamplingTrainer):
             environment_factory=self.prepare_environments(environment_factory),
         )
         check_success_reward(args.success_reward, self.reward_func_names)
-        if self._is_vlm and not self.accepts_vision:
+        if self._is_vlm and not (self._samples_as_grpo and self.accepts_vision):
             raise ValueError(
                 f"{type(self).__name__} does not support vision-language models: pass a text model or use GRPOTrainer."
             )
@@ -140,12 +128,12 @@ class ExplorationTrainer(SamplingTrainer):
     def _check_arguments(self, args, train_dataset, tools, rollout_func, environment_factory) -> None:
         name = type(self).__name__
         check_loss_type(args.loss_type)
-        if rollout_func is not None and not self.accepts_rollout_func:
+        if rollout_func is not None and not self._samples_as_grpo:
             raise ValueError(
                 f"`rollout_func` cannot be combined with {name}, which samples rollouts itself: remove it, or use "
                 "GRPOTrainer."
             )
-        if (tools or environment_factory is not None) and not self.accepts_tools:
+        if (tools or environment_factory is not None) and not (self._samples_as_grpo or self.accepts_tools):
             field = "tools" if tools else "environment_factory"
             raise ValueError(
                 f"{name} does not support `{field}` (multi-turn rollouts): remove it, or use GRPOTrainer."
@@ -178,6 +166,12 @@ class ExplorationTrainer(SamplingTrainer):
                     f"`train_dataset` has no `prompt` column, only {columns}: rename the column that holds the "
                     "prompts with `dataset.rename_column(..., 'prompt')`."
                 )
+
+    @property
+    def _samples_as_grpo(self) -> bool:
+        """Whether GRPO samples all rows: then tools, environments, `rollout_func` and images are its own matter."""
+        cls = type(self)
+        return cls.rollout is ExplorationTrainer.rollout and cls.extra_streams is ExplorationTrainer.extra_streams
 
     def _check_vllm(self, args, name: str) -> None:
         if args.vllm_mode == "colocate" and args.vllm_tensor_parallel_size > 1:

@@ -123,9 +123,9 @@ class ServingTrainer(ResumableTrainer):
             self.vllm_generation._check_lengths([Request([0] * longest, 1, self.max_completion_length)])
 
     def _longest_prompt(self, most: int = 10_000) -> int | None:
-        """Tokens of the longest of so many prompts; `None` where tools add to them or the data is a stream."""
+        """Tokens of the longest of so many prompts; `None` where tools or images add to them, and for a stream."""
         data = self.train_dataset
-        if self.tools or not isinstance(data, Dataset) or "prompt" not in data.column_names:
+        if self.tools or self._is_vlm or not isinstance(data, Dataset) or "prompt" not in data.column_names:
             return None
         prompts = data.select(range(min(most, len(data))))["prompt"][:]
         longest = sorted(prompts, key=lambda prompt: len(str(prompt)))[-4:]
