@@ -42,6 +42,38 @@ SIGNATURES = {
     "_save_checkpoint": ["model", "trial"],
     "_save_optimizer_and_scheduler": ["output_dir"],
     "_load_optimizer_and_scheduler": ["checkpoint"],
+    "_get_train_sampler": ["dataset"],
+    "_init_training_state": [
+        "max_steps",
+        "num_update_steps_per_epoch",
+        "num_train_epochs",
+        "resume_from_checkpoint",
+        "trial",
+    ],
+    "_run_epoch": [
+        "model",
+        "epoch",
+        "train_dataloader",
+        "steps_in_epoch",
+        "num_update_steps_per_epoch",
+        "trial",
+        "ignore_keys_for_eval",
+        "start_time",
+        "resume_from_checkpoint",
+        "epochs_trained",
+        "steps_trained_in_current_epoch",
+    ],
+    "_maybe_log_save_evaluate": [
+        "tr_loss",
+        "grad_norm",
+        "model",
+        "trial",
+        "epoch",
+        "ignore_keys_for_eval",
+        "start_time",
+        "learning_rate",
+    ],
+    "_load_rng_state": ["checkpoint"],
     "_get_output_dir": ["trial"],
     "_save": ["output_dir", "state_dict"],
     "_push_from_checkpoint": ["checkpoint_folder"],
@@ -268,6 +300,23 @@ def test_trainer_writes_its_state_last():
     source = inspect.getsource(transformers.Trainer._save_checkpoint)
     order = [source.index(part) for part in ("_save_optimizer_and_scheduler", "_save_rng_state", "save_to_json")]
     assert order == sorted(order)
+
+
+def test_an_epoch_draws_its_order_when_it_begins(tmp_path):
+    # `trainers/resume.py` lets the sampler begin the epochs that are over, and takes the place of the resumed one.
+    trainer = make_trainer(GRPOTrainer, GRPOConfig, tmp_path)
+    first, second = trainer._get_train_sampler(), trainer._get_train_sampler()
+    orders = [list(first) for _ in range(3)]
+    next(iter(second)), next(iter(second))
+    assert list(second) == orders[2] != orders[0]
+    source = inspect.getsource(transformers.Trainer._inner_training_loop)
+    order = ["self.get_train_dataloader()", "self._init_training_state(", "self._prepare_for_training(", "_tr_loss = "]
+    order += ["_globalstep_last_logged = ", "range(epochs_trained, num_train_epochs)", "self._run_epoch(\n"]
+    places = [source.index(part) for part in order]
+    assert places == sorted(places)
+    source = inspect.getsource(transformers.Trainer._run_epoch)
+    assert "skip_first_batches(train_dataloader, steps_trained_in_current_epoch)" in source
+    assert "if epoch == epochs_trained and resume_from_checkpoint is not None:" in source
 
 
 def test_the_vllm_backend_is_made_under_a_name_that_can_be_replaced():

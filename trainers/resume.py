@@ -1,18 +1,23 @@
-"""Bit-exact resume of GRPO training, also in the middle of a generation batch.
+"""Bit-exact resume of GRPO training, also in the middle of a generation batch and in any epoch.
 
-Plain GRPO forgets the rollouts of the current generation batch, and how many of its micro-batches are used up, when a
-checkpoint is saved; a run resumed off a generation boundary then trains on other data without a word. This base class
-saves both, one file per process, together with whatever a method needs.
+Plain GRPO forgets the rollouts of the current generation batch, how many of its micro-batches are used up, and the
+order of the epoch that a checkpoint was saved in; a run resumed off a generation boundary or after the first epoch
+then trains on other data without a word. This base class saves what is needed, one file per process, together with
+whatever a method needs.
 """
 
 import logging
+import math
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import IterableDataset
+from torch.utils.data import Sampler
+from transformers import TrainerCallback
 
-from trl_explore.checkpoints import is_complete, last_complete_checkpoint, load_state, save_state
+from trl_explore.checkpoints import is_complete, last_complete_checkpoint, load_state, next_batch, save_state
 
 from .publishing import PublishingTrainer
 
@@ -30,10 +35,19 @@ class ResumableTrainer(PublishingTrainer):
     # One generator per process for everything a method draws; never the global one, which samples the main stream.
     args: Any
     exploration_generator: torch.Generator
+    _step: int
     _stream_tokens: dict[str, int] = {}
+    _resumed: dict[str, Any] | None = None  # the state that `train` goes on from
+    _sampler: Sampler | None = None
+    # Where the run stands in its data: the pass over them, `_step` at its start, and whether its end was told.
+    _epoch = _epoch_start = 0
+    _epoch_ended = _owes_epoch_end = False
+    _tr_loss: torch.Tensor | float = 0.0
+    _globalstep_last_logged = 0
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
+        self.add_callback(_EpochEnd(self))
         seed = self.args.seed + 7919 * (self.args.process_index + 1)
         self.exploration_generator = torch.Generator().manual_seed(seed)
 
@@ -67,7 +81,70 @@ class ResumableTrainer(PublishingTrainer):
                 f"`resume_from_checkpoint={str(resume_from_checkpoint)!r}` is no whole checkpoint: its trainer state "
                 "is missing or cut off. Pass an older one, or `True` for the newest that is whole."
             )
+        self._resumed = self._read_state(resume_from_checkpoint) if resume_from_checkpoint else None
+        self._epoch = self._epoch_start = 0
         return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    # ------------------------------------------------------------------------------------------ the order of the data
+
+    def _get_train_sampler(self, dataset=None):
+        self._sampler = super()._get_train_sampler(dataset)
+        return self._sampler
+
+    def _init_training_state(
+        self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+    ):
+        epochs, batches = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
+        self._owes_epoch_end = False
+        if self._goes_on:
+            assert self._resumed is not None
+            streams = isinstance(self.train_dataset, IterableDataset)
+            epochs, batches, self._owes_epoch_end = next_batch(
+                self._resumed["position"],
+                # How long a stream is shows when it ends.
+                math.inf if streams else num_update_steps_per_epoch,
+                batches_per_step=self.args.gradient_accumulation_steps,
+                finished=self.state.global_step >= max_steps,
+            )
+        if self._sampler is not None:
+            for _ in range(epochs):  # an epoch that begins draws its order
+                next(iter(self._sampler), None)
+        return epochs, batches
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether this run goes on with the very next batch of the one that wrote the checkpoint."""
+        return self._resumed is not None and not self.args.ignore_data_skip
+
+    def _run_epoch(self, **told):
+        resumes = told["resume_from_checkpoint"] is not None and told["epoch"] == told["epochs_trained"]
+        if resumes and self._resumed is not None:
+            self._restore_loss(self._resumed)
+        if resumes and self._owes_epoch_end:
+            # The checkpoint is of an epoch's last step: what follows at its end was not done yet.
+            self._load_rng_state(told["resume_from_checkpoint"])
+            self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
+            unknown = {"grad_norm": None}
+            of_epoch = ("model", "trial", "epoch", "ignore_keys_for_eval", "start_time")
+            self._maybe_log_save_evaluate(self._tr_loss, **unknown, **{name: told[name] for name in of_epoch})
+            told["resume_from_checkpoint"] = None  # its random states would undo what an evaluation drew
+        if resumes and self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True  # it was saved at the very end
+        if self.control.should_training_stop:
+            return
+        skipped = told["steps_trained_in_current_epoch"] if resumes else 0
+        self._epoch, self._epoch_start, self._epoch_ended = told["epoch"], self._step - skipped, False
+        super()._run_epoch(**told)
+
+    def _restore_loss(self, state: dict[str, Any]) -> None:
+        """The loss since the last line of the log."""
+        self._tr_loss += state["loss"]
+        self._total_loss_scalar -= state["loss"]  # not of this session, whose mean is told at its end
+        self._globalstep_last_logged = state["last_logged"]
+
+    # ------------------------------------------------------------------------------------------------ saving, loading
 
     def _save_checkpoint(self, model, trial):
         folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
@@ -90,6 +167,14 @@ class ResumableTrainer(PublishingTrainer):
             "schedule": [self.args.steps_per_generation, self.num_iterations, self.args.per_device_train_batch_size],
             "buffered_inputs": self._buffered_inputs if mid_generation else None,
             "rollout": self.rollout_state() if mid_generation else None,
+            "position": {
+                "epoch": self._epoch,
+                "batches": self._step - self._epoch_start,
+                "ended": self._epoch_ended,
+                "stopped": self.control.should_training_stop,
+            },
+            "loss": float(self._tr_loss),
+            "last_logged": self._globalstep_last_logged,
             "metrics": dict(self._metrics["train"]),
             "stream_tokens": self._stream_tokens,
             "generator": self.exploration_generator.get_state(),
@@ -97,11 +182,14 @@ class ResumableTrainer(PublishingTrainer):
         }
         save_state(state, folder, rank=self.accelerator.process_index)
 
+    def _read_state(self, checkpoint: str | Path) -> dict[str, Any] | None:
+        return load_state(checkpoint, rank=self.accelerator.process_index, world_size=self.accelerator.num_processes)
+
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
-        state = load_state(checkpoint, rank=self.accelerator.process_index, world_size=self.accelerator.num_processes)
+        state = self._resumed
         if state is None:
             logger.warning(
                 "%s holds no exploration state (it was written by a plain GRPOTrainer): weights and optimiser resume, "
@@ -123,11 +211,25 @@ class ResumableTrainer(PublishingTrainer):
                 checkpoint,
             )
             return
+        if not self._goes_on:
+            return
         self._step = state["step"]
+        self._epoch, self._epoch_ended = state["position"]["epoch"], state["position"]["ended"]
+        self._epoch_start = self._step - state["position"]["batches"]
         if state["buffered_inputs"] is not None:
             device = self.accelerator.device
             self._buffered_inputs = _to_device(state["buffered_inputs"], device)
             self.load_rollout_state(_to_device(state["rollout"], device))
+
+
+class _EpochEnd(TrainerCallback):
+    """Remembers that an epoch's end was told: a checkpoint that is saved then owes nothing of it."""
+
+    def __init__(self, trainer: ResumableTrainer) -> None:
+        self.trainer = trainer
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        self.trainer._epoch_ended = True
 
 
 def _to_device(value: Any, device: torch.device) -> Any:

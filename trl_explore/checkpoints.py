@@ -1,6 +1,7 @@
 """Files that are either whole or not there: trainer state beside a checkpoint, and lines appended to a log."""
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterable
@@ -103,6 +104,35 @@ def last_complete_checkpoint(output_dir: str | Path) -> tuple[str | None, list[s
             return str(steps[step]), skipped
         skipped.append(str(steps[step]))
     return None, skipped
+
+
+def next_batch(
+    position: dict[str, Any], epoch_steps: float, *, batches_per_step: int, finished: bool
+) -> tuple[int, int, bool]:
+    """
+    Where a resumed run goes on in its data.
+
+    Args:
+        position (`dict`):
+            What the checkpoint says: `epoch` and the `batches` used of it, whether the epoch's end was told (`ended`)
+            and whether training was about to stop (`stopped`).
+        epoch_steps (`float`):
+            Optimiser steps of a whole epoch; infinite where only reading on will tell.
+        batches_per_step (`int`):
+            Batches of a step; the last one of an epoch may have fewer.
+        finished (`bool`):
+            Whether the run has no further step.
+
+    Returns:
+        `tuple[int, int, bool]`: Epoch, batches of it to skip, and whether the end of the checkpoint's epoch is still
+        to be told.
+    """
+    epoch, batches = position["epoch"], position["batches"]
+    whole = math.ceil(batches / batches_per_step) >= epoch_steps
+    owes_end = not position["ended"] and (whole or finished)
+    # An epoch may also be ended early, by a callback; where training was to stop, that was no end of the data.
+    ended = whole or (position["ended"] and not position["stopped"])
+    return (epoch, batches, owes_end) if finished or not ended else (epoch + 1, 0, owes_end)
 
 
 def path_inside(folder: str | Path, name: str, *, field: str) -> Path:
