@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trl_explore.cli_flags import FlagParser
 from trl_explore.cli_inputs import UsageError
 from trl_explore.cli_train import METHODS, read_config
+from trl_explore.workers import WorkerFailed
 
 if TYPE_CHECKING:
     from trl_explore.compare_folder import ComparisonFolder
@@ -64,6 +65,7 @@ def build_parser() -> FlagParser:
     add("--evaluations", type=int, metavar="N", help="evaluations per run after the first (default: 10)")
     add("--num_eval", type=int, metavar="N", help="held-out problems (default: 128)")
     add("--output_dir", metavar="DIR", help=f"where results go (default: {DEFAULT_OUTPUT}/TASK)")
+    add("--processes", type=int, metavar="N", help="train N runs at a time, each in a process of its own")
     return parser
 
 
@@ -90,11 +92,13 @@ def run(argv: list[str]) -> int:
             Arguments after `compare`.
 
     Returns:
-        `int`: `0`, or `130` when Ctrl-C stopped it early.
+        `int`: As [`carry_out`] says.
     """
     args = build_parser().parse(argv)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError("compare runs in one process: start it without accelerate launch or torchrun")
+    if args.processes is not None and args.processes < 1:
+        raise UsageError(f"processes={args.processes}: give an integer of at least 1")
     document = _document(args)
     # one folder per task, so that trying one after the other needs no flag
     output_dir = document.pop("output_dir", None) or Path(DEFAULT_OUTPUT, str(document.get("task", "")))
@@ -106,19 +110,46 @@ def run(argv: list[str]) -> int:
     quiet()
     comparison = read_comparison(document)
     folder = ComparisonFolder(comparison, str(output_dir))
+    command = ["trl-explore", "compare", *argv]
+    return carry_out(folder, command=command, processes=args.processes, check_arms=True)
+
+
+def carry_out(
+    folder: "ComparisonFolder", *, command: list[str], processes: int | None = None, check_arms: bool = False
+) -> int:
+    """
+    Trains what is missing of a comparison, and shows its result.
+
+    Args:
+        folder ([`~trl_explore.compare_folder.ComparisonFolder`]):
+            The comparison.
+        command (`list[str]`):
+            What continues it.
+        processes (`int`, *optional*):
+            Runs at a time, each in a process of its own. Without a number all are trained in this one.
+        check_arms (`bool`, *optional*, defaults to `False`):
+            Whether every trainer is constructed first, to see what it refuses.
+
+    Returns:
+        `int`: Exit code: `0`, `130` when Ctrl-C stopped it early, `1` when one of the processes ended early.
+    """
     try:
-        folder.check_arms()
+        if check_arms:
+            folder.check_arms()
         folder.write_settings()
-        _train(comparison, folder)
+        _train(folder.comparison, folder, processes)
     except KeyboardInterrupt:
-        command = shlex.join(["trl-explore", "compare", *argv])
-        print(f"\nStopped; what is done is kept. Continue with:\n  {command}", file=sys.stderr)
+        print(f"\nStopped; what is done is kept. Continue with:\n  {shlex.join(command)}", file=sys.stderr)
         return 130
-    _show(comparison, folder)
+    except WorkerFailed as error:
+        text = f"{error.details}trl-explore: error: {error}; what is done is kept. Continue with:"
+        print(f"{text}\n  {shlex.join(command)}", file=sys.stderr)
+        return 1
+    _show(folder.comparison, folder)
     return 0
 
 
-def _train(comparison: "Comparison", folder: "ComparisonFolder") -> None:
+def _train(comparison: "Comparison", folder: "ComparisonFolder", processes: int | None) -> None:
     import datasets
     from tqdm.auto import tqdm
 
@@ -135,6 +166,9 @@ def _train(comparison: "Comparison", folder: "ComparisonFolder") -> None:
     )
     if done == folder.num_runs:
         return
+    if processes is not None:
+        _train_side_by_side(folder, min(processes, folder.num_runs - done))
+        return
     datasets.disable_progress_bars()  # there is one of ours
     starts = folder.warm_starts()
     initial = int(done * comparison.amount)
@@ -146,6 +180,19 @@ def _train(comparison: "Comparison", folder: "ComparisonFolder") -> None:
                     write_report(folder.finished(), comparison, folder.path)
         except Interrupted:
             raise KeyboardInterrupt from None
+
+
+def _train_side_by_side(folder: "ComparisonFolder", processes: int) -> None:
+    from rich.console import Console
+
+    from trl_explore.compare_report import write_report
+    from trl_explore.compare_workers import ArmLines, start_workers, train_side_by_side
+
+    lines = ArmLines(folder, Console())
+    with start_workers(folder.comparison, processes) as workers, lines.progress:
+        for _ in train_side_by_side(folder, workers, lines):
+            if folder.missing():  # a look at what there is so far
+                write_report(folder.finished(), folder.comparison, folder.path)
 
 
 def _show(comparison: "Comparison", folder: "ComparisonFolder") -> None:

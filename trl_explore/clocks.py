@@ -112,7 +112,9 @@ def mean_with_interval(values: Sequence[float]) -> str:
     return f"{100 * mean:5.1f}" if half is None else f"{100 * mean:5.1f} ± {100 * half:4.1f}"
 
 
-def mean_curve(curves: Sequence[Points], clock: str, metric: str) -> list[tuple[float, float, float, float]]:
+def mean_curve(
+    curves: Sequence[Points], clock: str, metric: str, *, t_interval: bool = False
+) -> list[tuple[float, float, float, float]]:
     """
     The mean of several seeds' learning curves, wherever one of them was measured and all of them can be read.
 
@@ -123,6 +125,8 @@ def mean_curve(curves: Sequence[Points], clock: str, metric: str) -> list[tuple[
             Name of the cost.
         metric (`str`):
             What to read.
+        t_interval (`bool`, *optional*, defaults to `False`):
+            Whether the ends of the mean's 95 % t-interval stand in place of lowest and highest; needs two curves.
 
     Returns:
         `list[tuple[float, float, float, float]]`: Cost, mean, lowest and highest, in order of cost.
@@ -132,7 +136,9 @@ def mean_curve(curves: Sequence[Points], clock: str, metric: str) -> list[tuple[
         values = [value_at(points, clock, reading, metric) for points in curves]
         known = [value for value in values if value is not None]
         if len(known) == len(curves):
-            mean.append((reading, statistics.mean(known), min(known), max(known)))
+            middle, half = interval(known)
+            ends = (middle - half, middle + half) if t_interval and half is not None else (min(known), max(known))
+            mean.append((reading, middle, *ends))
     return mean
 
 

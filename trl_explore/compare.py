@@ -267,7 +267,16 @@ def agent_metrics(trainer: Any) -> dict[str, float]:
     return {"eval/reward": metrics["eval_reward"]}
 
 
-def train_run(comparison: Comparison, arm: Arm, *, seed: int, folder: Path, start: str | None, bar: Any) -> Run:
+def train_run(
+    comparison: Comparison,
+    arm: Arm,
+    *,
+    seed: int,
+    folder: Path,
+    start: str | None,
+    bar: Any,
+    interrupt: InterruptCallback | None = None,
+) -> Run:
     """
     Train one arm on one seed, from the beginning or from where it was interrupted.
 
@@ -284,6 +293,8 @@ def train_run(comparison: Comparison, arm: Arm, *, seed: int, folder: Path, star
             As for [`build_run`].
         bar (`tqdm`):
             Progress over the budgets of all runs.
+        interrupt ([`~trl_explore.interrupt.InterruptCallback`], *optional*):
+            What stops the run early. Defaults to Ctrl-C.
 
     Returns:
         [`~trl_explore.comparison.Run`]: Curve and cost.
@@ -292,7 +303,7 @@ def train_run(comparison: Comparison, arm: Arm, *, seed: int, folder: Path, star
         Interrupted: After Ctrl-C; the checkpoint is saved.
     """
     trainer, evaluate = build_run(comparison, arm, seed=seed, folder=folder, start=start)
-    costs, interrupt = CostCallback(comparison.budget), InterruptCallback()
+    costs, interrupt = CostCallback(comparison.budget), interrupt or InterruptCallback()
     milestones = Milestones(comparison, costs, interrupt, evaluate, bar)
     costs.count_trained(trainer)
     for callback in (costs, interrupt, milestones):

@@ -28,6 +28,26 @@ def free_memory() -> None:
     torch.cuda.empty_cache()
 
 
+def teach(comparison: Comparison, seed: int, *, progress: bool = True) -> str:
+    """
+    Teaches a comparison's embedded task to its tiny model, or finds that it has been taught.
+
+    Args:
+        comparison ([`~trl_explore.compare_settings.Comparison`]):
+            The comparison.
+        seed (`int`):
+            The seed.
+        progress (`bool`, *optional*, defaults to `True`):
+            Whether to show a progress bar.
+
+    Returns:
+        `str`: Folder of the model.
+    """
+    device = "cpu" if comparison.common.get("use_cpu") else None
+    options: dict[str, Any] = {"steps": comparison.warm_start_steps, "device": device, **comparison.model_size}
+    return str(warm_start(comparison.task, seed=seed, progress=progress, **options))
+
+
 class ComparisonFolder:
     """
     The folder of a comparison: its settings, and one folder per arm and seed.
@@ -112,10 +132,11 @@ class ComparisonFolder:
         Returns:
             `dict[int, str]`: Folders of the models, by seed; empty for a model of the user's own.
         """
-        task, steps, size = self.comparison.task, self.comparison.warm_start_steps, self.comparison.model_size
-        seeds = [] if task is None else dict.fromkeys(seed for _, seed in self.missing())
-        device = "cpu" if self.comparison.common.get("use_cpu") else None
-        return {seed: str(warm_start(task, seed=seed, steps=steps, device=device, **size)) for seed in seeds}
+        return {seed: teach(self.comparison, seed) for seed in self.seeds_to_teach()}
+
+    def seeds_to_teach(self) -> list[int]:
+        """Seeds of missing runs, where an embedded task has to be taught to a model for each."""
+        return [] if self.comparison.task is None else list(dict.fromkeys(seed for _, seed in self.missing()))
 
     def train(self, starts: Mapping[int, str], bar: Any) -> Iterator[int]:
         """

@@ -1,7 +1,8 @@
 """Learning curves as a picture (needs the extra `plots`)."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,17 @@ LABELS = {
     "step": "optimiser steps",
 }
 # Okabe and Ito's colours, which the colour-blind can tell apart, without the yellow that white paper swallows; and
-# markers, which a printer can.
-COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
-MARKERS = "osD^vPX"
+# markers, which a printer can. GRPO and each method have theirs in every picture.
+METHOD_STYLES = {
+    "GRPO": ("#000000", "o"),
+    "DEEP-GRPO": ("#0072B2", "s"),
+    "TreeGRPO": ("#D55E00", "D"),
+    "SESA": ("#009E73", "^"),
+    "G2RL": ("#CC79A7", "v"),
+    "BranPO": ("#56B4E9", "P"),
+}
+MORE_STYLES = (("#E69F00", "X"), ("#999999", "*"))
+INTERVAL_SEEDS = 3  # from so many on a picture shows the interval of the mean
 
 
 def metric_label(metric: str) -> tuple[str, int]:
@@ -37,14 +46,39 @@ def metric_label(metric: str) -> tuple[str, int]:
     return label, 1 if metric.endswith("reward") else 100
 
 
+def arm_styles(arms: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """
+    Colours and markers of arms. An arm that is called as a method, or else the first whose name begins so, has the
+    method's; the others have what is left, but never GRPO's.
+
+    Args:
+        arms (`Iterable[str]`):
+            Names of the arms, such as `"GRPO"` and `"TreeGRPO, random nodes"`.
+
+    Returns:
+        `dict[str, tuple[str, str]]`: Colour and marker, by name.
+    """
+    names = list(dict.fromkeys(arms))
+    styles: dict[str, tuple[str, str]] = {}
+    for method, style in METHOD_STYLES.items():
+        found = [name for name in names if name == method] or [name for name in names if name.startswith(method)]
+        styles |= dict.fromkeys(found[:1], style)
+    rest = [style for style in (*METHOD_STYLES.values(), *MORE_STYLES) if style not in styles.values()]
+    others = cycle([style for style in rest if style != METHOD_STYLES["GRPO"]] or MORE_STYLES)
+    return {name: styles[name] if name in styles else next(others) for name in names}
+
+
 def _draw_panel(panel: Any, runs: Sequence[dict[str, Any]], clock: str, metric: str) -> None:
     scale = metric_label(metric)[1]
-    for number, arm in enumerate(dict.fromkeys(run["arm"] for run in runs)):
+    for arm, (colour, marker) in arm_styles(run["arm"] for run in runs).items():
         curves = [[p for p in run["points"] if metric in p] for run in runs if run["arm"] == arm]
-        readings, *values = zip(*mean_curve(curves, clock, metric), strict=True)
+        band = len(curves) >= INTERVAL_SEEDS
+        readings, *values = zip(*mean_curve(curves, clock, metric, t_interval=band), strict=True)
         mean, low, high = ([scale * value for value in column] for column in values)
-        colour, every = COLOURS[number % len(COLOURS)], max(1, len(mean) // 10)
-        style = dict(color=colour, marker=MARKERS[number % len(MARKERS)], markersize=4, markevery=every)
+        if scale == 100:  # a share is none or all at most, whatever the interval says
+            low, high = [max(value, 0) for value in low], [min(value, 100) for value in high]
+        every = max(1, len(mean) // 10)
+        style = dict(color=colour, marker=marker, markersize=4, markevery=every)
         panel.plot(readings, mean, label=arm, linewidth=1.5, **style)
         if len(curves) > 1:
             panel.fill_between(readings, low, high, color=colour, alpha=0.12, linewidth=0)
@@ -61,7 +95,8 @@ def learning_curves(
     suffixes: Sequence[str] = (),
 ) -> Path:
     """
-    Draw one panel per clock and metric, one line per arm: the mean over its seeds, in a band that holds them all.
+    Draw one panel per clock and metric, one line per arm: the mean over its seeds, in a band that is the mean's 95 %
+    t-interval; with two seeds, which have a useless one, from the lower to the higher.
 
     Args:
         runs (`Sequence[dict]`):
@@ -102,7 +137,8 @@ def learning_curves(
     figure.legend(handles, labels, loc="outside lower center", ncols=min(6, len(labels)), frameon=False)
     figure.align_ylabels()
     seeds = len({run["seed"] for run in runs})
-    band = f"mean of {seeds} seeds, band: lowest to highest" if seeds > 1 else "one seed"
+    kind = "95 % interval" if seeds >= INTERVAL_SEEDS else "lowest to highest"
+    band = f"mean of {seeds} seeds, band: {kind}" if seeds > 1 else "one seed"
     figure.suptitle(f"{title} ({band})" if title else band)
     for name in (Path(path), *(Path(path).with_suffix(suffix) for suffix in suffixes)):
         figure.savefig(name, dpi=110)

@@ -1,56 +1,47 @@
-"""`trl-explore quickstart`: DEEP-GRPO and plain GRPO from one warm start on one token budget, on a CPU, offline."""
+"""`trl-explore quickstart`: GRPO, DEEP-GRPO and TreeGRPO where exploration is what is missing, on a CPU, offline."""
 
 import argparse
-import json
 import logging
 import shlex
 import time
 import warnings
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
+from trl_explore.cli_compare import carry_out
+from trl_explore.cli_inputs import UsageError
+from trl_explore.workers import count_cores
 
-from trl_explore.comparison import Arm, Budget, Run, train_arm
-from trl_explore.interrupt import InterruptCallback
-from trl_explore.tasks import TeachableTask, get_task
-from trl_explore.tasks.warm_start import warm_start
+if TYPE_CHECKING:
+    from trl_explore.compare_settings import Comparison
 
-ARMS = (
-    Arm("DEEP-GRPO", "deep_grpo", dict(segment_delimiters=[";"], max_pivots_per_batch=16, sampling_batch_size=32)),
-    Arm("GRPO", "grpo"),
-)
-COLUMNS = {
-    "greedy accuracy": "eval/greedy_accuracy",
-    "pass@1": "eval/pass_at_1",
-    "pass@8": "eval/pass_at_8",
+# The regime dead_ends of examples/benchmarks with the settings that its development seeds picked, on a smaller budget.
+# A test holds the two together.
+COMPARISON = {
+    "task": "doors",
+    "budget": {"tokens": 6e4},
+    "evaluations": 6,
+    "num_eval": 128,
+    "metrics": ["greedy_accuracy", "pass_at_1"],
+    "common": {"learning_rate": 1e-3},
+    "arms": [
+        {"name": "GRPO", "method": "grpo", "options": {"scale_rewards": "none"}},
+        {"name": "DEEP-GRPO", "method": "deep_grpo", "options": {"aux_loss_weight": 1.0}},
+        {"name": "TreeGRPO", "method": "tree_grpo", "options": {"expansion_width": 4, "depth_weight": 1.0}},
+    ],
 }
-NOTE = (
-    "This task is easy: plain GRPO solves it too, and in less time. It shows that the trainers run and learn on your "
-    "machine, not which one is better; for that, see examples/README.md."
+FAST = {"budget": {"tokens": 3e3}, "evaluations": 1, "num_eval": 32}
+NUM_SEEDS, NUM_SEEDS_FAST = 6, 2
+OUTPUT, OUTPUT_FAST = "out/quickstart", "out/quickstart-fast"
+INTRODUCTION = (
+    "Five doors in a row, and a wrong one ends the way. A tiny language model is taught to guess, one per seed (they "
+    "are kept for the next time), and gets through once in two hundred times: what is missing is exploration."
 )
-
-
+ELSEWHERE = (
+    "Plain GRPO wins where its samples already succeed often enough: on Countdown both methods are clearly behind it "
+    "for as many tokens (examples/README.md#when-does-exploration-pay)."
+)
 FAST_NOTE = "With --fast the budget is too small to learn much: this was a check that everything runs."
-
-
-@dataclass(frozen=True)
-class Size:
-    """How much of the quick-start to run."""
-
-    tokens: float
-    evaluate_every: int
-    num_eval: int
-
-
-FULL = Size(tokens=1.5e6, evaluate_every=20, num_eval=128)
-FAST = Size(tokens=1.5e5, evaluate_every=8, num_eval=64)
-
-
-class Interrupted(Exception):
-    """Ctrl-C ended an arm; its checkpoint is on disk."""
 
 
 def quiet() -> None:
@@ -63,131 +54,130 @@ def quiet() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
-def run_arm(arm: Arm, task: TeachableTask, start: Path, folder: Path, *, seed: int, size: Size, resume: bool) -> Run:
+def document(*, fast: bool, seed: int, num_seeds: int | None) -> dict[str, Any]:
     """
-    Train one arm with a live progress line, or read its result where an earlier run finished it.
+    What `trl-explore compare` would be given.
 
     Args:
-        arm ([`~trl_explore.comparison.Arm`]):
-            The arm.
-        task ([`~trl_explore.tasks.TeachableTask`]):
-            The embedded task.
-        start (`Path`):
-            Folder of the warm-started model.
-        folder (`Path`):
-            Where the arm's checkpoints and its result go.
+        fast (`bool`):
+            Whether it is only tried that everything runs.
         seed (`int`):
-            Seed of training.
-        size ([`Size`]):
-            Budget and evaluation.
-        resume (`bool`):
-            Whether earlier results and checkpoints are used.
+            The first seed.
+        num_seeds (`int`, *optional*):
+            How many seeds. Without a number as many as there is time for.
 
     Returns:
-        [`~trl_explore.comparison.Run`]: Curve and cost.
-
-    Raises:
-        Interrupted: After Ctrl-C; the checkpoint is saved.
+        `dict`: A comparison.
     """
-    from tqdm.auto import tqdm
-
-    result = folder / "run.json"
-    if resume and result.is_file():
-        return Run.load(result)
-    interrupt = InterruptCallback()
-    with tqdm(total=int(size.tokens), desc=f"{arm.name:9s}", unit="tok", unit_scale=True) as bar:
-        try:
-            run = train_arm(
-                arm,
-                task,
-                start,
-                output_dir=folder,
-                seed=seed,
-                budget=Budget(tokens=size.tokens),
-                evaluate_every=size.evaluate_every,
-                num_eval=size.num_eval,
-                options=dict(save_strategy="steps", save_steps=20, save_total_limit=2),
-                progress=bar,
-                callbacks=[interrupt],
-                resume=resume,
-            )
-        finally:
-            interrupt.restore()
-    if interrupt.interrupted:
-        raise Interrupted
-    run.save(result)
-    return run
+    count = num_seeds if num_seeds is not None else NUM_SEEDS_FAST if fast else NUM_SEEDS
+    return {**COMPARISON, **(FAST if fast else {}), "seeds": list(range(seed, seed + count))}
 
 
-def result_table(runs: list[dict[str, Any]]) -> Table:
+def clear(mean: float, half: float | None) -> str:
     """
-    The closing table: the warm start, then each arm at the end of its budget.
+    A difference in points of a hundred, and what its interval allows to say.
 
     Args:
-        runs (`list[dict]`):
-            Runs with `arm`, `seed` and `points`.
+        mean (`float`):
+            Its mean over seeds, as a share.
+        half (`float`, *optional*):
+            Half the length of its 95 % interval; `None` for one seed.
 
     Returns:
-        `rich.table.Table`: One row per seed and arm.
+        `str`: For example `"+10.8 ± 9.1 (ahead)"`.
     """
-    table = Table(title="held-out problems, accuracy in %")
-    for name in ("seed", "method", *COLUMNS, "tokens", "seconds"):
-        table.add_column(name, justify="left" if name == "method" else "right")
-    for seed in dict.fromkeys(run["seed"] for run in runs):
-        of_seed = [run for run in runs if run["seed"] == seed]
-        rows = [("warm start", of_seed[0]["points"][0]), *((run["arm"], run["points"][-1]) for run in of_seed)]
-        for name, point in rows:
-            accuracies = [f"{100 * point[key]:.1f}" for key in COLUMNS.values()]
-            table.add_row(str(seed), name, *accuracies, f"{point['tokens']:,.0f}", f"{point['seconds']:.0f}")
-    return table
+    if half is None:
+        return f"{100 * mean:+.1f} (one seed, which may be chance)"
+    word = "not clear: the interval includes 0" if abs(mean) <= half else "ahead" if mean > 0 else "behind"
+    return f"{100 * mean:+.1f} ± {100 * half:.1f} ({word})"
+
+
+def verdicts(runs: Sequence[Mapping[str, Any]], comparison: "Comparison") -> list[str]:
+    """
+    What was found about each method, as the regimes of the benchmark are judged: by the mean along the curve.
+
+    Args:
+        runs (`Sequence[Mapping]`):
+            Finished runs; the same seeds for every arm.
+        comparison ([`~trl_explore.compare_settings.Comparison`]):
+            The comparison. Differences are to the first arm, in its first metric, a share.
+
+    Returns:
+        `list[str]`: One sentence per method.
+    """
+    from trl_explore.clocks import interval, mean_along
+    from trl_explore.compare_report import equal_cost, summarize
+    from trl_explore.plots import metric_label
+
+    base, *others = summarize(runs, comparison)
+    metric, reading = f"eval/{comparison.metrics[0]}", equal_cost(runs, comparison)
+    along = {(run["arm"], run["seed"]): mean_along(run["points"], comparison.cost, reading, metric) for run in runs}
+    seeds = dict.fromkeys(run["seed"] for run in runs)
+    sentences = []
+    for row in others:
+        gap = interval([along[row.arm, seed] - along[base.arm, seed] for seed in seeds])
+        end = row.cells[0].difference
+        assert end is not None
+        sentences.append(
+            f"{row.arm} - {base.arm} on these seeds, points of {metric_label(metric)[0]} for as many "
+            f"{comparison.clock}: {clear(*gap)} on average along the curve, {clear(*end)} at the end; it trained "
+            f"{row.seconds / base.seconds:.1f} times as long."
+        )
+    return sentences
 
 
 def main(args: argparse.Namespace) -> int:
     """
-    Run the quick-start.
+    Run the quick-start, or go on with it.
 
     Args:
         args (`argparse.Namespace`):
-            `fast`, `output_dir`, `seed`, `num_seeds` and `resume`.
+            `fast`, `output_dir`, `seed`, `num_seeds` and `processes`.
 
     Returns:
-        `int`: Exit code: 0, or 130 after Ctrl-C.
+        `int`: Exit code, as [`~trl_explore.cli_compare.carry_out`] says.
     """
-    import torch
-
-    console = Console()
+    if args.processes < 1:
+        raise UsageError(f"processes={args.processes}: give an integer of at least 1")
     began = time.perf_counter()
+
+    from rich.console import Console
+
+    from trl_explore.compare_folder import SETTINGS, ComparisonFolder
+    from trl_explore.compare_settings import read_comparison
+
     quiet()
-    # A 100k-parameter model gains little from a second thread on an idle machine, and on a busy one it waits for it.
-    torch.set_num_threads(1)
-    task, size = get_task("chain"), FAST if args.fast else FULL
-    output = Path(args.output_dir)
-    output.mkdir(parents=True, exist_ok=True)
-    runs: list[dict[str, Any]] = []
-    try:
-        for seed in range(args.seed, args.seed + args.num_seeds):
-            console.print(
-                f"seed {seed}: teaching a tiny language model arithmetic with bad habits (cached afterwards)"
-            )
-            start = warm_start(task, seed=seed)
-            console.print(f"then {size.tokens:,.0f} generated tokens for each method")
-            for arm in ARMS:
-                folder = output / f"seed{seed}" / arm.name.lower()
-                runs.append(asdict(run_arm(arm, task, start, folder, seed=seed, size=size, resume=args.resume)))
-    except (KeyboardInterrupt, Interrupted):
-        flags = ["--fast"] * args.fast + ["--num_seeds", str(args.num_seeds)] * (args.num_seeds > 1)
-        command = ["trl-explore", "quickstart", "--resume", "--output_dir", args.output_dir, "--seed", str(args.seed)]
-        console.print(f"\nStopped; what is done is kept. Resume with:\n  {shlex.join(command + flags)}", markup=False)
-        return 130
+    console = Console()
+    output = args.output_dir or (OUTPUT_FAST if args.fast else OUTPUT)
+    given = document(fast=args.fast, seed=args.seed, num_seeds=args.num_seeds)
+    folder = ComparisonFolder(read_comparison(given), output)
+    console.print(INTRODUCTION, highlight=False)
+    if (folder.path / SETTINGS).is_file():
+        left = len(folder.missing())
+        rest = f"the other {left} go on" if left else "there is nothing to train"
+        console.print(
+            f"{output} is there already: its {folder.num_runs - left} finished runs are kept, {rest}. To start anew, "
+            f"remove it (rm -r {shlex.quote(output)}) or name another folder with --output_dir.",
+            highlight=False,
+            markup=False,
+        )
+    code = carry_out(folder, command=_command(args), processes=args.processes)
+    if code == 0:
+        notes = [FAST_NOTE] if args.fast else [*verdicts(folder.finished(), folder.comparison), ELSEWHERE]
+        for note in [*notes, f"all in {time.perf_counter() - began:.0f} s"]:
+            console.print(note, highlight=False, markup=False)
+    return code
 
-    (output / "runs.json").write_text(json.dumps(runs))
-    console.print(result_table(runs))
-    try:
-        from trl_explore.plots import learning_curves
 
-        console.print(f"curves: {learning_curves(runs, output / 'curves.png', title='quick-start task: chain')}")
-    except ModuleNotFoundError:
-        console.print("no picture: matplotlib is missing (pip install 'trl-explore[plots]')", markup=False)
-    console.print(FAST_NOTE if args.fast else NOTE)
-    console.print(f"all in {time.perf_counter() - began:.0f} s")
-    return 0
+def _command(args: argparse.Namespace) -> list[str]:
+    """What goes on with an interrupted quick-start."""
+    words = ["trl-explore", "quickstart", *["--fast"] * args.fast]
+    if args.output_dir is not None:
+        words += ["--output_dir", args.output_dir]
+    if args.num_seeds is not None:
+        words += ["--num_seeds", str(args.num_seeds)]
+    return (
+        words
+        + ["--seed", str(args.seed)] * (args.seed != 0)
+        + ["--processes", str(args.processes)] * (args.processes != count_cores())
+    )
