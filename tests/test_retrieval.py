@@ -1,9 +1,12 @@
 """Finding passages: corpora, BM25 and vectors against brute force, the cache, HTTP, and the tool of an agent."""
 
+import asyncio
 import copy
 import functools
+import inspect
 import json
 import math
+import socket
 import subprocess
 import sys
 import threading
@@ -22,10 +25,18 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 from transformers.utils import get_json_schema
 
-from trl_explore.cli import main
+from trl_explore.cli import _build_parser, main
 from trl_explore.corpus import Passage, load_corpus, read_passage
 from trl_explore.retrieval import BM25Retriever, DenseRetriever, has_index
-from trl_explore.retrieval_client import CachedRetriever, HTTPRetriever, RetrieverDown, RetrieverError, SearchTool
+from trl_explore.retrieval_client import (
+    CachedRetriever,
+    HTTPRetriever,
+    RetrieverDown,
+    RetrieverError,
+    SearchTool,
+    _num_bytes,
+)
+from trl_explore.retrieval_server import LOCAL, _allowed_hosts, build_app
 
 CORPUS = [
     {"id": "p", "title": "Paris", "text": "Paris is the capital of France."},
@@ -358,6 +369,115 @@ def test_a_cache_never_changes_results(calls, max_size):
     assert cached.hits + cached.misses == sum(map(len, calls))
 
 
+@pytest.mark.parametrize("ending", ["", "é", "東"])  # one, two and more bytes per character
+def test_the_cache_is_bounded_by_bytes(ending):
+    inner = Echo()
+    one = _num_bytes("a" * 1000 + ending, tuple(Echo().search(["a" * 1000 + ending], 1)[0]))
+    cached = CachedRetriever(inner, max_bytes=3 * one)
+    for letter in "abcdbxa":
+        cached.search([letter * 1000 + ending], 1)
+    assert [queries[0][0] for queries in inner.asked] == ["a", "b", "c", "d", "x", "a"]
+    assert one > 3000 and cached._num_bytes == 3 * one and len(cached._known) == 3
+    assert ids(cached.search(["z" * 10**5], 1)) == [["z" * 10**5]] and cached._num_bytes == 0  # too large to be kept
+    with pytest.raises(ValueError, match="max_bytes=0 must be at least 1"):
+        CachedRetriever(inner, max_bytes=0)
+
+
+# The server
+
+
+def ask_server(body, *, chunks=None, host="127.0.0.1:8000", length=True, path="/retrieve", **limits):
+    """Status and answer of the application, asked as a web server asks it."""
+    chunks = chunks or [body if isinstance(body, bytes) else json.dumps(body).encode()]
+    headers = [(b"host", host.encode()), (b"content-type", b"application/json")]
+    headers += [(b"content-length", str(sum(map(len, chunks))).encode())] if length else []
+    parts, sent = list(chunks), []
+
+    async def receive():
+        return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
+
+    async def send(message):
+        sent.append(message)
+
+    app = build_app(Echo(), **limits)
+    scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": path}
+    asyncio.run(app({**scope, "scheme": "http", "query_string": b"", "headers": headers}, receive, send))
+    text = b"".join(message.get("body", b"") for message in sent).decode()
+    return sent[0]["status"], text, len(chunks) - len(parts)
+
+
+def test_requests_within_the_limits_are_answered():
+    status, text, _ = ask_server({"queries": ["a", "b" * 10_000], "topk": 2})
+    assert status == 200 and [len(found) for found in json.loads(text)["result"]] == [2, 2]
+    assert ask_server({"queries": ["a"] * 512}, chunks=None)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "limits", "message"),
+    [
+        ({"queries": ["a" * 10_001]}, {}, "body.queries.0: String should have at most 10000 characters"),
+        ({"queries": ["ab"] * 3}, {"max_query_chars": 1}, "at most 1 character (and 2 more)"),
+        ({"queries": ["a"] * 513}, {}, "body.queries: List should have at most 512 items"),
+        ({"queries": ["a"] * 3}, {"max_queries": 2}, "at most 2 items"),
+        ({"queries": ["a"], "topk": 101}, {}, "body.topk: Input should be less than or equal to 100"),
+        ({"queries": ["a"], "topk": 3}, {"max_top_k": 2}, "less than or equal to 2"),
+        (b'{"queries": ["\xff"]}', {}, "body: must be JSON in UTF-8"),
+        (b"[" * 100_000, {}, "body: must be JSON in UTF-8"),
+        (b'{"queries":', {}, "JSON decode error"),
+        (b"[]", {}, "body: "),
+    ],
+)
+def test_what_the_server_does_not_take_is_422_and_one_sentence(body, limits, message):
+    status, text, _ = ask_server(body, **limits)
+    assert status == 422 and message in json.loads(text)["detail"] and "\n" not in text
+
+
+def test_large_bodies_are_refused_before_they_are_read():
+    body = json.dumps({"queries": ["a" * 50]}).encode()
+    assert ask_server(body, max_body_bytes=len(body))[0] == 200
+    status, text, read = ask_server(body, max_body_bytes=len(body) - 1)
+    assert (status, read) == (413, 0) and json.loads(text)["detail"].startswith(
+        f"the body has more than {len(body) - 1}"
+    )
+    chunks = [body[:20], body[20:40], body[40:50], body[50:]]  # of a length that is not declared
+    status, text, read = ask_server(None, chunks=chunks, length=False, max_body_bytes=30)
+    assert (status, read) == (413, 2) and "send fewer or shorter queries" in text
+    assert ask_server(None, chunks=chunks, length=False)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "allowed", "status"),
+    [
+        ("localhost:8000", {}, 200),
+        ("[::1]:8000", {}, 200),
+        ("evil.example", {}, 400),
+        ("www.localhost", {}, 400),
+        ("", {}, 400),
+        ("gpu7:8000", {"allowed_hosts": ["gpu7"]}, 200),
+        ("a.example.com", {"allowed_hosts": ["*.example.com"]}, 200),
+        ("localhost", {"allowed_hosts": ["gpu7"]}, 400),
+        ("evil.example", {"allowed_hosts": ["*"]}, 200),
+    ],
+)
+def test_the_server_answers_to_its_own_names(host, allowed, status):
+    assert ask_server({"queries": ["a"]}, host=host, **allowed)[0] == status
+
+
+def test_other_errors_keep_their_status():
+    assert ask_server({"queries": ["a"]}, path="/nothing")[0] == 404
+
+
+def test_the_commands_limits_are_the_servers():
+    args = _build_parser().parse_args(["serve-retriever", "--corpus", "c.jsonl"])
+    limits = {name: parameter.default for name, parameter in inspect.signature(build_app).parameters.items()}
+    names = ("top_k", "max_queries", "max_query_chars", "max_top_k")
+    assert {name: vars(args)[name] for name in names} == {name: limits[name] for name in names}
+    assert args.max_body_mb * 2**20 == limits["max_body_bytes"] and SearchTool(Echo()).max_query_chars == 10_000
+    assert _allowed_hosts("127.0.0.1", []) == list(LOCAL)
+    assert _allowed_hosts("10.0.0.5", ["gpu7"]) == [*LOCAL, "10.0.0.5", "gpu7"]
+    assert _allowed_hosts("0.0.0.0", []) == [*LOCAL, socket.gethostname()]
+
+
 # HTTP, against a scripted server
 
 
@@ -471,6 +591,7 @@ def test_what_finds_nothing_is_said():
     assert tool.search("zebra") == tool.search("the") == tool.search("\ud83d") == "No results."
     assert tool.search(" \n") == "The query is empty. No results."
     assert tool.search(["Paris"]) == "The query must be a string."
+    assert tool.search("zebra " * 2000) == "The query has more than 10000 characters; use a few words."
     assert tool.failures == 0
 
 
@@ -604,6 +725,8 @@ def test_arguments_of_the_tool_are_checked(arguments):
         (["--corpus", "missing.jsonl"], "missing.jsonl does not exist"),
         (["--corpus", "empty.jsonl"], "may have no rows"),
         (["--corpus", "c.jsonl", "--top_k", "101"], "--top_k 101 must be between 1 and 100"),
+        (["--corpus", "c.jsonl", "--max_body_mb", "0"], "--max_body_mb 0 must be at least 1"),
+        (["--corpus", "c.jsonl", "--allowed_hosts", "a.*"], "--allowed_hosts a.* must be a name"),
         (["--corpus", "c.jsonl", "--index", "other"], "of 9 passages"),
         (["--corpus", "c.jsonl", "--retriever", "dense", "--model", "./nowhere"], "nowhere"),
     ],

@@ -32,6 +32,18 @@ def _build_parser() -> argparse.ArgumentParser:
     serve.add_argument("--host", default="127.0.0.1", help="default: %(default)s, this machine only")
     serve.add_argument("--port", type=int, default=8000, help="default: %(default)s")
     serve.add_argument("--top_k", type=int, default=3, help="passages where a request names no number (default: 3)")
+    serve.add_argument("--max_top_k", type=int, default=100, help="passages per query at most (default: %(default)s)")
+    serve.add_argument("--max_queries", type=int, default=512, help="queries per request (default: %(default)s)")
+    serve.add_argument("--max_query_chars", type=int, default=10_000, help="of a query (default: %(default)s)")
+    serve.add_argument("--max_body_mb", type=int, default=8, help="of a request, in MiB (default: %(default)s)")
+    serve.add_argument("--max_cache_mb", type=int, default=512, help="of known answers, in MiB (default: %(default)s)")
+    serve.add_argument(
+        "--allowed_hosts",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="further names or addresses that requests may use for this machine; '*' for any",
+    )
     completion = commands.add_parser("completion", help="print a script that completes commands, flags and methods")
     completion.add_argument("shell", choices=["bash", "zsh", "tcsh"])
     commands.add_parser("env", help="print versions, devices and what is supported here")

@@ -4,6 +4,7 @@ import http.client
 import json
 import logging
 import queue
+import sys
 import threading
 import time
 import urllib.error
@@ -15,6 +16,7 @@ from trl_explore.corpus import Passage, read_passage
 from trl_explore.retrieval import Retriever, Shared
 
 MAX_QUERIES = 512  # per request, here and in trl_explore.retrieval_server
+MAX_QUERY_CHARS = 10_000  # per query, in both as well
 
 logger = logging.getLogger(__name__)
 
@@ -136,6 +138,8 @@ class CachedRetriever(Shared):
             Where misses go, all those of one call together. What it raises is not remembered.
         max_size (`int`, *optional*, defaults to `10000`):
             Results that are kept; those not asked for longest go first. Positive.
+        max_bytes (`int`, *optional*, defaults to `268435456`):
+            Bytes of their texts, those of the queries included; the same. Positive.
 
     Attributes:
         hits (`int`):
@@ -144,14 +148,15 @@ class CachedRetriever(Shared):
             Queries that went on.
     """
 
-    def __init__(self, retriever: Retriever, max_size: int = 10_000) -> None:
-        if max_size < 1:
-            raise ValueError(f"max_size={max_size} must be at least 1.")
+    def __init__(self, retriever: Retriever, max_size: int = 10_000, *, max_bytes: int = 256 * 2**20) -> None:
+        if min(max_size, max_bytes) < 1:
+            raise ValueError(f"max_size={max_size} and max_bytes={max_bytes} must be at least 1.")
         self.retriever = retriever
-        self.max_size = max_size
+        self.max_size, self.max_bytes = max_size, max_bytes
         self.hits = 0
         self.misses = 0
         self._known: OrderedDict[tuple[str, int], tuple[Passage, ...]] = OrderedDict()
+        self._num_bytes = 0
         self._lock = threading.Lock()
 
     def search(self, queries: list[str], top_k: int) -> list[list[Passage]]:
@@ -177,11 +182,19 @@ class CachedRetriever(Shared):
             self.hits += len(queries) - len(missing)
             self.misses += len(missing)
             for query, passages in found.items():
+                if (query, top_k) not in self._known:
+                    self._num_bytes += _num_bytes(query, passages)
                 self._known[query, top_k] = passages
                 self._known.move_to_end((query, top_k))
-            while len(self._known) > self.max_size:
-                self._known.popitem(last=False)
+            while len(self._known) > self.max_size or self._num_bytes > self.max_bytes:
+                (query, _), passages = self._known.popitem(last=False)
+                self._num_bytes -= _num_bytes(query, passages)
         return [list(found[query]) for query in queries]
+
+
+def _num_bytes(query: str, passages: tuple[Passage, ...]) -> int:
+    texts = [text for passage in passages for text in (passage.id, passage.title, passage.text)]
+    return sum(map(sys.getsizeof, [query, *texts]))
 
 
 class SearchTool(Shared):
@@ -198,6 +211,8 @@ class SearchTool(Shared):
             Passages per search; BranPO's number. Positive.
         max_passage_chars (`int`, *optional*, defaults to `2000`):
             Characters of a passage that are shown. Positive.
+        max_query_chars (`int`, *optional*, defaults to `10000`):
+            Characters of a query; a longer one is answered by a sentence and not searched for. Positive.
         timeout (`float`, *optional*):
             Seconds after which a search has failed, retries included; the search itself goes on in its thread.
         max_failures (`int`, *optional*, defaults to `32`):
@@ -224,16 +239,17 @@ class SearchTool(Shared):
         *,
         top_k: int = 3,
         max_passage_chars: int = 2000,
+        max_query_chars: int = MAX_QUERY_CHARS,
         timeout: float | None = None,
         max_failures: int = 32,
     ) -> None:
-        if min(top_k, max_passage_chars, max_failures) < 1 or (timeout is not None and timeout <= 0):
+        if min(top_k, max_passage_chars, max_query_chars, max_failures) < 1 or (timeout is not None and timeout <= 0):
             raise ValueError(
-                "top_k, max_passage_chars, max_failures and timeout must be positive; got "
-                f"{top_k=}, {max_passage_chars=}, {max_failures=}, {timeout=}."
+                "top_k, max_passage_chars, max_query_chars, max_failures and timeout must be positive; got "
+                f"{top_k=}, {max_passage_chars=}, {max_query_chars=}, {max_failures=}, {timeout=}."
             )
         self.retriever = retriever
-        self.top_k, self.max_passage_chars = top_k, max_passage_chars
+        self.top_k, self.max_passage_chars, self.max_query_chars = top_k, max_passage_chars, max_query_chars
         self.timeout, self.max_failures = timeout, max_failures
         self.calls = 0
         self.failures = 0
@@ -258,6 +274,8 @@ class SearchTool(Shared):
         query = " ".join(query.encode("utf-8", "replace").decode().split())
         if not query:
             return "The query is empty. No results."
+        if len(query) > self.max_query_chars:
+            return f"The query has more than {self.max_query_chars} characters; use a few words."
         if self.down:
             raise RetrieverDown(str(self.down)) from self.down
         try:
