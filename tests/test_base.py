@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import Qwen2ForSequenceClassification, TrainerCallback
+from transformers import MixtralConfig, MixtralForCausalLM, Qwen2ForSequenceClassification, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from world import (
     assert_same,
@@ -27,7 +27,7 @@ from world import (
 )
 
 from trl_explore.rollouts import Rows
-from trl_explore.streams import LOSS_NORMALISERS, loss_mask
+from trl_explore.streams import LOSS_NORMALISERS, loss_mask, select_rows
 from trl_explore.trainers import (
     BranPOConfig,
     BranPOTrainer,
@@ -514,6 +514,74 @@ def test_where_rows_are_dropped_bnpos_micro_batches_keep_their_weight(tmp_path):
     assert_same(got, {name: start[name] + factor * (p - start[name]) for name, p in plain.items()}, tolerance=2e-6)
 
 
+def loss_and_gradient(folder, **options):
+    """Of one batch of which rows are dropped; and the trainer and its rows."""
+    options = {**SGD, "drop_zero_advantage": True, **options}
+    trainer = make_trainer(ExplorationTrainer, ExplorationConfig, folder, **options)
+    trainer.model.train()
+    torch.manual_seed(5)
+    inputs = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    trainer.current_gradient_accumulation_steps = 1
+    loss = trainer.compute_loss(trainer.model, inputs)
+    loss.backward()
+    gradient = {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
+    return trainer, inputs, loss.item(), gradient
+
+
+@pytest.mark.parametrize("loss_type", sorted(LOSS_NORMALISERS))
+def test_an_entropy_bonus_keeps_its_size_where_rows_are_dropped(tmp_path, loss_type):
+    options = dict(loss_type=loss_type, beta=0.1)
+    _, _, without, plain = loss_and_gradient(tmp_path, **options)
+    trainer, inputs, loss, gradient = loss_and_gradient(tmp_path, **options, entropy_coef=0.3)
+    mask = inputs["completion_mask"] * inputs["tool_mask"]
+    assert 0 < mask.any(dim=1).sum() < 8
+    ids, attention = (
+        torch.cat([inputs[f"prompt_{part}"], inputs[f"completion_{part}"]], dim=1) for part in ("ids", "mask")
+    )
+    trainer.model.zero_grad()
+    logits = trainer.model(ids, attention_mask=attention).logits[:, -mask.shape[1] - 1 : -1]
+    entropies = torch.distributions.Categorical(logits=logits).entropy()
+    bonus = 0.3 * (entropies * mask).sum() / mask.sum()
+    bonus.backward()
+    assert loss == pytest.approx(without - bonus.item(), abs=1e-6)
+    expected = {name: plain[name] - p.grad for name, p in trainer.model.named_parameters()}
+    assert_same(gradient, expected, tolerance=5e-6)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "sapo"])
+def test_the_kl_term_is_a_mean_over_the_rows_that_are_kept(tmp_path, loss_type):
+    options = dict(loss_type=loss_type, beta=0.5, peft_config=LORA)  # away from the reference
+    trainer, inputs, loss, gradient = loss_and_gradient(tmp_path, **options)
+    kept = (inputs["completion_mask"] * inputs["tool_mask"]).any(dim=1).nonzero().squeeze(1)
+    assert 0 < len(kept) < 8
+    trainer._main_totals = None
+    trainer.model.zero_grad()
+    alone = trainer.compute_loss(trainer.model, select_rows(inputs, kept))
+    alone.backward()
+    assert loss == pytest.approx(alone.item(), abs=1e-6)
+    own = {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
+    assert_same(gradient, own, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo"])
+def test_the_router_loss_keeps_its_size_where_rows_are_dropped(tmp_path, loss_type):
+    def difference(**options):
+        values = []
+        for coef in (0.0, 0.5):
+            torch.manual_seed(0)
+            sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, max_position_embeddings=128)
+            heads = dict(num_attention_heads=2, num_key_value_heads=2, num_local_experts=2, num_experts_per_tok=1)
+            ends = dict(vocab_size=29, eos_token_id=1, pad_token_id=0, initializer_range=0.3)
+            model = MixtralForCausalLM(MixtralConfig(**sizes, **heads, **ends, router_aux_loss_coef=coef))
+            values.append(loss_and_gradient(tmp_path, model=model, loss_type=loss_type, **options)[2:])
+        (without, plain), (loss, gradient) = values
+        return loss - without, {name: gradient[name] - plain[name] for name in plain}
+
+    (value, expected), (got, gradient) = difference(drop_zero_advantage=False), difference()
+    assert value > 0.1 and got == pytest.approx(value, abs=1e-6)
+    assert_same(gradient, expected, tolerance=1e-6)
+
+
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo"])
 def test_dropping_rows_acts_in_both_streams_alike(tmp_path, loss_type):
     # As without dropping, bnpo's own mean is that of the stream where there is one micro-batch.
@@ -642,7 +710,6 @@ def test_no_args_make_a_config_of_the_methods_class(tmp_path, monkeypatch):
         (dict(loss_type="ppo"), ValueError, "loss_type='ppo'"),
         (dict(train_dataset=make_dataset().rename_column("prompt", "question")), ValueError, "no `prompt` column"),
         (dict(sampling_batch_size=0), ValueError, "sampling_batch_size=0"),
-        (dict(drop_zero_advantage=True, loss_type="grpo", entropy_coef=0.1), ValueError, "entropy_coef"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )

@@ -681,6 +681,32 @@ def test_branches_are_averaged_together_with_the_main_rows(tmp_path, voice, loss
             torch.testing.assert_close(after, before - 0.1 * before.grad, atol=2e-6, rtol=1e-4, msg=name)
 
 
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo"])
+def test_an_entropy_bonus_is_for_the_main_rows_and_keeps_its_size(tmp_path, voice, loss_type):
+    once = dict(max_steps=1, learning_rate=0.1, optim="sgd", max_grad_norm=0.0, lr_scheduler_type="constant")
+    after, rows = [], {}
+    for coef in (0.0, 0.3):
+        voice()
+        trainer = agent(tmp_path, loss_type=loss_type, entropy_coef=coef, redundancy_tries=0, **once)
+        generate = trainer._generate_and_score_completions
+        trainer._generate_and_score_completions = lambda inputs, own=generate, at=coef: rows.setdefault(
+            at, own(inputs)
+        )
+        trainer.train()
+        assert trainer.state.log_history[0]["branch/contrastive_fraction"] > 0
+        after.append(parameters(trainer))
+    model, main = build_model(seed=0, hidden_size=16, num_layers=1), rows[0.0]
+    ids, attention = (
+        torch.cat([main[f"prompt_{part}"], main[f"completion_{part}"]], dim=1) for part in ("ids", "mask")
+    )
+    mask = main["completion_mask"] * main["tool_mask"]
+    logits = model(ids, attention_mask=attention).logits[:, -mask.shape[1] - 1 : -1]
+    entropies = torch.distributions.Categorical(logits=logits).entropy()
+    (0.3 * (entropies * mask).sum() / mask.sum()).backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(after[1][name] - after[0][name], 0.1 * p.grad, atol=2e-6, rtol=1e-3, msg=name)
+
+
 @pytest.mark.parametrize("selection", ["tail", "random"])
 def test_redundant_turns_are_not_reinforced(tmp_path, voice, monkeypatch, selection):
     voice(stops=0.35)

@@ -7,7 +7,7 @@ from card_metadata import metadata_errors
 from huggingface_hub import ModelCard
 from trl import GRPOConfig
 
-from trl_explore.card_metrics import evaluation_results, logged_metrics, metric_rows
+from trl_explore.card_metrics import evaluation_results, format_duration, logged_metrics, metric_rows
 from trl_explore.cards import (
     TrainingFacts,
     code_span,
@@ -107,6 +107,27 @@ def test_the_metadata_survive_being_written_and_read():
 def test_without_an_evaluation_there_are_no_results():
     card = model_card(facts(history=[{"step": 1, "reward": 1.0}]))
     assert "model-index" not in card.data.to_dict() and "Evaluated" not in card.text
+
+
+def test_a_card_names_the_rewards_with_their_weights_and_the_time_of_training():
+    log = [
+        {"step": 2, "reward": 0.5, "step_time": 600.0},
+        {"step": 2, "eval_reward": 0.5},
+        {"step": 5, "reward": 0.5, "step_time": 1200.0},
+        {"step": 5, "train_runtime": 7.0},  # of the last part of a resumed run
+    ]
+    weighted = [("accuracy_reward", 0.65), ("<lambda>", 0.2)]
+    text = model_card(facts(rewards=weighted, history=log)).text
+    assert "rewarded by `accuracy_reward` (weight 0.65) and `'<lambda>'` (weight 0.2)." in text
+    assert "Training took 1 h 20 min up to step 5, evaluation and saving not counted." in text
+    text = model_card(facts(rewards=[("accuracy_reward", 1.0), ("form", 1.0)], history=[])).text
+    assert "rewarded by `accuracy_reward` and `form`." in text and "Training took" not in text
+    assert [format_duration(seconds) for seconds in (0.25, 59.4, 61, 3600)] == [
+        "0.25 s",
+        "59 s",
+        "1 min 1 s",
+        "1 h 0 min",
+    ]
 
 
 def test_without_a_log_the_card_says_so():

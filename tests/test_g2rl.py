@@ -35,6 +35,7 @@ from trl_explore.trainers import (
 )
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+DROPOUT = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, lora_dropout=0.05)
 OFF = dict(novelty_weight=0.0, reward_mapping="none")
 SETTINGS = {
     "beta 0": {},
@@ -129,7 +130,11 @@ def autograd_feature(model, prompt, ids, mask, temperature):
 
 
 @pytest.mark.parametrize("options", PASSES.values(), ids=PASSES.keys())
-@pytest.mark.parametrize("more", [{}, dict(peft_config=LORA), dict(temperature=0.7)], ids=["", "lora", "temperature"])
+@pytest.mark.parametrize(
+    "more",
+    [{}, dict(peft_config=LORA), dict(peft_config=DROPOUT), dict(temperature=0.7)],
+    ids=["", "lora", "dropout", "temperature"],
+)
 def test_features_are_autograds(tmp_path, options, more):
     trainer = make_trainer(Watched, G2RLConfig, tmp_path, **options, **more)
     batch_of(trainer)
@@ -150,6 +155,41 @@ def test_features_cost_no_pass_where_trl_makes_one(tmp_path):
         _, plain = batch_of(make_trainer(GRPOTrainer, GRPOConfig, tmp_path, **options))
         _, ours = batch_of(make_trainer(G2RLTrainer, G2RLConfig, tmp_path, **options))
         assert (plain, ours) == ((0, 1) if batches == 1 else (2, 2))
+
+
+@pytest.mark.parametrize("options", PASSES.values(), ids=PASSES.keys())
+def test_identical_completions_are_not_novel_whatever_dropout_draws(tmp_path, options):
+    def rollout(prompts, trainer):
+        prompt_ids = [trainer._tokenizer(prompt)["input_ids"] for prompt in prompts]
+        return {"prompt_ids": prompt_ids, "completion_ids": [[10, 11, 12, 13, 1] for _ in prompts], "logprobs": None}
+
+    trainer = make_trainer(Watched, G2RLConfig, tmp_path, rollout_func=rollout, peft_config=DROPOUT, **options)
+    batch_of(trainer)
+    assert trainer._novelty.abs().max() < 1e-6
+    assert set(trainer.shaped.flatten().tolist()) <= {1.0, -1.0}
+    assert trainer.model.training
+
+
+def test_dropout_costs_a_pass_where_trls_pass_has_it(tmp_path):
+    _, plain = batch_of(make_trainer(GRPOTrainer, GRPOConfig, tmp_path, peft_config=DROPOUT, steps_per_generation=2))
+    _, ours = batch_of(make_trainer(G2RLTrainer, G2RLConfig, tmp_path, peft_config=DROPOUT, steps_per_generation=2))
+    assert (plain, ours) == (2, 4)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("options", PASSES.values(), ids=PASSES.keys())
+def test_features_change_neither_old_logprobs_nor_dropout(tmp_path, options, checkpointing):
+    """Without a reward there is nothing to shape: what is left to learn from is the KL term, under dropout."""
+    options = dict(options, peft_config=DROPOUT, reward_funcs=never, beta=0.1, gradient_checkpointing=checkpointing)
+    expected, _ = batch_of(make_trainer(GRPOTrainer, GRPOConfig, tmp_path, **options))
+    got, _ = batch_of(make_trainer(G2RLTrainer, G2RLConfig, tmp_path, reward_mapping="none", **options))
+    assert ("old_per_token_logps" in expected) == ("steps_per_generation" in options)
+    for name in expected:
+        assert torch.equal(expected[name], got[name]), name
+    first, log = trained(GRPOTrainer, GRPOConfig, tmp_path, **options)
+    second, shaped = trained(G2RLTrainer, G2RLConfig, tmp_path, reward_mapping="none", **options)
+    assert_same(second, first)
+    assert log[0]["grad_norm"] > 0 and "geometry/mean_cosine" in shaped[0]
 
 
 def test_only_tokens_of_the_loss_count(tmp_path):
@@ -197,6 +237,13 @@ def test_rewards_are_shaped_as_documented_and_logged_raw(tmp_path, transform):
     for name, value in geometry(trainer.features, 4, novelty).items():
         assert metrics[f"geometry/{name}"] == [pytest.approx(value)]
     assert metrics["geometry/feature_seconds"][0] > 0 and metrics["geometry/unshaped_rows"] == [0]
+
+
+def test_groups_that_only_novelty_tells_apart_have_a_spread(tmp_path):
+    trainer = make_trainer(G2RLTrainer, G2RLConfig, tmp_path, reward_funcs=always, max_steps=1)
+    trainer.train()
+    log = trainer.state.log_history[0]
+    assert log["frac_reward_zero_std"] == 0 and log["reward_std"] == 0
 
 
 def test_shuffled_scores_are_those_of_other_completions_of_the_group(tmp_path):

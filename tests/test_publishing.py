@@ -114,6 +114,7 @@ def test_checkpoints_of_an_unpublished_run_get_a_card_but_no_picture(tmp_path):
     card = (tmp_path / "run" / "README.md").read_text()
     assert "model_name: run" in card and 'model="path/to/this/folder"' in card and "[plots]" not in card
     assert not (tmp_path / "run" / "training_curve.png").exists()
+    assert "rewarded by `contains_answer`." in card and "Training took" in card and "up to step 1," in card
     trainer.create_model_card(model_name="other", dataset_name="me/data", tags="mine")
     card = (tmp_path / "run" / "README.md").read_text()
     assert "# other" in card and "- me/data" in card and "- mine" in card

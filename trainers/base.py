@@ -109,18 +109,6 @@ class ExplorationTrainer(SamplingTrainer):
             raise ValueError(
                 f"{type(self).__name__} does not support vision-language models: pass a text model or use GRPOTrainer."
             )
-        if (args.drop_zero_advantage or self.pools_streams) and LOSS_NORMALISERS[args.loss_type] != "items":
-            # The factor that makes the main stream a mean over fewer rows would scale these terms too.
-            for field, active in {
-                "entropy_coef": self._entropy_bonus_enabled,
-                "router_aux_loss_coef": self.aux_loss_enabled,
-            }.items():
-                if active:
-                    what = f"{type(self).__name__}" if self.pools_streams else "`drop_zero_advantage=True`"
-                    raise ValueError(
-                        f"{what} with `loss_type={args.loss_type!r}` cannot be combined with `{field}`: use "
-                        "`loss_type='dapo'`, or switch one of them off."
-                    )
         self.drop_zero_advantage = args.drop_zero_advantage
         self.sampling_batch_size = args.sampling_batch_size
         self.setup()

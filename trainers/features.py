@@ -15,6 +15,7 @@ from trl_explore.gradients import lm_head_of, sequence_features
 from trl_explore.streams import kept_randomness
 
 from .base import ExplorationTrainer
+from .sampling import without_dropout
 
 
 @dataclass
@@ -76,7 +77,7 @@ class FeaturePass:
 
     def run(self, rows: FeatureRows) -> None:
         """
-        Send rows through the backbone; the LM head scores one position only.
+        Send rows through the backbone without dropout; the LM head scores one position only.
 
         Args:
             rows ([`FeatureRows`]):
@@ -94,7 +95,13 @@ class FeaturePass:
         mask = torch.cat([padded(ones[0], 0, "left"), padded(ones[1], 0, "right")], dim=1)
         width = max(map(len, rows.completion_ids))
         batch = trainer.args.per_device_train_batch_size
-        with torch.no_grad(), kept_randomness(device), self.watching(rows, width), trainer.accelerator.autocast():
+        with (
+            torch.no_grad(),
+            kept_randomness(device),
+            without_dropout(trainer.model),
+            self.watching(rows, width),
+            trainer.accelerator.autocast(),
+        ):
             for part, part_mask in zip(ids.split(batch), mask.split(batch), strict=True):
                 trainer.model(input_ids=part, attention_mask=part_mask, use_cache=False, logits_to_keep=1)
         self.seconds = time.perf_counter() - start
@@ -144,7 +151,7 @@ class FeatureTrainer(ExplorationTrainer):
     [`ExplorationTrainer`] that knows the gradient features of its main rows when their rewards are shaped.
 
     A hook on the backbone sees the hidden states of whatever forward pass there is: TRL's for old log-probabilities
-    where it makes one, otherwise one more without gradients.
+    where it makes one and nothing random is in it (dropout), otherwise one more without gradients.
     """
 
     feature_pass: FeaturePass
@@ -199,8 +206,30 @@ class FeatureTrainer(ExplorationTrainer):
             return super()._get_per_token_logps_and_entropies(*arguments, **kwargs)
         self._old_logprobs_follow = False
         self.rows_stay_apart = True
+        before = random_state(self.accelerator.device)
         try:
             with self.feature_pass.watching(self._feature_rows, logits_to_keep):
-                return super()._get_per_token_logps_and_entropies(*arguments, **kwargs)
+                result = super()._get_per_token_logps_and_entropies(*arguments, **kwargs)
         finally:
             self.rows_stay_apart = False
+        if not torch.equal(random_state(self.accelerator.device), before):
+            # Drawn was dropout: TRL's log-probabilities have it, but equal completions must have equal features.
+            self._feature_rows.features.clear()
+        return result
+
+
+def random_state(device: torch.device) -> torch.Tensor:
+    """
+    State of the generators that a forward pass draws from.
+
+    Args:
+        device (`torch.device`):
+            Device of the model.
+
+    Returns:
+        `torch.Tensor`: Bytes, another after every draw.
+    """
+    states = [torch.get_rng_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state())
+    return torch.cat(states)

@@ -161,6 +161,7 @@ class PublishingTrainer(GRPOTrainer):
                 base_model=get_config_model_id(model.config) or "",
                 datasets=self.dataset_names,
                 local_data=_is_local(self.train_dataset),
+                rewards=[*zip(self.reward_func_names, self.reward_weights.tolist(), strict=True)],
                 adapter=model.active_peft_config.peft_type.value if is_peft_model(model) else None,
                 chat=bool(self._tokenizer.chat_template),
                 paper=self._paper,

@@ -203,7 +203,7 @@ class SamplingTrainer(PackedTrainer):
             for p, i, r in zip(prefixes, ids, right, strict=True)
         ]
         assert self.model is not None
-        with torch.no_grad(), _without_dropout(self.model):
+        with torch.no_grad(), without_dropout(self.model):
             logprobs, entropies, _ = self._get_per_token_logps_and_entropies(
                 self.model,
                 torch.tensor(rows, device=device),
@@ -223,8 +223,14 @@ class SamplingTrainer(PackedTrainer):
 
 
 @contextmanager
-def _without_dropout(model: torch.nn.Module) -> Iterator[None]:
-    """What is measured is the distribution that was sampled from: LoRA's dropout would blur it, and draw numbers."""
+def without_dropout(model: torch.nn.Module) -> Iterator[None]:
+    """
+    What is measured is the distribution that was sampled from: LoRA's dropout would blur it, and draw numbers.
+
+    Args:
+        model (`torch.nn.Module`):
+            The model; it is in evaluation mode meanwhile.
+    """
     training = model.training
     model.eval()
     try:

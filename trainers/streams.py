@@ -32,10 +32,23 @@ class StreamTrainer(ScoringTrainer):
         if not self._is_training or return_outputs:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         extra = self._backward_streams(model)
-        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        scale = 1.0
         if self._main_totals is not None:
-            loss = loss * stream_scale(self.loss_type, inputs, self._main_totals, num_slots=self._num_slots)
+            scale = stream_scale(self.loss_type, inputs, self._main_totals, num_slots=self._num_slots)
+            inputs = {**inputs, "advantages": inputs["advantages"] * scale}
+        with self._scaled_kl(scale):
+            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         return loss if extra is None else loss + extra
+
+    @contextmanager
+    def _scaled_kl(self, scale: float) -> Iterator[None]:
+        # With the advantages this scales what TRL sums over tokens, and neither entropy bonus nor router loss.
+        beta = self.beta
+        self.beta = beta * scale
+        try:
+            yield
+        finally:
+            self.beta = beta
 
     def _backward_streams(self, model) -> torch.Tensor | None:
         # Each part's graph is freed before the next is built, so that peak memory stays that of one micro-batch. The

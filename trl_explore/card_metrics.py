@@ -35,6 +35,7 @@ METHOD_METRICS = {
         "agent/duplicate_actions": "proposed actions that repeat an earlier one",
     },
     "g2rl": {
+        "frac_reward_zero_std": "groups whose completions all got the same shaped reward",
         "shaped_reward": "mean reward after shaping",
         "geometry/mean_cosine": "mean cosine of two completions' features",
         "geometry/negative_pairs": "pairs of completions with a cosine below 0",
@@ -76,7 +77,7 @@ def logged_metrics(method: str, history: Iterable[Mapping[str, Any]]) -> list[st
         `list[str]`: Names of metrics.
     """
     names = dict.fromkeys(name for entry in history for name, value in entry.items() if _is_number(value))
-    main = [*COMMON_METRICS, *METHOD_METRICS.get(method, {})]
+    main = COMMON_METRICS | METHOD_METRICS.get(method, {})
     return [name for name in main if name in names] + [name for name in names if _EVALUATED.match(name)]
 
 
@@ -99,6 +100,25 @@ def metric_rows(method: str, history: Sequence[Mapping[str, Any]]) -> list[Metri
         if values:
             rows.append(Metric(name, meaning, format_number(values[0]), format_number(values[-1])))
     return rows
+
+
+def training_seconds(history: Iterable[Mapping[str, Any]]) -> float:
+    """
+    Time that the steps of a run took, also of one that was interrupted and resumed.
+
+    Args:
+        history (`Iterable[Mapping[str, Any]]`):
+            The trainer's `state.log_history`, in which `step_time` is a mean over the steps since the entry before.
+
+    Returns:
+        `float`: Seconds, without evaluation and saving; 0 where nothing was logged.
+    """
+    seconds, before = 0.0, 0
+    for entry in history:
+        if _is_number(entry.get("step_time")):
+            seconds += entry["step_time"] * (entry["step"] - before)
+            before = entry["step"]
+    return seconds
 
 
 def evaluation_results(history: Iterable[Mapping[str, Any]]) -> tuple[dict[str, float], int]:
@@ -133,6 +153,15 @@ def _result_name(match: re.Match) -> str:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
+
+
+def format_duration(seconds: float) -> str:
+    """A time as cards show it, such as `1 h 20 min`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{format(seconds, '.2g')} s"
 
 
 def format_number(value: float) -> str:

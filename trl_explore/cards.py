@@ -14,7 +14,7 @@ from importlib import metadata, resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trl_explore.card_metrics import evaluation_results, format_number, metric_rows
+from trl_explore.card_metrics import evaluation_results, format_duration, format_number, metric_rows, training_seconds
 from trl_explore.cli_inputs import looks_like_path
 from trl_explore.visible_text import visible_text
 
@@ -60,6 +60,8 @@ class TrainingFacts:
             Names of the training data: Hub names, files or folders. Empty where there is no name.
         local_data (`bool`, *optional*, defaults to `True`):
             Whether data without a name are known to be local.
+        rewards (`Sequence[tuple[str, float]]`, *optional*):
+            Name and weight of each reward function.
         adapter (`str`, *optional*):
             Kind of the adapter, `"LORA"`; `None` for a whole model.
         chat (`bool`, *optional*, defaults to `True`):
@@ -86,6 +88,7 @@ class TrainingFacts:
     base_model: str = ""
     datasets: Sequence[str] = ()
     local_data: bool = True
+    rewards: Sequence[tuple[str, float]] = ()
     adapter: str | None = None
     chat: bool = True
     paper: Mapping[str, str]
@@ -143,6 +146,8 @@ def model_card(facts: TrainingFacts) -> "ModelCard":
         base_model=base_text,
         base_model_id=base_id,
         data=data_text,
+        rewards=describe_rewards(facts.rewards),
+        duration=format_duration(seconds) if (seconds := training_seconds(facts.history)) else None,
         adapter=facts.adapter,
         chat=facts.chat,
         hyperparameters=facts.hyperparameters,
@@ -253,6 +258,23 @@ def describe_datasets(names: Iterable[str], *, local: bool = True) -> tuple[list
     elif len(ids) < len(names):
         parts.append("a local data set" if len(names) - len(ids) == 1 else "local data sets")
     return ids, " and ".join(parts)
+
+
+def describe_rewards(rewards: Sequence[tuple[str, float]]) -> str:
+    """
+    Say what completions were rewarded by.
+
+    Args:
+        rewards (`Sequence[tuple[str, float]]`):
+            Name and weight of each reward function.
+
+    Returns:
+        `str`: Markdown; weights where they are not all 1.
+    """
+    plain = all(weight == 1 for _, weight in rewards)
+    return " and ".join(
+        code_span(name) if plain else f"{code_span(name)} (weight {format_number(weight)})" for name, weight in rewards
+    )
 
 
 def _is_local(name: str) -> bool:
