@@ -163,6 +163,21 @@ def test_success_is_counted_behind_sketches_and_without(tmp_path):
     assert metrics["sketch/success"] != metrics["sketch/plain_success"]
 
 
+def test_groups_with_a_right_row_behind_a_sketch_are_counted(tmp_path):
+    def second_row(prompts, **kwargs):  # right in every group, and the plain row of the second too
+        return [float(row in (1, 7)) for row in range(len(prompts))]
+
+    def plain_row(prompts, **kwargs):
+        return [float(row in (1, 7)) * (row > 3) for row in range(len(prompts))]
+
+    for reward, groups, rows in ((second_row, 1 / 2, 1 / 6), (plain_row, 0.0, 0.0), (always, 1.0, 1.0)):
+        trainer = make_trainer(Watched, SESAConfig, tmp_path, **SHORT, max_trajectories=3, reward_funcs=reward)
+        first_batch(trainer)
+        assert [bool(text) for text in trainer.completion_columns()["sketch"]] == [True, True, True, False] * 2
+        metrics = trainer._metrics["train"]
+        assert (metrics["sketch/group_success"], metrics["sketch/success"]) == ([groups], [pytest.approx(rows)])
+
+
 PLAIN = ["plain rows", "hidden sketches", "no room"]
 
 

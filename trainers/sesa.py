@@ -353,6 +353,15 @@ class SESATrainer(SequentialActionTrainer):
         if self.args.mode == "two_stage":
             right = [ok for sketch, ok in zip(self._columns["sketch"], sum(successes, []), strict=True) if sketch]
             own |= {"sketched": len(right), "sketched_correct": sum(right)}
+            behind = [
+                [
+                    ok
+                    for sketch, ok in zip(self._columns["sketch"][g * size : (g + 1) * size], row, strict=True)
+                    if sketch
+                ]
+                for g, row in enumerate(successes)
+            ]
+            own |= {"sketched_groups": sum(map(bool, behind)), "sketched_solved": sum(map(any, behind))}
         total = self.summed(
             {
                 **own,
@@ -375,6 +384,7 @@ class SESATrainer(SequentialActionTrainer):
                 self.log_metric(f"sketch/{name}", total[name])
         if sketched := total.get("sketched"):
             self.log_metric("sketch/success", total["sketched_correct"] / sketched)
+            self.log_metric("sketch/group_success", total["sketched_solved"] / total["sketched_groups"])
         if "sketched" in total and (alone := groups * size - total["sketched"]):
             self.log_metric("sketch/plain_success", (total["correct"] - total["sketched_correct"]) / alone)
         self.log_metric("sketch/drafting_seconds", own["drafting_seconds"])
