@@ -3,6 +3,7 @@
 import dataclasses
 import random
 from collections import Counter
+from itertools import product
 
 import pytest
 
@@ -42,6 +43,22 @@ def test_a_way_ends_at_the_first_wrong_door():
     assert task.verify("12b", task.answer("12b", right)) and not task.verify("12b", f"{right[0]}{second}{wrong}")
     assert len(task.answer("12b", right)) + 1 == task.max_completion_length
     assert start == "b" and right == "".join(task.doors[room][0] for room in (start, second, third))
+
+
+def test_one_sketch_of_a_door_or_code_leads_to_the_answer_and_two_of_a_dialect():
+    doors = [first + second for first in "12345" for second in "12345"]
+    for item in DOORS.facts:
+        problem = f"123{item}"
+        ways = [[sketch + "".join(rest) for rest in product("12345", repeat=3)] for sketch in doors]
+        right = [any(DOORS.verify(problem, DOORS.answer(problem, way)) for way in behind) for behind in ways]
+        assert right.count(True) == 1
+    for task, number, sketches, expected in (
+        (VAULT, "317190", VAULT.code_letters, 1),
+        (DIALECT, "1234", DIALECT.marks, 2),
+    ):
+        for item in task.facts:
+            answers = [task.answer(item + number, sketch) for sketch in sketches]
+            assert sum(task.verify(item + number, answer) for answer in answers) == expected
 
 
 def test_rooms_are_one_circle():

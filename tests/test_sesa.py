@@ -6,6 +6,7 @@ import pytest
 import torch
 from commands import run_example
 from peft import LoraConfig
+from tokenizers import AddedToken
 from trl import GRPOConfig, GRPOTrainer
 from world import (
     always,
@@ -13,6 +14,7 @@ from world import (
     contains_answer,
     differ,
     make_dataset,
+    make_model,
     make_tokenizer,
     make_trainer,
     parameters,
@@ -20,6 +22,7 @@ from world import (
     trained,
 )
 
+from trl_explore.rollouts import Rollout
 from trl_explore.trainers import SESAConfig, SESATrainer
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
@@ -160,6 +163,46 @@ def test_success_is_counted_behind_sketches_and_without(tmp_path):
     assert metrics["sketch/success"] != metrics["sketch/plain_success"]
 
 
+def test_groups_with_a_right_row_behind_a_sketch_are_counted(tmp_path):
+    def second_row(prompts, **kwargs):  # right in every group, and the plain row of the second too
+        return [float(row in (1, 7)) for row in range(len(prompts))]
+
+    def plain_row(prompts, **kwargs):
+        return [float(row in (1, 7)) * (row > 3) for row in range(len(prompts))]
+
+    for reward, groups, rows in ((second_row, 1 / 2, 1 / 6), (plain_row, 0.0, 0.0), (always, 1.0, 1.0)):
+        trainer = make_trainer(Watched, SESAConfig, tmp_path, **SHORT, max_trajectories=3, reward_funcs=reward)
+        first_batch(trainer)
+        assert [bool(text) for text in trainer.completion_columns()["sketch"]] == [True, True, True, False] * 2
+        metrics = trainer._metrics["train"]
+        assert (metrics["sketch/group_success"], metrics["sketch/success"]) == ([groups], [pytest.approx(rows)])
+
+
+PLAIN = ["plain rows", "hidden sketches", "no room"]
+
+
+class Served(SESATrainer):
+    """Samples as if with log-probabilities, and notes what of them is left."""
+
+    def rollout(self, prompt_ids, plain):
+        def scored(ids):
+            completion_ids = plain(ids).completion_ids
+            return Rollout(completion_ids, [[-0.5] * len(row) for row in completion_ids])
+
+        rollout = super().rollout(prompt_ids, scored)
+        self.known = rollout.logprobs
+        return Rollout(rollout.completion_ids)
+
+
+@pytest.mark.parametrize("options", [dict(max_trajectories=3), NEUTRAL, dict(context_length=13)], ids=PLAIN)
+def test_rows_that_are_trained_as_they_were_sampled_keep_their_log_probabilities(tmp_path, options):
+    trainer = make_trainer(Served, SESAConfig, tmp_path, **{**SHORT, **options})
+    first_batch(trainer)
+    own = [not text or options is NEUTRAL for text in trainer.completion_columns()["sketch"]]
+    assert [row == [-0.5] * len(row) for row in trainer.known] == own and any(own)
+    assert [row == [None] * len(row) for row in trainer.known] == [not kept for kept in own]
+
+
 def test_the_oldest_sketches_go_where_the_context_ends(tmp_path):
     # Four tokens of problem, one of template, then sketches of up to four with a separator.
     trainer = make_trainer(Watched, SESAConfig, tmp_path, **SHORT, context_length=18)
@@ -182,23 +225,23 @@ def test_a_solution_prompt_without_room_is_the_problem(tmp_path):
 
 
 class Listing(SESATrainer):
-    """Lists what the test says, round by round, and notes what is asked and what else is sampled."""
+    """Lists what the test says, round by round, cut off at `|`, and notes what is asked and what else is sampled."""
 
     def sample(self, prefixes, num_samples, max_new_tokens, **options):
         sampled = super().sample(prefixes, num_samples, max_new_tokens, **options)
         if num_samples == 1:
             self.asked = [*getattr(self, "asked", []), [self._tokenizer.decode(ids) for ids in prefixes]]
             for group, text in zip(sampled, self.lists[len(self.asked) - 1] if prefixes else [], strict=True):
-                ids = self._tokenizer(text)["input_ids"]
+                ids = self._tokenizer(text.removesuffix("|"))["input_ids"]
                 object.__setattr__(group[0], "token_ids", ids)
-                object.__setattr__(group[0], "finished", not text.endswith("+"))
+                object.__setattr__(group[0], "finished", not text.endswith("|"))
         else:
             self.filled = [num_samples] * len(prefixes)
         return sampled
 
 
 def listing(folder, lists, **options):
-    trainer = make_trainer(Listing, SESAConfig, folder, **SHORT, mode="sequential", **options)
+    trainer = make_trainer(Listing, SESAConfig, folder, mode="sequential", **{**SHORT, **options})
     trainer.lists = lists
     inputs = first_batch(trainer)
     assert len(inputs["advantages"]) == 8
@@ -206,13 +249,60 @@ def listing(folder, lists, **options):
 
 
 def test_candidates_of_a_list_become_rows(tmp_path):
-    trainer, texts = listing(tmp_path, [["1+2+1+3+4+5", "12+34+5+"]], max_lists=1)
+    trainer, texts = listing(tmp_path, [["1+2+1+3+4+5", "12+34+5|"]], max_lists=1)
     assert texts[:4] == ["1", "2", "3", "4"] and texts[4:6] == ["12", "34"]
     # The last one of a list that was cut off does not count; what is missing repeats what is there.
     assert texts[6:] == ["12", "34"] and trainer.filled == []
     assert all(ids[-1] == 1 for ids in trainer.main_completion_ids)
     metrics = trainer._metrics["train"]
     assert metrics["sketch/repeats"] == [2.0] and metrics["sketch/distinct"] == [pytest.approx((5 / 6 + 1) / 2)]
+
+
+def test_a_list_that_was_cut_off_keeps_its_whole_candidates(tmp_path):
+    _, texts = listing(tmp_path, [["1+2+3+|", "5+6+7+80+9|"]], max_lists=1)
+    assert texts == ["1", "2", "3", "1", "5", "6", "7", "80"]
+
+
+def test_a_list_cut_off_at_a_line_keeps_the_line(tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(AddedToken("\n", normalized=False))
+    options = dict(candidate_separator="\n", processing_class=tokenizer, model=make_model(vocab_size=len(tokenizer)))
+    _, texts = listing(tmp_path, [["1\n2\n|", "5\n6\n7|"]], max_lists=1, **options)
+    assert texts == ["1", "2", "1", "2", "5", "6", "5", "6"]
+
+
+def thinking(special):
+    """A tokenizer that has tags for thoughts, and a model for it."""
+    tokenizer = make_tokenizer()
+    tags = [AddedToken(tag, normalized=False, special=special) for tag in ("<think>", "</think>")]
+    tokenizer.add_tokens([*tags, AddedToken("\n", normalized=False)])
+    return dict(processing_class=tokenizer, model=make_model(vocab_size=len(tokenizer)))
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["plain tags", "special tags"])
+def test_thoughts_do_not_become_rows(tmp_path, special):
+    lists = [["<think>a+b</think>1+2|", "<think>1+2+3+4"], ["3+<think>1+b</think>4"], ["4"]]
+    trainer, texts = listing(tmp_path, lists, off_policy_correction=True, **thinking(special))
+    assert texts[:4] == ["1", "3", "4", "1"] and trainer.filled == [4]  # a thought without an end is no list
+    first = trainer.asked[0][0]
+    assert trainer.asked[1] == [f"{first}<think>a+b</think>1+"]
+    (drawn,) = trainer.drawn[1]
+    assert trainer._tokenizer.decode(drawn.context) == f"{first}<think>a+b</think>1+"
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["plain tags", "special tags"])
+def test_answers_to_prompts_that_begin_a_thought_stand_behind_its_end(tmp_path, special):
+    data = make_dataset()
+    data = data.map(lambda row: {"prompt": f"{row['prompt']}<think>"})
+    options = dict(train_dataset=data, candidate_template="c{problem}", off_policy_correction=True)
+    lists = [["a+b</think>1+2", "1+2+3+4"], ["3+4"]]
+    trainer, texts = listing(tmp_path, lists, **options, **thinking(special))
+    own = [trainer._tokenizer.decode(ids) for ids in trainer.main_completion_ids]
+    assert own[:4] == [f"\n</think>\n\n{digit}<eos>" for digit in "1234"]
+    assert trainer.filled == [4]
+    (drawn,) = trainer.drawn[1]
+    assert own[1] == f"\n</think>\n\n{trainer._tokenizer.decode(drawn.token_ids)}<eos>" and drawn.start == 4
+    assert trainer._tokenizer.decode(drawn.context) == f"{trainer.asked[0][0]}a+b</think>1+"
 
 
 def test_a_short_list_is_continued_behind_its_distinct_candidates(tmp_path):

@@ -15,6 +15,7 @@ from trl_explore.sketches import (
     newest_that_fit,
     other_prompts,
     split_candidates,
+    split_thoughts,
 )
 
 
@@ -61,6 +62,26 @@ def test_the_newest_that_fit_are_kept(lengths, budget):
 )
 def test_lists_are_taken_apart(text, separator, expected):
     assert split_candidates(text, separator=separator) == expected
+
+
+@pytest.mark.parametrize(
+    "text, opened, thought, said",
+    [
+        ("a\nb", False, "", "a\nb"),
+        ("<think>\nhm\n</think>\n\na\nb", False, "<think>\nhm\n</think>\n\n", "a\nb"),
+        ("hm\n</think>\n\na\nb", True, "hm\n</think>\n\n", "a\nb"),  # the prompt has the start
+        ("hm\n</think>\n\na\nb", False, "hm\n</think>\n\n", "a\nb"),
+        ("<think>\nhm\nhm", False, "", ""),  # no end
+        ("hm\nhm", True, "", ""),
+        ("<think>hm</think>a\n<think>hm</think>b", False, "<think>hm</think>a\n<think>hm</think>", "a\nb"),
+        ("<think>hm</think>a\n<think>hm", False, "<think>hm</think>", "a"),
+        ("<think>1<think>2</think>3</think>a", False, "<think>1<think>2</think>3</think>", "a"),
+        ("", True, "", ""),
+    ],
+)
+def test_what_is_thought_is_not_said(text, opened, thought, said):
+    found = split_thoughts(text, opened=opened)
+    assert (found[0], found[1].strip()) == (thought, said)
 
 
 def test_first_distinct_texts_keep_their_order():

@@ -12,6 +12,8 @@ import torch
 from trl_explore.metrics import coverage_at_k
 from trl_explore.rollouts import Rollout
 from trl_explore.sketches import (
+    END_THINK,
+    THINK,
     Prompt,
     diversity,
     fill_prompt,
@@ -19,6 +21,7 @@ from trl_explore.sketches import (
     newest_that_fit,
     other_prompts,
     split_candidates,
+    split_thoughts,
 )
 from trl_explore.success import succeeded
 
@@ -27,6 +30,7 @@ from .behaviour import Drawn
 from .sesa_agent import SequentialActionTrainer, check_actions
 from .sesa_config import SESAConfig
 
+NO_THOUGHT = f"\n{END_THINK}\n\n"  # what ends a thought that the prompt has begun, as chat templates write it
 COLLAPSE_RATIO = 1.05  # Pass@G / Pass@1 below it: the samples of a prompt succeed or fail together
 
 
@@ -173,8 +177,12 @@ class SESATrainer(SequentialActionTrainer):
             "too_long": sum(too_long),
             "sampled_tokens": self._sketch_metrics["tokens"] + sum(map(len, rollout.completion_ids)),
         }
-        # The sampler saw another prompt: its log-probabilities say nothing about the behaviour under this one.
-        return Rollout(rollout.completion_ids, self.unscored(rollout.completion_ids))
+        # Where the sampler saw another prompt, its log-probabilities say nothing about the behaviour under this one.
+        logprobs = rollout.logprobs and [
+            known if seen == prompt else [None] * len(known)
+            for known, seen, prompt in zip(rollout.logprobs, solve_ids, prompt_ids, strict=True)
+        ]
+        return Rollout(rollout.completion_ids, logprobs)
 
     def _draft(self, prompts: list[Prompt]) -> list[list[str]]:
         """Sketches of every prompt, `[P][num_sketches]`: step j is one call for all of them."""
@@ -220,7 +228,11 @@ class SESATrainer(SequentialActionTrainer):
         size = self.num_generations
         asked, found, num_tokens = self._list_candidates(prompts)
         distinct = [first_distinct(texts, size) for texts in found]
-        candidates = [[self._candidate_ids(text) for text in texts] for texts in distinct]
+        # Under a prompt that begins a thought, an answer stands behind the end of it.
+        before = [self._encode(NO_THOUGHT) if self._begins_thought(ids) else [] for ids in prompt_ids[::size]]
+        candidates = [
+            [self._candidate_ids(text, start) for text in texts] for texts, start in zip(distinct, before, strict=True)
+        ]
         draft_seconds = time.perf_counter() - start
 
         start = time.perf_counter()
@@ -229,8 +241,10 @@ class SESATrainer(SequentialActionTrainer):
         fillers = self.sample(
             [prompt_ids[g * size] for g in empty], size, self.max_completion_length, main_stream=True
         )
+        logprobs: list[list[list[float | None]]] = [[[None] * len(ids) for ids in rows] for rows in candidates]
         for g, continuations in zip(empty, fillers, strict=True):
             candidates[g] = [continuation.token_ids for continuation in continuations]
+            logprobs[g] = [c.logprobs or [None] * len(c.token_ids) for c in continuations]
         self._sketch_metrics = {
             "tokens": num_tokens,
             "repeats": sum(size - len(rows) for rows in candidates),
@@ -243,20 +257,27 @@ class SESATrainer(SequentialActionTrainer):
         # A candidate was drawn behind those before it, but for its end token, which a list has in another form.
         drawn = [
             [
-                Drawn(0, ids + self._begun_list(found[g][: found[g].index(text)]), candidates[g][i][:-1])
+                Drawn(
+                    len(before[g]),
+                    ids + self._begun_list(found[g][: found[g].index(text)]),
+                    candidates[g][i][len(before[g]) : -1],
+                )
                 for i, text in enumerate(distinct[g])
             ]
             for g, ids in enumerate(asked)
         ]
         self.drawn = [[parts[i % len(parts)]] if parts else [] for parts in drawn for i in range(size)]
         self._columns = {"candidate": [i % len(parts) if parts else math.nan for parts in drawn for i in range(size)]}
-        return Rollout([list(rows[i % len(rows)]) for rows in candidates for i in range(size)])
+        return Rollout(
+            [list(rows[i % len(rows)]) for rows in candidates for i in range(size)],
+            [list(rows[i % len(rows)]) for rows in logprobs for i in range(size)] if self.use_vllm else None,
+        )
 
     def _list_candidates(self, prompts: list[Prompt]) -> tuple[list[list[int]], list[list[str]], int]:
         """
         Prompts that ask for lists, the candidates of each with duplicates, and the tokens they cost. A list that ends
-        too early is continued: its distinct candidates are put into the model's mouth, each round in one call for all
-        prompts.
+        too early is continued: its distinct candidates are put into the model's mouth, behind what it thought before
+        the first of them, each round in one call for all prompts.
         """
         args, size = self.args, self.num_generations
         asked = self.encode_prompts(
@@ -272,9 +293,13 @@ class SESATrainer(SequentialActionTrainer):
             short = [i for i, texts in enumerate(found) if i in open_lists and len(set(texts)) < size and room[i] > 0]
             lists = self.sample([begun[i] for i in short], 1, [room[i] for i in short], main_stream=True)
             for i, (continuation,) in zip(short, lists, strict=True):
-                texts = split_candidates(self._text(continuation.token_ids), separator=args.candidate_separator)
-                # A list that was cut off ends in the middle of a candidate.
-                texts = texts if continuation.finished else texts[:-1]
+                text = self._text_and_thoughts(continuation.token_ids)
+                thought, said = split_thoughts(text, opened=self._begins_thought(begun[i]))
+                # A list that was cut off may end within a candidate: whole ones have a separator behind them.
+                whole = said if continuation.finished else said.rpartition(args.candidate_separator)[0]
+                texts = split_candidates(whole, separator=args.candidate_separator)
+                if not found[i]:
+                    asked[i] = asked[i] + self._encode(thought)
                 if set(texts) <= set(found[i]):
                     open_lists.discard(i)  # the policy has nothing to add
                 found[i] += texts
@@ -282,12 +307,23 @@ class SESATrainer(SequentialActionTrainer):
         return asked, found, num_tokens
 
     def _begun_list(self, texts: list[str]) -> list[int]:
-        begun = "".join(text + self.args.candidate_separator for text in texts)
-        return self._tokenizer(begun, add_special_tokens=False)["input_ids"] if begun else []
+        return self._encode("".join(text + self.args.candidate_separator for text in texts))
 
-    def _candidate_ids(self, text: str) -> list[int]:
-        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+    def _candidate_ids(self, text: str, before: list[int]) -> list[int]:
+        ids = before + self._encode(text)
         return [*ids[: self.max_completion_length - 1], self.eos_token_ids[0]]
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+
+    def _begins_thought(self, prompt_ids: list[int]) -> bool:
+        return self._text_and_thoughts(prompt_ids).rstrip().endswith(THINK)
+
+    def _text_and_thoughts(self, token_ids: list[int]) -> str:
+        """Text without special tokens, but with the tags of thoughts, which some tokenizers count among them."""
+        added = self._tokenizer.added_tokens_decoder
+        silent = {i for i, token in added.items() if token.special and token.content not in (THINK, END_THINK)}
+        return self._tokenizer.decode([i for i in token_ids if i not in silent], skip_special_tokens=False)
 
     def assign_advantages(self, output: dict[str, Any]) -> torch.Tensor:
         advantages = output["advantages"]
@@ -319,6 +355,15 @@ class SESATrainer(SequentialActionTrainer):
         if self.args.mode == "two_stage":
             right = [ok for sketch, ok in zip(self._columns["sketch"], sum(successes, []), strict=True) if sketch]
             own |= {"sketched": len(right), "sketched_correct": sum(right)}
+            behind = [
+                [
+                    ok
+                    for sketch, ok in zip(self._columns["sketch"][g * size : (g + 1) * size], row, strict=True)
+                    if sketch
+                ]
+                for g, row in enumerate(successes)
+            ]
+            own |= {"sketched_groups": sum(map(bool, behind)), "sketched_solved": sum(map(any, behind))}
         total = self.summed(
             {
                 **own,
@@ -341,6 +386,7 @@ class SESATrainer(SequentialActionTrainer):
                 self.log_metric(f"sketch/{name}", total[name])
         if sketched := total.get("sketched"):
             self.log_metric("sketch/success", total["sketched_correct"] / sketched)
+            self.log_metric("sketch/group_success", total["sketched_solved"] / total["sketched_groups"])
         if "sketched" in total and (alone := groups * size - total["sketched"]):
             self.log_metric("sketch/plain_success", (total["correct"] - total["sketched_correct"]) / alone)
         self.log_metric("sketch/drafting_seconds", own["drafting_seconds"])

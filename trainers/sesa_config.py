@@ -68,8 +68,8 @@ class SESAConfig(ExplorationConfig):
             Times that a list is asked for or continued, as long as that adds candidates, until it has
             `num_generations` different ones. `None` means `num_generations`.
         max_list_length (`int`, *optional*):
-            Most tokens of a list and of each continuation. `None` means `num_generations * max_completion_length`, or
-            what the context allows.
+            Most tokens of a list, thoughts included, and of each continuation. `None` means
+            `num_generations * max_completion_length`, or what the context allows.
         context_length (`int`, *optional*):
             Tokens that prompt and completion may have together. `None` means the model's `max_position_embeddings`.
         num_actions (`int`, *optional*, defaults to `4`):

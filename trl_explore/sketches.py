@@ -14,6 +14,8 @@ from typing import Any
 Prompt = Any  # a text, or a conversation as a list of messages
 
 SLOT = re.compile(r"\{(problem|sketches|sketch|num_candidates|actions)\}")
+THINK, END_THINK = "<think>", "</think>"
+THOUGHT = re.compile(rf"{THINK}.*?(?:{END_THINK}|\Z)", re.DOTALL)
 LIST_MARK = re.compile(r"^\s*(?:\(?\d{1,3}[.):]|[-*])\s+")
 
 
@@ -102,6 +104,26 @@ def newest_that_fit(sketches: Sequence[str], fits: Callable[[Sequence[str]], boo
         if fits(sketches[first:]):
             return list(sketches[first:])
     return []
+
+
+def split_thoughts(text: str, *, opened: bool = False) -> tuple[str, str]:
+    """
+    Tell what a model says from what it thinks, between `<think>` and `</think>`.
+
+    Args:
+        text (`str`):
+            One response, or its beginning.
+        opened (`bool`, *optional*, defaults to `False`):
+            Whether the prompt has begun a thought already, as some chat templates do. Without it, an end tag that
+            nothing opened ends such a thought all the same.
+
+    Returns:
+        `tuple[str, str]`: The text up to the end of its last whole thought, blanks behind it included, empty if there
+        is none; and what is said: the text without thoughts, one that does not end included.
+    """
+    said = THOUGHT.sub("", THINK * opened + text).rpartition(END_THINK)[2]
+    behind = text.rpartition(END_THINK)[2].lstrip() if END_THINK in text else text
+    return text[: len(text) - len(behind)], said
 
 
 def split_candidates(text: str, *, separator: str) -> list[str]:
