@@ -977,6 +977,13 @@ def test_several_turns_need_tools_or_an_environment(tmp_path):
         make_trainer(BranPOTrainer, BranPOConfig, tmp_path, interaction_limits=[4])
 
 
+def test_what_the_table_says_of_trls_correction_holds():
+    ours = BranPOConfig(use_cpu=True, bf16=False)
+    assert (ours.vllm_importance_sampling_mode, ours.vllm_importance_sampling_clip_max) == ("sequence_mask", 3.0)
+    papers = dict(vllm_importance_sampling_mode="token_truncate", vllm_importance_sampling_clip_max=2.0)
+    assert vars(BranPOConfig(use_cpu=True, bf16=False, **papers)).items() >= papers.items()
+
+
 def test_a_single_turn_is_hinted_at_once(tmp_path):
     with pytest.warns(UserWarning, match="neither `tools` nor an `environment_factory`.*every completion is one turn"):
         trainer = make_trainer(BranPOTrainer, BranPOConfig, tmp_path)

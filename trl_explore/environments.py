@@ -62,7 +62,8 @@ def guard(environment: Any) -> None:
     """
     if ERROR not in vars(environment):
         setattr(environment, ERROR, None)
-    _guard_class(type(environment))
+    kind: Any = type(environment)
+    _guard_class(kind)
 
 
 def environment_error(environment: Any) -> BaseException | None:
@@ -87,12 +88,11 @@ def _guard_class(cls: Any) -> None:
     for name, method in inspect.getmembers(cls, inspect.isfunction):
         if isinstance(inspect.getattr_static(cls, name), staticmethod):
             continue
-        if name not in vars(cls):
-            method = _inherited(cls, name, method)
+        own = method if name in vars(cls) else _inherited(cls, name, method)
         if name in hidden:
-            setattr(cls, name, not_a_tool(method))
+            setattr(cls, name, not_a_tool(own))
         elif not name.startswith("_"):
-            setattr(cls, name, _guarded_method(name, method))
+            setattr(cls, name, _guarded_method(name, own))
 
 
 def _inherited(cls: type, name: str, method: Callable) -> Callable:
