@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_explore.names import unknown_name
+from trl_explore.reward_checks import checked
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -205,15 +206,15 @@ def load_reward_functions(names: list[str] | None, model: str | None) -> list[st
             Reward model, used before the functions.
 
     Returns:
-        `list`: What the trainer takes as `reward_funcs`.
+        `list`: What the trainer takes as `reward_funcs`; functions tell what is wrong with them in one sentence.
     """
     rewards: list[str | RewardFunction] = [] if model is None else [model]
     named = _named_rewards() if names else {}
     for name in names or []:
         if name in named:
-            rewards.append(named[name])
+            rewards.append(_told(named[name]))
         elif "." in name:
-            rewards.append(_import_reward(name))
+            rewards.append(_told(_import_reward(name)))
         else:
             raise UsageError(
                 f"reward_funcs: {unknown_name('reward function', name, named)} "
@@ -222,6 +223,12 @@ def load_reward_functions(names: list[str] | None, model: str | None) -> list[st
     if not rewards:
         raise UsageError("no reward: pass --reward_funcs accuracy_reward, my_module.my_reward, or a reward model")
     return rewards
+
+
+def _told(func: RewardFunction) -> RewardFunction:
+    from trl.trainer.utils import get_callable_name
+
+    return checked(func, get_callable_name(func), tell=True)
 
 
 def _named_rewards() -> dict[str, RewardFunction]:
