@@ -59,7 +59,7 @@ TOLD = {
     "number": f"The reward function 'number' returned float 0.5; {GIVEN}",
     "words": f"The reward function 'words' returned str 'right' for completion 0; {GIVEN}",
     "later": f"The reward function 'later' returned None; {GIVEN}",
-    "needs_gold": "The reward function 'needs_gold' cannot be called: missing a required argument: 'gold'. It is given",
+    "needs_gold": "function 'needs_gold' cannot be called: missing a required argument: 'gold'. It is given",
     "takes_little": "'takes_little' cannot be called: got an unexpected keyword argument 'prompts'. It is given",
 }
 UNSCORED = "None of the completions of 1 prompt(s) in a row has a reward, so nothing can be learned: "
@@ -108,7 +108,9 @@ def test_training_tells_a_reward_functions_mistake_in_one_line(name, method, wor
 def test_training_stops_where_no_completion_has_a_reward(name, workdir, capsys):
     assert train(name, "deep_grpo") == 2
     error = capsys.readouterr().err.split("trl-explore: error: ")[1]
-    assert f"{UNSCORED}{name} returned None or NaN for all of them." in error and "the data has answer, prompt" in error
+    assert (
+        f"{UNSCORED}{name} returned None or NaN for all of them." in error and "the data has answer, prompt" in error
+    )
     assert not Path("out/model.safetensors").exists()
 
 

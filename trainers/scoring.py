@@ -17,7 +17,6 @@ from trl_explore.streams import RowDict, kept_randomness
 
 from .completions_table import CompletionsTrainer, Logs, empty_logs
 
-
 # So many prompts in a row without any reward end a run, once there have been rewards: a few may lack a gold answer.
 MOST_UNSCORED_PROMPTS = 8
 

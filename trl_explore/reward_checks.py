@@ -71,23 +71,20 @@ def check_rewards(rewards: Any, name: str, num_completions: int) -> list[Any]:
         RewardError: If it is no list of one number or `None` per completion.
     """
     expected = f"it must return a list of {num_completions} numbers, one per completion, None where it has no opinion"
+    start = f"The reward function {name!r} returned"
     try:
         found = None if isinstance(rewards, str | bytes | dict) else list(rewards)
     except TypeError:  # nothing that can be counted: None, a number
         found = None
     if found is None:
         kind = "" if rewards is None else f"{type(rewards).__name__} "
-        raise RewardError(f"The reward function {name!r} returned {kind}{reprlib.repr(rewards)}; {expected}.")
+        raise RewardError(f"{start} {kind}{reprlib.repr(rewards)}; {expected}.")
     if len(found) != num_completions:
-        raise RewardError(
-            f"The reward function {name!r} returned {len(found)} rewards for {num_completions} completions; {expected}."
-        )
+        raise RewardError(f"{start} {len(found)} rewards for {num_completions} completions; {expected}.")
     for place, reward in enumerate(found):
         if not (reward is None or _is_number(reward)):
             kind = type(reward).__name__
-            raise RewardError(
-                f"The reward function {name!r} returned {kind} {reprlib.repr(reward)} for completion {place}; {expected}."
-            )
+            raise RewardError(f"{start} {kind} {reprlib.repr(reward)} for completion {place}; {expected}.")
     return found
 
 
@@ -108,8 +105,8 @@ def _check_arguments(func: Callable[..., Any], name: str, columns: dict[str, Any
         signature.bind(**columns)
     except TypeError as error:
         raise RewardError(
-            f"The reward function {name!r} cannot be called: {error}. It is given {', '.join(columns)}: rename a column "
-            "of the data to what the function asks for, and let it take **kwargs."
+            f"The reward function {name!r} cannot be called: {error}. It is given {', '.join(columns)}: rename a "
+            "column of the data to what the function asks for, and let it take **kwargs."
         ) from error
 
 
