@@ -282,7 +282,7 @@ def test_a_reward_function_with_a_wrong_count_is_named_also_on_extra_rows(tmp_pa
 
     with pytest.raises(ValueError, match="'short_on_parts' returned 3 rewards for 4 completions"):
         trained(Rescored, ExplorationConfig, tmp_path, reward_funcs=short_on_parts)
-    with pytest.raises(ValueError, match="returned 1 rewards, but 8"):
+    with pytest.raises(ValueError, match="returned 1 rewards for 8 completions"):
         trained(Echo, ExplorationConfig, tmp_path, reward_funcs=lambda completions, **kwargs: [0.0])
 
 

@@ -214,7 +214,7 @@ def test_named_rewards_come_from_this_package_and_from_trl(workdir):
     ours, theirs, own, model = load_reward_functions(
         ["accuracy_reward", "think_format_reward", "my_rewards.variety_reward"], None
     ) + load_reward_functions(None, "reward-model")
-    assert ours is trl_explore.rewards.accuracy_reward
+    assert ours.__wrapped__ is trl_explore.rewards.accuracy_reward
     assert theirs.__module__.startswith("trl.")
     assert own.__name__ == "variety_reward"
     assert model == "reward-model"

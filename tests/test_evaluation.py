@@ -123,7 +123,7 @@ def test_reward_functions_receive_what_they_receive_in_training(conversational):
 
 
 def test_a_reward_function_that_answers_too_little_is_named():
-    with pytest.raises(ValueError, match="one reward per completion, got 1 for 4"):
+    with pytest.raises(ValueError, match="returned 1 rewards for 4 completions"):
         run(Scripted(TEXTS), reward_funcs=lambda **kwargs: [1.0])
 
 

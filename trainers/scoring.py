@@ -11,10 +11,14 @@ from accelerate.utils import gather, gather_object
 from trl.trainer.utils import is_async_callable
 
 from trl_explore.advantages import combine_rewards, equal_rewards, success_rewards
+from trl_explore.reward_checks import RewardError, checked
 from trl_explore.rollouts import Rows
 from trl_explore.streams import RowDict, kept_randomness
 
 from .completions_table import CompletionsTrainer, Logs, empty_logs
+
+# So many prompts in a row without any reward end a run, once there have been rewards: a few may lack a gold answer.
+MOST_UNSCORED_PROMPTS = 8
 
 
 @dataclass
@@ -51,6 +55,7 @@ class ScoringTrainer(CompletionsTrainer):
     _partial: Rows | None = None
     _rewards_per_func: torch.Tensor | None = None
     _any_example: dict[str, Any] = {}
+    _unscored_prompts: int | None = None  # in a row up to now; None before the first reward
     environments: Any
 
     def score(self, name: str, rows: Rows) -> ScoredRows | None:
@@ -243,15 +248,44 @@ class ScoringTrainer(CompletionsTrainer):
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         arguments = inputs, prompts, completions, completion_ids_list
         known = self._partial.known_rewards if self._partial is not None else self._main_rewards()
-        if known is None:
-            rewards = super()._calculate_rewards(*arguments)
-        else:
-            rewards = self._calculate_missing_rewards(known, *arguments)
+        reward_funcs = self.reward_funcs
+        self.reward_funcs = [
+            func if isinstance(func, torch.nn.Module) else checked(func, name)
+            for func, name in zip(reward_funcs, self.reward_func_names, strict=True)
+        ]
+        try:
+            if known is None:
+                rewards = super()._calculate_rewards(*arguments)
+            else:
+                rewards = self._calculate_missing_rewards(known, *arguments)
+        finally:
+            self.reward_funcs = reward_funcs
         if self._partial is None:
             rewards = self._void_rewards(rewards)
+            if self._is_training:
+                self._stop_if_unscored(rewards, inputs[0])
         if self._is_training:
             self._rewards_per_func = rewards
         return rewards
+
+    def _stop_if_unscored(self, rewards: torch.Tensor, example: dict[str, Any]) -> None:
+        """
+        Raise where the rewards `(N, F)` of all processes hold none, at the run's beginning or for many prompts in a
+        row. TRL would go on and save a model that learned nothing.
+        """
+        if not rewards.isnan().all():
+            self._unscored_prompts = 0
+            return
+        num_prompts = len(rewards) // self.num_generations
+        unscored = (self._unscored_prompts or 0) + num_prompts
+        if self._unscored_prompts is not None and unscored < MOST_UNSCORED_PROMPTS:
+            self._unscored_prompts = unscored
+            return
+        raise RewardError(
+            f"None of the completions of {unscored} prompt(s) in a row has a reward, so nothing can be learned: "
+            f"{', '.join(self.reward_func_names)} returned None or NaN for all of them. Check the columns that reward "
+            f"functions read; the data has {', '.join(sorted(example))}."
+        )
 
     def _void_rewards(self, rewards: torch.Tensor) -> torch.Tensor:
         """Raw rewards `(N, F)` of the main rows without those that do not count."""
@@ -374,11 +408,6 @@ def _only_missing(func: Any, name: str, missing: list[bool]) -> Any:
         return [v for v, m in zip(value, missing, strict=True) if m] if isinstance(value, list) else value
 
     def spread(rewards):
-        if len(rewards) != sum(missing):
-            raise ValueError(
-                f"The reward function '{name}' returned {len(rewards)} rewards for {sum(missing)} completions; it "
-                "must return exactly one per completion."
-            )
         found = iter(rewards)
         return [next(found) if m else 0.0 for m in missing]
 

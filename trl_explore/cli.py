@@ -1,11 +1,13 @@
 """The `trl-explore` command. Nothing heavy is imported before a sub-command runs, so that `--help` answers at once."""
 
 import argparse
+import gc
 import sys
 
 from trl_explore import __version__
 from trl_explore.cli_inputs import UsageError
 from trl_explore.names import unknown_name
+from trl_explore.reward_checks import RewardError
 from trl_explore.visible_text import visible_text
 from trl_explore.workers import count_cores
 
@@ -137,20 +139,21 @@ def main(argv: list[str] | None = None) -> int:
             Arguments after the program's name. Those of the process when not given.
 
     Returns:
-        `int`: Exit code: `0`, `2` for a mistake in the arguments, `130` after Ctrl-C.
+        `int`: Exit code: `0`, `2` for a mistake in the arguments or in a reward function, `130` after Ctrl-C.
     """
     try:
         return _dispatch(sys.argv[1:] if argv is None else argv)
-    except UsageError as error:
-        # datasets and transformers explain over several lines
-        print(f"trl-explore: error: {visible_text(' '.join(str(error).split()))}", file=sys.stderr)
-        return 2
+    except (UsageError, RewardError) as error:
+        problem = " ".join(str(error).split())  # datasets and transformers explain over several lines
     except KeyboardInterrupt:
         print(
             "trl-explore: aborted; --resume_from_checkpoint true continues from the last checkpoint, if any",
             file=sys.stderr,
         )
         return 130
+    gc.collect()  # the progress bar of a run that has failed ends its line when it goes
+    print(f"trl-explore: error: {visible_text(problem)}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":  # accelerate launch -m trl_explore.cli train ...

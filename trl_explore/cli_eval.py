@@ -278,7 +278,7 @@ def _evaluate(
             output_dir=Path(args.output_dir).expanduser() / benchmark.name,
             source={"weights": weights, "engine": sampler.engine, "dtype": args.dtype},
         )
-    except (FileRefusedError, NoRewardError) as error:  # others are likely a reward function's, with their traceback
+    except (FileRefusedError, NoRewardError) as error:
         raise UsageError(str(error)) from error
     except UsageError as error:
         raise UsageError(f"{benchmark.name}: {error}") from error

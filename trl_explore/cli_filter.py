@@ -147,7 +147,7 @@ def _filter(
             scores_file=scores,
             **settings,
         )
-    except FileRefusedError as error:  # other errors are likely a reward function's, and need their traceback
+    except FileRefusedError as error:
         raise UsageError(str(error)) from error
     except KeyboardInterrupt:
         done = len(read_pass_rates(scores)[1]) if scores.is_file() else 0

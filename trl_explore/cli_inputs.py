@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_explore.names import unknown_name
+from trl_explore.reward_checks import checked
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -205,15 +206,15 @@ def load_reward_functions(names: list[str] | None, model: str | None) -> list[st
             Reward model, used before the functions.
 
     Returns:
-        `list`: What the trainer takes as `reward_funcs`.
+        `list`: What the trainer takes as `reward_funcs`; functions tell what is wrong with them in one sentence.
     """
     rewards: list[str | RewardFunction] = [] if model is None else [model]
     named = _named_rewards() if names else {}
     for name in names or []:
         if name in named:
-            rewards.append(named[name])
+            rewards.append(_told(named[name]))
         elif "." in name:
-            rewards.append(_import_reward(name))
+            rewards.append(_told(_import_reward(name)))
         else:
             raise UsageError(
                 f"reward_funcs: {unknown_name('reward function', name, named)} "
@@ -243,6 +244,12 @@ def check_deciding_reward(name: str | None, rewards: Sequence[str | RewardFuncti
         check_success_reward(name, names)
     except ValueError as error:
         raise UsageError(str(error)) from error
+
+
+def _told(func: RewardFunction) -> RewardFunction:
+    from trl.trainer.utils import get_callable_name
+
+    return checked(func, get_callable_name(func), tell=True)
 
 
 def _named_rewards() -> dict[str, RewardFunction]:

@@ -18,6 +18,7 @@ from trl_explore.intervals import bootstrap_interval
 from trl_explore.metrics import maj_at_k, pass_at_k
 from trl_explore.names import unknown_name
 from trl_explore.replay import write_records
+from trl_explore.reward_checks import checked
 from trl_explore.rewards import answer_key
 from trl_explore.samplers import PromptSampler, Sampling, TransformersSampler
 from trl_explore.success import check_success_reward, is_success
@@ -227,14 +228,12 @@ def _rewards(record: Record, row: dict[str, Any], funcs: list[RewardFunction]) -
     for func in funcs:
         # Copies, because a reward function may change what it is given.
         inputs = {name: [copy.deepcopy(value) for _ in range(size)] for name, value in columns.items()}
-        given = func(
+        given = checked(func, get_callable_name(func))(
             prompts=[copy.deepcopy(row["prompt"]) for _ in range(size)],
             completions=[text if plain else [{"role": "assistant", "content": text}] for text in texts],
             completion_ids=copy.deepcopy(record["completion_ids"]),
             **inputs,
         )
-        if len(given) != size:
-            raise ValueError(f"{func} must return one reward per completion, got {len(given)} for {size}.")
         for i, reward in enumerate(given):
             if reward is not None and not math.isnan(reward):
                 totals[i] = (totals[i] or 0.0) + float(reward)

@@ -61,3 +61,9 @@ def test_resume_is_exact_on_every_rank(results):
 
 def test_hard_states_of_all_ranks_are_in_one_file(results):
     assert results["rank0"]["hard states"] == results["rank0"]["unrecovered"] > 0
+
+
+def test_every_rank_stops_where_none_has_a_reward_and_none_where_one_has(results):
+    for found in results.values():
+        assert found["no rank scores"].startswith("None of the completions of 3 prompt(s) in a row has a reward")
+        assert found["one rank scores"] == "trained"

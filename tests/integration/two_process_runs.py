@@ -6,6 +6,7 @@ from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
 from world import always, contains_answer, differ, make_trainer, parameters
 
+from trl_explore.reward_checks import RewardError
 from trl_explore.rollouts import Rows
 from trl_explore.trainers import (
     BranPOConfig,
@@ -23,6 +24,10 @@ SGD = dict(optim="sgd", lr_scheduler_type="constant", max_grad_norm=0.0, learnin
 # Groups of four over two ranks with two rows each: every group spans both.
 SPANNING = dict(per_device_train_batch_size=6, num_generations=4, max_steps=3)
 WHOLE = {**SPANNING, "per_device_train_batch_size": 8}
+
+
+def never_scores(completions, **kwargs):
+    return [None] * len(completions)
 
 
 class Echo(ExplorationTrainer):
@@ -163,4 +168,11 @@ def main(folder):
     again.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-2"))
     out["resume"] = compare(again, whole)
 
+    for name, ranks in {"no rank scores": (), "one rank scores": (0,)}.items():
+        reward = contains_answer if whole.accelerator.process_index in ranks else never_scores
+        try:
+            run(ExplorationTrainer, ExplorationConfig, folder, **SPANNING, reward_funcs=reward)
+            out[name] = "trained"
+        except RewardError as error:
+            out[name] = str(error)
     return out

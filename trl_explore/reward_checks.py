@@ -1,0 +1,128 @@
+"""Mistakes of reward functions, told in one sentence that names the function."""
+
+import functools
+import inspect
+import reprlib
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+class RewardError(ValueError):
+    """A reward function does not do what TRL asks of one; the message names it."""
+
+
+def checked(func: Callable[..., Any], name: str, *, tell: bool = False) -> Callable[..., Any]:
+    """
+    A reward function that explains what is wrong with it.
+
+    Args:
+        func (`Callable`):
+            The reward function, synchronous or asynchronous.
+        name (`str`):
+            What messages call it.
+        tell (`bool`, *optional*, defaults to `False`):
+            Whether its own exceptions become a [`RewardError`] that says where they are from, for commands, which show
+            no traceback. By default they are raised as they are, with a note.
+
+    Returns:
+        `Callable`: The same function. It raises a [`RewardError`] if the data lacks an argument that it needs, or if
+        what it returns is no list of one number or `None` per completion.
+    """
+    from trl.trainer.utils import is_async_callable
+
+    @functools.wraps(func)
+    def call(**columns: Any) -> list[Any]:
+        _check_arguments(func, name, columns)
+        with _explained(name, tell=tell):
+            rewards = func(**columns)
+        return check_rewards(rewards, name, len(columns["completions"]))
+
+    @functools.wraps(func)
+    async def call_async(**columns: Any) -> list[Any]:
+        _check_arguments(func, name, columns)
+        with _explained(name, tell=tell):
+            rewards = await func(**columns)
+        return check_rewards(rewards, name, len(columns["completions"]))
+
+    chosen: Any = call_async if is_async_callable(func) else call
+    chosen.__name__ = name  # callable objects have none
+    return chosen
+
+
+def check_rewards(rewards: Any, name: str, num_completions: int) -> list[Any]:
+    """
+    Checks what a reward function returned.
+
+    Args:
+        rewards (`Any`):
+            What it returned.
+        name (`str`):
+            Its name.
+        num_completions (`int`):
+            Completions that it was given.
+
+    Returns:
+        `list`: The rewards.
+
+    Raises:
+        RewardError: If it is no list of one number or `None` per completion.
+    """
+    expected = f"it must return a list of {num_completions} numbers, one per completion, None where it has no opinion"
+    start = f"The reward function {name!r} returned"
+    try:
+        found = None if isinstance(rewards, str | bytes | dict) else list(rewards)
+    except TypeError:  # nothing that can be counted: None, a number
+        found = None
+    if found is None:
+        kind = "" if rewards is None else f"{type(rewards).__name__} "
+        raise RewardError(f"{start} {kind}{reprlib.repr(rewards)}; {expected}.")
+    if len(found) != num_completions:
+        raise RewardError(f"{start} {len(found)} rewards for {num_completions} completions; {expected}.")
+    for place, reward in enumerate(found):
+        if not (reward is None or _is_number(reward)):
+            kind = type(reward).__name__
+            raise RewardError(f"{start} {kind} {reprlib.repr(reward)} for completion {place}; {expected}.")
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        float(value)
+    except (TypeError, ValueError, RuntimeError):  # a list; some text; a tensor of several numbers
+        return False
+    return not isinstance(value, str | bytes)
+
+
+def _check_arguments(func: Callable[..., Any], name: str, columns: dict[str, Any]) -> None:
+    try:
+        signature = inspect.signature(func)
+    except (TypeError, ValueError):  # some functions that are written in C have none
+        return
+    try:
+        signature.bind(**columns)
+    except TypeError as error:
+        raise RewardError(
+            f"The reward function {name!r} cannot be called: {error}. It is given {', '.join(columns)}: rename a "
+            "column of the data to what the function asks for, and let it take **kwargs."
+        ) from error
+
+
+@contextmanager
+def _explained(name: str, *, tell: bool) -> Iterator[None]:
+    try:
+        yield
+    except RewardError:  # of a function that is checked already
+        raise
+    except Exception as error:  # the user's code may raise anything
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+        # Where its own file was left: deeper frames are those of libraries.
+        own = [frame for frame in frames if frame.filename == frames[0].filename]
+        place = f" in {Path(own[-1].filename).name}, line {own[-1].lineno}" if own else ""
+        sentence = f"The reward function {name!r} raised {type(error).__name__}{place}: {error}"
+        if tell:
+            raise RewardError(sentence) from error
+        error.add_note(sentence)
+        raise
