@@ -106,6 +106,7 @@ class GradientGuided(FeatureTrainer):
 
     def setup(self) -> None:
         super().setup()
+        self.wants_features = self.args.novelty_weight > 0
         model = self.accelerator.unwrap_model(self.model)
         if isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
             kind = model.active_peft_config.peft_type.value
@@ -117,10 +118,6 @@ class GradientGuided(FeatureTrainer):
             lm_head_of(
                 self.feature_pass.language_model(), temperature=self.temperature
             )  # raises where there is no such head
-
-    @property
-    def wants_features(self) -> bool:
-        return self.args.novelty_weight > 0
 
     def shape_rewards(self, rewards_per_func: torch.Tensor) -> torch.Tensor:
         args, size = self.args, self.num_generations
