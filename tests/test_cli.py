@@ -1,3 +1,4 @@
+import importlib.util
 import json
 import os
 import shlex
@@ -273,7 +274,30 @@ def test_env_lists_versions_methods_and_backends(capsys):
     lines = dict(line[2:].split(": ", 1) for line in capsys.readouterr().out.splitlines())
     assert lines["trl"].startswith("1.16") and "(supported: " in lines["trl"]
     assert lines["methods"] == ", ".join(METHODS)
-    assert lines["sampling with vllm"].startswith("yes")
+    assert lines["sampling with transformers"] == "yes"
+
+
+@pytest.mark.parametrize(
+    "installed,verdict",
+    [
+        (None, "no (--use_vllm needs pip install 'trl-explore[vllm]')"),
+        ("0.25.1", "yes (--use_vllm)"),
+        ("0.9.0", "not supported with vllm 0.9.0 (pip install 'trl-explore[vllm]')"),
+    ],
+)
+def test_env_says_whether_vllm_can_be_used_here(tmp_path, monkeypatch, capsys, installed, verdict):
+    if installed is None:
+        if importlib.util.find_spec("vllm") is not None:
+            pytest.skip("vLLM is installed")
+    else:
+        (tmp_path / f"vllm-{installed}.dist-info").mkdir()
+        metadata = f"Metadata-Version: 2.1\nName: vllm\nVersion: {installed}\n"
+        (tmp_path / f"vllm-{installed}.dist-info" / "METADATA").write_text(metadata)
+        monkeypatch.syspath_prepend(tmp_path)
+    assert main(["env"]) == 0
+    lines = dict(line[2:].split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    assert lines["sampling with vllm"] == verdict
+    assert (lines["vllm"] == "not installed") == (installed is None)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Budgets, costs and curves of a comparison; the quick-start's table, picture and resume."""
 
+import io
 import json
 import os
 import re
@@ -8,6 +9,8 @@ import subprocess
 import sys
 
 import pytest
+from tqdm import tqdm
+from transformers import TrainerCallback
 
 from trl_explore.comparison import Arm, Budget, train_arm
 from trl_explore.plots import learning_curves
@@ -53,6 +56,24 @@ def test_a_token_budget_stops_at_the_step_that_reaches_it(start, tmp_path):
     run = train(GRPO, start, tmp_path, budget=Budget(tokens=budget))
     assert [step["tokens"] for step in run.steps] == [step["tokens"] for step in free.steps[:2]]
     assert run.points[-1]["step"] == 2 and run.points[-1]["tokens"] >= budget
+
+
+def test_a_resumed_arm_has_the_rate_of_its_own_tokens(start, tmp_path):
+    options = dict(save_strategy="steps", save_steps=1)
+    first = train(GRPO, start, tmp_path, budget=Budget(steps=2), options=options)
+    begun = []
+
+    class Began(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            begun.append((bar.initial, bar.n, bar.last_print_n))
+
+    with tqdm(total=10_000, file=io.StringIO()) as bar:
+        budget = Budget(steps=3, tokens=10_000)
+        run = train(GRPO, start, tmp_path, budget=budget, progress=bar, callbacks=[Began()], resume=True)
+    done, total = first.points[-1]["tokens"], run.points[-1]["tokens"]
+    assert begun == [(done, done, done)]
+    # tqdm divides what is between them by the time of this process.
+    assert (bar.format_dict["initial"], bar.format_dict["n"]) == (done, total) and total > done
 
 
 def test_a_resumed_arm_keeps_its_curve_and_its_budget(start, tmp_path):

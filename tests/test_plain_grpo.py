@@ -1,6 +1,8 @@
 """By itself, the base class takes what GRPO takes: tools, environments, `rollout_func`, images."""
 
+from collections import defaultdict
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -216,3 +218,28 @@ def test_what_samples_rows_itself_refuses_tools_unless_it_says_otherwise(tmp_pat
     given = {"tools": [move], "environment_factory": dict}[field]
     with pytest.raises(ValueError, match=f"does not support `{field}`"):
         make_trainer(trainer_class, config_class, tmp_path, **{field: given})
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("trainer_class", [ExplorationTrainer, G2RLTrainer, *(pair[0] for pair in SAMPLING)])
+def test_objects_made_without_init_generate_as_grpo(trainer_class, training):
+    def generated(cls):
+        trainer = object.__new__(cls)
+        trainer.accelerator = SimpleNamespace(device=torch.device("cpu"), is_main_process=True, gather=lambda t: t)
+        trainer.args = SimpleNamespace(report_to=[])
+        trainer.model = SimpleNamespace(training=training)
+        trainer.state = SimpleNamespace(global_step=2, num_input_tokens_seen=0)
+        trainer.processing_class = SimpleNamespace(batch_decode=lambda ids, **options: [str(row) for row in ids])
+        trainer._tokenizer = SimpleNamespace(eos_token_id=2, pad_token_id=0)
+        trainer.use_vllm = trainer.use_transformers_continuous_batching = False
+        trainer.tools, trainer.eos_token_ids = None, [2]
+        trainer._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
+        trainer.rollout_func = lambda prompts, trainer: {
+            "prompt_ids": [[5]],
+            "completion_ids": [[6, 2]],
+            "logprobs": [[-0.1, -0.2]],
+            "env_mask": [[1, 0]],
+        }
+        return trainer._generate(["a"])
+
+    assert generated(trainer_class) == generated(GRPOTrainer)

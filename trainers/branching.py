@@ -35,8 +35,9 @@ class BranchingTrainer(AgentTrainer):
     kept_turns = 1  # how many of the last turns of a trajectory it can be left at
     state_wanted = "auto"
 
+    # Class-level defaults: objects made without `__init__` behave as plain GRPO.
     trajectories: list[Trajectory] = []
-    _watch: ToolWatch
+    _watch = ToolWatch()
     _states: list[dict[int, Any]] = []
     _state_ways: dict[Any, str] = {}
     _spares: dict[Any, list[Any]] = {}
@@ -100,7 +101,7 @@ class BranchingTrainer(AgentTrainer):
         return self.args.max_tool_calling_iterations
 
     def _generate(self, prompts):
-        if self._partial is None:
+        if self._partial is None and self.tools:
             limit = self.interaction_limit()
             self.max_tool_calling_iterations = sys.maxsize if limit is None else limit
         if self._partial is not None or not self._is_training:

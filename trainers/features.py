@@ -154,18 +154,15 @@ class FeatureTrainer(ExplorationTrainer):
     where it makes one and nothing random is in it (dropout), otherwise one more without gradients.
     """
 
+    # Class-level defaults: objects made without `__init__` behave as plain GRPO.
     feature_pass: FeaturePass
+    wants_features = False  # whether features are computed at all
     _feature_rows: FeatureRows | None = None
     _old_logprobs_follow = False
 
     def setup(self) -> None:
         super().setup()
         self.feature_pass = FeaturePass(self)
-
-    @property
-    def wants_features(self) -> bool:
-        """Whether features are computed at all."""
-        return False
 
     def gradient_features(self) -> torch.Tensor:
         """

@@ -100,12 +100,14 @@ class GradientGuided(FeatureTrainer):
 
     num_generations: int
     config_class: type[ExplorationConfig] = G2RLConfig
+    accepts_tools = True
     accepts_vision = False
     _warned = False
     _novelty: torch.Tensor | None = None  # of the main rows of all processes, `(N,)`
 
     def setup(self) -> None:
         super().setup()
+        self.wants_features = self.args.novelty_weight > 0
         model = self.accelerator.unwrap_model(self.model)
         if isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
             kind = model.active_peft_config.peft_type.value
@@ -117,10 +119,6 @@ class GradientGuided(FeatureTrainer):
             lm_head_of(
                 self.feature_pass.language_model(), temperature=self.temperature
             )  # raises where there is no such head
-
-    @property
-    def wants_features(self) -> bool:
-        return self.args.novelty_weight > 0
 
     def shape_rewards(self, rewards_per_func: torch.Tensor) -> torch.Tensor:
         args, size = self.args, self.num_generations

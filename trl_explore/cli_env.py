@@ -9,11 +9,6 @@ from trl_explore import __version__
 from trl_explore.cli_train import METHODS
 
 PACKAGES = ("torch", "trl", "transformers", "accelerate", "peft", "datasets", "vllm", "bitsandbytes")
-BACKENDS = {
-    "transformers": "yes",
-    "transformers continuous batching": "yes (--use_transformers_continuous_batching)",
-    "vllm": "yes (--use_vllm, needs pip install trl-explore[vllm])",
-}
 
 
 def _supported_ranges() -> dict[str, Requirement]:
@@ -36,6 +31,16 @@ def _describe_package(name: str, ranges: dict[str, Requirement]) -> str:
     # prereleases: a development build of a supported version is in range
     verdict = "supported" if supported.contains(installed, prereleases=True) else "NOT SUPPORTED, expected"
     return f"{installed} ({verdict}: {supported})"
+
+
+def _describe_vllm(ranges: dict[str, Requirement]) -> str:
+    try:
+        installed = version("vllm")
+    except PackageNotFoundError:
+        return "no (--use_vllm needs pip install 'trl-explore[vllm]')"
+    if "vllm" in ranges and not ranges["vllm"].specifier.contains(installed, prereleases=True):
+        return f"not supported with vllm {installed} (pip install 'trl-explore[vllm]')"
+    return "yes (--use_vllm)"
 
 
 def _describe_devices() -> str:
@@ -62,6 +67,8 @@ def describe_environment() -> str:
         **{name: _describe_package(name, ranges) for name in PACKAGES},
         "devices": _describe_devices(),
         "methods": ", ".join(METHODS),
-        **{f"sampling with {name}": support for name, support in BACKENDS.items()},
+        "sampling with transformers": "yes",
+        "sampling with transformers continuous batching": "yes (--use_transformers_continuous_batching)",
+        "sampling with vllm": _describe_vllm(ranges),
     }
     return "\n".join(f"- {name}: {value}" for name, value in facts.items())

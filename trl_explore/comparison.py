@@ -234,6 +234,9 @@ class PointCallback(TrainerCallback):
         record = json.loads((Path(checkpoint) / RECORD).read_text())
         self.costs.cost = Cost(**record["cost"])
         self.costs.history, self.points = record["steps"], record["points"]
+        bar = self.costs.progress
+        if bar is not None:  # tokens per second and the time left are of what is sampled from now on
+            bar.initial = bar.n = bar.last_print_n = min(self.costs.cost.tokens, self.costs.budget.tokens)
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.note()
