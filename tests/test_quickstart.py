@@ -9,12 +9,10 @@ import sys
 import pytest
 import yaml
 from commands import EXAMPLES
-from rich.console import Console
 
 from trl_explore.cli import main
 from trl_explore.compare_folder import ComparisonFolder
 from trl_explore.compare_settings import read_comparison
-from trl_explore.compare_workers import ArmLines
 from trl_explore.comparison import Run
 from trl_explore.quickstart import FAST, NUM_SEEDS, clear, document, verdicts
 
@@ -126,31 +124,6 @@ def test_a_folder_of_other_settings_is_refused(tmp_path, capsys):
 def test_no_process_is_not_a_number_of_processes(capsys):
     assert main(["quickstart", "--processes", "0"]) == 2
     assert "processes=0: give an integer of at least 1" in capsys.readouterr().err
-
-
-def test_every_arm_has_a_live_line(tmp_path):
-    folder = ComparisonFolder(read_comparison({**document(**FULL), "seeds": [0, 1]}), tmp_path)
-    console = Console(width=100, force_terminal=True, record=True)
-    lines = ArmLines(folder, console)
-    grpo, deep, _ = folder.comparison.arms
-    lines.at_work(grpo, 0, 30_000, "0.25")
-    lines.done(deep, 0, point(60_000, 0.5, 9.0))
-    with console.capture() as shown:
-        console.print(lines.progress, no_wrap=True)
-    first, second, third = [line for line in shown.get().splitlines() if "seeds" in line]
-    assert "GRPO" in first and "25%" in first and "0/2 seeds, reward 0.25" in first
-    assert "DEEP-GRPO" in second and "50%" in second and "1/2 seeds" in second
-    assert "TreeGRPO" in third and "0%" in third
-
-
-def test_without_a_terminal_every_finished_run_has_a_line(tmp_path):
-    folder = ComparisonFolder(read_comparison({**document(**FULL), "seeds": [0, 1]}), tmp_path)
-    console = Console(width=60, force_terminal=False)
-    lines = ArmLines(folder, console)
-    with console.capture() as shown, lines.progress:
-        lines.at_work(folder.comparison.arms[0], 1, 30_000, "0.25")
-        lines.done(folder.comparison.arms[0], 1, point(60_000, 0.5, 9.0))
-    assert shown.get().strip() == "1/6 GRPO, seed 1: greedy accuracy 50.0 %, 9 s of training"
 
 
 @pytest.mark.slow

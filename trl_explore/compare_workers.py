@@ -63,7 +63,7 @@ class Teller:
     def update(self, more: int) -> None:
         """Tells how much of the run's budget is spent, and the reward."""
         self.n += more
-        with suppress(BrokenPipeError):  # the run is about to be saved and stopped
+        with suppress(ConnectionError):  # the parent is gone: the run is about to be saved and stopped
             self.connection.send((AT_WORK, (self.n, self.reward)))
 
 

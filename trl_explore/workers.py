@@ -116,7 +116,7 @@ class Workers:
             for connection in self.processes:
                 if left and connection not in busy:
                     busy[connection] = left.pop(0)
-                    with suppress(BrokenPipeError):  # a process that has died is noticed next
+                    with suppress(ConnectionError):  # a process that has died is noticed next
                         connection.send(busy[connection])
             for connection in cast(list[Connection], wait(list(busy))):
                 job = busy[connection]
@@ -145,7 +145,7 @@ class Workers:
     def _hear(self, connection: Connection, job: Job) -> tuple[str, Any]:
         try:
             kind, value = connection.recv()
-        except (EOFError, ConnectionResetError):
+        except (EOFError, ConnectionError):
             process = self.processes[connection]
             process.join()
             raise WorkerFailed(f"the process of {job.name} {death(process.exitcode)}") from None
@@ -179,12 +179,11 @@ def serve(connection: Connection) -> None:
         connection (`Connection`):
             To the parent.
     """
-    with suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
+    with suppress(EOFError, ConnectionError, KeyboardInterrupt):
         while True:
             job = connection.recv()
             try:
-                connection.send((DONE, job.function(connection, *job.arguments)))
-            except BrokenPipeError:
-                raise
+                message = (DONE, job.function(connection, *job.arguments))
             except Exception as error:
-                connection.send((FAILED, (f"{type(error).__name__}: {error}", traceback.format_exc())))
+                message = (FAILED, (f"{type(error).__name__}: {error}", traceback.format_exc()))
+            connection.send(message)
