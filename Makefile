@@ -11,8 +11,8 @@ export HF_HUB_DISABLE_TELEMETRY = 1
 .PHONY: help install quickstart quickstart-fast test test-slow test-wheel test-vllm lint types clean
 
 help:
-	@echo "make quickstart       train DEEP-GRPO and GRPO on a tiny task, about 6 minutes on one CPU core"
-	@echo "make quickstart-fast  the same in under 2 minutes: a look, not a result"
+	@echo "make quickstart       GRPO, DEEP-GRPO and TreeGRPO on a tiny task that needs exploration: under 4 minutes on two CPU cores"
+	@echo "make quickstart-fast  the same in under 2 minutes: a check that everything runs, not a result"
 	@echo "make test             the default test suite"
 	@echo "make test-slow        the slow tests: real warm starts, two processes"
 	@echo "make test-wheel       build the wheel, run part of the suite on it from elsewhere, import it with its dependencies alone"

@@ -19,6 +19,7 @@ from trl_explore.compare_folder import ComparisonFolder
 from trl_explore.compare_settings import read_comparison, run_arguments
 
 REWARDS = """
+import os
 import signal
 from pathlib import Path
 
@@ -29,6 +30,10 @@ def contains_answer(completions, answer, trainer_state=None, **kwargs):
         stop.unlink()
         if how == "ctrl-c":
             signal.raise_signal(signal.SIGINT)
+        elif how == "ctrl-c-parent":
+            os.kill(os.getppid(), signal.SIGINT)
+        elif how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
         else:
             raise RuntimeError("the reward service is gone")
     return [1.0 if right in text else 0.0 for text, right in zip(completions, answer)]
@@ -177,6 +182,27 @@ def test_a_comparison_that_was_stopped_twice_goes_on_as_if_it_had_not_been(whole
     assert curves("out") == curves(whole[0])
 
 
+@pytest.mark.slow
+def test_runs_in_processes_stop_in_order_and_give_what_they_give_one_after_the_other(whole, workdir, capsys):
+    command = "trl-explore compare --config run.yaml --output_dir out --processes 2"
+    flags = ["--output_dir", "out", "--processes", "2"]
+    for how, code, words in (
+        ("kill", 1, "was killed, as a system does that runs out of memory; what is done is kept. Continue with:"),
+        ("ctrl-c-parent", 130, "Stopped; what is done is kept. Continue with:"),
+    ):
+        Path("stop").write_text(f"{how} 1")
+        assert compare(OWN, *flags) == code
+        error = capsys.readouterr().err
+        assert words in error and error.splitlines()[-1].strip() == command
+        assert "Traceback" not in error
+        assert len(stamps("out")) < 2
+    assert list(Path("out").glob("*/checkpoint-*"))
+    assert compare(OWN, *flags) == 0
+    shown = capsys.readouterr().out
+    assert "2/2 " in shown and "seed 0: reward 0." in shown
+    assert curves("out") == curves(whole[0])
+
+
 def test_checkpoints_with_nothing_left_to_train_or_without_their_record_are_passed_over(whole, workdir):
     shutil.copytree(whole[0], "out")
     run = Path("out/grpo-seed0")
@@ -284,6 +310,7 @@ def test_mistakes_in_the_file_are_explained_in_one_line_before_anything_is_train
         (["--task", "multi_hop", "--metrics", "pass_at_8"], "pass_at_8 is not measured for agents"),
         (["--tsk", "chain"], "unknown flag '--tsk'; did you mean '--task'?"),
         (["--tokens", "few"], "invalid float value: 'few'"),
+        (["--processes", "0"], "processes=0: give an integer of at least 1"),
         (["--config", "missing.yaml"], "--config missing.yaml: "),
     ],
 )

@@ -61,6 +61,14 @@ def test_the_mean_curve_is_read_wherever_a_seed_was_measured_and_all_have_been()
     assert mean_curve(curves[:1], "t", "m") == [(0, 0.0, 0.0, 0.0), (10, 1.0, 1.0, 1.0)]
 
 
+def test_the_mean_curve_can_have_its_interval():
+    curves = [[{"t": 0, "m": 0.0}, {"t": 1, "m": value}] for value in (0.2, 0.4, 0.6)]
+    start, end = mean_curve(curves, "t", "m", t_interval=True)
+    assert start == (0, 0.0, 0.0, 0.0)
+    half = 4.303 * 0.2 / 3**0.5  # standard deviation 0.2, three values
+    assert end == pytest.approx((1, 0.4, 0.4 - half, 0.4 + half))
+
+
 def test_arms_are_paired_by_seed_at_the_same_cost():
     pairs = paired_values(RUNS, "deep | <b>", "GRPO", clock="tokens", reading=100, metric="eval/greedy_accuracy")
     assert [value for pair in pairs for value in pair] == pytest.approx([0.7, 0.5, 0.5, 0.7])

@@ -1,20 +1,13 @@
-"""Budgets, costs and curves of a comparison; the quick-start's table, picture and resume."""
+"""Budgets, costs and curves of a run; pictures."""
 
 import io
-import json
-import os
-import re
-import signal
-import subprocess
-import sys
 
 import pytest
 from tqdm import tqdm
 from transformers import TrainerCallback
 
 from trl_explore.comparison import Arm, Budget, train_arm
-from trl_explore.plots import learning_curves
-from trl_explore.quickstart import COLUMNS, Size, result_table, run_arm
+from trl_explore.plots import METHOD_STYLES, arm_styles, learning_curves
 from trl_explore.tasks import get_task
 from trl_explore.tasks.warm_start import warm_start
 
@@ -90,32 +83,13 @@ def test_a_resumed_arm_keeps_its_curve_and_its_budget(start, tmp_path):
     assert [s["tokens"] for s in again.steps] == [s["tokens"] for s in whole.steps]
 
 
-def test_a_finished_arm_is_read_back_and_not_trained_again(start, tmp_path):
-    size = Size(tokens=100, evaluate_every=5, num_eval=2)
-    run = run_arm(Arm("GRPO", "grpo", SMALL), TASK, start, tmp_path, seed=0, size=size, resume=False)
-    assert run.points[-1]["step"] == 1
-    stamp = (tmp_path / "run.json").stat().st_mtime_ns
-    again = run_arm(Arm("GRPO", "grpo", SMALL), TASK, start, tmp_path, seed=0, size=size, resume=True)
-    assert again == run and (tmp_path / "run.json").stat().st_mtime_ns == stamp
+METRICS = ("eval/greedy_accuracy", "eval/pass_at_1", "eval/pass_at_8")
 
 
-def fake_runs():
-    point = {"step": 0, "tokens": 0, "seconds": 0.0, **{key: 0.25 for key in COLUMNS.values()}}
+def fake_runs(seeds=(3,)):
+    point = {"step": 0, "tokens": 0, "seconds": 0.0, **{key: 0.25 for key in METRICS}}
     later = {**point, "step": 9, "tokens": 1234567.0, "seconds": 8.0, "eval/greedy_accuracy": 0.875}
-    return [{"arm": arm, "seed": 3, "points": [point, later]} for arm in ("DEEP-GRPO", "GRPO")]
-
-
-def test_the_table_shows_the_warm_start_once_and_every_arm(capsys):
-    from rich.console import Console
-
-    Console(width=120).print(result_table(fake_runs()))
-    lines = [line for line in capsys.readouterr().out.splitlines() if " 3 " in line]
-    assert [re.findall(r"warm start|DEEP-GRPO|GRPO", line) for line in lines] == [
-        ["warm start"],
-        ["DEEP-GRPO"],
-        ["GRPO"],
-    ]
-    assert "87.5" in lines[1] and "1,234,567" in lines[1] and "25.0" in lines[0]
+    return [{"arm": arm, "seed": seed, "points": [point, later]} for arm in ("DEEP-GRPO", "GRPO") for seed in seeds]
 
 
 def test_the_picture_is_a_png_with_a_panel_per_metric_and_clock(tmp_path):
@@ -126,32 +100,50 @@ def test_the_picture_is_a_png_with_a_panel_per_metric_and_clock(tmp_path):
     assert width > 1000 and height > 800
 
 
-@pytest.mark.slow
-@pytest.mark.xdist_group("chain")
-def test_ctrl_c_keeps_a_resumable_quickstart(tmp_path):
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "COLUMNS": "200"}
-    command = [sys.executable, "-m", "trl_explore.cli", "quickstart", "--fast", "--output_dir", str(tmp_path / "out")]
-    process = subprocess.Popen(
-        command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    output = ""
-    while "step=2" not in output:  # the progress line of the first arm
-        character = process.stdout.read(1)
-        assert character, output
-        output += character
-    process.send_signal(signal.SIGINT)
-    rest, _ = process.communicate(timeout=300)
-    assert process.returncode == 130, output + rest
-    hint = next(line.strip() for line in (output + rest).splitlines() if line.strip().startswith("trl-explore"))
-    assert "--resume" in hint and "--fast" in hint
-    assert list((tmp_path / "out" / "seed0" / "deep-grpo").glob("checkpoint-*"))
+@pytest.mark.parametrize(
+    ("seeds", "said"),
+    [
+        ([3], "x (one seed)"),
+        ([3, 4], "x (mean of 2 seeds, band: lowest to highest)"),
+        ([3, 4, 5], "x (mean of 3 seeds, band: 95 % interval)"),
+    ],
+)
+def test_the_picture_says_what_its_band_is(seeds, said, tmp_path):
+    import matplotlib
 
-    resume = [sys.executable, "-m", "trl_explore.cli", *hint.split()[1:]]
-    done = subprocess.run(resume, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    runs = json.loads((tmp_path / "out" / "runs.json").read_text())
-    assert [run["arm"] for run in runs] == ["DEEP-GRPO", "GRPO"]
-    steps = [step["step"] for step in runs[0]["steps"]]
-    assert steps == list(range(1, len(steps) + 1))
-    assert (tmp_path / "out" / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert "greedy accuracy" in done.stdout
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        path = learning_curves(fake_runs(seeds), tmp_path / "curves.svg", metrics=METRICS[:1], title="x")
+    assert said in path.read_text()
+
+
+def test_grpo_has_one_colour_whatever_stands_beside_it():
+    black = METHOD_STYLES["GRPO"]
+    pictures = [
+        ["GRPO", "DEEP-GRPO"],
+        ["DEEP-GRPO", "GRPO"],
+        ["TreeGRPO, random nodes", "root control", "GRPO"],
+        ["GRPO, 4x samples", "no std", "GRPO"],
+        ["SESA takes over", "GRPO goes on"],
+    ]
+    for arms in pictures:
+        styles = arm_styles(arms)
+        assert [name for name in arms if styles[name] == black] == [name for name in arms if name in GRPOS]
+        assert len(set(styles.values())) == len(arms)
+    assert black not in arm_styles(["a", "b", "c", "d", "e", "f", "g", "h", "i"]).values()
+
+
+GRPOS = ("GRPO", "GRPO goes on")
+
+
+def test_methods_keep_their_colours_too_and_their_variants_take_others():
+    styles = arm_styles(["GRPO", "TreeGRPO, uct", "TreeGRPO", "DEEP-GRPO from the root"])
+    assert styles["TreeGRPO"] == METHOD_STYLES["TreeGRPO"] != styles["TreeGRPO, uct"]
+    assert styles["DEEP-GRPO from the root"] == METHOD_STYLES["DEEP-GRPO"]
+    # The picture in the examples was drawn with these.
+    assert [METHOD_STYLES[name][0] for name in ("GRPO", "DEEP-GRPO", "TreeGRPO", "SESA", "G2RL")] == [
+        "#000000",
+        "#0072B2",
+        "#D55E00",
+        "#009E73",
+        "#CC79A7",
+    ]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trl_explore.cli_flags import FlagParser
 from trl_explore.cli_inputs import UsageError
 from trl_explore.cli_train import METHODS, read_config
-from trl_explore.workers import WorkerFailed
+from trl_explore.workers import WorkerFailed, Workers
 
 if TYPE_CHECKING:
     from trl_explore.compare_folder import ComparisonFolder
@@ -186,10 +186,10 @@ def _train_side_by_side(folder: "ComparisonFolder", processes: int) -> None:
     from rich.console import Console
 
     from trl_explore.compare_report import write_report
-    from trl_explore.compare_workers import ArmLines, start_workers, train_side_by_side
+    from trl_explore.compare_workers import ArmLines, train_side_by_side
 
     lines = ArmLines(folder, Console())
-    with start_workers(folder.comparison, processes) as workers, lines.progress:
+    with Workers(processes) as workers, lines.progress:
         for _ in train_side_by_side(folder, workers, lines):
             if folder.missing():  # a look at what there is so far
                 write_report(folder.finished(), folder.comparison, folder.path)

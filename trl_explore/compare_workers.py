@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
@@ -62,7 +63,7 @@ class Teller:
     def update(self, more: int) -> None:
         """Tells how much of the run's budget is spent, and the reward."""
         self.n += more
-        with suppress(BrokenPipeError):  # the run is about to be saved and stopped
+        with suppress(ConnectionError):  # the parent is gone: the run is about to be saved and stopped
             self.connection.send((AT_WORK, (self.n, self.reward)))
 
 
@@ -82,11 +83,12 @@ def teach_job(connection: Connection, comparison: Comparison, seed: int) -> str:
         `str`: Folder of the model.
     """
     quiet()
+    torch.set_num_threads(1)
     return teach(comparison, seed, progress=False)
 
 
 def train_job(
-    connection: Connection, comparison: Comparison, path: Path, arm: Arm, seed: int, start: str | None
+    connection: Connection, comparison: Comparison, path: Path, arm: Arm, seed: int, start: str | None, threads: int
 ) -> dict[str, Any]:
     """
     A job: one run, whose result is written to the comparison's folder.
@@ -104,12 +106,15 @@ def train_job(
             The seed.
         start (`str` or `None`):
             Folder of an embedded task's model.
+        threads (`int`):
+            Threads of torch.
 
     Returns:
         `dict`: The last point of the curve.
     """
     quiet()
     datasets.disable_progress_bars()
+    torch.set_num_threads(threads)
     folder = ComparisonFolder(comparison, path).of_run(arm, seed)
     teller, hang_up = Teller(connection), HangUpCallback(connection)
     try:
@@ -188,23 +193,6 @@ class ArmLines:
         self.progress.update(self.lines[name], completed=sum(self.spent[name, seed] for seed in seeds), state=state)
 
 
-def start_workers(comparison: Comparison, count: int) -> Workers:
-    """
-    Starts the processes of a comparison.
-
-    Args:
-        comparison ([`~trl_explore.compare_settings.Comparison`]):
-            The comparison.
-        count (`int`):
-            Number of processes.
-
-    Returns:
-        [`~trl_explore.workers.Workers`]: The processes.
-    """
-    # A 100k-parameter model gains little from a second thread on an idle machine, and on a busy one it waits.
-    return Workers(count, threads=max(1, count_cores() // count) if comparison.task is None else 1)
-
-
 def train_side_by_side(folder: ComparisonFolder, workers: Workers, lines: ArmLines) -> Iterator[int]:
     """
     Trains what is missing of a comparison, several runs at a time.
@@ -234,8 +222,10 @@ def train_side_by_side(folder: ComparisonFolder, workers: Workers, lines: ArmLin
     except KeyboardInterrupt:
         workers.kill()  # half a lesson is not kept
         raise
+    # A 100k-parameter model gains little from a second thread on an idle machine, and on a busy one it waits.
+    threads = max(1, count_cores() // len(workers.processes)) if comparison.task is None else 1
     runs = [
-        Job(f"{arm.name}, seed {seed}", train_job, (comparison, folder.path, arm, seed, starts.get(seed)))
+        Job(f"{arm.name}, seed {seed}", train_job, (comparison, folder.path, arm, seed, starts.get(seed), threads))
         for arm, seed in folder.missing()
     ]
     for job, kind, value in workers.do(runs):

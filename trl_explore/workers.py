@@ -63,19 +63,17 @@ class Workers:
     Args:
         count (`int`):
             Number of processes.
-        threads (`int`):
-            Threads of each.
 
     Example:
 
     ```python
-    with Workers(2, threads=1) as workers:
+    with Workers(2) as workers:
         for job, kind, value in workers.do([Job("three", math_job, (3,)), Job("four", math_job, (4,))]):
             print(job.name, kind, value)
     ```
     """
 
-    def __init__(self, count: int, *, threads: int) -> None:
+    def __init__(self, count: int) -> None:
         # Not forked: a process that has used a GPU or several threads cannot be.
         context = multiprocessing.get_context("spawn")
         self.processes: dict[Connection, BaseProcess] = {}
@@ -84,7 +82,7 @@ class Workers:
         try:
             for _ in range(count):
                 ours, theirs = context.Pipe()
-                process = context.Process(target=serve, args=(theirs, threads))
+                process = context.Process(target=serve, args=(theirs,))
                 process.start()
                 theirs.close()
                 self.processes[ours] = process
@@ -118,7 +116,7 @@ class Workers:
             for connection in self.processes:
                 if left and connection not in busy:
                     busy[connection] = left.pop(0)
-                    with suppress(BrokenPipeError):  # a process that has died is noticed next
+                    with suppress(ConnectionError):  # a process that has died is noticed next
                         connection.send(busy[connection])
             for connection in cast(list[Connection], wait(list(busy))):
                 job = busy[connection]
@@ -129,9 +127,9 @@ class Workers:
 
     def close(self) -> None:
         """Hangs up and waits until every process has stopped, those at work at their next step."""
-        for connection in self.processes:
-            connection.close()
         try:
+            for connection in self.processes:
+                connection.close()
             for process in self.processes.values():
                 process.join()
         finally:
@@ -141,11 +139,13 @@ class Workers:
         """Ends all processes at once."""
         for process in self.processes.values():
             process.kill()
+        for process in self.processes.values():
+            process.join()
 
     def _hear(self, connection: Connection, job: Job) -> tuple[str, Any]:
         try:
             kind, value = connection.recv()
-        except (EOFError, ConnectionResetError):
+        except (EOFError, ConnectionError):
             process = self.processes[connection]
             process.join()
             raise WorkerFailed(f"the process of {job.name} {death(process.exitcode)}") from None
@@ -171,27 +171,19 @@ def death(code: int | None) -> str:
     return f"was ended by signal {-code}" if code and code < 0 else f"ended with exit code {code}"
 
 
-def serve(connection: Connection, threads: int) -> None:
+def serve(connection: Connection) -> None:
     """
     Do jobs until the parent hangs up: what a process of [`Workers`] runs.
 
     Args:
         connection (`Connection`):
             To the parent.
-        threads (`int`):
-            Threads of torch.
     """
-    import torch
-
-    import trl_explore.trainers  # noqa: F401  (takes seconds, during which the parent may have other things to do)
-
-    torch.set_num_threads(threads)
-    with suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
+    with suppress(EOFError, ConnectionError, KeyboardInterrupt):
         while True:
             job = connection.recv()
             try:
-                connection.send((DONE, job.function(connection, *job.arguments)))
-            except BrokenPipeError:
-                raise
+                message = (DONE, job.function(connection, *job.arguments))
             except Exception as error:
-                connection.send((FAILED, (f"{type(error).__name__}: {error}", traceback.format_exc())))
+                message = (FAILED, (f"{type(error).__name__}: {error}", traceback.format_exc()))
+            connection.send(message)
