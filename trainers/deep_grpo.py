@@ -24,6 +24,7 @@ from trl_explore.pivots import (
     segment_delimiters,
     segment_fixed,
 )
+from trl_explore.plain_values import from_plain, to_plain
 from trl_explore.rollouts import Continuation, Rollout, Rows
 from trl_explore.success import failed, succeeded
 
@@ -102,6 +103,7 @@ class DeepGRPOTrainer(ExplorationTrainer):
         own_seconds = time.perf_counter() - start
         self._pivot_depths = {b.row: b.depth for b in reversed(chosen)}
         if self.args.deferred_branching:
+            self._check_columns(examples)
             # What was sampled together with this batch is trained now; this batch's pivots go with the next one.
             branchings, self._queue = self._queue, chosen
             for branching in branchings:
@@ -142,6 +144,17 @@ class DeepGRPOTrainer(ExplorationTrainer):
             ]
         num_main = len(prompt_ids)
         return Rollout(sampled.completion_ids[:num_main], sampled.logprobs and sampled.logprobs[:num_main])
+
+    def _check_columns(self, examples: list[dict[str, Any]]) -> None:
+        """Examples wait in checkpoints for their branches; what cannot wait there is told before the first step."""
+        for name, value in examples[0].items():
+            try:
+                to_plain(value)
+            except TypeError as error:
+                raise ValueError(
+                    f"`deferred_branching=True` keeps examples in checkpoints, which cannot hold the {error} of the "
+                    f"column {name!r}: convert the column, for example to text, or set `deferred_branching=False`."
+                ) from None
 
     def _choose(self, output, examples) -> list[Branching]:
         rewards = self._success_rewards()
@@ -350,7 +363,7 @@ class DeepGRPOTrainer(ExplorationTrainer):
             "num_generation_batches": self._num_generation_batches,
             # A resumed run writes what came after the checkpoint again, so the file goes back to its length here.
             "hard_states_bytes": file_size(self._hard_states_path) if self.args.hard_states_file else 0,
-            "queue": [[b.example, b.prompt_ids, b.prefix_ids, b.depth] for b in self._queue],
+            "queue": [[to_plain(b.example), b.prompt_ids, b.prefix_ids, b.depth] for b in self._queue],
         }
 
     def load_exploration_state(self, state: dict[str, Any]) -> None:
@@ -358,6 +371,6 @@ class DeepGRPOTrainer(ExplorationTrainer):
         self.estimator.load_state_dict(state["estimator"])
         self._shared_generator.set_state(state["shared_generator"])
         self._num_generation_batches = state["num_generation_batches"]
-        self._queue = [Branching(*fields) for fields in state["queue"]]
+        self._queue = [Branching(from_plain(example), *fields) for example, *fields in state["queue"]]
         if self.args.hard_states_file and self.accelerator.is_main_process:
             cut_file(self._hard_states_path, state["hard_states_bytes"])

@@ -65,6 +65,13 @@ class ResumableTrainer(PublishingTrainer):
     def load_rollout_state(self, state: dict[str, Any]) -> None:
         """Restore what `rollout_state` returned."""
 
+    def table_state(self) -> dict[str, Any] | None:
+        """Rows of the completions table; they are shown until the next generation batch."""
+        return None
+
+    def load_table_state(self, state: dict[str, Any]) -> None:
+        """Restore what `table_state` returned."""
+
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         if resume_from_checkpoint is True:
             resume_from_checkpoint, skipped = last_complete_checkpoint(self.args.output_dir)
@@ -177,6 +184,7 @@ class ResumableTrainer(PublishingTrainer):
             "last_logged": self._globalstep_last_logged,
             "metrics": dict(self._metrics["train"]),
             "stream_tokens": self._stream_tokens,
+            "table": self.table_state(),
             "generator": self.exploration_generator.get_state(),
             "method": self.exploration_state(),
         }
@@ -201,6 +209,8 @@ class ResumableTrainer(PublishingTrainer):
         self._stream_tokens = state["stream_tokens"]
         self._metrics["train"].update(state["metrics"])
         self.load_exploration_state(state["method"])
+        if state["table"] is not None:
+            self.load_table_state(state["table"])
         schedule = [self.args.steps_per_generation, self.num_iterations, self.args.per_device_train_batch_size]
         if state["schedule"] != schedule:
             logger.warning(

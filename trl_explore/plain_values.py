@@ -1,0 +1,97 @@
+"""Values of data sets and tables in a form that `torch.load(weights_only=True)` reads, and back again."""
+
+from collections.abc import Callable
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import torch
+
+PLAIN = (type(None), bool, int, float, str, torch.Tensor)
+# By the name that stands in the file: a type, and how its text is read. A time zone comes back as its offset.
+TEXTS: dict[str, tuple[type, Callable[[str], Any]]] = {
+    "date": (date, date.fromisoformat),
+    "datetime": (datetime, datetime.fromisoformat),
+    "time": (time, time.fromisoformat),
+    "decimal": (Decimal, Decimal),
+}
+
+
+def to_plain(value: Any, *, other: Callable[[Any], Any] | None = None) -> Any:
+    """
+    Put a value into a form without objects.
+
+    Args:
+        value (`Any`):
+            Tensors, texts, numbers, `bytes`, dates, times, decimals, NumPy arrays and scalars, and lists, tuples and
+            dictionaries of them.
+        other (`Callable`, *optional*):
+            What to put in the place of anything else.
+
+    Returns:
+        `Any`: What [`from_plain`] makes the value of again. A tuple stands for a value that is not plain by itself.
+
+    Raises:
+        TypeError: Naming the type of anything else, where `other` is not given.
+    """
+    kind = type(value)
+    if kind in PLAIN or (isinstance(value, torch.Tensor) and not value.requires_grad):
+        return value
+    if kind is list:
+        return [to_plain(item, other=other) for item in value]
+    if kind is dict:
+        return {to_plain(key, other=other): to_plain(item, other=other) for key, item in value.items()}
+    if kind is tuple:
+        return "tuple", [to_plain(item, other=other) for item in value]
+    if kind is bytes:
+        return "bytes", value.decode("latin-1")
+    if kind is timedelta:
+        return "timedelta", [value.days, value.seconds, value.microseconds]
+    for name, (of_text, _) in TEXTS.items():
+        if kind is of_text:
+            return name, str(value)
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.names is None:
+        form = "scalar" if isinstance(value, np.generic) else "array"
+        if value.dtype.hasobject:
+            return form, ["O", list(value.shape), to_plain(value.ravel().tolist(), other=other)]
+        return form, [value.dtype.str, list(value.shape), to_plain(value.tobytes())]
+    if other is None:
+        raise TypeError(f"{kind.__module__}.{kind.__qualname__}")
+    return other(value)
+
+
+def from_plain(value: Any) -> Any:
+    """
+    Undo [`to_plain`].
+
+    Args:
+        value (`Any`):
+            What it returned.
+
+    Returns:
+        `Any`: An equal value of the same type.
+    """
+    if type(value) is list:
+        return [from_plain(item) for item in value]
+    if type(value) is dict:
+        return {from_plain(key): from_plain(item) for key, item in value.items()}
+    if type(value) is not tuple:
+        return value
+    name, content = value
+    if name == "tuple":
+        return tuple(from_plain(item) for item in content)
+    if name == "bytes":
+        return content.encode("latin-1")
+    if name == "timedelta":
+        return timedelta(*content)
+    if name in TEXTS:
+        return TEXTS[name][1](content)
+    kind, shape, items = content
+    if kind == "O":
+        array = np.empty(len(items), dtype=object)
+        array[:] = from_plain(items)
+    else:
+        array = np.frombuffer(from_plain(items), dtype=kind).copy()
+    array = array.reshape(shape)
+    return array[()] if name == "scalar" else array
