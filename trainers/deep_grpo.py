@@ -71,7 +71,7 @@ class DeepGRPOTrainer(ExplorationTrainer):
             }"""),  # fmt: skip
     }
 
-    max_completion_length: int | None
+    max_completion_length: int
     num_generations: int
     config_class = DeepGRPOConfig
     samples_extra_rows = True

@@ -368,6 +368,7 @@ class ScoringTrainer(CompletionsTrainer):
 
     def _equal_rewards(self, rewards_per_func: torch.Tensor) -> torch.Tensor:
         """Rows of this process `(B,)` whose advantage is 0 but for rounding, by the rewards `(N, F)` it came from."""
+        assert self.num_generations is not None
         return self.local(
             equal_rewards(
                 rewards_per_func,
