@@ -55,6 +55,26 @@ def test_only_whole_checkpoints_are_resumed(tmp_path):
     assert last_complete_checkpoint(tmp_path / "nowhere") == (None, [])
 
 
+def test_a_checkpoint_that_lacks_the_state_of_a_process_is_passed_over(tmp_path):
+    for step in (2, 4):
+        for rank in range(2):
+            save_state({"num_processes": 2}, tmp_path / f"checkpoint-{step}", rank=rank)
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+    (tmp_path / "checkpoint-4" / "explore_state_1.pt").unlink()
+    assert not is_complete(tmp_path / "checkpoint-4")
+    assert last_complete_checkpoint(tmp_path) == (str(tmp_path / "checkpoint-2"), [str(tmp_path / "checkpoint-4")])
+
+
+def test_a_state_that_is_cut_off_makes_no_whole_checkpoint(tmp_path):
+    save_state({"num_processes": 1, "x": torch.zeros(100)}, tmp_path, rank=0)
+    (tmp_path / "trainer_state.json").write_text("{}")
+    assert is_complete(tmp_path)
+    path = tmp_path / "explore_state_0.pt"
+    for size in (0, path.stat().st_size // 2):
+        path.write_bytes(path.read_bytes()[:size])
+        assert not is_complete(tmp_path)
+
+
 def test_lines_are_appended_whole_and_a_cut_line_is_removed_first(tmp_path):
     path = tmp_path / "deep" / "states.jsonl"
     append_lines(path, [{"a": 1}, {"b": "é\n"}])

@@ -74,6 +74,7 @@ SIGNATURES = {
         "learning_rate",
     ],
     "_load_rng_state": ["checkpoint"],
+    "_save_rng_state": ["output_dir"],
     "_get_output_dir": ["trial"],
     "_save": ["output_dir", "state_dict"],
     "_push_from_checkpoint": ["checkpoint_folder"],

@@ -85,8 +85,8 @@ class ResumableTrainer(PublishingTrainer):
                 logger.warning("passing over %s: not written to the end", ", ".join(skipped))
         elif resume_from_checkpoint and not is_complete(resume_from_checkpoint):
             raise ValueError(
-                f"`resume_from_checkpoint={str(resume_from_checkpoint)!r}` is no whole checkpoint: its trainer state "
-                "is missing or cut off. Pass an older one, or `True` for the newest that is whole."
+                f"`resume_from_checkpoint={str(resume_from_checkpoint)!r}` is no whole checkpoint: its trainer state, "
+                "or that of a process, is missing or cut off. Pass an older one, or `True` for the newest that is whole."
             )
         self._resumed = self._read_state(resume_from_checkpoint) if resume_from_checkpoint else None
         self._epoch = self._epoch_start = 0
@@ -163,6 +163,11 @@ class ResumableTrainer(PublishingTrainer):
                 shutil.rmtree(folder, ignore_errors=True)
             raise
 
+    def _save_rng_state(self, output_dir):
+        super()._save_rng_state(output_dir)
+        # What tells that a checkpoint is whole is written next, by one process.
+        self.accelerator.wait_for_everyone()
+
     def _save_optimizer_and_scheduler(self, output_dir):
         super()._save_optimizer_and_scheduler(output_dir)
         self.save_exploration_state(output_dir)
@@ -170,6 +175,7 @@ class ResumableTrainer(PublishingTrainer):
     def save_exploration_state(self, folder):
         mid_generation = self._step % (self.args.steps_per_generation * self.num_iterations) != 0
         state = {
+            "num_processes": self.accelerator.num_processes,
             "step": self._step,
             "schedule": [self.args.steps_per_generation, self.num_iterations, self.args.per_device_train_batch_size],
             "buffered_inputs": self._buffered_inputs if mid_generation else None,

@@ -72,13 +72,16 @@ def is_complete(folder: str | Path) -> bool:
             The checkpoint folder.
 
     Returns:
-        `bool`: `False` where the trainer state, which is written last, is missing or cut off.
+        `bool`: `False` where the trainer state, which is written last, is missing or cut off, or where the state of a
+        process is.
     """
+    states = sorted(Path(folder).glob(STATE_FILE.format(rank="*")))
     try:
         json.loads((Path(folder) / TRAINER_STATE).read_text())
-    except (OSError, ValueError):
+        written_by = torch.load(states[0], weights_only=True, mmap=True).get("num_processes", 1) if states else 0
+    except (OSError, ValueError, EOFError, RuntimeError):
         return False
-    return True
+    return len(states) >= written_by
 
 
 def last_complete_checkpoint(output_dir: str | Path) -> tuple[str | None, list[str]]:
