@@ -126,7 +126,8 @@ class ExplorationTrainer(SamplingTrainer):
             raise ValueError(
                 f"{name} does not support `{field}` (multi-turn rollouts): remove it, or use GRPOTrainer."
             )
-        beams, copies = ((args.generation_kwargs or {}).get(key, 1) for key in ("num_beams", "num_return_sequences"))
+        options = args.generation_kwargs or {}
+        beams, copies = (options.get(key) or 1 for key in ("num_beams", "num_return_sequences"))
         if copies > 1:
             raise ValueError(
                 f"`generation_kwargs={{'num_return_sequences': {copies}}}`: every row of a batch has one completion. "

@@ -353,16 +353,12 @@ class SESATrainer(SequentialActionTrainer):
             rows = [tuple(ids) for ids in self.main_completion_ids]
             own["trajectories"] = sum(len(set(rows[i : i + size])) for i in range(0, len(rows), size))
         if self.args.mode == "two_stage":
-            right = [ok for sketch, ok in zip(self._columns["sketch"], sum(successes, []), strict=True) if sketch]
-            own |= {"sketched": len(right), "sketched_correct": sum(right)}
+            sketches = self._columns["sketch"]
             behind = [
-                [
-                    ok
-                    for sketch, ok in zip(self._columns["sketch"][g * size : (g + 1) * size], row, strict=True)
-                    if sketch
-                ]
+                [ok for ok, sketch in zip(row, sketches[g * size :], strict=False) if sketch]
                 for g, row in enumerate(successes)
             ]
+            own |= {"sketched": sum(map(len, behind)), "sketched_correct": sum(map(sum, behind))}
             own |= {"sketched_groups": sum(map(bool, behind)), "sketched_solved": sum(map(any, behind))}
         total = self.summed(
             {
