@@ -129,5 +129,7 @@ class DeepGRPOConfig(ExplorationConfig):
                 if self.segment_length > 0
                 else f"`segment_length={self.segment_length}` must be at least 1 token."
             )
+        pivots = self.rows_per_generation * self.num_pivots
+        self.check_stage("num_branches", min(pivots, self.max_pivots_per_batch or pivots))
         if self.hard_states_file is not None:
             path_inside(self.output_dir or ".", self.hard_states_file, field="hard_states_file")

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from trl_explore.cli_inputs import check_output_dir
 from trl_explore.comparison import Arm, Budget, Run, train_arm
 from trl_explore.interrupt import InterruptCallback
 from trl_explore.tasks import TeachableTask, get_task
@@ -161,7 +162,7 @@ def main(args: argparse.Namespace) -> int:
     # A 100k-parameter model gains little from a second thread on an idle machine, and on a busy one it waits for it.
     torch.set_num_threads(1)
     task, size = get_task("chain"), FAST if args.fast else FULL
-    output = Path(args.output_dir)
+    output = check_output_dir(args.output_dir)
     output.mkdir(parents=True, exist_ok=True)
     runs: list[dict[str, Any]] = []
     try:
