@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -284,6 +285,46 @@ def test_a_reward_function_with_a_wrong_count_is_named_also_on_extra_rows(tmp_pa
         trained(Rescored, ExplorationConfig, tmp_path, reward_funcs=short_on_parts)
     with pytest.raises(ValueError, match="returned 1 rewards for 8 completions"):
         trained(Echo, ExplorationConfig, tmp_path, reward_funcs=lambda completions, **kwargs: [0.0])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (dict(learning_rate=-1), "`learning_rate=-1` must be a finite number, at least 0."),
+        (dict(learning_rate=math.nan), "`learning_rate=nan` must be"),
+        (dict(temperature=0), "`temperature=0` must be positive"),
+        (dict(max_completion_length=0), "`max_completion_length=0` must be at least 1 token."),
+        (dict(top_p=1.5), "`top_p=1.5` must be in (0, 1]"),
+        (dict(min_p=-0.1), "`min_p=-0.1` must be in [0, 1]"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+)
+def test_values_that_would_end_a_run_later_are_refused_at_construction(options, words, tmp_path):
+    with pytest.raises(ValueError) as error:
+        ExplorationConfig(str(tmp_path), use_cpu=True, bf16=False, **options)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "places", "most"),
+    [
+        (DeepGRPOConfig, "num_branches", 16, 6250),
+        (TreeGRPOConfig, "expansion_width", 4, 25_000),
+        (BranPOConfig, "num_branches", 16, 6250),
+    ],
+)
+def test_a_field_that_asks_for_absurdly_many_rows_is_refused(config, field, places, most, tmp_path):
+    options = dict(use_cpu=True, bf16=False, per_device_train_batch_size=16, num_generations=4)
+    config(str(tmp_path), **options, **{field: most})
+    with pytest.raises(ValueError) as error:
+        config(str(tmp_path), **options, **{field: most + 1})
+    assert f"`{field}={most + 1}` can sample {most + 1:,} completions from each of {places} places" in str(error.value)
+    assert f"lower it to at most {most}, or" in str(error.value)
+
+
+def test_a_limit_of_pivots_allows_more_branches(tmp_path):
+    options = dict(use_cpu=True, bf16=False, per_device_train_batch_size=16, num_generations=4)
+    DeepGRPOConfig(str(tmp_path), **options, num_branches=50_000, max_pivots_per_batch=2)
 
 
 class Empty(ExplorationTrainer):

@@ -25,7 +25,13 @@ from transformers import (
 from trl import DatasetMixtureConfig, ScriptArguments
 
 from trl_explore.cli import main
-from trl_explore.cli_inputs import find_checkpoint, load_reward_functions, load_train_and_eval, looks_like_path
+from trl_explore.cli_inputs import (
+    check_output_dir,
+    find_checkpoint,
+    load_reward_functions,
+    load_train_and_eval,
+    looks_like_path,
+)
 from trl_explore.cli_train import METHODS, parse_train_arguments, resume_command
 from trl_explore.interrupt import InterruptCallback
 
@@ -229,6 +235,19 @@ def test_named_rewards_come_from_this_package_and_from_trl(workdir):
         ({"num_generation": 4}, "did you mean '--num_generations'?"),
         ({"num_processes": 2}, "accelerate launch FLAGS -m trl_explore.cli"),
         ({"shared_prefix_training": "on"}, "`shared_prefix_training` is a field of trl-explore's trainers, but"),
+        (
+            {"method": "g2rl", "num_branches": 3},
+            "`num_branches` is no field of g2rl; it belongs to deep_grpo and branpo",
+        ),
+        (
+            {"config": "foreign.yaml"},
+            "`node_length` is no field of grpo; it belongs to tree_grpo: leave it out, or use",
+        ),
+        ({"learning_rate": -1}, "`learning_rate=-1.0` must be a finite number, at least 0."),
+        ({"temperature": 0}, "`temperature=0.0` must be positive"),
+        ({"max_completion_length": 0}, "`max_completion_length=0` must be at least 1 token."),
+        ({"top_p": 0}, "`top_p=0.0` must be in (0, 1]"),
+        ({"method": "g2rl", "temperature": 0}, "`temperature=0.0` must be positive"),
         ({"config": "shared.yaml"}, "but --method grpo is TRL's own: leave it out, or use ExplorationTrainer from"),
         ({"max_steps": "many"}, "--max_steps/--max-steps: invalid int value: 'many'"),
         ({"num_generations": 3}, "num_generations (3)"),
@@ -257,11 +276,80 @@ def test_mistakes_are_explained_in_one_line(changes, message, workdir, model_fol
     Path("typo.yaml").write_text("learning_rat: 1.0\n")
     Path("list.yaml").write_text("- 1\n")
     Path("shared.yaml").write_text("packed_token_budget: 512\n")
+    Path("foreign.yaml").write_text("node_length: 8\n")
     Path("questions.jsonl").write_text('{"question": "1+1="}\n')
     assert main(["train", *flags(model_folder, **changes)]) == 2
     _, error = capsys.readouterr().err.split("trl-explore: error: ")  # before it: the progress bars of datasets
     assert message in error
     assert error.count("\n") == 1
+
+
+OUTPUTS = {
+    "quickstart": lambda path: ["quickstart", "--output_dir", path],
+    "train": lambda path: ["train", *flags("nowhere", output_dir=path)],
+    "compare": lambda path: ["compare", "--output_dir", path],
+    "eval": lambda path: ["eval", "--model_name_or_path", "m", "--dataset", "data.jsonl", "--output_dir", path],
+    "filter": lambda path: [
+        *("filter", "--model_name_or_path", "m", "--dataset_name", "data.jsonl", "--reward_funcs", "accuracy_reward"),
+        *("--output", f"{path}/hard.jsonl"),
+    ],
+}
+
+
+@pytest.mark.parametrize("command", OUTPUTS)
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("data.jsonl", "'data.jsonl' is a file; name a folder with"),
+        ("data.jsonl/out", "'data.jsonl/out' cannot be made, because "),
+        ("/proc/out", "'/proc/out' cannot be written to (/proc: "),  # a folder in which nobody makes files
+    ],
+)
+def test_every_command_refuses_a_folder_that_cannot_be_written(command, path, problem, workdir, capsys):
+    if path.startswith("/proc") and sys.platform != "linux":
+        pytest.skip("needs a folder that not even root can write to")
+    assert main(OUTPUTS[command](path)) == 2
+    _, error = capsys.readouterr().err.split("trl-explore: error: ")
+    assert f"output{'' if command == 'filter' else '_dir'}={problem}" in error
+    assert error.count("\n") == 1
+
+
+def test_a_folder_that_can_be_made_is_not_made_by_looking(tmp_path):
+    assert check_output_dir(tmp_path / "a" / "b") == tmp_path / "a" / "b"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    [
+        ("rows.jsonl", "", "is empty: it needs at least one row"),
+        ("rows.jsonl", "\n\n", "cannot be loaded: it has no rows"),
+        ("rows.jsonl", '{"prompt": "a"}\n\n{"prompt" "b"}\n', "line 3 is no JSON: Expecting ':' delimiter, column 11"),
+        ("rows.jsonl", '{"prompt": "a"}\n{"prom', "line 2 is no JSON: Unterminated string starting at, column 2"),
+        (
+            "rows.jsonl",
+            '{"prompt": "a"}\n[1, 2]\n',
+            "line 2 is no JSON object, one row with its columns by name, but [1",
+        ),
+        ("rows.json", '[{"prompt": ', "cannot be loaded: Expected object or value at position 11"),
+        ("rows.csv", "prompt,answer\n", "cannot be loaded: it has no rows"),
+    ],
+)
+def test_a_file_without_rows_or_with_a_broken_line_is_explained(name, text, problem, workdir, model_folder, capsys):
+    Path(name).write_text(text)
+    assert main(["train", *flags(model_folder, dataset_name=name)]) == 2
+    _, error = capsys.readouterr().err.split("trl-explore: error: ")
+    assert f"dataset_name='{name}' " in error and problem in error and error.count("\n") == 1
+
+
+def test_a_missing_model_names_a_few_similar_folders_only(workdir, model_folder, capsys):
+    for name in ("tiny-model", "tiny-models", "tiny_model", "tinny-model", "holiday", "letters"):
+        Path(name).mkdir()
+    assert main(["train", *flags("./tiny-modl")]) == 2
+    error = capsys.readouterr().err
+    assert "did you mean 'tiny-model' or 'tiny-models' or 'tinny-model'?" in error and "letters" not in error
+    assert main(["train", *flags("./zzz")]) == 2
+    assert capsys.readouterr().err.endswith(f"'zzz' does not exist (looked from {os.getcwd()})\n")
 
 
 def test_an_unknown_command_gets_the_nearest(capsys):

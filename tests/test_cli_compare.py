@@ -274,6 +274,10 @@ def test_an_embedded_task_is_compared_on_equal_seconds(workdir, capsys):
             "options of DEEP-GRPO: unknown field of deep_grpo 'num_branch'; did you mean 'num_branches'?",
         ),
         ({"arms": [{"method": "deep_grpo", "options": {"num_branches": 1}}]}, "arm DEEP-GRPO: `num_branches=1`"),
+        (
+            {"common": {"num_branches": 2}},
+            "common: num_branches is no field of grpo, but of deep_grpo and branpo: give it",
+        ),
         ({"common": {"learning_rat": 1}}, "common: unknown field of grpo 'learning_rat'; did you mean"),
         ({"common": {"seed": 1}}, "common: seed is set by the comparison (it is `seeds`); leave it out"),
         ({"common": {**OWN["common"], "num_generations": 3}}, "arm GRPO: "),

@@ -319,7 +319,8 @@ def test_the_page_nests_every_node_in_its_parent():
 
 def test_the_page_says_how_the_search_went():
     source = html_page(small_tree(success_ratio=None, reason="<empty> frontier"))
-    for text in ("step 12", "index 3", "1 correct, 1 wrong, 1 cut off, 1 unscored", "&lt;empty&gt; frontier", "row 2"):
+    facts = ("1 correct, 1 wrong, 1 cut off, 1 unscored", "&lt;empty&gt; frontier", "row 2")
+    for text in ("step 12, prompt 3 of its batch", *facts):
         assert text in source
     assert "cut off -0.5" in source and "#6 direct" in source
 
@@ -390,7 +391,7 @@ def test_the_command_prints_one_tree_unwrapped(dump, capsys):
 def test_trees_are_counted_from_either_end(dump, capsys, index, step):
     assert main(["tree", str(dump(*(small_tree(step=i) for i in range(3)))), "--index", index]) == 0
     printed = capsys.readouterr().out
-    assert f"step {step}, index 3" in printed
+    assert f"tree {step}: step {step}, prompt 3 of its batch" in printed
     page = Path(printed.split("wrote ")[1].strip())  # beside the dump, named after the tree
     assert page.name.endswith(f"_{step}.html") and page.read_text() == html_page(small_tree(step=step))
 

@@ -98,6 +98,8 @@ class BranPOConfig(ExplorationConfig):
         for names, least in ((COUNTS, 0), (DEPTHS, 1)):
             for name in names:
                 _check_integer(name, vars(self)[name], least)
+        for name in ("num_branches", "num_branches_solved"):
+            self.check_stage(name, self.rows_per_generation)
         limits, steps = self.interaction_limits, self.interaction_limit_steps or []
         for i, limit in enumerate(limits or []):
             _check_integer(f"interaction_limits[{i}]", limit, 1)

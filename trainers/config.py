@@ -1,5 +1,6 @@
 """What the configurations of all exploration trainers share."""
 
+import math
 from dataclasses import MISSING, dataclass, field, fields
 from typing import TypeVar
 
@@ -9,6 +10,8 @@ from trl_explore.hub import check_repo_id
 from trl_explore.names import explain_unknown_fields, unknown_name
 from trl_explore.serving import WEIGHT_SYNCS
 
+# Rows of one stage of sampling that no real run comes near: what asks for more is a slip that would run for ever.
+MOST_STAGE_ROWS = 100_000
 PACKING_MODES = ("off", "on", "auto")
 C = TypeVar("C", bound="ExplorationConfig")
 
@@ -109,6 +112,7 @@ class ExplorationConfig(GRPOConfig):
         Raises:
             ValueError: Naming the field, its value and the remedy.
         """
+        check_training_values(self)
         if self.vllm_weight_sync not in WEIGHT_SYNCS:
             raise ValueError(f"`vllm_weight_sync`: {unknown_name('value', self.vllm_weight_sync, WEIGHT_SYNCS)}")
         if isinstance(self.shared_prefix_training, bool):  # what `on` and `off` are in YAML
@@ -123,6 +127,33 @@ class ExplorationConfig(GRPOConfig):
             )
         if self.push_to_hub:
             check_repo_id(self.hub_model_id, self.output_dir or "trainer_output")
+
+    @property
+    def rows_per_generation(self) -> int:
+        """Completions of a generation batch: of this process, or of all where `generation_batch_size` is set."""
+        steps = self.steps_per_generation or self.gradient_accumulation_steps
+        return self.generation_batch_size or self.per_device_train_batch_size * steps
+
+    def check_stage(self, field: str, places: int) -> None:
+        """
+        Check how many rows a stage of sampling can have.
+
+        Args:
+            field (`str`):
+                Name of the field that says how many are sampled from each place.
+            places (`int`):
+                Most places of a generation batch.
+
+        Raises:
+            ValueError: If they are absurdly many.
+        """
+        number = vars(self)[field]
+        if number * places > MOST_STAGE_ROWS:
+            raise ValueError(
+                f"`{field}={number}` can sample {number:,} completions from each of {places:,} places of a generation "
+                f"batch at once, more than {MOST_STAGE_ROWS:,} in all: lower it to at most "
+                f"{MOST_STAGE_ROWS // places}, or make the batch smaller."
+            )
 
     def _check_token_budget(self) -> None:
         budget, completion = self.packed_token_budget, self.max_completion_length or 0
@@ -141,6 +172,32 @@ class ExplorationConfig(GRPOConfig):
                 f"{field} cannot hold a prompt and `max_completion_length={completion}` tokens: set it to at least "
                 f"{completion} plus the longest prompt, or lower `max_completion_length`."
             )
+
+
+def check_training_values(args: GRPOConfig) -> None:
+    """
+    Check values that TRL accepts and that end a run later, in another library's words.
+
+    Args:
+        args ([`~trl.GRPOConfig`]):
+            Any GRPO configuration.
+
+    Raises:
+        ValueError: Naming the field, its value and the remedy.
+    """
+    if not 0 <= float(args.learning_rate) < math.inf:
+        raise ValueError(f"`learning_rate={args.learning_rate}` must be a finite number, at least 0.")
+    if not 0 < args.temperature < math.inf:
+        raise ValueError(
+            f"`temperature={args.temperature}` must be positive: completions of a group must be able to differ. For "
+            "samples that are nearly greedy set 0.1."
+        )
+    if args.max_completion_length is not None and args.max_completion_length < 1:
+        raise ValueError(f"`max_completion_length={args.max_completion_length}` must be at least 1 token.")
+    if not 0 < args.top_p <= 1:
+        raise ValueError(f"`top_p={args.top_p}` must be in (0, 1]; 1 samples from all tokens.")
+    if args.min_p is not None and not 0 <= args.min_p <= 1:
+        raise ValueError(f"`min_p={args.min_p}` must be in [0, 1]; 0 samples from all tokens.")
 
 
 def upgrade_config(args: GRPOConfig, config_class: type[C]) -> C:

@@ -148,5 +148,7 @@ class DeepGRPOConfig(ExplorationConfig):
                 f"`min_remaining_tokens={self.min_remaining_tokens}` is more than `max_completion_length="
                 f"{self.max_completion_length}`, so that not even the prompt could be branched from. Lower it."
             )
+        pivots = self.rows_per_generation * self.num_pivots
+        self.check_stage("num_branches", min(pivots, self.max_pivots_per_batch or pivots))
         if self.hard_states_file is not None:
             path_inside(self.output_dir or ".", self.hard_states_file, field="hard_states_file")

@@ -173,6 +173,7 @@ class TreeGRPOConfig(ExplorationConfig):
             path_inside(self.output_dir or ".", self.dump_trees, field="dump_trees")
 
     def _check_sizes(self) -> None:
+        self.check_stage("expansion_width", max(1, self.rows_per_generation // (self.num_generations or 1)))
         budget = self.max_completion_length or 0
         if self.node_length is not None and self.node_length > budget:
             raise ValueError(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trl_explore.cli_benchmarks import TASK_PROMPTS, Benchmark, load_benchmarks
 from trl_explore.cli_flags import FlagParser
-from trl_explore.cli_inputs import UsageError, check_deciding_reward
+from trl_explore.cli_inputs import UsageError, check_deciding_reward, check_output_dir
 from trl_explore.cli_model import ModelSource, find_model, load_model, load_tokenizer
 from trl_explore.presets import preset_names
 from trl_explore.visible_text import visible_text
@@ -192,9 +192,7 @@ def _check(args: argparse.Namespace) -> None:
             raise UsageError(f"{name} must be at least 1, got {vars(args)[name]}")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UsageError("eval runs as one process: for several GPUs, --use_vllm --vllm_tensor_parallel_size N")
-    output = Path(args.output_dir).expanduser()
-    if output.exists() and not output.is_dir():
-        raise UsageError(f"output_dir={args.output_dir!r} is a file; name a folder")
+    check_output_dir(args.output_dir)
 
 
 def _num_done(folder: Path) -> int:

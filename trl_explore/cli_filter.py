@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_explore.cli_flags import FlagParser
-from trl_explore.cli_inputs import UsageError, check_deciding_reward, load_reward_functions, load_train_and_eval
+from trl_explore.cli_inputs import (
+    UsageError,
+    check_deciding_reward,
+    check_output_dir,
+    load_reward_functions,
+    load_train_and_eval,
+)
 from trl_explore.cli_model import find_model, load_model, load_tokenizer
 
 if TYPE_CHECKING:
@@ -93,6 +99,9 @@ def run(argv: list[str]) -> int:
     output = Path(args.output).expanduser()
     if output.suffix not in SUFFIXES:
         raise UsageError(f"output={args.output!r} must end with one of {', '.join(SUFFIXES)}")
+    if output.is_dir():
+        raise UsageError(f"output={args.output!r} is a folder; name a file")
+    check_output_dir(output.parent, "output")
     if output.resolve() == Path(args.dataset_name).expanduser().resolve():
         raise UsageError(f"output={args.output!r} is the data set itself; name another file")
     rewards = load_reward_functions(args.reward_funcs, args.reward_model_name_or_path)

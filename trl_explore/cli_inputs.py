@@ -1,9 +1,13 @@
 """What a run is made of, by name: the data set, the reward functions, the model folder, the checkpoint to resume."""
 
+import difflib
 import importlib
 import inspect
+import json
 import os
+import reprlib
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +45,7 @@ def looks_like_path(name: str) -> bool:
 
 def missing_path(field: str, path: Path) -> UsageError:
     """
-    The error for a path that is not there, with the nearest one that is.
+    The error for a path that is not there, with up to three of a similar name that are.
 
     Args:
         field (`str`):
@@ -52,9 +56,38 @@ def missing_path(field: str, path: Path) -> UsageError:
     Returns:
         [`UsageError`]: To be raised.
     """
-    siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    hint = unknown_name("name in that folder", path.name, siblings) if siblings else f"{path.parent} does not exist."
-    return UsageError(f"{field}={str(path)!r} does not exist (looked from {os.getcwd()}): {hint}")
+    problem = f"{field}={str(path)!r} does not exist (looked from {os.getcwd()})"
+    if not path.parent.is_dir():
+        return UsageError(f"{problem}: {path.parent} does not exist either")
+    near = difflib.get_close_matches(path.name, [entry.name for entry in path.parent.iterdir()])
+    return UsageError(f"{problem}; did you mean {' or '.join(map(repr, near))}?" if near else problem)
+
+
+def check_output_dir(name: str | Path, field: str = "output_dir") -> Path:
+    """
+    Checks that a folder is there and can be written to, or can be made, before anything slow starts.
+
+    Args:
+        name (`str` or `Path`):
+            The folder.
+        field (`str`, *optional*, defaults to `"output_dir"`):
+            The flag that names it, or a file in it.
+
+    Returns:
+        `Path`: The folder, with `~` expanded; it is not made.
+    """
+    folder = Path(name).expanduser()
+    nearest = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+    if not nearest.is_dir():
+        what = "is a file" if nearest == folder else f"cannot be made, because {str(nearest)!r} is a file"
+        raise UsageError(f"{field}={str(name)!r} {what}; name a folder with --{field}")
+    try:
+        tempfile.TemporaryFile(dir=nearest).close()
+    except OSError as error:
+        raise UsageError(
+            f"{field}={str(name)!r} cannot be written to ({nearest}: {error.strerror}); name another with --{field}"
+        ) from error
+    return folder
 
 
 def check_model(name: str | None, *, revision: str | None, trust_remote_code: bool) -> str:
@@ -121,6 +154,8 @@ def load_train_and_eval(
         raise UsageError(f"{named} cannot be loaded: {error}") from error
     train = pick_split(splits, script_args.dataset_train_split, "dataset_train_split", sole_split_is="train")
     columns = train.column_names  # None while a streamed data set has not been looked at
+    if columns is not None and not columns:  # of a file that is read while it is used
+        raise UsageError(f"dataset_name={name!r} has no rows")
     if columns is not None and "prompt" not in columns:
         raise UsageError(
             f"the data needs a column 'prompt', but has {', '.join(columns)}: map it first (examples/deep_grpo.py)"
@@ -156,7 +191,12 @@ def load_splits(
     if path.is_file():
         if path.suffix not in FILE_FORMATS:
             raise UsageError(f"{field}={name!r}: cannot read {path.suffix!r} files, only {', '.join(FILE_FORMATS)}")
-        return datasets.load_dataset(FILE_FORMATS[path.suffix], data_files=str(path), streaming=streaming)
+        if not path.stat().st_size:
+            raise UsageError(f"{field}={name!r} is empty: it needs at least one row")
+        try:
+            return datasets.load_dataset(FILE_FORMATS[path.suffix], data_files=str(path), streaming=streaming)
+        except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+            raise UsageError(f"{field}={name!r} cannot be loaded: {_what_is_wrong(path, error)}") from error
     if path.is_dir():
         if (path / "dataset_dict.json").exists() or (path / "state.json").exists():  # written by save_to_disk
             stored = datasets.load_from_disk(str(path))
@@ -165,6 +205,25 @@ def load_splits(
     elif looks_like_path(name):
         raise missing_path(field, path)
     return datasets.load_dataset(name, name=config, streaming=streaming)
+
+
+def _what_is_wrong(path: Path, error: Exception) -> str:
+    """Why a file of data cannot be loaded: for `.jsonl`, the first line that is no JSON object and its fault."""
+    if "corresponds to no data" in str(error):
+        return "it has no rows"
+    if path.suffix != ".jsonl":
+        return str(error.__cause__ or error)  # `datasets` hides the cause
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line.decode(errors="replace"))
+            except json.JSONDecodeError as fault:
+                return f"line {number} is no JSON: {fault.msg}, column {fault.colno}"
+            if not isinstance(row, dict):
+                return f"line {number} is no JSON object, one row with its columns by name, but {reprlib.repr(row)}"
+    return str(error.__cause__ or error)
 
 
 def pick_split(

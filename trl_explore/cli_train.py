@@ -15,6 +15,7 @@ from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 from trl_explore.cli_inputs import (
     UsageError,
     check_model,
+    check_output_dir,
     find_checkpoint,
     load_reward_functions,
     load_train_and_eval,
@@ -212,13 +213,15 @@ def build_arguments(
     Raises:
         UsageError: For names that are no field, and for values that a configuration refuses.
     """
+    from trl_explore.trainers.config import check_training_values
+
     method, flags = config["method"], flags or []
     types: tuple[Any, ...] = (TrainArguments, METHODS[method]()[0], ModelConfig, DatasetMixtureConfig)
     hints = {name: hint for cls in types for name, hint in get_type_hints(cls).items()}
     known = {spec.name for cls in types for spec in fields(cls) if spec.init}
     parser = OneLineParser(types, prog=f"trl-explore train --method {method}", allow_abbrev=False)
     for name in config.keys() - known:
-        _explain_shared_field(str(name), method)
+        _explain_foreign_field(str(name), method)
         raise UsageError(f"--config: {unknown_name('field', str(name), known)}")
     parser.set_defaults_with_config(**{name: _as_default(value, hints[name]) for name, value in config.items()})
     # Looked at before the dataclasses are built: a mistyped field would else show as a complaint about its default.
@@ -226,17 +229,18 @@ def build_arguments(
         if not text.startswith("--"):
             raise UsageError(f"unexpected argument {text!r}; fields are written --field value")
         name = text[2:].split("=")[0].replace("-", "_")
-        _explain_shared_field(name, method)
+        _explain_foreign_field(name, method)
         raise UsageError(f"{unknown_name('flag', '--' + name, {'--' + field for field in known})}{_launch_hint(name)}")
     try:
         parsed: Any = parser.parse_args_into_dataclasses(args=flags, look_for_args_file=False)
+        check_training_values(parsed[1])  # plain TRL's configuration does not
     except (ValueError, TypeError) as error:  # what the configs' own checks raise
         raise UsageError(str(error)) from error
     return parsed
 
 
-def _explain_shared_field(name: str, method: str) -> None:
-    """Plain `grpo` is TRL's own trainer, which has none of the fields that all others share."""
+def _explain_foreign_field(name: str, method: str) -> None:
+    """Of a field that other methods have, says which; plain `grpo` is TRL's own trainer and has no field of ours."""
     from trl_explore.trainers import ExplorationConfig
 
     if name in ExplorationConfig.__annotations__:
@@ -244,6 +248,25 @@ def _explain_shared_field(name: str, method: str) -> None:
             f"`{name}` is a field of trl-explore's trainers, but --method {method} is TRL's own: leave it out, or use "
             "ExplorationTrainer from Python, which is plain GRPO with these fields"
         )
+    if owners := methods_with(name):
+        raise UsageError(
+            f"`{name}` is no field of {method}; it belongs to {' and '.join(owners)}: leave it out, or use "
+            f"--method {owners[0]}"
+        )
+
+
+def methods_with(name: str) -> list[str]:
+    """
+    The methods whose configuration has a field.
+
+    Args:
+        name (`str`):
+            The field.
+
+    Returns:
+        `list[str]`: Their names.
+    """
+    return [method for method, build in METHODS.items() if name in {spec.name for spec in fields(build()[0])}]
 
 
 def _launch_hint(flag: str) -> str:
@@ -344,6 +367,7 @@ def run(argv: list[str]) -> int:
         print(SHORT_HELP)
         return 0
     script_args, training_args, model_args, mixture = parse_train_arguments(argv)
+    check_output_dir(str(training_args.output_dir))
     checkpoint = find_checkpoint(training_args.resume_from_checkpoint, str(training_args.output_dir))
     try:
         trainer = _build_trainer(script_args, training_args, model_args, mixture)

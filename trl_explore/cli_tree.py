@@ -76,7 +76,7 @@ def run(argv: list[str]) -> int:
     # the page first: a reader like `head` may end this process while it prints
     beside = path.with_name(f"{path.stem}_{index}.html")
     page = _write_page(beside if args.html is None else Path(args.html).expanduser(), record)
-    _print_tree(record)
+    _print_tree(index, record)
     _print(Text(f"\nwrote {visible_text(str(page))}"))
     return 0
 
@@ -138,7 +138,7 @@ def _table_of(path: Path) -> Table:
     return table
 
 
-def _print_tree(record: dict[str, Any]) -> None:
+def _print_tree(index: int, record: dict[str, Any]) -> None:
     facts = [
         f"{len(record['nodes'])} nodes",
         f"{record['iterations']} iterations",
@@ -147,7 +147,8 @@ def _print_tree(record: dict[str, Any]) -> None:
         f"baseline {plain(record['baseline'])}",
         f"search ended: {short_text(record['reason'], 60)}",
     ]
-    heading = Text(f"step {record['step']}, index {record['index']}", style="bold")
+    # The number in the file, and where the tree is from: a record's own index counts the prompts of a batch.
+    heading = Text(f"tree {index}: step {record['step']}, prompt {record['index']} of its batch", style="bold")
     heading.append(f"  {', '.join(facts)}", style="not bold")
     _print(heading)
     _print(text_tree(record), indent=2 * max(depths(record["nodes"])))

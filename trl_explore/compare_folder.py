@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import yaml
 
-from trl_explore.cli_inputs import UsageError
+from trl_explore.cli_inputs import UsageError, check_output_dir
 from trl_explore.compare import build_run, train_run
 from trl_explore.compare_settings import Comparison, arm_folder
 from trl_explore.comparison import Arm, Run
@@ -63,10 +63,8 @@ class ComparisonFolder:
     """
 
     def __init__(self, comparison: Comparison, path: str | Path) -> None:
-        self.comparison, self.path = comparison, Path(path).expanduser()
+        self.comparison, self.path = comparison, check_output_dir(path)
         settings = self.path / SETTINGS
-        if self.path.is_file():
-            raise UsageError(f"output_dir={str(path)!r} is a file; name a folder with --output_dir")
         if settings.is_file():
             found = differences(yaml.safe_load(settings.read_text()), comparison.document())
             if found:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from trl_explore.cli_inputs import UsageError
-from trl_explore.cli_train import METHODS, TrainArguments, build_arguments
+from trl_explore.cli_train import METHODS, TrainArguments, build_arguments, methods_with
 from trl_explore.comparison import Arm, Budget
 from trl_explore.names import unknown_name
 from trl_explore.visible_text import visible_text
@@ -355,6 +355,11 @@ def _check_fields(comparison: Comparison) -> None:
             for name in options:
                 if name in OWNED:
                     raise UsageError(f"{place}: {name} is set by the comparison ({OWNED[name]}); leave it out")
+                if name not in specs and (owners := methods_with(str(name))):
+                    raise UsageError(
+                        f"{place}: {name} is no field of {arm.method}, but of {' and '.join(owners)}: give it as one "
+                        "of the `options` of such an arm"
+                    )
                 if name not in specs:
                     raise UsageError(f"{place}: {unknown_name(f'field of {arm.method}', str(name), specs)}")
         try:

@@ -121,7 +121,7 @@ TEMPLATE = """\
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; \
 script-src 'sha256-{{ script_hash }}'; base-uri 'none'; form-action 'none'">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Search tree {{ index }}, step {{ step }}</title>
+<title>Search tree: step {{ step }}, prompt {{ index }} of its batch</title>
 <style>{{ style | safe }}
 :root { --red: {{ red }}; --green: {{ green }}; --indent: {{ indent }}px; --reward-width: {{ reward_width }}rem; }
 .row { --tint: var(--red); }
@@ -129,7 +129,7 @@ script-src 'sha256-{{ script_hash }}'; base-uri 'none'; form-action 'none'">
 </style>
 </head>
 <body>
-<h1>Search tree<small>step {{ step }}, index {{ index }}</small></h1>
+<h1>Search tree<small>step {{ step }}, prompt {{ index }} of its batch</small></h1>
 <div class="prompt">{{ prompt }}</div>
 <dl class="facts">
 {% for name, fact in facts.items() %}

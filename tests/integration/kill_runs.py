@@ -184,7 +184,9 @@ def attempt(case, folder, death=None):
                 log = os.open(folder / f"log{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
                 os.dup2(log, 1), os.dup2(log, 2)
                 if ranks > 1:
-                    world = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+                    world = dict(
+                        RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT=port
+                    )
                     os.environ.update({name: str(value) for name, value in world.items()}, ACCELERATE_USE_CPU="true")
                 # Either rank may be the one that dies.
                 train(case, folder, death if death is None or rank == death[0] % ranks else None)
