@@ -244,3 +244,25 @@ def test_each_side_needs_a_node(tmp_path, serving):
     done, commands = submitted(tmp_path, 2, VLLM_NODES=serving)
     assert done.returncode == 2 and not commands
     assert f"VLLM_NODES={serving} of 2 nodes: leave at least one node for each side" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command,expected",
+    [
+        ("accelerate.commands.launch --cpu --num_processes 2", ["0 of 1"]),  # examples/README.md warns of it
+        ("torch.distributed.run --standalone --nproc_per_node 2", ["0 of 2", "1 of 2"]),
+    ],
+    ids=["accelerate", "torchrun"],
+)
+def test_how_many_processes_a_command_starts_on_a_cpu(tmp_path, command, expected):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from trl import GRPOConfig\n"
+        "args = GRPOConfig('out', use_cpu=True, bf16=False)\n"
+        "open(f'rank{args.process_index}', 'w').write(f'{args.process_index} of {args.world_size}')\n"
+    )
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    run = [sys.executable, "-m", *command.split(), str(script)]
+    subprocess.run(run, cwd=tmp_path, env=environment, check=True, capture_output=True, timeout=600)
+    assert [path.read_text() for path in sorted(tmp_path.glob("rank*"))] == expected
