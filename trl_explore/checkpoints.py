@@ -12,6 +12,7 @@ import torch
 
 STATE_FILE = "explore_state_{rank}.pt"
 TRAINER_STATE = "trainer_state.json"
+EARLIER = "_earlier-{number}"
 
 
 def save_state(state: dict[str, Any], folder: str | Path, *, rank: int) -> None:
@@ -161,6 +162,33 @@ def path_inside(folder: str | Path, name: str, *, field: str) -> Path:
     if not path.is_relative_to(root) or path == root:
         raise ValueError(f"`{field}={name!r}` must name a file inside `output_dir` ({folder}).")
     return path
+
+
+def set_aside(folder: str | Path, files: Iterable[Path]) -> Path | None:
+    """
+    Move files of an earlier run into a folder of their own, under the names they had.
+
+    Args:
+        folder (`str` or `Path`):
+            The output folder.
+        files (`Iterable[Path]`):
+            Files in it; those that are no longer there are left out.
+
+    Returns:
+        `Path` or `None`: The folder `_earlier-<number>` that they are in now; `None` where there was nothing to move.
+            Names with an underscore are not published.
+    """
+    found = [path for path in files if path.is_file()]
+    if not found:
+        return None
+    number = 1
+    while (target := Path(folder) / EARLIER.format(number=number)).exists():
+        number += 1
+    for path in found:
+        moved = target / path.relative_to(folder)
+        moved.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(moved)
+    return target
 
 
 def append_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
