@@ -301,7 +301,7 @@ class TreeGRPOTrainer(ExplorationTrainer):
 
     @property
     def _trees_path(self) -> Path:
-        folder = path_inside(self.args.output_dir, self.args.dump_trees, field="dump_trees")
+        folder = path_inside(self.args.output_dir, self.args.dump_trees, field="dump_trees", suffix="")
         return folder / f"trees_{self.accelerator.process_index}.jsonl"
 
     def _write_trees(self) -> None:
