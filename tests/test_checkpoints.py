@@ -92,5 +92,27 @@ def test_a_path_that_leaves_the_output_folder_is_refused(tmp_path, name):
         path_inside(tmp_path, name, field="hard_states_file")
 
 
+@pytest.mark.parametrize(
+    "name, suffix, problem",
+    [
+        ("model.safetensors", ".jsonl", "must end in .jsonl"),
+        ("checkpoint-1/trainer_state.json", ".jsonl", "must end in .jsonl"),
+        ("checkpoint-1/states.jsonl", ".jsonl", "'checkpoint-1' is the name of a folder of checkpoints"),
+        ("_earlier-1/states.jsonl", ".jsonl", "'_earlier-1' is the name of a folder"),
+        ("model.safetensors", "", "must be the name of a folder"),
+        ("checkpoint-1", "", "'checkpoint-1' is the name of a folder of checkpoints"),
+    ],
+)
+def test_names_that_something_else_has_are_refused(tmp_path, name, suffix, problem):
+    with pytest.raises(ValueError, match=problem):
+        path_inside(tmp_path, name, field="f", suffix=suffix)
+
+
+def test_half_a_surrogate_pair_is_written_down(tmp_path):
+    append_lines(tmp_path / "x.jsonl", [{"text": "\ud800é"}])
+    line = (tmp_path / "x.jsonl").read_text(encoding="utf-8")
+    assert line == '{"text": "\\ud800é"}\n' and json.loads(line) == {"text": "\ud800é"}
+
+
 def test_a_path_inside_the_output_folder_is_resolved(tmp_path):
     assert path_inside(tmp_path, "a/b.jsonl", field="f") == (tmp_path / "a" / "b.jsonl").resolve()

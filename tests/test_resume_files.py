@@ -1,5 +1,7 @@
 """What a run writes beside its checkpoints is the same whether it was interrupted or not."""
 
+import json
+import logging
 import shutil
 from datetime import date, datetime, timedelta
 from decimal import Decimal
@@ -123,3 +125,93 @@ def test_a_column_that_cannot_wait_there_is_named_before_the_first_step(tmp_path
     with pytest.raises(ValueError, match=r"cannot hold the pandas.*Timestamp of the column 'when': convert"):
         trainer.train()
     assert trainer.state.global_step == 0
+
+
+# --------------------------------------------------------------------------------------------- more than one run here
+
+
+HARD = (DEEP, dict(CUTS, hard_states_file="states/hard.jsonl"), "states/hard.jsonl")
+TREES = (SEARCH, TREE, "trees/trees_0.jsonl")
+SOLUTIONS = (SEARCH, dict(TREE, dump_trees=None, replay_buffer=True, replay_threshold=0.9), "solutions.jsonl")
+FILES = {"hard states": HARD, "trees": TREES, "solutions": SOLUTIONS}
+
+
+@pytest.mark.parametrize("method, options, name", FILES.values(), ids=FILES.keys())
+def test_a_run_that_begins_again_in_its_folder_leaves_nothing_twice(tmp_path, caplog, method, options, name):
+    run(method, tmp_path, **options, save_strategy="no")
+    whole = (tmp_path / name).read_text()
+    assert whole.count("\n") > 2
+    with caplog.at_level(logging.WARNING):
+        run(method, tmp_path, **{**options, "max_steps": 2}, save_strategy="no")
+    assert whole.startswith((tmp_path / name).read_text())
+    assert (tmp_path / "_earlier-1" / name).read_text() == whole
+    assert caplog.text.count("holds files that this run does not go on from") == 1
+    run(method, tmp_path, **options, save_strategy="no")
+    assert (tmp_path / name).read_text() == whole
+    assert sorted(path.name for path in tmp_path.glob("_*")) == ["_earlier-1", "_earlier-2"]
+
+
+@pytest.mark.parametrize("method, options, name", FILES.values(), ids=FILES.keys())
+def test_a_resumed_run_goes_on_with_its_files_to_the_byte(tmp_path, method, options, name):
+    options = dict(options, max_steps=5)
+    run(method, tmp_path, **options)
+    whole = (tmp_path / name).read_bytes()
+    for step in (2, 5):
+        run(method, tmp_path, checkpoint=step, **options, save_strategy="no")
+        assert (tmp_path / name).read_bytes() == whole
+    assert not list(tmp_path.glob("_*"))
+
+
+@pytest.mark.parametrize("method, options, name", FILES.values(), ids=FILES.keys())
+def test_checkpoints_of_weights_alone_begin_files_anew(tmp_path, caplog, method, options, name):
+    options = dict(options, save_only_model=True)
+    run(method, tmp_path, **options)
+    whole = (tmp_path / name).read_text()
+    with caplog.at_level(logging.WARNING):
+        run(method, tmp_path, checkpoint=1, **options, save_strategy="no")
+    assert "checkpoint-1 holds weights alone (`save_only_model=True`)" in caplog.text
+    assert "plain GRPOTrainer" not in caplog.text
+    assert (tmp_path / "_earlier-1" / name).read_text() == whole
+    if name != "solutions.jsonl":
+        assert {json.loads(line)["step"] for line in (tmp_path / name).read_text().splitlines()} == {1, 2}
+
+
+def test_tables_of_an_earlier_run_are_kept_apart(tmp_path):
+    options = dict(log_completions=True, num_completions_to_print=0, save_strategy="no")
+    run(BASE, tmp_path, **options)
+    run(BASE, tmp_path, **options, max_steps=1)
+    assert list(tables(tmp_path)) == ["completions_00001.parquet"]
+    assert len(tables(tmp_path / "_earlier-1")) == 3
+
+
+def test_a_table_of_an_evaluation_before_training_is_of_this_run(tmp_path):
+    options = dict(log_completions=True, num_completions_to_print=0, max_steps=1, per_device_eval_batch_size=8)
+    trainer = make_trainer(*BASE, tmp_path, **options, eval_dataset=make_dataset().select(range(2)))
+    trainer.evaluate()
+    trainer.train()
+    assert list(tables(tmp_path)) == ["completions_00000.parquet", "completions_00001.parquet"]
+
+
+def test_a_checkpoint_of_another_folder_begins_files_anew(tmp_path):
+    method, options, name = HARD
+    run(method, tmp_path / "first", **options)
+    run(method, tmp_path / "second", **options)
+    trainer = make_trainer(*method, tmp_path / "second", **options)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "first" / "checkpoint-2"))
+    assert (tmp_path / "second" / "_earlier-1" / name).is_file()
+    assert {json.loads(line)["step"] for line in (tmp_path / "second" / name).read_text().splitlines()} == {2}
+
+
+def test_solutions_to_start_from_are_not_moved_away(tmp_path):
+    method, options, name = SOLUTIONS
+    run(method, tmp_path, **options, save_strategy="no")
+    found = (tmp_path / name).read_text().splitlines()
+    run(method, tmp_path, **options, save_strategy="no", replay_file=str(tmp_path / name), max_steps=1)
+    assert set(found) <= set((tmp_path / name).read_text().splitlines()) and not list(tmp_path.glob("_*"))
+
+
+def test_checkpoints_of_an_earlier_run_are_told(tmp_path, caplog):
+    run(BASE, tmp_path, max_steps=2)
+    with caplog.at_level(logging.WARNING):
+        run(BASE, tmp_path, max_steps=1, save_strategy="no")
+    assert "checkpoint-2 is of an earlier run, and `resume_from_checkpoint=True` takes it" in caplog.text

@@ -17,7 +17,14 @@ from datasets import IterableDataset
 from torch.utils.data import Sampler
 from transformers import TrainerCallback
 
-from trl_explore.checkpoints import is_complete, last_complete_checkpoint, load_state, next_batch, save_state
+from trl_explore.checkpoints import (
+    is_complete,
+    last_complete_checkpoint,
+    load_state,
+    next_batch,
+    save_state,
+    set_aside,
+)
 
 from .publishing import PublishingTrainer
 
@@ -48,6 +55,7 @@ class ResumableTrainer(PublishingTrainer):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.add_callback(_EpochEnd(self))
+        self._earlier_files: list[Path] | None = self.run_files()
         seed = self.args.seed + 7919 * (self.args.process_index + 1)
         self.exploration_generator = torch.Generator().manual_seed(seed)
 
@@ -90,7 +98,42 @@ class ResumableTrainer(PublishingTrainer):
             )
         self._resumed = self._read_state(resume_from_checkpoint) if resume_from_checkpoint else None
         self._epoch = self._epoch_start = 0
+        self._begin_files(resume_from_checkpoint)
         return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    # ------------------------------------------------------------------------------------ files beside the checkpoints
+
+    def run_files(self) -> list[Path]:
+        """What is there of the files that a run adds to: those of the method and the completions tables."""
+        folder = Path(self.args.output_dir)
+        places = [folder / name for name in self.method_files()]
+        if self.args.log_completions:
+            places.append(folder / "completions")
+        inside = [path for place in places for path in [place, *sorted(place.rglob("*"))]]
+        return [path for path in inside if path.is_file()]
+
+    def _begin_files(self, checkpoint: str | Path | None) -> None:
+        """Files go on with a checkpoint that knows how long they were; else they begin anew, and old ones are kept."""
+        folder = Path(self.args.output_dir)
+        earlier = self.run_files() if self._earlier_files is None else self._earlier_files
+        self._earlier_files = None  # what is there when training is begun again is of this run
+        if checkpoint and self._resumed is not None and Path(checkpoint).resolve().parent == folder.resolve():
+            return
+        if self.args.should_save:
+            aside = set_aside(folder, earlier)
+            if aside is not None:
+                names = sorted({path.relative_to(folder).parts[0] for path in earlier})
+                logger.warning(
+                    "%s holds files that this run does not go on from; they are in %s now: %s.", folder, aside, names
+                )
+            old = None if checkpoint else last_complete_checkpoint(folder)[0]
+            if old is not None:
+                logger.warning(
+                    "%s is of an earlier run, and `resume_from_checkpoint=True` takes it until this run has gone "
+                    "further: delete it, or choose another `output_dir`.",
+                    old,
+                )
+        self.accelerator.wait_for_everyone()
 
     # ------------------------------------------------------------------------------------------ the order of the data
 
@@ -205,11 +248,11 @@ class ResumableTrainer(PublishingTrainer):
             return
         state = self._resumed
         if state is None:
-            logger.warning(
-                "%s holds no exploration state (it was written by a plain GRPOTrainer): weights and optimiser resume, "
-                "the method starts fresh.",
-                checkpoint,
-            )
+            if any(Path(checkpoint).glob("rng_state*")):
+                what = "no exploration state (it was written by a plain GRPOTrainer): weights and optimiser resume, "
+            else:
+                what = "weights alone (`save_only_model=True`): they and the number of steps resume, the optimiser and "
+            logger.warning("%s holds %sthe method starts fresh.", checkpoint, what)
             return
         self.exploration_generator.set_state(state["generator"])
         self._stream_tokens = state["stream_tokens"]

@@ -170,7 +170,7 @@ class TreeGRPOConfig(ExplorationConfig):
         if self.replay_file is not None and not self.replay_buffer:
             raise ValueError(f"`replay_file={self.replay_file!r}` has no effect without `replay_buffer=True`: set it.")
         if self.dump_trees is not None:
-            path_inside(self.output_dir or ".", self.dump_trees, field="dump_trees")
+            path_inside(self.output_dir or ".", self.dump_trees, field="dump_trees", suffix="")
 
     def _check_sizes(self) -> None:
         self.check_stage("expansion_width", max(1, self.rows_per_generation // (self.num_generations or 1)))

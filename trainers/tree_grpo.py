@@ -266,11 +266,10 @@ class TreeGRPOTrainer(ExplorationTrainer):
             self._solutions_file_is_current = False  # lines can be appended, but not taken back
         if not self.accelerator.is_main_process or not (entries or not self._solutions_file_is_current):
             return
-        path = Path(self.args.output_dir) / SOLUTIONS_FILE
         if self._solutions_file_is_current:
-            append_solutions(path, entries)
+            append_solutions(self._solutions_path, entries)
         else:
-            write_cache(path, self.solutions, self._tokenizer)
+            write_cache(self._solutions_path, self.solutions, self._tokenizer)
             self._solutions_file_is_current = True
 
     # -------------------------------------------------------------------------------- metrics, files, state
@@ -299,9 +298,17 @@ class TreeGRPOTrainer(ExplorationTrainer):
     def method_files(self) -> list[str]:
         return [SOLUTIONS_FILE, *([self.args.dump_trees] if self.args.dump_trees else [])]
 
+    def run_files(self) -> list[Path]:
+        replayed = self.args.replay_file and Path(self.args.replay_file).resolve()
+        return [path for path in super().run_files() if path.resolve() != replayed]  # its solutions are written again
+
+    @property
+    def _solutions_path(self) -> Path:
+        return Path(self.args.output_dir) / SOLUTIONS_FILE
+
     @property
     def _trees_path(self) -> Path:
-        folder = path_inside(self.args.output_dir, self.args.dump_trees, field="dump_trees")
+        folder = path_inside(self.args.output_dir, self.args.dump_trees, field="dump_trees", suffix="")
         return folder / f"trees_{self.accelerator.process_index}.jsonl"
 
     def _write_trees(self) -> None:
@@ -326,10 +333,14 @@ class TreeGRPOTrainer(ExplorationTrainer):
             "solutions": self.solutions.state_dict(),
             # A resumed run writes what came after the checkpoint again, so the file goes back to its length here.
             "trees_bytes": file_size(self._trees_path) if self.args.dump_trees else 0,
+            "solutions_bytes": file_size(self._solutions_path) if self._solutions_file_is_current else 0,
         }
 
     def load_exploration_state(self, state: dict[str, Any]) -> None:
         self.solutions.load_state_dict(state["solutions"])
-        self._solutions_file_is_current = False
+        size = state["solutions_bytes"]
+        self._solutions_file_is_current = 0 < size <= file_size(self._solutions_path)
+        if self._solutions_file_is_current and self.accelerator.is_main_process:
+            cut_file(self._solutions_path, size)
         if self.args.dump_trees:
             cut_file(self._trees_path, state["trees_bytes"])

@@ -12,6 +12,7 @@ import torch
 
 STATE_FILE = "explore_state_{rank}.pt"
 TRAINER_STATE = "trainer_state.json"
+EARLIER = "_earlier-{number}"
 
 
 def save_state(state: dict[str, Any], folder: str | Path, *, rank: int) -> None:
@@ -138,7 +139,7 @@ def next_batch(
     return (epoch, batches, owes_end) if finished or not ended else (epoch + 1, 0, owes_end)
 
 
-def path_inside(folder: str | Path, name: str, *, field: str) -> Path:
+def path_inside(folder: str | Path, name: str, *, field: str, suffix: str = ".jsonl") -> Path:
     """
     Resolve a path from a configuration against the output folder.
 
@@ -149,18 +150,54 @@ def path_inside(folder: str | Path, name: str, *, field: str) -> Path:
             Path relative to it.
         field (`str`):
             The configuration field, for the error message.
+        suffix (`str`, *optional*, defaults to `".jsonl"`):
+            How the name must end; nothing else in the folder ends like that. Empty for a folder, whose name has no
+            dot.
 
     Returns:
         `Path`: The absolute path.
 
     Raises:
-        ValueError: If the path leaves the output folder.
+        ValueError: If the path leaves the output folder, or is a name that something else there may have.
     """
     root = Path(folder).resolve()
     path = (root / name).resolve()
     if not path.is_relative_to(root) or path == root:
         raise ValueError(f"`{field}={name!r}` must name a file inside `output_dir` ({folder}).")
+    if path.suffix != suffix:
+        wanted = f"end in {suffix}" if suffix else "be the name of a folder, without a dot"
+        raise ValueError(f"`{field}={name!r}` must {wanted}: the model and its checkpoints have the other names.")
+    first = path.relative_to(root).parts[0]
+    if first.startswith(("checkpoint-", "_")):
+        raise ValueError(f"`{field}={name!r}`: {first!r} is the name of a folder of checkpoints or of an earlier run.")
     return path
+
+
+def set_aside(folder: str | Path, files: Iterable[Path]) -> Path | None:
+    """
+    Move files of an earlier run into a folder of their own, under the names they had.
+
+    Args:
+        folder (`str` or `Path`):
+            The output folder.
+        files (`Iterable[Path]`):
+            Files in it; those that are no longer there are left out.
+
+    Returns:
+        `Path` or `None`: The folder `_earlier-<number>` that they are in now; `None` where there was nothing to move.
+            Names with an underscore are not published.
+    """
+    found = [path for path in files if path.is_file()]
+    if not found:
+        return None
+    number = 1
+    while (target := Path(folder) / EARLIER.format(number=number)).exists():
+        number += 1
+    for path in found:
+        moved = target / path.relative_to(folder)
+        moved.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(moved)
+    return target
 
 
 def append_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
@@ -173,7 +210,8 @@ def append_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
         records (`Iterable[dict]`):
             One JSON object per line.
     """
-    data = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
+    text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    data = text.encode(errors="backslashreplace")  # half a surrogate pair, as JSON writes it
     if not data:
         return
     path.parent.mkdir(parents=True, exist_ok=True)

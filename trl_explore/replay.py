@@ -272,7 +272,7 @@ def write_records(path: str | Path, kind: str, header: dict[str, Any], records: 
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
-    with open(part, "w", encoding="utf-8", newline="\n") as file:
+    with open(part, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
         for record in ({"format": FORMAT, "kind": kind, **header}, *records):
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
         file.flush()
