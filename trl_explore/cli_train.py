@@ -425,7 +425,8 @@ def _train(trainer: "GRPOTrainer", data: str | list[str], checkpoint: str | None
     from trl_explore.interrupt import InterruptCallback
     from trl_explore.threads import limit_threads
 
-    limit_threads(trainer.model, trainer.accelerator.device)
+    model: Any = trainer.model
+    limit_threads(model, trainer.accelerator.device)
     output_dir = str(trainer.args.output_dir)
     interrupt = InterruptCallback()
     trainer.add_callback(interrupt)
