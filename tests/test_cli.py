@@ -1,11 +1,13 @@
 import importlib.util
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
 import threading
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,7 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
-from trl import DatasetMixtureConfig, ScriptArguments
+from trl import DatasetMixtureConfig, GRPOConfig, ScriptArguments
 
 from trl_explore.cli import main
 from trl_explore.cli_inputs import (
@@ -408,10 +410,44 @@ def test_the_example_runs_offline(workdir, model_folder, monkeypatch):
     assert Path("out/adapter_model.safetensors").exists()
 
 
-def test_the_help_of_a_method_lists_its_fields(capsys):
+@pytest.mark.parametrize("method", METHODS)
+def test_the_help_of_a_method_is_its_fields_and_a_few_that_every_run_needs(method, capsys):
+    assert main(["train", "--method", method, "--help"]) == 0
+    help_text = capsys.readouterr().out
+    own = {spec.name for spec in fields(METHODS[method]()[0])} - {spec.name for spec in fields(GRPOConfig)}
+    shown = re.findall(r"^  --(\w+)", help_text, re.MULTILINE)
+    assert own | {"dataset_name", "reward_funcs", "num_generations"} <= set(shown)
+    assert not own or shown[0] in own
+    assert len(help_text.splitlines()) < 60 and max(map(len, help_text.splitlines())) <= 119
+    assert f"trl-explore train --method {method} --help-all" in help_text
+
+
+def test_the_help_of_a_field_says_what_it_does_and_its_default(capsys):
+    main(["train", "--method", "deep_grpo", "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert "  --num_branches                Continuations K per pivot, at least 2 [8]" in lines
+
+
+def test_all_fields_are_behind_help_all(capsys):
     with pytest.raises(SystemExit, match="0"):
-        main(["train", "--method", "grpo", "--help"])
-    assert "--num_generations" in capsys.readouterr().out
+        main(["train", "--method", "g2rl", "--help-all"])
+    help_text = capsys.readouterr().out
+    assert "--novelty_weight" in help_text and "--weight_decay" in help_text
+
+
+def test_a_run_begins_without_what_no_user_can_act_on(workdir, model_folder):
+    run = flags(model_folder, method="deep_grpo", max_steps=1, save_steps=None, save_strategy="no")
+    code = (
+        "import sys\nfrom trl_explore.cli import main\ncode = main(sys.argv[1:])\n"
+        "import logging, warnings\n"
+        "logging.getLogger('bitsandbytes.backends.cpu.ops').warning('gemm_4bit_forward: later')\n"
+        "warnings.warn('`gradient_checkpointing` is deprecated and will be removed in v6', FutureWarning)\n"
+        "sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "train", *run], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("gemm_4bit_forward") == done.stderr.count("is deprecated and will be removed") == 1
+    assert "gemm_4bit_forward: later" in done.stderr  # outside the command nothing is hidden
 
 
 def test_the_resume_command_replaces_an_earlier_checkpoint():

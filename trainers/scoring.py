@@ -248,7 +248,7 @@ class ScoringTrainer(CompletionsTrainer):
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         arguments = inputs, prompts, completions, completion_ids_list
         known = self._partial.known_rewards if self._partial is not None else self._main_rewards()
-        reward_funcs = self.reward_funcs
+        reward_funcs: list[Any] = self.reward_funcs
         self.reward_funcs = [
             func if isinstance(func, torch.nn.Module) else checked(func, name)
             for func, name in zip(reward_funcs, self.reward_func_names, strict=True)
@@ -276,7 +276,7 @@ class ScoringTrainer(CompletionsTrainer):
         if not rewards.isnan().all():
             self._unscored_prompts = 0
             return
-        num_prompts = len(rewards) // self.num_generations
+        num_prompts = len(rewards) // (self.num_generations or 1)
         unscored = (self._unscored_prompts or 0) + num_prompts
         if self._unscored_prompts is not None and unscored < MOST_UNSCORED_PROMPTS:
             self._unscored_prompts = unscored

@@ -3,8 +3,9 @@
 import os
 import shlex
 import sys
+import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from enum import Enum
 from inspect import isclass
 from types import NoneType, UnionType
@@ -74,6 +75,13 @@ METHODS: "dict[str, Callable[[], tuple[type[GRPOConfig], type[GRPOTrainer]]]]" =
     "grpo": _grpo,
 }
 
+# What a run says of itself before it turns to a method's own fields.
+FIRST_FIELDS = (
+    *("model_name_or_path", "dataset_name", "reward_funcs", "output_dir", "max_steps", "learning_rate"),
+    *("per_device_train_batch_size", "num_generations", "max_completion_length", "temperature", "beta"),
+    *("use_peft", "use_vllm", "use_cpu"),
+)
+
 SHORT_HELP = f"""\
 usage: trl-explore train --method METHOD [--config RUN.yaml] [--FIELD VALUE ...]
 
@@ -83,7 +91,7 @@ Fields are those of the method's config, ModelConfig and the script; flags overr
   trl-explore train --method deep_grpo --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct \\
       --dataset_name data.jsonl --reward_funcs accuracy_reward --output_dir out/first
 
-All fields of a method: trl-explore train --method deep_grpo --help
+Fields of a method: trl-explore train --method deep_grpo --help (with TRL's: --help-all)
 Several processes: accelerate launch --num_processes 4 -m trl_explore.cli train --method deep_grpo ...
 """
 
@@ -333,6 +341,42 @@ def _build_trainer(
     return trainer_class(**trainer_arguments(script_args, training_args, model_args, mixture))
 
 
+def method_help(method: str) -> str:
+    """
+    The fields that tell a method from others, and the few that every run needs.
+
+    Args:
+        method (`str`):
+            A name of `METHODS`.
+
+    Returns:
+        `str`: About forty lines; short defaults stand in brackets.
+    """
+    from trl import GRPOConfig
+
+    from trl_explore.trainers import ExplorationConfig
+
+    config = METHODS[method]()[0]
+    of_run = {spec.name: spec for cls in (GRPOConfig, ModelConfig, TrainArguments) for spec in fields(cls)}
+    plain, shared = ({spec.name for spec in fields(cls)} for cls in (GRPOConfig, ExplorationConfig))
+    own = [spec for spec in fields(config) if spec.name not in plain | shared]
+    lines = [f"usage: trl-explore train --method {method} [--config RUN.yaml] [--FIELD VALUE ...]"]
+    if own:
+        lines += ["", f"Fields of {method}:", *(_help_line(spec, spec.metadata["help"]) for spec in own)]
+        common = [spec for spec in fields(config) if spec.name in shared - plain]
+        lines += ["", "Fields of all methods but grpo:", *map(_help_line, common)]
+    lines += ["", "Of all methods, with many more:", *(_help_line(of_run[name]) for name in FIRST_FIELDS)]
+    return "\n".join([*lines, "", f"All fields, with TRL's: trl-explore train --method {method} --help-all"])
+
+
+def _help_line(spec: "Field[Any]", text: str | None = None) -> str:
+    """A field, its default, and what it does: the first sentence of its help, which `--help-all` has in full."""
+    default = spec.default if spec.default_factory is MISSING else spec.default_factory()
+    shown = "" if default in (None, False, MISSING) or len(repr(default)) > 20 else f" [{default!r}]"
+    first = (text or spec.metadata["help"].split(". ")[0]).rstrip(".")
+    return f"  {'--' + spec.name:<29} {textwrap.shorten(first, 86 - len(shown), placeholder=' ...')}{shown}"
+
+
 def resume_command(argv: list[str], checkpoint: str) -> str:
     """
     Writes the command that continues a run.
@@ -363,9 +407,10 @@ def run(argv: list[str]) -> int:
     Returns:
         `int`: `0`, or `130` when Ctrl-C stopped the training early.
     """
-    if argv in (["-h"], ["--help"]):
-        print(SHORT_HELP)
+    if {"-h", "--help"} & set(argv):
+        print(SHORT_HELP if len(argv) == 1 else method_help(_split_arguments(argv)[0]))
         return 0
+    argv = ["--help" if text == "--help-all" else text for text in argv]  # which the parser of all fields answers
     script_args, training_args, model_args, mixture = parse_train_arguments(argv)
     check_output_dir(str(training_args.output_dir))
     checkpoint = find_checkpoint(training_args.resume_from_checkpoint, str(training_args.output_dir))
@@ -381,7 +426,8 @@ def _train(trainer: "GRPOTrainer", data: str | list[str], checkpoint: str | None
     from trl_explore.interrupt import InterruptCallback
     from trl_explore.threads import limit_threads
 
-    limit_threads(trainer.model, trainer.accelerator.device)
+    model: Any = trainer.model
+    limit_threads(model, trainer.accelerator.device)
     output_dir = str(trainer.args.output_dir)
     interrupt = InterruptCallback()
     trainer.add_callback(interrupt)

@@ -343,6 +343,7 @@ def train_arm(
     checkpoint = last_complete_checkpoint(output_dir)[0] if resume else None
     if checkpoint is not None:
         points.restore(checkpoint)
-    with few_threads(trainer.model, trainer.accelerator.device):
+    model: Any = trainer.model
+    with few_threads(model, trainer.accelerator.device):
         trainer.train(resume_from_checkpoint=checkpoint)
     return Run(arm=arm.name, seed=seed, points=points.points, steps=costs.history)
