@@ -1,8 +1,8 @@
 """
 Runs that are killed again and again, beside the same runs left alone: what they leave must be the same, to the bit.
 
-A run that is to die counts what its interpreter does from a given moment on, and takes SIGKILL at a given count: in the
-middle of a step, of a checkpoint, of a file. Processes are forked from one that has imported everything. Used by
+A run that is to die counts what its interpreter does from a given moment on, and takes SIGKILL at a given count: in
+the middle of a step, of a checkpoint, of a file. Processes are forked from one that has imported everything. Used by
 test_killed_runs.py, and by hand:
 
     python tests/integration/kill_runs.py --kills 200 --seed 1 --case tree
@@ -184,7 +184,9 @@ def attempt(case, folder, death=None):
                 log = os.open(folder / f"log{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
                 os.dup2(log, 1), os.dup2(log, 2)
                 if ranks > 1:
-                    world = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+                    world = dict(
+                        RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT=port
+                    )
                     os.environ.update({name: str(value) for name, value in world.items()}, ACCELERATE_USE_CPU="true")
                 # Either rank may be the one that dies.
                 train(case, folder, death if death is None or rank == death[0] % ranks else None)
