@@ -120,13 +120,6 @@ def test_a_checkpoint_of_plain_grpo_loads_with_a_warning(tmp_path, caplog):
     assert "written by a plain GRPOTrainer" in caplog.text
 
 
-def test_a_changed_schedule_samples_anew_with_a_warning(tmp_path, caplog):
-    run(ExplorationTrainer, ExplorationConfig, tmp_path, **OFF_BOUNDARY)
-    with caplog.at_level(logging.WARNING):
-        resumed(ExplorationTrainer, ExplorationConfig, tmp_path, **{**OFF_BOUNDARY, "steps_per_generation": 2})
-    assert "rollouts are sampled anew" in caplog.text
-
-
 def test_another_world_size_is_refused(tmp_path):
     run(ExplorationTrainer, ExplorationConfig, tmp_path, max_steps=2)
     (tmp_path / "checkpoint-2" / "explore_state_1.pt").write_bytes(b"")

@@ -371,6 +371,7 @@ class DeepGRPOTrainer(ExplorationTrainer):
         self.estimator.load_state_dict(state["estimator"])
         self._shared_generator.set_state(state["shared_generator"])
         self._num_generation_batches = state["num_generation_batches"]
-        self._queue = [Branching(from_plain(example), *fields) for example, *fields in state["queue"]]
+        queue = state["queue"] if self.args.deferred_branching else []
+        self._queue = [Branching(from_plain(example), *fields) for example, *fields in queue]
         if self.args.hard_states_file and self.accelerator.is_main_process:
             cut_file(self._hard_states_path, state["hard_states_bytes"])

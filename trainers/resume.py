@@ -9,13 +9,14 @@ whatever a method needs.
 import logging
 import math
 import shutil
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import IterableDataset
 from torch.utils.data import Sampler
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
 
 from trl_explore.checkpoints import (
     is_complete,
@@ -25,10 +26,12 @@ from trl_explore.checkpoints import (
     save_state,
     set_aside,
 )
+from trl_explore.run_changes import check_changes, compared_values
 
 from .publishing import PublishingTrainer
 
 logger = logging.getLogger(__name__)
+FORMAT = 2  # of the state; 1 did not say where a run stood in its data
 
 
 class ResumableTrainer(PublishingTrainer):
@@ -45,6 +48,7 @@ class ResumableTrainer(PublishingTrainer):
     _step: int
     _stream_tokens: dict[str, int] = {}
     _resumed: dict[str, Any] | None = None  # the state that `train` goes on from
+    _knows_method = True  # whether it holds what this method keeps
     _sampler: Sampler | None = None
     # Where the run stands in its data: the pass over them, `_step` at its start, and whether its end was told.
     _epoch = _epoch_start = 0
@@ -94,9 +98,9 @@ class ResumableTrainer(PublishingTrainer):
         elif resume_from_checkpoint and not is_complete(resume_from_checkpoint):
             raise ValueError(
                 f"`resume_from_checkpoint={str(resume_from_checkpoint)!r}` is no whole checkpoint: its trainer state, "
-                "or that of a process, is missing or cut off. Pass an older one, or `True` for the newest that is whole."
+                "or that of a process, is missing or cut off. Pass an older one, or `True` for the newest whole one."
             )
-        self._resumed = self._read_state(resume_from_checkpoint) if resume_from_checkpoint else None
+        self._resumed = self._read_state(str(resume_from_checkpoint)) if resume_from_checkpoint else None
         self._epoch = self._epoch_start = 0
         self._begin_files(resume_from_checkpoint)
         return super().train(resume_from_checkpoint, *args, **kwargs)
@@ -117,7 +121,12 @@ class ResumableTrainer(PublishingTrainer):
         folder = Path(self.args.output_dir)
         earlier = self.run_files() if self._earlier_files is None else self._earlier_files
         self._earlier_files = None  # what is there when training is begun again is of this run
-        if checkpoint and self._resumed is not None and Path(checkpoint).resolve().parent == folder.resolve():
+        if (
+            checkpoint
+            and self._resumed is not None
+            and self._knows_method
+            and Path(checkpoint).resolve().parent == folder.resolve()
+        ):
             return
         if self.args.should_save:
             aside = set_aside(folder, earlier)
@@ -218,9 +227,11 @@ class ResumableTrainer(PublishingTrainer):
     def save_exploration_state(self, folder):
         mid_generation = self._step % (self.args.steps_per_generation * self.num_iterations) != 0
         state = {
+            "format": FORMAT,
             "num_processes": self.accelerator.num_processes,
             "step": self._step,
-            "schedule": [self.args.steps_per_generation, self.num_iterations, self.args.per_device_train_batch_size],
+            "trainer": self._name,
+            "settings": self._settings(),
             "buffered_inputs": self._buffered_inputs if mid_generation else None,
             "rollout": self.rollout_state() if mid_generation else None,
             "position": {
@@ -239,8 +250,49 @@ class ResumableTrainer(PublishingTrainer):
         }
         save_state(state, folder, rank=self.accelerator.process_index)
 
-    def _read_state(self, checkpoint: str | Path) -> dict[str, Any] | None:
-        return load_state(checkpoint, rank=self.accelerator.process_index, world_size=self.accelerator.num_processes)
+    def _settings(self) -> dict[str, Any]:
+        streams = isinstance(self.train_dataset, IterableDataset)
+        rows = "a stream" if streams else f"{len(self.train_dataset)} rows"  # type: ignore[arg-type]
+        values = {field.name: vars(self.args)[field.name] for field in fields(self.args)}
+        others = {"train_dataset": rows, "reward_funcs": self.reward_func_names}
+        return compared_values({**values, **others}, [field.name for field in fields(TrainingArguments)])
+
+    def _read_state(self, checkpoint: str) -> dict[str, Any] | None:
+        state = load_state(checkpoint, rank=self.accelerator.process_index, world_size=self.accelerator.num_processes)
+        if state is None:
+            return None
+        anew = f"start a new run from its weights, with `model={checkpoint!r}`"
+        if state.get("format") != FORMAT:
+            raise ValueError(
+                f"the state in {checkpoint} has format {state.get('format', 1)}, and this version reads format "
+                f"{FORMAT}: go on with the version of trl-explore that wrote it, or {anew}."
+            )
+        self._knows_method = state["trainer"] == self._name
+        if not self._knows_method and state["trainer"] != ResumableTrainer._name:
+            raise ValueError(
+                f"{checkpoint} was written by {state['trainer']}, whose state means nothing to {self._name}: go on "
+                f"with {state['trainer']}, or {anew}."
+            )
+        if self._knows_method and state["method"].keys() != self.exploration_state().keys():
+            raise ValueError(
+                f"{checkpoint} was written by another {self._name}, which kept {sorted(state['method'])} and not "
+                f"{sorted(self.exploration_state())}: go on with that, or {anew}."
+            )
+        every, batches = self.args.steps_per_generation * self.num_iterations, self.args.gradient_accumulation_steps
+        changed = check_changes(
+            state["settings"],
+            self._settings(),
+            checkpoint=checkpoint,
+            skips_data=not self.args.ignore_data_skip,
+            rollouts_in_use=state["buffered_inputs"] is not None,
+            boundary=every // math.gcd(every, batches),
+        )
+        if self.accelerator.is_main_process:
+            if not self._knows_method:
+                logger.warning("%s was written by plain GRPO: the method starts fresh.", checkpoint)
+            if changed:
+                logger.warning(changed)
+        return state
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -251,25 +303,18 @@ class ResumableTrainer(PublishingTrainer):
             if any(Path(checkpoint).glob("rng_state*")):
                 what = "no exploration state (it was written by a plain GRPOTrainer): weights and optimiser resume, "
             else:
-                what = "weights alone (`save_only_model=True`): they and the number of steps resume, the optimiser and "
+                what = (
+                    "weights alone (`save_only_model=True`): they and the number of steps resume, the optimiser and "
+                )
             logger.warning("%s holds %sthe method starts fresh.", checkpoint, what)
             return
         self.exploration_generator.set_state(state["generator"])
         self._stream_tokens = state["stream_tokens"]
         self._metrics["train"].update(state["metrics"])
-        self.load_exploration_state(state["method"])
+        if self._knows_method:
+            self.load_exploration_state(state["method"])
         if state["table"] is not None:
             self.load_table_state(state["table"])
-        schedule = [self.args.steps_per_generation, self.num_iterations, self.args.per_device_train_batch_size]
-        if state["schedule"] != schedule:
-            logger.warning(
-                "steps_per_generation, num_iterations, per_device_train_batch_size are %s here and were %s when "
-                "%s was written: rollouts are sampled anew.",
-                schedule,
-                state["schedule"],
-                checkpoint,
-            )
-            return
         if not self._goes_on:
             return
         self._step = state["step"]

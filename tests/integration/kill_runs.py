@@ -1,8 +1,8 @@
 """
 Runs that are killed again and again, beside the same runs left alone: what they leave must be the same, to the bit.
 
-A run that is to die counts what its interpreter does from a given moment on, and takes SIGKILL at a given count: in the
-middle of a step, of a checkpoint, of a file. Processes are forked from one that has imported everything. Used by
+A run that is to die counts what its interpreter does from a given moment on, and takes SIGKILL at a given count: in
+the middle of a step, of a checkpoint, of a file. Processes are forked from one that has imported everything. Used by
 test_killed_runs.py, and by hand:
 
     python tests/integration/kill_runs.py --kills 200 --seed 1 --case tree
