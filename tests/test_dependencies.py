@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # Distributions that are not called as what is imported from them.
-DISTRIBUTIONS = {"faiss": "faiss-cpu", "Stemmer": "PyStemmer", "yaml": "PyYAML"}
+DISTRIBUTIONS = {"faiss": "faiss-cpu", "sklearn": "scikit-learn", "Stemmer": "PyStemmer", "yaml": "PyYAML"}
 # The files that import what only an extra brings, and which.
 EXTRAS = {
     "trainers/vllm_backend.py": {"vllm"},
