@@ -127,6 +127,23 @@ def test_the_files_are_a_table_a_long_csv_and_two_pictures(tmp_path):
     assert "<svg" in picture and "<b>" not in picture
 
 
+@pytest.mark.parametrize(
+    ("budget", "use_cpu", "clock"),
+    [
+        ({"tokens": 100}, True, "CPU seconds of training"),
+        ({"seconds": 100}, True, "seconds of training"),
+        ({"tokens": 100}, False, "seconds of training"),
+    ],
+)
+def test_on_a_cpu_the_picture_shows_cpu_seconds(budget, use_cpu, clock, tmp_path):
+    import matplotlib
+
+    common = {"use_cpu": use_cpu, "bf16": False}
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        write_report(RUNS, read_comparison({**DOCUMENT, "budget": budget, "common": common}), tmp_path)
+    assert f">{clock}<" in (tmp_path / "curves.svg").read_text()
+
+
 def test_a_comparison_reads_its_own_document_back():
     comparison = read_comparison(DOCUMENT)
     again = read_comparison(yaml.safe_load(yaml.safe_dump(comparison.document())))

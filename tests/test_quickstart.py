@@ -83,7 +83,7 @@ def test_the_verdict_is_computed_from_the_runs_along_the_curve_and_at_its_end():
     deep, tree = verdicts(found, comparison)
     assert tree == (
         "TreeGRPO - GRPO on these seeds, points of greedy accuracy for as many tokens: +10.0 ± 2.5 (ahead) on average "
-        "along the curve, +20.0 ± 5.0 (ahead) at the end; it trained 2.0 times as long."
+        "along the curve, +20.0 ± 5.0 (ahead) at the end, in 2.0 times the CPU seconds."
     )
     assert deep.startswith("DEEP-GRPO - GRPO on these seeds") and deep.count("the interval includes 0") == 2
     losing = {**ENDS, "TreeGRPO": [0.3, 0.42, 0.18]}

@@ -229,10 +229,14 @@ def write_report(runs: Sequence[dict[str, Any]], comparison: Comparison, folder:
     files[0].write_text(markdown_table(runs, comparison), encoding="utf-8")
     write_csv(runs, comparison, files[1])
     metrics = [f"eval/{metric}" for metric in comparison.metrics]
-    title = comparison.subject.get("task") or comparison.subject["model_name_or_path"]
+    subject = comparison.subject
+    title = f"task {subject['task']}" if "task" in subject else str(subject["model_name_or_path"])
+    # On a CPU other work, and other runs of this comparison, make wall seconds longer.
+    on_cpu = comparison.common.get("use_cpu") and comparison.clock != "seconds"
+    clocks = ("tokens", "cpu_seconds" if on_cpu else "seconds")
     picture = folder / f"{CURVES}.png"
     try:
-        learning_curves(runs, picture, metrics=metrics, title=str(title), suffixes=[".svg"])
+        learning_curves(runs, picture, metrics=metrics, clocks=clocks, title=title, suffixes=[".svg"])
     except ModuleNotFoundError:  # matplotlib
         return files
     return [*files, picture, picture.with_suffix(".svg")]

@@ -39,8 +39,9 @@ INTRODUCTION = (
 )
 ELSEWHERE = (
     "Plain GRPO wins where its samples already succeed often enough: on Countdown both methods are clearly behind it "
-    "for as many tokens (examples/README.md#when-does-exploration-pay)."
+    "for as many tokens (examples/README.md#when-does-exploration-pay, with ten seeds of this task too)."
 )
+MORE_SEEDS = "More seeds tell more: --num_seeds 10 goes on from here."
 FAST_NOTE = "With --fast the budget is too small to learn much: this was a check that everything runs."
 
 
@@ -105,7 +106,7 @@ def verdicts(runs: Sequence[Mapping[str, Any]], comparison: "Comparison") -> lis
     Returns:
         `list[str]`: One sentence per method.
     """
-    from trl_explore.clocks import interval, mean_along
+    from trl_explore.clocks import interval, mean_along, paired_values
     from trl_explore.compare_report import equal_cost, summarize
     from trl_explore.plots import metric_label
 
@@ -118,10 +119,13 @@ def verdicts(runs: Sequence[Mapping[str, Any]], comparison: "Comparison") -> lis
         gap = interval([along[row.arm, seed] - along[base.arm, seed] for seed in seeds])
         end = row.cells[0].difference
         assert end is not None
+        # Not wall seconds: other runs, and other work, are on the machine too.
+        spent = paired_values(runs, row.arm, base.arm, clock=comparison.cost, reading=reading, metric="cpu_seconds")
+        ours, theirs = (sum(column) for column in zip(*spent, strict=True))
         sentences.append(
             f"{row.arm} - {base.arm} on these seeds, points of {metric_label(metric)[0]} for as many "
-            f"{comparison.clock}: {clear(*gap)} on average along the curve, {clear(*end)} at the end; it trained "
-            f"{row.seconds / base.seconds:.1f} times as long."
+            f"{comparison.clock}: {clear(*gap)} on average along the curve, {clear(*end)} at the end, "
+            f"in {ours / theirs:.1f} times the CPU seconds."
         )
     return sentences
 
@@ -163,7 +167,7 @@ def main(args: argparse.Namespace) -> int:
         )
     code = carry_out(folder, command=_command(args), processes=args.processes)
     if code == 0:
-        notes = [FAST_NOTE] if args.fast else [*verdicts(folder.finished(), folder.comparison), ELSEWHERE]
+        notes = [FAST_NOTE] if args.fast else [*verdicts(folder.finished(), folder.comparison), MORE_SEEDS, ELSEWHERE]
         for note in [*notes, f"all in {time.perf_counter() - began:.0f} s"]:
             console.print(note, highlight=False, markup=False)
     return code
