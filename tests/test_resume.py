@@ -9,6 +9,7 @@ from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
 from world import assert_same, differ, make_trainer, parameters
 
+from trl_explore.checkpoints import is_complete
 from trl_explore.replay import read_cache
 from trl_explore.trainers import (
     DeepGRPOConfig,
@@ -136,6 +137,21 @@ def test_an_interrupted_save_leaves_no_half_checkpoint(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run(Interrupted, DeepGRPOConfig, tmp_path, **CUTS)
     assert not list(tmp_path.glob("checkpoint-*"))
+
+
+def test_a_checkpoint_that_is_half_written_over_an_older_one_is_not_whole(tmp_path):
+    run(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **CUTS)
+    assert is_complete(tmp_path / "checkpoint-2")
+    with pytest.raises(KeyboardInterrupt):
+        run(Interrupted, DeepGRPOConfig, tmp_path, **CUTS, learning_rate=1e-3)
+    assert not is_complete(tmp_path / "checkpoint-2")
+
+
+def test_a_checkpoint_of_two_processes_is_written_over_by_one(tmp_path):
+    run(ExplorationTrainer, ExplorationConfig, tmp_path)
+    (tmp_path / "checkpoint-2" / "explore_state_1.pt").write_bytes(b"")
+    run(ExplorationTrainer, ExplorationConfig, tmp_path)
+    assert resumed(ExplorationTrainer, ExplorationConfig, tmp_path).state.global_step == 3
 
 
 def test_resume_true_passes_over_a_half_written_checkpoint(tmp_path, caplog):

@@ -67,8 +67,8 @@ class DeepGRPOConfig(ExplorationConfig):
             Sample the branches together with the next generation batch instead of in a second call (the paper's
             appendix H). Saves a generation call per batch; branches then start from states of the previous policy.
         hard_states_file (`str`, *optional*):
-            File inside `output_dir` to which every pivot without a successful branch is appended as a JSON line, if
-            any of them could be scored.
+            File inside `output_dir`, ending in `.jsonl`, to which every pivot without a successful branch is appended
+            as a JSON line, if any of them could be scored.
     """
 
     success_threshold: float = field(default=1.0, metadata={"help": "A completion with a smaller reward has failed."})
@@ -107,7 +107,7 @@ class DeepGRPOConfig(ExplorationConfig):
         default=False, metadata={"help": "Sample branches together with the next generation batch."}
     )
     hard_states_file: str | None = field(
-        default=None, metadata={"help": "File inside output_dir for pivots without a successful branch (JSON lines)."}
+        default=None, metadata={"help": "A .jsonl file inside output_dir for pivots without a successful branch."}
     )
 
     def validate(self) -> None:

@@ -19,6 +19,8 @@ from torch.utils.data import Sampler
 from transformers import TrainerCallback, TrainingArguments
 
 from trl_explore.checkpoints import (
+    STATE_FILE,
+    TRAINER_STATE,
     is_complete,
     last_complete_checkpoint,
     load_state,
@@ -53,7 +55,7 @@ class ResumableTrainer(PublishingTrainer):
     # Where the run stands in its data: the pass over them, `_step` at its start, and whether its end was told.
     _epoch = _epoch_start = 0
     _epoch_ended = _owes_epoch_end = False
-    _tr_loss: torch.Tensor | float = 0.0
+    _tr_loss = torch.tensor(0.0)
     _globalstep_last_logged = 0
 
     def __init__(self, *args, **kwargs):
@@ -177,7 +179,7 @@ class ResumableTrainer(PublishingTrainer):
         """Whether this run goes on with the very next batch of the one that wrote the checkpoint."""
         return self._resumed is not None and not self.args.ignore_data_skip
 
-    def _run_epoch(self, **told):
+    def _run_epoch(self, **told):  # type: ignore[override]  # all by name, as it is called
         resumes = told["resume_from_checkpoint"] is not None and told["epoch"] == told["epochs_trained"]
         if resumes and self._resumed is not None:
             self._restore_loss(self._resumed)
@@ -185,9 +187,11 @@ class ResumableTrainer(PublishingTrainer):
             # The checkpoint is of an epoch's last step: what follows at its end was not done yet.
             self._load_rng_state(told["resume_from_checkpoint"])
             self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
-            unknown = {"grad_norm": None}
-            of_epoch = ("model", "trial", "epoch", "ignore_keys_for_eval", "start_time")
-            self._maybe_log_save_evaluate(self._tr_loss, **unknown, **{name: told[name] for name in of_epoch})
+            self._maybe_log_save_evaluate(
+                self._tr_loss,
+                grad_norm=None,  # the step's own is not known any more
+                **{name: told[name] for name in ("model", "trial", "epoch", "ignore_keys_for_eval", "start_time")},
+            )
             told["resume_from_checkpoint"] = None  # its random states would undo what an evaluation drew
         if resumes and self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True  # it was saved at the very end
@@ -208,6 +212,10 @@ class ResumableTrainer(PublishingTrainer):
     def _save_checkpoint(self, model, trial):
         folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
         existed = folder.exists()
+        if existed and self.args.should_save:
+            for old in (folder / TRAINER_STATE, *folder.glob(STATE_FILE.format(rank="*"))):
+                old.unlink(missing_ok=True)  # half of it would soon be of this run and half of another
+        self.accelerator.wait_for_everyone()
         try:
             super()._save_checkpoint(model, trial)
         except BaseException:
@@ -292,6 +300,8 @@ class ResumableTrainer(PublishingTrainer):
                 logger.warning("%s was written by plain GRPO: the method starts fresh.", checkpoint)
             if changed:
                 logger.warning(changed)
+            if self.args.sync_ref_model:
+                logger.warning("`sync_ref_model=True`: no checkpoint holds the reference model, which begins anew.")
         return state
 
     def _load_optimizer_and_scheduler(self, checkpoint):

@@ -217,10 +217,10 @@ def traces(folder):
 
 
 def chain(case, folder, whole, draw):
-    """Kill a run four times at moments over its whole length; how often it died, and where it then ended otherwise."""
+    """Kill a run three times at moments over its length; how often it died, and where it then ended otherwise."""
     last, kills, crashes = whole["steps"], 0, []
     folder.mkdir(parents=True)
-    for step in sorted(draw.choices(range(last), k=4)):
+    for step in sorted(draw.choices(range(last), k=3)):
         begins = draw.random() < 0.4
         # A step makes some ten thousand calls, a log with a checkpoint about as many.
         death = (step, begins, draw.randrange(1, draw.choice([300, 3000, 30000])))
