@@ -408,9 +408,10 @@ def test_flags_can_be_written_with_dashes(workdir):
     assert main([*arguments, "--dataset-train-split=train"]) == 0
 
 
-def test_an_error_of_a_reward_function_keeps_its_traceback(workdir):
-    with pytest.raises(ValueError, match="the reward's own mistake"):
-        main(flags(reward_funcs="filter_rewards.wrong"))
+def test_an_error_of_a_reward_function_says_where_it_is_from(workdir, capsys):
+    assert main(flags(reward_funcs="filter_rewards.wrong")) == 2
+    told = "The reward function 'wrong' raised ValueError in filter_rewards.py, line 16: the reward's own mistake"
+    assert capsys.readouterr().err.endswith(f"trl-explore: error: {told}\n")
 
 
 def test_help_is_short_and_does_not_wait_for_torch():
