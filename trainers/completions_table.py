@@ -171,9 +171,10 @@ def _printed_visibly() -> Iterator[None]:
     """
     before = grpo_trainer.print_prompt_completions_sample
 
-    def visibly(prompts, completions, rewards, *others, extra=None):
+    def visibly(prompts, completions, rewards, advantages, step, num_samples=None, extra=None):
         shown = [{_visible(name): values for name, values in columns.items()} for columns in (rewards, extra or {})]
-        before(_visible(prompts), _visible(completions), shown[0], *others, extra=_visible(shown[1]))
+        texts = _visible(prompts), _visible(completions)
+        before(*texts, shown[0], advantages, step, num_samples, extra=_visible(shown[1]))
 
     vars(grpo_trainer)["print_prompt_completions_sample"] = visibly
     try:
