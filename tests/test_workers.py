@@ -2,9 +2,11 @@
 
 import os
 import signal
+import threading
 from pathlib import Path
 
 import pytest
+from tqdm.auto import tqdm
 
 from trl_explore.workers import AT_WORK, DONE, Job, WorkerFailed, Workers, death
 
@@ -12,6 +14,10 @@ from trl_explore.workers import AT_WORK, DONE, Job, WorkerFailed, Workers, death
 def square(connection, number):
     connection.send((AT_WORK, os.getpid()))
     return number * number
+
+
+def lock_of_bars(connection, number):
+    return type(tqdm.get_lock())
 
 
 def wrong(connection, number):
@@ -49,11 +55,12 @@ def test_processes_take_one_job_after_the_other_and_leave_ctrl_c_to_their_parent
         heard = list(workers.do(jobs(square, 1, 2, 3)))
         for process in processes_of(workers):
             os.kill(process.pid, signal.SIGINT)
-        heard += workers.do(jobs(square, 4))
+        heard += workers.do([*jobs(square, 4), *jobs(lock_of_bars, "lock")])
         assert {value for _, kind, value in heard if kind == AT_WORK} <= {p.pid for p in processes_of(workers)}
     results = {job.name: value for job, kind, value in heard if kind == DONE}
+    assert results.pop("job lock") is type(threading.RLock())  # no semaphore that could be left behind
     assert results == {"job 1": 1, "job 2": 4, "job 3": 9, "job 4": 16}
-    assert len(heard) == 8
+    assert len(heard) == 9
     assert [process.exitcode for process in processes_of(workers)] == [0, 0]
 
 

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, cast
+
+from tqdm import tqdm
 
 AT_WORK, DONE, FAILED = "at work", "done", "failed"
 NOTICE = "\nInterrupted: what is running is saved at the end of its step, then all stops. Ctrl-C again aborts now."
@@ -179,6 +182,8 @@ def serve(connection: Connection) -> None:
         connection (`Connection`):
             To the parent.
     """
+    # By default bars share a lock between processes, which a process that is killed leaves behind, and Python says so.
+    tqdm.set_lock(threading.RLock())
     with suppress(EOFError, ConnectionError, KeyboardInterrupt):
         while True:
             job = connection.recv()
