@@ -229,11 +229,15 @@ def without_dropout(model: torch.nn.Module) -> Iterator[None]:
 
     Args:
         model (`torch.nn.Module`):
-            The model; it is in evaluation mode meanwhile.
+            The model. All but its linear layers are in evaluation mode meanwhile.
     """
-    training = model.training
-    model.eval()
+    # Linear layers know no dropout, and those of bitsandbytes repack their weights in evaluation mode: on a CPU they
+    # cannot be trained any more then.
+    modules = [module for module in model.modules() if module.training and not isinstance(module, torch.nn.Linear)]
+    for module in modules:
+        module.training = False
     try:
         yield
     finally:
-        model.train(training)
+        for module in modules:
+            module.training = True
