@@ -2,15 +2,12 @@
 
 import argparse
 import gc
-import logging
 import sys
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from trl_explore import __version__
 from trl_explore.cli_inputs import UsageError
 from trl_explore.names import unknown_name
+from trl_explore.quiet import without_noise
 from trl_explore.reward_checks import RewardError
 from trl_explore.visible_text import visible_text
 from trl_explore.workers import count_cores
@@ -134,25 +131,6 @@ def _dispatch(argv: list[str]) -> int:
     return run_quickstart(args) or 0
 
 
-@contextmanager
-def _without_noise() -> Iterator[None]:
-    """Hides what TRL and bitsandbytes make other libraries say at the start of every run: no user can act on it."""
-    about_4bit = logging.getLogger("bitsandbytes.backends.cpu.ops")
-
-    def is_needed(record: logging.LogRecord) -> bool:
-        return "gemm_4bit_forward" not in record.getMessage()
-
-    about_4bit.addFilter(is_needed)
-    try:
-        with warnings.catch_warnings():
-            # The fields and methods of transformers that its version 6 renames; TRL 1.16 uses them.
-            renamed = r"`(is_)?gradient_checkpointing(_enable|_disable)?` is deprecated and will be removed in v6"
-            warnings.filterwarnings("ignore", message=renamed, category=FutureWarning)
-            yield
-    finally:
-        about_4bit.removeFilter(is_needed)
-
-
 def main(argv: list[str] | None = None) -> int:
     """
     Runs the `trl-explore` command.
@@ -165,7 +143,7 @@ def main(argv: list[str] | None = None) -> int:
         `int`: Exit code: `0`, `2` for a mistake in the arguments or in a reward function, `130` after Ctrl-C.
     """
     try:
-        with _without_noise():
+        with without_noise():
             return _dispatch(sys.argv[1:] if argv is None else argv)
     except (UsageError, RewardError) as error:
         problem = " ".join(str(error).split())  # datasets and transformers explain over several lines

@@ -105,7 +105,7 @@ def run(argv: list[str]) -> int:
 
     from trl_explore.compare_folder import ComparisonFolder
     from trl_explore.compare_settings import read_comparison
-    from trl_explore.quickstart import quiet
+    from trl_explore.quiet import quiet
 
     quiet()
     comparison = read_comparison(document)

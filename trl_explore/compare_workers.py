@@ -17,7 +17,7 @@ from trl_explore.compare_settings import Comparison
 from trl_explore.comparison import Arm
 from trl_explore.interrupt import InterruptCallback
 from trl_explore.plots import metric_label
-from trl_explore.quickstart import quiet
+from trl_explore.quiet import quiet
 from trl_explore.workers import AT_WORK, Job, Workers, count_cores
 
 

@@ -1,15 +1,14 @@
 """`trl-explore quickstart`: GRPO, DEEP-GRPO and TreeGRPO where exploration is what is missing, on a CPU, offline."""
 
 import argparse
-import logging
 import shlex
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trl_explore.cli_compare import carry_out
 from trl_explore.cli_inputs import UsageError
+from trl_explore.quiet import quiet
 from trl_explore.workers import count_cores
 
 if TYPE_CHECKING:
@@ -43,16 +42,6 @@ ELSEWHERE = (
 )
 MORE_SEEDS = "More seeds tell more: --num_seeds 10 goes on from here."
 FAST_NOTE = "With --fast the budget is too small to learn much: this was a check that everything runs."
-
-
-def quiet() -> None:
-    """Keep the libraries' warnings and bars from burying the progress line."""
-    import transformers
-
-    warnings.filterwarnings("ignore")
-    logging.getLogger("trl").setLevel(logging.ERROR)
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
 
 
 def document(*, fast: bool, seed: int, num_seeds: int | None) -> dict[str, Any]:

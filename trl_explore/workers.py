@@ -15,6 +15,8 @@ from typing import Any, cast
 
 from tqdm import tqdm
 
+from trl_explore.quiet import without_noise
+
 AT_WORK, DONE, FAILED = "at work", "done", "failed"
 NOTICE = "\nInterrupted: what is running is saved at the end of its step, then all stops. Ctrl-C again aborts now."
 
@@ -184,7 +186,7 @@ def serve(connection: Connection) -> None:
     """
     # By default bars share a lock between processes, which a process that is killed leaves behind, and Python says so.
     tqdm.set_lock(threading.RLock())
-    with suppress(EOFError, ConnectionError, KeyboardInterrupt):
+    with without_noise(), suppress(EOFError, ConnectionError, KeyboardInterrupt):
         while True:
             job = connection.recv()
             try:
