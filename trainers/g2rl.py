@@ -100,7 +100,6 @@ class GradientGuided(FeatureTrainer):
 
     num_generations: int
     config_class: type[ExplorationConfig] = G2RLConfig
-    accepts_tools = True
     accepts_vision = False
     _warned = False
     _novelty: torch.Tensor | None = None  # of the main rows of all processes, `(N,)`
