@@ -266,7 +266,7 @@ def test_results_of_other_settings_or_weights_are_refused(workdir, capsys):
 
 def test_an_error_of_a_reward_function_says_where_it_is_from_and_keeps_the_completions(workdir, capsys):
     assert main(flags(reward_funcs="eval_rewards.wrong")) == 2
-    told = "The reward function 'wrong' raised ValueError in eval_rewards.py, line 12: the reward's own mistake"
+    told = "The reward function 'wrong' raised ValueError in eval_rewards.py, line 15: the reward's own mistake"
     assert capsys.readouterr().err.endswith(f"trl-explore: error: {told}\n")
     assert len(Path("out/data/completions.jsonl").read_text().splitlines()) == 13
 

@@ -1,5 +1,6 @@
 r"""Short answers: normalisation, words in common, tags, and what a search agent must write."""
 
+import inspect
 import re
 import string
 from collections import Counter
@@ -312,7 +313,7 @@ def test_score_and_penalty_can_be_chosen():
 def test_the_rewards_have_names_and_are_found_by_them():
     assert make_search_reward(score="em").__name__ == "search_reward"
     path = "trl_explore.qa_rewards.search_reward"
-    assert load_reward_functions([path], None) == [search_reward]
+    assert [inspect.unwrap(found) for found in load_reward_functions([path], None)] == [search_reward]
 
 
 PIECES = [

@@ -56,7 +56,7 @@ class ScoringTrainer(CompletionsTrainer):
     _rewards_per_func: torch.Tensor | None = None
     _any_example: dict[str, Any] = {}
     _unscored_prompts: int | None = None  # in a row up to now; None before the first reward
-    environments: Any
+    environments: Any = None
 
     def score(self, name: str, rows: Rows) -> ScoredRows | None:
         """
