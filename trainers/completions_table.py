@@ -12,6 +12,7 @@ import torch
 from accelerate.utils import gather, gather_object
 from trl.trainer import grpo_trainer
 
+from trl_explore.plain_values import from_plain, to_plain
 from trl_explore.rollouts import Rows
 from trl_explore.streams import RowDict, loss_mask
 from trl_explore.visible_text import visible_text
@@ -128,13 +129,33 @@ class CompletionsTrainer(ServingTrainer):
         own, wanted = self._logs, self.log_completions
         if wanted and self.accelerator.is_main_process:
             self._logs = self._whole_table()
-            # A run that was resumed between two generations has no rows yet: the file of that step stays as it is.
+            # A run that goes on from a checkpoint without rows may have none yet: the file of that step stays.
             self.log_completions = len(self._logs["prompt"]) > 0
         try:
             with _printed_visibly():
                 super().log(logs, start_time)
         finally:
             self._logs, self.log_completions = own, wanted
+
+    def table_state(self) -> dict[str, Any] | None:
+        if not self.log_completions or not self.accelerator.is_main_process:
+            return None
+        parts = {"main": self._logs, "streams": self._stream_logs}
+        if self._eval_step == self.state.global_step:
+            parts["eval"] = self._eval_logs
+        # Only texts and numbers stand in a table in the end; images are for those who follow a run live.
+        return to_plain(_as_lists({**parts, "main": {**self._logs, "images": []}}), other=str)
+
+    def load_table_state(self, state: dict[str, Any]) -> None:
+        if not self.log_completions:
+            return
+        parts = from_plain(state)
+        _fill(self._logs, parts["main"])
+        self._stream_logs = parts["streams"]
+        if "eval" in parts:
+            self._eval_step = self.state.global_step
+            self._eval_logs = empty_logs(self._logs, maxlen=self.args.generation_batch_size)
+            _fill(self._eval_logs, parts["eval"])
 
     def _whole_table(self) -> Logs:
         """The main rows come first: the number of a row's parent is that of a row of the table."""
@@ -207,6 +228,20 @@ def empty_logs(logs: Logs, *, maxlen: int | None = None) -> Logs:
     """
     column: Callable[[], deque] = partial(deque, maxlen=maxlen)
     return {name: defaultdict(column) if isinstance(logs[name], defaultdict) else column() for name in logs}
+
+
+def _as_lists(logs: Any) -> Any:
+    if isinstance(logs, dict):
+        return {name: _as_lists(values) for name, values in logs.items()}
+    return list(logs)
+
+
+def _fill(logs: Logs, columns: dict[str, Any]) -> None:
+    for name, values in columns.items():
+        if isinstance(values, dict):
+            _fill(logs[name], values)
+        else:
+            logs[name].extend(values)
 
 
 def _row_advantages(rows: RowDict) -> torch.Tensor:
