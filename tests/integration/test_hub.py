@@ -153,7 +153,7 @@ def test_a_run_whose_pushes_all_failed_is_published_by_the_one_that_takes_it_up(
 def test_method_state_is_published_on_request_only(slow_results):
     assert slow_results["methods"]["bare"] == ALL
     assert slow_results["methods"]["trees"] == sorted([*ALL, "explore_state_0.pt", "trees/trees_0.jsonl"])
-    assert slow_results["methods"]["state"] == ["solutions", "trees_bytes"]
+    assert slow_results["methods"]["state"] == ["solutions", "solutions_bytes", "trees_bytes"]
 
 
 @pytest.mark.slow
