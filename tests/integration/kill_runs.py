@@ -169,7 +169,7 @@ def train(case, folder, death):
 
 
 def attempt(case, folder, death=None):
-    """Exit codes of an attempt's processes; the first of them is the one that may be killed."""
+    """How the first process that did not end well ended: 0 where all did, -9 where it was killed."""
     ranks = CASES[case][1].get("ranks", 1)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -197,14 +197,14 @@ def attempt(case, folder, death=None):
                 sys.stdout.flush(), sys.stderr.flush()
                 os._exit(code)
         children.append(child)
-    codes = {}
-    while len(codes) < ranks:
+    ended: dict[int, int] = {}
+    while len(ended) < ranks:
         child, status = os.wait()
-        codes[child] = os.waitstatus_to_exitcode(status)
-        if codes[child] != 0:  # the others would wait for it
-            for other in set(children) - set(codes):
+        ended[child] = os.waitstatus_to_exitcode(status)
+        if ended[child] != 0:  # the others would wait for it
+            for other in set(children) - set(ended):
                 os.kill(other, signal.SIGKILL)
-    return codes.values()
+    return next((code for code in ended.values() if code), 0)
 
 
 def traces(folder):
@@ -217,24 +217,23 @@ def traces(folder):
 
 
 def chain(case, folder, whole, draw):
-    """Kill a run three times at moments over its length; how often it died, and where it then ended otherwise."""
-    last, kills, crashes = whole["steps"], 0, []
+    """Kill a run three times at moments over its length: what happened, and where it then ended otherwise."""
+    deaths, torn = [], 0
     folder.mkdir(parents=True)
-    for step in sorted(draw.choices(range(last), k=3)):
-        begins = draw.random() < 0.4
+    for step in [*sorted(draw.choices(range(whole["steps"]), k=3)), None]:
         # A step makes some ten thousand calls, a log with a checkpoint about as many.
-        death = (step, begins, draw.randrange(1, draw.choice([300, 3000, 30000])))
-        codes = attempt(case, folder, death)
-        kills += any(code == -signal.SIGKILL for code in codes)
-        crashes += [code for code in codes if code > 0] if -signal.SIGKILL not in codes else []
-        if crashes or (folder / "result.json").exists():
+        moment = (draw.random() < 0.4, draw.randrange(1, draw.choice([300, 3000, 30000])))
+        code = attempt(case, folder, None if step is None else (step, *moment))
+        if code != -signal.SIGKILL:
             break
-    if not crashes and not (folder / "result.json").exists():
-        crashes += [code for code in attempt(case, folder) if code]
-    if crashes:
-        return kills, ["it crashed: " + (folder / "log0.txt").read_text()[-2000:]]
+        found, half_written = last_complete_checkpoint(folder)
+        deaths.append(found.rpartition("-")[2] if found else "0")
+        torn += len(half_written)
+    said = f"{len(deaths)} kills, {torn} in a checkpoint, resumed at {' '.join(deaths)}"
+    if code:
+        return len(deaths), said, ["it crashed: " + (folder / "log0.txt").read_text()[-2000:]]
     found = traces(folder)
-    return kills, [name for name in sorted(found | whole) if found.get(name) != whole.get(name)]
+    return len(deaths), said, [name for name in sorted(found | whole) if found.get(name) != whole.get(name)]
 
 
 def run(folder, *, kills, seed, cases=tuple(CASES), tell=print):
@@ -247,12 +246,12 @@ def run(folder, *, kills, seed, cases=tuple(CASES), tell=print):
         if case not in wholes:
             left_alone = folder / case / "whole"
             left_alone.mkdir(parents=True)
-            assert not any(attempt(case, left_alone)), (left_alone / "log0.txt").read_text()[-3000:]
+            assert attempt(case, left_alone) == 0, (left_alone / "log0.txt").read_text()[-3000:]
             wholes[case] = traces(left_alone)
         own = folder / case / str(chains)
-        died, differences = chain(case, own, wholes[case], random.Random(f"{seed}/{case}/{chains}"))
+        died, said, differences = chain(case, own, wholes[case], random.Random(f"{seed}/{case}/{chains}"))
         killed[case] += died
-        tell(f"{chains:3d} {case:20s} killed {died} times: {', '.join(differences) or 'the same'}", flush=True)
+        tell(f"{chains:3d} {case:20s} {said}: {', '.join(differences) or 'the same'}", flush=True)
         if differences:
             different[f"{case} {chains}"] = differences
         else:
