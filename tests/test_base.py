@@ -488,6 +488,12 @@ def test_beams_of_vllm_are_refused(tmp_path):
         )
 
 
+def test_a_vllm_server_is_told_how_long_completions_may_be(tmp_path):
+    with pytest.raises(ValueError, match=r"`max_completion_length=None`: a vLLM server .*Set a number"):
+        server = dict(use_vllm=True, vllm_mode="server")
+        make_trainer(ExplorationTrainer, ExplorationConfig, tmp_path, max_completion_length=None, **server)
+
+
 def test_a_stage_can_be_sampled_in_parts(tmp_path):
     trainer = make_trainer(ExplorationTrainer, ExplorationConfig, tmp_path, sampling_batch_size=3)
     trainer.model.train()

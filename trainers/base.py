@@ -138,6 +138,11 @@ class ExplorationTrainer(SamplingTrainer):
                 f"`generation_kwargs={{'num_beams': {beams}}}`: vLLM samples without beams. Leave it out, or set "
                 "`use_vllm=False`."
             )
+        if args.use_vllm and args.vllm_mode == "server" and args.max_completion_length is None:
+            raise ValueError(
+                "`max_completion_length=None`: a vLLM server is told how long completions may be. Set a number, or "
+                "`use_vllm=False`."
+            )
         if args.use_vllm and self.samples_extra_rows:
             self._check_vllm(args, name)
         rows = args.per_device_train_batch_size * args.steps_per_generation
