@@ -363,7 +363,7 @@ def test_a_browser_shows_the_page_and_runs_only_its_own_script(tmp_path):
     # text that slipped through the escaping would still not run
     page.write_text(html_page(hostile_tree()).replace("</main>", f"{SCRIPT}</main>"), encoding="utf-8")
     dom = browse(page, tmp_path / "profile", "--dump-dom")
-    assert "img" in Page(dom).tags and "<title>Search tree 3, step 12</title>" in dom
+    assert "img" in Page(dom).tags and "<title>Search tree: step 12, prompt 3 of its batch</title>" in dom
 
     page.write_text(html_page(small_tree()), encoding="utf-8")
     browse(page, tmp_path / "profile", f"--screenshot={picture}")
