@@ -28,7 +28,7 @@ from world import (
 )
 
 from trl_explore.rows.rollouts import Rows
-from trl_explore.rows.streams import LOSS_NORMALISERS, loss_mask, select_rows
+from trl_explore.rows.streams import LOSS_NORMALISERS, loss_mask, row_tokens, select_rows
 from trl_explore.trainers import (
     BranPOConfig,
     BranPOTrainer,
@@ -56,7 +56,7 @@ class Echo(ExplorationTrainer):
     copies = 1
 
     def extra_streams(self, output, examples, rewards):
-        prompts = self.prompt_token_ids(output)
+        prompts = row_tokens(output)[0]
         rows = Rows(
             examples=examples * self.copies,
             prompt_ids=prompts * self.copies,
@@ -64,7 +64,7 @@ class Echo(ExplorationTrainer):
             loss_mask=[[1] * len(ids) for ids in self.main_completion_ids] * self.copies,
             group_size=self.num_generations,
         )
-        return {"echo": (self.score("echo", rows), self.weight)}
+        return {"echo": (self.scorer.score("echo", rows), self.weight)}
 
 
 class EchoTwice(Echo):
@@ -230,7 +230,7 @@ class Rescored(Echo):
     """Hands the rewards of half the rows back as known."""
 
     def extra_streams(self, output, examples, rewards):
-        prompts = self.prompt_token_ids(output)
+        prompts = row_tokens(output)[0]
         rows = Rows(
             examples=examples,
             prompt_ids=prompts,
@@ -239,7 +239,7 @@ class Rescored(Echo):
             group_size=self.num_generations,
             known_rewards=[[r] if i % 2 else None for i, r in enumerate(rewards.tolist())],
         )
-        scored = self.score("echo", rows)
+        scored = self.scorer.score("echo", rows)
         assert torch.equal(scored.rewards, rewards)
         return {"echo": (scored, self.weight)}
 
@@ -331,7 +331,7 @@ class Empty(ExplorationTrainer):
     def extra_streams(self, output, examples, rewards):
         rows = Rows(examples=[], prompt_ids=[], completion_ids=[], loss_mask=[], group_size=4)
         assert self.sample([], 2, 3) == []
-        assert self.score("none", rows) is None
+        assert self.scorer.score("none", rows) is None
         return {}
 
 
@@ -601,7 +601,7 @@ def test_the_kl_term_is_a_mean_over_the_rows_that_are_kept(tmp_path, loss_type):
     trainer, inputs, loss, gradient = loss_and_gradient(tmp_path, **options)
     kept = (inputs["completion_mask"] * inputs["tool_mask"]).any(dim=1).nonzero().squeeze(1)
     assert 0 < len(kept) < 8
-    trainer._main_totals = None
+    trainer.streams.main_totals = None
     trainer.model.zero_grad()
     alone = trainer.compute_loss(trainer.model, select_rows(inputs, kept))
     alone.backward()
@@ -729,8 +729,8 @@ def test_a_plain_grpo_config_gets_the_methods_defaults(tmp_path):
 
 def test_a_trainer_made_without_init_has_its_defaults():
     trainer = ExplorationTrainer.__new__(ExplorationTrainer)
-    assert trainer.drop_zero_advantage is False and trainer.main_completion_ids == []
-    assert trainer._stream_steps == {} and trainer._partial is None
+    assert trainer.main_completion_ids == [] and trainer.current is None
+    assert trainer.turns is None and trainer.forks is None and trainer.features is None
 
 
 @dataclass
@@ -809,6 +809,6 @@ def test_log_probabilities_are_measured_without_the_dropout_of_adapters(tmp_path
     trainer = make_trainer(ExplorationTrainer, ExplorationConfig, tmp_path, peft_config=lora)
     trainer.model.train()
     before = torch.get_rng_state()
-    first = trainer.token_logprobs([[5, 6]], [[7, 8, 1]])
-    assert trainer.token_logprobs([[5, 6]], [[7, 8, 1]]) == first
+    first = trainer.sample.token_logprobs([[5, 6]], [[7, 8, 1]])
+    assert trainer.sample.token_logprobs([[5, 6]], [[7, 8, 1]]) == first
     assert trainer.model.training and torch.equal(torch.get_rng_state(), before)

@@ -18,6 +18,7 @@ from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
 from world import BOARDS, QUIET, assert_same, differ, make_agent, make_trainer, one_batch, parameters, trained
 
+from trl_explore.agents.forks import Forks
 from trl_explore.agents.snapshots import not_a_tool
 from trl_explore.branches.choice import branch_advantages, turns
 from trl_explore.rewards.questions import search_reward
@@ -148,13 +149,13 @@ def kept_branches(trainer, monkeypatch):
     score = trainer._score_branches
 
     def leave(requests):
-        branches = BranPOTrainer.leave(trainer, requests)
+        branches = Forks.leave(trainer.forks, requests)
         for branch in branches:  # instances are used again, by later calls
             branch.steps = branch.environment.episode.steps if branch.environment else 0
         return branches
 
     monkeypatch.setattr(
-        trainer, "leave", lambda requests: sampled.append((requests, leave(requests))) or sampled[-1][1]
+        trainer.forks, "leave", lambda requests: sampled.append((requests, leave(requests))) or sampled[-1][1]
     )
     monkeypatch.setattr(trainer, "_score_branches", lambda own, *rest: kept.update(own) or score(own, *rest))
     output = one_batch(trainer)
@@ -256,7 +257,7 @@ def test_all_ways_to_go_back_give_the_same(tmp_path, voice, factory, way, select
     first.train()
     voice()
     second = agent(tmp_path, factory=factory, environment_state=way, branch_selection=selection)
-    assert second._state_ways == {None: "snapshot" if factory is OwnState and way == "auto" else "replay"}
+    assert second.forks.states._kinds == {None: "snapshot" if factory is OwnState and way == "auto" else "replay"}
     assert sorted(second.tools[0].__name__ for _ in range(1)) == ["move"] and len(second.tools) == 1
     second.train()
     assert_same(parameters(second), parameters(first))
@@ -349,7 +350,7 @@ def test_a_state_on_a_server_is_noticed_and_replayed(tmp_path, voice, monkeypatc
     second = agent(tmp_path, factory=Remote)
     with pytest.warns(UserWarning, match=r"`move` of a Remote that went back .* by copy answered .*Branches replay"):
         second.train()
-    assert second._state_ways == {None: "replay"}
+    assert second.forks.states._kinds == {None: "replay"}
     assert_same(parameters(second), parameters(first))
     voice()
     third = agent(tmp_path, factory=Remote)
@@ -397,7 +398,7 @@ def test_a_snapshot_that_later_moves_change_is_noticed(tmp_path, voice):
     trainer = agent(tmp_path, factory=Shared)
     with pytest.warns(UserWarning, match="of a Shared that went back to an earlier turn by snapshot answered"):
         one_batch(trainer)
-    assert trainer._state_ways == {None: "snapshot"}
+    assert trainer.forks.states._kinds == {None: "snapshot"}
 
 
 class Locked(Lake):
@@ -415,7 +416,7 @@ def test_what_reset_makes_decides_whether_an_environment_can_be_copied(tmp_path,
     voice()
     second = agent(tmp_path, factory=Locked)
     second.train()
-    assert second._state_ways == {None: "replay"}
+    assert second.forks.states._kinds == {None: "replay"}
     assert_same(parameters(second), parameters(first))
     voice()
     with pytest.raises(RuntimeError, match="the state of a Locked could not be kept"):
@@ -509,7 +510,7 @@ def test_tools_that_wait_are_replayed(tmp_path, voice):
 def test_every_environment_keeps_its_state_in_its_own_way(tmp_path, voice, monkeypatch):
     voice()
     trainer = agent(tmp_path, factory={"own": OwnState, "plain": Lake, "waiting": Waiting}, kinds=["own", "waiting"])
-    assert trainer._state_ways == {"own": "snapshot", "plain": "copy", "waiting": "replay"}
+    assert trainer.forks.states._kinds == {"own": "snapshot", "plain": "copy", "waiting": "replay"}
     _, sampled, _ = kept_branches(trainer, monkeypatch)
     branches = [branch for _, found in sampled for branch in found]
     names = {type(branch.environment).__name__ for branch in branches}
@@ -597,10 +598,10 @@ def test_prefixes_and_suffixes_get_their_own_advantages(tmp_path, voice, monkeyp
     voice()
     trainer = agent(tmp_path, branch_group=group, scale_rewards=scale, redundancy_tries=0)
     output, _, kept = kept_branches(trainer, monkeypatch)
-    raw = trainer._total_rewards()
+    raw = trainer.scorer.totals()
     rewards, factor = raw.tolist(), 1.0 / (raw.std().item() + 1e-4) if scale == "batch" else 1.0
     assert kept
-    (weight, totals, steps), places = trainer._stream_steps["branch"], {row: i for i, row in enumerate(sorted(kept))}
+    (weight, totals, steps), places = trainer.streams.steps["branch"], {row: i for i, row in enumerate(sorted(kept))}
     (part,) = steps[0]
     mask = output["completion_mask"] * output["tool_mask"]
     assert totals.num_tokens == mask.sum() + (part["completion_mask"] * part["tool_mask"]).sum()
@@ -650,7 +651,7 @@ def test_branches_are_averaged_together_with_the_main_rows(tmp_path, voice, loss
 
     def noting(inputs):
         output = generate(inputs)
-        seen["rows"] = [output, *(part for parts in trainer._stream_steps["branch"][2] for part in parts)]
+        seen["rows"] = [output, *(part for parts in trainer.streams.steps["branch"][2] for part in parts)]
         return output
 
     trainer._generate_and_score_completions = noting
@@ -760,7 +761,7 @@ def test_single_turns_branch_from_the_prompt(tmp_path, monkeypatch):
     assert kept and all(branch.start == 0 and branch.messages is None for branch in kept.values())
     assert len(sampled) == 1  # there is only one response to go back
     for row, branch in kept.items():
-        assert branch.rewards[0] != trainer._total_rewards()[row]
+        assert branch.rewards[0] != trainer.scorer.totals()[row]
 
 
 # ------------------------------------------------------------------------------------- failures, limits and errors
@@ -775,7 +776,7 @@ def test_branches_of_broken_environments_are_discarded(tmp_path, voice, monkeypa
     branches = [branch for _, found in sampled for branch in found]
     broken = [b for b in branches if "direction=r" in trainer._tokenizer.decode(b.completion_ids[b.start :])]
     assert broken and not any(branch.complete for branch in broken)
-    assert not {row for row, failed in enumerate(trainer._failed) if failed} & {b.row for b in branches}
+    assert not {row for row, failed in enumerate(trainer.turns.failed) if failed} & {b.row for b in branches}
 
 
 def search(query: str) -> str:

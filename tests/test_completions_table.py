@@ -10,6 +10,7 @@ from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 from world import contains_answer, make_dataset, make_tokenizer, make_trainer
 
+from trl_explore.rows.table import printed_visibly
 from trl_explore.trainers import (
     DeepGRPOConfig,
     DeepGRPOTrainer,
@@ -20,7 +21,6 @@ from trl_explore.trainers import (
     TreeGRPOConfig,
     TreeGRPOTrainer,
 )
-from trl_explore.trainers.completions_table import _printed_visibly
 
 DEEP = dict(num_branches=3, segmentation="fixed", segment_length=2)
 TREE = dict(expansion_width=3, node_length=2, skip_uniform_trees=False)
@@ -155,7 +155,7 @@ def test_sketches_are_those_that_the_sampler_saw(tmp_path):
     trainer = train(SESATrainer, SESAConfig, tmp_path, **SKETCHES, max_steps=1)
     rows = table(trainer)
     assert (rows["sketch"] != "").any()
-    for (drawn,), (_, row) in zip(trainer.drawn, rows.iterrows(), strict=True):
+    for (drawn,), (_, row) in zip(trainer.mode.drawn, rows.iterrows(), strict=True):
         seen = make_tokenizer().decode(drawn.context)
         assert seen == (f"{row['sketch']} {row['prompt']}" if row["sketch"] else row["prompt"])
 
@@ -164,7 +164,7 @@ def test_a_solution_without_room_for_its_sketch_has_none(tmp_path):
     trainer = train(SESATrainer, SESAConfig, tmp_path, **SKETCHES, context_length=13, max_steps=1)
     rows = table(trainer)
     assert trainer.state.log_history[0]["sketch/too_long"] > 0
-    for (drawn,), (_, row) in zip(trainer.drawn, rows.iterrows(), strict=True):
+    for (drawn,), (_, row) in zip(trainer.mode.drawn, rows.iterrows(), strict=True):
         assert (row["sketch"] == "") == (make_tokenizer().decode(drawn.context) == row["prompt"])
 
 
@@ -241,7 +241,7 @@ def test_a_branch_has_the_advantage_that_it_is_trained_with(branpo):
     # Only suffixes carry it, so it is that of the row's trained tokens.
     rows = table(branpo)
     written = of_stream(rows, "branch")["advantage"]
-    _, _, steps = branpo._stream_steps["branch"]
+    _, _, steps = branpo.streams.steps["branch"]
     trained = [value for parts in steps for part in parts for value in part["advantages"].tolist()]
     assert sorted(value for value in written if value) == pytest.approx(sorted(value for value in trained if value))
 
@@ -336,7 +336,7 @@ def test_messages_with_tool_calls_are_printed_with_their_escapes_visible(capsys,
         {"role": "assistant", "content": "a\x1b[2J", "tool_calls": [call]},
         {"role": "tool", "name": "find", "content": [{"type": "text", "text": "b\rc"}]},
     ]
-    with _printed_visibly():
+    with printed_visibly():
         vars(grpo_trainer)["print_prompt_completions_sample"](["p\x08"], [completion], {"r": [1.0]}, [0.5], 3, None)
     printed = capsys.readouterr().out
     assert not {"\x1b", "\x9b", "\x7f", "\x08", "\r"} & set(printed)

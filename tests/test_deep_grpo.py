@@ -81,12 +81,19 @@ def streams_of(trainer):
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
     inputs = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
-    return inputs, trainer._stream_steps
+    return inputs, trainer.streams.steps
+
+
+def drawn(trainer, row):
+    ids = trainer.main_completion_ids
+    return trainer.pivots.draw(row, ids[row], trainer.pivots.budget(ids))
 
 
 class Duplicated(DeepGRPOTrainer):
-    def _branch_rows(self, branchings):
-        return super()._branch_rows([b for b in branchings for _ in range(2)])
+    def setup(self):
+        super().setup()
+        rows = self.pivots.rows
+        self.pivots.rows = lambda branchings: rows([b for b in branchings for _ in range(2)])
 
     def _learn_from(self, branchings, scored):
         return super()._learn_from([b for b in branchings for _ in range(2)], scored)[::2]
@@ -140,7 +147,7 @@ def test_auxiliary_loss_equals_the_equation_written_out(tmp_path):
     trainer = make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, aux_loss_weight=0.7, **CUTS)
     _, steps = streams_of(trainer)
     trainer.model.zero_grad()
-    trainer._backward_streams(trainer.model)
+    trainer.streams.backward(trainer.model, 0, num_accumulated=1)
     got = {n: p.grad.clone() for n, p in trainer.model.named_parameters()}
 
     trainer.model.zero_grad()
@@ -233,11 +240,11 @@ def test_the_cap_bounds_pivots_and_serves_every_completion_before_a_second_pivot
         beta=0.1,
     )
     rows = []
-    draw = trainer._draw
-    trainer._draw = lambda row: rows.append(row) or draw(row)
-    capped = trainer._capped
+    draw = trainer.pivots.draw
+    trainer.pivots.draw = lambda row, ids, most: rows.append(row) or draw(row, ids, most)
+    capped = trainer.pivots._capped
     kept = []
-    trainer._capped = lambda pivots, limit: kept.extend(capped(pivots, limit)) or kept
+    trainer.pivots._capped = lambda pivots, limit: kept.extend(capped(pivots, limit)) or kept
     streams_of(trainer)
     assert rows == list(range(8))
     assert sorted(p.row for p in kept) == list(range(8))
@@ -249,7 +256,7 @@ def test_branches_have_room_to_go_on(tmp_path, least, last):
     options = dict(CUTS, num_pivots=4, min_remaining_tokens=least)
     trainer = make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **options)
     trainer.main_completion_ids = [[5, 6, 7, 8, 9, 10, 11, 12]]
-    pivots = trainer._draw(0)
+    pivots = drawn(trainer, 0)
     assert sorted(p.start for p in pivots) == list(range(0, last + 1, 2))
     assert all(p.depth == (p.start / 2 + 1) / 4 for p in pivots)
 
@@ -258,7 +265,7 @@ def test_by_default_a_tenth_of_the_budget_remains(tmp_path):
     options = dict(CUTS, segment_length=1, num_pivots=100, max_completion_length=50)
     trainer = make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **options)
     trainer.main_completion_ids = [[5] * 50]
-    assert sorted(p.start for p in trainer._draw(0)) == list(range(46))
+    assert sorted(p.start for p in drawn(trainer, 0)) == list(range(46))
 
 
 @pytest.mark.parametrize("segmentation", ["delimiter", "fixed"])
@@ -274,7 +281,7 @@ def test_room_is_asked_for_in_vain_where_completions_are_short_by_themselves(tmp
     options = dict(CUTS, max_completion_length=None, min_remaining_tokens=10, num_pivots=4)
     trainer = make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **options)
     trainer.main_completion_ids = [[5, 6, 7, 8, 1]]
-    assert [p.start for p in trainer._draw(0)] == [0]
+    assert [p.start for p in drawn(trainer, 0)] == [0]
 
 
 @pytest.mark.parametrize("selection", ["utility", "uniform"])
@@ -282,7 +289,7 @@ def test_no_pivot_where_only_the_end_token_follows(tmp_path, selection):
     options = dict(CUTS, segmentation="delimiter", num_pivots=9, pivot_selection=selection)
     trainer = make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **options)
     trainer.main_completion_ids = [make_tokenizer()("ab.cd.<eos>")["input_ids"]]
-    assert sorted((p.start, p.depth) for p in trainer._draw(0)) == [(0, 0.5), (3, 1.0)]
+    assert sorted((p.start, p.depth) for p in drawn(trainer, 0)) == [(0, 0.5), (3, 1.0)]
 
 
 @pytest.mark.parametrize("num_pivots", [1, 3, 9])
@@ -292,9 +299,9 @@ def test_the_control_from_the_root_has_the_budget_of_its_rivals(tmp_path, num_pi
         options = dict(CUTS, num_pivots=num_pivots, pivot_selection=selection)
         trainer = make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **options)
         trainer.main_completion_ids = [[5, 6, 7, 8, 9, 10, 11, 12], [5, 6, 1], [5]]
-        counts[selection] = [len(trainer._draw(row)) for row in range(3)]
+        counts[selection] = [len(drawn(trainer, row)) for row in range(3)]
         if selection == "root":
-            assert {p.start for row in range(3) for p in trainer._draw(row)} == {0}
+            assert {p.start for row in range(3) for p in drawn(trainer, row)} == {0}
     assert counts["root"] == counts["uniform"] == counts["utility"]
     assert counts["root"] == [min(num_pivots, 4), 1, 1]
 
@@ -328,9 +335,9 @@ def test_completions_that_are_cut_or_need_no_cut_give_no_warning(tmp_path, field
 def test_several_pivots_of_a_completion_are_distinct(tmp_path):
     trainer = make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **CUTS, num_pivots=3)
     trainer.main_completion_ids = [[5, 6, 7, 8, 9, 10, 11, 12], [5]]
-    pivots = trainer._draw(0)
+    pivots = drawn(trainer, 0)
     assert len({p.start for p in pivots}) == 3 and all(p.depth == (p.start / 2 + 1) / 4 for p in pivots)
-    assert [(p.start, p.depth) for p in trainer._draw(1)] == [(0, 1.0)]
+    assert [(p.start, p.depth) for p in drawn(trainer, 1)] == [(0, 1.0)]
 
 
 def test_the_estimator_learns_from_every_pivot_and_steers_the_next_draw(tmp_path):

@@ -81,10 +81,15 @@ def test_novelty_changes_what_is_learned(tmp_path, options):
 class Watched(G2RLTrainer):
     """Keeps features and rewards of the last batch, and counts passes through the backbone."""
 
-    def gradient_features(self):
-        self.rows = self._feature_rows
-        self.features = super().gradient_features()
-        return self.features
+    def setup(self):
+        super().setup()
+        if self.features is not None:
+            self.of_batch, self.features.of_batch = self.features.of_batch, self.kept
+
+    def kept(self):
+        self.rows = self.features._rows
+        self.found = self.of_batch()
+        return self.found
 
     def shape_rewards(self, rewards_per_func):
         self.raw, self.shaped = rewards_per_func, super().shape_rewards(rewards_per_func)
@@ -142,11 +147,11 @@ def test_features_are_autograds(tmp_path, options, more):
     model = model.get_base_model() if "peft_config" in more else model
     model.eval()
     rows = trainer.rows
-    assert len(trainer.features) == len(rows.completion_ids)
-    for i in range(0, len(trainer.features), 3):
+    assert len(trainer.found) == len(rows.completion_ids)
+    for i in range(0, len(trainer.found), 3):
         mask = rows.loss_mask[i]
         expected = autograd_feature(model, rows.prompt_ids[i], rows.completion_ids[i], mask, trainer.temperature)
-        torch.testing.assert_close(trainer.features[i], expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(trainer.found[i], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_features_cost_no_pass_where_trl_makes_one(tmp_path):
@@ -207,7 +212,7 @@ def test_only_tokens_of_the_loss_count(tmp_path):
 
     trainer = make_trainer(Watched, G2RLConfig, tmp_path, rollout_func=rollout, reward_funcs=always)
     batch_of(trainer)
-    first = trainer.features
+    first = trainer.found
     again = make_trainer(Watched, G2RLConfig, tmp_path, rollout_func=rollout, reward_funcs=always)
     again.second = True
     batch_of(again)
@@ -221,7 +226,7 @@ def test_rewards_are_shaped_as_documented_and_logged_raw(tmp_path, transform):
     output, _ = batch_of(trainer)
     raw = trainer.raw[:, 0]
     r = 2 * raw - 1
-    novelty = novelty_scores(trainer.features, r, 4)
+    novelty = novelty_scores(trainer.found, r, 4)
     nu = novelty.nu.view(-1, 4)
     low, high = nu.amin(1, keepdim=True), nu.amax(1, keepdim=True)
     nu_bar = {"raw": nu, "minmax": (nu - low) / (high - low), "centered": 2 * (nu - low) / (high - low) - 1}[transform]
@@ -234,7 +239,7 @@ def test_rewards_are_shaped_as_documented_and_logged_raw(tmp_path, transform):
     assert metrics["reward"] == [pytest.approx(raw.mean().item())]
     assert metrics["shaped_reward"] == [pytest.approx(shaped.mean().item(), abs=1e-5)]
     assert metrics["rewards/contains_answer/mean"] == [pytest.approx(raw.mean().item())]
-    for name, value in geometry(trainer.features, 4, novelty).items():
+    for name, value in geometry(trainer.found, 4, novelty).items():
         assert metrics[f"geometry/{name}"] == [pytest.approx(value)]
     assert metrics["geometry/feature_seconds"][0] > 0 and metrics["geometry/unshaped_rows"] == [0]
 
@@ -250,7 +255,7 @@ def test_shuffled_scores_are_those_of_other_completions_of_the_group(tmp_path):
     trainer = make_trainer(Watched, G2RLConfig, tmp_path, novelty_scores="shuffled", novelty_transform="raw")
     batch_of(trainer)
     r = 2 * trainer.raw[:, 0] - 1
-    novelty = novelty_scores(trainer.features, r, 4)
+    novelty = novelty_scores(trainer.found, r, 4)
     shown = torch.tensor(trainer.completion_columns()["novelty"])
     assert not torch.allclose(shown, novelty.nu)
     assert torch.equal(shown.view(-1, 4).sort(1).values, novelty.nu.view(-1, 4).sort(1).values)
@@ -281,8 +286,8 @@ def test_groups_with_too_few_right_answers_keep_their_rewards(tmp_path):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_features_that_are_not_finite_never_reach_the_loss(tmp_path, value):
     class Broken(Watched):
-        def gradient_features(self):
-            features = super().gradient_features()
+        def kept(self):
+            features = super().kept()
             features[1] = value
             return features
 
@@ -298,7 +303,7 @@ def test_truncated_completions_that_are_masked_are_no_peers(tmp_path):
     trainer = make_trainer(Watched, G2RLConfig, tmp_path, mask_truncated_completions=True, max_completion_length=3)
     batch_of(trainer)
     truncated = [ids[-1] not in (0, 1) for ids in trainer.rows.completion_ids]
-    assert 0 < sum(truncated) and trainer.features.isnan().any(1).tolist() == truncated
+    assert 0 < sum(truncated) and trainer.found.isnan().any(1).tolist() == truncated
     assert trainer._metrics["train"]["geometry/unshaped_rows"] == [sum(truncated)]
 
 
@@ -381,7 +386,7 @@ def test_a_composition_takes_only_what_each_of_its_methods_takes(tmp_path, bases
 
 @pytest.mark.parametrize("bases", [(GradientGuided, BranPOTrainer), (BranPOTrainer, GradientGuided)])
 def test_what_all_methods_take_a_composition_takes(bases):
-    assert type("Guided", bases, {}).accepts_tools
+    assert type("Guided", bases, {}).requires.tools
 
 
 # --------------------------------------------------------------------------------------------------------- errors

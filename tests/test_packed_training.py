@@ -86,7 +86,7 @@ def padded(rows):
 def measured(trainer, rows, mode):
     """Log-probabilities, entropies and the gradients of a weighted sum of both."""
     ids, mask, length = padded(rows)
-    trainer.shared_prefix_training = mode
+    trainer.packing.mode = mode
     trainer.model.zero_grad()
     logps, entropies, _ = trainer._get_per_token_logps_and_entropies(
         trainer.model, ids, mask, length, compute_entropy=True
@@ -114,14 +114,14 @@ def widths_of_passes(model):
 @given(rows=forests(), min_saved=st.sampled_from([1, 4]), room=st.none() | st.integers(0, 10))
 def test_packed_rows_give_what_plain_rows_give(trainer, rows, min_saved, room):
     logps, entropies, gradients = measured(trainer, rows, "off")
-    trainer.min_saved = min_saved
-    trainer.packed_token_budget = None if room is None else max(len(p + c) for p, c in rows) + room
+    trainer.packing.min_saved = min_saved
+    trainer.packing.token_budget = None if room is None else max(len(p + c) for p, c in rows) + room
     with widths_of_passes(trainer.model) as widths:
         packed_logps, packed_entropies, packed_gradients = measured(trainer, rows, "on")
     log = trainer._metrics["train"]
     assume(log["packing/packed"][-1])  # rows that share too little are TRL's to compute
     assert log["packing/sequences"][-1] == len(widths)
-    assert len(widths) == 1 if room is None else max(widths) <= trainer.packed_token_budget
+    assert len(widths) == 1 if room is None else max(widths) <= trainer.packing.token_budget
     torch.testing.assert_close(packed_logps, logps, rtol=0, atol=1e-5)
     torch.testing.assert_close(packed_entropies, entropies, rtol=0, atol=1e-5)
     largest = max(gradient.abs().max().item() for gradient in gradients.values())
@@ -139,7 +139,7 @@ def saved_bytes(trainer, rows, mode):
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    trainer.shared_prefix_training = mode
+    trainer.packing.mode = mode
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         logps = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, length)[0]
     assert logps.requires_grad
@@ -150,7 +150,7 @@ def test_packed_rows_never_keep_more_memory_than_plain_ones(trainer):
     prompt = list(range(5, 25))
     siblings = [(prompt, [i, *prompt[:9]]) for i in range(5, 13)]
     strangers = [([i, *prompt], [i, *prompt[:9]]) for i in range(5, 13)]
-    trainer.min_saved, trainer.packed_token_budget = 16, None
+    trainer.packing.min_saved, trainer.packing.token_budget = 16, None
     assert saved_bytes(trainer, siblings, "on") < 0.6 * saved_bytes(trainer, siblings, "off")
     assert trainer._metrics["train"]["packing/packed"][-1] == 1.0
     assert saved_bytes(trainer, strangers, "on") <= saved_bytes(trainer, strangers, "off")
@@ -232,7 +232,7 @@ def test_modes_pack_where_enough_is_shared(tmp_path):
         ("auto", alone, 14, 0.0),
         ("auto", shared[:1] + long, 22, 1.0),  # little is shared, but it does not fit into one sequence
     ):
-        trainer.shared_prefix_training, trainer.packed_token_budget = mode, budget
+        trainer.packing.mode, trainer.packing.token_budget = mode, budget
         ids, mask, length = padded(rows)
         trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, length)
         assert trainer._metrics["train"]["packing/packed"][-1] == packed, (mode, budget, len(rows))

@@ -29,6 +29,7 @@ from trl_explore.serving.agreement import (
     serve_command,
     wait_until_healthy,
 )
+from trl_explore.serving.backend import Answer, Request, ServedGeneration, ServerClient
 from trl_explore.trainers import (
     BranPOConfig,
     BranPOTrainer,
@@ -45,7 +46,6 @@ from trl_explore.trainers import (
     serving,
     vllm_backend,
 )
-from trl_explore.trainers.vllm_backend import Answer, Request, ServedGeneration, ServerClient
 
 CUTS = dict(segmentation="fixed", segment_length=2, num_branches=2)
 METHODS = {

@@ -23,6 +23,7 @@ from world import (
 )
 
 from trl_explore.rows.rollouts import Rollout
+from trl_explore.rows.streams import row_tokens
 from trl_explore.trainers import SESAConfig, SESATrainer
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
@@ -104,7 +105,7 @@ def test_every_sketch_is_shown_the_ones_before_it_and_every_solution_its_own(tmp
     rows = [(problems[i // 4], drafts[i // 4][i % 4]) for i in range(8)]
     assert trainer.solved == [f"{sketch} {problem}" if sketch else problem for problem, sketch in rows]
     # Trained under the problem alone.
-    prompts = {tuple(ids) for ids in trainer.prompt_token_ids(inputs)}
+    prompts = {tuple(ids) for ids in row_tokens(inputs)[0]}
     assert prompts == {tuple(make_tokenizer()(problem)["input_ids"]) for problem in problems}
 
 
@@ -129,7 +130,7 @@ def test_shuffled_sketches_are_those_of_another_prompt(tmp_path, size):
     own = make_trainer(Watched, SESAConfig, tmp_path, **options)
     first_batch(own)
     assert (own.asked, own.answered) == (trainer.asked, trainer.answered)
-    prompts = {tuple(ids) for ids in trainer.prompt_token_ids(inputs)}
+    prompts = {tuple(ids) for ids in row_tokens(inputs)[0]}
     assert prompts == {tuple(make_tokenizer()(problem)["input_ids"]) for problem in problems}
 
 
@@ -155,7 +156,7 @@ def test_success_is_counted_behind_sketches_and_without(tmp_path):
     trainer = make_trainer(Watched, SESAConfig, tmp_path, **SHORT, max_trajectories=3)
     first_batch(trainer)
     sketched = [bool(text) for text in trainer.completion_columns()["sketch"]]
-    right = [reward >= 1 for reward in trainer.local(trainer._total_rewards()).flatten().tolist()]
+    right = [reward >= 1 for reward in trainer.ranks.local(trainer.scorer.totals()).flatten().tolist()]
     metrics = trainer._metrics["train"]
     for name, side in (("sketch/success", True), ("sketch/plain_success", False)):
         own = [ok for behind, ok in zip(sketched, right, strict=True) if behind == side]
@@ -286,7 +287,7 @@ def test_thoughts_do_not_become_rows(tmp_path, special):
     assert texts[:4] == ["1", "3", "4", "1"] and trainer.filled == [4]  # a thought without an end is no list
     first = trainer.asked[0][0]
     assert trainer.asked[1] == [f"{first}<think>a+b</think>1+"]
-    (drawn,) = trainer.drawn[1]
+    (drawn,) = trainer.mode.drawn[1]
     assert trainer._tokenizer.decode(drawn.context) == f"{first}<think>a+b</think>1+"
 
 
@@ -300,7 +301,7 @@ def test_answers_to_prompts_that_begin_a_thought_stand_behind_its_end(tmp_path, 
     own = [trainer._tokenizer.decode(ids) for ids in trainer.main_completion_ids]
     assert own[:4] == [f"\n</think>\n\n{digit}<eos>" for digit in "1234"]
     assert trainer.filled == [4]
-    (drawn,) = trainer.drawn[1]
+    (drawn,) = trainer.mode.drawn[1]
     assert own[1] == f"\n</think>\n\n{trainer._tokenizer.decode(drawn.token_ids)}<eos>" and drawn.start == 4
     assert trainer._tokenizer.decode(drawn.context) == f"{trainer.asked[0][0]}a+b</think>1+"
 
@@ -347,8 +348,8 @@ def test_the_correction_weights_tokens_by_the_likelihood_ratio(tmp_path, mode, s
     advantages, ids_of_rows = output["advantages"], trainer.main_completion_ids
     assert advantages.shape == output["completion_ids"].shape and advantages.abs().sum() > 0
     weighted = 0
-    for i, (prompt, ids) in enumerate(zip(trainer.prompt_token_ids(output), ids_of_rows, strict=True)):
-        (drawn,) = trainer.drawn[i] or [None]
+    for i, (prompt, ids) in enumerate(zip(row_tokens(output)[0], ids_of_rows, strict=True)):
+        (drawn,) = trainer.mode.drawn[i] or [None]
         tokens = drawn.token_ids if drawn else []
         assert tokens == ids[: len(tokens)]
         assert not drawn or len(ids) - len(tokens) == (mode == "sequential")  # the end token is a list's separator

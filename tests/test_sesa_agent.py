@@ -9,6 +9,7 @@ import torch
 from trl import GRPOConfig, GRPOTrainer
 from world import BOARDS, assert_same, make_agent, one_batch, parameters
 
+from trl_explore.rows.streams import row_tokens
 from trl_explore.tasks.frozen_lake import FrozenLakeEnvironment
 from trl_explore.trainers import SESAConfig, SESATrainer
 
@@ -156,7 +157,7 @@ def test_trained_tokens_are_the_sampled_ones_under_the_plain_context(tmp_path, v
     trainer = agent(tmp_path, branch_depth=2, num_actions=3)
     output = one_batch(trainer)
     spoken = {tuple(said) for call in speaker.calls for _, said in call}
-    prompts = [trainer._tokenizer.decode(ids) for ids in trainer.prompt_token_ids(output)]
+    prompts = [trainer._tokenizer.decode(ids) for ids in row_tokens(output)[0]]
     assert Counter(prompts) == {f"<u>{board}<a>": 8 for board in BOARDS}
     assert "sampling_per_token_logps" not in output
     for ids, mask in zip(trainer.main_completion_ids, output["tool_mask"].tolist(), strict=True):
@@ -215,7 +216,7 @@ def test_metrics(tmp_path, voice):
 def test_seconds_are_differences_of_clock_readings(tmp_path, voice, monkeypatch):
     # One reading per second, and a clock that does not start at 0.
     ticks = itertools.count(1e6)
-    monkeypatch.setattr("trl_explore.trainers.sesa_agent.time.perf_counter", lambda: next(ticks))
+    monkeypatch.setattr("trl_explore.sketches.agent.time.perf_counter", lambda: next(ticks))
     voice(stops=0)
     trainer = agent(tmp_path, branch_depth=2, max_steps=1)
     trainer.train()
@@ -236,9 +237,9 @@ def test_proposals_are_weighted_by_their_likelihood_without_being_asked_for(tmp_
     trainer = agent(tmp_path, branch_depth=2, num_actions=3, off_policy_correction=True, off_policy_cap=1e9)
     output = one_batch(trainer)
     asked = 0
-    for i, (prompt, ids) in enumerate(zip(trainer.prompt_token_ids(output), trainer.main_completion_ids, strict=True)):
+    for i, (prompt, ids) in enumerate(zip(row_tokens(output)[0], trainer.main_completion_ids, strict=True)):
         expected = torch.ones(len(ids))
-        for drawn in trainer.drawn[i]:
+        for drawn in trainer.mode.drawn[i]:
             n = len(drawn.token_ids)
             assert ids[drawn.start : drawn.start + n] == drawn.token_ids and "?" in trainer._tokenizer.decode(
                 drawn.context
@@ -296,7 +297,7 @@ def test_a_tool_that_raises_ends_its_trajectory_and_not_the_run(tmp_path, voice,
         row.endswith("r") and row.count("r") == 1 for row, bad in zip(moves(trainer), broken, strict=True) if bad
     )
     assert all(len(row) == 4 for row, bad in zip(moves(trainer), broken, strict=True) if not bad)
-    rewards = trainer._total_rewards().tolist()
+    rewards = trainer.scorer.totals().tolist()
     assert [reward == 0 for reward in rewards] == broken and seen == [16 - sum(broken)]
     assert len(trainer._logs["extra"]["turns"]) == 16
     # Nothing was put into the model's mouth: the last tokens of such a row are the tool's.

@@ -91,8 +91,8 @@ def success_fraction(folder, method, **options):
         assert metrics["sketch/success"] == metrics["sketch/plain_success"]
         return metrics["sketch/success"][0]
     if method == "g2rl":
-        return (trainer._shaped_rewards.nansum(dim=1) > 0).float().mean().item()
-    plans = trainer._plans(trainer._success_rewards().tolist(), output)
+        return (trainer.shaped_rewards.nansum(dim=1) > 0).float().mean().item()
+    plans = trainer._plans(trainer.scorer.success().tolist(), output)
     # Eq. 16: solved groups are left one response back, once; failures are tried twice.
     return sum(plan.tries == 1 for plan in plans) / len(plans)
 
@@ -226,12 +226,12 @@ def test_a_tree_has_the_outcome_of_the_reward_that_decides(tmp_path):
 
 def test_g2rl_maps_the_reward_that_decides_and_keeps_sums_where_it_maps_nothing(tmp_path):
     trainer, _, _ = batch(tmp_path, "g2rl", reward_funcs=[starts_odd, form], success_reward="starts_odd")
-    odd = trainer._rewards_per_func[:, 0]
+    odd = trainer.scorer.rewards_per_func[:, 0]
     assert 0 < odd.mean() < 1
-    torch.testing.assert_close(trainer._shaped_rewards.sum(dim=1), 2 * odd - 1)
+    torch.testing.assert_close(trainer.shaped_rewards.sum(dim=1), 2 * odd - 1)
     options = dict(reward_mapping="none", novelty_weight=1.0, min_correct=5)  # no group is shaped
     trainer, _, _ = batch(tmp_path, "g2rl", reward_funcs=[starts_odd, form], success_reward="starts_odd", **options)
-    torch.testing.assert_close(trainer._shaped_rewards.sum(dim=1), trainer._rewards_per_func.sum(dim=1))
+    torch.testing.assert_close(trainer.shaped_rewards.sum(dim=1), trainer.scorer.rewards_per_func.sum(dim=1))
 
 
 def test_branpo_contrasts_by_the_reward_that_decides_and_credits_the_sum(tmp_path, monkeypatch):
@@ -243,14 +243,14 @@ def test_branpo_contrasts_by_the_reward_that_decides_and_credits_the_sum(tmp_pat
     _, _, kept = kept_branches(trainer, monkeypatch)
     assert kept
     for row, branch in kept.items():
-        assert branch.rewards[0] != trainer._rewards_per_func[row, 0]
+        assert branch.rewards[0] != trainer.scorer.rewards_per_func[row, 0]
     assert {trainer._total(branch) for branch in kept.values()} <= {1.0, 1.5}
 
 
 def test_sesa_counts_by_the_reward_that_decides(tmp_path):
     options = dict(reward_funcs=[starts_odd, form], success_reward="starts_odd")
     trainer, _, metrics = batch(tmp_path, "sesa", **options)
-    odd = trainer._rewards_per_func[:, 0].view(-1, 4)
+    odd = trainer.scorer.rewards_per_func[:, 0].view(-1, 4)
     assert metrics["sketch/success"] == [pytest.approx(odd[:, :2].mean().item())]
     assert metrics["sketch/plain_success"] == [pytest.approx(odd[:, 2:].mean().item())]
 

@@ -26,7 +26,7 @@ from world import (
 
 import trl_explore
 from trl_explore.rows.advantages import first_appearance, tree_advantages
-from trl_explore.rows.streams import loss_mask
+from trl_explore.rows.streams import loss_mask, row_tokens
 from trl_explore.trainers import TreeGRPOConfig, TreeGRPOTrainer
 from trl_explore.trees.replay import SolutionCache, write_cache
 
@@ -94,7 +94,7 @@ def tree_trainer(folder, **options):
 def rows_by_completion(inputs, trainer):
     """Row of the batch for every trained completion of every tree; TRL shuffles rows."""
     lengths = inputs["completion_mask"].sum(dim=1).tolist()
-    prompts = trainer.prompt_token_ids(inputs)
+    prompts = row_tokens(inputs)[0]
     rows = {}
     for i, (ids, length) in enumerate(zip(inputs["completion_ids"].tolist(), lengths, strict=True)):
         rows.setdefault((tuple(prompts[i]), tuple(ids[:length])), []).append(i)
@@ -137,8 +137,9 @@ def test_continuous_batching_gives_the_same_kind_of_tree(tmp_path):
     trainer = tree_trainer(tmp_path)
     inputs = first_batch(trainer)
     prefixes, ids = [t.prompt_ids for t in trainer._trees], [t.completion_ids(t.rows[0]) for t in trainer._trees]
-    by_forward = trainer._entropies(prefixes, ids)
-    for tree, entropies in zip(trainer._trees, by_forward, strict=True):
+    by_forward = trainer.sample._forward(prefixes, ids)[1].tolist()
+    for tree, row, tokens in zip(trainer._trees, by_forward, ids, strict=True):
+        entropies = row[: len(tokens)]
         expected = tree.trajectory_entropy(tree.rows[0])
         assert sum(entropies) / len(entropies) == pytest.approx(expected, abs=1e-4)
     assert inputs["advantages"].shape == inputs["completion_ids"].shape

@@ -9,12 +9,15 @@ from trl_explore.compat import check_trl_version
 check_trl_version(trl.__version__)
 
 from .base import ExplorationTrainer
-from .branpo import BranPOConfig, BranPOTrainer
+from .branpo import BranPOTrainer
+from .branpo_config import BranPOConfig
 from .config import ExplorationConfig
 from .deep_grpo import DeepGRPOTrainer
 from .deep_grpo_config import DeepGRPOConfig
-from .g2rl import G2RLConfig, G2RLTrainer, GradientGuided
-from .sesa import SESAConfig, SESATrainer
+from .g2rl import G2RLTrainer, GradientGuided
+from .g2rl_config import G2RLConfig
+from .sesa import SESATrainer
+from .sesa_config import SESAConfig
 from .tree_grpo import TreeGRPOTrainer
 from .tree_grpo_config import TreeGRPOConfig
 

@@ -1,48 +1,61 @@
-"""The seams between exploration methods and TRL's `GRPOTrainer`.
+"""The one class between TRL's `GRPOTrainer` and a method: hooks for the method, and every seam into TRL once.
 
-This file, `agents.py`, `branching.py`, `completions_table.py`, `features.py`, `packing.py`, `publishing.py`,
-`resume.py`, `sampling.py`, `scoring.py`, `serving.py` and `streams.py` are the only ones that name a TRL private;
-`tests/test_contract.py` pins each.
+This file, `saving.py` and `serving/backend.py` are the only ones that name privates of TRL or of transformers'
+trainer; `tests/test_contract.py` pins each. The seams stand in the order in which TRL calls them, and each asks a part
+that knows nothing of TRL.
 
 A method answers up to four questions (how is a group sampled, what is a completion worth, which tokens get the credit,
 which further rows are trained); the answers given here are plain GRPO's.
 """
 
+import copy
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
+from transformers.trainer_utils import HubStrategy
+from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
+from trl_explore.agents.forks import Forks
+from trl_explore.agents.turns import Spoken, Turns, World, guarded_factories
+from trl_explore.agents.watch import ToolWatch
+from trl_explore.gradients.feature_pass import FeaturePass
+from trl_explore.packing.forward import PackedForward
+from trl_explore.publishing.publisher import Publisher
 from trl_explore.rewards.success import check_success_reward
-from trl_explore.rows.advantages import combine_rewards, has_signal
-from trl_explore.rows.rollouts import Rollout
-from trl_explore.rows.streams import (
-    LOSS_NORMALISERS,
-    RowDict,
-    check_loss_type,
-    loss_mask,
-    mask_rows,
-    row_tokens,
-)
+from trl_explore.rows.policy import Pass
+from trl_explore.rows.ranks import Ranks
+from trl_explore.rows.rollouts import Rollout, Rows
+from trl_explore.rows.scorer import ScoredRows, Scorer
+from trl_explore.rows.streams import RowDict
+from trl_explore.rows.table import CompletionsTable, empty_logs, printed_visibly
+from trl_explore.rows.training import StreamTraining
+from trl_explore.sampling.sampler import Sampler
+from trl_explore.serving.backend import our_backend
+from trl_explore.serving.session import Serving, warn_about_sampling
 
 from .config import ExplorationConfig, upgrade_config
-from .sampling import SamplingTrainer
-from .scoring import ScoredRows
+from .requires import Requires, check_arguments
+from .saving import Saving
 
 Chooser = Callable[[list[list[int]]], Rollout]
 
 
-class ExplorationTrainer(SamplingTrainer):
+class ExplorationTrainer(GRPOTrainer):
     """
     Base class of the exploration trainers; used by itself it is [`~trl.GRPOTrainer`].
 
     What it changes with respect to GRPO is nothing by itself. It gives subclasses four hooks ([`rollout`],
-    [`shape_rewards`], [`assign_advantages`], [`extra_streams`]), three services ([`sample`], [`judge`], [`score`]),
-    and it saves what a bit-exact resume needs, also off generation boundaries.
+    [`shape_rewards`], [`assign_advantages`], [`extra_streams`]), a step to sample further rows in ([`search`]), parts
+    to do it with (`sample`, `scorer`, `ranks`), and it saves what a bit-exact resume needs, also off generation
+    boundaries.
 
     The constructor takes what [`~trl.GRPOTrainer`] takes. `args` may be a plain [`~trl.GRPOConfig`], which gets the
     method's defaults. A subclass that samples rows itself refuses `rollout_func`, vision-language models, and, unless
@@ -54,17 +67,32 @@ class ExplorationTrainer(SamplingTrainer):
     """
 
     config_class: type[ExplorationConfig] = ExplorationConfig
-    accepts_tools = False  # although it samples rows itself; a method that does not takes them as GRPO does
-    accepts_vision = True  # unless it samples rows itself
-    samples_extra_rows = False
-    needs_whole_groups = False
+    requires = Requires()
+    card_template = "base"  # stem of a file in `model_cards/`
+    dataset_names: list[str] = []  # of the training data, for the card
 
     # Class-level defaults: objects made without `__init__` behave as plain GRPO.
     args: Any
+    hub_model_id: Any
+    push_in_progress: Any
+    use_vllm = log_completions = False
+    turns: Turns | None = None
+    forks: Forks | None = None
+    features: FeaturePass | None = None
+    current: Pass | None = None  # the pass that is running; `None` for the main one and evaluation
     main_completion_ids: list[list[int]] = []
     main_examples: list[dict[str, Any]] = []
-    _shaped_rewards: torch.Tensor | None = None
+    shaped_rewards: torch.Tensor | None = None  # of the main rows, `(N, F)`
     _rollout: Rollout | None = None
+    _stream_tokens: dict[str, int] = {}
+    _tr_loss = torch.tensor(0.0)
+    _globalstep_last_logged = 0
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for parent in cls.__bases__:
+            if issubclass(parent, ExplorationTrainer):
+                cls.requires |= parent.requires
 
     def __init__(
         self,
@@ -87,111 +115,80 @@ class ExplorationTrainer(SamplingTrainer):
             model_id = model if isinstance(model, str) else get_config_model_id(model.config)
             args = self.config_class(f"{model_id.split('/')[-1]}-{self._name}")
         args = upgrade_config(args, self.config_class)
-        self._check_arguments(args, train_dataset, tools, rollout_func, environment_factory)
-        super().__init__(
-            model=model,
-            reward_funcs=reward_funcs,
-            args=args,
+        self.check(args, tools=tools, environment_factory=environment_factory)
+        requires = self.requirements(args)
+        check_arguments(
+            type(self).__name__,
+            requires,
+            args,
+            samples_as_grpo=self._samples_as_grpo,
             train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            reward_processing_classes=reward_processing_classes,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-            tools=self.prepare_tools(tools),
+            tools=tools,
             rollout_func=rollout_func,
-            environment_factory=self.prepare_environments(environment_factory),
+            environment_factory=environment_factory,
         )
+        self.watch = ToolWatch()
+        with our_backend(args):
+            super().__init__(
+                model=model,
+                reward_funcs=reward_funcs,
+                args=args,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                reward_processing_classes=reward_processing_classes,
+                callbacks=callbacks,
+                optimizers=optimizers,
+                quantization_config=quantization_config,
+                peft_config=peft_config,
+                tools=[self.watch.watched(tool) for tool in tools] if tools and requires.watched_tools else tools,
+                rollout_func=rollout_func,
+                environment_factory=guarded_factories(environment_factory) if requires.turns else environment_factory,
+            )
+        # One generator per process for everything a method draws; never the global one, which samples the main stream.
+        self.exploration_generator = torch.Generator().manual_seed(args.seed + 7919 * (args.process_index + 1))
+        self.saving.attach()
+        if self.serving is not None:
+            warn_about_sampling(args)
+            self.serving.check_prompts(self.longest_prompt())
+        if args.shared_prefix_training != "off":
+            self._enable_packing()
         check_success_reward(args.success_reward, self.reward_func_names)
-        if self._is_vlm and not (self._samples_as_grpo and self.accepts_vision):
+        if self._is_vlm and not (self._samples_as_grpo and requires.vision):
             raise ValueError(
                 f"{type(self).__name__} does not support vision-language models: pass a text model or use GRPOTrainer."
             )
-        self.drop_zero_advantage = args.drop_zero_advantage
-        self.sampling_batch_size = args.sampling_batch_size
+        if requires.turns:
+            self.turns = Turns(self, _ToolLoop(self))
+        if requires.features:
+            self.features = FeaturePass(self)
         self.setup()
-
-    def _check_arguments(self, args, train_dataset, tools, rollout_func, environment_factory) -> None:
-        name = type(self).__name__
-        check_loss_type(args.loss_type)
-        if rollout_func is not None and not self._samples_as_grpo:
-            raise ValueError(
-                f"`rollout_func` cannot be combined with {name}, which samples rollouts itself: remove it, or use "
-                "GRPOTrainer."
-            )
-        if (tools or environment_factory is not None) and not (self._samples_as_grpo or self.accepts_tools):
-            field = "tools" if tools else "environment_factory"
-            raise ValueError(
-                f"{name} does not support `{field}` (multi-turn rollouts): remove it, or use GRPOTrainer."
-            )
-        options = args.generation_kwargs or {}
-        beams, copies = (options.get(key) or 1 for key in ("num_beams", "num_return_sequences"))
-        if copies > 1:
-            raise ValueError(
-                f"`generation_kwargs={{'num_return_sequences': {copies}}}`: every row of a batch has one completion. "
-                f"Leave it out, and raise `num_generations={args.num_generations}` for more completions per prompt."
-            )
-        if args.use_vllm and beams > 1:
-            raise ValueError(
-                f"`generation_kwargs={{'num_beams': {beams}}}`: vLLM samples without beams. Leave it out, or set "
-                "`use_vllm=False`."
-            )
-        if args.use_vllm and args.vllm_mode == "server" and args.max_completion_length is None:
-            raise ValueError(
-                "`max_completion_length=None`: a vLLM server is told how long completions may be. Set a number, or "
-                "`use_vllm=False`."
-            )
-        if args.use_vllm and self.samples_extra_rows:
-            self._check_vllm(args, name)
-        rows = args.per_device_train_batch_size * args.steps_per_generation
-        if self.needs_whole_groups and rows % args.num_generations:
-            raise ValueError(
-                f"{name} needs all completions of a prompt on one process, but its {args.num_generations} would span "
-                f"several: `per_device_train_batch_size={args.per_device_train_batch_size}` times "
-                f"`steps_per_generation={args.steps_per_generation}` must be a multiple of "
-                f"`num_generations={args.num_generations}`. Change one of the three."
-            )
-        if isinstance(train_dataset, Dataset | IterableDataset) and environment_factory is None:
-            columns = train_dataset.column_names
-            if columns is not None and "prompt" not in columns:
-                raise ValueError(
-                    f"`train_dataset` has no `prompt` column, only {columns}: rename the column that holds the "
-                    "prompts with `dataset.rename_column(..., 'prompt')`."
-                )
 
     @property
     def _samples_as_grpo(self) -> bool:
         """Whether GRPO samples all rows: then tools, environments, `rollout_func` and images are its own matter."""
-        cls = type(self)
-        return cls.rollout is ExplorationTrainer.rollout and cls.extra_streams is ExplorationTrainer.extra_streams
+        own = ("rollout", "search", "extra_streams")
+        return all(getattr(type(self), name) is getattr(ExplorationTrainer, name) for name in own)
 
-    def _check_vllm(self, args, name: str) -> None:
-        if args.vllm_mode == "colocate" and args.vllm_tensor_parallel_size > 1:
-            raise NotImplementedError(
-                f"{name} samples at its own pace on every process, but `vllm_tensor_parallel_size="
-                f"{args.vllm_tensor_parallel_size}` in `vllm_mode='colocate'` makes them one: set it to 1, or use "
-                "`vllm_mode='server'`, whose `vllm serve --tensor-parallel-size` may be any."
-            )
-        if args.vllm_structured_outputs_regex is not None:
-            raise ValueError(
-                f"`vllm_structured_outputs_regex` describes whole completions, but {name} also samples from inside "
-                "them: leave it out, or use GRPOTrainer."
-            )
+    def _enable_packing(self) -> None:
+        unfit = None
+        if self._is_vlm:
+            unfit = "the rows of a vision-language model also share images: pass a text model"
+        elif self.aux_loss_enabled:
+            unfit = "the load-balancing loss counts every token of every row: set `router_aux_loss_coef=0.0`"
+        self.packing.enable(ref_model=self.ref_model, unfit=unfit, longest_prompt=self.longest_prompt)
 
     # ------------------------------------------------------------------ the four hooks, and what a method may define
 
+    def check(self, args: Any, *, tools: Any, environment_factory: Any) -> None:
+        """Raise where the method cannot work with what it is given; runs before any model work."""
+
+    def requirements(self, args: Any) -> Requires:
+        """What the method needs with a configuration."""
+        return self.requires
+
     def setup(self) -> None:
         """Make the method's own state; runs at the end of construction."""
-
-    def prepare_environments(self, environment_factory: Any) -> Any:
-        """Wrap what the user passed as `environment_factory`; runs before TRL sees it."""
-        return environment_factory
-
-    def prepare_tools(self, tools: Any) -> Any:
-        """Wrap what the user passed as `tools`; runs before TRL sees them."""
-        return tools
 
     def rollout(self, prompt_ids: list[list[int]], plain: Chooser) -> Rollout:
         """
@@ -221,9 +218,20 @@ class ExplorationTrainer(SamplingTrainer):
         """
         return rewards_per_func
 
+    def search(self, output: RowDict) -> None:
+        """
+        Sample further rows ([`sample`], `forks`), for the credit of the main ones or to be trained themselves.
+
+        The step between the rewards of the main rows and their advantages; every process samples equally often.
+
+        Args:
+            output (`dict`):
+                The main rows as TRL scored them, of this process.
+        """
+
     def assign_advantages(self, output: RowDict) -> torch.Tensor:
         """
-        Which tokens get the credit?
+        Which tokens get the credit? Samples nothing.
 
         Args:
             output (`dict`):
@@ -238,7 +246,7 @@ class ExplorationTrainer(SamplingTrainer):
         self, output: RowDict, examples: list[dict[str, Any]], rewards: torch.Tensor
     ) -> dict[str, tuple[ScoredRows, float]]:
         """
-        Which further rows are trained, and how strongly? Every process calls [`sample`] and [`score`] equally often.
+        Which further rows are trained, and how strongly? Scores them ([`Scorer.score`]), and samples nothing.
 
         Args:
             output (`dict`):
@@ -254,100 +262,382 @@ class ExplorationTrainer(SamplingTrainer):
         """
         return {}
 
-    # ------------------------------------------------------------------------------------- services for the methods
-
-    def prompt_token_ids(self, output: RowDict) -> list[list[int]]:
+    def completion_columns(self) -> dict[str, list[Any]]:
         """
-        Prompt tokens of the main rows without padding.
+        What the completions table says of a main row beside its prompt, completion, rewards and advantage.
 
-        Args:
-            output (`dict`):
-                The main rows as TRL scored them.
+        Asked for with `log_completions=True` only, once a generation batch is complete.
 
         Returns:
-            `list[list[int]]`: `[B][P_i]`.
+            `dict[str, list]`: Values by column for the rows of this process, `[B]`; the same columns on every process.
+            A number that is not there is NaN and a text empty, so that a column has one type in all files.
         """
-        return row_tokens(output)[0]
+        return {}
 
-    # ---------------------------------------------------------------------------------------------- seams into TRL
+    def exploration_state(self) -> dict[str, Any]:
+        """The method's own state for the checkpoint: tensors, numbers, strings and containers of them."""
+        return {}
 
-    def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
-        def plain(ids: list[list[int]]) -> Rollout:
-            start = time.perf_counter()
-            completion_ids, logprobs = super(ExplorationTrainer, self)._generate_single_turn(
-                ids, images, multimodal_fields, num_generations, has_tool_images
-            )
-            if self._is_training:
-                self._note_seconds("main", time.perf_counter() - start)
-            return Rollout(completion_ids, logprobs)
+    def load_exploration_state(self, state: dict[str, Any]) -> None:
+        """Restore what `exploration_state` returned."""
 
-        rollout = self.rollout(prompt_ids, plain) if self._is_training else plain(prompt_ids)
-        self._rollout = rollout if self._is_training else None
-        logprobs = rollout.logprobs
-        return rollout.completion_ids, self.unscored(rollout.completion_ids) if logprobs is None else logprobs
+    def method_files(self) -> list[str]:
+        """Files and folders inside `output_dir` that the method writes beside the model."""
+        return []
 
-    def _generate(self, prompts):
-        result = super()._generate(prompts)
-        if self._partial is not None or self._rollout is None or self._rollout.loss_mask is None:
-            return result
-        prompt_ids, completion_ids, _, *others = result
-        return prompt_ids, completion_ids, self._rollout.loss_mask, *others
+    def run_files(self) -> list[Path]:
+        """What is there of the files that a run adds to: those of the method and the completions tables."""
+        folder = Path(self.args.output_dir)
+        places = [folder / name for name in self.method_files()]
+        if self.args.log_completions:
+            places.append(folder / "completions")
+        inside = [path for place in places for path in [place, *sorted(place.rglob("*"))]]
+        return [path for path in inside if path.is_file()]
+
+    # ------------------------------------------------------------------------ parts, and what they see of the trainer
+
+    @cached_property
+    def ranks(self) -> Ranks:
+        """The processes of the run."""
+        return Ranks(self.accelerator)
+
+    @cached_property
+    def sample(self) -> Sampler:
+        """Continues any prefixes, as often and as far as asked."""
+        return Sampler(self)
+
+    @cached_property
+    def scorer(self) -> Scorer:
+        """Scores further rows, and judges completions while they are sampled."""
+        return Scorer(self, self.reward_func_names, self.reward_weights)
+
+    @cached_property
+    def streams(self) -> StreamTraining:
+        """Trains the rows of further streams."""
+        return StreamTraining(self, pooled=self.requires.pooled, together=self.packing.mode != "off")
+
+    @cached_property
+    def table(self) -> CompletionsTable:
+        """The completions table."""
+        return CompletionsTable(self)
+
+    @cached_property
+    def packing(self) -> PackedForward:
+        """Computes shared prefixes once."""
+        return PackedForward(self)
+
+    @cached_property
+    def serving(self) -> Serving | None:
+        """The vLLM backend."""
+        return Serving(self, self.vllm_generation, self._sync_weights) if self.use_vllm else None
+
+    @cached_property
+    def saving(self) -> Saving:
+        """Checkpoints and the way back from them."""
+        return Saving(self)
+
+    @cached_property
+    def publisher(self) -> Publisher:
+        """Cards and pushes to the Hub."""
+        return Publisher(self, self.args)
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._tokenizer
+
+    @property
+    def is_training(self) -> bool:
+        """Whether rows are sampled to be trained, and not to be evaluated."""
+        assert self.model is not None
+        return self.model.training
+
+    def log_metric(self, name: str, value: float) -> None:
+        """
+        Log a training metric, averaged over the logging interval.
+
+        Args:
+            name (`str`):
+                `noun/stat`.
+            value (`float`):
+                The value, equal on all processes.
+        """
+        self._metrics["train"][name].append(float(value))
+
+    def encode_prompts(self, prompts: list) -> list[list[int]]:
+        """
+        Tokens of prompts, as TRL encodes those of the data set.
+
+        Args:
+            prompts (`list[str]` or `list[list[dict]]`):
+                Plain prompts, or conversations.
+
+        Returns:
+            `list[list[int]]`: `[R][P_i]`.
+        """
+        return self._tokenize_prompts(prompts)[0] if prompts else []
+
+    def longest_prompt(self, most: int = 10_000) -> int | None:
+        """Tokens of the longest of so many prompts; `None` where tools or images add to them, and for a stream."""
+        data = self.train_dataset
+        if self.tools or self._is_vlm or not isinstance(data, Dataset) or "prompt" not in data.column_names:
+            return None
+        prompts = data.select(range(min(most, len(data))))["prompt"][:]
+        longest = sorted(prompts, key=lambda prompt: len(str(prompt)))[-4:]
+        return max(map(len, self.encode_prompts(longest)))
+
+    def generate(self, prefixes: list[list[int]], max_new_tokens: int) -> list[list[int]]:
+        config = self.generation_config
+        self.generation_config = copy.deepcopy(config)
+        self.generation_config.max_new_tokens = max_new_tokens
+        self.generation_config.prefill_chunk_size = None  # one forward pass per recorded token
+        try:
+            with self.packing.own_attention():
+                return super()._generate_single_turn(prefixes, None, {}, 1)[0]
+        finally:
+            self.generation_config = config
+
+    def forward(self, model, ids, mask, width, *, batch_size=None):
+        return self._get_per_token_logps_and_entropies(
+            model, ids, mask, width, batch_size=batch_size, compute_entropy=True
+        )[:2]
+
+    def scored(self, rows: Rows) -> RowDict:
+        return super()._generate_and_score_completions(rows.examples)
+
+    def rewarded(self, rows: Rows) -> torch.Tensor:
+        prompts = [example["prompt"] for example in rows.examples]
+        # TRL's own decoding: what reward functions see of a completion depends on it.
+        completions = self._generate(prompts)[3]
+        return self._calculate_rewards(rows.examples, prompts, completions, rows.completion_ids)
+
+    def loss(self, model: Any, rows: RowDict) -> torch.Tensor:
+        return self._compute_loss(model, rows)
+
+    def _sync_weights(self) -> None:
+        if self.state.global_step != self._last_loaded_step:
+            self.vllm_generation.sync_weights()
+            self._last_loaded_step = self.state.global_step
+
+    @contextmanager
+    def running(self, other: Pass) -> Iterator[Pass]:
+        own = vars(self)
+        names = ["current", "_logs", "_pending_extra_logs", "_pending_metrics"]
+        names += ["_entropy_bonus_enabled", "aux_loss_enabled"]
+        names += ["num_generations", "rollout_func", "environments", "environment_factories", "tools"]
+        before, metrics = {name: own[name] for name in names if name in own}, self._metrics["train"]
+        tokens_seen = self.state.num_input_tokens_seen
+        other.logs = empty_logs(self._logs)
+        self.current, self._metrics["train"], self._logs = other, other.metrics, other.logs
+        self._pending_extra_logs, self._pending_metrics = other.columns, other.pending
+        self.state.num_input_tokens_seen = self._stream_tokens.get(other.name or "", 0)
+        # Entropy bonus and router loss are regularisers of the policy, not of a stream: the main stream has them once.
+        self._entropy_bonus_enabled = self.aux_loss_enabled = False
+        if other.rows is not None:
+            rows = other.rows
+            self.num_generations = rows.group_size
+            # These rows have ended: no environment is reset for them, and no tool is called.
+            self.environments, self.environment_factories, self.tools = other.environments, None, []
+            # TRL's own slot for finished rollouts: it decodes and scores them, and takes their loss mask.
+            self.rollout_func = lambda prompts, trainer: {
+                "prompt_ids": rows.prompt_ids,
+                "completion_ids": rows.completion_ids,
+                "logprobs": rows.logprobs if self.use_vllm else None,
+                "env_mask": rows.loss_mask,
+            }
+        try:
+            yield other
+        finally:
+            self.current = None
+            own.update(before)
+            self._metrics["train"], self.state.num_input_tokens_seen = metrics, tokens_seen
+            if other.name is not None:
+                for key, values in other.metrics.items():
+                    metrics[f"{other.name}/{key}"].extend(values)
+                if other.metrics["num_tokens"]:
+                    self._stream_tokens = {**self._stream_tokens, other.name: other.metrics["num_tokens"][-1]}
+        if other.keep_metrics:
+            for key, values in other.pending.items():
+                self._pending_metrics[key].extend(values)
+
+    # --------------------------------------------------------------- seams into TRL, in its calling order: rollouts
+
+    def _prepare_inputs(self, generation_batch):
+        before = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        if self.packing.mode == "off" or self._buffered_inputs is before:
+            return inputs
+        self._buffered_inputs = self.packing.regrouped(self._buffered_inputs)
+        return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
     def _generate_and_score_completions(self, inputs):
-        if not self._is_training:
-            return super()._generate_and_score_completions(inputs)
-        self._any_example, self.main_examples = inputs[0], inputs
-        self._main_totals = None
-        self._generation_seconds = {}
+        if not self.is_training:
+            return self._evaluated(inputs)
+        self.main_examples, self.scorer.any_example = inputs, inputs[0]
+        self.streams.main_totals = None
+        self.sample.seconds = {}
         output = super()._generate_and_score_completions(inputs)
         self._log_raw_rewards()
-        self.watch_correction(output)
-        if self.drop_zero_advantage:
-            assert self._shaped_rewards is not None
-            output["advantages"] = output["advantages"].masked_fill(self._equal_rewards(self._shaped_rewards), 0.0)
+        if self.serving is not None:
+            self.serving.watch_correction(output)
+        drops = self.args.drop_zero_advantage
+        if drops:
+            assert self.shaped_rewards is not None and self.num_generations is not None
+            level = self.scorer.level(self.shaped_rewards, group_size=self.num_generations)
+            output["advantages"] = output["advantages"].masked_fill(level, 0.0)
+        self.search(output)
         output["advantages"] = self.assign_advantages(output)
-        if self.drop_zero_advantage:
-            keep = has_signal(output["advantages"])
-            self._main_totals = self._totals(output, keep)
-            if LOSS_NORMALISERS[self.loss_type] == "tokens":
-                output["num_tokens"] = loss_mask(output).sum(dim=1)
-                self._main_totals.num_batch_tokens = self._totals(output, torch.ones_like(keep)).num_tokens
-            output = mask_rows(output, keep)
-            output["num_items_in_batch"] = torch.full_like(output["num_items_in_batch"], self._main_totals.num_tokens)
+        if drops:
+            output = self.streams.drop_level(output)
         # The examples are copied: TRL writes into the dictionaries that it is given.
-        streams = self.extra_streams(output, [dict(example) for example in inputs], self._total_rewards())
+        streams = self.extra_streams(output, [dict(example) for example in inputs], self.scorer.totals())
         if self.log_completions:
-            self.keep_for_table(output, {name: scored for name, (scored, _) in streams.items()})
-        streams = {name: stream for name, stream in streams.items() if stream[1] > 0}
-        pooled = self._pool(output, [s for s, _ in streams.values()]) if self.pools_streams and streams else None
-        self._stream_steps = {name: self._prepare_stream(name, *stream, pooled) for name, stream in streams.items()}
-        for name, seconds in self._generation_seconds.items():
+            self._fill_table(output, {name: scored for name, (scored, _) in streams.items()})
+        self.streams.prepare(output, streams)
+        for name, seconds in self.sample.seconds.items():
             self.log_metric(f"generation/{name}_seconds", seconds)
         return output
 
-    def _main_rewards(self) -> list[list[float] | None] | None:
-        if self._rollout is None or self._rollout.known_rewards is None:
-            return None
-        # What the reward functions logged when they saw these rows, as if they saw them now.
-        for column in sorted({name for row in self._rollout.extra or [] for name in row}):
-            self._pending_extra_logs[column].extend(row.get(column) for row in self._rollout.extra or [])
-        return list(self._rollout.known_rewards)
+    def _evaluated(self, inputs: list[dict[str, Any]]) -> RowDict:
+        own = self._logs if self.log_completions else None
+        if own is not None:
+            self._logs = self.table.of_evaluation(own, self.state.global_step)
+        try:
+            return super()._generate_and_score_completions(inputs)
+        finally:
+            if own is not None:
+                self._logs = own
+
+    def _fill_table(self, output: RowDict, streams: dict[str, ScoredRows]) -> None:
+        none = [float("nan")] * len(output["advantages"])
+        origins = {"parent": none, "prefix_tokens": none} if self.requires.extra_rows else {}
+        self.table.add(self._logs, output, {**self.completion_columns(), **origins}, streams)
+
+    def _generate(self, prompts):
+        if self.current is not None and self.current.rows is not None:
+            result = super()._generate(prompts)
+            self.packing.check_lengths(*result[:2])
+            completions = self.current.rows.completions
+            if not any(completions):
+                return result
+            spoken = [ours or decoded for ours, decoded in zip(completions, result[3], strict=True)]
+            return *result[:3], spoken, *result[4:]
+        training = self.is_training
+        if self.forks is not None:
+            self.forks.set_limit()
+            if training:
+                self.forks.begin(self.main_examples, len(prompts))
+        follows = self.turns is not None and bool(self.tools)
+        if follows:
+            self.turns.begin(prompts)
+        try:
+            result = super()._generate(prompts)
+        finally:
+            if follows:
+                self.turns.end()
+        self.packing.check_lengths(*result[:2])
+        if self._rollout is not None and self._rollout.loss_mask is not None:
+            result = (*result[:2], self._rollout.loss_mask, *result[3:])
+        if follows:
+            self.turns.note_failures()
+        if self.forks is not None and training:
+            self.forks.end(prompts, result[:4], save=self.saving.checkpoint_before_stopping)
+        if self.features is not None and training:
+            self.features.begin(*result[:3])
+        return result
+
+    def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
+        def own(ids: list[list[int]]) -> Any:
+            with self.packing.own_attention():
+                return super(ExplorationTrainer, self)._generate_single_turn(
+                    ids, images, multimodal_fields, num_generations, has_tool_images
+                )
+
+        def sample(contexts: list[list[int]]) -> Spoken:
+            rollout = self._rolled_out(contexts, own)
+            logprobs = rollout.logprobs
+            if logprobs is None and self.use_vllm:  # not sampled as they are trained: TRL corrects nothing there
+                logprobs = [[None] * len(ids) for ids in rollout.completion_ids]
+            return rollout.completion_ids, logprobs
+
+        return sample(prompt_ids) if self.turns is None else self.turns.speak(prompt_ids, sample)
+
+    def _rolled_out(self, contexts: list[list[int]], own: Callable) -> Rollout:
+        """One completion, or turn, for every context: by the method in training, as in GRPO otherwise."""
+
+        def plain(ids: list[list[int]]) -> Rollout:
+            start = time.perf_counter()
+            rollout = Rollout(*own(ids))
+            self.sample.note_seconds("main", time.perf_counter() - start)
+            return rollout
+
+        if self.forks is not None and self.forks.branching:
+            return self.forks.continued(contexts)
+        if not self.is_training:
+            self._rollout = None
+            return Rollout(*own(contexts))
+        if self.forks is not None:
+            self.forks.before_turn()
+        self._rollout = self.rollout(contexts, plain)
+        return self._rollout
+
+    def _tool_call_loop(self, prompts, prompt_ids, completion_ids, *args):
+        if self.turns is not None:
+            self.turns.loop_begins(prompts, prompt_ids, completion_ids)
+        return super()._tool_call_loop(prompts, prompt_ids, completion_ids, *args)
+
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
+        own, arguments = super()._get_per_token_logps_and_entropies, (model, input_ids, attention_mask, logits_to_keep)
+        if (
+            self.features is not None and self.features.waits
+        ):  # hidden states are watched row by row: nothing is packed
+            return self.features.watched(partial(own, *arguments, *args, **kwargs), logits_to_keep)
+        return self.packing(own, *arguments, *args, **kwargs)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        if self._partial is not None or not self._is_training:
+        def ask(reward_funcs: list[Any]) -> torch.Tensor:
+            own, self.reward_funcs = self.reward_funcs, reward_funcs
+            try:
+                return super(ExplorationTrainer, self)._calculate_rewards(
+                    inputs, prompts, completions, completion_ids_list
+                )
+            finally:
+                self.reward_funcs = own
+
+        if self.current is not None:
+            assert self.current.rows is not None
+            self.current.rewards_per_func = self.scorer.rewards(
+                ask, self.reward_funcs, self.current.rows.known_rewards
+            )
+            return self.current.rewards_per_func
+        rewards = self.scorer.rewards(ask, self.reward_funcs, self._known_rewards())
+        if self.turns is not None:
+            rewards, num_failed = self.turns.void_rewards(rewards)
+            if num_failed is not None:
+                self._metrics["train" if self.is_training else "eval"]["agent/environment_errors"].append(num_failed)
+        if not self.is_training:
             return rewards
-        self.main_completion_ids = completion_ids_list
-        self._shaped_rewards = self.shape_rewards(rewards.clone())
-        return self._shaped_rewards
+        self.scorer.stop_if_unscored(rewards, inputs[0], group_size=self.num_generations or 1)
+        self.scorer.rewards_per_func, self.main_completion_ids = rewards, completion_ids_list
+        self.shaped_rewards = self.shape_rewards(rewards.clone())
+        return self.shaped_rewards
+
+    def _known_rewards(self) -> list[list[float] | None] | None:
+        """Rewards `[B][F]` of main rows that were scored before TRL asks; `None` where TRL is the first to ask."""
+        known: list[list[float] | None] | None = None
+        if self._rollout is not None and self._rollout.known_rewards is not None:
+            extra, known = self._rollout.extra or [], list(self._rollout.known_rewards)
+            # What the reward functions logged when they saw these rows, as if they saw them now.
+            for column in sorted({name for row in extra for name in row}):
+                self._pending_extra_logs[column].extend(row.get(column) for row in extra)
+        return known if self.turns is None else self.turns.known_rewards(known, num_rewards=len(self.reward_funcs))
 
     def _log_raw_rewards(self) -> None:
-        raw, shaped = self._rewards_per_func, self._shaped_rewards
+        raw, shaped = self.scorer.rewards_per_func, self.shaped_rewards
         assert raw is not None and shaped is not None
         if torch.equal(raw.nan_to_num(), shaped.nan_to_num()):
             return
         # TRL logged the shaped rewards it normalised; users compare `reward` across methods, so it stays the raw one.
-        metrics, total = self._metrics["train"], combine_rewards(raw, self.reward_weights)
+        metrics, total = self._metrics["train"], self.scorer.totals(raw)
         metrics["shaped_reward"].append(metrics["reward"][-1])
         metrics["reward"][-1] = total.nanmean().item()
         metrics["reward_std"][-1] = total[~total.isnan()].std().item()
@@ -359,3 +649,247 @@ class ExplorationTrainer(SamplingTrainer):
             for _ in range(min(len(raw), len(logged))):
                 logged.pop()
             logged.extend(raw[:, i].tolist())
+
+    # ------------------------------------------------------------------------------- seams into TRL: training, logging
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if not self.is_training or return_outputs:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        accumulated = self.current_gradient_accumulation_steps
+        extra = self.streams.backward(model, self._step % self.args.steps_per_generation, num_accumulated=accumulated)
+        # With the advantages, beta scales what TRL sums over tokens, and neither entropy bonus nor router loss.
+        scale, beta = self.streams.main_scale(inputs), self.beta
+        if scale != 1.0:
+            inputs = {**inputs, "advantages": inputs["advantages"] * scale}
+        self.beta = beta * scale
+        try:
+            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        finally:
+            self.beta = beta
+        return loss if extra is None else loss + extra
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        own, wanted = self._logs, self.log_completions
+        if wanted and self.accelerator.is_main_process:
+            self._logs = self.table.whole(own, self.state.global_step)
+            # A run that goes on from a checkpoint without rows may have none yet: the file of that step stays.
+            self.log_completions = len(self._logs["prompt"]) > 0
+        try:
+            with printed_visibly():
+                super().log(logs, start_time)
+        finally:
+            self._logs, self.log_completions = own, wanted
+
+    # ------------------------------------------------------------------------ seams into transformers: the run, saving
+
+    def train(self, resume_from_checkpoint=None, *args, **kwargs):
+        return super().train(self.saving.begin(resume_from_checkpoint), *args, **kwargs)
+
+    def _get_train_sampler(self, dataset=None):
+        self.saving.sampler = super()._get_train_sampler(dataset)
+        return self.saving.sampler
+
+    def _init_training_state(self, max_steps, num_update_steps_per_epoch, *args, **kwargs):
+        found = super()._init_training_state(max_steps, num_update_steps_per_epoch, *args, **kwargs)
+        return self.saving.first_batch(found, max_steps, num_update_steps_per_epoch)
+
+    def _run_epoch(self, **told):  # type: ignore[override]  # all by name, as it is called
+        if self.saving.begin_epoch(told):
+            super()._run_epoch(**told)
+
+    def _save_checkpoint(self, model, trial):
+        with self.saving.checkpoint(trial):
+            super()._save_checkpoint(model, trial)
+
+    def _save_optimizer_and_scheduler(self, output_dir):
+        super()._save_optimizer_and_scheduler(output_dir)
+        self.saving.write(output_dir)
+
+    def _save_rng_state(self, output_dir):
+        super()._save_rng_state(output_dir)
+        # What tells that a checkpoint is whole is written next, by one process.
+        self.accelerator.wait_for_everyone()
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self.saving.restore(checkpoint)
+
+    def _save(self, output_dir=None, state_dict=None):
+        token, self.args.hub_token = self.args.hub_token, None  # the arguments are pickled beside the weights
+        try:
+            super()._save(output_dir, state_dict)
+        finally:
+            self.args.hub_token = token
+
+    # ------------------------------------------------------------------------------- seams into transformers: the Hub
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """
+        Make the repository and the branch to publish on, or make sure that they can be written to.
+
+        Args:
+            token (`str`, *optional*):
+                Token with write permission. Defaults to `args.hub_token`, then to that of `hf auth login`.
+            private (`bool`, *optional*):
+                Whether a new repository is private. Defaults to `args.hub_private_repo`.
+
+        Raises:
+            ValueError: If the name is forbidden, or the repository holds another kind of model.
+            HubError: If there is no token, or the Hub refuses.
+        """
+        if self.is_world_process_zero():
+            self.publisher.make_repo(super().init_hf_repo, token, private)
+
+    def create_model_card(  # type: ignore[override]  # as in TRL
+        self,
+        model_name: str | None = None,
+        dataset_name: str | list[str] | None = None,
+        tags: str | list[str] | None = None,
+    ) -> None:
+        """
+        Write `README.md` into `output_dir`, and the training curves beside it.
+
+        Args:
+            model_name (`str`, *optional*):
+                Name of the model. Defaults to the repository's, or to that of the output folder.
+            dataset_name (`str` or `list[str]`, *optional*):
+                Names of the training data, on the Hub or local. Defaults to `dataset_names`, which it changes.
+            tags (`str` or `list[str]`, *optional*):
+                Tags beside those of the method.
+        """
+        if self.is_world_process_zero():
+            self.publisher.write_card(model_name, dataset_name, tags, method_tags=self._tag_names, paper=self._paper)
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs,
+    ) -> Any:
+        """
+        Save the model in `output_dir` and publish it. Every process must call it.
+
+        Args:
+            commit_message (`str`, *optional*, defaults to `"End of training"`):
+                Message of the commit.
+            blocking (`bool`, *optional*, defaults to `True`):
+                Whether to return only when everything was sent.
+            token (`str`, *optional*):
+                Token with write permission. Defaults to `args.hub_token`, then to that of `hf auth login`.
+            revision (`str`, *optional*):
+                Branch; made if it is missing. Defaults to `args.hub_revision`, then to `main`.
+            private (`bool`, *optional*):
+                Whether a new repository is private. Defaults to `args.hub_private_repo`.
+            kwargs (`dict`, *optional*):
+                Arguments of [`create_model_card`]: `model_name`, `dataset_name`, `tags`.
+
+        Returns:
+            [`~huggingface_hub.CommitInfo`]: The commit; a `Future` of it with `blocking=False`. `None` on processes
+            other than the first.
+
+        Raises:
+            HubError: If anything stands against it. The model is saved, and the message says how to send it.
+        """
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        self.save_model(_internal_call=True)
+        if self.args.push_method_state:
+            self.saving.write(self.args.output_dir)
+            self.accelerator.wait_for_everyone()
+        if not self.is_world_process_zero():
+            return None
+        self._finish_current_push()
+        return self.publisher.push(commit_message, blocking, token, revision, private, **kwargs)
+
+    def _push_from_checkpoint(self, checkpoint_folder):
+        if self.args.hub_strategy == HubStrategy.END:
+            return
+        self.accelerator.wait_for_everyone()  # a checkpoint is whole when every process wrote its part
+        if self.is_world_process_zero():
+            self.publisher.push_checkpoint(checkpoint_folder)
+
+
+class _ToolLoop(World):
+    """TRL's tool loop under the names that its followers know."""
+
+    FIELDS = {
+        "tools": "tools",
+        "environments": "environments",
+        "factories": "environment_factories",
+        "pool": "_environment_pool",
+        "names": "_batch_environments",
+        "several": "_multi_environment",
+        "sync_tools": "_sync_tool_dicts",
+        "async_tools": "_async_tool_dicts",
+        "async_loop": "async_loop",
+        "most_rounds": "max_tool_calling_iterations",
+    }
+
+    def __init__(self, trainer: ExplorationTrainer) -> None:
+        self.trainer = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        return vars(self.trainer)[self.FIELDS[name]]
+
+    def limit_rounds(self, number: int) -> None:
+        self.trainer.max_tool_calling_iterations = number
+
+    def tools_of(self, row: int) -> list[Any]:
+        trainer = self.trainer
+        if trainer.environment_factories is None:
+            return trainer.tools
+        return trainer._env_tools[trainer._batch_environments[row]]
+
+    def tools_by_environment(self) -> dict[Any, list[Any]]:
+        return self.trainer._env_tools if self.trainer.environment_factories is not None else {}
+
+    def encode_answers(self, messages: list[dict[str, Any]]) -> list[int]:
+        return self.trainer._get_tool_suffix_ids(messages)
+
+    def loop(self, prompts, prompt_ids, completion_ids, completions, logprobs) -> tuple:
+        return self.trainer._tool_call_loop(prompts, prompt_ids, completion_ids, completions, logprobs, None, {})
+
+    @contextmanager
+    def swapped(self, **others: Any) -> Iterator[None]:
+        own = vars(self.trainer)
+        before = {self.FIELDS[name]: own[self.FIELDS[name]] for name in others}
+        own.update({self.FIELDS[name]: value for name, value in others.items()})
+        try:
+            yield
+        finally:
+            own.update(before)
+
+
+def watch(trainer: Any, method: str, seen: Callable[[Any, Any], None]) -> Callable[[], None]:
+    """
+    Watch what any GRPO trainer scores or computes the loss of.
+
+    Args:
+        trainer ([`~trl.GRPOTrainer`]):
+            The trainer.
+        method (`str`):
+            `"scored"` or `"loss"`.
+        seen (`Callable[[Any, Any], None]`):
+            Gets the rows, and what TRL made of them: rows as its loss receives them, or the loss.
+
+    Returns:
+        `Callable[[], None]`: Ends it.
+    """
+    name = {"scored": "_generate_and_score_completions", "loss": "_compute_loss"}[method]
+    bound = getattr(trainer, name)
+
+    def watched(*args: Any) -> Any:
+        result = bound(*args)
+        seen(args[-1], result)
+        return result
+
+    vars(trainer)[name] = watched
+    return lambda: vars(trainer).pop(name, None) and None
+
+
+def log_metric(trainer: Any, name: str, value: float) -> None:
+    """Log a training metric with any GRPO trainer."""
+    trainer._metrics["train"][name].append(value)

@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from trl.trainer.utils import nanstd
 
-from trl_explore.agents.trajectories import Branch
+from trl_explore.agents.forks import Forks
+from trl_explore.agents.states import KeptStates
+from trl_explore.agents.trajectories import Branch, Trajectory
+from trl_explore.agents.turns import Turns
 from trl_explore.branches.choice import (
     branch_advantages,
     branch_count,
@@ -27,12 +30,13 @@ from trl_explore.branches.choice import (
     suffix_mask,
     turns,
 )
-from trl_explore.rows.advantages import combine_rewards
 from trl_explore.rows.rollouts import Rows
+from trl_explore.rows.scorer import ScoredRows
+from trl_explore.rows.streams import RowDict
 
-from .branching import BranchingTrainer
+from .base import ExplorationTrainer
 from .branpo_config import BranPOConfig
-from .scoring import ScoredRows
+from .requires import Requires
 
 REDUNDANCY_DEPTH = 2  # from the penultimate response, section 4.4
 
@@ -56,7 +60,7 @@ class Plan:
     shorter: bool = False
 
 
-class BranPOTrainer(BranchingTrainer):
+class BranPOTrainer(ExplorationTrainer):
     """
     GRPO for multi-turn agents with contrastive branches near the tail of their trajectories.
 
@@ -100,15 +104,17 @@ class BranPOTrainer(BranchingTrainer):
     }
 
     config_class = BranPOConfig
-    needs_whole_groups = True
-    pools_streams = True
-    trains_extra_rows = True
+    requires = Requires(
+        samples=True, extra_rows=True, pooled=True, whole_groups=True, tools=True, turns=True, watched_tools=True
+    )
     num_generations: int
+    turns: Turns
+    forks: Forks
     _branch_rows: ScoredRows | None = None
     _columns: dict[str, list[Any]] = {}
     _sampled = _incomplete = 0
 
-    def _check_arguments(self, args, train_dataset, tools, rollout_func, environment_factory) -> None:
+    def check(self, args: Any, *, tools: Any, environment_factory: Any) -> None:
         if not tools and environment_factory is None:
             for name in ("interaction_limits", "eval_interaction_limit", "max_tool_calling_iterations"):
                 if vars(args)[name] is not None:
@@ -116,14 +122,14 @@ class BranPOTrainer(BranchingTrainer):
                         f"`{name}={vars(args)[name]}` is for trajectories of several turns, but there are neither "
                         "`tools` nor an `environment_factory`: pass one of them, or leave the field out."
                     )
-        super()._check_arguments(args, train_dataset, tools, rollout_func, environment_factory)
+        super().check(args, tools=tools, environment_factory=environment_factory)
 
     def setup(self) -> None:
         args = self.args
-        self.state_wanted = args.environment_state
-        self.kept_turns = max(args.branch_depth_hard, args.branch_depth, args.branch_depth_solved, REDUNDANCY_DEPTH)
-        if args.branch_selection == "random":
-            self.kept_turns = sys.maxsize
+        depths = args.branch_depth_hard, args.branch_depth, args.branch_depth_solved, REDUNDANCY_DEPTH
+        num_turns = sys.maxsize if args.branch_selection == "random" else max(depths)
+        states = KeptStates(self, self.turns.world, wanted=args.environment_state, num_turns=num_turns)
+        self.forks = Forks(self, self.turns, self.sample, states, self.watch, self.interaction_limit)
         super().setup()
         if not self.tools:
             warnings.warn(
@@ -135,34 +141,43 @@ class BranPOTrainer(BranchingTrainer):
 
     # ------------------------------------------------------------------------------------------------ the algorithm
 
-    def assign_advantages(self, output: dict[str, Any]) -> torch.Tensor:
+    def search(self, output: RowDict) -> None:
         start = time.perf_counter()
-        rewards = self.local(self._total_rewards()).tolist()
-        deciding = self.local(self._success_rewards()).tolist()
+        deciding = self.ranks.local(self.scorer.success()).tolist()
         plans = self._plans(deciding, output)
-        kept = self._search(plans, deciding)
+        kept = self._kept_branches(plans, deciding)
         self.log_metric("branch/seconds", time.perf_counter() - start)
         self._log_branches(plans, kept)
         if self.log_completions:
             self._columns = self._describe(plans, kept)
-        rows, branches = self._branch_advantages(rewards, kept)
+        rows, branches = self._branch_advantages(self.ranks.local(self.scorer.totals()).tolist(), kept)
         self._branch_rows = self._score_branches(kept, branches)
+        self._credit = {row: self._own_credit(row, kept.get(row), plans[row], *rows[row]) for row in rows}
+
+    def assign_advantages(self, output: RowDict) -> torch.Tensor:
         if self._branch_rows is None:
             return output["advantages"]
         advantages = output["advantages"].unsqueeze(1).repeat(1, output["completion_ids"].shape[1])
-        for row, (base, branch) in rows.items():
-            trajectory = self.trajectories[row]
-            fork = kept[row].start if row in kept else trajectory.turns[-1][0]  # before the last response
-            redundant = row in kept and plans[row].shorter
-            length = len(trajectory.completion_ids)
-            own = credit(base, branch, fork, num_tokens=length, redundant=redundant)
-            advantages[row, :length] = torch.tensor(own, device=advantages.device)
+        for row, own in self._credit.items():
+            advantages[row, : len(own)] = torch.tensor(own, device=advantages.device)
         return advantages
 
     def extra_streams(self, output, examples, rewards):
         return {} if self._branch_rows is None else {"branch": (self._branch_rows, 1.0)}
 
-    def _plans(self, rewards: list[float], output: dict[str, Any]) -> list[Plan]:
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """The main rows as they were rolled out."""
+        return self.forks.trajectories
+
+    def _own_credit(self, row: int, branch: Branch | None, plan: Plan, base: float, suffix: float) -> list[float]:
+        """Credit of the tokens of a main row of a prompt with branches, `[T]`."""
+        trajectory = self.trajectories[row]
+        fork = trajectory.turns[-1][0] if branch is None else branch.start  # before the last response
+        redundant = branch is not None and plan.shorter
+        return credit(base, suffix, fork, num_tokens=len(trajectory.completion_ids), redundant=redundant)
+
+    def _plans(self, rewards: list[float], output: RowDict) -> list[Plan]:
         """Where every main row of this process is left (Eq. 15, 16 and section 4.4)."""
         args, size = self.args, self.num_generations
         lengths = [len(trajectory.turns) for trajectory in self.trajectories]
@@ -174,7 +189,7 @@ class BranPOTrainer(BranchingTrainer):
             accuracy = group_accuracy(group, definition=args.accuracy, threshold=args.success_threshold)
             longer = seeks_shorter(group, lengths[g : g + size], accuracy=accuracy, threshold=args.success_threshold)
             for row, reward in enumerate(group, g):
-                if math.isnan(reward) or not trained[row] or (self._failed and self._failed[row]):
+                if math.isnan(reward) or not trained[row] or (self.turns.failed and self.turns.failed[row]):
                     plans.append(Plan([], 0))
                 elif longer[row - g] and args.redundancy_tries:
                     plans.append(
@@ -195,19 +210,19 @@ class BranPOTrainer(BranchingTrainer):
                     plans.append(Plan(forks(lengths[row], deepest if tries else 0), tries))
         return plans
 
-    def _search(self, plans: list[Plan], rewards: list[float]) -> dict[int, Branch]:
+    def _kept_branches(self, plans: list[Plan], rewards: list[float]) -> dict[int, Branch]:
         """The kept branch of every main row that has one: all rows of the batch go one response back at a time."""
         kept: dict[int, Branch] = {}
         self._sampled = self._incomplete = 0
-        for number in range(self._max_over_processes(max(len(plan.depths) for plan in plans))):
+        for number in range(self.ranks.most(max(len(plan.depths) for plan in plans))):
             requests = [
                 (row, len(self.trajectories[row].turns) - plan.depths[number], plan.tries)
                 for row, plan in enumerate(plans)
                 if row not in kept and number < len(plan.depths)
             ]
-            branches = self.leave(requests)
+            branches = self.forks.leave(requests)
             complete = [branch for branch in branches if branch.complete]
-            self.judge_branches(complete)
+            self.forks.judge(complete, self.scorer)
             for row, own in itertools.groupby(complete, key=lambda branch: branch.row):
                 found = list(own)
                 place = self._first_wanted(found, plans[row], rewards[row])
@@ -215,15 +230,14 @@ class BranPOTrainer(BranchingTrainer):
                     kept[row] = found[place]
             self._sampled += sum(branch.num_sampled for branch in branches)
             self._incomplete += len(branches) - len(complete)
-        self._pending_metrics.clear()  # what reward functions logged of branches is not the main rows'
         return kept
 
     def _total(self, branch: Branch) -> float:
-        return combine_rewards(torch.tensor([branch.rewards]), self.reward_weights).item()
+        return self.scorer.totals(torch.tensor([branch.rewards])).item()
 
     def _first_wanted(self, found: list[Branch], plan: Plan, reward: float) -> int | None:
         threshold = self.args.success_threshold
-        deciding = self.success_rewards(torch.tensor([branch.rewards for branch in found])).tolist()
+        deciding = self.scorer.success(torch.tensor([branch.rewards for branch in found])).tolist()
         if not plan.shorter:
             return first_contrastive(deciding, reward, threshold=threshold)
         original = len(self.trajectories[found[0].row].turns)
@@ -240,7 +254,7 @@ class BranPOTrainer(BranchingTrainer):
             scale = "group" if self.scale_rewards == "group" else "none"
             base, suffixes = branch_advantages(found, group=self.args.branch_group, scale=scale)
             if self.scale_rewards == "batch":
-                std = nanstd(self._total_rewards()).item() + 1e-4
+                std = nanstd(self.scorer.totals()).item() + 1e-4
                 base, suffixes = [b / std for b in base], [[s / std for s in own] for own in suffixes]
             for row in range(g, g + size):
                 rows[row] = base[row - g], suffixes[row - g][0]
@@ -251,10 +265,10 @@ class BranPOTrainer(BranchingTrainer):
     def _score_branches(self, kept: dict[int, Branch], advantages: dict[int, float]) -> ScoredRows | None:
         """The kept branches as rows of training; their prefixes only condition."""
         rows = sorted(kept)
-        scored = self.score(
+        scored = self.scorer.score(
             "branch",
             Rows(
-                examples=[{**self.main_examples[row], "prompt": self.trajectories[row].prompt} for row in rows],
+                examples=[self.forks.example(row) for row in rows],
                 prompt_ids=[self.trajectories[row].prompt_ids for row in rows],
                 completion_ids=[kept[row].completion_ids for row in rows],
                 loss_mask=[suffix_mask(kept[row].loss_mask, kept[row].start) for row in rows],
@@ -273,8 +287,9 @@ class BranPOTrainer(BranchingTrainer):
     # -------------------------------------------------------------------------------------------- limits and metrics
 
     def interaction_limit(self) -> int | None:
+        """Rounds of tool calls that the trajectories of the next batch may have; `None` for any number."""
         limit = self.args.interaction_limit(self.state.global_step)
-        return limit if self._is_training else self.args.eval_interaction_limit or limit
+        return limit if self.is_training else self.args.eval_interaction_limit or limit
 
     def _describe(self, plans: list[Plan], kept: dict[int, Branch]) -> dict[str, list[Any]]:
         """What became of every main row of this process, for the completions table."""
@@ -287,11 +302,11 @@ class BranPOTrainer(BranchingTrainer):
         return {"turns": lengths, "branch": outcomes, "branch_depth": depths}
 
     def completion_columns(self) -> dict[str, list[Any]]:
-        return self._columns
+        return {**super().completion_columns(), **self._columns}
 
     def _log_branches(self, plans: list[Plan], kept: dict[int, Branch]) -> None:
         trajectories = self.trajectories
-        total = self.summed(
+        total = self.ranks.summed(
             {
                 "rows": len(trajectories),
                 "branched": sum(bool(plan.depths) for plan in plans),

@@ -4,33 +4,23 @@ import itertools
 import math
 import textwrap
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 
-from trl_explore.pivots.choice import (
-    Branching,
-    Pivot,
-    SuccessEstimator,
-    draw_pivots,
-    drop_empty_end,
-    failed_rows,
-    pivot_distribution,
-    relative_depths,
-    segment_delimiters,
-    segment_fixed,
-)
-from trl_explore.rewards.success import failed, succeeded
-from trl_explore.rows.rollouts import Continuation, Rollout, Rows
+from trl_explore.pivots.choice import Branching, SuccessEstimator
+from trl_explore.pivots.search import PivotSearch
+from trl_explore.rewards.success import succeeded
+from trl_explore.rows.rollouts import Continuation, Rollout
+from trl_explore.rows.scorer import ScoredRows
+from trl_explore.rows.streams import RowDict, row_tokens
 from trl_explore.saving.checkpoints import append_lines, cut_file, file_size, path_inside
 from trl_explore.saving.plain_values import from_plain, to_plain
 
 from .base import ExplorationTrainer
 from .deep_grpo_config import DeepGRPOConfig
-from .scoring import ScoredRows
+from .requires import Requires
 
 
 class DeepGRPOTrainer(ExplorationTrainer):
@@ -71,11 +61,8 @@ class DeepGRPOTrainer(ExplorationTrainer):
             }"""),  # fmt: skip
     }
 
-    max_completion_length: int
-    num_generations: int
     config_class = DeepGRPOConfig
-    samples_extra_rows = True
-    trains_extra_rows = True
+    requires = Requires(samples=True, extra_rows=True)
 
     def setup(self) -> None:
         super().setup()
@@ -83,47 +70,48 @@ class DeepGRPOTrainer(ExplorationTrainer):
         self.estimator = SuccessEstimator(
             buffer_size=args.estimator_buffer_size, l2=args.estimator_l2, min_samples=args.estimator_min_samples
         )
-        # Equal on all processes: it decides which pivots of the whole batch are kept.
-        self._shared_generator = torch.Generator().manual_seed(args.seed)
-        self._delimiter_cache: dict[int, str] = {}
-        self._num_cut = 0  # completions with a cut, of those that pivots were drawn in
-        self._warned = False
+        self.pivots = PivotSearch(self, self.scorer, self.estimator)
         self._num_generation_batches = 0
+        self._branchings: list[Branching] = []  # those whose branches are trained with this batch
         self._queue: list[Branching] = []
         self._pivot_depths: dict[int | None, float] = {}  # of the first pivot of each main row that has one
         self._recovered: dict[int | None, bool] = {}  # whether a branch of the row succeeded
+        self._own_seconds = 0.0
 
     # ------------------------------------------------------------------------------------------------ the algorithm
 
-    def extra_streams(
-        self, output: dict[str, Any], examples: list[dict[str, Any]], rewards: torch.Tensor
-    ) -> dict[str, tuple[ScoredRows, float]]:
+    def search(self, output: RowDict) -> None:
+        super().search(output)
         start = time.perf_counter()
-        chosen = self._choose(output, examples)
-        own_seconds = time.perf_counter() - start
+        chosen = self.pivots.choose(self.main_examples, row_tokens(output)[0], self.main_completion_ids)
+        self._own_seconds = time.perf_counter() - start
         self._pivot_depths = {b.row: b.depth for b in reversed(chosen)}
-        if self.args.deferred_branching:
-            self._check_columns(examples)
-            # What was sampled together with this batch is trained now; this batch's pivots go with the next one.
-            branchings, self._queue = self._queue, chosen
-            for branching in branchings:
-                branching.row = None
-        else:
-            branchings = chosen
-            self._sample_branches(branchings)
-        start = time.perf_counter()
-        rows = self._branch_rows(branchings)
-        own_seconds += time.perf_counter() - start
+        if not self.args.deferred_branching:
+            self._branchings = chosen
+            self.pivots.branch(chosen, self.sample, self.pivots.budget(self.main_completion_ids))
+            return
+        self._check_columns(self.main_examples)
+        # What was sampled together with this batch is trained now; this batch's pivots go with the next one.
+        self._branchings, self._queue = self._queue, chosen
+        for branching in self._branchings:
+            branching.row = None
 
-        scored = self.score("aux", rows)
+    def extra_streams(
+        self, output: RowDict, examples: list[dict[str, Any]], rewards: torch.Tensor
+    ) -> dict[str, tuple[ScoredRows, float]]:
+        start, branchings = time.perf_counter(), self._branchings
+        rows = self.pivots.rows(branchings)
+        self._own_seconds += time.perf_counter() - start
+
+        scored = self.scorer.score("aux", rows)
         start = time.perf_counter()
         solved = self._learn_from(branchings, scored)
         self._recovered = {}
         for branching, ok in zip(branchings, solved, strict=True):
             if ok is not None:
                 self._recovered[branching.row] = ok or self._recovered.get(branching.row, False)
-        own_seconds += time.perf_counter() - start
-        self._log_pivots(branchings, solved, scored, own_seconds)
+        self._own_seconds += time.perf_counter() - start
+        self._log_pivots(branchings, solved, scored)
         if self.args.hard_states_file is not None:
             self._write_hard_states([b for b, ok in zip(branchings, solved, strict=True) if ok is False])
         return {} if scored is None else {"aux": (scored, self.args.aux_loss_weight)}
@@ -135,7 +123,7 @@ class DeepGRPOTrainer(ExplorationTrainer):
         sampled = plain(prompt_ids + prefixes)
         logprobs = sampled.logprobs or [None] * len(sampled.completion_ids)
         branches = zip(sampled.completion_ids[len(prompt_ids) :], logprobs[len(prompt_ids) :], strict=True)
-        most = self._budget(sampled.completion_ids[: len(prompt_ids)])
+        most = self.pivots.budget(sampled.completion_ids[: len(prompt_ids)])
         for branching in self._queue:
             budget = max(1, most - len(branching.prefix_ids))  # without a limit, the batch of the pivot had another
             branching.branches = [
@@ -156,117 +144,6 @@ class DeepGRPOTrainer(ExplorationTrainer):
                     f"column {name!r}: convert the column, for example to text, or set `deferred_branching=False`."
                 ) from None
 
-    def _choose(self, output, examples) -> list[Branching]:
-        rewards = self._success_rewards()
-        chosen = failed_rows(
-            rewards,
-            threshold=self.args.success_threshold,
-            group_size=self.num_generations,
-            branch_from=self.args.branch_from,
-        )
-        failures = failed(rewards, threshold=self.args.success_threshold)
-        self.log_metric("pivots/failure_fraction", failures.float().mean().item())
-        pivots = [p for row in self.local(chosen).nonzero().squeeze(1).tolist() for p in self._draw(row)]
-        self._warn_without_cuts(int(chosen.sum()))
-        if self.args.max_pivots_per_batch is not None:
-            pivots = self._capped(pivots, self.args.max_pivots_per_batch)
-        prompt_ids = self.prompt_token_ids(output)
-        return [
-            Branching(
-                example=examples[p.row],
-                prompt_ids=prompt_ids[p.row],
-                prefix_ids=self.main_completion_ids[p.row][: p.start],
-                depth=p.depth,
-                row=p.row,
-            )
-            for p in pivots
-        ]
-
-    def _warn_without_cuts(self, num_drawn: int) -> None:
-        if self._warned or not num_drawn or self.args.pivot_selection == "root":
-            return
-        self._warned = True  # looked at once, in the first batch with a failure
-        if self.gathered(self._num_cut).sum() == 0 and self.accelerator.is_main_process:
-            fixed = self.args.segmentation == "fixed"
-            where = "shorter than a segment" if fixed else f"without any of {self.args.segment_delimiters!r}"
-            fields = "a smaller `segment_length`" if fixed else "other `segment_delimiters`, or `segmentation='fixed'`"
-            warnings.warn(
-                f"All {num_drawn} failed completions of the first batch with failures are {where}, so that they could "
-                f"not be cut: branches start from the prompt. Choose {fields}.",
-                stacklevel=2,
-            )
-
-    def _draw(self, row: int) -> list[Pivot]:
-        ids = self.main_completion_ids[row]
-        starts = drop_empty_end(self._segment(ids), ids, self._tokenizer, end_ids=self.eos_token_ids)
-        depths = relative_depths(len(starts))
-        self._num_cut += len(starts) > 1
-        budget = self._budget(self.main_completion_ids)
-        last = max(0, budget - (self.args.min_remaining_tokens or max(1, budget // 10)))
-        possible = torch.tensor([start <= last for start in starts])
-        if self.args.pivot_selection == "root":
-            # As many groups as there would be elsewhere, so that the control has its rivals' budget.
-            return [Pivot(row, 0, float(depths[0]))] * min(self.args.num_pivots, int(possible.sum()))
-        if self.args.pivot_selection == "uniform":
-            probs = pivot_distribution(torch.ones_like(depths), gamma=0.0, possible=possible)
-        else:
-            predicted = self.estimator.predict(depths)
-            probs = pivot_distribution(predicted, gamma=self.args.depth_bias, possible=possible)
-        drawn = draw_pivots(probs, self.args.num_pivots, generator=self.exploration_generator)
-        return [Pivot(row, starts[t], float(depths[t])) for t in drawn]
-
-    def _segment(self, ids: list[int]) -> list[int]:
-        if self.args.segmentation == "fixed":
-            most = self._budget(self.main_completion_ids)
-            return segment_fixed(len(ids), length=self.args.segment_length or min(50, most))
-        return segment_delimiters(
-            ids, self._tokenizer, delimiters=self.args.segment_delimiters, cache=self._delimiter_cache
-        )
-
-    def _budget(self, completion_ids: list[list[int]]) -> int:
-        """
-        Most tokens of a completion. With `max_completion_length=None` the backend decides that for the main rows;
-        branches then end where the longest main row of this process ends.
-        """
-        return self.max_completion_length or max(map(len, completion_ids))
-
-    def _capped(self, pivots: list[Pivot], limit: int) -> list[Pivot]:
-        """Keep `limit` pivots of the whole batch: every completion's first one before anybody's second."""
-        turns: list[int] = []
-        for i, pivot in enumerate(pivots):
-            turns.append(turns[-1] + 1 if i and pivots[i - 1].row == pivot.row else 0)
-        per_process = gather_object([turns])
-        everyone = torch.tensor([turn for of_process in per_process for turn in of_process], dtype=torch.float64)
-        tie_break = torch.rand(len(everyone), generator=self._shared_generator, dtype=torch.float64)
-        kept = set((everyone + tie_break).argsort()[:limit].tolist())
-        first = sum(len(of_process) for of_process in per_process[: self.accelerator.process_index])
-        return [pivot for i, pivot in enumerate(pivots, start=first) if i in kept]
-
-    def _sample_branches(self, branchings: list[Branching]) -> None:
-        most = self._budget(self.main_completion_ids)
-        continuations = self.sample(
-            [b.prompt_ids + b.prefix_ids for b in branchings],
-            self.args.num_branches,
-            [most - len(b.prefix_ids) for b in branchings],
-        )
-        for branching, branches in zip(branchings, continuations, strict=True):
-            branching.branches = branches
-
-    def _branch_rows(self, branchings: list[Branching]) -> Rows:
-        pairs = [(b, branch) for b in branchings for branch in b.branches]
-        return Rows(
-            examples=[dict(b.example) for b, _ in pairs],
-            prompt_ids=[b.prompt_ids for b, _ in pairs],
-            completion_ids=[b.prefix_ids + branch.token_ids for b, branch in pairs],
-            loss_mask=[[0] * len(b.prefix_ids) + [1] * len(branch.token_ids) for b, branch in pairs],
-            group_size=self.args.num_branches,
-            parents=[b.row for b, _ in pairs],
-            # The sampler saw the prefixes as prompts; they are not trained.
-            logprobs=[[*[0.0] * len(b.prefix_ids), *(branch.logprobs or [])] for b, branch in pairs]
-            if self.use_vllm
-            else None,
-        )
-
     def _learn_from(self, branchings: list[Branching], scored: ScoredRows | None) -> list[bool | None]:
         """
         Teach the estimator which pivots were recovered; all processes see all outcomes, in the same order. `None` is a
@@ -280,7 +157,7 @@ class DeepGRPOTrainer(ExplorationTrainer):
             unknown = scored.success_rewards.isnan().view(-1, self.args.num_branches).all(dim=1).tolist()
             solved = [None if u else ok for ok, u in zip(success.any(dim=1).tolist(), unknown, strict=True)]
         known = [(b.depth, int(ok)) for b, ok in zip(branchings, solved, strict=True) if ok is not None]
-        outcomes = gather_object(known)
+        outcomes = self.ranks.objects(known)
         if outcomes:
             self.estimator.add(*zip(*outcomes, strict=True))
         if self._num_generation_batches % self.args.estimator_update_steps == 0:
@@ -289,39 +166,39 @@ class DeepGRPOTrainer(ExplorationTrainer):
 
     # ------------------------------------------------------------------------------------------- metrics, files, state
 
-    def _log_pivots(self, branchings, solved, scored, own_seconds: float) -> None:
+    def _log_pivots(self, branchings: list[Branching], solved: list[bool | None], scored: ScoredRows | None) -> None:
         branches = [branch for b in branchings for branch in b.branches]
         spread = 0
         if scored is not None:
             advantages = scored.rows["advantages"][: len(scored.rewards)]
             spread = int(advantages.view(-1, self.args.num_branches).any(dim=1).sum())
-        suffix_tokens = sum(len(branch.token_ids) for branch in branches)
-        main_tokens = sum(len(ids) for ids in self.main_completion_ids)
-        tried, known, recovered, informative, depth, num_branches, aux, main = (
-            self.gathered(value).sum().item()
-            for value in (
-                len(branchings),
-                sum(ok is not None for ok in solved),
-                sum(ok is True for ok in solved),
-                spread,
-                sum(b.depth for b in branchings),
-                len(branches),
-                suffix_tokens,
-                main_tokens,
-            )
-        )
-        self.log_metric("pivots/tried", tried)
-        self.log_metric("pivots/success_weight", self.estimator.weight)
-        self.log_metric("pivots/success_bias", self.estimator.bias)
-        self.log_metric("pivots/token_ratio", aux / main)
-        self.log_metric("pivots/sampled_tokens", aux)
-        self.log_metric("pivots/own_seconds", own_seconds)
-        if known:
-            self.log_metric("pivots/recovered_fraction", recovered / known)
-        if tried:
-            self.log_metric("pivots/informative_fraction", informative / tried)
-            self.log_metric("pivots/mean_depth", depth / tried)
-            self.log_metric("pivots/mean_suffix_length", aux / num_branches)
+        own = {
+            "tried": len(branchings),
+            "known": sum(ok is not None for ok in solved),
+            "recovered": sum(ok is True for ok in solved),
+            "informative": spread,
+            "depth": sum(b.depth for b in branchings),
+            "branches": len(branches),
+            "tokens": sum(len(branch.token_ids) for branch in branches),
+            "main_tokens": sum(len(ids) for ids in self.main_completion_ids),
+        }
+        total = {name: self.ranks.gathered(value).sum().item() for name, value in own.items()}
+        told = {
+            "tried": total["tried"],
+            "success_weight": self.estimator.weight,
+            "success_bias": self.estimator.bias,
+            "token_ratio": total["tokens"] / total["main_tokens"],
+            "sampled_tokens": total["tokens"],
+            "own_seconds": self._own_seconds,
+        }
+        if total["known"]:
+            told["recovered_fraction"] = total["recovered"] / total["known"]
+        if total["tried"]:
+            told["informative_fraction"] = total["informative"] / total["tried"]
+            told["mean_depth"] = total["depth"] / total["tried"]
+            told["mean_suffix_length"] = total["tokens"] / total["branches"]
+        for name, value in told.items():
+            self.log_metric(f"pivots/{name}", value)
 
     def completion_columns(self) -> dict[str, list[Any]]:
         rows = range(len(self.main_completion_ids))
@@ -344,14 +221,14 @@ class DeepGRPOTrainer(ExplorationTrainer):
             {
                 "step": self.state.global_step,
                 "prompt": b.example["prompt"],
-                "prefix": self._tokenizer.decode(b.prefix_ids),
+                "prefix": self.tokenizer.decode(b.prefix_ids),
                 "prompt_ids": b.prompt_ids,
                 "prefix_ids": b.prefix_ids,
                 "depth": b.depth,
             }
             for b in unrecovered
         ]
-        records = gather_object(records)
+        records = self.ranks.objects(records)
         if self.accelerator.is_main_process:
             append_lines(self._hard_states_path, records)
 
@@ -359,7 +236,7 @@ class DeepGRPOTrainer(ExplorationTrainer):
         return {
             **super().exploration_state(),
             "estimator": self.estimator.state_dict(),
-            "shared_generator": self._shared_generator.get_state(),
+            "shared_generator": self.pivots.shared_generator.get_state(),
             "num_generation_batches": self._num_generation_batches,
             # A resumed run writes what came after the checkpoint again, so the file goes back to its length here.
             "hard_states_bytes": file_size(self._hard_states_path) if self.args.hard_states_file else 0,
@@ -369,7 +246,7 @@ class DeepGRPOTrainer(ExplorationTrainer):
     def load_exploration_state(self, state: dict[str, Any]) -> None:
         super().load_exploration_state(state)
         self.estimator.load_state_dict(state["estimator"])
-        self._shared_generator.set_state(state["shared_generator"])
+        self.pivots.shared_generator.set_state(state["shared_generator"])
         self._num_generation_batches = state["num_generation_batches"]
         queue = state["queue"] if self.args.deferred_branching else []
         self._queue = [Branching(from_plain(example), *fields) for example, *fields in queue]

@@ -7,28 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 
 from trl_explore.rows.advantages import first_appearance, node_credit, tree_advantages
 from trl_explore.rows.rollouts import Rollout
 from trl_explore.saving.checkpoints import append_lines, cut_file, file_size, path_inside
+from trl_explore.trees.buffer import SOLUTIONS_FILE, ReplayBuffer
 from trl_explore.trees.metrics import tree_counts, tree_metrics
 from trl_explore.trees.records import tree_record
-from trl_explore.trees.replay import (
-    SolutionCache,
-    append_solutions,
-    read_cache,
-    replace_failures,
-    write_cache,
-)
 from trl_explore.trees.search import (
     Leaf,
     SelectFn,
     Tree,
     Verdict,
-    backup,
-    exchange,
-    judge,
     search,
     select,
     select_random,
@@ -37,9 +27,8 @@ from trl_explore.trees.search import (
 )
 
 from .base import ExplorationTrainer
+from .requires import Requires
 from .tree_grpo_config import TreeGRPOConfig
-
-SOLUTIONS_FILE = "solutions.jsonl"
 
 
 class TreeGRPOTrainer(ExplorationTrainer):
@@ -86,14 +75,12 @@ class TreeGRPOTrainer(ExplorationTrainer):
             }"""),  # fmt: skip
     }
 
-    max_completion_length: int
     num_generations: int
     config_class = TreeGRPOConfig
-    samples_extra_rows = True
-    needs_whole_groups = True
+    requires = Requires(samples=True, whole_groups=True)
 
-    def _check_arguments(self, args, train_dataset, tools, rollout_func, environment_factory) -> None:
-        super()._check_arguments(args, train_dataset, tools, rollout_func, environment_factory)
+    def check(self, args: Any, *, tools: Any, environment_factory: Any) -> None:
+        super().check(args, tools=tools, environment_factory=environment_factory)
         if args.multi_objective_aggregation != "sum_then_normalize":
             raise ValueError(
                 f"`multi_objective_aggregation={args.multi_objective_aggregation!r}` has no meaning for a tree "
@@ -118,22 +105,18 @@ class TreeGRPOTrainer(ExplorationTrainer):
         self._select_fn = select_fns[args.selection]
         self._trees: list[Tree] = []
         self._seconds = {"sampling": 0.0, "scoring": 0.0}
-        cache_options = dict(solutions_per_prompt=args.replay_solutions, threshold=args.replay_threshold)
-        self.solutions = SolutionCache(**cache_options)
-        if args.replay_file is not None:
-            self.solutions = read_cache(args.replay_file, self._tokenizer, **cache_options)
-        self._solutions_file_is_current = False
+        self.replay = ReplayBuffer(self)
+        self.solutions = self.replay.solutions
 
     # ---------------------------------------------------------------------------------------- the algorithm
 
     def rollout(self, prompt_ids, plain):
         start = time.perf_counter()
         self._seconds = {"sampling": 0.0, "scoring": 0.0}
-        self.prefix_tokens_asked = self.prefix_tokens_encoded = 0
+        self.sample.prefix_tokens_asked = self.sample.prefix_tokens_encoded = 0
         roots = prompt_ids[:: self.num_generations]
-        cached = [self._usable_solutions(root) for root in roots]
-        self._replayed: set[tuple[int, int]] = set()  # tree and node of the cached solutions among the rows
-        trees = search(
+        cached = [self.replay.usable(root) for root in roots]
+        searched = trees = search(
             roots,
             self._sample_nodes,
             self._score_leaves,
@@ -143,12 +126,11 @@ class TreeGRPOTrainer(ExplorationTrainer):
             decay_min=self.args.q_decay_min,
             skip=[bool(solutions) for solutions in cached],
             direct_fn=partial(self._sample_nodes, entropies=False),
-            any_active=self._any_process,
+            any_active=lambda here: bool(self.ranks.gathered(here).any()),
         )
-        searched = trees
         if self.args.replay_buffer:
-            trees = self._replay(trees, cached)
-            self._remember(searched)
+            trees = self.replay.replace(trees, cached, self._score_leaves)
+            self.replay.remember(searched)
         self._trees = trees
         if self.args.dump_trees is not None:
             self._write_trees()
@@ -194,12 +176,12 @@ class TreeGRPOTrainer(ExplorationTrainer):
     def _score_leaves(self, leaves: list[Leaf]) -> list[Verdict]:
         start = time.perf_counter()
         examples = [self.main_examples[leaf.tree * self.num_generations] for leaf in leaves]
-        rewards, extra = self.judge(examples, [leaf.completion_ids for leaf in leaves])
+        rewards, extra = self.scorer.judge(examples, [leaf.completion_ids for leaf in leaves])
         self._seconds["scoring"] += time.perf_counter() - start
         if not leaves:
             return []
         per_func = torch.tensor(rewards, dtype=torch.float32)
-        deciding = self.success_rewards(per_func).tolist()
+        deciding = self.scorer.success(per_func).tolist()
         return [
             Verdict(
                 outcome=terminal_outcome(
@@ -214,81 +196,24 @@ class TreeGRPOTrainer(ExplorationTrainer):
             for leaf, reward, given, logged in zip(leaves, deciding, rewards, extra, strict=True)
         ]
 
-    def _any_process(self, here: bool) -> bool:
-        return bool(self.gathered(here).any())
-
-    # ----------------------------------------------------------------------------------- solutions of hard prompts
-
-    def _usable_solutions(self, prompt_ids: list[int]) -> list[list[int]]:
-        if not self.args.replay_buffer:
-            return []
-        return [s for s in self.solutions.get(prompt_ids) if len(s) <= self.max_completion_length]
-
-    def _replay(self, trees: list[Tree], cached: list[list[list[int]]]) -> list[Tree]:
-        """Put cached solutions in the place of failures among direct rollouts; they are scored like any completion."""
-        placed: list[tuple[int, int]] = []
-        trees = list(trees)
-        for i, (tree, solutions) in enumerate(zip(trees, cached, strict=True)):
-            outcomes = [tree.nodes[row].outcome for row in tree.rows]
-            succeeded = [outcome is None or outcome > 0 for outcome in outcomes]  # unscorable is not failed
-            for position, which in replace_failures(succeeded, len(solutions)):
-                node, ids = tree.rows[position], solutions[which]
-                # The authors' solutions are text without the end token, and one that a limit cut off has none.
-                trees[i] = exchange(trees[i], node, ids, finished=ids[-1] in self.eos_token_ids)
-                placed.append((i, node))
-        self._replayed = set(placed)
-        verdicts = self._score_leaves(
-            [Leaf(i, trees[i].completion_ids(node), trees[i].nodes[node].finished) for i, node in placed]
-        )
-        for (i, node), verdict in zip(placed, verdicts, strict=True):
-            trees[i] = backup(judge(trees[i], {node: verdict}), node, decay_min=self.args.q_decay_min)
-        replaced, skipped = self.summed({"rows": len(placed), "prompts": sum(map(bool, cached))}).values()
-        self.log_metric("replay/replaced_rows", replaced)
-        self.log_metric("replay/prompts", skipped)
-        return trees
-
-    def _remember(self, trees: list[Tree]) -> None:
-        """Keep what searches found for hard prompts, and let prompts go that direct rollouts solve by now."""
-        found = []
-        for tree in trees:
-            solved = [row for row in tree.rows if (tree.nodes[row].outcome or 0.0) > 0]
-            solutions = None if tree.reason == "replayed" else [tree.completion_ids(row) for row in solved]
-            found.append((tree.prompt_ids, solutions, len(solved) / len(tree.rows)))
-        entries, num_left = [], 0
-        for prompt_ids, solutions, ratio in gather_object(found):
-            if solutions is None:
-                num_left += self.solutions.refilter(prompt_ids, ratio)
-            else:
-                entries += [(prompt_ids, s) for s in self.solutions.offer(prompt_ids, solutions, ratio)]
-        self.log_metric("replay/stored_prompts", len(self.solutions))
-        self.log_metric("replay/left_prompts", num_left)
-        if num_left:
-            self._solutions_file_is_current = False  # lines can be appended, but not taken back
-        if not self.accelerator.is_main_process or not (entries or not self._solutions_file_is_current):
-            return
-        if self._solutions_file_is_current:
-            append_solutions(self._solutions_path, entries)
-        else:
-            write_cache(self._solutions_path, self.solutions, self._tokenizer)
-            self._solutions_file_is_current = True
-
     # -------------------------------------------------------------------------------- metrics, files, state
 
     def _log_trees(self, searched: list[Tree], trees: list[Tree], seconds: float) -> None:
         counts = tree_counts(searched, trees, self.limits)
-        counts |= {"asked": self.prefix_tokens_asked, "encoded": self.prefix_tokens_encoded}
-        for name, value in tree_metrics(self.summed(counts)).items():
+        counts |= {"asked": self.sample.prefix_tokens_asked, "encoded": self.sample.prefix_tokens_encoded}
+        told = tree_metrics(self.ranks.summed(counts))
+        told |= {f"{name}_seconds": spent for name, spent in self._seconds.items()}
+        told["own_seconds"] = seconds - sum(self._seconds.values())
+        for name, value in told.items():
             self.log_metric(f"tree/{name}", value)
-        self.log_metric("tree/sampling_seconds", self._seconds["sampling"])
-        self.log_metric("tree/scoring_seconds", self._seconds["scoring"])
-        self.log_metric("tree/own_seconds", seconds - sum(self._seconds.values()))
 
     def completion_columns(self) -> dict[str, list[Any]]:
         rows = [(i, tree, row) for i, tree in enumerate(self._trees) for row in tree.rows]
         credit = partial(node_credit, q_temperature=self.args.q_temperature, q_max=self.args.q_max)
         return {
+            **super().completion_columns(),
             "origin": [
-                "replayed" if (i, row) in self._replayed else "direct" if tree.nodes[row].direct else "search"
+                "replayed" if (i, row) in self.replay.placed else "direct" if tree.nodes[row].direct else "search"
                 for i, tree, row in rows
             ],
             "depth": [tree.nodes[row].depth for _, tree, row in rows],
@@ -303,13 +228,9 @@ class TreeGRPOTrainer(ExplorationTrainer):
         return [path for path in super().run_files() if path.resolve() != replayed]  # its solutions are written again
 
     @property
-    def _solutions_path(self) -> Path:
-        return Path(self.args.output_dir) / SOLUTIONS_FILE
-
-    @property
     def _trees_path(self) -> Path:
         folder = path_inside(self.args.output_dir, self.args.dump_trees, field="dump_trees", suffix="")
-        return folder / f"trees_{self.accelerator.process_index}.jsonl"
+        return folder / f"trees_{self.ranks.index}.jsonl"
 
     def _write_trees(self) -> None:
         append_lines(
@@ -319,7 +240,7 @@ class TreeGRPOTrainer(ExplorationTrainer):
                     tree,
                     step=self.state.global_step,
                     index=i,
-                    decode=self._tokenizer.decode,
+                    decode=self.tokenizer.decode,
                     reward_weights=self.reward_weights.tolist(),
                     q_temperature=self.args.q_temperature,
                     q_max=self.args.q_max,
@@ -329,18 +250,10 @@ class TreeGRPOTrainer(ExplorationTrainer):
         )
 
     def exploration_state(self) -> dict[str, Any]:
-        return {
-            "solutions": self.solutions.state_dict(),
-            # A resumed run writes what came after the checkpoint again, so the file goes back to its length here.
-            "trees_bytes": file_size(self._trees_path) if self.args.dump_trees else 0,
-            "solutions_bytes": file_size(self._solutions_path) if self._solutions_file_is_current else 0,
-        }
+        # A resumed run writes what came after the checkpoint again, so the file goes back to its length here.
+        return {**self.replay.state(), "trees_bytes": file_size(self._trees_path) if self.args.dump_trees else 0}
 
     def load_exploration_state(self, state: dict[str, Any]) -> None:
-        self.solutions.load_state_dict(state["solutions"])
-        size = state["solutions_bytes"]
-        self._solutions_file_is_current = 0 < size <= file_size(self._solutions_path)
-        if self._solutions_file_is_current and self.accelerator.is_main_process:
-            cut_file(self._solutions_path, size)
+        self.replay.load_state(state)
         if self.args.dump_trees:
             cut_file(self._trees_path, state["trees_bytes"])

@@ -47,7 +47,7 @@ def tokens(args, number: int) -> list[int]:
 
 def seconds_of(trainer, mode: str, ids: torch.Tensor, num_prompt: int) -> tuple[float, float]:
     """Seconds of a forward and backward pass, and the MB that the forward pass keeps for the backward one."""
-    trainer.shared_prefix_training = mode
+    trainer.packing.mode = mode
     trainer.model.zero_grad()
     kept: dict[int, int] = {}
     weights = {p.untyped_storage().data_ptr() for p in trainer.model.parameters()}

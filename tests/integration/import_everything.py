@@ -20,7 +20,7 @@ def fail(name):
 
 
 names = [module.name for module in pkgutil.walk_packages(trl_explore.__path__, "trl_explore.", onerror=fail)]
-assert "trl_explore.trainers.vllm_backend" in names and "site-packages" in trl_explore.__file__
+assert "trl_explore.serving.backend" in names and "site-packages" in trl_explore.__file__
 failed = {}
 for name in names:
     try:

@@ -8,6 +8,7 @@ from world import always, contains_answer, differ, make_trainer, parameters
 
 from trl_explore.rewards.checks import RewardError
 from trl_explore.rows.rollouts import Rows
+from trl_explore.rows.streams import row_tokens
 from trl_explore.trainers import (
     BranPOConfig,
     BranPOTrainer,
@@ -40,13 +41,13 @@ class Echo(ExplorationTrainer):
         ids = self.main_completion_ids[rows]
         group = Rows(
             examples=examples[rows],
-            prompt_ids=self.prompt_token_ids(output)[rows],
+            prompt_ids=row_tokens(output)[0][rows],
             completion_ids=ids,
             loss_mask=[[1] * len(i) for i in ids],
             group_size=4,
             known_rewards=[[float(sum(i) % 2)] for i in ids],
         )
-        return {"echo": (self.score("echo", group), 1.0)}
+        return {"echo": (self.scorer.score("echo", group), 1.0)}
 
 
 class Rank1Only(Echo):
@@ -61,12 +62,12 @@ class Handed(ExplorationTrainer):
 
         mine = [
             dict(examples=[e], prompt_ids=[p], completion_ids=[c], loss_mask=[[1] * len(c)])
-            for e, p, c in zip(examples, self.prompt_token_ids(output), self.main_completion_ids, strict=True)
+            for e, p, c in zip(examples, row_tokens(output)[0], self.main_completion_ids, strict=True)
         ][:4]
         theirs = gather_object(mine)[4:8]
         merged = {k: [row[k][0] for row in theirs] for k in theirs[0]}
         known = [[float(sum(c) % 2)] for c in merged["completion_ids"]]
-        return {"echo": (self.score("echo", Rows(**merged, group_size=4, known_rewards=known)), 1.0)}
+        return {"echo": (self.scorer.score("echo", Rows(**merged, group_size=4, known_rewards=known)), 1.0)}
 
 
 def run(trainer_class, config_class, folder, **options):

@@ -110,7 +110,7 @@ def watch(trainer):
     def compared(asked):
         answers = complete(asked)
         pairs = [(r.prefix, a) for r, of_request in zip(asked, answers, strict=True) for a in of_request]
-        ours = trainer.token_logprobs([p for p, _ in pairs], [a.token_ids for _, a in pairs]) if pairs else []
+        ours = trainer.sample.token_logprobs([p for p, _ in pairs], [a.token_ids for _, a in pairs]) if pairs else []
         for (_, answer), expected in zip(pairs, ours, strict=True):
             difference = torch.tensor(answer.logprobs) - torch.tensor(expected)
             seen["largest"] = max(seen["largest"], difference.abs().max().item())

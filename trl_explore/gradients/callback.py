@@ -1,12 +1,15 @@
 """The gradient geometry of any GRPO trainer's rollouts, logged beside its training."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from accelerate.utils import gather
 from transformers import TrainerCallback
 
+from trl_explore.gradients.feature_pass import FeaturePass, FeatureRows
 from trl_explore.gradients.novelty import geometry, novelty_scores
+from trl_explore.trainers.base import ExplorationTrainer, log_metric, watch
 
 
 class GeometryCallback(TrainerCallback):
@@ -34,36 +37,31 @@ class GeometryCallback(TrainerCallback):
     """
 
     def __init__(self, trainer: Any, *, every: int = 1) -> None:
-        from trl_explore.gradients.features import lm_head_of
-        from trl_explore.trainers.features import FeaturePass
 
         if every < 1:
             raise ValueError(f"`every={every}` must be at least 1 generation batch.")
-        if getattr(trainer, "wants_features", False):
+        if isinstance(trainer, ExplorationTrainer) and trainer.features is not None:
             raise ValueError(
                 f"{type(trainer).__name__} logs `geometry/*` itself while `novelty_weight` is not 0: leave the "
                 "callback away."
             )
         self.trainer, self.every, self.num_batches = trainer, every, 0
         self.features = FeaturePass(trainer)
-        lm_head_of(self.features.language_model(), temperature=trainer.temperature)
+        self.features.check_head()
+        self._end: Callable[[], None] = lambda: None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # The rows of a batch are together, in groups, only where TRL scores them; afterwards they are shuffled.
-        original = self.trainer._generate_and_score_completions
-
-        def measured(inputs: Any) -> dict[str, Any]:
-            output = original(inputs)
-            if self.trainer.model.training:
-                if self.num_batches % self.every == 0:
-                    self.measure(output)
-                self.num_batches += 1
-            return output
-
-        self.trainer._generate_and_score_completions = measured
+        self._end = watch(self.trainer, "scored", self._seen)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        vars(self.trainer).pop("_generate_and_score_completions", None)
+        self._end()
+
+    def _seen(self, inputs: Any, output: dict[str, Any]) -> None:
+        if self.trainer.model.training:
+            if self.num_batches % self.every == 0:
+                self.measure(output)
+            self.num_batches += 1
 
     def measure(self, output: dict[str, Any]) -> dict[str, float]:
         """
@@ -76,8 +74,6 @@ class GeometryCallback(TrainerCallback):
         Returns:
             `dict[str, float]`: Metrics, which are also logged.
         """
-        from trl_explore.trainers.features import FeatureRows
-
         size = self.trainer.num_generations
         lengths = [(output[f"{name}_mask"] != 0).long() for name in ("prompt", "completion")]
         # Not the masks: TRL takes truncated completions out of theirs, and their rows count nowhere then.
@@ -93,5 +89,5 @@ class GeometryCallback(TrainerCallback):
         signs = torch.sign(advantages if advantages.dim() == 1 else advantages.sum(1))
         found = geometry(features, size, novelty_scores(features, gather(signs), size))
         for name, value in found.items():
-            self.trainer._metrics["train"][f"geometry/{name}"].append(value)
+            log_metric(self.trainer, f"geometry/{name}", value)
         return found

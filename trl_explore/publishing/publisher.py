@@ -4,7 +4,7 @@ import importlib.util
 import json
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from huggingface_hub import CommitInfo, HfApi, get_token, run_as_future
 from huggingface_hub.utils import RevisionNotFoundError
 from transformers.trainer_utils import HubStrategy, SaveStrategy
 from transformers.utils import PushInProgress
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig
 from trl.trainer.utils import get_config_model_id
 
 from trl_explore import __version__
@@ -29,59 +29,33 @@ logger = logging.getLogger(__name__)
 STAGE = "_hub"  # folder in `output_dir` that holds what is being sent; the underscore keeps it out of itself
 
 
-class PublishingTrainer(GRPOTrainer):
+class Publisher:
     """
-    [`~trl.GRPOTrainer`] that publishes what it trained together with a card of its method.
+    Publishes what a trainer trained together with a card of its method.
 
     What is sent is put together in a folder of its own first: training goes on beside a push, and a push that failed
     can be repeated with the command that the error shows. A push that fails while training is one warning, and the
     next one sends everything again.
+
+    Args:
+        trainer ([`~trl_explore.trainers.ExplorationTrainer`]):
+            The trainer.
+        args ([`~trl.GRPOConfig`]):
+            Its configuration.
     """
 
-    args: Any
-    hub_model_id: Any
-    push_in_progress: Any
-    card_template = "base"  # stem of a file in `model_cards/`
-    dataset_names: list[str] = []  # of the training data, for the card
-    _revision: str | None = None
-
-    def __init__(self, *args, **kwargs):
+    def __init__(self, trainer: Any, args: Any) -> None:
+        self.trainer, self.args = trainer, args
+        self._revision: str | None = None
         self._checkpoints: list[Path] = []  # those of this run, oldest first
         self._sent: set[str] = set()  # names of those that the Hub has
-        super().__init__(*args, **kwargs)
-
-    def method_files(self) -> list[str]:
-        """Files and folders inside `output_dir` that the method writes beside the model."""
-        return []
-
-    def save_exploration_state(self, folder: str | Path) -> None:
-        """Write the method's state of this process into `folder`."""
-
-    def _save(self, output_dir=None, state_dict=None):
-        token, self.args.hub_token = self.args.hub_token, None  # the arguments are pickled beside the weights
-        try:
-            super()._save(output_dir, state_dict)
-        finally:
-            self.args.hub_token = token
 
     # ------------------------------------------------------------------------------------------------ the repository
 
-    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """
-        Make the repository and the branch to publish on, or make sure that they can be written to.
-
-        Args:
-            token (`str`, *optional*):
-                Token with write permission. Defaults to `args.hub_token`, then to that of `hf auth login`.
-            private (`bool`, *optional*):
-                Whether a new repository is private. Defaults to `args.hub_private_repo`.
-
-        Raises:
-            ValueError: If the name is forbidden, or the repository holds another kind of model.
-            HubError: If there is no token, or the Hub refuses.
-        """
-        if not self.is_world_process_zero():
-            return
+    def make_repo(
+        self, make: Callable[[str | None, bool | None], None], token: str | None, private: bool | None
+    ) -> None:
+        """Make the repository with `make`, which transformers offers, and the branch to publish on."""
         repo_id = check_repo_id(self.args.hub_model_id, self.args.output_dir)
         token = token or self.args.hub_token
         if (token or get_token()) is None:
@@ -90,19 +64,19 @@ class PublishingTrainer(GRPOTrainer):
                 "`push_to_hub` out."
             )
         try:
-            super().init_hf_repo(token=token, private=private)
+            make(token, private)
             held = self._prepare_branch(_api(token))
         except Exception as error:
             raise HubError(f"cannot publish as {repo_id!r}: {explain(error)}.") from error
         if held is not None:
             raise ValueError(
-                f"the repository {self.hub_model_id!r} holds {held}: choose another `hub_model_id`, or delete that "
-                "repository if nobody needs it."
+                f"the repository {self.trainer.hub_model_id!r} holds {held}: choose another `hub_model_id`, or delete "
+                "that repository if nobody needs it."
             )
 
     def _prepare_branch(self, api: HfApi) -> str | None:
         """Makes the branch, unless what is there already stands against it; that is returned."""
-        repo_id, revision = str(self.hub_model_id), self._revision or self.args.hub_revision
+        repo_id, revision = str(self.trainer.hub_model_id), self._revision or self.args.hub_revision
         branch = revision
         try:
             files = api.list_repo_files(repo_id, revision=branch)
@@ -113,7 +87,7 @@ class PublishingTrainer(GRPOTrainer):
         if "config.json" in files:
             config = json.loads(Path(api.hf_hub_download(repo_id, "config.json", revision=branch)).read_text())
             architectures = config.get("architectures") or ()
-        model = self.accelerator.unwrap_model(self.model)
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
         name = type(model).__name__.removeprefix("FSDP")  # what sharding puts before it
         held = clash(files, architectures, adapter=is_peft_model(model), architecture=name)
         if held is None and branch != revision:
@@ -122,52 +96,44 @@ class PublishingTrainer(GRPOTrainer):
 
     # ------------------------------------------------------------------------------------------------------ the card
 
-    def create_model_card(  # type: ignore[override]  # as in TRL
+    def write_card(
         self,
-        model_name: str | None = None,
-        dataset_name: str | list[str] | None = None,
-        tags: str | list[str] | None = None,
+        model_name: str | None,
+        dataset_name: str | list[str] | None,
+        tags: str | list[str] | None,
+        *,
+        method_tags: list[str],
+        paper: dict[str, str] | None,
     ) -> None:
-        """
-        Write `README.md` into `output_dir`, and the training curves beside it.
-
-        Args:
-            model_name (`str`, *optional*):
-                Name of the model. Defaults to the repository's, or to that of the output folder.
-            dataset_name (`str` or `list[str]`, *optional*):
-                Names of the training data, on the Hub or local. Defaults to `dataset_names`, which it changes.
-            tags (`str` or `list[str]`, *optional*):
-                Tags beside those of the method.
-        """
-        if not self.is_world_process_zero():
-            return
+        """Write `README.md` into `output_dir`, and the training curves beside it."""
         if dataset_name is not None:
-            self.dataset_names = [dataset_name] if isinstance(dataset_name, str) else list(dataset_name)
-        repo_id = self.hub_model_id or self.args.hub_model_id
-        model = self.accelerator.unwrap_model(self.model)
+            self.trainer.dataset_names = [dataset_name] if isinstance(dataset_name, str) else list(dataset_name)
+        repo_id = self.trainer.hub_model_id or self.args.hub_model_id
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
         # Checkpoints of a run that is not published get their card, but no picture each time.
-        draws = self.args.push_to_hub or not self.is_in_train
+        draws = self.args.push_to_hub or not self.trainer.is_in_train
         has_plots = importlib.util.find_spec("matplotlib") is not None
-        metrics = logged_metrics(self.card_template, self.state.log_history) if draws and has_plots else []
+        history = self.trainer.state.log_history
+        metrics = logged_metrics(self.trainer.card_template, history) if draws and has_plots else []
         if metrics:
-            training_curves(self.state.log_history, Path(self.args.output_dir) / CURVE_FILE, metrics=metrics)
+            training_curves(history, Path(self.args.output_dir) / CURVE_FILE, metrics=metrics)
         card = model_card(
             TrainingFacts(
-                method=self.card_template,
+                method=self.trainer.card_template,
                 model_name=model_name or (repo_id or Path(self.args.output_dir).absolute().name).split("/")[-1],
-                trainer=type(self).__name__,
+                trainer=type(self.trainer).__name__,
                 repo_id=repo_id,
                 revision=self._revision or self.args.hub_revision,
                 base_model=get_config_model_id(model.config) or "",
-                datasets=self.dataset_names,
-                local_data=_is_local(self.train_dataset),
-                rewards=[*zip(self.reward_func_names, self.reward_weights.tolist(), strict=True)],
+                datasets=self.trainer.dataset_names,
+                local_data=_is_local(self.trainer.train_dataset),
+                rewards=[*zip(self.trainer.reward_func_names, self.trainer.reward_weights.tolist(), strict=True)],
                 adapter=model.active_peft_config.peft_type.value if is_peft_model(model) else None,
-                chat=bool(self._tokenizer.chat_template),
-                paper=self._paper,
-                tags=["generated_from_trainer", *self._tag_names, *([tags] if isinstance(tags, str) else tags or [])],
+                chat=bool(self.trainer.tokenizer.chat_template),
+                paper=paper,
+                tags=["generated_from_trainer", *method_tags, *([tags] if isinstance(tags, str) else tags or [])],
                 hyperparameters=told_hyperparameters(self.args, GRPOConfig),
-                history=self.state.log_history,
+                history=history,
                 curve=CURVE_FILE if metrics else None,
                 needs_plots=draws and not has_plots,
             )
@@ -176,57 +142,26 @@ class PublishingTrainer(GRPOTrainer):
 
     # ----------------------------------------------------------------------------------------------------- the pushes
 
-    def push_to_hub(
+    def push(
         self,
-        commit_message: str | None = "End of training",
-        blocking: bool = True,
-        token: str | None = None,
-        revision: str | None = None,
-        private: bool | None = None,
-        **kwargs,
+        commit_message: str | None,
+        blocking: bool,
+        token: str | None,
+        revision: str | None,
+        private: bool | None,
+        **kwargs: Any,
     ) -> Any:
-        """
-        Save the model in `output_dir` and publish it. Every process must call it.
-
-        Args:
-            commit_message (`str`, *optional*, defaults to `"End of training"`):
-                Message of the commit.
-            blocking (`bool`, *optional*, defaults to `True`):
-                Whether to return only when everything was sent.
-            token (`str`, *optional*):
-                Token with write permission. Defaults to `args.hub_token`, then to that of `hf auth login`.
-            revision (`str`, *optional*):
-                Branch; made if it is missing. Defaults to `args.hub_revision`, then to `main`.
-            private (`bool`, *optional*):
-                Whether a new repository is private. Defaults to `args.hub_private_repo`.
-            kwargs (`dict`, *optional*):
-                Arguments of [`create_model_card`]: `model_name`, `dataset_name`, `tags`.
-
-        Returns:
-            [`~huggingface_hub.CommitInfo`]: The commit; a `Future` of it with `blocking=False`. `None` on processes
-            other than the first.
-
-        Raises:
-            HubError: If anything stands against it. The model is saved, and the message says how to send it.
-        """
-        self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        self.save_model(_internal_call=True)
-        if self.args.push_method_state:
-            self.save_exploration_state(self.args.output_dir)
-            self.accelerator.wait_for_everyone()
-        if not self.is_world_process_zero():
-            return None
-        self._finish_current_push()
+        """Publish what is in `output_dir`, on one process; [`push_to_hub`] of the trainer says more."""
         for left in Path(self.args.output_dir).glob(f"{STAGE}-*"):  # by a process that was killed
             shutil.rmtree(left)
         self._revision = revision
         token = token or self.args.hub_token
         refusal = None
         try:
-            self.init_hf_repo(token=token, private=private)
+            self.trainer.init_hf_repo(token=token, private=private)
         except (HubError, ValueError) as error:
             refusal = error  # told when all is ready to be sent by hand
-        self.create_model_card(**kwargs)
+        self.trainer.create_model_card(**kwargs)
         folder, checkpoints = self._stage(STAGE)
         if isinstance(refusal, ValueError):
             raise self._unsent(str(refusal), folder, private, repo_id="OWNER/OTHER-NAME") from refusal
@@ -235,31 +170,27 @@ class PublishingTrainer(GRPOTrainer):
         if blocking:
             return self._send_or_tell(folder, checkpoints, commit_message, token, private)
         job = run_as_future(self._send_or_tell, folder, checkpoints, commit_message, token, private)
-        self.push_in_progress = PushInProgress([job])  # type: ignore[arg-type]  # it takes a list
+        self.trainer.push_in_progress = PushInProgress([job])  # type: ignore[arg-type]  # it takes a list
         return job
 
-    def _push_from_checkpoint(self, checkpoint_folder):
-        if self.args.hub_strategy == HubStrategy.END:
-            return
-        self.accelerator.wait_for_everyone()  # a checkpoint is whole when every process wrote its part
-        if not self.is_world_process_zero():
-            return
+    def push_checkpoint(self, checkpoint_folder: str) -> None:
+        """Publish a checkpoint beside the training, on one process."""
         self._checkpoints.append(Path(checkpoint_folder))
         # As in TRL: a push that is still going on makes this one wait for the next checkpoint.
-        busy = self.push_in_progress is not None and not self.push_in_progress.is_done()
+        busy = self.trainer.push_in_progress is not None and not self.trainer.push_in_progress.is_done()
         if busy and not self.args.hub_always_push:
             return
-        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        self.trainer.callback_handler.on_push_begin(self.args, self.trainer.state, self.trainer.control)
         steps = self.args.save_strategy == SaveStrategy.STEPS
-        when = f"step {self.state.global_step}" if steps else f"epoch {int(self.state.epoch or 0)}"
+        when = f"step {self.trainer.state.global_step}" if steps else f"epoch {int(self.trainer.state.epoch or 0)}"
         message = f"Training in progress, {when}"
         try:
-            folder, checkpoints = self._stage(f"{STAGE}-{self.state.global_step}", Path(checkpoint_folder))
+            folder, checkpoints = self._stage(f"{STAGE}-{self.trainer.state.global_step}", Path(checkpoint_folder))
         except OSError as error:  # a full disk
             return self._warn(message, error)
         job = run_as_future(self._send_or_warn, folder, checkpoints, message, self.args.hub_token)
-        jobs = [*(self.push_in_progress.jobs if busy else []), job]
-        self.push_in_progress = PushInProgress(jobs)  # type: ignore[arg-type]  # it takes a list
+        jobs = [*(self.trainer.push_in_progress.jobs if busy else []), job]
+        self.trainer.push_in_progress = PushInProgress(jobs)  # type: ignore[arg-type]  # it takes a list
 
     def _stage(self, name: str, checkpoint: Path | None = None) -> tuple[Path, list[str]]:
         """The folder that holds what is to be sent, and the names of the whole checkpoints in it."""
@@ -267,15 +198,15 @@ class PublishingTrainer(GRPOTrainer):
         target = output / name
         shutil.rmtree(target, ignore_errors=True)
         state = [STATE_FILE.format(rank="*")]
-        own = [*self.method_files(), *(f"{file}/*" for file in self.method_files()), *state]
+        own = [*self.trainer.method_files(), *(f"{file}/*" for file in self.trainer.method_files()), *state]
         ignore = ["_*", "checkpoint-*", *([] if self.args.push_method_state else own)]
         if checkpoint is None:
             stage(output, target, ignore=ignore)
         else:
             stage(output, target, ignore=[*ignore, *MODEL_FILES])
             stage(checkpoint, target, allow=[*MODEL_FILES, *(state if self.args.push_method_state else [])])
-            if self.processing_class is not None:
-                self.processing_class.save_pretrained(target)
+            if self.trainer.processing_class is not None:
+                self.trainer.processing_class.save_pretrained(target)
         # They are there to be resumed, so their state is never left out.
         waiting = [path for path in self._checkpoints if path.name not in self._sent and path.is_dir()]
         if self.args.hub_strategy == HubStrategy.CHECKPOINT and waiting:
@@ -287,7 +218,7 @@ class PublishingTrainer(GRPOTrainer):
 
     def _send(self, folder: Path, checkpoints: list[str], message: str | None, token: str | None) -> CommitInfo:
         info = _api(token).upload_folder(
-            repo_id=str(self.hub_model_id),
+            repo_id=str(self.trainer.hub_model_id),
             folder_path=folder,
             commit_message=message,
             revision=self._revision or self.args.hub_revision,
@@ -301,7 +232,7 @@ class PublishingTrainer(GRPOTrainer):
             return self._send(folder, checkpoints, message, token)
         except Exception as error:
             raise self._unsent(
-                f"cannot publish as {self.hub_model_id!r}: {explain(error)}.", folder, private
+                f"cannot publish as {self.trainer.hub_model_id!r}: {explain(error)}.", folder, private
             ) from error
 
     def _send_or_warn(self, folder, checkpoints, message, token) -> None:
@@ -315,14 +246,14 @@ class PublishingTrainer(GRPOTrainer):
         logger.warning(
             "%r was not sent to %s: %s. Training goes on, and the next push sends everything again.",
             message,
-            self.hub_model_id,
+            self.trainer.hub_model_id,
             explain(error),
         )
 
     def _unsent(self, reason: str, folder: Path, private: bool | None, repo_id: str | None = None) -> HubError:
         output_dir = self.args.output_dir
         command = upload_command(
-            repo_id or self.hub_model_id or self.args.hub_model_id or Path(output_dir).absolute().name,
+            repo_id or self.trainer.hub_model_id or self.args.hub_model_id or Path(output_dir).absolute().name,
             folder,
             revision=self._revision or self.args.hub_revision,
             private=bool(self.args.hub_private_repo if private is None else private),

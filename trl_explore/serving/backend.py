@@ -1,8 +1,9 @@
 """vLLM behind TRL's own interface: any prefixes, any number of samples, weights that arrive exactly as they are."""
 
 import atexit
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -18,6 +19,7 @@ from transformers import AutoConfig, ProcessorMixin
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration, extract_logprobs
 from trl.import_utils import is_vllm_available
+from trl.trainer import grpo_trainer
 from urllib3.util.retry import Retry
 
 from trl_explore.serving.agreement import check_server, check_vocabulary, hold, serve_command, wait_until_healthy
@@ -211,10 +213,11 @@ class ServedGeneration(VLLMGeneration):
         """
         if not asked:
             return []
-        self._check_lengths(asked)
+        self.check_lengths(asked)
         return self._complete_here(asked) if self.mode == "colocate" else self._complete_there(asked)
 
-    def _check_lengths(self, asked: list[Request]) -> None:
+    def check_lengths(self, asked: list[Request]) -> None:
+        """Raise where vLLM takes no sequence as long as one that is asked for."""
         longest = max((len(request.prefix) + request.max_new_tokens for request in asked), default=0)
         if self.max_served_length is not None and longest > self.max_served_length:
             remedy = (
@@ -291,6 +294,19 @@ class ServedGeneration(VLLMGeneration):
             "repetition_penalty": self.repetition_penalty,
             "logprobs": 0,
         }
+
+
+@contextmanager
+def our_backend(args: Any) -> Iterator[None]:
+    """TRL makes its backend in its constructor and has no slot for another; the name is ours for that long."""
+    before = grpo_trainer.VLLMGeneration
+    folder = Path(args.output_dir).resolve() / WEIGHTS_FOLDER
+    options = {"weight_sync": args.vllm_weight_sync, "folder": folder}
+    vars(grpo_trainer)["VLLMGeneration"] = partial(ServedGeneration, **options)
+    try:
+        yield
+    finally:
+        vars(grpo_trainer)["VLLMGeneration"] = before
 
 
 def _answers(token_ids: list, logprobs: list) -> list[Answer]:

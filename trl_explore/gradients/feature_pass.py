@@ -1,21 +1,20 @@
 """Gradient features of the main rows, where possible out of the forward pass that TRL makes anyway."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from accelerate.utils import gather
-from peft import PeftModel
 from trl.trainer.utils import maybe_gather_lm_head_ctx, pad
 
 from trl_explore.gradients.features import lm_head_of, sequence_features
+from trl_explore.packing.forward import unwrapped
+from trl_explore.rows.policy import tokenizer_of
 from trl_explore.rows.streams import kept_randomness
-
-from .base import ExplorationTrainer
-from .sampling import without_dropout
+from trl_explore.sampling.sampler import without_dropout
 
 
 @dataclass
@@ -42,7 +41,10 @@ class FeatureRows:
 
 class FeaturePass:
     """
-    Computes gradient features of a trainer's rows by a hook on the backbone.
+    Knows the gradient features of a trainer's rows.
+
+    A hook on the backbone sees the hidden states of whatever forward pass there is: TRL's for old log-probabilities
+    where it makes one and nothing random is in it (dropout), otherwise one more without gradients.
 
     Args:
         trainer ([`~trl.GRPOTrainer`]):
@@ -52,11 +54,52 @@ class FeaturePass:
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self.seconds = 0.0
+        self._rows: FeatureRows | None = None
+        self._old_logprobs_follow = False
 
-    def language_model(self) -> Any:
-        """The causal language model without the wrappers of accelerate and PEFT."""
-        model: Any = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        return model.get_base_model() if isinstance(model, PeftModel) else model
+    def check_head(self) -> None:
+        """Raise where the model has no LM head that features could be taken from."""
+        lm_head_of(unwrapped(self.trainer, self.trainer.model), temperature=self.trainer.args.temperature)
+
+    def begin(self, prompt_ids: list[list[int]], completion_ids: list[list[int]], mask: Any) -> None:
+        """A generation batch was sampled: its rows, and which of their tokens are trained where not all are."""
+        args = self.trainer.args
+        loss_mask = mask or [[1] * len(ids) for ids in completion_ids]
+        if args.mask_truncated_completions:
+            ends = {*self.trainer.eos_token_ids, tokenizer_of(self.trainer).pad_token_id}
+            loss_mask = [
+                m if ids[-1] in ends else [0] * len(m) for m, ids in zip(loss_mask, completion_ids, strict=True)
+            ]
+        self._rows = FeatureRows(prompt_ids, completion_ids, loss_mask)
+        self.seconds = 0.0
+        # As in `_generate_and_score_completions`: old log-probabilities, where steps and rollouts do not align.
+        every = args.steps_per_generation * args.num_iterations
+        self._old_logprobs_follow = args.gradient_accumulation_steps % every != 0 or (
+            args.use_vllm and args.vllm_importance_sampling_correction
+        )
+
+    @property
+    def waits(self) -> bool:
+        """Whether the next log-probabilities that TRL computes are the old ones of the rows."""
+        return self._rows is not None and self._old_logprobs_follow
+
+    def watched(self, own_pass: Callable[[], Any], width: int) -> Any:
+        """What TRL's pass over the rows returns; features are taken on the way."""
+        assert self._rows is not None
+        self._old_logprobs_follow = False
+        before = random_state(self.trainer.accelerator.device)
+        with self.watching(self._rows, width):
+            result = own_pass()
+        if not torch.equal(random_state(self.trainer.accelerator.device), before):
+            # Drawn was dropout: TRL's log-probabilities have it, but equal completions must have equal features.
+            self._rows.features.clear()
+        return result
+
+    def of_batch(self) -> torch.Tensor:
+        """Features `(N, D)` of the main rows of all processes; once per batch, from [`shape_rewards`]."""
+        rows, self._rows = self._rows, None
+        assert rows is not None
+        return self.gathered(rows)
 
     def gathered(self, rows: FeatureRows) -> torch.Tensor:
         """
@@ -76,16 +119,10 @@ class FeaturePass:
         return gather(features.masked_fill(empty.unsqueeze(1), torch.nan))
 
     def run(self, rows: FeatureRows) -> None:
-        """
-        Send rows through the backbone without dropout; the LM head scores one position only.
-
-        Args:
-            rows ([`FeatureRows`]):
-                Rows of this process; their features are appended.
-        """
+        """Send rows through the backbone without dropout; the LM head scores one position only."""
         start = time.perf_counter()
         trainer = self.trainer
-        device, pad_id = trainer.accelerator.device, trainer._tokenizer.pad_token_id
+        device, pad_id = trainer.accelerator.device, tokenizer_of(trainer).pad_token_id
 
         def padded(values: list[list[int]], value: int, side: str) -> torch.Tensor:
             return pad([torch.tensor(ids) for ids in values], padding_value=value, padding_side=side).to(device)
@@ -109,15 +146,10 @@ class FeaturePass:
     @contextmanager
     def watching(self, rows: FeatureRows, width: int) -> Iterator[None]:
         """
-        Turn the hidden states of every forward pass into features of the next rows, and forget them.
-
-        Args:
-            rows ([`FeatureRows`]):
-                Rows that will be sent through the backbone, in their order.
-            width (`int`):
-                Columns that their completions take at the end of a batch.
+        Turn the hidden states of every forward pass into features of the next rows, and forget them. Completions take
+        `width` columns at the end of a batch.
         """
-        trainer, model = self.trainer, self.language_model()
+        trainer, model = self.trainer, unwrapped(self.trainer, self.trainer.model)
         in_fp32 = trainer.args.cast_lm_head_to_fp32
 
         def record(module: Any, args: Any, output: Any) -> None:
@@ -134,7 +166,7 @@ class FeaturePass:
             bias = [layer.bias] if getattr(layer, "bias", None) is not None else []
             precision = torch.autocast(hidden.device.type, enabled=False) if in_fp32 else nullcontext()
             with torch.no_grad(), precision, maybe_gather_lm_head_ctx(layer.weight, *bias):
-                head = lm_head_of(model, temperature=trainer.temperature)
+                head = lm_head_of(model, temperature=trainer.args.temperature)
                 found = sequence_features(hidden, ids, mask, head)
             rows.features.append(found.features.to(trainer.accelerator.device))
             self.seconds += time.perf_counter() - start
@@ -146,86 +178,8 @@ class FeaturePass:
             handle.remove()
 
 
-class FeatureTrainer(ExplorationTrainer):
-    """
-    [`ExplorationTrainer`] that knows the gradient features of its main rows when their rewards are shaped.
-
-    A hook on the backbone sees the hidden states of whatever forward pass there is: TRL's for old log-probabilities
-    where it makes one and nothing random is in it (dropout), otherwise one more without gradients.
-    """
-
-    # Class-level defaults: objects made without `__init__` behave as plain GRPO.
-    feature_pass: FeaturePass
-    wants_features = False  # whether features are computed at all
-    _feature_rows: FeatureRows | None = None
-    _old_logprobs_follow = False
-
-    def setup(self) -> None:
-        super().setup()
-        self.feature_pass = FeaturePass(self)
-
-    def gradient_features(self) -> torch.Tensor:
-        """
-        Features of all main rows, over all processes. To be called once per batch, from [`shape_rewards`].
-
-        Returns:
-            `torch.Tensor`: Float32 of shape `(N, D)`; NaN for rows without a token in the loss.
-        """
-        rows, self._feature_rows = self._feature_rows, None
-        assert rows is not None
-        return self.feature_pass.gathered(rows)
-
-    # ---------------------------------------------------------------------------------------------- seams into TRL
-
-    def _generate(self, prompts):
-        result = super()._generate(prompts)
-        if self._partial is not None or not self._is_training or not self.wants_features:
-            return result
-        prompt_ids, completion_ids, tool_mask = result[:3]
-        loss_mask = tool_mask or [[1] * len(ids) for ids in completion_ids]
-        if self.mask_truncated_completions:
-            ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
-            loss_mask = [
-                m if ids[-1] in ends else [0] * len(m) for m, ids in zip(loss_mask, completion_ids, strict=True)
-            ]
-        self._feature_rows = FeatureRows(prompt_ids, completion_ids, loss_mask)
-        self.feature_pass.seconds = 0.0
-        # As in `_generate_and_score_completions`: old log-probabilities, where steps and rollouts do not align.
-        every = self.args.steps_per_generation * self.num_iterations
-        self._old_logprobs_follow = self.args.gradient_accumulation_steps % every != 0 or (
-            self.use_vllm and self.vllm_importance_sampling_correction
-        )
-        return result
-
-    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
-        arguments = model, input_ids, attention_mask, logits_to_keep, *args
-        if self._feature_rows is None or not self._old_logprobs_follow:
-            return super()._get_per_token_logps_and_entropies(*arguments, **kwargs)
-        self._old_logprobs_follow = False
-        self.rows_stay_apart = True
-        before = random_state(self.accelerator.device)
-        try:
-            with self.feature_pass.watching(self._feature_rows, logits_to_keep):
-                result = super()._get_per_token_logps_and_entropies(*arguments, **kwargs)
-        finally:
-            self.rows_stay_apart = False
-        if not torch.equal(random_state(self.accelerator.device), before):
-            # Drawn was dropout: TRL's log-probabilities have it, but equal completions must have equal features.
-            self._feature_rows.features.clear()
-        return result
-
-
 def random_state(device: torch.device) -> torch.Tensor:
-    """
-    State of the generators that a forward pass draws from.
-
-    Args:
-        device (`torch.device`):
-            Device of the model.
-
-    Returns:
-        `torch.Tensor`: Bytes, another after every draw.
-    """
+    """Bytes of the generators that a forward pass draws from; others after every draw."""
     states = [torch.get_rng_state()]
     if device.type != "cpu":
         states.append(torch.get_device_module(device).get_rng_state())

@@ -1,34 +1,37 @@
 """Sampling from the current policy through TRL's own generation, for whatever prefixes a method asks for."""
 
-import copy
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
 
+from trl_explore.rows.policy import Policy
 from trl_explore.rows.rollouts import Continuation, per_request
 from trl_explore.rows.streams import kept_randomness
 from trl_explore.sampling.generation import recorded
-
-from .packing import PackedTrainer
-from .vllm_backend import Request
+from trl_explore.serving.backend import Request
 
 
-class SamplingTrainer(PackedTrainer):
+class Sampler:
     """
-    [`~trl.GRPOTrainer`] that can continue any token prefixes, as many times and as far as asked.
+    Continues any token prefixes, as many times and as far as asked.
 
     `prefix_tokens_asked` and `prefix_tokens_encoded` count the tokens of the prefixes of all samples, and those that a
-    forward pass was spent on.
+    forward pass was spent on; `seconds` adds up the time for main rows and for extra ones.
+
+    Args:
+        policy ([`~trl_explore.rows.policy.Policy`]):
+            The trainer whose current policy is sampled.
     """
 
-    sampling_batch_size: int | None = None
-    prefix_tokens_asked = 0
-    prefix_tokens_encoded = 0
-    _generation_seconds: dict[str, float] = {}
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.batch_size: int | None = policy.args.sampling_batch_size
+        self.prefix_tokens_asked = self.prefix_tokens_encoded = 0
+        self.seconds: dict[str, float] = {}
 
-    def sample(
+    def __call__(
         self,
         prefixes: list[list[int]],
         num_samples: int | Sequence[int],
@@ -68,18 +71,17 @@ class SamplingTrainer(PackedTrainer):
         """
         counts = per_request(num_samples, len(prefixes), name="num_samples")
         budgets = per_request(max_new_tokens, len(prefixes), name="max_new_tokens")
-        if self.use_vllm:
-            return self._sample_served(
-                [Request(*request) for request in zip(prefixes, counts, budgets, strict=True)],
-                main_stream=main_stream,
-            )
+        if self.policy.serving is not None:
+            asked = [Request(*request) for request in zip(prefixes, counts, budgets, strict=True)]
+            return self._sample_served(asked, main_stream=main_stream)
         rows = [prefix for prefix, n in zip(prefixes, counts, strict=True) for _ in range(n)]
         row_budgets = [budget for budget, n in zip(budgets, counts, strict=True) for _ in range(n)]
 
-        most_rows = self._max_over_processes(len(rows)) if collective else len(rows)
+        most_rows = self.policy.ranks.most(len(rows)) if collective else len(rows)
         if most_rows == 0:
             return [[] for _ in prefixes]
-        chunk = self.sampling_batch_size or most_rows
+        chunk = self.batch_size or most_rows
+        eos_token_ids = self.policy.eos_token_ids
         # Neighbours get similar budgets, so that a part of short ones need not wait for a long one.
         order = sorted(range(len(rows)), key=row_budgets.__getitem__)
         sampled: list[Continuation | None] = [None] * len(rows)
@@ -90,8 +92,8 @@ class SamplingTrainer(PackedTrainer):
                 part = order[start : start + chunk]
                 part_budgets = [row_budgets[i] for i in part] or [1]
                 try:
-                    ids, uncertainty = self._generate_tokens(
-                        [rows[i] for i in part] or [[self.eos_token_ids[0]]], max(part_budgets), entropies=entropies
+                    ids, uncertainty = self._generate(
+                        [rows[i] for i in part] or [[eos_token_ids[0]]], max(part_budgets), entropies=entropies
                     )
                 except torch.OutOfMemoryError as error:
                     error.add_note(
@@ -103,35 +105,12 @@ class SamplingTrainer(PackedTrainer):
                     tokens = ids[place][: row_budgets[i]]
                     sampled[i] = Continuation(
                         tokens,
-                        finished=tokens[-1] in self.eos_token_ids,
+                        finished=tokens[-1] in eos_token_ids,
                         entropies=None if uncertainty is None else uncertainty[place][: row_budgets[i]],
                     )
-        self._note_seconds("main" if main_stream else "extra", time.perf_counter() - start_time)
+        self.note_seconds("main" if main_stream else "extra", time.perf_counter() - start_time)
         done = iter(sampled)
         return [[next(done) for _ in range(n)] for n in counts]  # type: ignore[misc]
-
-    def _sample_served(self, asked: list[Request], *, main_stream: bool) -> list[list[Continuation]]:
-        start_time = time.perf_counter()
-        answers = self.complete(asked)
-        self.prefix_tokens_asked += sum(len(request.prefix) * request.num_samples for request in asked)
-        self.prefix_tokens_encoded += sum(len(request.prefix) for request in asked)
-        self._note_seconds("main" if main_stream else "extra", time.perf_counter() - start_time)
-        return [
-            [
-                Continuation(
-                    answer.token_ids,
-                    logprobs=answer.logprobs,
-                    finished=answer.token_ids[-1] in self.eos_token_ids,
-                )
-                for answer in of_request
-            ]
-            for of_request in answers
-        ]
-
-    def _note_seconds(self, stream: str, seconds: float) -> None:
-        """Time for sampling, added up over the calls of a generation batch, to be logged at its end."""
-        spent = self._generation_seconds.get(stream, 0.0) + seconds
-        self._generation_seconds = {**self._generation_seconds, stream: spent}
 
     def token_logprobs(self, prefixes: list[list[int]], completion_ids: list[list[int]]) -> list[list[float]]:
         """
@@ -149,50 +128,47 @@ class SamplingTrainer(PackedTrainer):
         logprobs, _ = self._forward(prefixes, completion_ids)
         return [row[: len(ids)] for row, ids in zip(logprobs.tolist(), completion_ids, strict=True)]
 
-    def encode_prompts(self, prompts: list) -> list[list[int]]:
-        """
-        Tokens of prompts, as TRL encodes those of the data set.
+    def note_seconds(self, stream: str, seconds: float) -> None:
+        """Time for sampling, added up over the calls of a generation batch, to be logged at its end."""
+        self.seconds[stream] = self.seconds.get(stream, 0.0) + seconds
 
-        Args:
-            prompts (`list[str]` or `list[list[dict]]`):
-                Plain prompts, or conversations.
+    def _sample_served(self, asked: list[Request], *, main_stream: bool) -> list[list[Continuation]]:
+        assert self.policy.serving is not None
+        start_time = time.perf_counter()
+        answers = self.policy.serving.complete(asked)
+        self.prefix_tokens_asked += sum(len(request.prefix) * request.num_samples for request in asked)
+        self.prefix_tokens_encoded += sum(len(request.prefix) for request in asked)
+        self.note_seconds("main" if main_stream else "extra", time.perf_counter() - start_time)
+        ends = self.policy.eos_token_ids
+        return [
+            [Continuation(a.token_ids, logprobs=a.logprobs, finished=a.token_ids[-1] in ends) for a in of_request]
+            for of_request in answers
+        ]
 
-        Returns:
-            `list[list[int]]`: `[R][P_i]`.
-        """
-        return self._tokenize_prompts(prompts)[0] if prompts else []
-
-    def _generate_tokens(
+    def _generate(
         self, prefixes: list[list[int]], max_new_tokens: int, *, entropies: bool
     ) -> tuple[list[list[int]], list[list[float]] | None]:
-        config = self.generation_config
-        self.generation_config = copy.deepcopy(config)
-        self.generation_config.max_new_tokens = max_new_tokens
-        self.generation_config.prefill_chunk_size = None  # one forward pass per recorded token
-        by_hooks = not self.use_transformers_continuous_batching  # which schedules forward passes of its own
-        noted = entropies and (config.num_beams or 1) == 1  # beams change places from token to token
-        model = self.accelerator.unwrap_model(self.model)
-        recording = recorded(model, temperature=self.temperature, entropies=noted) if by_hooks else nullcontext()
-        try:
-            with recording as record:
-                ids = super()._generate_single_turn(prefixes, None, {}, 1)[0]
-        finally:
-            self.generation_config = config
+        args = self.policy.args
+        by_hooks = not args.use_transformers_continuous_batching  # which schedules forward passes of its own
+        beams = (args.generation_kwargs or {}).get("num_beams") or 1
+        noted = entropies and beams == 1  # beams change places from token to token
+        model = self.policy.accelerator.unwrap_model(self.policy.model)
+        recording = recorded(model, temperature=args.temperature, entropies=noted) if by_hooks else nullcontext()
+        with recording as record:
+            ids = self.policy.generate(prefixes, max_new_tokens)
         if record is not None:
             self.prefix_tokens_asked += record.prefill_tokens
             self.prefix_tokens_encoded += record.encoded_tokens
             if noted:
                 return ids, record.token_entropies([len(i) for i in ids])
-        return ids, self._entropies(prefixes, ids) if entropies else None
-
-    def _entropies(self, prefixes: list[list[int]], ids: list[list[int]]) -> list[list[float]]:
-        """Entropies of the distributions that tokens were drawn from, by a forward pass over them."""
-        _, entropies = self._forward(prefixes, ids)
-        return [row[: len(i)] for row, i in zip(entropies.tolist(), ids, strict=True)]
+        if not entropies:
+            return ids, None
+        _, found = self._forward(prefixes, ids)
+        return ids, [row[: len(i)] for row, i in zip(found.tolist(), ids, strict=True)]
 
     def _forward(self, prefixes: list[list[int]], ids: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities and entropies of completions, `(R, T)`, meaningless on padding."""
-        device, pad_id = self.accelerator.device, self._tokenizer.pad_token_id
+        device, pad_id = self.policy.accelerator.device, self.policy.tokenizer.pad_token_id
         longest = max(len(i) for i in ids)
         left, right = max(len(p) for p in prefixes), [longest - len(i) for i in ids]
         rows = [
@@ -202,22 +178,20 @@ class SamplingTrainer(PackedTrainer):
             [0] * (left - len(p)) + [1] * (len(p) + len(i)) + [0] * r
             for p, i, r in zip(prefixes, ids, right, strict=True)
         ]
-        assert self.model is not None
-        with torch.no_grad(), without_dropout(self.model):
-            logprobs, entropies, _ = self._get_per_token_logps_and_entropies(
-                self.model,
+        model = self.policy.model
+        with torch.no_grad(), without_dropout(model):
+            return self.policy.forward(
+                model,
                 torch.tensor(rows, device=device),
                 torch.tensor(real, device=device),
                 longest,
-                batch_size=self.args.per_device_train_batch_size,
-                compute_entropy=True,
+                batch_size=self.policy.args.per_device_train_batch_size,
             )
-        return logprobs, entropies
 
     @contextmanager
     def _forked_randomness(self) -> Iterator[None]:
-        seed = int(torch.randint(2**62, (1,), generator=self.exploration_generator))
-        with kept_randomness(self.accelerator.device):
+        seed = int(torch.randint(2**62, (1,), generator=self.policy.exploration_generator))
+        with kept_randomness(self.policy.accelerator.device):
             torch.manual_seed(seed)
             yield
 

@@ -1,17 +1,16 @@
 """SESA for agents: at every decision, actions are proposed one after another, each knowing those before it."""
 
 import inspect
-import math
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from trl_explore.agents.turns import Turn, Turns
 from trl_explore.rows.rollouts import Rollout
 from trl_explore.sketches.actions import action_of, decision_blocks, share_out
 from trl_explore.sketches.drafts import diversity, fill_prompt, first_distinct, newest_that_fit
-
-from .base import Chooser
-from .behaviour import BehaviourTrainer, Drawn
+from trl_explore.sketches.mode import Chooser, Mode
+from trl_explore.sketches.weights import Drawn
 
 
 class Proposal(NamedTuple):
@@ -23,40 +22,31 @@ class Proposal(NamedTuple):
     context: list[int]
 
 
-class SequentialActionTrainer(BehaviourTrainer):
-    """The part of [`SESATrainer`] that `mode="agent"` needs; section 3.1 of the paper."""
+class Actions(Mode):
+    """`mode="agent"`; section 3.1 of the paper. Rows before the same decision share out proposed actions."""
 
-    max_completion_length: int
-    num_generations: int
-    max_trajectories: int = 0
-    context_length: float = math.inf
-    _sketch_metrics: dict[str, float] = {}
-    _prompt_lengths: list[int] = []
-    _columns: dict[str, list[Any]] = {}
+    def __init__(self, *args: Any, turns: Turns, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.turns = turns
+        self.max_drawn = self.args.branch_depth
+        self._prompt_lengths: list[int] = []
 
-    def act(self, contexts: list[list[int]], plain: Chooser) -> Rollout:
-        """
-        One turn of the agents: rows before the same decision share out actions that were proposed in turn.
+    @property
+    def turn(self) -> Turn:
+        """The turn that is sampled."""
+        assert self.turns.turn is not None
+        return self.turns.turn
 
-        Args:
-            contexts (`list[list[int]]`):
-                Tokens that each row has seen, `[R][P_i]`.
-            plain (`Callable[[list[list[int]]], Rollout]`):
-                GRPO's own sampling, for the rows that stand alone.
-
-        Returns:
-            [`Rollout`]: One turn per row.
-        """
-        assert self.turn is not None
-        args, turn, size = self.args, self.turn, self.num_generations
+    def rollout(self, contexts: list[list[int]], examples: list[dict[str, Any]], plain: Chooser) -> Rollout:
+        turn, args, size = self.turn, self.args, self.size
         if turn.number == 0:
             names = "tokens", "sampled_tokens", "drafting_seconds", "solving_seconds", "dropped", *diversity([])
-            self._sketch_metrics = dict.fromkeys(names, 0.0)
+            self.metrics = dict.fromkeys(names, 0.0)
             self.drawn = [[] for _ in contexts]
-            self._columns = {"actions": ["" for _ in contexts]}
+            self.columns = {"actions": ["" for _ in contexts]}
             self._prompt_lengths = [len(context) for context in contexts]
         start = time.perf_counter()
-        branches = [row % size < self.max_trajectories and turn.number < args.branch_depth for row in turn.rows]
+        branches = [row % size < self.num_explored and turn.number < args.branch_depth for row in turn.rows]
         blocks = decision_blocks([row // size for row in turn.rows], contexts, branches)
         proposed = self._propose(contexts, blocks)
         spoken: dict[int, list[int]] = {}
@@ -80,7 +70,7 @@ class SequentialActionTrainer(BehaviourTrainer):
             alone = plain([contexts[place] for place in rest])
             spoken |= dict(zip(rest, alone.completion_ids, strict=True))
             scored = dict(zip(rest, alone.logprobs or [], strict=False))
-        own, num_tokens = self._sketch_metrics, sum(len(p.token_ids) for proposals in proposed for p in proposals)
+        own, num_tokens = self.metrics, sum(len(p.token_ids) for proposals in proposed for p in proposals)
         added = {
             "tokens": num_tokens,
             "sampled_tokens": num_tokens + sum(len(spoken[place]) for place in rest),
@@ -89,20 +79,19 @@ class SequentialActionTrainer(BehaviourTrainer):
             "dropped": 0,
             **diversity([[proposal.action for proposal in proposals] for proposals in proposed]),
         }
-        self._sketch_metrics = {name: own[name] + value for name, value in added.items()}
+        self.metrics = {name: own[name] + value for name, value in added.items()}
         turns = [spoken[place] for place in range(len(contexts))]
-        if not self.use_vllm:
+        if self.policy.serving is None:
             return Rollout(turns)
         return Rollout(turns, [scored.get(place) or [None] * len(ids) for place, ids in enumerate(turns)])
 
     def _note_action(self, row: int, action: str) -> None:
         """The table tells a row's proposed actions, in the order in which it took them."""
-        taken = self._columns["actions"]
+        taken = self.columns["actions"]
         taken[row] = self.args.action_separator.join(filter(None, (taken[row], action)))
 
     def _propose(self, contexts: list[list[int]], blocks: list[list[int]]) -> list[list[Proposal]]:
         """Actions for every block of rows, with duplicates: the j-th ones are one call for all blocks."""
-        assert self.turn is not None
         proposed: list[list[Proposal]] = [[] for _ in blocks]
         for j in range(min(self.args.num_actions, max(map(len, blocks), default=0))):
             asked = [
@@ -117,27 +106,26 @@ class SequentialActionTrainer(BehaviourTrainer):
             sampled = self.sample(prefixes, 1, room, main_stream=True, collective=False)
             for (place, proposals), context, (continuation,) in zip(asked, prefixes, sampled, strict=True):
                 ids = continuation.token_ids
-                message = self.parse_turn(self.turn.rows[place], contexts[place], ids)
+                message = self.turns.parse_turn(self.turn.rows[place], contexts[place], ids)
                 proposals.append(Proposal(action_of(message), ids, bool(message.get("tool_calls")), context))
         return proposed
 
     def _ask_for_another(self, place: int, context: list[int], proposals: list[Proposal]) -> list[int]:
         """The context with a last message that shows what was proposed, as far as there is room."""
         turn, args = self.turn, self.args
-        assert turn is not None
 
-        def told(actions: Sequence[str]) -> list[int]:
+        def shown(actions: Sequence[str]) -> list[int]:
             slots = {"actions": args.action_separator.join(actions)}
             messages = fill_prompt(turn.last_messages[place], args.action_template, slots)
             if turn.number == 0:
-                return self.encode_conversation(turn.rows[place], messages)
-            return context[: turn.said[place]] + self.encode_tool_answers(messages)
+                return self.turns.encode_conversation(turn.rows[place], messages)
+            return context[: turn.shown[place]] + self.turns.world.encode_answers(messages)
 
         actions = first_distinct([proposal.action for proposal in proposals if proposal.action], len(proposals))
         longest = max((len(proposal.token_ids) for proposal in proposals), default=1)  # the next one may be as long
-        kept = newest_that_fit(actions, lambda some: len(told(some)) + longest <= self.context_length)
-        self._sketch_metrics["dropped"] += len(actions) - len(kept)
-        return told(kept) if kept else context
+        kept = newest_that_fit(actions, lambda some: len(shown(some)) + longest <= self.context_length)
+        self.metrics["dropped"] += len(actions) - len(kept)
+        return shown(kept) if kept else context
 
 
 def check_actions(tools: list[Any], where: str) -> None:

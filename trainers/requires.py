@@ -1,0 +1,121 @@
+"""What a method needs of the trainer below it, and what it refuses."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+
+from trl_explore.rows.streams import check_loss_type
+
+
+@dataclass(frozen=True)
+class Requires:
+    """
+    What a method says of itself; by default it samples as GRPO does.
+
+    Args:
+        samples (`bool`, *optional*, defaults to `False`):
+            It samples further rows, or main rows in its own way, at any time and on every process by itself.
+        extra_rows (`bool`, *optional*, defaults to `False`):
+            It trains rows beside the main ones.
+        pooled (`bool`, *optional*, defaults to `False`):
+            These are averaged together with the main ones, as if they were one batch.
+        whole_groups (`bool`, *optional*, defaults to `False`):
+            All completions of a prompt must be on one process.
+        tools (`bool`, *optional*, defaults to `False`):
+            It takes tools and environments although it samples rows itself.
+        vision (`bool`, *optional*, defaults to `True`):
+            It takes vision-language models, unless it samples rows itself.
+        turns (`bool`, *optional*, defaults to `False`):
+            It follows TRL's tool loop turn by turn.
+        watched_tools (`bool`, *optional*, defaults to `False`):
+            Calls of its tools are counted.
+        features (`bool`, *optional*, defaults to `False`):
+            It asks for gradient features of the main rows.
+    """
+
+    samples: bool = False
+    extra_rows: bool = False
+    pooled: bool = False
+    whole_groups: bool = False
+    tools: bool = False
+    vision: bool = True
+    turns: bool = False
+    watched_tools: bool = False
+    features: bool = False
+
+    def __or__(self, other: "Requires") -> "Requires":
+        """What two methods need that are one trainer."""
+        both = {field.name: vars(self)[field.name] or vars(other)[field.name] for field in fields(self)}
+        return Requires(**{**both, "vision": self.vision and other.vision})
+
+
+def check_arguments(
+    name: str,
+    requires: Requires,
+    args: Any,
+    *,
+    samples_as_grpo: bool,
+    train_dataset: Any,
+    tools: Any,
+    rollout_func: Any,
+    environment_factory: Any,
+) -> None:
+    """Raise `ValueError` or `NotImplementedError` where a trainer cannot work with what it is given."""
+    check_loss_type(args.loss_type)
+    if rollout_func is not None and not samples_as_grpo:
+        raise ValueError(
+            f"`rollout_func` cannot be combined with {name}, which samples rollouts itself: remove it, or use "
+            "GRPOTrainer."
+        )
+    if (tools or environment_factory is not None) and not (samples_as_grpo or requires.tools):
+        field = "tools" if tools else "environment_factory"
+        raise ValueError(f"{name} does not support `{field}` (multi-turn rollouts): remove it, or use GRPOTrainer.")
+    options = args.generation_kwargs or {}
+    beams, copies = (options.get(key) or 1 for key in ("num_beams", "num_return_sequences"))
+    if copies > 1:
+        raise ValueError(
+            f"`generation_kwargs={{'num_return_sequences': {copies}}}`: every row of a batch has one completion. "
+            f"Leave it out, and raise `num_generations={args.num_generations}` for more completions per prompt."
+        )
+    if args.use_vllm and beams > 1:
+        raise ValueError(
+            f"`generation_kwargs={{'num_beams': {beams}}}`: vLLM samples without beams. Leave it out, or set "
+            "`use_vllm=False`."
+        )
+    if args.use_vllm and args.vllm_mode == "server" and args.max_completion_length is None:
+        raise ValueError(
+            "`max_completion_length=None`: a vLLM server is told how long completions may be. Set a number, or "
+            "`use_vllm=False`."
+        )
+    if args.use_vllm and requires.samples:
+        _check_vllm(name, args)
+    rows = args.per_device_train_batch_size * args.steps_per_generation
+    if requires.whole_groups and rows % args.num_generations:
+        raise ValueError(
+            f"{name} needs all completions of a prompt on one process, but its {args.num_generations} would span "
+            f"several: `per_device_train_batch_size={args.per_device_train_batch_size}` times "
+            f"`steps_per_generation={args.steps_per_generation}` must be a multiple of "
+            f"`num_generations={args.num_generations}`. Change one of the three."
+        )
+    if isinstance(train_dataset, Dataset | IterableDataset) and environment_factory is None:
+        columns = train_dataset.column_names
+        if columns is not None and "prompt" not in columns:
+            raise ValueError(
+                f"`train_dataset` has no `prompt` column, only {columns}: rename the column that holds the "
+                "prompts with `dataset.rename_column(..., 'prompt')`."
+            )
+
+
+def _check_vllm(name: str, args: Any) -> None:
+    if args.vllm_mode == "colocate" and args.vllm_tensor_parallel_size > 1:
+        raise NotImplementedError(
+            f"{name} samples at its own pace on every process, but `vllm_tensor_parallel_size="
+            f"{args.vllm_tensor_parallel_size}` in `vllm_mode='colocate'` makes them one: set it to 1, or use "
+            "`vllm_mode='server'`, whose `vllm serve --tensor-parallel-size` may be any."
+        )
+    if args.vllm_structured_outputs_regex is not None:
+        raise ValueError(
+            f"`vllm_structured_outputs_regex` describes whole completions, but {name} also samples from inside "
+            "them: leave it out, or use GRPOTrainer."
+        )

@@ -1,0 +1,235 @@
+"""TRL's tool loop, turn by turn: which rows speak, what they have seen, and whose environment has failed."""
+
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from trl.chat_template_utils import parse_response
+
+from trl_explore.agents.environments import environment_error, guarded
+from trl_explore.rows.policy import Policy
+
+Spoken = tuple[list[list[int]], list[list[float | None]] | None]  # tokens and log-probabilities of a turn, per row
+
+
+class World(Protocol):
+    """
+    What TRL's tool loop works with. `names` says which environment each row of the batch has; the functions of its
+    tools are `sync_tools` and `async_tools`, by row.
+    """
+
+    tools: list[Any]
+    environments: list[Any] | None
+    factories: dict[Any, Callable[[], Any]] | None
+    pool: dict[Any, list[Any]]
+    names: list[Any]
+    several: bool
+    sync_tools: list[dict[str, Callable]]
+    async_tools: list[dict[str, Callable]]
+    async_loop: Any
+    most_rounds: int
+
+    def limit_rounds(self, number: int) -> None:
+        """Let rows call tools in so many rounds."""
+        ...
+
+    def tools_of(self, row: int) -> list[Any]:
+        """Tools that a row of the batch may call."""
+        ...
+
+    def tools_by_environment(self) -> dict[Any, list[Any]]:
+        """Tools that each environment offers, by its name; `None` for the only one."""
+        ...
+
+    def encode_answers(self, messages: list[dict[str, Any]]) -> list[int]:
+        """Tokens between two turns of the assistant, the generation prompt included."""
+        ...
+
+    def loop(self, prompts: list, prompt_ids: list, completion_ids: list, completions: list, logprobs: Any) -> tuple:
+        """TRL's tool loop behind a first turn of each row."""
+        ...
+
+    def swapped(self, **others: Any) -> AbstractContextManager[None]:
+        """Let the loop work with others of these attributes."""
+        ...
+
+
+@dataclass
+class Turn:
+    """
+    One round of the tool loop.
+
+    Args:
+        number (`int`):
+            0 for the first turn of the assistant.
+        rows (`list[int]`):
+            Rows of the batch that speak now, in the order in which they are sampled.
+        shown (`list[int]`):
+            Tokens of prompt and completion of each of them before what its tools answered last; 0 in turn 0.
+        budgets (`list[int]`):
+            New tokens that each of them may still have, at least 1.
+        last_messages (`list[list[dict]]`):
+            What each of them was shown last: the whole prompt in turn 0, the answers of its tools later.
+    """
+
+    number: int
+    rows: list[int]
+    shown: list[int]
+    budgets: list[int]
+    last_messages: list[list[dict[str, Any]]]
+
+
+@dataclass
+class ToolLoop:
+    """What TRL's loop works on and changes in place, all `[B]`."""
+
+    prompts: list[list[dict[str, Any]]]
+    prompt_ids: list[list[int]]
+    completion_ids: list[list[int]]
+    num_messages: list[int] = field(default_factory=list)
+
+    def advance(self) -> list[int]:
+        """Rows with new messages: TRL takes back those of rows that may not go on."""
+        before, self.num_messages = self.num_messages, [len(prompt) for prompt in self.prompts]
+        return [row for row, (old, new) in enumerate(zip(before, self.num_messages, strict=True)) if new > old]
+
+
+class Turns:
+    """
+    Follows TRL's tool loop and survives environments that raise.
+
+    In training, the method's [`rollout`] is asked once per turn, for the rows that speak; `turn` describes it. A
+    trajectory whose environment raised gets no further turn, and a reward of 0 from every reward function.
+
+    Args:
+        policy ([`~trl_explore.rows.policy.Policy`]):
+            The trainer.
+        world ([`World`]):
+            What its tool loop works with.
+    """
+
+    def __init__(self, policy: Policy, world: World) -> None:
+        self.policy, self.world = policy, world
+        self.turn: Turn | None = None
+        self.failed: list[bool] = []  # rows of the last batch whose environment raised
+        self._any_failed = False  # on some process
+        self._loop: ToolLoop | None = None
+        self._prompts: list = []
+        self._stopped: Callable[[int], bool] = lambda row: False
+
+    def begin(self, prompts: list, stopped: Callable[[int], bool] | None = None) -> None:
+        """A batch, or branches of one, are about to be rolled out; `stopped` tells rows that may not go on."""
+        self._prompts, self._loop, self.turn = prompts, None, None
+        self._stopped = stopped or (lambda row: False)
+
+    def end(self) -> None:
+        """They have been."""
+        self.begin([])
+
+    def loop_begins(self, prompts: list, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> None:
+        """TRL's loop has all first turns."""
+        self._loop = ToolLoop(prompts, prompt_ids, completion_ids, [len(prompt) for prompt in prompts])
+
+    def speak(self, contexts: list[list[int]], sample: Callable[[list[list[int]]], Spoken]) -> Spoken:
+        """The next turn of every row that TRL asks for one; those that may not go on get none."""
+        most = self.policy.args.max_completion_length
+        if not self.world.tools or not self._prompts:
+            return sample(contexts)
+        if self._loop is None:
+            # Every row needs a completion: one whose `reset` failed ends after its first turn.
+            rows, budgets = list(range(len(contexts))), [most] * len(contexts)
+            self.turn = Turn(0, rows, [0] * len(contexts), budgets, self._prompts)
+            return sample(contexts)
+
+        rows, loop = self._loop.advance(), self._loop
+        going = [place for place, row in enumerate(rows) if not (self._has_failed(row) or self._stopped(row))]
+        completion_ids: list[list[int]] = [[] for _ in rows]
+        logprobs: list[list[float | None]] = [[] for _ in rows]
+        if not going:
+            return completion_ids, logprobs
+        shown = [len(loop.prompt_ids[row]) + len(loop.completion_ids[row]) for row in rows]
+        used = [len(ids) - len(loop.prompt_ids[row]) for ids, row in zip(contexts, rows, strict=True)]
+        self.turn = Turn(
+            number=(self.turn.number if self.turn else 0) + 1,
+            rows=[rows[place] for place in going],
+            shown=[shown[place] for place in going],
+            budgets=[max(1, most - used[place]) for place in going],
+            last_messages=[_trailing_tool_messages(loop.prompts[rows[place]]) for place in going],
+        )
+        asked = [contexts[place] for place in going]
+        serving = self.policy.serving
+        with nullcontext() if serving is None else serving.budgeted(asked, self.turn.budgets):
+            spoken, spoken_logprobs = sample(asked)
+        for i, place in enumerate(going):
+            completion_ids[place] = spoken[i]
+            if spoken_logprobs is not None:
+                logprobs[place] = spoken_logprobs[i]
+        return completion_ids, None if spoken_logprobs is None else logprobs
+
+    def note_failures(self) -> None:
+        """Look which environments have raised, once the batch is rolled out. Every process calls it."""
+        self.failed = self._failures()
+        self._any_failed = self.policy.ranks.summed({"failed": sum(self.failed)})["failed"] > 0
+
+    def known_rewards(
+        self, known: list[list[float] | None] | None, *, num_rewards: int
+    ) -> list[list[float] | None] | None:
+        """Rewards `[B][F]` that are known before the functions are asked: those of failed rows are 0."""
+        if not self._any_failed:
+            return known
+        rewards = list(known) if known is not None else [None] * len(self.failed)
+        zeros = [0.0] * num_rewards
+        return [zeros if failed else reward for reward, failed in zip(rewards, self.failed, strict=True)]
+
+    def void_rewards(self, rewards: torch.Tensor) -> tuple[torch.Tensor, float | None]:
+        """Rewards `(N, F)` without those of rows whose environment raised, and their number, `None` without any."""
+        if not self.world.environments:
+            return rewards, None
+        # `get_reward` may have failed only now.
+        failed = self.policy.ranks.gather(torch.tensor(self._failures(), device=rewards.device))
+        return rewards.masked_fill(failed.unsqueeze(1), 0.0), failed.sum().item()
+
+    def parse_turn(self, row: int, context: list[int], token_ids: list[int]) -> dict[str, Any]:
+        """The message that TRL makes of a turn behind a context, with `tool_calls` where there are any."""
+        return parse_response(self.policy.tokenizer, token_ids, prefix=context, tools=self.world.tools_of(row))
+
+    def encode_conversation(self, row: int, conversation: list[dict[str, Any]]) -> list[int]:
+        """Tokens of a conversation with the tools of a row's environment, the generation prompt included."""
+        if self.world.factories is None:
+            return self.policy.encode_prompts([conversation])[0]
+        with self.world.swapped(names=[self.world.names[row]]):
+            return self.policy.encode_prompts([conversation])[0]
+
+    def _has_failed(self, row: int) -> bool:
+        environments = self.world.environments
+        return environments is not None and environment_error(environments[row]) is not None
+
+    def _failures(self) -> list[bool]:
+        """Whether the environment of each row has raised, `[B]`; warns if one has."""
+        errors = [environment_error(environment) for environment in self.world.environments or []]
+        error = next((error for error in errors if error is not None), None)
+        if error is not None:
+            warnings.warn(
+                f"an environment raised {type(error).__name__}: {error}. Its trajectory ended with reward 0, and so "
+                "will others; `agent/environment_errors` counts them. A tool that wants to tell the model something "
+                "should return it.",
+                stacklevel=2,
+            )
+        return [error is not None for error in errors]
+
+
+def guarded_factories(environment_factory: Any) -> Any:
+    """What the user passed as `environment_factory`, with environments whose failures end a trajectory only."""
+    if isinstance(environment_factory, dict):
+        return {name: guarded(factory) for name, factory in environment_factory.items()}
+    return None if environment_factory is None else guarded(environment_factory)
+
+
+def _trailing_tool_messages(conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    first = len(conversation)
+    while first and conversation[first - 1]["role"] == "tool":
+        first -= 1
+    return conversation[first:]

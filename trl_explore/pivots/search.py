@@ -1,0 +1,162 @@
+"""DEEP-GRPO's search: pivots inside the failed completions of a batch, and branches that are sampled from them."""
+
+import warnings
+from typing import Any
+
+import torch
+
+from trl_explore.pivots.choice import (
+    Branching,
+    Pivot,
+    SuccessEstimator,
+    draw_pivots,
+    drop_empty_end,
+    failed_rows,
+    pivot_distribution,
+    relative_depths,
+    segment_delimiters,
+    segment_fixed,
+)
+from trl_explore.rewards.success import failed
+from trl_explore.rows.policy import Policy
+from trl_explore.rows.rollouts import Rows
+from trl_explore.rows.scorer import Scorer
+from trl_explore.sampling.sampler import Sampler
+
+
+class PivotSearch:
+    """
+    Chooses pivots (Eq. 1) and samples branches from them.
+
+    Args:
+        policy ([`~trl_explore.rows.policy.Policy`]):
+            The trainer.
+        scorer ([`~trl_explore.rows.scorer.Scorer`]):
+            Knows which completions failed.
+        estimator ([`SuccessEstimator`]):
+            Predicts from which depths a success can still be reached.
+    """
+
+    def __init__(self, policy: Policy, scorer: Scorer, estimator: SuccessEstimator) -> None:
+        self.policy, self.scorer, self.estimator, self.args = policy, scorer, estimator, policy.args
+        # Equal on all processes: it decides which pivots of the whole batch are kept.
+        self.shared_generator = torch.Generator().manual_seed(policy.args.seed)
+        self._delimiter_cache: dict[int, str] = {}
+        self._num_cut = 0  # completions with a cut, of those that pivots were drawn in
+        self._warned = False
+
+    def choose(
+        self, examples: list[dict[str, Any]], prompt_ids: list[list[int]], completion_ids: list[list[int]]
+    ) -> list[Branching]:
+        """Where the failed completions of a batch are left; every process calls it."""
+        most = self.budget(completion_ids)
+        rewards = self.scorer.success()
+        chosen = failed_rows(
+            rewards,
+            threshold=self.args.success_threshold,
+            group_size=self.args.num_generations,
+            branch_from=self.args.branch_from,
+        )
+        failures = failed(rewards, threshold=self.args.success_threshold)
+        self.policy.log_metric("pivots/failure_fraction", failures.float().mean().item())
+        pivots = [
+            p
+            for row in self.policy.ranks.local(chosen).nonzero().squeeze(1).tolist()
+            for p in self.draw(row, completion_ids[row], most)
+        ]
+        self._warn_without_cuts(int(chosen.sum()))
+        if self.args.max_pivots_per_batch is not None:
+            pivots = self._capped(pivots, self.args.max_pivots_per_batch)
+        return [
+            Branching(
+                example=dict(examples[p.row]),
+                prompt_ids=prompt_ids[p.row],
+                prefix_ids=completion_ids[p.row][: p.start],
+                depth=p.depth,
+                row=p.row,
+            )
+            for p in pivots
+        ]
+
+    def _warn_without_cuts(self, num_drawn: int) -> None:
+        if self._warned or not num_drawn or self.args.pivot_selection == "root":
+            return
+        self._warned = True  # looked at once, in the first batch with a failure
+        if self.policy.ranks.gathered(self._num_cut).sum() == 0 and self.policy.accelerator.is_main_process:
+            fixed = self.args.segmentation == "fixed"
+            where = "shorter than a segment" if fixed else f"without any of {self.args.segment_delimiters!r}"
+            fields = "a smaller `segment_length`" if fixed else "other `segment_delimiters`, or `segmentation='fixed'`"
+            warnings.warn(
+                f"All {num_drawn} failed completions of the first batch with failures are {where}, so that they could "
+                f"not be cut: branches start from the prompt. Choose {fields}.",
+                stacklevel=2,
+            )
+
+    def draw(self, row: int, ids: list[int], most: int) -> list[Pivot]:
+        """Pivots of one completion; none has more than `most` tokens."""
+        starts = drop_empty_end(self._segment(ids, most), ids, self.policy.tokenizer, end_ids=self.policy.eos_token_ids)
+        depths = relative_depths(len(starts))
+        self._num_cut += len(starts) > 1
+        last = max(0, most - (self.args.min_remaining_tokens or max(1, most // 10)))
+        possible = torch.tensor([start <= last for start in starts])
+        if self.args.pivot_selection == "root":
+            # As many groups as there would be elsewhere, so that the control has its rivals' budget.
+            return [Pivot(row, 0, float(depths[0]))] * min(self.args.num_pivots, int(possible.sum()))
+        if self.args.pivot_selection == "uniform":
+            probs = pivot_distribution(torch.ones_like(depths), gamma=0.0, possible=possible)
+        else:
+            predicted = self.estimator.predict(depths)
+            probs = pivot_distribution(predicted, gamma=self.args.depth_bias, possible=possible)
+        drawn = draw_pivots(probs, self.args.num_pivots, generator=self.policy.exploration_generator)
+        return [Pivot(row, starts[t], float(depths[t])) for t in drawn]
+
+    def _segment(self, ids: list[int], most: int) -> list[int]:
+        if self.args.segmentation == "fixed":
+            return segment_fixed(len(ids), length=self.args.segment_length or min(50, most))
+        return segment_delimiters(
+            ids, self.policy.tokenizer, delimiters=self.args.segment_delimiters, cache=self._delimiter_cache
+        )
+
+    def budget(self, completion_ids: list[list[int]]) -> int:
+        """
+        Most tokens of a completion. With `max_completion_length=None` the backend decides that for the main rows;
+        branches then end where the longest main row of this process ends.
+        """
+        return self.args.max_completion_length or max(map(len, completion_ids))
+
+    def _capped(self, pivots: list[Pivot], limit: int) -> list[Pivot]:
+        """Keep `limit` pivots of the whole batch: every completion's first one before anybody's second."""
+        turns: list[int] = []
+        for i, pivot in enumerate(pivots):
+            turns.append(turns[-1] + 1 if i and pivots[i - 1].row == pivot.row else 0)
+        per_process = self.policy.ranks.objects([turns])
+        everyone = torch.tensor([turn for of_process in per_process for turn in of_process], dtype=torch.float64)
+        tie_break = torch.rand(len(everyone), generator=self.shared_generator, dtype=torch.float64)
+        kept = set((everyone + tie_break).argsort()[:limit].tolist())
+        first = sum(len(of_process) for of_process in per_process[: self.policy.ranks.index])
+        return [pivot for i, pivot in enumerate(pivots, start=first) if i in kept]
+
+    def branch(self, branchings: list[Branching], sample: Sampler, most: int) -> None:
+        """Sample the branches, all of them in one call, to completions of at most so many tokens."""
+        continuations = sample(
+            [b.prompt_ids + b.prefix_ids for b in branchings],
+            self.args.num_branches,
+            [most - len(b.prefix_ids) for b in branchings],
+        )
+        for branching, branches in zip(branchings, continuations, strict=True):
+            branching.branches = branches
+
+    def rows(self, branchings: list[Branching]) -> Rows:
+        """Branches as rows of training; their prefixes only condition (Eq. 4)."""
+        pairs = [(b, branch) for b in branchings for branch in b.branches]
+        # The sampler saw the prefixes as prompts; they are not trained.
+        logprobs = [[*[0.0] * len(b.prefix_ids), *(branch.logprobs or [])] for b, branch in pairs]
+        return Rows(
+            examples=[dict(b.example) for b, _ in pairs],
+            prompt_ids=[b.prompt_ids for b, _ in pairs],
+            completion_ids=[b.prefix_ids + branch.token_ids for b, branch in pairs],
+            loss_mask=[[0] * len(b.prefix_ids) + [1] * len(branch.token_ids) for b, branch in pairs],
+            group_size=self.args.num_branches,
+            parents=[b.row for b, _ in pairs],
+            logprobs=logprobs if self.policy.serving is not None else None,
+        )

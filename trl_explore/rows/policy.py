@@ -1,0 +1,121 @@
+"""What the parts of a trainer know of it: the policy that is trained, and the pass that is running."""
+
+from collections import defaultdict
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from transformers import ProcessorMixin
+
+from trl_explore.rows.ranks import Ranks
+from trl_explore.rows.rollouts import Rows
+
+if TYPE_CHECKING:
+    from trl_explore.serving.session import Serving
+
+
+def _lists() -> dict[str, list[Any]]:
+    return defaultdict(list)
+
+
+@dataclass
+class Pass:
+    """
+    TRL's methods at work on other rows than the main ones; nothing that they log or count there touches those.
+
+    Args:
+        name (`str`, *optional*):
+            The stream that the rows belong to, prefix of its metrics. `None` where completions are judged while they
+            are sampled: what TRL logs of them is dropped.
+        rows ([`Rows`], *optional*):
+            Rows that are sampled already. `None` while a stream's loss is computed.
+        environments (`list`, *optional*):
+            The environment after each of the rows, for reward functions; `None` where they have none.
+        keep_metrics (`bool`, *optional*, defaults to `False`):
+            Whether metrics that reward functions log are the main rows' all the same.
+        metrics, logs, columns, pending (`dict`):
+            What TRL logs meanwhile: metrics, the table, `log_extra` and `log_metric` of reward functions.
+        rewards_per_func (`torch.Tensor`, *optional*):
+            Raw rewards of the pass, `(N, F)`, once there are any; NaN where not scored.
+    """
+
+    name: str | None = None
+    rows: Rows | None = None
+    environments: list[Any] | None = None
+    keep_metrics: bool = False
+    metrics: dict[str, list[Any]] = field(default_factory=_lists)
+    logs: dict[str, Any] = field(default_factory=dict)
+    columns: dict[str, list[Any]] = field(default_factory=_lists)
+    pending: dict[str, list[Any]] = field(default_factory=_lists)
+    rewards_per_func: torch.Tensor | None = None
+
+
+class Policy(Protocol):
+    """
+    The trainer as its parts see it. [`~trl_explore.trainers.ExplorationTrainer`] is one.
+
+    `model` is the model as it is trained. `exploration_generator` is for everything that is drawn beside the main
+    stream, which the global generator samples.
+    """
+
+    args: Any
+    accelerator: Any
+    model: Any
+    eos_token_ids: list[int]
+    exploration_generator: torch.Generator
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer, also where images are processed."""
+        ...
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes of the run."""
+        ...
+
+    @property
+    def serving(self) -> "Serving | None":
+        """The vLLM backend; `None` where transformers samples."""
+        ...
+
+    def generate(self, prefixes: list[list[int]], max_new_tokens: int) -> list[list[int]]:
+        """One continuation of each prefix by TRL's own generation in transformers."""
+        ...
+
+    def forward(
+        self, model: Any, ids: torch.Tensor, mask: torch.Tensor, width: int, *, batch_size: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities and entropies `(R, width)` of the last tokens of padded rows."""
+        ...
+
+    def encode_prompts(self, prompts: list) -> list[list[int]]:
+        """Tokens of prompts, as TRL encodes those of the data set."""
+        ...
+
+    def running(self, other: Pass) -> AbstractContextManager[Pass]:
+        """Let TRL's methods work on another pass."""
+        ...
+
+    def scored(self, rows: Rows) -> dict[str, Any]:
+        """The rows of the pass that is running, as TRL's loss receives them."""
+        ...
+
+    def rewarded(self, rows: Rows) -> torch.Tensor:
+        """Rewards `(N, F)` of the rows of the pass that is running, and nothing more."""
+        ...
+
+    def loss(self, model: Any, rows: dict[str, Any]) -> torch.Tensor:
+        """TRL's loss of a micro-batch."""
+        ...
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Log a training metric, averaged over the logging interval."""
+        ...
+
+
+def tokenizer_of(trainer: Any) -> Any:
+    """The tokenizer of a trainer, also where it processes images."""
+    processing = trainer.processing_class
+    return processing.tokenizer if isinstance(processing, ProcessorMixin) else processing

@@ -1,0 +1,219 @@
+"""The table of `log_completions=True`: columns of the method, and the rows of every stream."""
+
+import json
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from trl.trainer import grpo_trainer
+
+from trl_explore.rows.policy import Policy
+from trl_explore.rows.rollouts import Rows
+from trl_explore.rows.streams import RowDict, loss_mask
+from trl_explore.saving.plain_values import from_plain, to_plain
+from trl_explore.visible_text import visible_text
+
+Logs = dict[str, Any]  # a table as TRL keeps it: lists of values by column
+
+
+class CompletionsTable:
+    """
+    Puts columns of the method, and a row for every row that is trained, into TRL's completions table.
+
+    Rows of evaluation are kept by themselves; they stand in the table of the step that was evaluated.
+
+    Args:
+        policy ([`~trl_explore.rows.policy.Policy`]):
+            The trainer.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.streams: dict[str, Logs] = {}
+        self.evaluated: Logs = {}
+        self._evaluated_at: int | None = None
+
+    def add(self, logs: Logs, output: RowDict, columns: dict[str, list[Any]], streams: dict[str, Any]) -> None:
+        """
+        Put the rows of a generation batch into the table. Every process calls it.
+
+        Args:
+            logs (`dict`):
+                TRL's own table, where TRL has put the main rows.
+            output (`dict`):
+                The main rows of this process as they are trained.
+            columns (`dict[str, list]`):
+                What the method says of them, by column, `[B]`.
+            streams (`dict[str, ScoredRows]`):
+                The rows beside them, by name of their stream.
+        """
+        ranks = self.policy.ranks
+        per_process = ranks.objects([columns])
+        for name in columns:
+            logs["extra"][name].extend(value for found in per_process for value in found[name])
+        logs["advantages"].extend(ranks.gather(_row_advantages(output)).tolist())
+        self.streams = {
+            name: {
+                **scored.logged,
+                "advantages": ranks.gather(_row_advantages(scored.rows))[ranks.gather(scored.real)].tolist(),
+            }
+            for name, scored in streams.items()
+        }
+
+    def of_evaluation(self, logs: Logs, step: int) -> Logs:
+        """Where rows of an evaluation at `step` are logged; `logs` is TRL's own table."""
+        if self._evaluated_at != step:
+            self._evaluated_at = step
+            self.evaluated = empty_logs(logs, maxlen=self.policy.args.generation_batch_size)
+        return self.evaluated
+
+    def state(self, logs: Logs, step: int) -> dict[str, Any]:
+        """What a checkpoint holds of the table."""
+        parts = {"main": {**logs, "images": []}, "streams": self.streams}
+        if self._evaluated_at == step:
+            parts["eval"] = self.evaluated
+        # Only texts and numbers stand in a table in the end; images are for those who follow a run live.
+        return to_plain(_as_lists(parts), other=str)
+
+    def load_state(self, state: dict[str, Any], logs: Logs, step: int) -> None:
+        """Restore what `state` returned."""
+        parts = from_plain(state)
+        _fill(logs, parts["main"])
+        self.streams = parts["streams"]
+        if "eval" in parts:
+            _fill(self.of_evaluation(logs, step), parts["eval"])
+
+    def whole(self, main: Logs, step: int) -> Logs:
+        """The main rows come first: the number of a row's parent is that of a row of the table."""
+        parts = {"main": main, **self.streams}
+        if self._evaluated_at == step:
+            parts["eval"] = self.evaluated
+
+        def joined(columns: list[Logs]) -> Logs:
+            names = dict.fromkeys(name for part in columns for name in part)
+            missing = [[None] * len(logs["prompt"]) for logs in parts.values()]
+            return {
+                name: [v for part, none in zip(columns, missing, strict=True) for v in part.get(name, none)]
+                for name in names
+            }
+
+        plain = [{name: logs[name] for name in ("prompt", "completion", "advantages")} for logs in parts.values()]
+        return {
+            **joined(plain),
+            "images": main["images"],
+            "rewards": joined([logs["rewards"] for logs in parts.values()]),
+            "extra": {
+                "stream": [part for part, logs in parts.items() for _ in logs["prompt"]],
+                **joined([logs["extra"] for logs in parts.values()]),
+            },
+        }
+
+
+def logged_rows(policy: Policy, logs: Logs, rows: Rows, num_rows: int) -> Logs:
+    """
+    What TRL has just logged of a stream's rows, without those that only pad. Every process calls it.
+
+    Args:
+        policy ([`~trl_explore.rows.policy.Policy`]):
+            The trainer.
+        logs (`dict`):
+            The table of the pass that scored the rows.
+        rows ([`Rows`]):
+            Real rows of this process.
+        num_rows (`int`):
+            Rows that TRL saw of every process.
+
+    Returns:
+        `dict`: Columns as TRL keeps them, and `parent` and `prefix_tokens`.
+    """
+    ranks = policy.ranks
+    first = ranks.index * (policy.args.generation_batch_size // ranks.number)
+    origins = [
+        (math.nan if parent is None else first + parent, [*mask, 1].index(1))
+        for parent, mask in zip(rows.parents, rows.loss_mask, strict=True)
+    ]
+    per_process = ranks.objects([origins])
+    real = [i * num_rows + place for i, origins in enumerate(per_process) for place in range(len(origins))]
+
+    def picked(columns: Logs) -> Logs:
+        return {name: [values[i] for i in real] for name, values in columns.items()}
+
+    parents, prefixes = zip(*(origin for origins in per_process for origin in origins), strict=True)
+    return {
+        **picked({name: logs[name] for name in ("prompt", "completion")}),
+        "rewards": picked(logs["rewards"]),
+        "extra": {**picked(logs["extra"]), "parent": parents, "prefix_tokens": prefixes},
+    }
+
+
+@contextmanager
+def printed_visibly() -> Iterator[None]:
+    """
+    TRL prints its table as the model wrote it; a terminal would obey what looks like a command to it.
+
+    The files and the trackers keep the text as it is.
+    """
+    before = grpo_trainer.print_prompt_completions_sample
+
+    def visibly(prompts, completions, rewards, advantages, step, num_samples=None, extra=None):
+        shown = [{_visible(name): values for name, values in columns.items()} for columns in (rewards, extra or {})]
+        texts = _visible(prompts), _visible(completions)
+        before(*texts, shown[0], advantages, step, num_samples, extra=_visible(shown[1]))
+
+    vars(grpo_trainer)["print_prompt_completions_sample"] = visibly
+    try:
+        yield
+    finally:
+        vars(grpo_trainer)["print_prompt_completions_sample"] = before
+
+
+def _visible(value: Any) -> Any:
+    if isinstance(value, str):
+        return visible_text(value)
+    if isinstance(value, dict):  # the arguments of a tool call may be JSON, which TRL reads before it prints them
+        told = {key: json.loads(v) if key == "arguments" and isinstance(v, str) else v for key, v in value.items()}
+        return {_visible(key): _visible(v) for key, v in told.items()}
+    return [_visible(v) for v in value] if isinstance(value, list) else value
+
+
+def empty_logs(logs: Logs, *, maxlen: int | None = None) -> Logs:
+    """
+    A table as TRL keeps it, without rows.
+
+    Args:
+        logs (`dict`):
+            A table with the same columns.
+        maxlen (`int`, *optional*):
+            Rows to keep, the newest ones; all by default.
+
+    Returns:
+        `dict`: The empty table.
+    """
+    column: Callable[[], deque] = partial(deque, maxlen=maxlen)
+    return {name: defaultdict(column) if isinstance(logs[name], defaultdict) else column() for name in logs}
+
+
+def _as_lists(logs: Any) -> Any:
+    if isinstance(logs, dict):
+        return {name: _as_lists(values) for name, values in logs.items()}
+    return list(logs)
+
+
+def _fill(logs: Logs, columns: dict[str, Any]) -> None:
+    for name, values in columns.items():
+        if isinstance(values, dict):
+            _fill(logs[name], values)
+        else:
+            logs[name].extend(values)
+
+
+def _row_advantages(rows: RowDict) -> torch.Tensor:
+    """One advantage per row, `(B,)`: the mean over its trained tokens where they have their own."""
+    advantages, mask = rows["advantages"], loss_mask(rows)
+    if advantages.dim() == 1:
+        return advantages
+    return (advantages * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)

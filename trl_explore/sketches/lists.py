@@ -1,0 +1,127 @@
+"""SESA in one response: it lists the candidates of a group, and each becomes a row."""
+
+import math
+import time
+from typing import Any
+
+from trl_explore.rows.rollouts import Rollout
+from trl_explore.sketches.drafts import (
+    END_THINK,
+    THINK,
+    Prompt,
+    diversity,
+    fill_prompt,
+    first_distinct,
+    split_candidates,
+    split_thoughts,
+)
+from trl_explore.sketches.mode import Chooser, Mode
+from trl_explore.sketches.weights import Drawn
+
+NO_THOUGHT = f"\n{END_THINK}\n\n"  # what ends a thought that the prompt has begun, as chat templates write it
+
+
+class Lists(Mode):
+    """`mode="sequential"`; candidates are repeated in turn where a list has too few."""
+
+    def rollout(self, prompt_ids: list[list[int]], examples: list[dict[str, Any]], plain: Chooser) -> Rollout:
+        start = time.perf_counter()
+        size = self.size
+        prompts = [example["prompt"] for example in examples[::size]]
+        asked, found, num_tokens = self._list_candidates(prompts)
+        distinct = [first_distinct(texts, size) for texts in found]
+        # Under a prompt that begins a thought, an answer stands behind the end of it.
+        before = [self.encode(NO_THOUGHT) if self._begins_thought(ids) else [] for ids in prompt_ids[::size]]
+        candidates = [
+            [self._candidate_ids(text, start) for text in texts] for texts, start in zip(distinct, before, strict=True)
+        ]
+        draft_seconds = time.perf_counter() - start
+
+        start = time.perf_counter()
+        # Completions of the plain prompt would fill a group with what the policy says anyway.
+        empty = [g for g, rows in enumerate(candidates) if not rows]
+        fillers = self.sample(
+            [prompt_ids[g * size] for g in empty], size, self.args.max_completion_length, main_stream=True
+        )
+        logprobs: list[list[list[float | None]]] = [[[None] * len(ids) for ids in rows] for rows in candidates]
+        for g, continuations in zip(empty, fillers, strict=True):
+            candidates[g] = [continuation.token_ids for continuation in continuations]
+            logprobs[g] = [c.logprobs or [None] * len(c.token_ids) for c in continuations]
+        self.metrics = {
+            "tokens": num_tokens,
+            "repeats": sum(size - len(rows) for rows in candidates),
+            "fillers": len(empty) * size,
+            "drafting_seconds": draft_seconds,
+            "solving_seconds": time.perf_counter() - start,
+            "sampled_tokens": num_tokens + sum(len(c.token_ids) for group in fillers for c in group),
+            **diversity(found),
+        }
+        # A candidate was drawn behind those before it, but for its end token, which a list has in another form.
+        drawn = [
+            [
+                Drawn(
+                    len(before[g]),
+                    ids + self._begun_list(found[g][: found[g].index(text)]),
+                    candidates[g][i][len(before[g]) : -1],
+                )
+                for i, text in enumerate(distinct[g])
+            ]
+            for g, ids in enumerate(asked)
+        ]
+        self.drawn = [[parts[i % len(parts)]] if parts else [] for parts in drawn for i in range(size)]
+        self.columns = {"candidate": [i % len(parts) if parts else math.nan for parts in drawn for i in range(size)]}
+        return Rollout(
+            [list(rows[i % len(rows)]) for rows in candidates for i in range(size)],
+            [list(rows[i % len(rows)]) for rows in logprobs for i in range(size)]
+            if self.policy.serving is not None
+            else None,
+        )
+
+    def _list_candidates(self, prompts: list[Prompt]) -> tuple[list[list[int]], list[list[str]], int]:
+        """
+        Prompts that ask for lists, the candidates of each with duplicates, and the tokens they cost. A list that ends
+        too early is continued: its distinct candidates are put into the model's mouth, behind what it thought before
+        the first of them, each round in one call for all prompts.
+        """
+        args, size = self.args, self.size
+        asked = self.policy.encode_prompts(
+            [fill_prompt(prompt, args.candidate_template, {"num_candidates": str(size)}) for prompt in prompts]
+        )
+        most = args.max_list_length or size * self.args.max_completion_length
+        found: list[list[str]] = [[] for _ in prompts]
+        num_tokens = 0
+        open_lists = set(range(len(prompts)))
+        for _ in range(args.max_lists or size):
+            begun = [asked[i] + self._begun_list(first_distinct(texts, size)) for i, texts in enumerate(found)]
+            room = [int(min(most, self.context_length - len(ids))) for ids in begun]
+            short = [i for i, texts in enumerate(found) if i in open_lists and len(set(texts)) < size and room[i] > 0]
+            lists = self.sample([begun[i] for i in short], 1, [room[i] for i in short], main_stream=True)
+            for i, (continuation,) in zip(short, lists, strict=True):
+                text = self._text_and_thoughts(continuation.token_ids)
+                thought, said = split_thoughts(text, opened=self._begins_thought(begun[i]))
+                # A list that was cut off may end within a candidate: whole ones have a separator behind them.
+                whole = said if continuation.finished else said.rpartition(args.candidate_separator)[0]
+                texts = split_candidates(whole, separator=args.candidate_separator)
+                if not found[i]:
+                    asked[i] = asked[i] + self.encode(thought)
+                if set(texts) <= set(found[i]):
+                    open_lists.discard(i)  # the policy has nothing to add
+                found[i] += texts
+                num_tokens += len(continuation.token_ids)
+        return asked, found, num_tokens
+
+    def _begun_list(self, texts: list[str]) -> list[int]:
+        return self.encode("".join(text + self.args.candidate_separator for text in texts))
+
+    def _candidate_ids(self, text: str, before: list[int]) -> list[int]:
+        ids = before + self.encode(text)
+        return [*ids[: self.args.max_completion_length - 1], self.policy.eos_token_ids[0]]
+
+    def _begins_thought(self, prompt_ids: list[int]) -> bool:
+        return self._text_and_thoughts(prompt_ids).rstrip().endswith(THINK)
+
+    def _text_and_thoughts(self, token_ids: list[int]) -> str:
+        """Text without special tokens, but with the tags of thoughts, which some tokenizers count among them."""
+        added = self.policy.tokenizer.added_tokens_decoder
+        silent = {i for i, token in added.items() if token.special and token.content not in (THINK, END_THINK)}
+        return self.policy.tokenizer.decode([i for i in token_ids if i not in silent], skip_special_tokens=False)

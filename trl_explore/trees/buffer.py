@@ -1,0 +1,107 @@
+"""Solutions of hard prompts during training: what a search found stands in for later failures."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trl_explore.rows.policy import Policy
+from trl_explore.saving.checkpoints import cut_file, file_size
+from trl_explore.trees.replay import SolutionCache, append_solutions, read_cache, replace_failures, write_cache
+from trl_explore.trees.search import Leaf, Tree, Verdict, backup, exchange, judge
+
+SOLUTIONS_FILE = "solutions.jsonl"
+
+
+class ReplayBuffer:
+    """
+    Solutions in memory and in a file of the run.
+
+    Args:
+        policy ([`~trl_explore.rows.policy.Policy`]):
+            The trainer; `replay_*` of its configuration say what is kept.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy, self.args = policy, policy.args
+        options = dict(solutions_per_prompt=self.args.replay_solutions, threshold=self.args.replay_threshold)
+        self.solutions = SolutionCache(**options)
+        if self.args.replay_file is not None:
+            self.solutions = read_cache(self.args.replay_file, policy.tokenizer, **options)
+        self.placed: set[tuple[int, int]] = set()  # tree and node of the solutions among the rows of the batch
+        self._file_is_current = False
+
+    @property
+    def path(self) -> Path:
+        """The file, inside `output_dir`."""
+        return Path(self.args.output_dir) / SOLUTIONS_FILE
+
+    def usable(self, prompt_ids: list[int]) -> list[list[int]]:
+        """Solutions of a prompt that fit into a completion."""
+        if not self.args.replay_buffer:
+            return []
+        return [s for s in self.solutions.get(prompt_ids) if len(s) <= self.args.max_completion_length]
+
+    def replace(
+        self,
+        trees: list[Tree],
+        cached: list[list[list[int]]],
+        score: Callable[[list[Leaf]], list[Verdict]],
+    ) -> list[Tree]:
+        """Put cached solutions in the place of failures among direct rollouts; they are scored like any completion."""
+        placed: list[tuple[int, int]] = []
+        trees = list(trees)
+        for i, (tree, solutions) in enumerate(zip(trees, cached, strict=True)):
+            outcomes = [tree.nodes[row].outcome for row in tree.rows]
+            succeeded = [outcome is None or outcome > 0 for outcome in outcomes]  # unscorable is not failed
+            for position, which in replace_failures(succeeded, len(solutions)):
+                node, ids = tree.rows[position], solutions[which]
+                # The authors' solutions are text without the end token, and one that a limit cut off has none.
+                trees[i] = exchange(trees[i], node, ids, finished=ids[-1] in self.policy.eos_token_ids)
+                placed.append((i, node))
+        self.placed = set(placed)
+        verdicts = score([Leaf(i, trees[i].completion_ids(node), trees[i].nodes[node].finished) for i, node in placed])
+        for (i, node), verdict in zip(placed, verdicts, strict=True):
+            trees[i] = backup(judge(trees[i], {node: verdict}), node, decay_min=self.args.q_decay_min)
+        replaced, skipped = self.policy.ranks.summed({"rows": len(placed), "prompts": sum(map(bool, cached))}).values()
+        self.policy.log_metric("replay/replaced_rows", replaced)
+        self.policy.log_metric("replay/prompts", skipped)
+        return trees
+
+    def remember(self, trees: list[Tree]) -> None:
+        """Keep what searches found for hard prompts, and let prompts go that direct rollouts solve by now."""
+        found = []
+        for tree in trees:
+            solved = [row for row in tree.rows if (tree.nodes[row].outcome or 0.0) > 0]
+            solutions = None if tree.reason == "replayed" else [tree.completion_ids(row) for row in solved]
+            found.append((tree.prompt_ids, solutions, len(solved) / len(tree.rows)))
+        entries, num_left = [], 0
+        for prompt_ids, solutions, ratio in self.policy.ranks.objects(found):
+            if solutions is None:
+                num_left += self.solutions.refilter(prompt_ids, ratio)
+            else:
+                entries += [(prompt_ids, s) for s in self.solutions.offer(prompt_ids, solutions, ratio)]
+        self.policy.log_metric("replay/stored_prompts", len(self.solutions))
+        self.policy.log_metric("replay/left_prompts", num_left)
+        if num_left:
+            self._file_is_current = False  # lines can be appended, but not taken back
+        if not self.policy.accelerator.is_main_process or not (entries or not self._file_is_current):
+            return
+        if self._file_is_current:
+            append_solutions(self.path, entries)
+        else:
+            write_cache(self.path, self.solutions, self.policy.tokenizer)
+            self._file_is_current = True
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds of it."""
+        # A resumed run writes what came after the checkpoint again, so the file goes back to its length here.
+        size = file_size(self.path) if self._file_is_current else 0
+        return {"solutions": self.solutions.state_dict(), "solutions_bytes": size}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Restore what `state` returned."""
+        self.solutions.load_state_dict(state["solutions"])
+        size = state["solutions_bytes"]
+        self._file_is_current = 0 < size <= file_size(self.path)
+        if self._file_is_current and self.policy.accelerator.is_main_process:
+            cut_file(self.path, size)
