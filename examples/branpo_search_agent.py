@@ -25,9 +25,15 @@ from dataclasses import dataclass, field
 from datasets import Dataset, load_dataset
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
-from trl_explore.qa_rewards import make_search_reward
-from trl_explore.retrieval import BM25Retriever, DenseRetriever, load_retriever
-from trl_explore.retrieval_client import CachedRetriever, HTTPRetriever, SearchTool
+from trl_explore.retrieval import (
+    BM25Retriever,
+    CachedRetriever,
+    DenseRetriever,
+    HTTPRetriever,
+    SearchTool,
+    load_retriever,
+)
+from trl_explore.rewards import make_search_reward
 from trl_explore.tasks.multihop_world import EnglishWorld
 
 # The difference from a GRPO script is two names: these, where it has `GRPOConfig` and `GRPOTrainer` from `trl`.

@@ -22,9 +22,9 @@ from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import ModelConfig, TrlParser
 
-from trl_explore.checkpoints import last_complete_checkpoint
-from trl_explore.hard_prompts import filter_hard_prompts
+from trl_explore.evaluation.hard_prompts import filter_hard_prompts
 from trl_explore.rewards import accuracy_reward
+from trl_explore.saving.checkpoints import last_complete_checkpoint
 from trl_explore.trainers import TreeGRPOConfig, TreeGRPOTrainer
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_explore.actions import action_of, decision_blocks, share_out
+from trl_explore.sketches.actions import action_of, decision_blocks, share_out
 
 
 def call(name, arguments):

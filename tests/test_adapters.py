@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from trl import GRPOConfig, GRPOTrainer
 from world import assert_same, make_model, make_tokenizer, make_trainer, parameters, trained
 
-from trl_explore.geometry_callback import GeometryCallback
+from trl_explore.gradients.callback import GeometryCallback
 from trl_explore.tasks.tiny_model import VOCAB_SIZE, build_tokenizer
 from trl_explore.trainers import (
     BranPOConfig,

@@ -27,8 +27,8 @@ from world import (
     trained,
 )
 
-from trl_explore.rollouts import Rows
-from trl_explore.streams import LOSS_NORMALISERS, loss_mask, select_rows
+from trl_explore.rows.rollouts import Rows
+from trl_explore.rows.streams import LOSS_NORMALISERS, loss_mask, select_rows
 from trl_explore.trainers import (
     BranPOConfig,
     BranPOTrainer,

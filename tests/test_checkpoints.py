@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from trl_explore.checkpoints import (
+from trl_explore.saving.checkpoints import (
     append_lines,
     is_complete,
     last_complete_checkpoint,

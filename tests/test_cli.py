@@ -27,15 +27,15 @@ from transformers import (
 from trl import DatasetMixtureConfig, GRPOConfig, ScriptArguments
 
 from trl_explore.cli import main
-from trl_explore.cli_inputs import (
+from trl_explore.cli.train import METHODS, parse_train_arguments, resume_command
+from trl_explore.runs.inputs import (
     check_output_dir,
     find_checkpoint,
     load_reward_functions,
     load_train_and_eval,
     looks_like_path,
 )
-from trl_explore.cli_train import METHODS, parse_train_arguments, resume_command
-from trl_explore.interrupt import InterruptCallback
+from trl_explore.saving.interrupt import InterruptCallback
 
 ROWS = [{"prompt": [{"role": "user", "content": f"{i}+{i}="}], "answer": str(2 * i)} for i in range(8)]
 
@@ -218,12 +218,12 @@ def test_values_that_yaml_reads_differently_mean_what_they_say(workdir):
 
 
 def test_named_rewards_come_from_this_package_and_from_trl(workdir):
-    import trl_explore.rewards
+    import trl_explore.rewards.answers
 
     ours, theirs, own, model = load_reward_functions(
         ["accuracy_reward", "think_format_reward", "my_rewards.variety_reward"], None
     ) + load_reward_functions(None, "reward-model")
-    assert ours.__wrapped__ is trl_explore.rewards.accuracy_reward
+    assert ours.__wrapped__ is trl_explore.rewards.answers.accuracy_reward
     assert theirs.__module__.startswith("trl.")
     assert own.__name__ == "variety_reward"
     assert model == "reward-model"

@@ -14,9 +14,9 @@ import yaml
 from world import make_dataset, make_model, make_tokenizer
 
 from trl_explore.cli import main
-from trl_explore.compare import held_out_split
-from trl_explore.compare_folder import ComparisonFolder
-from trl_explore.compare_settings import read_comparison, run_arguments
+from trl_explore.compare.folder import ComparisonFolder
+from trl_explore.compare.run import held_out_split
+from trl_explore.compare.settings import read_comparison, run_arguments
 
 REWARDS = """
 import os

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 from world import contains_answer, make_dataset, make_tokenizer, saved_model
 
 from trl_explore.cli import main
-from trl_explore.cli_model import find_model
-from trl_explore.evaluation import evaluate
-from trl_explore.presets import FOLDER, preset_names
-from trl_explore.samplers import Sampling
+from trl_explore.evaluation.evaluate import evaluate
+from trl_explore.evaluation.presets import FOLDER, preset_names
+from trl_explore.evaluation.samplers import Sampling
+from trl_explore.runs.models import find_model
 
 ROWS = make_dataset().select(range(12))
 REWARDS = """
@@ -287,7 +287,7 @@ def test_help_names_the_benchmarks_and_does_not_wait_for_torch():
 
 
 def test_the_benchmarks_are_installed():
-    tree = Path(__file__).resolve().parent.parent / "trl_explore" / "benchmarks"
+    tree = Path(__file__).resolve().parent.parent / "trl_explore" / "evaluation" / "benchmarks"
     assert {path.name for path in FOLDER.glob("*.yaml")} == {path.name for path in tree.glob("*.yaml")}
 
 

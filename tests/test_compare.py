@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from trl_explore.cli_compare import TASK_NAMES
-from trl_explore.cli_inputs import UsageError
-from trl_explore.clocks import interval, mean_curve, paired_values, t_95
-from trl_explore.compare_folder import ComparisonFolder, differences
-from trl_explore.compare_report import markdown_table, rich_table, summarize, write_report
-from trl_explore.compare_settings import NAMES, read_comparison
-from trl_explore.compare_tasks import ALL_TASKS, find_task, suited_options
+from trl_explore.cli.compare import TASK_NAMES
+from trl_explore.compare.clocks import interval, mean_curve, paired_values, t_95
+from trl_explore.compare.folder import ComparisonFolder, differences
+from trl_explore.compare.report import markdown_table, rich_table, summarize, write_report
+from trl_explore.compare.settings import NAMES, read_comparison
+from trl_explore.compare.tasks import ALL_TASKS, find_task, suited_options
+from trl_explore.runs.inputs import UsageError
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = {

@@ -5,10 +5,10 @@ from multiprocessing import Pipe
 from rich.console import Console
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from trl_explore.compare_folder import ComparisonFolder
-from trl_explore.compare_settings import read_comparison
-from trl_explore.compare_workers import ArmLines, HangUpCallback, Teller
-from trl_explore.workers import AT_WORK
+from trl_explore.compare.folder import ComparisonFolder
+from trl_explore.compare.settings import read_comparison
+from trl_explore.compare.workers import ArmLines, HangUpCallback, Teller
+from trl_explore.runs.workers import AT_WORK
 
 DOCUMENT = {
     "task": "doors",

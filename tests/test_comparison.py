@@ -6,8 +6,8 @@ import pytest
 from tqdm import tqdm
 from transformers import TrainerCallback
 
-from trl_explore.comparison import Arm, Budget, train_arm
-from trl_explore.plots import METHOD_STYLES, arm_styles, learning_curves
+from trl_explore.compare.arms import Arm, Budget, train_arm
+from trl_explore.compare.plots import METHOD_STYLES, arm_styles, learning_curves
 from trl_explore.tasks import get_task
 from trl_explore.tasks.warm_start import warm_start
 

@@ -17,7 +17,7 @@ from trl.trainer.utils import add_fused_lm_head, split_tensor_dict
 from world import make_trainer
 
 from trl_explore.compat import check_trl_version
-from trl_explore.streams import LOSS_NORMALISERS
+from trl_explore.rows.streams import LOSS_NORMALISERS
 from trl_explore.trainers import DeepGRPOTrainer, ExplorationTrainer, TreeGRPOTrainer
 
 SIGNATURES = {

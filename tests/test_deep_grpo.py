@@ -23,7 +23,7 @@ from world import (
 )
 
 import trl_explore
-from trl_explore.streams import loss_mask
+from trl_explore.rows.streams import loss_mask
 from trl_explore.trainers import DeepGRPOConfig, DeepGRPOTrainer
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)

@@ -19,13 +19,13 @@ DISTRIBUTIONS = {"faiss": "faiss-cpu", "sklearn": "scikit-learn", "Stemmer": "Py
 # The files that import what only an extra brings, and which.
 EXTRAS = {
     "trainers/vllm_backend.py": {"vllm"},
-    "trl_explore/cli_completion.py": {"completion"},
-    "trl_explore/plots.py": {"plots"},
-    "trl_explore/retrieval.py": {"dense", "retrieval"},
-    "trl_explore/retrieval_server.py": {"serve"},
-    "trl_explore/samplers.py": {"vllm"},
-    "trl_explore/vllm_engine.py": {"vllm"},
-    "trl_explore/vllm_plugin.py": {"vllm"},
+    "trl_explore/cli/completion.py": {"completion"},
+    "trl_explore/compare/plots.py": {"plots"},
+    "trl_explore/retrieval/index.py": {"dense", "retrieval"},
+    "trl_explore/retrieval/server.py": {"serve"},
+    "trl_explore/evaluation/samplers.py": {"vllm"},
+    "trl_explore/serving/engine.py": {"vllm"},
+    "trl_explore/serving/plugin.py": {"vllm"},
 }
 IMPORTED_BY_OTHERS = {"bitsandbytes"}  # transformers does, for `load_in_4bit` and `load_in_8bit`
 

@@ -7,9 +7,9 @@ import inspect
 import pytest
 from transformers.utils import get_json_schema
 
-from trl_explore.environments import environment_error, guarded
-from trl_explore.snapshots import has_own_snapshots
-from trl_explore.tool_watch import ToolWatch
+from trl_explore.agents.environments import environment_error, guarded
+from trl_explore.agents.snapshots import has_own_snapshots
+from trl_explore.agents.watch import ToolWatch
 
 
 class Door:

@@ -12,11 +12,11 @@ import torch
 from datasets import Dataset
 from world import make_dataset, make_model, make_tokenizer
 
-from trl_explore.completions import encode_prompts, read_completions
-from trl_explore.evaluation import NoRewardError, as_eval_results, default_metrics, evaluate, parse_metrics
-from trl_explore.replay import FileRefusedError
-from trl_explore.rollouts import Continuation
-from trl_explore.samplers import Sampling, ServerSampler, TransformersSampler
+from trl_explore.evaluation.completions import encode_prompts, read_completions
+from trl_explore.evaluation.evaluate import NoRewardError, as_eval_results, default_metrics, evaluate, parse_metrics
+from trl_explore.evaluation.samplers import Sampling, ServerSampler, TransformersSampler
+from trl_explore.rows.rollouts import Continuation
+from trl_explore.trees.replay import FileRefusedError
 
 ROWS = make_dataset().select(range(12))
 TOKENIZER = make_tokenizer()

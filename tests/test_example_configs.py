@@ -13,7 +13,7 @@ from datasets import Dataset
 from world import saved_model
 
 from trl_explore.cli import main
-from trl_explore.cli_train import parse_train_arguments
+from trl_explore.cli.train import parse_train_arguments
 
 CONFIGS = EXAMPLES / "configs"
 SCRIPTS = {

@@ -23,8 +23,8 @@ from world import (
     trained,
 )
 
-from trl_explore.geometry_callback import GeometryCallback
-from trl_explore.novelty import geometry, novelty_scores
+from trl_explore.gradients.callback import GeometryCallback
+from trl_explore.gradients.novelty import geometry, novelty_scores
 from trl_explore.trainers import (
     BranPOTrainer,
     DeepGRPOConfig,

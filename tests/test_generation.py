@@ -24,7 +24,7 @@ from transformers import (
 )
 from world import make_model
 
-from trl_explore.generation import GenerationRecord, recorded, row_entropies
+from trl_explore.sampling.generation import GenerationRecord, recorded, row_entropies
 
 EOS, PAD = 1, 0
 SHORT, LONG, LONGEST = [5, 6, 7], [5, 6, 7, 8, 9, 10, 11], [9, 8, 7, 6, 5, 12, 13, 14, 15]

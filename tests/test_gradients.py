@@ -27,8 +27,8 @@ from transformers import (
 )
 from trl.trainer.utils import add_fused_lm_head
 
-from trl_explore.gradients import LMHead, lm_head_of, logit_scale, sequence_features
-from trl_explore.novelty import (
+from trl_explore.gradients.features import LMHead, lm_head_of, logit_scale, sequence_features
+from trl_explore.gradients.novelty import (
     Novelty,
     geometry,
     map_rewards,

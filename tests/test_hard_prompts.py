@@ -26,8 +26,8 @@ from world import (
 )
 
 from trl_explore.cli import main
-from trl_explore.cli_inputs import load_train_and_eval
-from trl_explore.hard_prompts import filter_hard_prompts, read_pass_rates
+from trl_explore.evaluation.hard_prompts import filter_hard_prompts, read_pass_rates
+from trl_explore.runs.inputs import load_train_and_eval
 
 ROWS = make_dataset()
 

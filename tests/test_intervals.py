@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from trl_explore.intervals import bootstrap_interval
+from trl_explore.evaluation.intervals import bootstrap_interval
 
 
 @pytest.mark.parametrize("values", [[0.0, 1.0, 1.0, 0.0, 1.0], [0.0, 0.25, 0.5, 1.0, 1.0], [0.1, 0.2, 0.4, 0.8, 1.0]])

@@ -19,7 +19,7 @@ from accelerate.utils.other import get_free_port
 from commands import EXAMPLES, ROOT, parsed, shell_calls
 from trl.scripts.vllm_serve import ScriptArguments, build_command
 
-from trl_explore.cli_train import parse_train_arguments
+from trl_explore.cli.train import parse_train_arguments
 from trl_explore.trainers import G2RLConfig
 
 CONFIGS = EXAMPLES / "accelerate_configs"

@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Qwen2Config
 from trl import get_peft_config, get_quantization_config
 
-from trl_explore.cli_train import METHODS
+from trl_explore.cli.train import METHODS
 
 SCRIPT = EXAMPLES / "lora_single_gpu.sh"
 OURS = [name for name in METHODS if name != "grpo"]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_explore.metrics import coverage_at_k, maj_at_k, pass_at_k, sample_metrics
+from trl_explore.evaluation.metrics import coverage_at_k, maj_at_k, pass_at_k, sample_metrics
 
 
 def brute_force_pass(flags, k):

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import parse_response
 
-from trl_explore.environments import guarded
+from trl_explore.agents.environments import guarded
 from trl_explore.tasks.multihop import FAULTS, MULTI_HOP, final_answer, search_free
 from trl_explore.tasks.multihop_world import (
     LAST_RELATIONS,

@@ -37,7 +37,7 @@ from transformers import (
 from world import assert_same, differ, make_dataset, make_trainer, parameters, trained
 from world import make_model as small_model
 
-from trl_explore.streams import LOSS_NORMALISERS
+from trl_explore.rows.streams import LOSS_NORMALISERS
 from trl_explore.tasks.tiny_model import VOCAB_SIZE
 from trl_explore.trainers import ExplorationConfig, ExplorationTrainer
 from trl_explore.trainers.packing import PackedTrainer, _regroup

@@ -6,8 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
-from trl_explore.packed_attention import _TreeAttention, block_mask, masked_attention, spans
-from trl_explore.packing import Segment, build_trie, check_fits, computed_tokens, group_rows, pack_rows, split_rows
+from trl_explore.packing.attention import _TreeAttention, block_mask, masked_attention, spans
+from trl_explore.packing.layout import (
+    Segment,
+    build_trie,
+    check_fits,
+    computed_tokens,
+    group_rows,
+    pack_rows,
+    split_rows,
+)
 
 
 @st.composite

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from world import make_tokenizer
 
-from trl_explore.pivots import (
+from trl_explore.pivots.choice import (
     SuccessEstimator,
     draw_pivots,
     drop_empty_end,

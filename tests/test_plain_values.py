@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from trl_explore.plain_values import from_plain, to_plain
+from trl_explore.saving.plain_values import from_plain, to_plain
 
 
 def through_a_file(value):

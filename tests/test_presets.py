@@ -7,9 +7,9 @@ import pytest
 import yaml
 from datasets import Dataset
 
-from trl_explore.cli_benchmarks import load_benchmark
-from trl_explore.cli_inputs import UsageError
-from trl_explore.presets import FOLDER, Preset, as_prompts, load_preset, preset_names
+from trl_explore.cli.benchmarks import load_benchmark
+from trl_explore.evaluation.presets import FOLDER, Preset, as_prompts, load_preset, preset_names
+from trl_explore.runs.inputs import UsageError
 
 BOXED = "\n\nReason step by step, and put your final answer within \\boxed{}."
 LETTER = "\n\nReason step by step, and put the letter of your choice within \\boxed{}."
@@ -221,9 +221,9 @@ def test_a_benchmark_that_is_not_here_says_how_to_get_it():
 
 
 def test_every_field_of_the_files_is_known_and_every_reward_exists():
-    import trl_explore.rewards
+    import trl_explore.rewards.answers
 
     for path in FOLDER.glob("*.yaml"):
         preset = load_preset(path)
-        assert isinstance(preset, Preset) and vars(trl_explore.rewards)[preset.reward]
+        assert isinstance(preset, Preset) and vars(trl_explore.rewards.answers)[preset.reward]
         assert f"https://huggingface.co/datasets/{preset.path}" in path.read_text()

@@ -6,7 +6,7 @@ import pytest
 from huggingface_hub.utils import HfHubHTTPError
 from world import make_trainer
 
-from trl_explore.hub import check_repo_id, clash, explain, stage, upload_command
+from trl_explore.publishing.hub import check_repo_id, clash, explain, stage, upload_command
 from trl_explore.trainers import DeepGRPOConfig, DeepGRPOTrainer
 
 

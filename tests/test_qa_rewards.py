@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_explore.cli_inputs import load_reward_functions
-from trl_explore.qa_rewards import (
+from trl_explore.rewards.questions import (
     exact_match,
     exact_match_reward,
     extract_tagged_answer,
@@ -20,6 +19,7 @@ from trl_explore.qa_rewards import (
     normalize_answer,
     search_reward,
 )
+from trl_explore.runs.inputs import load_reward_functions
 
 
 @pytest.mark.parametrize(
@@ -312,7 +312,7 @@ def test_score_and_penalty_can_be_chosen():
 
 def test_the_rewards_have_names_and_are_found_by_them():
     assert make_search_reward(score="em").__name__ == "search_reward"
-    path = "trl_explore.qa_rewards.search_reward"
+    path = "trl_explore.rewards.questions.search_reward"
     assert [inspect.unwrap(found) for found in load_reward_functions([path], None)] == [search_reward]
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 from world import make_tokenizer
 
-from trl_explore.replay import (
+from trl_explore.trees.replay import (
     SolutionCache,
     append_solutions,
     read_cache,

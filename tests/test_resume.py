@@ -9,8 +9,7 @@ from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
 from world import assert_same, differ, make_trainer, parameters
 
-from trl_explore.checkpoints import is_complete
-from trl_explore.replay import read_cache
+from trl_explore.saving.checkpoints import is_complete
 from trl_explore.trainers import (
     DeepGRPOConfig,
     DeepGRPOTrainer,
@@ -19,6 +18,7 @@ from trl_explore.trainers import (
     TreeGRPOConfig,
     TreeGRPOTrainer,
 )
+from trl_explore.trees.replay import read_cache
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
 CUTS = dict(num_branches=3, segmentation="fixed", segment_length=2)

@@ -5,7 +5,7 @@ from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 from world import assert_same, contains_answer, make_trainer, parameters
 
-from trl_explore.checkpoints import next_batch
+from trl_explore.saving.checkpoints import next_batch
 from trl_explore.trainers import DeepGRPOConfig, DeepGRPOTrainer, ExplorationConfig, ExplorationTrainer
 
 DEEP = dict(

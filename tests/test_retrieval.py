@@ -26,9 +26,7 @@ from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 from transformers.utils import get_json_schema
 
 from trl_explore.cli import _build_parser, main
-from trl_explore.corpus import Passage, load_corpus, read_passage
-from trl_explore.retrieval import BM25Retriever, DenseRetriever, has_index
-from trl_explore.retrieval_client import (
+from trl_explore.retrieval.client import (
     CachedRetriever,
     HTTPRetriever,
     RetrieverDown,
@@ -36,7 +34,9 @@ from trl_explore.retrieval_client import (
     SearchTool,
     _num_bytes,
 )
-from trl_explore.retrieval_server import LOCAL, _allowed_hosts, build_app
+from trl_explore.retrieval.corpus import Passage, load_corpus, read_passage
+from trl_explore.retrieval.index import BM25Retriever, DenseRetriever, has_index
+from trl_explore.retrieval.server import LOCAL, _allowed_hosts, build_app
 
 CORPUS = [
     {"id": "p", "title": "Paris", "text": "Paris is the capital of France."},
@@ -555,7 +555,7 @@ def test_the_last_failure_is_one_clear_error(answer, tries, message):
 
 
 def test_many_queries_go_in_several_requests(monkeypatch):
-    monkeypatch.setattr("trl_explore.retrieval_client.MAX_QUERIES", 2)
+    monkeypatch.setattr("trl_explore.retrieval.client.MAX_QUERIES", 2)
     two = (200, json.dumps({"result": [[HIT], []]}).encode())
     with scripted_server(two, two, OK) as (url, requests):
         assert [len(hits) for hits in HTTPRetriever(url).search(list("abcde"), 1)] == [1, 0, 1, 0, 1]
@@ -743,7 +743,7 @@ def test_mistakes_are_explained_in_one_line(arguments, message, tmp_path, monkey
 
 
 def test_a_missing_extra_is_explained(monkeypatch, capsys):
-    monkeypatch.delitem(sys.modules, "trl_explore.retrieval_server", raising=False)
+    monkeypatch.delitem(sys.modules, "trl_explore.retrieval.server", raising=False)
     monkeypatch.setitem(sys.modules, "fastapi", None)
     assert main(["serve-retriever", "--corpus", "c.jsonl"]) == 2
     assert "trl-explore[serve]" in capsys.readouterr().err

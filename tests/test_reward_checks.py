@@ -11,9 +11,9 @@ import torch
 from world import contains_answer, make_dataset, make_tokenizer, make_trainer, saved_model, trained
 
 from trl_explore.cli import main
-from trl_explore.evaluation import evaluate
-from trl_explore.reward_checks import RewardError, check_rewards, checked
-from trl_explore.samplers import Sampling
+from trl_explore.evaluation.evaluate import evaluate
+from trl_explore.evaluation.samplers import Sampling
+from trl_explore.rewards.checks import RewardError, check_rewards, checked
 from trl_explore.trainers import ExplorationConfig, ExplorationTrainer, TreeGRPOConfig, TreeGRPOTrainer
 
 REWARDS = """

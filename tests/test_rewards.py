@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_explore.rewards import (
+from trl_explore.rewards.answers import (
     accuracy_reward,
     answer_key,
     answers_match,
@@ -232,7 +232,8 @@ def test_trls_think_format_reward_is_at_hand():
 
 
 def test_importing_the_rewards_loads_neither_torch_nor_math_verify():
-    code = "import sys, trl_explore.rewards, trl_explore.metrics; print({'torch', 'math_verify'} & set(sys.modules))"
+    modules = "trl_explore.rewards.answers, trl_explore.rewards.questions, trl_explore.evaluation.metrics"
+    code = f"import sys, {modules}; print({{'torch', 'math_verify'}} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from trl_explore.rollouts import Rows, ScriptedSampler, per_request
+from trl_explore.rows.rollouts import Rows, ScriptedSampler, per_request
 
 
 def make_rows(**changes):

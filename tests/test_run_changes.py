@@ -8,7 +8,7 @@ from datasets import Dataset
 from trl import GRPOConfig
 from world import differ, make_dataset, make_trainer, parameters
 
-from trl_explore.run_changes import FREE, MOVES_DATA, NEEDED_BY_ROLLOUTS, check_changes, compared_values
+from trl_explore.saving.changes import FREE, MOVES_DATA, NEEDED_BY_ROLLOUTS, check_changes, compared_values
 from trl_explore.trainers import (
     BranPOConfig,
     DeepGRPOConfig,

@@ -21,7 +21,7 @@ from trl.generation import vllm_client
 from trl.generation.vllm_generation import VLLMGeneration
 from world import differ, make_model, make_trainer, never, parameters
 
-from trl_explore.serving import (
+from trl_explore.serving.agreement import (
     check_server,
     check_vocabulary,
     hold,
@@ -304,7 +304,7 @@ def test_a_server_belongs_to_one_process():
     url = "http://127.0.0.1:1"
     hold(url)
     hold("http://localhost:1/")
-    code = f"from trl_explore.serving import hold; hold({url!r})"
+    code = f"from trl_explore.serving.agreement import hold; hold({url!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "RuntimeError: another trainer (process" in done.stderr and "vllm_server_port" in done.stderr
     release(url)

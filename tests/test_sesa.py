@@ -22,7 +22,7 @@ from world import (
     trained,
 )
 
-from trl_explore.rollouts import Rollout
+from trl_explore.rows.rollouts import Rollout
 from trl_explore.trainers import SESAConfig, SESATrainer
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)

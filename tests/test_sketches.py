@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_explore.sketches import (
+from trl_explore.sketches.drafts import (
     check_template,
     fill_prompt,
     fill_template,

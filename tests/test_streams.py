@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from trl_explore.advantages import combine_rewards, equal_rewards, has_signal
-from trl_explore.streams import (
+from trl_explore.rows.advantages import combine_rewards, equal_rewards, has_signal
+from trl_explore.rows.streams import (
     LOSS_NORMALISERS,
     StreamTotals,
     check_loss_type,

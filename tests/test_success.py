@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 from test_branpo import kept_branches
 from world import make_dataset, make_model, make_tokenizer, make_trainer, one_batch, text_of
 
-from trl_explore.advantages import combine_rewards, success_rewards
-from trl_explore.branches import branch_count, group_accuracy, recursion_depth, seeks_shorter
-from trl_explore.callbacks import PassAtKCallback
-from trl_explore.evaluation import evaluate
-from trl_explore.hard_prompts import filter_hard_prompts, read_pass_rates
-from trl_explore.metrics import sample_metrics
-from trl_explore.novelty import map_rewards, mixed_enough
-from trl_explore.pivots import failed_rows
-from trl_explore.samplers import Sampling
-from trl_explore.success import check_success_reward, failed, is_success, succeeded
+from trl_explore.branches.choice import branch_count, group_accuracy, recursion_depth, seeks_shorter
+from trl_explore.evaluation.callbacks import PassAtKCallback
+from trl_explore.evaluation.evaluate import evaluate
+from trl_explore.evaluation.hard_prompts import filter_hard_prompts, read_pass_rates
+from trl_explore.evaluation.metrics import sample_metrics
+from trl_explore.evaluation.samplers import Sampling
+from trl_explore.gradients.novelty import map_rewards, mixed_enough
+from trl_explore.pivots.choice import failed_rows
+from trl_explore.rewards.success import check_success_reward, failed, is_success, succeeded
+from trl_explore.rows.advantages import combine_rewards, success_rewards
 from trl_explore.trainers import (
     BranPOConfig,
     BranPOTrainer,
@@ -31,7 +31,7 @@ from trl_explore.trainers import (
     TreeGRPOConfig,
     TreeGRPOTrainer,
 )
-from trl_explore.tree_rules import terminal_outcome
+from trl_explore.trees.rules import terminal_outcome
 
 NAN = math.nan
 WEIGHTS = [0.15, 0.65, 0.2]

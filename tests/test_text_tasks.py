@@ -17,7 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trl_explore.sketches import fill_template, split_candidates
+from trl_explore.sketches.drafts import fill_template, split_candidates
 from trl_explore.tasks import SketchedTask, get_task, paper_places
 from trl_explore.tasks.countdown import COUNTDOWN, read_answer
 from trl_explore.tasks.dialects import DIALECT

@@ -11,12 +11,12 @@ from transformers import TrainerCallback
 from world import contains_answer, make_dataset, make_model, make_tokenizer, saved_model
 
 from trl_explore.cli import main
-from trl_explore.comparison import Arm, Budget, train_arm
-from trl_explore.evaluation import evaluate
-from trl_explore.samplers import Sampling
+from trl_explore.compare.arms import Arm, Budget, train_arm
+from trl_explore.evaluation.evaluate import evaluate
+from trl_explore.evaluation.samplers import Sampling
+from trl_explore.runs.threads import TINY, suitable_threads
 from trl_explore.tasks import get_task
 from trl_explore.tasks.warm_start import warm_start
-from trl_explore.threads import TINY, suitable_threads
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 REWARDS = """

@@ -25,10 +25,10 @@ from world import (
 )
 
 import trl_explore
-from trl_explore.advantages import first_appearance, tree_advantages
-from trl_explore.replay import SolutionCache, write_cache
-from trl_explore.streams import loss_mask
+from trl_explore.rows.advantages import first_appearance, tree_advantages
+from trl_explore.rows.streams import loss_mask
 from trl_explore.trainers import TreeGRPOConfig, TreeGRPOTrainer
+from trl_explore.trees.replay import SolutionCache, write_cache
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
 SMALL = dict(expansion_width=3, node_length=2)

@@ -13,8 +13,8 @@ from commands import run_example
 from world import make_tokenizer, saved_model
 
 from trl_explore.cli import main
-from trl_explore.replay import read_cache
-from trl_explore.tree_files import read_trees
+from trl_explore.tree_view.files import read_trees
+from trl_explore.trees.replay import read_cache
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 ROWS = [{"question": f"{i}+{i}=", "final_answer": str(2 * i % 10)} for i in range(8)]

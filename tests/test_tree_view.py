@@ -15,8 +15,8 @@ from rich.style import Style
 from rich.text import Text
 
 from trl_explore.cli import main
-from trl_explore.tree_files import read_trees
-from trl_explore.tree_view import depths, html_page, shade, short_text, text_tree, verdict, visible_text
+from trl_explore.tree_view.files import read_trees
+from trl_explore.tree_view.text import depths, html_page, shade, short_text, text_tree, verdict, visible_text
 
 SCRIPT = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title = 'owned'\">"
 BREAKOUT = '</span></summary></details></main></style><h1>owned</h1>" onclick="alert(1)'

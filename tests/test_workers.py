@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tqdm.auto import tqdm
 
-from trl_explore.workers import AT_WORK, DONE, Job, WorkerFailed, Workers, death
+from trl_explore.runs.workers import AT_WORK, DONE, Job, WorkerFailed, Workers, death
 
 
 def square(connection, number):

@@ -11,12 +11,12 @@ check_trl_version(trl.__version__)
 from .base import ExplorationTrainer
 from .branpo import BranPOConfig, BranPOTrainer
 from .config import ExplorationConfig
-from .deep_config import DeepGRPOConfig
 from .deep_grpo import DeepGRPOTrainer
+from .deep_grpo_config import DeepGRPOConfig
 from .g2rl import G2RLConfig, G2RLTrainer, GradientGuided
 from .sesa import SESAConfig, SESATrainer
-from .tree_config import TreeGRPOConfig
 from .tree_grpo import TreeGRPOTrainer
+from .tree_grpo_config import TreeGRPOConfig
 
 __all__ = [
     "BranPOConfig",

@@ -8,7 +8,7 @@ import torch
 from accelerate.utils import gather
 from trl.chat_template_utils import parse_response
 
-from trl_explore.environments import environment_error, guarded
+from trl_explore.agents.environments import environment_error, guarded
 
 from .base import ExplorationTrainer
 

@@ -17,9 +17,10 @@ import torch
 from datasets import Dataset, IterableDataset
 from trl.trainer.utils import get_config_model_id
 
-from trl_explore.advantages import combine_rewards, has_signal
-from trl_explore.rollouts import Rollout
-from trl_explore.streams import (
+from trl_explore.rewards.success import check_success_reward
+from trl_explore.rows.advantages import combine_rewards, has_signal
+from trl_explore.rows.rollouts import Rollout
+from trl_explore.rows.streams import (
     LOSS_NORMALISERS,
     RowDict,
     check_loss_type,
@@ -27,7 +28,6 @@ from trl_explore.streams import (
     mask_rows,
     row_tokens,
 )
-from trl_explore.success import check_success_reward
 
 from .config import ExplorationConfig, upgrade_config
 from .sampling import SamplingTrainer

@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trl_explore.environments import environment_error, guard
-from trl_explore.rollouts import Continuation, Rollout
-from trl_explore.snapshots import check_replay, choose_state, explain_wrong_state, take
-from trl_explore.tool_watch import ToolWatch
-from trl_explore.trajectories import Branch, Message, Trajectory
+from trl_explore.agents.environments import environment_error, guard
+from trl_explore.agents.snapshots import check_replay, choose_state, explain_wrong_state, take
+from trl_explore.agents.trajectories import Branch, Message, Trajectory
+from trl_explore.agents.watch import ToolWatch
+from trl_explore.rows.rollouts import Continuation, Rollout
 
 from .agents import AgentTrainer
 from .base import Chooser

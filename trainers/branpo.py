@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from trl.trainer.utils import nanstd
 
-from trl_explore.advantages import combine_rewards
-from trl_explore.branches import (
+from trl_explore.agents.trajectories import Branch
+from trl_explore.branches.choice import (
     branch_advantages,
     branch_count,
     credit,
@@ -27,8 +27,8 @@ from trl_explore.branches import (
     suffix_mask,
     turns,
 )
-from trl_explore.rollouts import Rows
-from trl_explore.trajectories import Branch
+from trl_explore.rows.advantages import combine_rewards
+from trl_explore.rows.rollouts import Rows
 
 from .branching import BranchingTrainer
 from .branpo_config import BranPOConfig

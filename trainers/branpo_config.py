@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from trl_explore.branches import DEFINITIONS, GROUPS, SELECTIONS
+from trl_explore.agents.snapshots import STATES
+from trl_explore.branches.choice import DEFINITIONS, GROUPS, SELECTIONS
 from trl_explore.names import explain_unknown_fields, unknown_name
-from trl_explore.snapshots import STATES
 
 from .config import ExplorationConfig
 

@@ -12,9 +12,9 @@ import torch
 from accelerate.utils import gather, gather_object
 from trl.trainer import grpo_trainer
 
-from trl_explore.plain_values import from_plain, to_plain
-from trl_explore.rollouts import Rows
-from trl_explore.streams import RowDict, loss_mask
+from trl_explore.rows.rollouts import Rows
+from trl_explore.rows.streams import RowDict, loss_mask
+from trl_explore.saving.plain_values import from_plain, to_plain
 from trl_explore.visible_text import visible_text
 
 from .serving import ServingTrainer

@@ -6,9 +6,9 @@ from typing import TypeVar
 
 from trl import GRPOConfig
 
-from trl_explore.hub import check_repo_id
 from trl_explore.names import explain_unknown_fields, unknown_name
-from trl_explore.serving import WEIGHT_SYNCS
+from trl_explore.publishing.hub import check_repo_id
+from trl_explore.serving.agreement import WEIGHT_SYNCS
 
 # Rows of one stage of sampling that no real run comes near: what asks for more is a slip that would run for ever.
 MOST_STAGE_ROWS = 100_000
@@ -49,7 +49,7 @@ class ExplorationConfig(GRPOConfig):
         push_method_state (`bool`, *optional*, defaults to `False`):
             Publish, beside the model, what the method keeps: its state (`explore_state_<rank>.pt`) and the files that
             it writes into `output_dir`, such as dumped trees, which hold prompts and completions.
-            [`~trl_explore.checkpoints.load_state`] reads the state. Whole checkpoints, which
+            [`~trl_explore.saving.checkpoints.load_state`] reads the state. Whole checkpoints, which
             `hub_strategy="checkpoint"` and `"all_checkpoints"` ask for, always hold it: they are sent to be resumed.
     """
 

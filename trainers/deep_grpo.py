@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 
-from trl_explore.checkpoints import append_lines, cut_file, file_size, path_inside
-from trl_explore.pivots import (
+from trl_explore.pivots.choice import (
     Branching,
     Pivot,
     SuccessEstimator,
@@ -24,12 +23,13 @@ from trl_explore.pivots import (
     segment_delimiters,
     segment_fixed,
 )
-from trl_explore.plain_values import from_plain, to_plain
-from trl_explore.rollouts import Continuation, Rollout, Rows
-from trl_explore.success import failed, succeeded
+from trl_explore.rewards.success import failed, succeeded
+from trl_explore.rows.rollouts import Continuation, Rollout, Rows
+from trl_explore.saving.checkpoints import append_lines, cut_file, file_size, path_inside
+from trl_explore.saving.plain_values import from_plain, to_plain
 
 from .base import ExplorationTrainer
-from .deep_config import DeepGRPOConfig
+from .deep_grpo_config import DeepGRPOConfig
 from .scoring import ScoredRows
 
 

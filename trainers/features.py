@@ -11,8 +11,8 @@ from accelerate.utils import gather
 from peft import PeftModel
 from trl.trainer.utils import maybe_gather_lm_head_ctx, pad
 
-from trl_explore.gradients import lm_head_of, sequence_features
-from trl_explore.streams import kept_randomness
+from trl_explore.gradients.features import lm_head_of, sequence_features
+from trl_explore.rows.streams import kept_randomness
 
 from .base import ExplorationTrainer
 from .sampling import without_dropout

@@ -10,10 +10,8 @@ import torch
 from accelerate.utils import gather
 from peft import PeftModel
 
-from trl_explore.advantages import combine_rewards
-from trl_explore.gradients import lm_head_of
-from trl_explore.names import explain_unknown_fields, unknown_name
-from trl_explore.novelty import (
+from trl_explore.gradients.features import lm_head_of
+from trl_explore.gradients.novelty import (
     MAPPINGS,
     SCORES,
     TRANSFORMS,
@@ -25,6 +23,8 @@ from trl_explore.novelty import (
     shuffle_in_groups,
     transform_novelty,
 )
+from trl_explore.names import explain_unknown_fields, unknown_name
+from trl_explore.rows.advantages import combine_rewards
 
 from .config import ExplorationConfig
 from .features import FeatureTrainer

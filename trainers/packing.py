@@ -9,8 +9,8 @@ import torch
 from peft import PeftModel
 from trl.trainer.utils import split_tensor_dict
 
-from trl_explore.packed_attention import BLOCK, NO_MASK, enable_packing, own_attention
-from trl_explore.packing import (
+from trl_explore.packing.attention import BLOCK, NO_MASK, enable_packing, own_attention
+from trl_explore.packing.layout import (
     MIN_SAVED,
     PackedRows,
     check_fits,
@@ -19,7 +19,7 @@ from trl_explore.packing import (
     pack_rows,
     split_rows,
 )
-from trl_explore.streams import RowDict, row_tokens, select_rows
+from trl_explore.rows.streams import RowDict, row_tokens, select_rows
 
 from .streams import StreamTrainer
 

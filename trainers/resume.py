@@ -18,7 +18,8 @@ from datasets import IterableDataset
 from torch.utils.data import Sampler
 from transformers import TrainerCallback, TrainingArguments
 
-from trl_explore.checkpoints import (
+from trl_explore.saving.changes import check_changes, compared_values
+from trl_explore.saving.checkpoints import (
     STATE_FILE,
     TRAINER_STATE,
     is_complete,
@@ -28,7 +29,6 @@ from trl_explore.checkpoints import (
     save_state,
     set_aside,
 )
-from trl_explore.run_changes import check_changes, compared_values
 
 from .publishing import PublishingTrainer
 

@@ -7,9 +7,9 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from trl_explore.generation import recorded
-from trl_explore.rollouts import Continuation, per_request
-from trl_explore.streams import kept_randomness
+from trl_explore.rows.rollouts import Continuation, per_request
+from trl_explore.rows.streams import kept_randomness
+from trl_explore.sampling.generation import recorded
 
 from .packing import PackedTrainer
 from .vllm_backend import Request

@@ -10,10 +10,10 @@ import torch
 from accelerate.utils import gather, gather_object
 from trl.trainer.utils import is_async_callable
 
-from trl_explore.advantages import combine_rewards, equal_rewards, success_rewards
-from trl_explore.reward_checks import RewardError, checked
-from trl_explore.rollouts import Rows
-from trl_explore.streams import RowDict, kept_randomness
+from trl_explore.rewards.checks import RewardError, checked
+from trl_explore.rows.advantages import combine_rewards, equal_rewards, success_rewards
+from trl_explore.rows.rollouts import Rows
+from trl_explore.rows.streams import RowDict, kept_randomness
 
 from .completions_table import CompletionsTrainer, Logs, empty_logs
 

@@ -10,7 +10,7 @@ from typing import Any
 from datasets import Dataset
 from trl.trainer import grpo_trainer
 
-from trl_explore.streams import RowDict, loss_mask
+from trl_explore.rows.streams import RowDict, loss_mask
 
 from .resume import ResumableTrainer
 from .vllm_backend import WEIGHTS_FOLDER, Answer, Request, ServedGeneration

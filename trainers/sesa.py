@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from trl_explore.metrics import coverage_at_k
-from trl_explore.rollouts import Rollout
-from trl_explore.sketches import (
+from trl_explore.evaluation.metrics import coverage_at_k
+from trl_explore.rewards.success import succeeded
+from trl_explore.rows.rollouts import Rollout
+from trl_explore.sketches.drafts import (
     END_THINK,
     THINK,
     Prompt,
@@ -23,7 +24,6 @@ from trl_explore.sketches import (
     split_candidates,
     split_thoughts,
 )
-from trl_explore.success import succeeded
 
 from .base import Chooser
 from .behaviour import Drawn

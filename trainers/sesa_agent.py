@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from trl_explore.actions import action_of, decision_blocks, share_out
-from trl_explore.rollouts import Rollout
-from trl_explore.sketches import diversity, fill_prompt, first_distinct, newest_that_fit
+from trl_explore.rows.rollouts import Rollout
+from trl_explore.sketches.actions import action_of, decision_blocks, share_out
+from trl_explore.sketches.drafts import diversity, fill_prompt, first_distinct, newest_that_fit
 
 from .base import Chooser
 from .behaviour import BehaviourTrainer, Drawn

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 
 from trl_explore.names import explain_unknown_fields, unknown_name
-from trl_explore.sketches import check_template
+from trl_explore.sketches.drafts import check_template
 
 from .config import ExplorationConfig
 

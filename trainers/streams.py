@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from accelerate.utils import gather
 
-from trl_explore.advantages import has_signal
-from trl_explore.streams import RowDict, StreamTotals, loss_mask, split_stream, stream_scale
+from trl_explore.rows.advantages import has_signal
+from trl_explore.rows.streams import RowDict, StreamTotals, loss_mask, split_stream, stream_scale
 
 from .scoring import ScoredRows, ScoringTrainer
 

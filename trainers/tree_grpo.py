@@ -9,19 +9,19 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 
-from trl_explore.advantages import first_appearance, node_credit, tree_advantages
-from trl_explore.checkpoints import append_lines, cut_file, file_size, path_inside
-from trl_explore.replay import (
+from trl_explore.rows.advantages import first_appearance, node_credit, tree_advantages
+from trl_explore.rows.rollouts import Rollout
+from trl_explore.saving.checkpoints import append_lines, cut_file, file_size, path_inside
+from trl_explore.trees.metrics import tree_counts, tree_metrics
+from trl_explore.trees.records import tree_record
+from trl_explore.trees.replay import (
     SolutionCache,
     append_solutions,
     read_cache,
     replace_failures,
     write_cache,
 )
-from trl_explore.rollouts import Rollout
-from trl_explore.tree_metrics import tree_counts, tree_metrics
-from trl_explore.tree_records import tree_record
-from trl_explore.trees import (
+from trl_explore.trees.search import (
     Leaf,
     SelectFn,
     Tree,
@@ -37,7 +37,7 @@ from trl_explore.trees import (
 )
 
 from .base import ExplorationTrainer
-from .tree_config import TreeGRPOConfig
+from .tree_grpo_config import TreeGRPOConfig
 
 SOLUTIONS_FILE = "solutions.jsonl"
 

@@ -20,7 +20,7 @@ from trl.generation.vllm_generation import VLLMGeneration, extract_logprobs
 from trl.import_utils import is_vllm_available
 from urllib3.util.retry import Retry
 
-from trl_explore.serving import check_server, check_vocabulary, hold, serve_command, wait_until_healthy
+from trl_explore.serving.agreement import check_server, check_vocabulary, hold, serve_command, wait_until_healthy
 
 MAX_CONCURRENT_REQUESTS = 64
 WEIGHTS_FOLDER = "_vllm_weights"  # the underscore keeps it out of what is pushed to the Hub

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 import transformers
 
-from trl_explore.agent_comparison import report, train_agent, train_missing
-from trl_explore.comparison import Arm, Budget
+from trl_explore.compare.agents import report, train_agent, train_missing
+from trl_explore.compare.arms import Arm, Budget
 from trl_explore.tasks.multihop import MULTI_HOP
 from trl_explore.tasks.warm_start import warm_start
 

@@ -22,8 +22,8 @@ from datasets import Dataset
 from transformers import Qwen2Config, Qwen2ForCausalLM, TrainerCallback
 from trl import GRPOConfig
 
-from trl_explore.cli_train import METHODS
-from trl_explore.comparison import Budget, CostCallback
+from trl_explore.cli.train import METHODS
+from trl_explore.compare.arms import Budget, CostCallback
 from trl_explore.tasks.tiny_model import VOCAB_SIZE, build_tokenizer
 
 # Each method beside the GRPO that it is compared with: an agent's turns are another task than single completions.

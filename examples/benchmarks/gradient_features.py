@@ -39,7 +39,7 @@ def peak_bytes(device):
 
 
 def one_case(args):
-    from trl_explore.gradients import LMHead, sequence_features
+    from trl_explore.gradients.features import LMHead, sequence_features
 
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)

@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 import transformers
 
-from trl_explore.clocks import comparison_table
-from trl_explore.comparison import Arm, Budget, train_arm
-from trl_explore.geometry_callback import GeometryCallback
-from trl_explore.plots import learning_curves
+from trl_explore.compare.arms import Arm, Budget, train_arm
+from trl_explore.compare.clocks import comparison_table
+from trl_explore.compare.plots import learning_curves
+from trl_explore.gradients.callback import GeometryCallback
 from trl_explore.tasks import get_task
 from trl_explore.tasks.warm_start import warm_start
 

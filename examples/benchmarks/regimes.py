@@ -34,10 +34,10 @@ from typing import Any
 import yaml
 from regimes_results import MOST_SAMPLES, Row, read_results, settings_of, to_rows, to_runs, write_results
 
-from trl_explore.cli_inputs import UsageError
-from trl_explore.clocks import mean_along
-from trl_explore.comparison import Run
+from trl_explore.compare.arms import Run
+from trl_explore.compare.clocks import mean_along
 from trl_explore.names import unknown_name
+from trl_explore.runs.inputs import UsageError
 
 HERE = Path(__file__).resolve().parent
 STAGES = ("admission rates", "admission", "rates", "knob", "verdict", "seconds")
@@ -107,7 +107,7 @@ class Regime:
 
     def check(self) -> None:
         """Whether arms are tuned alike, and `trl-explore compare` takes them."""
-        from trl_explore.compare_settings import read_comparison
+        from trl_explore.compare.settings import read_comparison
 
         for arm in self.arms:
             for key in arm:
@@ -297,8 +297,8 @@ def train_seed(regime: Regime, stage: str, document: dict[str, Any], output_dir:
             Where checkpoints go.
     """
     from trl_explore.cli import main
-    from trl_explore.compare_folder import RESULT, ComparisonFolder
-    from trl_explore.compare_settings import read_comparison
+    from trl_explore.compare.folder import RESULT, ComparisonFolder
+    from trl_explore.compare.settings import read_comparison
 
     (seed,), arms = document["seeds"], document["arms"]
     settings = {arm["name"]: settings_of(document, arm) for arm in arms}

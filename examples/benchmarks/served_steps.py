@@ -28,10 +28,10 @@ from accelerate.utils.other import get_free_port
 from datasets import Dataset
 from transformers import PrinterCallback, Qwen2ForCausalLM, TrainerCallback
 
-from trl_explore.cli_train import METHODS
-from trl_explore.clocks import interval
-from trl_explore.comparison import Budget, CostCallback
-from trl_explore.serving import wait_until_healthy
+from trl_explore.cli.train import METHODS
+from trl_explore.compare.arms import Budget, CostCallback
+from trl_explore.compare.clocks import interval
+from trl_explore.serving.agreement import wait_until_healthy
 from trl_explore.tasks.lake_agent import LAKE_AGENT
 from trl_explore.tasks.tiny_model import build_model, build_tokenizer
 from trl_explore.tasks.warm_start import train

@@ -3,8 +3,8 @@
     python examples/benchmarks/shared_prefill.py --prefix_tokens 256 --new_tokens 16
 
 A branching method asks for many continuations of one prefix, and `generate` of transformers encodes the prefix for
-each. `trl_explore.generation.recorded` lets it do so once. Random weights; both ways alternate in one process, sample
-from the same seeds, and are compared token by token.
+each. `trl_explore.sampling.generation.recorded` lets it do so once. Random weights; both ways alternate in one
+process, sample from the same seeds, and are compared token by token.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import torch
 import transformers
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from trl_explore.generation import recorded
+from trl_explore.sampling.generation import recorded
 
 
 def main():

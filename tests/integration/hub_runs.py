@@ -38,8 +38,8 @@ from safetensors.torch import load
 from transformers import AutoModelForCausalLM
 from world import make_dataset, make_model, make_trainer, parameters, saved_model
 
-from trl_explore.checkpoints import load_state
 from trl_explore.cli import main
+from trl_explore.saving.checkpoints import load_state
 from trl_explore.trainers import (
     BranPOConfig,
     BranPOTrainer,

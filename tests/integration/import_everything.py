@@ -10,8 +10,8 @@ import pkgutil
 import trl_explore
 
 NEED_AN_EXTRA = {
-    "trl_explore.retrieval_server": "a retrieval server needs FastAPI and uvicorn: pip install 'trl-explore[serve]'",
-    "trl_explore.vllm_engine": "No module named 'vllm'",  # vLLM's side: nothing else imports it
+    "trl_explore.retrieval.server": "a retrieval server needs FastAPI and uvicorn: pip install 'trl-explore[serve]'",
+    "trl_explore.serving.engine": "No module named 'vllm'",  # vLLM's side: nothing else imports it
 }
 
 

@@ -34,7 +34,7 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 from world import contains_answer, make_trainer, parameters, saved_model
 
-from trl_explore.checkpoints import last_complete_checkpoint
+from trl_explore.saving.checkpoints import last_complete_checkpoint
 from trl_explore.trainers import (
     BranPOConfig,
     BranPOTrainer,

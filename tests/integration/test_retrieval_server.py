@@ -8,9 +8,9 @@ import urllib.request
 
 import pytest
 
-from trl_explore.corpus import load_corpus
-from trl_explore.retrieval import BM25Retriever
-from trl_explore.retrieval_client import HTTPRetriever, RetrieverError
+from trl_explore.retrieval.client import HTTPRetriever, RetrieverError
+from trl_explore.retrieval.corpus import load_corpus
+from trl_explore.retrieval.index import BM25Retriever
 
 
 def post(address, body):

@@ -5,7 +5,7 @@ import torch
 from trl import GRPOTrainer
 from world import make_agent
 
-from trl_explore.retrieval_client import CachedRetriever, HTTPRetriever, SearchTool
+from trl_explore.retrieval.client import CachedRetriever, HTTPRetriever, SearchTool
 from trl_explore.trainers import BranPOConfig, BranPOTrainer
 
 WORDS = ["paris", "germany", "cats", "sofas", "zebra"]

@@ -6,8 +6,8 @@ from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
 from world import always, contains_answer, differ, make_trainer, parameters
 
-from trl_explore.reward_checks import RewardError
-from trl_explore.rollouts import Rows
+from trl_explore.rewards.checks import RewardError
+from trl_explore.rows.rollouts import Rows
 from trl_explore.trainers import (
     BranPOConfig,
     BranPOTrainer,

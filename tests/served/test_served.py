@@ -14,7 +14,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from world import differ, make_dataset, make_tokenizer, parameters
 
-from trl_explore.serving import release
+from trl_explore.serving.agreement import release
 from trl_explore.tasks.lake_agent import LAKE_AGENT
 from trl_explore.tasks.tiny_model import build_model
 from trl_explore.trainers import (
@@ -203,7 +203,7 @@ def test_two_trainers_do_not_share_a_server(server, models, tmp_path):
     server.serve(models["tied"])
     make("grpo", server, tmp_path)
     make("grpo", server, tmp_path)  # of one process, one after the other
-    code = f"from trl_explore.serving import hold; hold('http://127.0.0.1:{server.port}')"
+    code = f"from trl_explore.serving.agreement import hold; hold('http://127.0.0.1:{server.port}')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "another trainer (process" in done.stderr and "--port" in done.stderr
 

@@ -15,8 +15,8 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from trl_explore.metrics import coverage_at_k
-from trl_explore.rewards import completion_text
+from trl_explore.evaluation.metrics import coverage_at_k
+from trl_explore.rewards.answers import completion_text
 from trl_explore.tasks.sketched import SketchedTask
 
 PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2}

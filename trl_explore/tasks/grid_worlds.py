@@ -11,7 +11,7 @@ import random
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
-from trl_explore.snapshots import not_a_tool
+from trl_explore.agents.snapshots import not_a_tool
 
 ACTIONS = {"l": "left", "d": "down", "r": "right", "u": "up"}  # in the order of gymnasium's 0, 1, 2, 3
 OFFSETS = {"l": (0, -1), "d": (1, 0), "r": (0, 1), "u": (-1, 0)}

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 from datasets import Dataset
 
-from trl_explore.rewards import completion_text
-from trl_explore.snapshots import not_a_tool
+from trl_explore.agents.snapshots import not_a_tool
+from trl_explore.rewards.answers import completion_text
 from trl_explore.tasks.multihop_world import (
     LAST_RELATIONS,
     PASSAGES,

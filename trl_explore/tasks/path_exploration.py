@@ -18,8 +18,8 @@ from typing import Any
 
 from datasets import Dataset
 
-from trl_explore.metrics import coverage_at_k
-from trl_explore.rewards import completion_text
+from trl_explore.evaluation.metrics import coverage_at_k
+from trl_explore.rewards.answers import completion_text
 from trl_explore.tasks.sketched import SketchedTask
 
 PROBLEM = "place"  # without any of the marks

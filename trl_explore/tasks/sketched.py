@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from datasets import Dataset
 
-from trl_explore.rewards import completion_text
+from trl_explore.rewards.answers import completion_text
 
 SKETCH_MARK, SOLVE_MARK, LIST_MARK = "?", "|", "!"
 MARKS = re.compile(f"([{re.escape(SKETCH_MARK + SOLVE_MARK + LIST_MARK)}])")

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
 
-from trl_explore.metrics import coverage_at_k
-from trl_explore.rewards import completion_text
+from trl_explore.evaluation.metrics import coverage_at_k
+from trl_explore.rewards.answers import completion_text
 from trl_explore.tasks.sketched import SketchedTask
 
 DIGITS = "1234"

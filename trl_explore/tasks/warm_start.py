@@ -20,9 +20,9 @@ import transformers
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
+from trl_explore.runs.threads import few_threads
 from trl_explore.tasks import TeachableTask
 from trl_explore.tasks.tiny_model import ASSISTANT, CHARACTERS, EOS, USER, build_model, build_tokenizer
-from trl_explore.threads import few_threads
 
 CACHE_VERSION = 2  # raise it when the recipe, the tokenizer or the way tasks draw from their seeds changes
 BATCH_SIZE = 32

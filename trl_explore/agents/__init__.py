@@ -1,0 +1,1 @@
+"""Agents: environments, their states, trajectories, tools."""

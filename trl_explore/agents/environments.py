@@ -1,0 +1,159 @@
+"""Environments for TRL's `environment_factory` whose failures end a trajectory and not the run.
+
+TRL offers every public method of an environment to the model as a tool, next to `reset` and `get_reward`. A call that
+does not fit a tool's signature is the model's mistake and stays what TRL makes of it, an observation.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from trl_explore.agents.snapshots import OWN, has_own_snapshots, not_a_tool
+
+ERROR = "_trl_explore_error"
+FALLBACKS = {"reset": None, "get_reward": 0.0}  # what a failed call gives instead of raising
+_inside: ContextVar[bool] = ContextVar("inside an environment", default=False)
+
+
+def guarded(factory: Callable[[], Any]) -> Callable[[], Any]:
+    """
+    Let a factory make environments that remember their first exception instead of raising it out of the trainer.
+
+    `reset` and `get_reward` no longer raise: there is no observation, and a reward of 0. A tool still does, and TRL
+    shows the message to the model. See [`environment_error`].
+
+    Args:
+        factory (`Callable`):
+            What makes an environment.
+
+    Returns:
+        `Callable`: A factory of the same environments. Their class stays what it is, and its other instances behave
+        as before.
+
+    Raises:
+        TypeError: By the new factory, if an environment cannot carry an attribute.
+    """
+
+    @functools.wraps(factory)
+    def make() -> Any:
+        environment = factory()
+        try:
+            guard(environment)
+        except (TypeError, AttributeError) as error:
+            raise TypeError(
+                f"`environment_factory` made a {type(environment).__name__} that cannot carry an attribute ({error}): "
+                "make it an ordinary class, without `__slots__`."
+            ) from error
+        return environment
+
+    return make
+
+
+def guard(environment: Any) -> None:
+    """
+    Let an environment remember its first exception, see [`guarded`]; one that does already keeps it.
+
+    Args:
+        environment (`Any`):
+            The environment.
+    """
+    if ERROR not in vars(environment):
+        setattr(environment, ERROR, None)
+    kind: Any = type(environment)
+    _guard_class(kind)
+
+
+def environment_error(environment: Any) -> BaseException | None:
+    """
+    The exception that ended an environment's episode.
+
+    Args:
+        environment (`Any`):
+            Environment made by a [`guarded`] factory, or any other object.
+
+    Returns:
+        `BaseException` or `None`: The first exception since the last `reset`.
+    """
+    return getattr(environment, ERROR, None)
+
+
+# The methods of the class are wrapped in place. A sub-class would not be of the user's type, which TRL and reward
+# functions compare; methods bound in the instance would go into its copies and stay bound to the original there.
+@functools.cache
+def _guard_class(cls: Any) -> None:
+    hidden = OWN if has_own_snapshots(cls) else ()
+    for name, method in inspect.getmembers(cls, inspect.isfunction):
+        if isinstance(inspect.getattr_static(cls, name), staticmethod):
+            continue
+        own = method if name in vars(cls) else _inherited(cls, name, method)
+        if name in hidden:
+            setattr(cls, name, not_a_tool(own))
+        elif not name.startswith("_"):
+            setattr(cls, name, _guarded_method(name, own))
+
+
+def _inherited(cls: type, name: str, method: Callable) -> Callable:
+    """A method that is looked up anew: a sub-class of `cls` may have another base class that overrides it."""
+
+    @functools.wraps(method)
+    def call(self, *args, **kwargs):
+        return getattr(super(cls, self), name)(*args, **kwargs)
+
+    @functools.wraps(method)
+    async def call_async(self, *args, **kwargs):
+        return await getattr(super(cls, self), name)(*args, **kwargs)
+
+    return call_async if inspect.iscoroutinefunction(method) else call
+
+
+def _guarded_method(name: str, method: Callable) -> Callable:
+    signature = inspect.signature(method)
+
+    def is_over(self: Any, args: tuple, kwargs: dict) -> bool:
+        """Prepare a call from outside; whether there is nothing left to ask the environment."""
+        if name == "reset":
+            setattr(self, ERROR, None)
+        elif name != "get_reward":
+            signature.bind(self, *args, **kwargs)  # a call that does not fit raises here, unrecorded
+        return name == "get_reward" and environment_error(self) is not None
+
+    def is_free(self: Any) -> bool:
+        # What an environment calls itself, it may also catch itself: only the outermost call is guarded.
+        return _inside.get() or ERROR not in vars(self)
+
+    @functools.wraps(method)
+    def call(self, *args, **kwargs):
+        if is_free(self):
+            return method(self, *args, **kwargs)
+        if not is_over(self, args, kwargs):
+            with _recorded(self, name):
+                return method(self, *args, **kwargs)
+        return FALLBACKS[name]
+
+    @functools.wraps(method)
+    async def call_async(self, *args, **kwargs):
+        if is_free(self):
+            return await method(self, *args, **kwargs)
+        if not is_over(self, args, kwargs):
+            with _recorded(self, name):
+                return await method(self, *args, **kwargs)
+        return FALLBACKS[name]
+
+    return call_async if inspect.iscoroutinefunction(method) else call
+
+
+@contextmanager
+def _recorded(environment: Any, name: str) -> Iterator[None]:
+    token = _inside.set(True)
+    try:
+        yield
+    except Exception as error:
+        if environment_error(environment) is None:
+            setattr(environment, ERROR, error)
+        if name not in FALLBACKS:
+            raise
+    finally:
+        _inside.reset(token)

@@ -1,0 +1,1 @@
+"""BranPO's maths: tails of trajectories."""

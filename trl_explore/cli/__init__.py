@@ -1,0 +1,158 @@
+"""The `trl-explore` command. Nothing heavy is imported before a sub-command runs, so that `--help` answers at once."""
+
+import argparse
+import gc
+import sys
+
+from trl_explore import __version__
+from trl_explore.names import unknown_name
+from trl_explore.rewards.checks import RewardError
+from trl_explore.runs.inputs import UsageError
+from trl_explore.runs.quiet import without_noise
+from trl_explore.runs.workers import count_cores
+from trl_explore.visible_text import visible_text
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="trl-explore",
+        description="GRPO trainers that explore better, on top of TRL.",
+        epilog="New here? trl-explore quickstart --fast. More on a command: trl-explore COMMAND --help",
+    )
+    parser.add_argument("--version", action="version", version=f"trl-explore {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("train", help="train a model: trl-explore train --method deep_grpo --config run.yaml")
+    commands.add_parser("compare", help="several methods on the same budget: trl-explore compare --task chain")
+    commands.add_parser("tree", help="look at a dumped search tree: trl-explore tree FILE --index N --html tree.html")
+    commands.add_parser("filter", help="keep the prompts that a model rarely solves: trl-explore filter --k 4 ...")
+    commands.add_parser("eval", help="measure pass@k and maj@k: trl-explore eval --dataset gsm8k ...")
+    serve = commands.add_parser("serve-retriever", help="search over a corpus as an HTTP server, for agents")
+    serve.description = "Serve BM25 or dense search over a corpus by HTTP, in the protocol of Search-R1's server."
+    serve.add_argument("--corpus", required=True, help=".jsonl or .parquet with `text` (and `id`, `title`)")
+    serve.add_argument("--index", help="folder of the index: loaded if it is there, else built and saved")
+    serve.add_argument("--retriever", choices=["bm25", "dense"], default="bm25", help="default: %(default)s")
+    serve.add_argument("--model", default="intfloat/e5-base-v2", help="E5 model of `dense` (default: %(default)s)")
+    serve.add_argument("--host", default="127.0.0.1", help="default: %(default)s, this machine only")
+    serve.add_argument("--port", type=int, default=8000, help="default: %(default)s")
+    serve.add_argument("--top_k", type=int, default=3, help="passages where a request names no number (default: 3)")
+    serve.add_argument("--max_top_k", type=int, default=100, help="passages per query at most (default: %(default)s)")
+    serve.add_argument("--max_queries", type=int, default=512, help="queries per request (default: %(default)s)")
+    serve.add_argument("--max_query_chars", type=int, default=10_000, help="of a query (default: %(default)s)")
+    serve.add_argument("--max_body_mb", type=int, default=8, help="of a request, in MiB (default: %(default)s)")
+    serve.add_argument("--max_cache_mb", type=int, default=512, help="of known answers, in MiB (default: %(default)s)")
+    serve.add_argument(
+        "--allowed_hosts",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="further names or addresses that requests may use for this machine; '*' for any",
+    )
+    completion = commands.add_parser("completion", help="print a script that completes commands, flags and methods")
+    completion.add_argument("shell", choices=["bash", "zsh", "tcsh"])
+    commands.add_parser("env", help="print versions, devices and what is supported here")
+    quickstart = commands.add_parser(
+        "quickstart", help="GRPO, DEEP-GRPO and TreeGRPO on a tiny task, offline, on a CPU"
+    )
+    quickstart.description = (
+        "Train GRPO, DEEP-GRPO and TreeGRPO on a tiny task that needs exploration, offline: under 4 minutes on two "
+        "CPU cores. The same command goes on where it was stopped."
+    )
+    quickstart.add_argument("--fast", action="store_true", help="fewer steps and seeds: a check that everything runs")
+    quickstart.add_argument("--output_dir", help="where results go (default: out/quickstart, or out/quickstart-fast)")
+    quickstart.add_argument("--seed", type=int, default=0, help="first seed (default: %(default)s)")
+    quickstart.add_argument("--num_seeds", type=int, help="seeds per method (default: 6, with --fast 2)")
+    quickstart.add_argument(
+        "--processes",
+        type=int,
+        default=count_cores(),
+        help="runs at a time (default: the number of cores, %(default)s)",
+    )
+    quickstart.add_argument("--resume", action="store_true", help="not needed: the same command goes on by itself")
+    return parser
+
+
+def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """
+    The sub-commands of a parser.
+
+    Args:
+        parser (`argparse.ArgumentParser`):
+            A parser that has some.
+
+    Returns:
+        `dict[str, argparse.ArgumentParser]`: Their parsers by name. What is put into it is there.
+    """
+    (action,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return action.choices
+
+
+def _dispatch(argv: list[str]) -> int:
+    known = subcommands(_build_parser())
+    if argv and not argv[0].startswith("-") and argv[0] not in known:
+        raise UsageError(unknown_name("command", argv[0], known))
+    if argv[:1] == ["train"]:  # its flags are the fields of the method's config: TrlParser reads them, not this parser
+        from trl_explore.cli.train import run
+
+        return run(argv[1:])
+    if argv[:1] == ["compare"]:
+        from trl_explore.cli.compare import run as compare_methods
+
+        return compare_methods(argv[1:])
+    if argv[:1] == ["tree"]:
+        from trl_explore.cli.tree import run as show_tree
+
+        return show_tree(argv[1:])
+    if argv[:1] == ["filter"]:
+        from trl_explore.cli.filter import run as filter_prompts
+
+        return filter_prompts(argv[1:])
+    if argv[:1] == ["eval"]:
+        from trl_explore.cli.eval import run as evaluate
+
+        return evaluate(argv[1:])
+    args = _build_parser().parse_args(argv)
+    if args.command == "completion":
+        from trl_explore.cli.completion import run as print_completion
+
+        return print_completion(_build_parser(), args.shell)
+    if args.command == "env":
+        from trl_explore.cli.env import describe_environment
+
+        print(describe_environment())
+        return 0
+    if args.command == "serve-retriever":
+        try:
+            from trl_explore.retrieval.server import run as serve_retriever
+        except ImportError as error:
+            raise UsageError(str(error)) from error
+        return serve_retriever(args)
+    from trl_explore.compare.quickstart import main as run_quickstart
+
+    return run_quickstart(args) or 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """
+    Runs the `trl-explore` command.
+
+    Args:
+        argv (`list[str]`, *optional*):
+            Arguments after the program's name. Those of the process when not given.
+
+    Returns:
+        `int`: Exit code: `0`, `2` for a mistake in the arguments or in a reward function, `130` after Ctrl-C.
+    """
+    try:
+        with without_noise():
+            return _dispatch(sys.argv[1:] if argv is None else argv)
+    except (UsageError, RewardError) as error:
+        problem = " ".join(str(error).split())  # datasets and transformers explain over several lines
+    except KeyboardInterrupt:
+        print(
+            "trl-explore: aborted; --resume_from_checkpoint true continues from the last checkpoint, if any",
+            file=sys.stderr,
+        )
+        return 130
+    gc.collect()  # the progress bar of a run that has failed ends its line when it goes
+    print(f"trl-explore: error: {visible_text(problem)}", file=sys.stderr)
+    return 2

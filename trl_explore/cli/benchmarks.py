@@ -1,0 +1,193 @@
+"""What `trl-explore eval --dataset` names: a benchmark, a copy of one, an embedded task, or data of one's own."""
+
+import argparse
+import re
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from trl_explore.evaluation.presets import Preset, as_prompts, load_preset, preset_names
+from trl_explore.names import unknown_name
+from trl_explore.runs.inputs import UsageError, load_reward_functions, load_splits, looks_like_path, pick_split
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+TASK_PROMPTS = 256
+TASK_SAMPLES = 8
+ANSWER_REWARDS = {"accuracy_reward", "reasoning_accuracy_reward", "multiple_choice_reward"}  # they read marked answers
+
+
+class Benchmark(NamedTuple):
+    """One data set of the command, ready to be evaluated on."""
+
+    name: str  # in tables, and of its folder
+    origin: dict[str, str | None]  # path (on the Hub, also where a copy is read), config and split
+    rows: "Dataset"
+    reward_funcs: list[Any]
+    answer_fn: Callable[[str], Hashable | None]
+    recommended: dict[str, Any]  # fields of `Sampling`
+    reads_answers: bool  # whether what grades reads marked answers, so that a completion without one is wrong
+
+
+def load_benchmarks(args: argparse.Namespace) -> list[Benchmark]:
+    """
+    Loads the data sets that the command names.
+
+    Args:
+        args (`argparse.Namespace`):
+            Flags of `trl-explore eval`.
+
+    Returns:
+        [`list[Benchmark]`]: In their order, each with a name of its own.
+    """
+    benchmarks = [load_benchmark(text, args) for text in args.dataset]
+    counts = Counter(benchmark.name for benchmark in benchmarks)
+    for name, count in counts.items():
+        if count > 1:
+            raise UsageError(f"dataset: {count} of them are called {name!r}; evaluate them one by one")
+    return benchmarks
+
+
+def load_benchmark(text: str, args: argparse.Namespace) -> Benchmark:
+    """
+    Loads a data set with all that belongs to it.
+
+    Args:
+        text (`str`):
+            Name of a benchmark, `NAME=PATH` for a copy of one, a YAML file that describes one, name of an embedded
+            task, or a file, folder or Hub name of data with a column `prompt`.
+        args (`argparse.Namespace`):
+            Flags of `trl-explore eval`.
+
+    Returns:
+        [`Benchmark`]: The data set.
+    """
+    from trl_explore.tasks import TASKS
+
+    name, equals, copy = text.partition("=")
+    if name in preset_names() or Path(name).suffix in (".yaml", ".yml"):
+        try:
+            preset = load_preset(name)
+        except ValueError as error:
+            raise UsageError(f"dataset: {error}") from error
+        return _from_preset(_label(Path(name).stem), preset, copy or preset.path, args)
+    if args.system_prompt is not None:
+        raise UsageError(f"system_prompt is for benchmarks; {text!r} has whole prompts: write it into them")
+    if text in TASKS:
+        return _from_task(text, args)
+    if equals and not looks_like_path(name) and "/" not in name:
+        raise UsageError(f"dataset={text!r}: {unknown_name('benchmark', name, preset_names())}")
+    if "/" not in text and not looks_like_path(text) and not Path(text).exists():
+        raise UsageError(
+            f"dataset: {unknown_name('data set', text, [*preset_names(), *TASKS])} Data of your own is named by its "
+            "path, ./data.jsonl, or its Hub name, owner/name."
+        )
+    return _from_own_data(text, args)
+
+
+def _from_preset(name: str, preset: Preset, path: str, args: argparse.Namespace) -> Benchmark:
+    rows, _ = _load_rows(name, path, _config(preset.config, path), preset.split, args)
+    if args.system_prompt is not None:
+        preset = replace(preset, system_prompt=args.system_prompt)
+    try:
+        prompts = as_prompts(rows, preset)
+    except ValueError as error:
+        raise UsageError(f"dataset={name!r} ({path}): {error}") from error
+    origin = {"path": preset.path, "config": preset.config, "split": args.dataset_split or preset.split}
+    graders = args.reward_funcs or [preset.reward]
+    fields = ("num_samples", "temperature", "top_p", "max_new_tokens")
+    recommended = {field: vars(preset)[field] for field in fields}
+    rewards, reads_answers = load_reward_functions(graders, None), bool(ANSWER_REWARDS & {*graders})
+    return Benchmark(name, origin, prompts, rewards, _answer_fn(preset.reward), recommended, reads_answers)
+
+
+def _config(name: str | None, path: str) -> str | None:
+    """The configuration to load; a copy of the files alone does not have it."""
+    from datasets import get_dataset_config_names
+
+    found = Path(path).expanduser()
+    if name is None or not found.exists():
+        return name
+    return name if found.is_dir() and name in get_dataset_config_names(str(found)) else None
+
+
+def _from_task(name: str, args: argparse.Namespace) -> Benchmark:
+    from trl_explore.tasks import get_task
+
+    task = get_task(name)
+    try:
+        rows = task.evaluation_set(args.limit or TASK_PROMPTS)
+    except ValueError as error:
+        raise UsageError(f"dataset={name!r}: {error}") from error
+    rewards = load_reward_functions(args.reward_funcs, None) if args.reward_funcs else [task.reward]
+    recommended = {"num_samples": TASK_SAMPLES, "max_new_tokens": task.max_completion_length}
+    # Answers of tasks are marked each in its own way: votes are for whole completions.
+    return Benchmark(
+        name, {"path": name, "config": None, "split": "evaluation"}, rows, rewards, str.strip, recommended, False
+    )
+
+
+def _from_own_data(text: str, args: argparse.Namespace) -> Benchmark:
+    rows, origin = _load_rows(text, text, args.dataset_config, "test", args)
+    columns = rows.column_names
+    if "prompt" not in columns:
+        raise UsageError(
+            f"dataset={text!r} needs a column 'prompt', but has {', '.join(columns)}: rename the column, or describe "
+            "the data in a YAML file with path, question and answer"
+        )
+    if not args.reward_funcs and not {"answer", "solution"} & set(columns):
+        raise UsageError(
+            f"dataset={text!r} has no gold answers, a column 'answer' or 'solution', but {', '.join(columns)}: rename "
+            "the column, or pass --reward_funcs"
+        )
+    graders = args.reward_funcs or ["accuracy_reward"]
+    name = Path(text).stem if looks_like_path(text) or Path(text).exists() else text
+    rewards, reads_answers = load_reward_functions(graders, None), bool(ANSWER_REWARDS & {*graders})
+    return Benchmark(_label(name), origin, rows, rewards, _answer_fn(graders[0]), {}, reads_answers)
+
+
+def _answer_fn(grader: str) -> Callable[[str], Hashable | None]:
+    from trl_explore.rewards.answers import answer_key, choice_letter
+
+    return choice_letter if grader == "multiple_choice_reward" else answer_key
+
+
+def _load_rows(
+    name: str, path: str, config: str | None, split: str, args: argparse.Namespace
+) -> "tuple[Dataset, dict[str, str | None]]":
+    """The rows to evaluate on, and where they are from."""
+    import datasets
+
+    try:
+        splits = load_splits(path, config=config, field="dataset")
+    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+        raise UsageError(f"dataset={name!r}: {_explain(error, name, path)}") from error
+    wanted = args.dataset_split or split
+    rows = pick_split(splits, wanted, "dataset_split", sole_split_is=None if args.dataset_split else split)
+    if not len(rows):
+        raise UsageError(f"dataset={name!r} has no rows")
+    origin = {"path": path, "config": config, "split": str(rows.split)}
+    return rows.select(range(min(args.limit or len(rows), len(rows)))), origin
+
+
+def _explain(error: Exception, name: str, path: str) -> str:
+    copy = f"pass a copy of it, --dataset {name}=FOLDER" if name in preset_names() else "name a copy of it, ./FOLDER"
+    if "gated" in str(error).lower():
+        return (
+            f"{path} is gated: accept its terms on https://huggingface.co/datasets/{path} and log in with "
+            f"`hf auth login`, or {copy}"
+        )
+    if isinstance(error, ConnectionError):
+        return (
+            f"{path} is not on this machine, and the Hub cannot be reached: where it can, get it with `hf download "
+            f"{path} --repo-type dataset --local-dir FOLDER`, then {copy}"
+        )
+    return f"{path} cannot be loaded: {error}"
+
+
+def _label(name: str) -> str:
+    """A name that can be a folder's."""
+    return re.sub(r"[^\w.-]+", "__", name).strip(".") or "data"

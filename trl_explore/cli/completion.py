@@ -1,0 +1,80 @@
+"""`trl-explore completion`: a script that lets a shell complete sub-commands, flags, methods and tasks."""
+
+import argparse
+from dataclasses import fields
+from typing import Any
+
+from trl_explore.runs.inputs import UsageError
+
+# Flags whose value is a path.
+PATHS = ("config", "dataset_name", "model_name_or_path", "output", "output_dir", "corpus", "index", "html", "file")
+
+
+def _train_parser() -> argparse.ArgumentParser:
+    """The fields of all methods: which of them apply depends on `--method`, which a shell does not look at."""
+    from trl import DatasetMixtureConfig, ModelConfig
+
+    from trl_explore.cli.train import METHODS, TrainArguments
+
+    types: list[Any] = [TrainArguments, ModelConfig, DatasetMixtureConfig, *(build()[0] for build in METHODS.values())]
+    parser = argparse.ArgumentParser()
+    for name in ["config", *dict.fromkeys(spec.name for cls in types for spec in fields(cls) if spec.init)]:
+        parser.add_argument(f"--{name}")
+    return parser
+
+
+def complete_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """
+    Fill in what the sub-commands read by themselves, and what values there are to choose from.
+
+    Args:
+        parser (`argparse.ArgumentParser`):
+            The parser of `trl-explore`, whose sub-commands may be empty.
+
+    Returns:
+        `argparse.ArgumentParser`: The same parser.
+    """
+    import shtab
+
+    from trl_explore.cli import compare, eval, filter, subcommands, tree
+    from trl_explore.cli.train import METHODS
+
+    commands = subcommands(parser)
+    commands["train"] = _train_parser()
+    commands["compare"] = compare.build_parser()
+    commands["eval"] = eval.build_parser()
+    commands["filter"] = filter.build_parser()
+    commands["tree"] = tree.build_parser()
+    known: dict[str, Any] = {"method": METHODS, "methods": METHODS, "task": compare.TASK_NAMES}
+    for command in commands.values():
+        actions: list[Any] = command._actions  # `complete` is an attribute that shtab reads
+        for action in actions:
+            if action.dest in known:
+                action.choices = list(known[action.dest])
+            elif action.dest in PATHS:
+                action.complete = shtab.FILE
+    return parser
+
+
+def run(parser: argparse.ArgumentParser, shell: str) -> int:
+    """
+    Print the script.
+
+    Args:
+        parser (`argparse.ArgumentParser`):
+            The parser of `trl-explore`.
+        shell (`str`):
+            `bash`, `zsh` or `tcsh`.
+
+    Returns:
+        `int`: Exit code `0`.
+
+    Raises:
+        [`~trl_explore.runs.inputs.UsageError`]: If shtab is not installed.
+    """
+    try:
+        import shtab
+    except ModuleNotFoundError as error:
+        raise UsageError("completion needs shtab: pip install 'trl-explore[completion]'") from error
+    print(shtab.complete(complete_parser(parser), shell=shell))
+    return 0

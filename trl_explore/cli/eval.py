@@ -1,0 +1,328 @@
+"""`trl-explore eval`: pass@k and maj@k of a model on benchmarks, embedded tasks or data of one's own."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trl_explore.cli.benchmarks import TASK_PROMPTS, Benchmark, load_benchmarks
+from trl_explore.cli.flags import FlagParser
+from trl_explore.evaluation.presets import preset_names
+from trl_explore.runs.inputs import UsageError, check_deciding_reward, check_output_dir
+from trl_explore.runs.models import ModelSource, find_model, load_model, load_tokenizer
+from trl_explore.visible_text import visible_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from trl_explore.evaluation.samplers import PromptSampler, Sampling
+    from trl_explore.rows.rollouts import Continuation
+
+DESCRIPTION = f"""\
+Sample completions and measure pass@k and maj@k, with 95 % bootstrap intervals over the prompts:
+
+  trl-explore eval --model_name_or_path ./model --dataset gsm8k math500 --output_dir out/eval
+  trl-explore eval --model_name_or_path BASE --adapter_name_or_path ./adapter --dataset data.jsonl \\
+      --num_samples 8 --metrics pass@1 pass@8 maj@8 --output_dir out/eval
+
+D is one of
+- a benchmark: {", ".join(preset_names())}; gsm8k=PATH for a copy of it
+- a YAML file with the fields of a benchmark
+- an embedded task, such as chain
+- data with the columns `prompt` and `answer`: a file, a folder or a Hub name
+What a flag leaves open, the benchmark recommends.
+
+An interrupted evaluation continues when the same command is given again. Other --metrics and --reward_funcs are
+computed from the completions that are there.
+"""
+
+
+def build_parser() -> FlagParser:
+    """
+    The flags of `trl-explore eval`.
+
+    Returns:
+        [`~trl_explore.cli.flags.FlagParser`]: Their parser.
+    """
+    parser = FlagParser(
+        prog="trl-explore eval",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="trl-explore eval --model_name_or_path M --dataset D [D ...] --output_dir DIR [...]",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--model_name_or_path", required=True, metavar="M", help="model, or the folder of an adapter")
+    add("--adapter_name_or_path", metavar="A", help="adapter, where M is its base model")
+    add("--dataset", required=True, nargs="+", metavar="D", help="what to evaluate on, see above")
+    add("--output_dir", required=True, metavar="DIR", help="results.json, and the completions of each data set")
+    add("--metrics", nargs="+", metavar="NAME", help="pass@K, maj@K (default: pass@1, pass@N and maj@N)")
+    add("--num_samples", type=int, metavar="N", help="completions per prompt")
+    add("--temperature", type=float, help="of the samples; 0 decodes greedily")
+    add("--top_p", type=float, help="probability mass that is sampled from")
+    add("--top_k", type=int, help="tokens that are sampled from; 0 for all")
+    add("--max_new_tokens", type=int, metavar="N", help="most tokens per completion")
+    add("--seed", type=int, default=0, help="of the samples; a vLLM server has its own (default: %(default)s)")
+    add("--limit", type=int, metavar="N", help=f"first N prompts (default: all; {TASK_PROMPTS} of an embedded task)")
+    add("--system_prompt", metavar="TEXT", help="message before each question of a benchmark")
+    add("--reward_funcs", nargs="+", metavar="R", help="what grades, as in `train`, instead of what D recommends")
+    add("--success_threshold", type=float, default=1.0, help="smallest reward of a success (default: %(default)s)")
+    add("--success_reward", metavar="NAME", help="reward function that decides success (default: the sum of all)")
+    add("--dataset_config", metavar="NAME", help="configuration, for data of one's own")
+    add("--dataset_split", metavar="NAME", help="split (default: the benchmark's, else `test` or the only one)")
+    add("--model_revision", default="main", metavar="NAME", help="revision on the Hub (default: %(default)s)")
+    add("--dtype", default="auto", help="auto, bfloat16, float16 or float32 (default: %(default)s)")
+    add("--batch_size", type=int, metavar="N", help="completions at a time (default: 64; 1024 with vLLM)")
+    add("--use_vllm", action="store_true", help="sample with vLLM in this process")
+    add("--vllm_tensor_parallel_size", type=int, default=1, metavar="N", help="GPUs for one model")
+    add("--vllm_gpu_memory_utilization", type=float, default=0.9, help="share of their memory (default: %(default)s)")
+    add("--vllm_max_model_length", type=int, metavar="N", help="tokens of a sequence (default: the model's)")
+    add("--vllm_server_base_url", metavar="URL", help="sample with a vLLM server that serves M, or A")
+    add("--json", action="store_true", help="print the results as JSON instead of a table")
+    return parser
+
+
+@dataclass
+class LazySampler:
+    """Loads the model when the first completion is missing."""
+
+    args: argparse.Namespace
+    source: ModelSource
+    tokenizer: "PreTrainedTokenizerBase"
+
+    @cached_property
+    def sampler(self) -> "PromptSampler":
+        from trl_explore.evaluation.samplers import ServerSampler, TransformersSampler, VLLMSampler
+
+        args, source = self.args, self.source
+        if args.vllm_server_base_url is not None:
+            return ServerSampler(args.vllm_server_base_url, source.adapter or source.base)
+        if args.use_vllm:
+            return VLLMSampler(
+                source.base,
+                adapter=source.adapter,
+                batch_size=args.batch_size or 1024,
+                tokenizer=source.tokenizer,
+                revision=args.model_revision,
+                dtype=args.dtype,
+                seed=args.seed,
+                tensor_parallel_size=args.vllm_tensor_parallel_size,
+                gpu_memory_utilization=args.vllm_gpu_memory_utilization,
+                max_model_len=args.vllm_max_model_length,
+            )
+        import torch
+
+        from trl_explore.runs.threads import limit_threads
+
+        model: Any = load_model(source, dtype=args.dtype, revision=args.model_revision)
+        model.to(torch.accelerator.current_accelerator() or "cpu")
+        limit_threads(model)
+        return TransformersSampler(model, self.tokenizer, batch_size=args.batch_size or 64)
+
+    def __call__(
+        self, prompts: dict[int, list[int]], sampling: "Sampling"
+    ) -> Iterator[tuple[int, list["Continuation"]]]:
+        try:
+            yield from self.sampler(prompts, sampling)
+        except ConnectionError as error:
+            raise UsageError(f"{error} The same command goes on where it stopped.") from error
+        except (ImportError, ValueError) as error:
+            raise UsageError(str(error)) from error
+
+    @property
+    def engine(self) -> str:
+        """What samples, for the settings."""
+        server = self.args.vllm_server_base_url is not None
+        return "vllm server" if server else "vllm" if self.args.use_vllm else "transformers"
+
+
+def run(argv: list[str]) -> int:
+    """
+    Runs `trl-explore eval`.
+
+    Args:
+        argv (`list[str]`):
+            Arguments after `eval`.
+
+    Returns:
+        `int`: `0`, or `130` when Ctrl-C stopped it early.
+    """
+    args = build_parser().parse(argv)
+    _check(args)
+    source = find_model(args.model_name_or_path, args.adapter_name_or_path, revision=args.model_revision)
+    benchmarks = load_benchmarks(args)
+    for benchmark in benchmarks:
+        check_deciding_reward(args.success_reward, benchmark.reward_funcs)
+    samplings = [_sampling(args, benchmark) for benchmark in benchmarks]
+    weights = _fingerprint(source, args.model_revision)
+    model = {"name": args.model_name_or_path, "adapter": args.adapter_name_or_path, "weights": weights}
+    output = Path(args.output_dir).expanduser() / "results.json"
+    earlier = _earlier_results(output, model)
+
+    sampler = LazySampler(args, source, load_tokenizer(source, revision=args.model_revision))
+    results: dict[str, Any] = {}
+    for benchmark, sampling in zip(benchmarks, samplings, strict=True):
+        try:
+            results[benchmark.name] = _evaluate(args, benchmark, sampling, sampler, weights)
+        except KeyboardInterrupt:
+            print(
+                f"Stopped after {_num_done(output.parent / benchmark.name)} of {len(benchmark.rows)} prompts of "
+                f"{benchmark.name}; the same command goes on there.",
+                file=sys.stderr,
+            )
+            return 130
+        _write(output, {"model": model, "results": earlier | results})
+    if args.json:
+        print(json.dumps({"model": model, "results": results}, indent=2))
+    else:
+        _report(results, [benchmark.name for benchmark in benchmarks if benchmark.reads_answers])
+        print(f"Written to {visible_text(str(output))}")
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name in ("limit", "batch_size", "vllm_tensor_parallel_size", "vllm_max_model_length"):
+        if vars(args)[name] is not None and vars(args)[name] < 1:
+            raise UsageError(f"{name} must be at least 1, got {vars(args)[name]}")
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UsageError("eval runs as one process: for several GPUs, --use_vllm --vllm_tensor_parallel_size N")
+    check_output_dir(args.output_dir)
+
+
+def _num_done(folder: Path) -> int:
+    from trl_explore.evaluation.completions import read_completions
+
+    path = folder / "completions.jsonl"
+    return len(read_completions(path)[1]) if path.is_file() else 0
+
+
+def _sampling(args: argparse.Namespace, benchmark: Benchmark) -> "Sampling":
+    """How to sample: by the flags, else as the benchmark recommends."""
+    from trl_explore.evaluation.evaluate import default_metrics, parse_metrics
+    from trl_explore.evaluation.samplers import Sampling
+
+    flags = ("num_samples", "temperature", "top_p", "top_k", "max_new_tokens", "seed")
+    given = {name: vars(args)[name] for name in flags if vars(args)[name] is not None}
+    greedy = {"num_samples": 1} if args.temperature == 0 else {}
+    try:
+        sampling = Sampling(**benchmark.recommended | greedy | given)
+        parse_metrics(args.metrics or default_metrics(sampling.num_samples), sampling.num_samples)
+    except ValueError as error:
+        raise UsageError(f"{benchmark.name}: {error}") from error
+    return sampling
+
+
+def _fingerprint(source: ModelSource, revision: str) -> str:
+    """What tells a model's weights from others, without loading them."""
+    from huggingface_hub import try_to_load_from_cache
+
+    from trl_explore.saving.fingerprints import digest, folder_probes
+
+    parts: list[bytes] = []
+    for name, config in ((source.base, "config.json"), (source.adapter, "adapter_config.json")):
+        if name is not None and Path(name).is_dir():
+            parts += folder_probes(Path(name))
+        elif name is not None:  # the path of a cached file names the commit
+            parts.append(f"{name} {try_to_load_from_cache(name, config, revision=revision)}".encode())
+    return digest(parts)
+
+
+def _earlier_results(path: Path, model: dict[str, Any]) -> dict[str, Any]:
+    """Results of other data sets that are in the folder already."""
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text())
+        known, results = found["model"], found["results"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise UsageError(f"{path} is no file of results ({error!r}); name another output_dir") from error
+    if known["weights"] != model["weights"]:
+        raise UsageError(
+            f"{path} holds results of other weights: those of {known['name']!r}"
+            f"{' with ' + repr(known['adapter']) if known['adapter'] else ''} ({known['weights']}), now "
+            f"{model['name']!r}{' with ' + repr(model['adapter']) if model['adapter'] else ''} ({model['weights']}). "
+            "Name another output_dir, or delete that one."
+        )
+    return results
+
+
+def _evaluate(
+    args: argparse.Namespace,
+    benchmark: Benchmark,
+    sampling: "Sampling",
+    sampler: LazySampler,
+    weights: str,
+) -> dict[str, Any]:
+    from trl_explore.evaluation.evaluate import NoRewardError, evaluate
+    from trl_explore.trees.replay import FileRefusedError
+
+    try:
+        result = evaluate(
+            sampler,
+            benchmark.rows,
+            processing_class=sampler.tokenizer,
+            reward_funcs=benchmark.reward_funcs,
+            sampling=sampling,
+            metrics=args.metrics,
+            answer_fn=benchmark.answer_fn,
+            success_threshold=args.success_threshold,
+            success_reward=args.success_reward,
+            output_dir=Path(args.output_dir).expanduser() / benchmark.name,
+            source={"weights": weights, "engine": sampler.engine, "dtype": args.dtype},
+        )
+    except (FileRefusedError, NoRewardError) as error:
+        raise UsageError(str(error)) from error
+    except UsageError as error:
+        raise UsageError(f"{benchmark.name}: {error}") from error
+    packages = ["trl-explore", "trl", "transformers", "torch", *(["vllm"] if args.use_vllm else [])]
+    return {"dataset": benchmark.origin, **result, "versions": {name: version(name) for name in packages}}
+
+
+def _write(path: Path, results: dict[str, Any]) -> None:
+    """Writes the file under another name first: it is whole or not there."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(results, indent=2) + "\n")
+    os.replace(part, path)
+
+
+def _report(results: dict[str, Any], answered: list[str]) -> None:
+    """
+    Prints one line per data set: values in percent, with their intervals. Of those that are `answered`, what grades
+    reads marked answers; of the others, only votes do.
+    """
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    metrics = list(dict.fromkeys(name for entry in results.values() for name in entry["metrics"]))
+    table = Table()
+    table.add_column("data set")
+    for heading in ("prompts", "samples", *metrics, "truncated", *["no answer"] * bool(answered), "tokens"):
+        table.add_column(heading, justify="right")
+    for name, entry in results.items():
+        cells = [visible_text(name), str(entry["num_prompts"]), str(entry["settings"]["num_samples"])]
+        for metric in metrics:
+            found = entry["metrics"].get(metric)
+            shown = found and [f"{100 * found[part]:.1f}" for part in ("value", "low", "high")]
+            cells.append(f"{shown[0]} [{shown[1]}, {shown[2]}]" if shown else "")
+        cells.append(f"{100 * entry['truncated']:.1f} %")
+        if answered:
+            cells.append(f"{100 * entry['unanswered']:.1f} %" if name in answered else "")
+        cells.append(f"{entry['tokens']:,}")
+        table.add_row(*map(Text, cells))  # names of data sets are not markup
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    for name, entry in results.items():
+        if entry["unscored"]:
+            left_out = f"{entry['unscored']} prompts are left out, because no sample of theirs has a reward."
+            print(f"{visible_text(name)}: {left_out}")
+        voted = any(metric.startswith("maj") for metric in entry["metrics"])
+        if voted and entry["unanswered"] and name not in answered:
+            share = f"{100 * entry['unanswered']:.1f} %"
+            told = f"maj@k votes on marked answers, such as \\boxed{{7}}, and {share} of the samples mark none."
+            print(f"{visible_text(name)}: {told}")

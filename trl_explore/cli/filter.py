@@ -1,0 +1,183 @@
+"""`trl-explore filter`: writes the prompts that a model rarely solves to a file that `trl-explore train` reads."""
+
+import argparse
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trl_explore.cli.flags import FlagParser
+from trl_explore.runs.inputs import (
+    UsageError,
+    check_deciding_reward,
+    check_output_dir,
+    load_reward_functions,
+    load_train_and_eval,
+)
+from trl_explore.runs.models import find_model, load_model, load_tokenizer
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+DESCRIPTION = """\
+Keep the prompts of which a model solves less than a share THRESHOLD of K samples:
+
+  trl-explore filter --model_name_or_path ./model --dataset_name data.jsonl \\
+      --reward_funcs accuracy_reward --k 4 --threshold 0.25 --output hard.jsonl
+  trl-explore train --dataset_name hard.jsonl ...
+
+An interrupted filter continues when the same command is given again.
+Several processes: accelerate launch --num_processes 4 -m trl_explore.cli filter ...
+"""
+SUFFIXES = (".jsonl", ".json", ".parquet")
+
+
+def build_parser() -> FlagParser:
+    """
+    The flags of `trl-explore filter`.
+
+    Returns:
+        [`~trl_explore.cli.flags.FlagParser`]: Their parser.
+    """
+    parser = FlagParser(
+        prog="trl-explore filter",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="trl-explore filter --model_name_or_path M --dataset_name D --reward_funcs R --output FILE [...]",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--model_name_or_path", required=True, metavar="M", help="model or adapter: a Hub name or a folder")
+    add("--adapter_name_or_path", metavar="A", help="adapter, where M is its base model")
+    add("--dataset_name", required=True, metavar="D", help="prompts: a file, a folder or a Hub name")
+    add(
+        "--reward_funcs", nargs="+", metavar="R", help="as in `train`: names, or import paths such as my_module.reward"
+    )
+    add("--output", required=True, metavar="FILE", help=f"where the hard prompts go: {', '.join(SUFFIXES)}")
+    add("--k", type=int, default=4, help="samples per prompt (default: %(default)s)")
+    add("--threshold", type=float, default=0.25, help="pass rate below which a prompt is hard (default: %(default)s)")
+    add("--success_threshold", type=float, default=1.0, help="smallest reward of a success (default: %(default)s)")
+    add("--success_reward", metavar="NAME", help="reward function that decides success (default: the weighted sum)")
+    add("--reward_weights", type=float, nargs="+", metavar="W", help="one per reward function (default: 1 each)")
+    add("--max_completion_length", type=int, default=256, metavar="N", help="tokens (default: %(default)s)")
+    add("--temperature", type=float, default=1.0, help="of the samples (default: %(default)s)")
+    add("--batch_size", type=int, default=64, metavar="N", help="samples at a time (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of the samples (default: %(default)s)")
+    add("--reward_model_name_or_path", metavar="M", help="reward model, counted before the functions")
+    add("--dataset_config", metavar="NAME", help="configuration of a data set on the Hub")
+    add("--dataset_train_split", default="train", metavar="NAME", help="split to filter (default: %(default)s)")
+    add("--model_revision", default="main", metavar="NAME", help="revision on the Hub (default: %(default)s)")
+    add("--dtype", default="auto", help="auto, bfloat16, float16 or float32 (default: %(default)s)")
+    add("--trust_remote_code", action="store_true", help="run code from the model's Hub repository")
+    return parser
+
+
+def _write(dataset: "Dataset", path: Path) -> None:
+    """Writes the file under another name first: it is whole or not there."""
+    part = path.with_name(path.name + ".part")
+    if path.suffix == ".parquet":
+        dataset.to_parquet(part)
+    else:
+        dataset.to_json(part, force_ascii=False, double_precision=15)
+    os.replace(part, path)
+
+
+def run(argv: list[str]) -> int:
+    """
+    Runs `trl-explore filter`.
+
+    Args:
+        argv (`list[str]`):
+            Arguments after `filter`.
+
+    Returns:
+        `int`: `0`, or `130` when Ctrl-C stopped it early.
+    """
+    args = build_parser().parse(argv)
+    output = Path(args.output).expanduser()
+    if output.suffix not in SUFFIXES:
+        raise UsageError(f"output={args.output!r} must end with one of {', '.join(SUFFIXES)}")
+    if output.is_dir():
+        raise UsageError(f"output={args.output!r} is a folder; name a file")
+    check_output_dir(output.parent, "output")
+    if output.resolve() == Path(args.dataset_name).expanduser().resolve():
+        raise UsageError(f"output={args.output!r} is the data set itself; name another file")
+    rewards = load_reward_functions(args.reward_funcs, args.reward_model_name_or_path)
+    if args.reward_weights is not None and len(args.reward_weights) != len(rewards):
+        raise UsageError(
+            f"reward_weights: {len(args.reward_weights)} weights for {len(rewards)} rewards; one for each"
+        )
+    check_deciding_reward(args.success_reward, rewards)
+    from trl import DatasetMixtureConfig, ScriptArguments
+
+    data = ("dataset_name", "dataset_config", "dataset_train_split")
+    script_args = ScriptArguments(**{name: vars(args)[name] for name in data})
+    dataset, _ = load_train_and_eval(script_args, DatasetMixtureConfig(), needs_eval=False)
+
+    from trl_explore.evaluation.hard_prompts import check_settings
+
+    limits = ("k", "threshold", "max_completion_length", "temperature", "batch_size")
+    settings = {name: vars(args)[name] for name in limits}
+    try:
+        check_settings(dataset, **settings)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return _filter(args, dataset, rewards, settings, output)
+
+
+def _filter(
+    args: argparse.Namespace, dataset: "Dataset", rewards: list[Any], settings: dict[str, Any], output: Path
+) -> int:
+    import torch
+    from accelerate import PartialState
+
+    from trl_explore.evaluation.hard_prompts import filter_hard_prompts, read_pass_rates
+    from trl_explore.runs.threads import limit_threads
+    from trl_explore.trees.replay import FileRefusedError
+
+    options = {"revision": args.model_revision, "trust_remote_code": args.trust_remote_code}
+    source = find_model(args.model_name_or_path, args.adapter_name_or_path, **options)
+    model, tokenizer = load_model(source, dtype=args.dtype, **options), load_tokenizer(source, **options)
+    if not torch.accelerator.is_available():  # it is moved there
+        limit_threads(model)
+    scores = output.with_name(output.name + ".scores.jsonl")
+    try:
+        hard = filter_hard_prompts(
+            model,
+            dataset,
+            reward_funcs=rewards,
+            processing_class=tokenizer,
+            success_threshold=args.success_threshold,
+            success_reward=args.success_reward,
+            reward_weights=args.reward_weights,
+            seed=args.seed,
+            scores_file=scores,
+            **settings,
+        )
+    except FileRefusedError as error:
+        raise UsageError(str(error)) from error
+    except KeyboardInterrupt:
+        done = len(read_pass_rates(scores)[1]) if scores.is_file() else 0
+        print(f"Stopped after {done} of {len(dataset)} prompts; the same command continues there.", file=sys.stderr)
+        return 130
+    state = PartialState()
+    if state.is_main_process:
+        rates = read_pass_rates(scores)[1].values()
+        print(f"Kept {len(hard)} of {len(dataset)} prompts, those with a pass rate below {args.threshold}.")
+        print(f"Pass rates: {_histogram(rates, args.k)}")
+        if len(hard):
+            _write(hard, output)
+            print(f"Written to {output}; {scores.name} lets another --threshold do without sampling.")
+    state.destroy_process_group()
+    if not len(hard):
+        raise UsageError(f"no prompt is left, and {output} was not written: raise --threshold above {args.threshold}")
+    return 0
+
+
+def _histogram(rates: Iterable[float | None], k: int) -> str:
+    """How many prompts were solved how often, for example `0/4: 120, 1/4: 30, no reward: 2`."""
+    counts = Counter("no reward" if rate is None else f"{round(rate * k)}/{k}" for rate in rates)
+    order = [*(f"{solved}/{k}" for solved in range(k + 1)), "no reward"]
+    return ", ".join(f"{name}: {counts[name]}" for name in order if counts[name])

@@ -1,0 +1,36 @@
+"""Flags of the sub-commands that have few enough to list them."""
+
+import argparse
+from typing import NoReturn
+
+from trl_explore.names import unknown_name
+from trl_explore.runs.inputs import UsageError
+
+
+class FlagParser(argparse.ArgumentParser):
+    """An `ArgumentParser` whose complaint is one line, and which knows the nearest name of an unknown flag."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (all flags: {self.prog} --help)")
+
+    def parse(self, argv: list[str]) -> argparse.Namespace:
+        """
+        Reads the flags; those of `train` may be written with dashes, so these may too.
+
+        Args:
+            argv (`list[str]`):
+                Arguments after the sub-command.
+
+        Returns:
+            `argparse.Namespace`: Their values.
+        """
+        flags = [flag.partition("=") for flag in argv]
+        argv = [
+            "--" + name[2:].replace("-", "_") + equals + value if name.startswith("--") else name + equals + value
+            for name, equals, value in flags
+        ]
+        args, unknown = self.parse_known_args(argv)
+        if unknown:
+            name = unknown[0].partition("=")[0]
+            raise UsageError(unknown_name("flag", name, [f"--{known}" for known in vars(args)]))
+        return args

@@ -1,0 +1,182 @@
+"""`trl-explore tree`: look at a search tree that a trainer dumped, in the terminal or as a web page."""
+
+import argparse
+import io
+import os
+import sys
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from trl_explore.runs.inputs import UsageError
+from trl_explore.tree_view.files import read_trees
+from trl_explore.tree_view.text import LEGEND, depths, html_page, plain, short_text, text_tree
+from trl_explore.visible_text import visible_text
+
+# Columns that a node's text and numbers get at least, beside the lines that draw the tree.
+LINE_WIDTH = 60
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """
+    The flags of `trl-explore tree`.
+
+    Returns:
+        `argparse.ArgumentParser`: Their parser.
+    """
+    parser = argparse.ArgumentParser(
+        prog="trl-explore tree",
+        description="Look at a search tree that a trainer dumped: here, and as a web page in one file.",
+        epilog="Piped into another command, lines are not wrapped: trl-explore tree FILE | less -S",
+    )
+    parser.add_argument("file", metavar="FILE", help="dumped trees, such as out/trees/trees_0.jsonl")
+    parser.add_argument("--index", type=int, help="which tree: 0 is the first, -1 the last (default: 0)")
+    parser.add_argument("--html", metavar="PATH", help="where the web page goes (default: FILE_<index>.html)")
+    parser.add_argument("--list", action="store_true", help="print a table of all trees of the file")
+    return parser
+
+
+def run(argv: list[str]) -> int:
+    """
+    Runs `trl-explore tree`.
+
+    Args:
+        argv (`list[str]`):
+            Arguments after `tree`.
+
+    Returns:
+        `int`: Exit code `0`.
+
+    Raises:
+        [`~trl_explore.runs.inputs.UsageError`]: If the file holds no such tree or the page cannot be written.
+    """
+    args = build_parser().parse_args(argv)
+    path = _check_file(args.file)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that is not in UTF-8 still shows what it can
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        if args.list:
+            if args.html is not None or args.index is not None:
+                raise UsageError(
+                    "--list shows all trees of the file: leave out --index and --html, or leave out --list"
+                )
+            _print(_table_of(path))
+            return 0
+        index, record = _pick(path, args.index or 0)
+    except ValueError as error:
+        raise UsageError(
+            f"{str(path)!r}: {error}; delete that line, or pass a trees_<rank>.jsonl from a run's `dump_trees` folder"
+        ) from error
+    except OSError as error:
+        raise UsageError(f"{str(path)!r} cannot be read: {error.strerror}") from error
+    # the page first: a reader like `head` may end this process while it prints
+    beside = path.with_name(f"{path.stem}_{index}.html")
+    page = _write_page(beside if args.html is None else Path(args.html).expanduser(), record)
+    _print_tree(index, record)
+    _print(Text(f"\nwrote {visible_text(str(page))}"))
+    return 0
+
+
+def _check_file(name: str) -> Path:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        inside = sorted(file.name for file in path.rglob("trees_*.jsonl"))
+        remedy = f"pass a file in it: {', '.join(inside[:5])}" if inside else "and it holds no trees_<rank>.jsonl"
+        raise UsageError(f"{name!r} is a folder, {remedy}")
+    if not path.exists():
+        raise UsageError(
+            f"{name!r} does not exist (looked from {os.getcwd()}); trees are dumped as trees_<rank>.jsonl into the "
+            "`dump_trees` folder of a run's output_dir"
+        )
+    return path
+
+
+def _no_tree(path: Path) -> UsageError:
+    return UsageError(f"{str(path)!r} holds no whole tree yet; try again once the run has written one")
+
+
+def _pick(path: Path, index: int) -> tuple[int, dict[str, Any]]:
+    count = 0
+    last: deque[dict[str, Any]] = deque(maxlen=max(-index, 1))  # never the whole file: dumps grow large
+    for record in read_trees(path):
+        if count == index:
+            return index, record
+        last.append(record)
+        count += 1
+    if not count:
+        raise _no_tree(path)
+    if index < 0 and count >= -index:
+        return count + index, last[0]
+    raise UsageError(
+        f"--index {index}: {str(path)!r} holds {count} tree(s); pass a number from {-count} to {count - 1}"
+    )
+
+
+def _table_of(path: Path) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("index", "step"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("prompt", overflow="fold")
+    for name in ("success ratio", "nodes", "iterations", "search ended"):
+        table.add_column(name, justify="left" if name == "search ended" else "right")
+    for index, record in enumerate(read_trees(path)):
+        table.add_row(
+            str(index),
+            str(record["step"]),
+            Text(short_text(record["prompt"], 60)),
+            plain(record["success_ratio"]),
+            str(len(record["nodes"])),
+            str(record["iterations"]),
+            Text(short_text(record["reason"], 30)),
+        )
+    if not table.row_count:
+        raise _no_tree(path)
+    return table
+
+
+def _print_tree(index: int, record: dict[str, Any]) -> None:
+    facts = [
+        f"{len(record['nodes'])} nodes",
+        f"{record['iterations']} iterations",
+        f"{record['generated_tokens']} tokens",
+        f"success ratio {plain(record['success_ratio'])}",
+        f"baseline {plain(record['baseline'])}",
+        f"search ended: {short_text(record['reason'], 60)}",
+    ]
+    # The number in the file, and where the tree is from: a record's own index counts the prompts of a batch.
+    heading = Text(f"tree {index}: step {record['step']}, prompt {record['index']} of its batch", style="bold")
+    heading.append(f"  {', '.join(facts)}", style="not bold")
+    _print(heading)
+    _print(text_tree(record), indent=2 * max(depths(record["nodes"])))
+    _print(Text(LEGEND, style="dim"))
+
+
+def _print(drawing: RenderableType, *, indent: int = 0) -> None:
+    """In a terminal, wrap to its width, unless that leaves deep nodes no room; in a file or a pipe, never wrap."""
+    console = Console(highlight=False)
+    if console.is_terminal:
+        console.width = max(console.width, indent + LINE_WIDTH)
+    else:
+        console.width = 100_000
+        console.width = console.measure(drawing).maximum
+    console.print(drawing)
+
+
+def _write_page(path: Path, record: dict[str, Any]) -> Path:
+    if path.suffix not in (".html", ".htm"):  # so that a slip of the hand cannot overwrite a dump or a model
+        raise UsageError(f"--html {str(path)!r}: name a file that ends in .html")
+    part = path.with_name(path.name + ".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            part.write_text(html_page(record), encoding="utf-8")
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        raise UsageError(f"--html {str(path)!r} cannot be written: {error.strerror}; pass another path") from error
+    return path

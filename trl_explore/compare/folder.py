@@ -1,0 +1,196 @@
+"""The folder of a comparison: what it holds is not trained again, and what does not belong there is refused."""
+
+import gc
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from trl_explore.compare.arms import Arm, Run
+from trl_explore.compare.run import build_run, train_run
+from trl_explore.compare.settings import Comparison, arm_folder
+from trl_explore.runs.inputs import UsageError, check_output_dir
+from trl_explore.runs.threads import limit_threads
+from trl_explore.tasks.tiny_model import build_model
+from trl_explore.tasks.warm_start import warm_start
+
+SETTINGS, RESULT = "comparison.yaml", "run.json"
+
+
+def free_memory() -> None:
+    """Gives a finished trainer's memory back: callbacks refer to it in circles."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def teach(comparison: Comparison, seed: int, *, progress: bool = True) -> str:
+    """
+    Teaches a comparison's embedded task to its tiny model, or finds that it has been taught.
+
+    Args:
+        comparison ([`~trl_explore.compare.settings.Comparison`]):
+            The comparison.
+        seed (`int`):
+            The seed.
+        progress (`bool`, *optional*, defaults to `True`):
+            Whether to show a progress bar.
+
+    Returns:
+        `str`: Folder of the model.
+    """
+    device = "cpu" if comparison.common.get("use_cpu") else None
+    options: dict[str, Any] = {"steps": comparison.warm_start_steps, "device": device, **comparison.model_size}
+    return str(warm_start(comparison.task, seed=seed, progress=progress, **options))
+
+
+class ComparisonFolder:
+    """
+    The folder of a comparison: its settings, and one folder per arm and seed.
+
+    Args:
+        comparison ([`~trl_explore.compare.settings.Comparison`]):
+            What to run.
+        path (`str` or `Path`):
+            The folder.
+
+    Raises:
+        UsageError: If the folder was made by another comparison.
+    """
+
+    def __init__(self, comparison: Comparison, path: str | Path) -> None:
+        self.comparison, self.path = comparison, check_output_dir(path)
+        settings = self.path / SETTINGS
+        if settings.is_file():
+            found = differences(yaml.safe_load(settings.read_text()), comparison.document())
+            if found:
+                more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
+                raise UsageError(
+                    f"output_dir={str(path)!r} holds another comparison: {'; '.join(found[:3])}{more}. Only arms and "
+                    "seeds can be added; name another folder with --output_dir"
+                )
+
+    def write_settings(self) -> None:
+        """Writes the settings; their file can be given to `trl-explore compare --config` again."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        text = yaml.safe_dump(self.comparison.document(), sort_keys=False, allow_unicode=True)
+        part = self.path / f"{SETTINGS}.part"
+        part.write_text(text)
+        os.replace(part, self.path / SETTINGS)
+
+    def of_run(self, arm: Arm, seed: int) -> Path:
+        """Folder of one arm on one seed."""
+        return self.path / f"{arm_folder(arm.name)}-seed{seed}"
+
+    @property
+    def num_runs(self) -> int:
+        """Runs in all."""
+        return len(self.comparison.arms) * len(self.comparison.seeds)
+
+    def missing(self) -> list[tuple[Arm, int]]:
+        """Runs that are not finished, seed by seed."""
+        pairs = ((arm, seed) for seed in self.comparison.seeds for arm in self.comparison.arms)
+        return [(arm, seed) for arm, seed in pairs if not (self.of_run(arm, seed) / RESULT).is_file()]
+
+    def finished(self) -> list[dict[str, Any]]:
+        """The runs of all seeds on which every arm is finished."""
+        seeds = [seed for seed in self.comparison.seeds if seed not in {seed for _, seed in self.missing()}]
+        pairs = [(arm, seed) for arm in self.comparison.arms for seed in seeds]
+        return [asdict(Run.load(self.of_run(arm, seed) / RESULT)) for arm, seed in pairs]
+
+    def check_arms(self) -> None:
+        """
+        Constructs the trainer of every arm that is to be trained, so that what one refuses is known before the first,
+        and how many threads suit their models.
+
+        Raises:
+            UsageError: Naming the arm and what is wrong.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            if self.comparison.task is not None:
+                # In place of the warm start, which takes a while.
+                build_model(seed=0, **self.comparison.model_size).save_pretrained(folder)
+            for name, arm in {arm.name: arm for arm, _ in self.missing()}.items():
+                try:
+                    trainer = build_run(self.comparison, arm, seed=0, folder=Path(folder), start=folder)[0]
+                except (UsageError, ValueError, NotImplementedError) as error:  # what a trainer refuses, it explains
+                    raise UsageError(f"arm {name}: {error}") from error
+                limit_threads(trainer.model, trainer.accelerator.device)
+                del trainer
+                free_memory()
+
+    def warm_starts(self) -> dict[int, str]:
+        """
+        Teaches an embedded task to the tiny model, or finds that it has been taught.
+
+        Returns:
+            `dict[int, str]`: Folders of the models, by seed; empty for a model of the user's own.
+        """
+        return {seed: teach(self.comparison, seed) for seed in self.seeds_to_teach()}
+
+    def seeds_to_teach(self) -> list[int]:
+        """Seeds of missing runs, where an embedded task has to be taught to a model for each."""
+        return [] if self.comparison.task is None else list(dict.fromkeys(seed for _, seed in self.missing()))
+
+    def train(self, starts: Mapping[int, str], bar: Any) -> Iterator[int]:
+        """
+        Trains what is missing, one run after the other.
+
+        Args:
+            starts (`Mapping[int, str]`):
+                What [`~ComparisonFolder.warm_starts`] returned.
+            bar (`tqdm`):
+                Progress over the budgets of all runs, at those of the finished ones.
+
+        Yields:
+            `int`: A seed, when all its runs are finished.
+
+        Raises:
+            Interrupted: After Ctrl-C.
+        """
+        missing = self.missing()
+        for number, (arm, seed) in enumerate(missing, start=self.num_runs - len(missing) + 1):
+            folder = self.of_run(arm, seed)
+            bar.set_description(f"{number}/{self.num_runs} {arm.name}, seed {seed}")
+            run = train_run(self.comparison, arm, seed=seed, folder=folder, start=starts.get(seed), bar=bar)
+            run.save(folder / RESULT)
+            bar.update(int(number * self.comparison.amount) - bar.n)
+            free_memory()
+            if seed not in {left for _, left in self.missing()}:
+                yield seed
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """
+    Why the runs of two comparisons cannot stand side by side.
+
+    Args:
+        old (`Mapping`):
+            [`~trl_explore.compare.settings.Comparison.document`] of the comparison that made a folder.
+        new (`Mapping`):
+            That of the comparison that is asked for. It may have more arms and more seeds.
+
+    Returns:
+        `list[str]`: One phrase per field.
+    """
+    missing = [f"seeds: {seed} there, not now" for seed in old["seeds"] if seed not in new["seeds"]]
+    arms = {arm["name"]: arm for arm in new["arms"]}
+    for arm in old["arms"]:
+        here = arms.get(arm["name"])
+        missing += _changed(f"arms.{arm['name']}", arm, here) if here else [f"arms: {arm['name']} there, not now"]
+    rest = [{name: value for name, value in side.items() if name not in ("seeds", "arms")} for side in (old, new)]
+    return _changed("", *rest) + missing
+
+
+def _changed(place: str, old: Any, new: Any) -> list[str]:
+    if not isinstance(old, dict) or not isinstance(new, dict):
+        return [] if old == new else [f"{place}: {old} there, {new} now"]
+    names = [*old, *(name for name in new if name not in old)]
+    parts = [
+        (f"{place}.{name}" if place else name, old.get(name, "nothing"), new.get(name, "nothing")) for name in names
+    ]
+    return [phrase for part in parts for phrase in _changed(*part)]

@@ -1,0 +1,184 @@
+"""Learning curves as a picture (needs the extra `plots`)."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+from trl_explore.compare.clocks import mean_curve
+
+LABELS = {
+    "eval/greedy_accuracy": "greedy accuracy",
+    "eval/reward": "reward",
+    "eval/success": "success",
+    "tokens": "generated tokens",
+    "seconds": "seconds of training",
+    "cpu_seconds": "CPU seconds of training",
+    "step": "optimiser steps",
+}
+# Okabe and Ito's colours, which the colour-blind can tell apart, without the yellow that white paper swallows; and
+# markers, which a printer can. GRPO and each method have theirs in every picture.
+METHOD_STYLES = {
+    "GRPO": ("#000000", "o"),
+    "DEEP-GRPO": ("#0072B2", "s"),
+    "TreeGRPO": ("#D55E00", "D"),
+    "SESA": ("#009E73", "^"),
+    "G2RL": ("#CC79A7", "v"),
+    "BranPO": ("#56B4E9", "P"),
+}
+MORE_STYLES = (("#E69F00", "X"), ("#999999", "*"))
+INTERVAL_SEEDS = 3  # from so many on a picture shows the interval of the mean
+
+
+def metric_label(metric: str) -> tuple[str, int]:
+    """
+    How a metric is shown.
+
+    Args:
+        metric (`str`):
+            Its logged name, such as `"eval/pass_at_8"`.
+
+    Returns:
+        `tuple[str, int]`: A label, and what values are multiplied with: 100 for shares, 1 for rewards.
+    """
+    label = LABELS.get(metric, metric.removeprefix("eval/").replace("_at_", "@"))
+    return label, 1 if metric.endswith("reward") else 100
+
+
+def arm_styles(arms: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """
+    Colours and markers of arms. An arm that is called as a method, or else the first whose name begins so, has the
+    method's; the others have what is left, but never GRPO's.
+
+    Args:
+        arms (`Iterable[str]`):
+            Names of the arms, such as `"GRPO"` and `"TreeGRPO, random nodes"`.
+
+    Returns:
+        `dict[str, tuple[str, str]]`: Colour and marker, by name.
+    """
+    names = list(dict.fromkeys(arms))
+    styles: dict[str, tuple[str, str]] = {}
+    for method, style in METHOD_STYLES.items():
+        found = [name for name in names if name == method] or [name for name in names if name.startswith(method)]
+        styles |= dict.fromkeys(found[:1], style)
+    rest = [style for style in (*METHOD_STYLES.values(), *MORE_STYLES) if style not in styles.values()]
+    others = cycle([style for style in rest if style != METHOD_STYLES["GRPO"]] or MORE_STYLES)
+    return {name: styles[name] if name in styles else next(others) for name in names}
+
+
+def _draw_panel(panel: Any, runs: Sequence[dict[str, Any]], clock: str, metric: str) -> None:
+    scale = metric_label(metric)[1]
+    for arm, (colour, marker) in arm_styles(run["arm"] for run in runs).items():
+        curves = [[p for p in run["points"] if metric in p] for run in runs if run["arm"] == arm]
+        band = len(curves) >= INTERVAL_SEEDS
+        readings, *values = zip(*mean_curve(curves, clock, metric, t_interval=band), strict=True)
+        mean, low, high = ([scale * value for value in column] for column in values)
+        if scale == 100:  # a share is none or all at most, whatever the interval says
+            low, high = [max(value, 0) for value in low], [min(value, 100) for value in high]
+        every = max(1, len(mean) // 10)
+        style = dict(color=colour, marker=marker, markersize=4, markevery=every)
+        panel.plot(readings, mean, label=arm, linewidth=1.5, **style)
+        if len(curves) > 1:
+            panel.fill_between(readings, low, high, color=colour, alpha=0.12, linewidth=0)
+    panel.grid(alpha=0.3)
+
+
+def learning_curves(
+    runs: Sequence[dict[str, Any]],
+    path: str | Path,
+    *,
+    metrics: Sequence[str] = ("eval/greedy_accuracy", "eval/pass_at_1", "eval/pass_at_8"),
+    clocks: Sequence[str] = ("tokens", "seconds"),
+    title: str = "",
+    suffixes: Sequence[str] = (),
+) -> Path:
+    """
+    Draw one panel per clock and metric, one line per arm: the mean over its seeds, in a band that is the mean's 95 %
+    t-interval; with two seeds, which have a useless one, from the lower to the higher.
+
+    Args:
+        runs (`Sequence[dict]`):
+            Runs with `arm`, `seed` and `points` (see [`~trl_explore.compare.arms.Run`]).
+        path (`str` or `Path`):
+            The file; its suffix decides the format, such as `.png` or `.svg`.
+        metrics (`Sequence[str]`, *optional*):
+            Metrics of the points, one row of panels each.
+        clocks (`Sequence[str]`, *optional*, defaults to `("tokens", "seconds")`):
+            Costs of the points, one column of panels each.
+        title (`str`, *optional*):
+            Title of the figure.
+        suffixes (`Sequence[str]`, *optional*):
+            Further formats to write beside the file, such as `[".svg"]`.
+
+    Returns:
+        `Path`: The file.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import EngFormatter
+
+    size = (5.2 * len(clocks), 2.7 * len(metrics) + 0.9)
+    figure, axes = plt.subplots(
+        len(metrics), len(clocks), figsize=size, squeeze=False, sharex="col", sharey="row", layout="constrained"
+    )
+    for row, metric in zip(axes, metrics, strict=True):
+        for panel, clock in zip(row, clocks, strict=True):
+            _draw_panel(panel, runs, clock, metric)
+        label, scale = metric_label(metric)
+        row[0].set_ylabel(f"{label} (%)" if scale == 100 else label)
+    for panel, clock in zip(axes[-1], clocks, strict=True):
+        panel.set_xlabel(LABELS.get(clock, clock))
+        panel.xaxis.set_major_formatter(EngFormatter(sep=""))  # 20k, not 20000
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(6, len(labels)), frameon=False)
+    figure.align_ylabels()
+    seeds = len({run["seed"] for run in runs})
+    kind = "95 % interval" if seeds >= INTERVAL_SEEDS else "lowest to highest"
+    band = f"mean of {seeds} seeds, band: {kind}" if seeds > 1 else "one seed"
+    figure.suptitle(f"{title} ({band})" if title else band)
+    for name in (Path(path), *(Path(path).with_suffix(suffix) for suffix in suffixes)):
+        figure.savefig(name, dpi=110)
+    plt.close(figure)
+    return Path(path)
+
+
+def training_curves(history: Sequence[Mapping[str, Any]], path: str | Path, *, metrics: Sequence[str]) -> Path:
+    """
+    Draw one panel per metric of a training run, over its steps.
+
+    Args:
+        history (`Sequence[Mapping[str, Any]]`):
+            A trainer's `state.log_history`: entries with `step` and metrics.
+        path (`str` or `Path`):
+            The PNG file.
+        metrics (`Sequence[str]`):
+            Names of the metrics, at least one.
+
+    Returns:
+        `Path`: The file.
+    """
+    from matplotlib.figure import Figure  # without pyplot, which would change the backend of a notebook
+
+    columns = min(3, len(metrics))
+    rows = math.ceil(len(metrics) / columns)
+    figure = Figure(figsize=(3.6 * columns, 2.4 * rows))
+    # Fixed margins: fitting them to the labels takes longer than all the drawing.
+    margins = dict(left=0.07, right=0.98, top=1 - 0.12 / rows, bottom=0.18 / rows, hspace=0.6, wspace=0.3)
+    panels = figure.subplots(rows, columns, squeeze=False, gridspec_kw=margins).flat
+    for name, panel in zip(metrics, panels, strict=False):
+        points = [(entry["step"], entry[name]) for entry in history if name in entry]
+        panel.plot(*zip(*points, strict=True), marker="o", markersize=2, linewidth=1)
+        panel.set_title(name, fontsize=9, parse_math=False)
+        panel.set_xlabel("step", fontsize=8)
+        panel.tick_params(labelsize=8)
+        panel.grid(alpha=0.3)
+    for panel in panels:
+        panel.set_axis_off()
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
+    return path

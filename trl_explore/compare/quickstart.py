@@ -1,0 +1,176 @@
+"""`trl-explore quickstart`: GRPO, DEEP-GRPO and TreeGRPO where exploration is what is missing, on a CPU, offline."""
+
+import argparse
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from trl_explore.cli.compare import carry_out
+from trl_explore.runs.inputs import UsageError
+from trl_explore.runs.quiet import quiet
+from trl_explore.runs.workers import count_cores
+
+if TYPE_CHECKING:
+    from trl_explore.compare.settings import Comparison
+
+# The regime dead_ends of examples/benchmarks with the settings that its development seeds picked, on a smaller budget.
+# A test holds the two together.
+COMPARISON = {
+    "task": "doors",
+    "budget": {"tokens": 6e4},
+    "evaluations": 6,
+    "num_eval": 128,
+    "metrics": ["greedy_accuracy", "pass_at_1"],
+    "common": {"learning_rate": 1e-3},
+    "arms": [
+        {"name": "GRPO", "method": "grpo", "options": {"scale_rewards": "none"}},
+        {"name": "DEEP-GRPO", "method": "deep_grpo", "options": {"aux_loss_weight": 1.0}},
+        {"name": "TreeGRPO", "method": "tree_grpo", "options": {"expansion_width": 4, "depth_weight": 1.0}},
+    ],
+}
+FAST = {"budget": {"tokens": 3e3}, "evaluations": 1, "num_eval": 32}
+NUM_SEEDS, NUM_SEEDS_FAST = 6, 2
+OUTPUT, OUTPUT_FAST = "out/quickstart", "out/quickstart-fast"
+INTRODUCTION = (
+    "Five doors in a row, and a wrong one ends the way. A tiny language model is taught to guess, one per seed (they "
+    "are kept for the next time), and gets through once in two hundred times: what is missing is exploration."
+)
+ELSEWHERE = (
+    "Plain GRPO wins where its samples already succeed often enough: on Countdown both methods are clearly behind it "
+    "for as many tokens (examples/README.md#when-does-exploration-pay, with ten seeds of this task too)."
+)
+MORE_SEEDS = "More seeds tell more: --num_seeds 10 goes on from here."
+FAST_NOTE = "With --fast the budget is too small to learn much: this was a check that everything runs."
+
+
+def document(*, fast: bool, seed: int, num_seeds: int | None) -> dict[str, Any]:
+    """
+    What `trl-explore compare` would be given.
+
+    Args:
+        fast (`bool`):
+            Whether it is only tried that everything runs.
+        seed (`int`):
+            The first seed.
+        num_seeds (`int`, *optional*):
+            How many seeds. Without a number as many as there is time for.
+
+    Returns:
+        `dict`: A comparison.
+    """
+    count = num_seeds if num_seeds is not None else NUM_SEEDS_FAST if fast else NUM_SEEDS
+    return {**COMPARISON, **(FAST if fast else {}), "seeds": list(range(seed, seed + count))}
+
+
+def clear(mean: float, half: float | None) -> str:
+    """
+    A difference in points of a hundred, and what its interval allows to say.
+
+    Args:
+        mean (`float`):
+            Its mean over seeds, as a share.
+        half (`float`, *optional*):
+            Half the length of its 95 % interval; `None` for one seed.
+
+    Returns:
+        `str`: For example `"+10.8 ± 9.1 (ahead)"`.
+    """
+    if half is None:
+        return f"{100 * mean:+.1f} (one seed, which may be chance)"
+    word = "not clear: the interval includes 0" if abs(mean) <= half else "ahead" if mean > 0 else "behind"
+    return f"{100 * mean:+.1f} ± {100 * half:.1f} ({word})"
+
+
+def verdicts(runs: Sequence[Mapping[str, Any]], comparison: "Comparison") -> list[str]:
+    """
+    What was found about each method, as the regimes of the benchmark are judged: by the mean along the curve.
+
+    Args:
+        runs (`Sequence[Mapping]`):
+            Finished runs; the same seeds for every arm.
+        comparison ([`~trl_explore.compare.settings.Comparison`]):
+            The comparison. Differences are to the first arm, in its first metric, a share.
+
+    Returns:
+        `list[str]`: One sentence per method.
+    """
+    from trl_explore.compare.clocks import interval, mean_along, paired_values
+    from trl_explore.compare.plots import metric_label
+    from trl_explore.compare.report import equal_cost, summarize
+
+    base, *others = summarize(runs, comparison)
+    metric, reading = f"eval/{comparison.metrics[0]}", equal_cost(runs, comparison)
+    along = {(run["arm"], run["seed"]): mean_along(run["points"], comparison.cost, reading, metric) for run in runs}
+    seeds = dict.fromkeys(run["seed"] for run in runs)
+    sentences = []
+    for row in others:
+        gap = interval([along[row.arm, seed] - along[base.arm, seed] for seed in seeds])
+        end = row.cells[0].difference
+        assert end is not None
+        # Not wall seconds: other runs, and other work, are on the machine too.
+        spent = paired_values(runs, row.arm, base.arm, clock=comparison.cost, reading=reading, metric="cpu_seconds")
+        ours, theirs = (sum(column) for column in zip(*spent, strict=True))
+        sentences.append(
+            f"{row.arm} - {base.arm} on these seeds, points of {metric_label(metric)[0]} for as many "
+            f"{comparison.clock}: {clear(*gap)} on average along the curve, {clear(*end)} at the end, "
+            f"in {ours / theirs:.1f} times the CPU seconds."
+        )
+    return sentences
+
+
+def main(args: argparse.Namespace) -> int:
+    """
+    Run the quick-start, or go on with it.
+
+    Args:
+        args (`argparse.Namespace`):
+            `fast`, `output_dir`, `seed`, `num_seeds` and `processes`.
+
+    Returns:
+        `int`: Exit code, as [`~trl_explore.cli.compare.carry_out`] says.
+    """
+    if args.processes < 1:
+        raise UsageError(f"processes={args.processes}: give an integer of at least 1")
+    began = time.perf_counter()
+
+    from rich.console import Console
+
+    from trl_explore.compare.folder import SETTINGS, ComparisonFolder
+    from trl_explore.compare.settings import read_comparison
+
+    quiet()
+    console = Console()
+    output = args.output_dir or (OUTPUT_FAST if args.fast else OUTPUT)
+    given = document(fast=args.fast, seed=args.seed, num_seeds=args.num_seeds)
+    folder = ComparisonFolder(read_comparison(given), output)
+    console.print(INTRODUCTION, highlight=False)
+    if (folder.path / SETTINGS).is_file():
+        left = len(folder.missing())
+        rest = f"the other {left} go on" if left else "there is nothing to train"
+        console.print(
+            f"{output} is there already: its {folder.num_runs - left} finished runs are kept, {rest}. To start anew, "
+            f"remove it (rm -r {shlex.quote(output)}) or name another folder with --output_dir.",
+            highlight=False,
+            markup=False,
+        )
+    code = carry_out(folder, command=_command(args), processes=args.processes)
+    if code == 0:
+        notes = [FAST_NOTE] if args.fast else [*verdicts(folder.finished(), folder.comparison), MORE_SEEDS, ELSEWHERE]
+        for note in [*notes, f"all in {time.perf_counter() - began:.0f} s"]:
+            console.print(note, highlight=False, markup=False)
+    return code
+
+
+def _command(args: argparse.Namespace) -> list[str]:
+    """What goes on with an interrupted quick-start."""
+    words = ["trl-explore", "quickstart", *["--fast"] * args.fast]
+    if args.output_dir is not None:
+        words += ["--output_dir", args.output_dir]
+    if args.num_seeds is not None:
+        words += ["--num_seeds", str(args.num_seeds)]
+    return (
+        words
+        + ["--seed", str(args.seed)] * (args.seed != 0)
+        + ["--processes", str(args.processes)] * (args.processes != count_cores())
+    )

@@ -1,0 +1,242 @@
+"""What a comparison shows: a table at equal cost, the curves behind it as CSV, PNG and SVG."""
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trl_explore.compare.arms import TRAINING
+from trl_explore.compare.clocks import common_reading, interval, paired_values
+from trl_explore.compare.plots import LABELS, learning_curves, metric_label
+from trl_explore.compare.settings import Comparison
+
+CURVES, TABLE = "curves", "table.md"
+COSTS = ("step", "tokens", "trained_tokens", "seconds", "cpu_seconds")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """
+    A metric of one arm at equal cost.
+
+    Args:
+        value (`tuple[float, float | None]`):
+            Mean over seeds and half its interval.
+        difference (`tuple[float, float | None]`, *optional*):
+            The same for what it has more than the first arm, seed by seed; `None` for the first arm itself.
+        scale (`int`):
+            What is shown is so many times as much: 100 for shares.
+    """
+
+    value: tuple[float, float | None]
+    difference: tuple[float, float | None] | None
+    scale: int
+
+    def texts(self) -> list[str]:
+        """The value, and the difference where there is one."""
+        shown = [self._text(self.value, "")]
+        return shown if self.difference is None else [*shown, self._text(self.difference, "+")]
+
+    def _text(self, pair: tuple[float, float | None], sign: str) -> str:
+        digits = 1 if self.scale == 100 else 3
+        mean, half = pair
+        text = f"{self.scale * mean:{sign}.{digits}f}"
+        return text if half is None else f"{text} ± {self.scale * half:.{digits}f}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """
+    One arm of the table.
+
+    Args:
+        arm (`str`):
+            Its name.
+        cells (`list[Cell]`):
+            One per metric.
+        tokens (`float`):
+            Generated tokens, mean over seeds.
+        seconds (`float`):
+            Seconds of training.
+        steps (`float`):
+            Optimiser steps.
+    """
+
+    arm: str
+    cells: list[Cell]
+    tokens: float
+    seconds: float
+    steps: float
+
+    def texts(self) -> list[str]:
+        """What stands behind the metrics."""
+        return [f"{self.tokens:,.0f}", f"{self.seconds:,.1f}", f"{self.seconds / max(self.steps, 1e-9):.2f}"]
+
+
+def summarize(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> list[Row]:
+    """
+    All arms at the same cost.
+
+    Args:
+        runs (`Sequence[Mapping]`):
+            Runs with `arm`, `seed` and `points`; the same seeds for every arm.
+        comparison ([`~trl_explore.compare.settings.Comparison`]):
+            Clock, budget and metrics.
+
+    Returns:
+        `list[Row]`: One row per arm, in order.
+    """
+    clock, reading = comparison.cost, equal_cost(runs, comparison)
+    base = comparison.arms[0].name
+    rows = []
+    for name in (arm.name for arm in comparison.arms):
+        pairs = {
+            metric: paired_values(runs, name, base, clock=clock, reading=reading, metric=metric)
+            for metric in ("tokens", "seconds", "step", *(f"eval/{metric}" for metric in comparison.metrics))
+        }
+        values = {metric: interval([ours for ours, _ in known]) for metric, known in pairs.items()}
+        cells = []
+        for metric in comparison.metrics:
+            known = pairs[f"eval/{metric}"]
+            gap = None if name == base else interval([ours - theirs for ours, theirs in known])
+            cells.append(Cell(values[f"eval/{metric}"], gap, metric_label(f"eval/{metric}")[1]))
+        rows.append(Row(name, cells, values["tokens"][0], values["seconds"][0], values["step"][0]))
+    return rows
+
+
+def equal_cost(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> float:
+    """The budget; less where a run ended before it, at `max_steps`."""
+    return min(comparison.amount, common_reading(runs, comparison.cost))
+
+
+def explanation(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> str:
+    """
+    What the numbers of the table are.
+
+    Args:
+        runs (`Sequence[Mapping]`):
+            The runs.
+        comparison ([`~trl_explore.compare.settings.Comparison`]):
+            The comparison.
+
+    Returns:
+        `str`: Two sentences.
+    """
+    count = len({run["seed"] for run in runs})
+    at = f"At {equal_cost(runs, comparison):,.0f} {LABELS[comparison.cost]}, read between evaluations; with a sign: "
+    at += f"the difference to {comparison.arms[0].name}, paired by seed. "
+    if count == 1:
+        return f"{at}One seed: there is no interval, and a difference may be chance."
+    return f"{at}± is the 95 % t-interval over {count} seeds."
+
+
+def headers(comparison: Comparison) -> list[str]:
+    """Titles of the table's columns."""
+    labels = [metric_label(f"eval/{metric}") for metric in comparison.metrics]
+    shown = [f"{label} (%)" if scale == 100 else label for label, scale in labels]
+    return ["arm", *shown, "tokens", "seconds", "s/step"]
+
+
+def markdown_table(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> str:
+    """
+    The table as Markdown.
+
+    Args:
+        runs (`Sequence[Mapping]`):
+            The runs.
+        comparison ([`~trl_explore.compare.settings.Comparison`]):
+            The comparison.
+
+    Returns:
+        `str`: Lines of text, the explanation below the table.
+    """
+    titles = headers(comparison)
+    lines = [titles, ["---", *["---:"] * (len(titles) - 1)]]
+    for row in summarize(runs, comparison):
+        cells = [value + "".join(f" ({gap})" for gap in rest) for value, *rest in (c.texts() for c in row.cells)]
+        lines.append([row.arm, *cells, *row.texts()])
+    escaped = [[text.replace("|", "\\|").replace("<", "&lt;") for text in line] for line in lines]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in escaped)
+    return f"{table}\n\n{explanation(runs, comparison)}\n"
+
+
+def rich_table(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> Any:
+    """
+    The table for a terminal.
+
+    Args:
+        runs (`Sequence[Mapping]`):
+            The runs.
+        comparison ([`~trl_explore.compare.settings.Comparison`]):
+            The comparison.
+
+    Returns:
+        [`~rich.table.Table`]: Differences stand below the values.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    table, base = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)), comparison.arms[0].name
+    for number, title in enumerate(headers(comparison)):
+        table.add_column(title, justify="right" if number else "left")
+    for row in summarize(runs, comparison):
+        name = row.arm if row.arm == base else f"{row.arm}\n  - {base}"
+        table.add_row(Text(name), *("\n".join(cell.texts()) for cell in row.cells), *row.texts())
+    return table
+
+
+def write_csv(runs: Sequence[Mapping[str, Any]], comparison: Comparison, path: Path) -> None:
+    """
+    Write every evaluation of every run, one per line.
+
+    Args:
+        runs (`Sequence[Mapping]`):
+            The runs.
+        comparison ([`~trl_explore.compare.settings.Comparison`]):
+            The comparison.
+        path (`Path`):
+            The file.
+    """
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["arm", "seed", *COSTS, *comparison.metrics, *TRAINING])
+        for run in runs:
+            for point in run["points"]:
+                costs = [round(point[name], 6) for name in COSTS]
+                metrics = [point[f"eval/{metric}"] for metric in comparison.metrics]
+                training = [point.get(f"train/{name}") for name in TRAINING]  # nothing before the first step
+                writer.writerow([run["arm"], run["seed"], *costs, *metrics, *training])
+
+
+def write_report(runs: Sequence[dict[str, Any]], comparison: Comparison, folder: Path) -> list[Path]:
+    """
+    Write table, CSV and, where matplotlib is installed, the picture.
+
+    Args:
+        runs (`Sequence[dict]`):
+            Finished runs; the same seeds for every arm.
+        comparison ([`~trl_explore.compare.settings.Comparison`]):
+            The comparison.
+        folder (`Path`):
+            Where the files go.
+
+    Returns:
+        `list[Path]`: The files.
+    """
+    files = [folder / TABLE, folder / f"{CURVES}.csv"]
+    files[0].write_text(markdown_table(runs, comparison), encoding="utf-8")
+    write_csv(runs, comparison, files[1])
+    metrics = [f"eval/{metric}" for metric in comparison.metrics]
+    subject = comparison.subject
+    title = f"task {subject['task']}" if "task" in subject else str(subject["model_name_or_path"])
+    # On a CPU other work, and other runs of this comparison, make wall seconds longer.
+    on_cpu = comparison.common.get("use_cpu") and comparison.clock != "seconds"
+    clocks = ("tokens", "cpu_seconds" if on_cpu else "seconds")
+    picture = folder / f"{CURVES}.png"
+    try:
+        learning_curves(runs, picture, metrics=metrics, clocks=clocks, title=title, suffixes=[".svg"])
+    except ModuleNotFoundError:  # matplotlib
+        return files
+    return [*files, picture, picture.with_suffix(".svg")]

@@ -1,0 +1,400 @@
+"""What a comparison is: its YAML file and flags, checked and completed before anything is trained."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from trl_explore.cli.train import METHODS, TrainArguments, build_arguments, methods_with
+from trl_explore.compare.arms import Arm, Budget
+from trl_explore.names import unknown_name
+from trl_explore.runs.inputs import UsageError
+from trl_explore.runs.yaml_values import read_count, read_mapping, read_number
+from trl_explore.visible_text import visible_text
+
+NAMES = {
+    "grpo": "GRPO",
+    "deep_grpo": "DEEP-GRPO",
+    "tree_grpo": "TreeGRPO",
+    "sesa": "SESA",
+    "g2rl": "G2RL",
+    "branpo": "BranPO",
+}
+CLOCKS = {"tokens": "tokens", "seconds": "seconds", "steps": "step"}  # and what costs call it
+METRICS = ("greedy_accuracy", "reward", "pass_at_1", "pass_at_8", "maj_at_8", "coverage_at_8")
+COUNTED = re.compile(r"(pass|maj|coverage)_at_([1-9]\d*)")
+# What the comparison itself decides; the others of its kind come from these.
+OWNED = {
+    "output_dir": "it is --output_dir",
+    "seed": "it is `seeds`",
+    "logging_steps": "costs are counted at every step",
+    "resume_from_checkpoint": "a comparison continues by itself",
+    "eval_strategy": "it is `evaluations`",
+    "push_to_hub": "publish the arm that you choose",
+}
+# What every arm gets unless `common` says otherwise: the length of a run is not known in advance, and of its
+# checkpoints the last is enough to continue from; the one before is for a kill while that is written.
+DEFAULTS = {
+    "max_steps": 100_000,
+    "lr_scheduler_type": "constant",
+    "save_strategy": "no",
+    "save_total_limit": 2,
+    "disable_tqdm": True,
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """
+    Everything that decides what a comparison computes.
+
+    Args:
+        subject (`dict`):
+            Model, data and rewards as fields of `trl-explore train`; or only `task`, an embedded task.
+        clock (`str`):
+            What is equal for all arms: `"tokens"`, `"seconds"` or `"steps"`.
+        amount (`float`):
+            How much of it each run gets.
+        seeds (`tuple[int, ...]`):
+            Seeds of data order and sampling.
+        arms (`tuple[Arm, ...]`):
+            The arms, with every option filled in; differences are to the first.
+        common (`dict`):
+            Configuration fields of all arms.
+        metrics (`tuple[str, ...]`):
+            What table and picture show.
+        evaluations (`int`):
+            Evaluations per run after the first, at even shares of the budget.
+        num_eval (`int`):
+            Held-out problems.
+        success_threshold (`float`, *optional*):
+            Smallest total reward of a success in the evaluation.
+        success_reward (`str`, *optional*):
+            Reward function that decides success there, in the place of the total.
+        warm_start_steps (`int`, *optional*):
+            Steps that teach an embedded task to the tiny model.
+        model_size (`dict`):
+            `hidden_size` and `num_layers` of an embedded task's model, where they are not the tiny one's.
+    """
+
+    subject: dict[str, Any]
+    clock: str
+    amount: float
+    seeds: tuple[int, ...]
+    arms: tuple[Arm, ...]
+    common: dict[str, Any]
+    metrics: tuple[str, ...]
+    evaluations: int
+    num_eval: int
+    success_threshold: float | None
+    success_reward: str | None
+    warm_start_steps: int | None
+    model_size: dict[str, Any]
+
+    @property
+    def task(self) -> Any:
+        """The embedded task, or `None`."""
+        from trl_explore.compare.tasks import find_task
+
+        return find_task(self.subject["task"]) if "task" in self.subject else None
+
+    @property
+    def budget(self) -> Budget:
+        """When a run stops."""
+        amount: Any = int(self.amount) if self.clock == "steps" else self.amount
+        return Budget(**{self.clock: amount})
+
+    @property
+    def cost(self) -> str:
+        """The cost that `clock` counts, a field of [`~trl_explore.compare.arms.Cost`]."""
+        return CLOCKS[self.clock]
+
+    @property
+    def num_samples(self) -> int:
+        """Samples per held-out problem: as many as the largest k asks for, and at least 8."""
+        return max([8, *(k for kind in ("pass", "maj", "coverage") for k in self.values_of_k(kind))])
+
+    def values_of_k(self, kind: str) -> tuple[int, ...]:
+        """The k of the metrics of one kind, such as 8 of `pass_at_8`, ascending."""
+        found = [COUNTED.fullmatch(name) for name in self.metrics]
+        return tuple(sorted({int(match[2]) for match in found if match and match[1] == kind}))
+
+    def document(self) -> dict[str, Any]:
+        """The comparison as its YAML file would have it."""
+        optional = {name: vars(self)[name] for name in ("success_threshold", "success_reward", "warm_start_steps")}
+        optional["model_size"] = self.model_size or None
+        return {
+            **self.subject,
+            "budget": {self.clock: self.amount},
+            "seeds": list(self.seeds),
+            "metrics": list(self.metrics),
+            "evaluations": self.evaluations,
+            "num_eval": self.num_eval,
+            **{name: value for name, value in optional.items() if value is not None},
+            "common": self.common,
+            "arms": [{"name": arm.name, "method": arm.method, "options": arm.options} for arm in self.arms],
+        }
+
+
+def arm_folder(name: str) -> str:
+    """
+    The folder of an arm: its name without what file systems dislike.
+
+    Args:
+        name (`str`):
+            Name of the arm.
+
+    Returns:
+        `str`: Letters, digits and single hyphens.
+    """
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def read_comparison(document: Mapping[str, Any]) -> Comparison:
+    """
+    Check a comparison's YAML document and fill in what it leaves out.
+
+    Args:
+        document (`Mapping`):
+            The document, with what flags override already in it.
+
+    Returns:
+        [`Comparison`]: What to run.
+
+    Raises:
+        UsageError: Naming the field, the value and the remedy.
+    """
+    from trl import DatasetMixtureConfig, ModelConfig
+
+    named = [spec.name for cls in (TrainArguments, ModelConfig, DatasetMixtureConfig) for spec in fields(cls)]
+    subject_names = {"task", *named} - {"method"}
+    own = {"budget", "seeds", "arms", "common", "metrics", "evaluations", "num_eval"}
+    known = own | subject_names | {"success_threshold", "success_reward", "warm_start_steps", "model_size"}
+    for name in document:
+        if name not in known:
+            raise UsageError(_unknown_top_level(str(name), known))
+    subject = {name: value for name, value in document.items() if name in subject_names}
+    task = _find_task(subject)
+    clock, amount = _read_budget(document.get("budget"))
+    common = {**_common_defaults(task), **read_mapping("common", document.get("common"))}
+    comparison = Comparison(
+        subject=subject,
+        clock=clock,
+        amount=amount,
+        seeds=_read_seeds(document.get("seeds", [0])),
+        arms=_read_arms(document.get("arms"), task, read_mapping("common", document.get("common"))),
+        common=common,
+        metrics=_read_metrics(document.get("metrics"), task),
+        evaluations=read_count("evaluations", document.get("evaluations", 10)),
+        num_eval=read_count("num_eval", document.get("num_eval", _default_num_eval(task))),
+        success_threshold=_threshold(document.get("success_threshold")),
+        success_reward=document.get("success_reward"),
+        warm_start_steps=_warm_start_steps(document.get("warm_start_steps"), task),
+        model_size=_model_size(document.get("model_size"), task),
+    )
+    _check_fields(comparison)
+    return comparison
+
+
+def _unknown_top_level(name: str, known: set[str]) -> str:
+    if name in {spec.name for method in METHODS.values() for spec in fields(method()[0])}:
+        return f"{name}: training fields go under `common` (for all arms) or under `options` of an arm"
+    return unknown_name("field", name, known)
+
+
+def _find_task(subject: Mapping[str, Any]) -> Any:
+    from trl_explore.compare.tasks import find_task
+
+    if "task" not in subject:
+        if "model_name_or_path" not in subject:
+            raise UsageError("nothing to train: give `task` (an embedded task) or `model_name_or_path` and your data")
+        return None
+    others = sorted(subject.keys() - {"task"})
+    if others:
+        raise UsageError(f"{others[0]}: `task` has its own model, data and reward; leave one of the two out")
+    return find_task(str(subject["task"]))
+
+
+def _read_budget(given: Any) -> tuple[str, float]:
+    example = "for example budget: {tokens: 2e5}, or --tokens 2e5"
+    if given is None:
+        raise UsageError(f"budget is missing: say what is equal for all arms, tokens, seconds or steps, {example}")
+    budget = read_mapping("budget", given)
+    for name in budget:
+        if name not in CLOCKS:
+            raise UsageError(f"budget: {unknown_name('field', str(name), CLOCKS)}")
+    if len(budget) != 1:
+        raise UsageError(f"budget={budget}: give one of tokens, seconds and steps, {example}")
+    ((clock, text),) = budget.items()
+    amount = read_number(f"budget.{clock}", text)
+    if not 0 < amount < math.inf or clock == "steps" and not amount.is_integer():
+        whole = "a whole number of steps" if clock == "steps" else "positive and finite"
+        raise UsageError(f"budget.{clock}={text}: it must be {whole}, {example}")
+    return clock, amount
+
+
+def _read_seeds(given: Any) -> tuple[int, ...]:
+    seeds = given if isinstance(given, list) else [given]
+    whole = all(isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0 for seed in seeds)
+    if not seeds or not whole or len(set(seeds)) < len(seeds):
+        raise UsageError(f"seeds={given}: give different integers of at least 0, for example seeds: [0, 1, 2]")
+    return tuple(seeds)
+
+
+def _read_arms(given: Any, task: Any, common: Mapping[str, Any]) -> tuple[Arm, ...]:
+    if given is None:
+        given = [{"method": method} for method in _default_methods(task)]
+    if not isinstance(given, list) or not given:
+        raise UsageError(f"arms={given!r}: give a list, for example [{{name: GRPO, method: grpo}}]")
+    arms: list[Arm] = []
+    for number, entry in enumerate(given):
+        arm = _read_arm(f"arms[{number}]", entry, task, common)
+        if not arm_folder(arm.name) or arm_folder(arm.name) in {arm_folder(other.name) for other in arms}:
+            raise UsageError(f"arms[{number}]: name={arm.name!r}: give each arm letters or digits of its own")
+        arms.append(arm)
+    return tuple(arms)
+
+
+def _read_arm(place: str, entry: Any, task: Any, common: Mapping[str, Any]) -> Arm:
+    from trl_explore.compare.tasks import suited_options
+
+    entry = read_mapping(place, entry)
+    for key in entry:
+        if key not in ("name", "method", "options"):
+            raise UsageError(f"{place}: {unknown_name('field', str(key), ('name', 'method', 'options'))}")
+    if "method" not in entry:
+        raise UsageError(f"{place}: method is missing; choose one of {', '.join(METHODS)}")
+    method = str(entry["method"])
+    if method not in METHODS:
+        raise UsageError(f"{place}: {unknown_name('method', method, METHODS)}")
+    suited: Mapping[str, Any] | None = {} if task is None else suited_options(task, method)
+    if suited is None:
+        raise UsageError(f"{place}: {method} does not suit the task {task.name}; {_suited_tasks(method)}")
+    filled_in = {name: value for name, value in suited.items() if name not in common}
+    return Arm(
+        name=visible_text(str(entry.get("name", NAMES[method]))),
+        method=method,
+        options={**filled_in, **read_mapping(f"{place}.options", entry.get("options"))},
+    )
+
+
+def _default_methods(task: Any) -> list[str]:
+    """GRPO first, because differences are to the first arm; without tools BranPO has nothing to do."""
+    from trl_explore.compare.tasks import suited_options
+
+    if task is None:
+        return [method for method in NAMES if method != "branpo"]
+    return [method for method in NAMES if suited_options(task, method) is not None]
+
+
+def _suited_tasks(method: str) -> str:
+    from trl_explore.compare.tasks import ALL_TASKS, suited_options
+
+    names = [name for name, task in ALL_TASKS.items() if suited_options(task, method) is not None]
+    return f"it suits {', '.join(names)}"
+
+
+def _common_defaults(task: Any) -> dict[str, Any]:
+    from trl_explore.compare.tasks import task_options
+
+    return dict(DEFAULTS) if task is None else {**DEFAULTS, **task_options(task)}
+
+
+def _default_num_eval(task: Any) -> int:
+    from trl_explore.compare.tasks import task_num_eval
+
+    return 128 if task is None else task_num_eval(task)
+
+
+def _read_metrics(given: Any, task: Any) -> tuple[str, ...]:
+    from trl_explore.compare.tasks import AGENTS, task_metrics
+
+    if given is None:
+        return ("reward", "greedy_accuracy", "pass_at_1", "pass_at_8") if task is None else task_metrics(task)
+    names = [str(name).replace("@", "_at_") for name in (given if isinstance(given, list) else [given])]
+    for name in names:
+        if name not in METRICS and not COUNTED.fullmatch(name):
+            raise UsageError(
+                f"metrics: {unknown_name('metric', name, METRICS)} Behind `_at_` stands any number from 1 on."
+            )
+        if task is not None and task.name in AGENTS and name != "reward":
+            raise UsageError(f"metrics: {name} is not measured for agents; {task.name} has `reward`")
+    if not names or len(set(names)) < len(names):
+        raise UsageError(f"metrics={given}: give different names, for example [greedy_accuracy, pass_at_8]")
+    return tuple(names)
+
+
+def _warm_start_steps(given: Any, task: Any) -> int | None:
+    if given is None:
+        return None if task is None else task.warm_start_steps
+    if task is None:
+        raise UsageError(f"warm_start_steps={given}: only an embedded `task` has a warm start; leave it out")
+    return read_count("warm_start_steps", given)
+
+
+def _model_size(given: Any, task: Any) -> dict[str, Any]:
+    from trl_explore.tasks.tiny_model import HEAD_SIZE
+
+    size = {name: read_count(f"model_size.{name}", value) for name, value in read_mapping("model_size", given).items()}
+    if size and task is None:
+        raise UsageError(f"model_size={given}: only the model of an embedded `task` is built; leave it out")
+    for name in size:
+        if name not in ("hidden_size", "num_layers"):
+            raise UsageError(f"model_size: {unknown_name('field', name, ('hidden_size', 'num_layers'))}")
+    if size.get("hidden_size", HEAD_SIZE) % HEAD_SIZE:
+        raise UsageError(f"model_size.hidden_size={size['hidden_size']}: give a multiple of {HEAD_SIZE}")
+    return size
+
+
+def _check_fields(comparison: Comparison) -> None:
+    """Whether every arm's configuration can be built, for each of them as it will be."""
+    for arm in comparison.arms:
+        specs = {spec.name for spec in fields(METHODS[arm.method]()[0]) if spec.init}
+        for place, options in (("common", comparison.common), (f"options of {arm.name}", arm.options)):
+            for name in options:
+                if name in OWNED:
+                    raise UsageError(f"{place}: {name} is set by the comparison ({OWNED[name]}); leave it out")
+                if name not in specs and (owners := methods_with(str(name))):
+                    raise UsageError(
+                        f"{place}: {name} is no field of {arm.method}, but of {' and '.join(owners)}: give it as one "
+                        "of the `options` of such an arm"
+                    )
+                if name not in specs:
+                    raise UsageError(f"{place}: {unknown_name(f'field of {arm.method}', str(name), specs)}")
+        try:
+            training = run_arguments(comparison, arm, seed=comparison.seeds[0], folder="out")[1]
+        except UsageError as error:
+            raise UsageError(f"arm {arm.name}: {error}") from error
+        batches, steps = training.steps_per_generation, training.gradient_accumulation_steps
+        if batches is not None and batches < steps:
+            raise UsageError(
+                f"arm {arm.name}: steps_per_generation={batches} is less than gradient_accumulation_steps={steps}; "
+                "tokens are counted once per optimizer step: make them equal"
+            )
+
+
+def run_arguments(comparison: Comparison, arm: Arm, *, seed: int, folder: str) -> Any:
+    """
+    The arguments of one run, as `trl-explore train` would have them.
+
+    Args:
+        comparison ([`Comparison`]):
+            What to run.
+        arm ([`~trl_explore.compare.arms.Arm`]):
+            The arm.
+        seed (`int`):
+            The seed.
+        folder (`str`):
+            Where checkpoints go.
+
+    Returns:
+        `tuple`: As [`~trl_explore.cli.train.build_arguments`].
+    """
+    subject = {} if "task" in comparison.subject else comparison.subject
+    fixed = {"method": arm.method, "seed": seed, "output_dir": folder, "logging_steps": 1}
+    return build_arguments({**subject, **comparison.common, **arm.options, **fixed})
+
+
+def _threshold(given: Any) -> float | None:
+    return None if given is None else read_number("success_threshold", given)

@@ -1,0 +1,1 @@
+"""Evaluation: samples, metrics, intervals, hard prompts."""

@@ -1,0 +1,152 @@
+"""Completions of a data set's prompts, in a file that an interrupted evaluation continues."""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm.auto import tqdm
+
+from trl_explore.evaluation.samplers import PromptSampler, Sampling
+from trl_explore.saving.checkpoints import append_lines
+from trl_explore.saving.fingerprints import digest
+from trl_explore.trees.replay import FileRefusedError, read_records, write_records
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+COMPLETIONS = "trl-explore completions"
+# Settings that are kept as hashes, and what decides them.
+HASHED = {"weights": "the model", "prompts": "data, limit, system prompt, chat template"}
+
+Record = dict[str, Any]
+
+
+def encode_prompts(prompts: Sequence[Any], tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
+    """
+    Tokens of prompts, as training encodes them.
+
+    Args:
+        prompts (`Sequence[str]` or `Sequence[list[dict]]`):
+            Plain prompts, or conversations. The latter are joined by empty lines where the tokenizer has no chat
+            template.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            The tokenizer.
+
+    Returns:
+        `list[list[int]]`: `[P][P_i]`.
+    """
+    encoded: list[list[int]] = []
+    for prompt in prompts:
+        if not isinstance(prompt, str) and tokenizer.chat_template is not None:
+            encoding: Any = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
+        else:
+            text = prompt if isinstance(prompt, str) else "\n\n".join(message["content"] for message in prompt) + "\n"
+            encoding = tokenizer(text=text)
+        encoded.append(list(encoding["input_ids"]))
+    return encoded
+
+
+def collect_completions(
+    sampler: PromptSampler,
+    prompts: Sequence[Any],
+    tokenizer: "PreTrainedTokenizerBase",
+    sampling: Sampling,
+    *,
+    source: dict[str, Any],
+    path: Path | None = None,
+    progress: bool = True,
+) -> list[Record]:
+    """
+    Sample completions of every prompt; those that the file has are not sampled again.
+
+    Args:
+        sampler ([`~trl_explore.evaluation.samplers.PromptSampler`]):
+            What samples; not called where nothing is missing.
+        prompts (`Sequence[str]` or `Sequence[list[dict]]`):
+            Prompts, of shape `(P,)`.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            The tokenizer of the model.
+        sampling ([`~trl_explore.evaluation.samplers.Sampling`]):
+            How.
+        source (`dict`):
+            What else the completions depend on, as JSON values: the model's weights.
+        path (`Path`, *optional*):
+            JSON lines, one per prompt, written as soon as a prompt's completions are there.
+        progress (`bool`, *optional*, defaults to `True`):
+            Whether to show a progress bar.
+
+    Returns:
+        `list[dict]`: For each prompt its `index`, and for each sample its text (`completions`), `completion_ids` and
+        whether it was `truncated`; `seconds` add up to the time of sampling.
+
+    Raises:
+        `FileRefusedError`: If `path` is of other settings or no such file: a `ValueError`.
+    """
+    prompt_ids = encode_prompts(prompts, tokenizer)
+    tokens = digest(json.dumps(ids).encode() for ids in prompt_ids)
+    settings = {**source, "num_prompts": len(prompts), "prompts": tokens, **asdict(sampling)}
+    records = {} if path is None else _continue(path, settings)
+    missing = {index: ids for index, ids in enumerate(prompt_ids) if index not in records}
+    if missing:
+        with tqdm(total=len(prompts), initial=len(records), unit="prompt", disable=not progress) as bar:
+            bar.set_description(path.parent.name if path is not None else "Sampling")
+            last = time.perf_counter()
+            for index, samples in sampler(missing, sampling):
+                ids = [sample.token_ids for sample in samples]
+                records[index] = {
+                    "index": index,
+                    "completions": tokenizer.batch_decode(ids, skip_special_tokens=True),
+                    "completion_ids": ids,
+                    "truncated": [not sample.finished for sample in samples],
+                    "seconds": round(time.perf_counter() - last, 3),
+                }
+                last = time.perf_counter()
+                if path is not None:
+                    append_lines(path, [records[index]])
+                bar.update()
+    return [records[index] for index in range(len(prompts))]
+
+
+def read_completions(path: Path) -> tuple[dict[str, Any], dict[int, Record]]:
+    """
+    Read a file of [`collect_completions`].
+
+    Args:
+        path (`Path`):
+            The file.
+
+    Returns:
+        `tuple[dict, dict[int, dict]]`: The settings, and the records by their index.
+
+    Raises:
+        `FileRefusedError`: If it is no such file, or a line is broken: a `ValueError`.
+    """
+    header, records = read_records(path, COMPLETIONS, is_valid=_is_record)
+    return header, {record["index"]: record for record in records}
+
+
+def _is_record(record: Record) -> bool:
+    lists = [record.get(name) for name in ("completions", "completion_ids", "truncated")]
+    return type(record.get("index")) is int and all(isinstance(values, list) for values in lists)
+
+
+def _continue(path: Path, settings: dict[str, Any]) -> dict[int, Record]:
+    """Records that the file has; it is begun where there is none, and must be of the same settings where it is."""
+    header, records = read_completions(path) if path.is_file() else ({}, {})
+    if not records:
+        write_records(path, COMPLETIONS, settings)
+        return {}
+    changes = [
+        f"other {name} ({HASHED[name]})" if name in HASHED else f"{name}={header.get(name)!r}, now {value!r}"
+        for name, value in settings.items()
+        if header.get(name) != value
+    ]
+    if changes:
+        raise FileRefusedError(
+            f"{path} holds completions of other settings: {'; '.join(changes)}. Delete its folder, or name another "
+            "output_dir."
+        )
+    return records

@@ -1,0 +1,160 @@
+"""Benchmarks by name: where a data set is, and how its rows become prompts with gold answers."""
+
+import random
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trl_explore.names import unknown_name
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+FOLDER = Path(__file__).parent / "benchmarks"
+
+
+@dataclass(frozen=True)
+class Preset:
+    r"""
+    How to evaluate on a data set, as `trl_explore/evaluation/benchmarks/*.yaml` and a user's own YAML file say it.
+
+    Args:
+        path (`str`):
+            Hub name, folder or file of the data set.
+        question (`Sequence[str]`):
+            Columns that make up the question, in their order; empty cells are left out.
+        answer (`str`):
+            Column of the gold answer: text, a number, a list of answers all of which are wanted, or the letter of the
+            right one of `choices`. With `wrong_answers`, the text of the right choice.
+        config (`str`, *optional*):
+            Configuration of the data set.
+        split (`str`, *optional*, defaults to `"test"`):
+            Split to evaluate on.
+        choices (`str`, *optional*):
+            Column with the list of choices, which get the letters A, B, ...
+        wrong_answers (`Sequence[str]`, *optional*, defaults to `()`):
+            Columns of wrong choices, one each. They and the right one are shuffled, for equal questions equally.
+        instruction (`str`, *optional*, defaults to `""`):
+            Text behind the question, after an empty line.
+        system_prompt (`str`, *optional*):
+            Message before the question.
+        reward (`str`, *optional*, defaults to `"accuracy_reward"`):
+            Reward function that grades an answer, as `trl-explore train` names it.
+        num_samples (`int`, *optional*, defaults to `4`):
+            Recommended samples per prompt.
+        temperature (`float`, *optional*, defaults to `0.6`):
+            Recommended sampling temperature.
+        top_p (`float`, *optional*, defaults to `0.95`):
+            Recommended probability mass that is sampled from.
+        max_new_tokens (`int`, *optional*, defaults to `4096`):
+            Recommended bound of the completion's tokens.
+    """
+
+    path: str
+    question: Sequence[str]
+    answer: str
+    config: str | None = None
+    split: str = "test"
+    choices: str | None = None
+    wrong_answers: Sequence[str] = ()
+    instruction: str = ""
+    system_prompt: str | None = None
+    reward: str = "accuracy_reward"
+    num_samples: int = 4
+    temperature: float = 0.6
+    top_p: float = 0.95
+    max_new_tokens: int = 4096
+
+
+def preset_names() -> list[str]:
+    """
+    Names of the benchmarks that come with the package.
+
+    Returns:
+        `list[str]`: In alphabetical order.
+    """
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def load_preset(name: str | Path) -> Preset:
+    """
+    Reads a benchmark.
+
+    Args:
+        name (`str` or `Path`):
+            One of [`preset_names`], or the path of a YAML file with the fields of [`Preset`].
+
+    Returns:
+        [`Preset`]: The benchmark.
+
+    Raises:
+        `ValueError`: If there is none of that name, or the file lacks a field or has an unknown one.
+    """
+    import yaml
+
+    path = Path(name).expanduser()
+    if path.suffix not in (".yaml", ".yml"):
+        if name not in preset_names():
+            raise ValueError(unknown_name("preset", str(name), preset_names()))
+        path = FOLDER / f"{name}.yaml"
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    known = [field.name for field in fields(Preset)]
+    if not isinstance(values, dict) or not {"path", "question", "answer"} <= values.keys():
+        raise ValueError(f"{path} must have at least the fields path, question and answer: {known} are all.")
+    for field in values.keys() - set(known):
+        raise ValueError(f"{path}: {unknown_name('field', str(field), known)}")
+    question = values["question"]
+    return Preset(**values | {"question": [question] if isinstance(question, str) else question})
+
+
+def as_prompts(rows: "Dataset", preset: Preset) -> "Dataset":
+    """
+    Makes prompts of a benchmark's rows.
+
+    Args:
+        rows ([`~datasets.Dataset`]):
+            The split that the preset names.
+        preset ([`Preset`]):
+            How.
+
+    Returns:
+        [`~datasets.Dataset`]: Two columns, the conversational `prompt` and the gold `answer`.
+
+    Raises:
+        `ValueError`: If a column is missing.
+    """
+    from datasets import Dataset
+
+    needed = [*preset.question, preset.answer, *preset.wrong_answers, *filter(None, [preset.choices])]
+    for column in needed:
+        if column not in rows.column_names:
+            raise ValueError(f"{unknown_name('column', column, rows.column_names)} There are {rows.column_names}.")
+
+    def convert(row: dict[str, Any]) -> dict[str, Any]:
+        question = "\n\n".join(str(row[column]).strip() for column in preset.question if row[column])
+        answer, choices = row[preset.answer], row[preset.choices] if preset.choices else []
+        if preset.wrong_answers:
+            right = str(answer).strip()
+            choices = [right, *(str(row[column]).strip() for column in preset.wrong_answers)]
+            random.Random(question).shuffle(choices)
+            answer = string.ascii_uppercase[choices.index(right)]
+        listed = "\n".join(
+            f"{letter}. {choice}" for letter, choice in zip(string.ascii_uppercase, choices, strict=False)
+        )
+        user = "\n\n".join(filter(None, [question, listed, preset.instruction]))
+        system = [{"role": "system", "content": preset.system_prompt}] if preset.system_prompt else []
+        return {"prompt": [*system, {"role": "user", "content": user}], "answer": _gold(answer)}
+
+    return Dataset.from_list([convert(row) for row in rows])
+
+
+def _gold(answer: Any) -> str:
+    """The gold answer as the rewards read it; of several, all are wanted, in any order."""
+    if isinstance(answer, list):
+        return answer[0] if len(answer) == 1 else rf"\boxed{{{', '.join(answer)}}}"
+    return str(answer)

@@ -1,0 +1,275 @@
+"""Completions of prompts that do not change meanwhile: by transformers, by vLLM in this process, by a vLLM server."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from trl_explore.rows.rollouts import Continuation
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+MAX_CONCURRENT_REQUESTS = 64
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """
+    How completions are drawn.
+
+    Args:
+        num_samples (`int`, *optional*, defaults to `1`):
+            Completions per prompt.
+        temperature (`float`, *optional*, defaults to `1.0`):
+            Sampling temperature; 0 decodes greedily, one completion per prompt.
+        top_p (`float`, *optional*, defaults to `1.0`):
+            Probability mass that is sampled from. In `(0, 1]`.
+        top_k (`int`, *optional*, defaults to `0`):
+            Tokens that are sampled from; 0 for all.
+        max_new_tokens (`int`, *optional*, defaults to `1024`):
+            Most tokens per completion.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the draws. Non-negative.
+
+    Raises:
+        `ValueError`: If a value is outside its range.
+    """
+
+    num_samples: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_new_tokens: int = 1024
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 1 or self.max_new_tokens < 1:
+            raise ValueError(
+                f"num_samples and max_new_tokens must be at least 1, got num_samples={self.num_samples}, "
+                f"max_new_tokens={self.max_new_tokens}."
+            )
+        if self.temperature < 0 or self.top_k < 0 or self.seed < 0 or not 0 < self.top_p <= 1:
+            raise ValueError(
+                f"temperature, top_k and seed must not be negative, and top_p must be in (0, 1]; got "
+                f"temperature={self.temperature}, top_k={self.top_k}, seed={self.seed}, top_p={self.top_p}."
+            )
+        if self.temperature == 0 and self.num_samples > 1:
+            raise ValueError(
+                f"temperature=0 decodes greedily, so that all {self.num_samples} samples of a prompt would be the "
+                "same: set num_samples=1, or a positive temperature."
+            )
+
+
+class PromptSampler(Protocol):
+    """What draws completions for [`~trl_explore.evaluation.evaluate.evaluate`]."""
+
+    def __call__(self, prompts: dict[int, list[int]], sampling: Sampling) -> Iterator[tuple[int, list[Continuation]]]:
+        """
+        Sample completions of every prompt, and hand each prompt's over as soon as they are there.
+
+        Args:
+            prompts (`dict[int, list[int]]`):
+                Token ids of each prompt, by its position in the data set.
+            sampling ([`Sampling`]):
+                How.
+
+        Yields:
+            `tuple[int, list[Continuation]]`: A position and `num_samples` completions, in any order of positions.
+        """
+        ...
+
+
+class TransformersSampler:
+    """
+    Samples with `generate`, which encodes a prompt once for all its samples.
+
+    The positions of a batch and the seed decide its samples: a continued evaluation draws what an uninterrupted one
+    does, except for the rest of a batch that was cut in two.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or `PeftModel`):
+            The model, on the device where it shall run. It is left as it was.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            Its tokenizer.
+        batch_size (`int`, *optional*, defaults to `64`):
+            Completions per `generate` call; at least one prompt's are sampled together.
+    """
+
+    def __init__(
+        self, model: "PreTrainedModel | PeftModel", tokenizer: "PreTrainedTokenizerBase", *, batch_size: int = 64
+    ) -> None:
+        self.model, self.batch_size = model, batch_size
+        self.max_length = model.config.get_text_config().to_dict().get("max_position_embeddings")
+        ends: Any = model.generation_config.eos_token_id
+        known = ends if isinstance(ends, list) else [ends]
+        self.eos_token_ids = sorted({end for end in [*known, tokenizer.eos_token_id] if end is not None})
+        self.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+
+    def __call__(self, prompts: dict[int, list[int]], sampling: Sampling) -> Iterator[tuple[int, list[Continuation]]]:
+        import torch
+        from transformers import GenerationConfig
+
+        from trl_explore.evaluation.callbacks import undisturbed
+        from trl_explore.runs.threads import few_threads
+        from trl_explore.sampling.generation import complete, recorded
+
+        _check_context(prompts, sampling, self.max_length)
+        draws = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+        config = GenerationConfig(
+            do_sample=sampling.temperature > 0,
+            max_new_tokens=sampling.max_new_tokens,
+            eos_token_id=self.eos_token_ids,
+            pad_token_id=self.pad_token_id,
+            repetition_penalty=1.0,  # what is not named here comes from the model's own configuration
+            disable_compile=True,
+            **(draws if sampling.temperature > 0 else {}),
+        )
+        size = max(1, self.batch_size // sampling.num_samples)
+        for number, members in groupby(sorted(prompts), key=lambda position: position // size):
+            batch = list(members)
+            rows = [prompts[position] for position in batch for _ in range(sampling.num_samples)]
+            sharing = recorded(self.model, temperature=1.0, entropies=False)
+            seed = int(np.random.SeedSequence([sampling.seed, number * size]).generate_state(1)[0])
+            with undisturbed(self.model, seed=seed), torch.no_grad(), sharing, few_threads(self.model):
+                ids = complete(self.model, rows, config)
+            done = iter([Continuation(row, finished=row[-1] in self.eos_token_ids) for row in ids])
+            for position in batch:
+                yield position, [next(done) for _ in range(sampling.num_samples)]
+
+
+class VLLMSampler:
+    """
+    Samples with vLLM in this process. The seed is the engine's, one of `options`.
+
+    Args:
+        model (`str`):
+            Hub name or folder of the model.
+        adapter (`str`, *optional*):
+            Folder of an adapter on it.
+        batch_size (`int`, *optional*, defaults to `1024`):
+            Completions that are handed over together, when the last of them has ended.
+        **options:
+            What `vllm.LLM` takes.
+
+    Raises:
+        `ImportError`: If vLLM is not installed.
+    """
+
+    def __init__(self, model: str, *, adapter: str | None = None, batch_size: int = 1024, **options: Any) -> None:
+        try:
+            from vllm import LLM
+        except ImportError as error:
+            raise ImportError("use_vllm needs vLLM: `pip install trl-explore[vllm]`.") from error
+        self.batch_size, self.adapter = batch_size, None
+        if adapter is not None:
+            from peft import PeftConfig
+            from vllm.lora.request import LoRARequest
+
+            self.adapter = LoRARequest("adapter", 1, adapter)
+            options |= {"enable_lora": True, "max_lora_rank": PeftConfig.from_pretrained(adapter).r}
+        self.llm = LLM(model=model, **options)
+
+    def __call__(self, prompts: dict[int, list[int]], sampling: Sampling) -> Iterator[tuple[int, list[Continuation]]]:
+        from vllm import SamplingParams
+
+        _check_context(prompts, sampling, self.llm.llm_engine.model_config.max_model_len)
+        size, order = max(1, self.batch_size // sampling.num_samples), sorted(prompts)
+        for start in range(0, len(order), size):
+            batch = order[start : start + size]
+            outputs = self.llm.generate(
+                [{"prompt_token_ids": prompts[position]} for position in batch],
+                sampling_params=SamplingParams(**_parameters(sampling)),
+                lora_request=self.adapter,
+                use_tqdm=False,
+            )
+            for position, output in zip(batch, outputs, strict=True):
+                yield (
+                    position,
+                    [
+                        Continuation(list(sample.token_ids), finished=sample.finish_reason == "stop")
+                        for sample in output.outputs
+                    ],
+                )
+
+
+class ServerSampler:
+    """
+    Samples with a vLLM server, many prompts at a time. The server's own seed decides: with a seed per request, vLLM is
+    slower, and on CPUs its engine ends at a long prompt.
+
+    Args:
+        base_url (`str`):
+            Address of the server, for example `http://127.0.0.1:8000`.
+        model (`str`):
+            Name of the model or adapter, as the server lists it.
+
+    Raises:
+        `ConnectionError`: If nothing answers there.
+        `ValueError`: If the server does not list the model.
+    """
+
+    def __init__(self, base_url: str, model: str) -> None:
+        self.base_url, self.model = base_url.rstrip("/").removesuffix("/v1"), model
+        served = {entry["id"]: entry.get("max_model_len") for entry in self._ask("GET", "/v1/models")["data"]}
+        if model not in served:
+            raise ValueError(
+                f"the server at {self.base_url} serves {', '.join(served)}, not {model}: name one of them, or start "
+                f"a server with `vllm serve {model}`."
+            )
+        self.max_length = served[model]
+
+    def __call__(self, prompts: dict[int, list[int]], sampling: Sampling) -> Iterator[tuple[int, list[Continuation]]]:
+        _check_context(prompts, sampling, self.max_length)
+        executor = ThreadPoolExecutor(MAX_CONCURRENT_REQUESTS)
+        try:
+            futures = {executor.submit(self._complete, prompts[i], sampling): i for i in sorted(prompts)}
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        finally:
+            executor.shutdown(cancel_futures=True)
+
+    def _complete(self, prompt_ids: list[int], sampling: Sampling) -> list[Continuation]:
+        wanted = {"model": self.model, "prompt": prompt_ids, "return_token_ids": True}
+        choices = self._ask("POST", "/v1/completions", json=wanted | _parameters(sampling))["choices"]
+        return [Continuation(choice["token_ids"], finished=choice["finish_reason"] == "stop") for choice in choices]
+
+    def _ask(self, method: str, path: str, **options: Any) -> Any:
+        import requests
+
+        try:
+            with requests.Session() as session:
+                session.trust_env = "://127.0.0.1" not in self.base_url and "://localhost" not in self.base_url
+                answer = session.request(method, self.base_url + path, timeout=(10, None), **options)
+            answer.raise_for_status()
+            return answer.json()
+        except (requests.RequestException, ValueError) as error:
+            raise ConnectionError(
+                f"no vLLM server answers at {self.base_url}{path} ({error}). Start one with `vllm serve MODEL`, or "
+                "correct vllm_server_base_url."
+            ) from error
+
+
+def _parameters(sampling: Sampling) -> dict[str, Any]:
+    """Sampling options as vLLM calls them."""
+    return {
+        "n": sampling.num_samples,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "max_tokens": sampling.max_new_tokens,
+        "repetition_penalty": 1.0,
+    }
+
+
+def _check_context(prompts: dict[int, list[int]], sampling: Sampling, max_length: int | None) -> None:
+    longest = max(len(ids) for ids in prompts.values())
+    if max_length is not None and longest + sampling.max_new_tokens > max_length:
+        raise ValueError(
+            f"max_new_tokens={sampling.max_new_tokens} behind the longest prompt, of {longest} tokens, is more than "
+            f"the {max_length} that the model takes; lower max_new_tokens to at most {max_length - longest}."
+        )

@@ -1,0 +1,1 @@
+"""G2RL's maths: gradient features and novelty."""

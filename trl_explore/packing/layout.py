@@ -1,0 +1,383 @@
+"""Rows that share prefixes, as one sequence in which every shared token stands once.
+
+The rows of a micro-batch are a trie: completions of one prompt share the prompt, branches of one pivot share what
+precedes it. Its segments (runs of tokens without a branching) stand one after the other in depth-first order, so that
+the descendants of a segment follow it without a gap. A token then sees an earlier one exactly if it stands before the
+end of that one's descendants; `attention.py` computes attention from this alone.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+
+MIN_SAVED = 16  # tokens; a shared segment that saves fewer costs more by the attention calls that it adds
+
+
+@dataclass(frozen=True)
+class Segment:
+    """
+    A run of tokens of the trie without a branching, at the packed positions `start` to `stop`.
+
+    Args:
+        start (`int`):
+            Packed position of its first token.
+        stop (`int`):
+            Packed position after its last token.
+        end (`int`):
+            Packed position after the last of its descendants, which stand between `stop` and here.
+        depth (`int`):
+            Place of its first token in the rows that hold it.
+        parent (`int`):
+            Index of the segment that it continues; -1 at the start of a row.
+    """
+
+    start: int
+    stop: int
+    end: int
+    depth: int
+    parent: int
+
+
+@dataclass(frozen=True)
+class Trie:
+    """
+    Rows without their repetitions.
+
+    Args:
+        segments (`list[Segment]`):
+            The segments in depth-first order; parents come first.
+        tokens (`list[int]`):
+            Their tokens, `[S]`.
+        leaves (`list[int]`):
+            The segment in which each row ends, `[B]`; -1 for empty rows.
+    """
+
+    segments: list[Segment]
+    tokens: list[int]
+    leaves: list[int]
+
+    def chain(self, index: int) -> list[Segment]:
+        """
+        What a segment continues.
+
+        Args:
+            index (`int`):
+                Index of the segment.
+
+        Returns:
+            `list[Segment]`: All segments from the start of the row to this one, which is the last.
+        """
+        chain = []
+        while index >= 0:
+            chain.append(self.segments[index])
+            index = chain[-1].parent
+        return chain[::-1]
+
+    def positions(self, row: int) -> torch.Tensor:
+        """
+        Where the tokens of a row stand.
+
+        Args:
+            row (`int`):
+                Index of a row that is not empty.
+
+        Returns:
+            `torch.Tensor`: Packed positions, shape `(L,)`.
+        """
+        return torch.cat([torch.arange(segment.start, segment.stop) for segment in self.chain(self.leaves[row])])
+
+
+@dataclass
+class PackedRows:
+    """
+    Rows as one sequence of S tokens, and where to read off what the model says about their completions.
+
+    Args:
+        trie ([`Trie`]):
+            How the tokens continue each other.
+        input_ids (`torch.Tensor`):
+            Tokens, shape `(1, S)`.
+        position_ids (`torch.Tensor`):
+            Place of each token in the rows that hold it, shape `(1, S)`.
+        scored (`torch.Tensor`):
+            Packed positions that predict a token of a completion, shape `(N,)`; the first one stands for padding.
+        labels (`torch.Tensor`):
+            What they predict, shape `(1, N)`; the first is -100.
+        index (`torch.Tensor`):
+            Place of every token of the completions in `scored`, shape `(B, T)`; 0 on padding.
+        num_tokens (`int`):
+            Tokens of all rows, without padding.
+        num_unique (`int`):
+            Tokens of the sequence, without padding.
+        block_masks (`dict`):
+            What FlexAttention needs, by sliding window; made by the first layer that asks.
+    """
+
+    trie: Trie
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    scored: torch.Tensor
+    labels: torch.Tensor
+    index: torch.Tensor
+    num_tokens: int
+    num_unique: int
+    block_masks: dict[int | None, Any] = field(default_factory=dict)
+
+    @property
+    def token_ratio(self) -> float:
+        """How many times more tokens the rows have than are computed; 0 without a row."""
+        return self.num_tokens / max(self.num_unique, 1)
+
+    def unpack(self, values: torch.Tensor) -> torch.Tensor:
+        """
+        Give every row its values.
+
+        Args:
+            values (`torch.Tensor`):
+                One value per scored position, shape `(1, N)`.
+
+        Returns:
+            `torch.Tensor`: Shape `(B, T)`.
+        """
+        return values[0][self.index]
+
+
+def computed_tokens(
+    prompt_ids: torch.Tensor,
+    prompt_mask: torch.Tensor,
+    completion_ids: torch.Tensor,
+    completion_mask: torch.Tensor,
+) -> list[list[int]]:
+    """
+    Tokens of rows that a model has to see: all but padding and last tokens, which predict nothing that is asked.
+
+    Args:
+        prompt_ids (`torch.Tensor`):
+            Prompts padded left, shape `(B, P)`.
+        prompt_mask (`torch.Tensor`):
+            1 on their tokens, shape `(B, P)`.
+        completion_ids (`torch.Tensor`):
+            Completions padded right, shape `(B, T)`.
+        completion_mask (`torch.Tensor`):
+            1 on their tokens, shape `(B, T)`.
+
+    Returns:
+        `list[list[int]]`: `[B][L_i]`; empty for rows without a token in `completion_mask`.
+    """
+    ids = torch.cat([prompt_ids, completion_ids], dim=1).cpu()
+    mask = torch.cat([prompt_mask, completion_mask], dim=1).bool().cpu()
+    asked = completion_mask.any(dim=1).tolist()
+    return [row[real].tolist()[:-1] if any_ else [] for row, real, any_ in zip(ids, mask, asked, strict=True)]
+
+
+def build_trie(rows: list[list[int]], *, min_saved: int = MIN_SAVED) -> Trie:
+    """
+    Share what rows have in common at their starts.
+
+    Args:
+        rows (`list[list[int]]`):
+            Token ids `[B][L_i]`; rows may be empty, repeat, or be the start of another.
+        min_saved (`int`, *optional*, defaults to `16`):
+            Tokens that sharing a segment must save, at least 1; shorter ones are repeated in each of their
+            continuations.
+
+    Returns:
+        [`Trie`]: Its segments spell every row.
+    """
+    arrays = [np.array(row, dtype=np.int64) for row in rows]
+    order = sorted((i for i, row in enumerate(rows) if row), key=rows.__getitem__)
+    starts: list[tuple[int, int, int, int]] = []  # start, stop, depth, parent
+    tokens: list[int] = []
+    leaves = [-1] * len(rows)
+    todo = [(order, 0, 0, -1)] if order else []  # rows in order, first token not yet placed, tokens in common, parent
+    while todo:
+        group, placed, common, parent = todo.pop()
+        first, last = arrays[group[0]], arrays[group[-1]]
+        common = _common_length(first, last, start=common)
+        same = common == len(last)
+        if same or (len(group) - 1) * (common - placed) >= min_saved:
+            starts.append((len(tokens), len(tokens) + common - placed, placed, parent))
+            tokens.extend(first[placed:common].tolist())
+            parent, placed = len(starts) - 1, common
+        ended = [i for i in group if len(rows[i]) == common]
+        if placed == common:
+            for i in ended:
+                leaves[i] = parent
+        groups = [list(g) for _, g in groupby(group[len(ended) :], key=lambda i: rows[i][common])]
+        if ended and placed < common:
+            groups.insert(0, ended)
+        todo.extend((g, placed, common, parent) for g in reversed(groups))
+    ends = [stop for _, stop, _, _ in starts]
+    for i in range(len(starts) - 1, -1, -1):
+        parent = starts[i][3]
+        if parent >= 0:
+            ends[parent] = max(ends[parent], ends[i])
+    segments = [Segment(a, b, end, depth, up) for (a, b, depth, up), end in zip(starts, ends, strict=True)]
+    return Trie(segments, tokens, leaves)
+
+
+def _common_length(first: np.ndarray, last: np.ndarray, *, start: int) -> int:
+    length = min(len(first), len(last))
+    different = np.flatnonzero(first[start:length] != last[start:length])
+    return start + int(different[0]) if len(different) else length
+
+
+def pack_rows(
+    prompt_ids: torch.Tensor,
+    prompt_mask: torch.Tensor,
+    completion_ids: torch.Tensor,
+    completion_mask: torch.Tensor,
+    *,
+    min_saved: int = MIN_SAVED,
+    multiple_of: int = 1,
+) -> PackedRows:
+    """
+    Lay rows out so that what they share is computed once: their [`computed_tokens`].
+
+    Args:
+        prompt_ids (`torch.Tensor`):
+            Prompts padded left, shape `(B, P)`; without a row, the sequence is one token of padding.
+        prompt_mask (`torch.Tensor`):
+            1 on their tokens, shape `(B, P)`.
+        completion_ids (`torch.Tensor`):
+            Completions padded right, shape `(B, T)`.
+        completion_mask (`torch.Tensor`):
+            1 on their tokens, shape `(B, T)`.
+        min_saved (`int`, *optional*, defaults to `16`):
+            Tokens that sharing a segment must save.
+        multiple_of (`int`, *optional*, defaults to `1`):
+            Pad S to a multiple of this with tokens that no row sees.
+
+    Returns:
+        [`PackedRows`]: On the device of `prompt_ids`.
+    """
+    rows = computed_tokens(prompt_ids, prompt_mask, completion_ids, completion_mask)
+    lengths = completion_mask.sum(dim=1).tolist()
+    trie = build_trie(rows, min_saved=min_saved)
+    num_unique = len(trie.tokens)
+    trie = _padded(trie, math.ceil(max(num_unique, 1) / multiple_of) * multiple_of)
+
+    # A position and the token that it predicts, as one number; equal pairs are scored once.
+    vocab = int(completion_ids.max()) + 1 if len(rows) else 1
+    pairs = torch.full(completion_ids.shape, -1)  # (B, T)
+    for i, length in enumerate(lengths):
+        if length:
+            columns = completion_mask[i].cpu().bool()
+            pairs[i, columns] = trie.positions(i)[-length:] * vocab + completion_ids[i].cpu()[columns]
+    nothing = pairs.new_tensor([-1])
+    scored, places = torch.cat([nothing, pairs.flatten()]).unique(return_inverse=True)
+    depths = torch.cat([torch.arange(s.stop - s.start) + s.depth for s in trie.segments])
+
+    device = prompt_ids.device
+    return PackedRows(
+        trie=trie,
+        input_ids=torch.tensor([trie.tokens], device=device),
+        position_ids=depths.unsqueeze(0).to(device),
+        scored=(scored.clamp(min=0) // vocab).to(device),
+        labels=torch.where(scored < 0, -100, scored % vocab).unsqueeze(0).to(device),
+        index=places[1:].view_as(pairs).to(device),
+        num_tokens=int(prompt_mask.sum() + completion_mask.sum()),
+        num_unique=num_unique,
+    )
+
+
+def _padded(trie: Trie, size: int) -> Trie:
+    """With a segment more that belongs to no row, where there are fewer tokens than `size`."""
+    start = len(trie.tokens)
+    if start == size:
+        return trie
+    padding = Segment(start, size, size, depth=0, parent=-1)
+    return Trie([*trie.segments, padding], trie.tokens + [0] * (size - start), trie.leaves)
+
+
+def group_rows(prompts: list[list[int]], completions: list[list[int]], *, num_batches: int) -> list[int]:
+    """
+    Order rows so that equally large micro-batches of them share much and cost about the same.
+
+    Args:
+        prompts (`list[list[int]]`):
+            Tokens of the prompts, `[B][P_i]`.
+        completions (`list[list[int]]`):
+            Tokens of the completions, `[B][T_i]`.
+        num_batches (`int`):
+            Micro-batches that the order is cut into; divides B.
+
+    Returns:
+        `list[int]`: The rows' indices in their order. The rows of a prompt go to one micro-batch while there is room.
+        The micro-batches themselves keep the order of their first rows.
+    """
+    capacity = len(prompts) // num_batches
+    rows = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+    order = sorted(range(len(rows)), key=lambda i: (prompts[i], completions[i]))
+    trees = [list(tree) for _, tree in groupby(order, key=prompts.__getitem__)]
+    trees.sort(key=lambda tree: _num_unique(rows, tree), reverse=True)
+    batches: list[list[int]] = [[] for _ in range(num_batches)]
+    costs = [0] * num_batches
+    for tree in trees:
+        while tree:
+            room = [capacity - len(batch) for batch in batches]
+            takes = [b for b in range(num_batches) if room[b] >= len(tree)]
+            b = min(takes, key=costs.__getitem__) if takes else max(range(num_batches), key=room.__getitem__)
+            part, tree = tree[: room[b]], tree[room[b] :]
+            batches[b].extend(part)
+            costs[b] += _num_unique(rows, part)
+    return [i for batch in sorted(batches, key=min) for i in batch]
+
+
+def split_rows(rows: list[list[int]], *, budget: int, min_saved: int = MIN_SAVED) -> list[list[int]]:
+    """
+    Cut rows into packs, each of which fits into one sequence; rows that share much stay together.
+
+    Args:
+        rows (`list[list[int]]`):
+            Tokens to be computed, `[B][L_i]`; rows may be empty.
+        budget (`int`):
+            Most tokens of a pack's trie.
+        min_saved (`int`, *optional*, defaults to `16`):
+            Tokens that sharing a segment must save.
+
+    Returns:
+        `list[list[int]]`: The rows' indices by pack. Sorted rows are filled into one pack after the other; all are
+        one pack where that fits.
+
+    Raises:
+        ValueError: If a row does not fit by itself.
+    """
+    check_fits(max(map(len, rows), default=0), budget)
+    if _num_unique(rows, range(len(rows)), min_saved) <= budget:
+        return [list(range(len(rows)))]
+    packs: list[list[int]] = [[]]
+    for i in sorted(range(len(rows)), key=rows.__getitem__):
+        if _num_unique(rows, [*packs[-1], i], min_saved) > budget:
+            packs.append([])
+        packs[-1].append(i)
+    return packs
+
+
+def check_fits(longest: int, budget: int) -> None:
+    """
+    Refuse a budget that a row alone exceeds.
+
+    Args:
+        longest (`int`):
+            Tokens of the longest row.
+        budget (`int`):
+            The budget.
+
+    Raises:
+        ValueError: If the row is longer.
+    """
+    if longest > budget:
+        raise ValueError(
+            f"`packed_token_budget={budget}` cannot hold a row of {longest} tokens (prompt and completion): set it to "
+            "at least the longest prompt plus `max_completion_length`, or to None for one sequence of any length."
+        )
+
+
+def _num_unique(rows: list[list[int]], part: Iterable[int], min_saved: int = MIN_SAVED) -> int:
+    return len(build_trie([rows[i] for i in part], min_saved=min_saved).tokens)

@@ -1,0 +1,1 @@
+"""DEEP-GRPO's maths: where to branch."""

@@ -1,0 +1,1 @@
+"""Publishing on the Hub: cards and files."""

@@ -1,0 +1,328 @@
+"""Model cards: what is known about a training run in, the text of its `README.md` out.
+
+The templates are `model_cards/<method>.md`. Names, values and whatever else comes from a user or a model is text to
+them, never Markdown or HTML.
+"""
+
+import html
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from enum import Enum
+from importlib import metadata, resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trl_explore.publishing.card_metrics import (
+    evaluation_results,
+    format_duration,
+    format_number,
+    metric_rows,
+    training_seconds,
+)
+from trl_explore.runs.inputs import looks_like_path
+from trl_explore.visible_text import visible_text
+
+if TYPE_CHECKING:
+    from huggingface_hub import ModelCard
+
+CURVE_FILE = "training_curve.png"
+LIBRARIES = ("trl-explore", "trl", "transformers", "torch", "datasets", "peft")
+
+# TRL's fields that say where and how a run was watched, not how it learned.
+_WATCHING = re.compile(
+    r"(output_dir|logging|log_|save_|hub_|push_|report_to|run_name|project|trackio|disable_tqdm|eval_|do_|ddp_|fsdp|"
+    r"deepspeed|dataloader|accelerator_config|parallelism_config|model_init_kwargs|resume_from|local_rank|use_cpu|debug|"
+    r"num_completions_to_print|vllm_server|vllm_group|restore_callback|ignore_data_skip|"
+    r"skip_memory|remove_unused|include_for|metric_for_best|load_best|greater_is|per_device_eval|liger_kernel_config)"
+)
+# Fields of any configuration that hold paths or secrets, or change nothing.
+_UNTOLD = re.compile(
+    r"token$|_file$|_dir$|_folder$|^dump_|secret|password|api_key|^(push_method_state|sampling_batch_size|"
+    r"vllm_weight_sync)$"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingFacts:
+    """
+    What a card tells.
+
+    Args:
+        method (`str`):
+            Stem of the template in `model_cards/`: `"deep_grpo"`, ..., or `"base"` for plain GRPO.
+        model_name (`str`):
+            Name of the trained model.
+        trainer (`str`):
+            Name of the trainer's class.
+        repo_id (`str`, *optional*):
+            Where it is published, `owner/name`.
+        revision (`str`, *optional*):
+            Branch it is published on, where that is not `main`.
+        base_model (`str`, *optional*, defaults to `""`):
+            What the base model was loaded from: a Hub name, a folder, or `""` for a model made in memory.
+        datasets (`Sequence[str]`, *optional*):
+            Names of the training data: Hub names, files or folders. Empty where there is no name.
+        local_data (`bool`, *optional*, defaults to `True`):
+            Whether data without a name are known to be local.
+        rewards (`Sequence[tuple[str, float]]`, *optional*):
+            Name and weight of each reward function.
+        adapter (`str`, *optional*):
+            Kind of the adapter, `"LORA"`; `None` for a whole model.
+        chat (`bool`, *optional*, defaults to `True`):
+            Whether the model has a chat template.
+        paper (`Mapping[str, str]`, *optional*):
+            `id` (arXiv) and `citation` (BibTeX) of the method.
+        tags (`Sequence[str]`, *optional*):
+            Tags for the Hub.
+        hyperparameters (`Mapping[str, Any]`, *optional*):
+            See [`told_hyperparameters`].
+        history (`Sequence[Mapping[str, Any]]`, *optional*):
+            The trainer's `state.log_history`.
+        curve (`str`, *optional*):
+            File of the training curves, beside the card.
+        needs_plots (`bool`, *optional*, defaults to `False`):
+            Whether there is no picture because matplotlib is missing.
+    """
+
+    method: str
+    model_name: str
+    trainer: str
+    repo_id: str | None = None
+    revision: str | None = None
+    base_model: str = ""
+    datasets: Sequence[str] = ()
+    local_data: bool = True
+    rewards: Sequence[tuple[str, float]] = ()
+    adapter: str | None = None
+    chat: bool = True
+    paper: Mapping[str, str]
+    tags: Sequence[str] = ()
+    hyperparameters: Mapping[str, Any]
+    history: Sequence[Mapping[str, Any]] = ()
+    curve: str | None = None
+    needs_plots: bool = False
+
+
+def model_card(facts: TrainingFacts) -> "ModelCard":
+    """
+    Write a card.
+
+    Args:
+        facts ([`TrainingFacts`]):
+            What is known about the run.
+
+    Returns:
+        [`~huggingface_hub.ModelCard`]: The card, with metadata: base model and data sets where they are on the Hub,
+        tags, pipeline tag, paper, and results of the last evaluation as `model-index`.
+    """
+    from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+    base_id, base_text = describe_model(facts.base_model)
+    data_ids, data_text = describe_datasets(facts.datasets, local=facts.local_data)
+    results, results_step = evaluation_results(facts.history)
+    data = ModelCardData(
+        base_model=base_id,
+        base_model_relation=("adapter" if facts.adapter else "finetune") if base_id else None,
+        datasets=data_ids or None,
+        library_name="peft" if facts.adapter else "transformers",
+        model_name=facts.model_name,
+        pipeline_tag="text-generation",
+        tags=[*facts.tags, *([f"arxiv:{facts.paper['id']}"] if facts.paper else [])],
+        eval_results=[
+            EvalResult(
+                task_type="text-generation",
+                dataset_type="evaluation-prompts",
+                dataset_name="Evaluation prompts of the run",
+                metric_type=name.replace(" ", "_"),
+                metric_name=name,
+                metric_value=float(format_number(value)),
+            )
+            for name, value in results.items()
+        ]
+        or None,
+    )
+    steps = [int(entry["step"]) for entry in facts.history if "reward" in entry]
+    text = _template(facts.method).render(
+        model_name=facts.model_name,
+        trainer=facts.trainer,
+        repo_id=visible_text(facts.repo_id or "path/to/this/folder"),
+        revision=f", revision={json.dumps(facts.revision)}" if facts.revision else "",
+        base_model=base_text,
+        base_model_id=base_id,
+        data=data_text,
+        rewards=describe_rewards(facts.rewards),
+        duration=format_duration(seconds) if (seconds := training_seconds(facts.history)) else None,
+        adapter=facts.adapter,
+        chat=facts.chat,
+        hyperparameters=facts.hyperparameters,
+        metrics=metric_rows(facts.method, facts.history),
+        first_step=min(steps, default=0),
+        last_step=max(steps, default=0),
+        curve=facts.curve,
+        needs_plots=facts.needs_plots,
+        results={name: format_number(value) for name, value in results.items()},
+        results_step=results_step,
+        citation=facts.paper.get("citation"),
+        versions=[f"{name} {metadata.version(name)}" for name in LIBRARIES],
+    )
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}")
+
+
+def _template(method: str) -> Any:
+    from jinja2 import Environment, FunctionLoader, StrictUndefined
+
+    folder = resources.files("trl_explore.model_cards")
+    environment = Environment(
+        loader=FunctionLoader(lambda name: folder.joinpath(name).read_text(encoding="utf-8")),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {"text": escape_markdown, "code": code_span}
+    return environment.get_template(f"{method}.md")
+
+
+def escape_markdown(text: object) -> str:
+    """
+    Make text that Markdown and HTML show as it is.
+
+    Args:
+        text (`object`):
+            Anything; line breaks become spaces.
+
+    Returns:
+        `str`: Markdown of one line, in which control characters are seen and do nothing.
+    """
+    line = html.escape(visible_text(" ".join(str(text).split())), quote=False)
+    return re.sub(r"[\\`*_\[\]#|~!:]|(?<=www)\.", r"\\\g<0>", line)
+
+
+def code_span(value: object, *, longest: int = 200) -> str:
+    """
+    Show a value as code, also inside a table.
+
+    Args:
+        value (`object`):
+            A name as it is, or anything else as Python writes it; strings with other characters than words have are
+            written with quotes and escapes.
+        longest (`int`, *optional*, defaults to `200`):
+            Characters after which it is cut off.
+
+    Returns:
+        `str`: A Markdown code span of one line.
+    """
+    text = value if isinstance(value, str) and re.fullmatch(r"[\w./@%-]+", value) else repr(value)
+    if len(text) > longest:
+        text = text[:longest] + " ..."
+    fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    space = " " if "`" in text else ""
+    return f"{fence}{space}{text}{space}{fence}".replace("|", r"\|")
+
+
+def describe_model(name: str) -> tuple[str | None, str]:
+    """
+    Say where a base model comes from, without a path of this machine.
+
+    Args:
+        name (`str`):
+            A Hub name, a folder, or `""`.
+
+    Returns:
+        `tuple[str | None, str]`: Its name on the Hub, if it is there, and Markdown for it.
+    """
+    cached = re.search(r"models--([^/\\]+?)--([^/\\]+)[/\\]snapshots", name)  # a snapshot that was downloaded before
+    if cached:
+        name = "/".join(cached.groups())
+    if not name:
+        return None, "a model that was made in the training script"
+    if not cached and _is_local(name):
+        return None, f"a local model, {code_span(Path(name).resolve().name)}"
+    return name, f"[{escape_markdown(name)}](https://huggingface.co/{name})"
+
+
+def describe_datasets(names: Iterable[str], *, local: bool = True) -> tuple[list[str], str]:
+    """
+    Say what data were trained on, without a path of this machine.
+
+    Args:
+        names (`Iterable[str]`):
+            Hub names, files or folders; empty where there is no name.
+        local (`bool`, *optional*, defaults to `True`):
+            Whether data without a name are known to be local.
+
+    Returns:
+        `tuple[list[str], str]`: The names of those on the Hub, and Markdown for all.
+    """
+    names = list(dict.fromkeys(names))
+    ids = [name for name in names if not _is_local(name)]
+    parts = [f"[{escape_markdown(name)}](https://huggingface.co/datasets/{name})" for name in ids]
+    if not names:
+        parts = ["a local data set" if local else "a data set that was not named"]
+    elif len(ids) < len(names):
+        parts.append("a local data set" if len(names) - len(ids) == 1 else "local data sets")
+    return ids, " and ".join(parts)
+
+
+def describe_rewards(rewards: Sequence[tuple[str, float]]) -> str:
+    """
+    Say what completions were rewarded by.
+
+    Args:
+        rewards (`Sequence[tuple[str, float]]`):
+            Name and weight of each reward function.
+
+    Returns:
+        `str`: Markdown; weights where they are not all 1.
+    """
+    plain = all(weight == 1 for _, weight in rewards)
+    return " and ".join(
+        code_span(name) if plain else f"{code_span(name)} (weight {format_number(weight)})" for name, weight in rewards
+    )
+
+
+def _is_local(name: str) -> bool:
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    if looks_like_path(name) or Path(name).exists():
+        return True
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return True
+    return False
+
+
+def told_hyperparameters(config: Any, base: type) -> dict[str, Any]:
+    """
+    What the card tells of a configuration: every knob of the method, and what differs from GRPO's defaults.
+
+    Args:
+        config (`dataclass`):
+            The method's configuration.
+        base (`type`):
+            [`~trl.GRPOConfig`].
+
+    Returns:
+        `dict[str, Any]`: Values by field, the method's own first. No paths, hosts or tokens.
+    """
+    theirs = {spec.name: spec.default for spec in fields(base)}
+    own: dict[str, Any] = {}
+    changed: dict[str, Any] = {}
+    for spec in fields(config):
+        value = vars(config)[spec.name]
+        value = value.value if isinstance(value, Enum) else value
+        watching = spec.name in theirs and _WATCHING.match(spec.name)
+        if (
+            watching
+            or _UNTOLD.search(spec.name)
+            or not isinstance(value, bool | int | float | str | list | dict | None)
+        ):
+            continue
+        if spec.name not in theirs:
+            own[spec.name] = value
+        elif value not in (theirs[spec.name], None, {}, []):
+            changed[spec.name] = value
+    return own | changed

@@ -1,0 +1,343 @@
+"""Search as an agent sees it: a retriever behind HTTP, a cache before any retriever, and the tool that TRL calls."""
+
+import http.client
+import json
+import logging
+import queue
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import OrderedDict
+from typing import Any
+
+from trl_explore.retrieval.corpus import Passage, read_passage
+from trl_explore.retrieval.index import Retriever, Shared
+
+MAX_QUERIES = 512  # per request, here and in trl_explore.retrieval.server
+MAX_QUERY_CHARS = 10_000  # per query, in both as well
+
+logger = logging.getLogger(__name__)
+
+
+class RetrieverError(ConnectionError):
+    """A retriever gave no result; the message says which, why, and what to do."""
+
+
+class RetrieverDown(RetrieverError):
+    """So many searches in a row failed that more of them would only train a model on error messages."""
+
+
+class HTTPRetriever:
+    """
+    Client of a retrieval server with Search-R1's protocol, as `trl-explore serve-retriever` starts one.
+
+    It sends `{"queries": [...], "topk": k, "return_scores": true}` and reads `{"result": [[{"document": {...},
+    "score": s}, ...], ...]}` with documents as in [`~trl_explore.retrieval.corpus.read_passage`].
+
+    Args:
+        url (`str`):
+            Where to, for example `"http://127.0.0.1:8000/retrieve"`.
+        timeout (`float`, *optional*, defaults to `10.0`):
+            Seconds to wait for the connection, and for each part of the answer.
+        retries (`int`, *optional*, defaults to `3`):
+            Further tries after one that failed in a way that may pass: no connection, no answer, HTTP 408, 429, 5xx.
+        backoff (`float`, *optional*, defaults to `0.5`):
+            Seconds before the first further try; they double with each one.
+
+    Raises:
+        ValueError: If an argument is outside its range.
+    """
+
+    def __init__(self, url: str, *, timeout: float = 10.0, retries: int = 3, backoff: float = 0.5) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"url={url!r} must start with http:// or https://, as in http://127.0.0.1:8000/retrieve.")
+        if timeout <= 0 or retries < 0 or backoff < 0:
+            raise ValueError(
+                f"timeout must be positive, retries and backoff not negative; got {timeout=}, {retries=}, {backoff=}."
+            )
+        self.url, self.timeout, self.retries, self.backoff = url, timeout, retries, backoff
+
+    def search(self, queries: list[str], top_k: int) -> list[list[Passage]]:
+        """
+        See [`~trl_explore.retrieval.index.Retriever`].
+
+        Args:
+            queries (`list[str]`):
+                Queries; 512 go into one request.
+            top_k (`int`):
+                Passages per query, at most.
+
+        Returns:
+            `list[list[Passage]]`: Passages of each query.
+
+        Raises:
+            RetrieverError: After the last try.
+        """
+        results = []
+        for first in range(0, len(queries), MAX_QUERIES):
+            results += self._ask(queries[first : first + MAX_QUERIES], top_k)
+        return results
+
+    def _ask(self, queries: list[str], top_k: int) -> list[list[Passage]]:
+        body = json.dumps({"queries": queries, "topk": top_k, "return_scores": True}).encode()
+        request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
+        tries = 0
+        while True:
+            tries += 1
+            try:
+                with urllib.request.urlopen(request, timeout=self.timeout) as answer:
+                    return _read_answer(answer.read(), len(queries))
+            except urllib.error.HTTPError as error:
+                problem, may_pass = _describe_refusal(error), error.code in (408, 429) or error.code >= 500
+            except (OSError, http.client.HTTPException) as error:  # among them URLError and all timeouts
+                problem, may_pass = f"{type(error).__name__}: {error}", True
+            except ValueError as error:
+                problem, may_pass = f"answer not understood: {error}", False
+            if not may_pass or tries > self.retries:
+                raise RetrieverError(
+                    f"{self.url} gave no result ({problem}; tries: {tries}, timeout: {self.timeout:g} s): check the "
+                    "address (a search server's usually ends with /retrieve) and that the server runs; "
+                    "`trl-explore serve-retriever --corpus FILE` starts one."
+                )
+            time.sleep(self.backoff * 2 ** (tries - 1))
+
+
+def _describe_refusal(error: urllib.error.HTTPError) -> str:
+    with error:
+        try:
+            detail = error.read(500).decode("utf-8", "replace")
+        except (OSError, http.client.HTTPException):
+            detail = ""
+    return f"HTTP {error.code}: {detail or error.reason}"
+
+
+def _read_answer(body: bytes, num_queries: int) -> list[list[Passage]]:
+    try:
+        results = json.loads(body)["result"]
+        passages = [
+            [read_passage(hit["document"], default_id="", score=float(hit["score"])) for hit in hits]
+            for hits in results
+        ]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f'expected {{"result": [[{{"document": ..., "score": ...}}]]}}, got {body[:200]!r} ({error!r})'
+        ) from error
+    if len(passages) != num_queries:
+        raise ValueError(f"{len(passages)} results for {num_queries} queries")
+    return passages
+
+
+class CachedRetriever(Shared):
+    """
+    A retriever that remembers what it was asked, for groups of rollouts that ask the same; usable from many threads.
+
+    Args:
+        retriever ([`~trl_explore.retrieval.index.Retriever`]):
+            Where misses go, all those of one call together. What it raises is not remembered.
+        max_size (`int`, *optional*, defaults to `10000`):
+            Results that are kept; those not asked for longest go first. Positive.
+        max_bytes (`int`, *optional*, defaults to `268435456`):
+            Bytes of their texts, those of the queries included; the same. Positive.
+
+    Attributes:
+        hits (`int`):
+            Queries answered from memory, or by an equal query of the same call.
+        misses (`int`):
+            Queries that went on.
+    """
+
+    def __init__(self, retriever: Retriever, max_size: int = 10_000, *, max_bytes: int = 256 * 2**20) -> None:
+        if min(max_size, max_bytes) < 1:
+            raise ValueError(f"max_size={max_size} and max_bytes={max_bytes} must be at least 1.")
+        self.retriever = retriever
+        self.max_size, self.max_bytes = max_size, max_bytes
+        self.hits = 0
+        self.misses = 0
+        self._known: OrderedDict[tuple[str, int], tuple[Passage, ...]] = OrderedDict()
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    def search(self, queries: list[str], top_k: int) -> list[list[Passage]]:
+        """
+        See [`~trl_explore.retrieval.index.Retriever`].
+
+        Args:
+            queries (`list[str]`):
+                Queries.
+            top_k (`int`):
+                Passages per query, at most.
+
+        Returns:
+            `list[list[Passage]]`: Passages of each query.
+        """
+        with self._lock:
+            found = {query: self._known[query, top_k] for query in queries if (query, top_k) in self._known}
+        missing = list(dict.fromkeys(query for query in queries if query not in found))
+        if missing:  # without the lock: a slow search must not hold up those that are known
+            results = self.retriever.search(missing, top_k)
+            found |= {query: tuple(passages) for query, passages in zip(missing, results, strict=True)}
+        with self._lock:
+            self.hits += len(queries) - len(missing)
+            self.misses += len(missing)
+            for query, passages in found.items():
+                if (query, top_k) not in self._known:
+                    self._num_bytes += _num_bytes(query, passages)
+                self._known[query, top_k] = passages
+                self._known.move_to_end((query, top_k))
+            while len(self._known) > self.max_size or self._num_bytes > self.max_bytes:
+                (query, _), passages = self._known.popitem(last=False)
+                self._num_bytes -= _num_bytes(query, passages)
+        return [list(found[query]) for query in queries]
+
+
+def _num_bytes(query: str, passages: tuple[Passage, ...]) -> int:
+    texts = [text for passage in passages for text in (passage.id, passage.title, passage.text)]
+    return sum(map(sys.getsizeof, [query, *texts]))
+
+
+class SearchTool(Shared):
+    """
+    A search engine for agents: pass its method to a trainer, `tools=[SearchTool(retriever).search]`.
+
+    A search that fails raises, which TRL shows to the model as an observation: it may try again, or answer. What it
+    says itself (empty queries, no results) is an answer. Usable from many threads.
+
+    Args:
+        retriever ([`~trl_explore.retrieval.index.Retriever`]):
+            What is searched.
+        top_k (`int`, *optional*, defaults to `3`):
+            Passages per search; BranPO's number. Positive.
+        max_passage_chars (`int`, *optional*, defaults to `2000`):
+            Characters of a passage that are shown. Positive.
+        max_query_chars (`int`, *optional*, defaults to `10000`):
+            Characters of a query; a longer one is answered by a sentence and not searched for. Positive.
+        timeout (`float`, *optional*):
+            Seconds after which a search has failed, retries included; the search itself goes on in its thread.
+        max_failures (`int`, *optional*, defaults to `32`):
+            Failures in a row after which the engine counts as down. Positive.
+
+    Attributes:
+        calls (`int`):
+            Searches so far.
+        failures (`int`):
+            Those that failed.
+        down (`RetrieverDown` or `None`):
+            Why the engine is no longer asked; [`~SearchTool.reset`] has it asked again.
+
+    Example:
+    ```python
+    >>> tool = SearchTool(CachedRetriever(HTTPRetriever("http://127.0.0.1:8000/retrieve")))
+    >>> trainer = GRPOTrainer(..., tools=[tool.search])
+    ```
+    """
+
+    def __init__(
+        self,
+        retriever: Retriever,
+        *,
+        top_k: int = 3,
+        max_passage_chars: int = 2000,
+        max_query_chars: int = MAX_QUERY_CHARS,
+        timeout: float | None = None,
+        max_failures: int = 32,
+    ) -> None:
+        if min(top_k, max_passage_chars, max_query_chars, max_failures) < 1 or (timeout is not None and timeout <= 0):
+            raise ValueError(
+                "top_k, max_passage_chars, max_query_chars, max_failures and timeout must be positive; got "
+                f"{top_k=}, {max_passage_chars=}, {max_query_chars=}, {max_failures=}, {timeout=}."
+            )
+        self.retriever = retriever
+        self.top_k, self.max_passage_chars, self.max_query_chars = top_k, max_passage_chars, max_query_chars
+        self.timeout, self.max_failures = timeout, max_failures
+        self.calls = 0
+        self.failures = 0
+        self.down: RetrieverDown | None = None
+        self._failures_in_a_row = 0
+        self._lock = threading.Lock()
+
+    # The docstring is what the model is told: transformers makes the tool's schema of it.
+    def search(self, query: str) -> str:
+        """
+        Search a collection of documents for facts.
+
+        Args:
+            query: What to look for, in a few words.
+
+        Returns:
+            The documents that fit best, numbered.
+        """
+        if not isinstance(query, str):
+            return "The query must be a string."
+        # Half a surrogate pair can come out of a model's JSON, and neither UTF-8 nor tokenizers take it.
+        query = " ".join(query.encode("utf-8", "replace").decode().split())
+        if not query:
+            return "The query is empty. No results."
+        if len(query) > self.max_query_chars:
+            return f"The query has more than {self.max_query_chars} characters; use a few words."
+        if self.down:
+            raise RetrieverDown(str(self.down)) from self.down
+        try:
+            passages = self._ask(query)
+        except Exception as error:  # whatever it is, the rollout goes on
+            self._count_failure(error)
+            message = "The search engine did not answer; try again, or answer from what you know."
+            raise RetrieverError(message) from error
+        with self._lock:
+            self.calls += 1
+            self._failures_in_a_row = 0
+        return self._render(passages)
+
+    def reset(self) -> None:
+        """Ask the engine again after it was down; counts go on."""
+        with self._lock:
+            self.down = None
+            self._failures_in_a_row = 0
+
+    def _ask(self, query: str) -> list[Passage]:
+        if self.timeout is None:
+            return self.retriever.search([query], self.top_k)[0]
+        outcome: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+        def work() -> None:
+            try:
+                outcome.put((self.retriever.search([query], self.top_k)[0], None))
+            except Exception as error:
+                outcome.put(([], error))
+
+        # Not a pool: its threads keep Python from exiting when a search hangs.
+        threading.Thread(target=work, daemon=True).start()
+        try:
+            passages, error = outcome.get(timeout=self.timeout)
+        except queue.Empty:
+            raise RetrieverError(
+                f"no result within timeout={self.timeout:g} s: raise it, or look why the retriever is slow."
+            ) from None
+        if error is not None:
+            raise error
+        return passages
+
+    def _count_failure(self, error: Exception) -> None:
+        with self._lock:
+            self.calls += 1
+            self.failures += 1
+            self._failures_in_a_row += 1
+            if self._failures_in_a_row == 1:
+                logger.warning("search failed, the model is told so: %s: %s", type(error).__name__, error)
+            if self._failures_in_a_row < self.max_failures:
+                return
+            self.down = RetrieverDown(
+                f"{self._failures_in_a_row} searches in a row failed, the last one with {type(error).__name__}: "
+                f"{error} Bring the search engine back, then resume the run or call the tool's `reset()`."
+            )
+        raise RetrieverDown(str(self.down)) from error
+
+    def _render(self, passages: list[Passage]) -> str:
+        lines = []
+        for number, passage in enumerate(passages, 1):
+            title = f"(Title: {passage.title}) " if passage.title else ""
+            text = " ".join(passage.text.split())
+            cut = text[: self.max_passage_chars] + "..." * (len(text) > self.max_passage_chars)
+            lines.append(f"Doc {number} {title}{cut}")
+        return "\n".join(lines) or "No results."

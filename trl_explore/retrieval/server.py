@@ -1,0 +1,184 @@
+"""`trl-explore serve-retriever`: a corpus behind HTTP, with the protocol of Search-R1's retrieval server."""
+
+import argparse
+import socket
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from trl_explore.retrieval.client import MAX_QUERIES, MAX_QUERY_CHARS, CachedRetriever
+from trl_explore.retrieval.index import Retriever, load_retriever
+from trl_explore.runs.inputs import UsageError
+
+try:
+    import uvicorn
+    from fastapi import FastAPI, HTTPException, Request
+    from fastapi.exception_handlers import http_exception_handler
+    from fastapi.exceptions import RequestValidationError
+    from fastapi.responses import JSONResponse, Response
+    from pydantic import BaseModel, Field
+    from starlette.datastructures import Headers
+    from starlette.exceptions import HTTPException as AnyHTTPException
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+except ImportError as error:
+    raise ImportError("a retrieval server needs FastAPI and uvicorn: pip install 'trl-explore[serve]'") from error
+
+MAX_TOP_K = 100
+MAX_BODY_BYTES = 8 * 2**20
+CACHED_QUERIES = 100_000
+LOCAL = ("127.0.0.1", "localhost", "::1", "[::1]")  # starlette's releases differ in the brackets
+ALL_INTERFACES = ("0.0.0.0", "::")
+
+
+class Search(BaseModel):
+    """Body of a request; the names are Search-R1's."""
+
+    queries: list[str]
+    topk: int | None = None
+    return_scores: bool = False
+
+
+class BodyLimit:
+    """Middleware: bodies of more than `max_bytes` bytes get status 413, whatever length they declare."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self.app, self.max_bytes = app, max_bytes
+        self.sentence = f"the body has more than {max_bytes} bytes: send fewer or shorter queries"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        declared = Headers(scope=scope).get("content-length", "") if scope["type"] == "http" else ""
+        if declared.isdecimal() and int(declared) > self.max_bytes:
+            await JSONResponse({"detail": self.sentence}, status_code=413)(scope, receive, send)
+            return
+        received = 0
+
+        async def counted() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self.max_bytes:
+                raise HTTPException(413, self.sentence)
+            return message
+
+        await self.app(scope, counted, send)
+
+
+def build_app(
+    retriever: Retriever,
+    *,
+    top_k: int = 3,
+    max_queries: int = MAX_QUERIES,
+    max_query_chars: int = MAX_QUERY_CHARS,
+    max_top_k: int = MAX_TOP_K,
+    max_body_bytes: int = MAX_BODY_BYTES,
+    allowed_hosts: Sequence[str] = LOCAL,
+) -> FastAPI:
+    """
+    The server: `POST /retrieve` as described in [`Search`], and `GET /health`.
+
+    Args:
+        retriever ([`~trl_explore.retrieval.index.Retriever`]):
+            What is searched; several threads use it at once.
+        top_k (`int`, *optional*, defaults to `3`):
+            Passages per query of requests that do not say how many.
+        max_queries (`int`, *optional*, defaults to `512`):
+            Queries of a request.
+        max_query_chars (`int`, *optional*, defaults to `10000`):
+            Characters of a query.
+        max_top_k (`int`, *optional*, defaults to `100`):
+            Passages per query that a request may ask for.
+        max_body_bytes (`int`, *optional*, defaults to `8388608`):
+            Bytes of a request's body.
+        allowed_hosts (`Sequence[str]`, *optional*, defaults to the names of this machine's loopback):
+            Names that requests may address the server by, so that no web page reaches it by a name of its own; `"*"`
+            for any, `"*.example.com"` for those of a domain.
+
+    Returns:
+        `FastAPI`: The application. Requests it does not understand, or with more than is allowed, get status 422 and
+        one sentence; too large bodies 413; other hosts 400.
+    """
+
+    class Limited(Search):
+        queries: list[Annotated[str, Field(max_length=max_query_chars)]] = Field(max_length=max_queries)
+        topk: int | None = Field(None, ge=1, le=max_top_k)
+
+    app = FastAPI(title="trl-explore retriever")
+    app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(allowed_hosts), www_redirect=False)
+
+    @app.post("/retrieve")
+    def retrieve(request: Limited) -> dict[str, Any]:
+        results = []
+        for passages in retriever.search(request.queries, request.topk or top_k):
+            documents = [{"id": passage.id, "contents": passage.contents} for passage in passages]
+            scored = [
+                {"document": document, "score": passage.score}
+                for document, passage in zip(documents, passages, strict=True)
+            ]
+            results.append(scored if request.return_scores else documents)
+        return {"result": results}
+
+    @app.get("/health")
+    def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.exception_handler(RequestValidationError)
+    async def explain(request: Request, error: RequestValidationError) -> JSONResponse:
+        problem, *others = error.errors()
+        more = f" (and {len(others)} more)" if others else ""
+        sentence = f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}{more}"
+        return JSONResponse({"detail": sentence}, status_code=422)
+
+    @app.exception_handler(AnyHTTPException)
+    async def explain_unreadable(request: Request, error: AnyHTTPException) -> Response:
+        if error.status_code == 400:  # FastAPI's answer to what its JSON reader fails at
+            return JSONResponse({"detail": "body: must be JSON in UTF-8, and not deeply nested"}, status_code=422)
+        return await http_exception_handler(request, error)
+
+    return app
+
+
+def run(args: argparse.Namespace) -> int:
+    """
+    Runs `trl-explore serve-retriever` until it is stopped.
+
+    Args:
+        args (`argparse.Namespace`):
+            Flags of the sub-command.
+
+    Returns:
+        `int`: `0`.
+    """
+    for name in ("max_queries", "max_query_chars", "max_top_k", "max_body_mb", "max_cache_mb"):
+        if vars(args)[name] < 1:
+            raise UsageError(f"--{name} {vars(args)[name]} must be at least 1")
+    if not 1 <= args.top_k <= args.max_top_k:
+        raise UsageError(f"--top_k {args.top_k} must be between 1 and {args.max_top_k}")
+    hosts = _allowed_hosts(args.host, args.allowed_hosts)
+    try:
+        retriever = load_retriever(args.retriever, args.corpus, index=args.index, model=args.model)
+    except (ImportError, ValueError, OSError) as error:
+        raise UsageError(str(error)) from error
+    print(f"serving at http://{args.host}:{args.port}/retrieve", flush=True)
+    if args.host in ALL_INTERFACES and not args.allowed_hosts:
+        print(f"requests may address it as {' '.join(hosts)}; --allowed_hosts NAME ... adds others", flush=True)
+    app = build_app(
+        CachedRetriever(retriever, CACHED_QUERIES, max_bytes=args.max_cache_mb * 2**20),
+        top_k=args.top_k,
+        max_queries=args.max_queries,
+        max_query_chars=args.max_query_chars,
+        max_top_k=args.max_top_k,
+        max_body_bytes=args.max_body_mb * 2**20,
+        allowed_hosts=hosts,
+    )
+    uvicorn.run(app, host=args.host, port=args.port, log_level="warning")
+    return 0
+
+
+def _allowed_hosts(host: str, more: list[str]) -> list[str]:
+    """Names of this machine as far as it serves there, and what the user adds."""
+    for name in more:
+        if "*" in name.removeprefix("*." if name != "*" else "*"):
+            raise UsageError(f"--allowed_hosts {name} must be a name, an address, *.example.com or *")
+    own = socket.gethostname() if host in ALL_INTERFACES else host
+    return list(dict.fromkeys([*LOCAL, own, *more]))

@@ -1,0 +1,393 @@
+"""What a run is made of, by name: the data set, the reward functions, the model folder, the checkpoint to resume."""
+
+import difflib
+import importlib
+import inspect
+import json
+import os
+import reprlib
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trl_explore.names import unknown_name
+from trl_explore.rewards.checks import checked
+
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetDict
+    from trl import DatasetMixtureConfig, ScriptArguments
+
+# Builder that `datasets.load_dataset` uses for each kind of file.
+FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+
+RewardFunction = Callable[..., Any]
+
+
+class UsageError(Exception):
+    """A mistake in the arguments, told in one line instead of a traceback; the command exits with code 2."""
+
+
+def looks_like_path(name: str) -> bool:
+    """
+    Tells a path from a Hub name (`name` or `owner/name`).
+
+    Args:
+        name (`str`):
+            Value of a flag that takes either.
+
+    Returns:
+        `bool`: Whether no Hub repository can be meant.
+    """
+    return name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1 or Path(name).suffix in FILE_FORMATS
+
+
+def missing_path(field: str, path: Path) -> UsageError:
+    """
+    The error for a path that is not there, with up to three of a similar name that are.
+
+    Args:
+        field (`str`):
+            The flag that names it.
+        path (`Path`):
+            The path.
+
+    Returns:
+        [`UsageError`]: To be raised.
+    """
+    problem = f"{field}={str(path)!r} does not exist (looked from {os.getcwd()})"
+    if not path.parent.is_dir():
+        return UsageError(f"{problem}: {path.parent} does not exist either")
+    near = difflib.get_close_matches(path.name, [entry.name for entry in path.parent.iterdir()])
+    return UsageError(f"{problem}; did you mean {' or '.join(map(repr, near))}?" if near else problem)
+
+
+def check_output_dir(name: str | Path, field: str = "output_dir") -> Path:
+    """
+    Checks that a folder is there and can be written to, or can be made, before anything slow starts.
+
+    Args:
+        name (`str` or `Path`):
+            The folder.
+        field (`str`, *optional*, defaults to `"output_dir"`):
+            The flag that names it, or a file in it.
+
+    Returns:
+        `Path`: The folder, with `~` expanded; it is not made.
+    """
+    folder = Path(name).expanduser()
+    nearest = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+    if not nearest.is_dir():
+        what = "is a file" if nearest == folder else f"cannot be made, because {str(nearest)!r} is a file"
+        raise UsageError(f"{field}={str(name)!r} {what}; name a folder with --{field}")
+    try:
+        tempfile.TemporaryFile(dir=nearest).close()
+    except OSError as error:
+        raise UsageError(
+            f"{field}={str(name)!r} cannot be written to ({nearest}: {error.strerror}); name another with --{field}"
+        ) from error
+    return folder
+
+
+def check_model(name: str | None, *, revision: str | None, trust_remote_code: bool) -> str:
+    """
+    Checks that a model can be found before anything slow starts.
+
+    Args:
+        name (`str` or `None`):
+            Folder or Hub name.
+        revision (`str` or `None`):
+            Revision on the Hub.
+        trust_remote_code (`bool`):
+            Whether the user allows code from the Hub.
+
+    Returns:
+        `str`: The name, with `~` expanded if it is a folder.
+    """
+    from transformers import AutoConfig
+
+    if name is None:
+        raise UsageError("model_name_or_path is missing: pass a Hub name or a folder, --model_name_or_path ./my-model")
+    path = Path(name).expanduser()
+    if looks_like_path(name) and not path.is_dir():
+        raise missing_path("model_name_or_path", path)
+    name = str(path) if path.is_dir() else name
+    try:
+        AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"model_name_or_path={name!r} cannot be loaded: {error}") from error
+    return name
+
+
+def load_train_and_eval(
+    script_args: "ScriptArguments", mixture: "DatasetMixtureConfig", *, needs_eval: bool
+) -> tuple["Dataset", "Dataset | None"]:
+    """
+    Loads the data set that the arguments name.
+
+    Args:
+        script_args ([`~trl.ScriptArguments`]):
+            `dataset_name` is a file, a folder of files, a folder written by `save_to_disk`, or a Hub name.
+        mixture ([`~trl.DatasetMixtureConfig`]):
+            The alternative to `dataset_name`: a list of data sets.
+        needs_eval (`bool`):
+            Whether the run evaluates. The test split is looked up only then.
+
+    Returns:
+        `tuple`: The train split, and the test split or `None`.
+    """
+    import datasets
+    from trl import get_dataset
+
+    name = script_args.dataset_name
+    if bool(mixture.datasets) == (name is not None):
+        raise UsageError("name the data once: either dataset_name (a path or a Hub name) or a `datasets` mixture")
+    try:
+        options: dict[str, Any] = {
+            "config": script_args.dataset_config,
+            "streaming": script_args.dataset_streaming,
+        }
+        splits = get_dataset(mixture) if mixture.datasets else load_splits(str(name), **options)
+    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+        named = "datasets" if mixture.datasets else f"dataset_name={name!r}"
+        raise UsageError(f"{named} cannot be loaded: {error}") from error
+    train = pick_split(splits, script_args.dataset_train_split, "dataset_train_split", sole_split_is="train")
+    columns = train.column_names  # None while a streamed data set has not been looked at
+    if columns is not None and not columns:  # of a file that is read while it is used
+        raise UsageError(f"dataset_name={name!r} has no rows")
+    if columns is not None and "prompt" not in columns:
+        raise UsageError(
+            f"the data needs a column 'prompt', but has {', '.join(columns)}: map it first (examples/deep_grpo.py)"
+        )
+    if not needs_eval:
+        return train, None
+    remedy = " Or switch evaluation off with --eval_strategy no."
+    return train, pick_split(splits, script_args.dataset_test_split, "dataset_test_split", remedy=remedy)
+
+
+def load_splits(
+    name: str, *, config: str | None = None, streaming: bool = False, field: str = "dataset_name"
+) -> "DatasetDict":
+    """
+    Loads all splits of a data set by its name.
+
+    Args:
+        name (`str`):
+            A file, a folder of files, a folder written by `save_to_disk`, or a Hub name.
+        config (`str`, *optional*):
+            Configuration of a data set on the Hub, or of a copy of one.
+        streaming (`bool`, *optional*, defaults to `False`):
+            Whether to read it while it is used.
+        field (`str`, *optional*, defaults to `"dataset_name"`):
+            What the user called it, for error messages.
+
+    Returns:
+        [`~datasets.DatasetDict`]: The splits.
+    """
+    import datasets
+
+    path = Path(name).expanduser()
+    if path.is_file():
+        if path.suffix not in FILE_FORMATS:
+            raise UsageError(f"{field}={name!r}: cannot read {path.suffix!r} files, only {', '.join(FILE_FORMATS)}")
+        if not path.stat().st_size:
+            raise UsageError(f"{field}={name!r} is empty: it needs at least one row")
+        try:
+            return datasets.load_dataset(FILE_FORMATS[path.suffix], data_files=str(path), streaming=streaming)
+        except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+            raise UsageError(f"{field}={name!r} cannot be loaded: {_what_is_wrong(path, error)}") from error
+    if path.is_dir():
+        if (path / "dataset_dict.json").exists() or (path / "state.json").exists():  # written by save_to_disk
+            stored = datasets.load_from_disk(str(path))
+            return stored if isinstance(stored, datasets.DatasetDict) else datasets.DatasetDict(train=stored)
+        name = str(path)
+    elif looks_like_path(name):
+        raise missing_path(field, path)
+    return datasets.load_dataset(name, name=config, streaming=streaming)
+
+
+def _what_is_wrong(path: Path, error: Exception) -> str:
+    """Why a file of data cannot be loaded: for `.jsonl`, the first line that is no JSON object and its fault."""
+    if "corresponds to no data" in str(error):
+        return "it has no rows"
+    if path.suffix != ".jsonl":
+        return str(error.__cause__ or error)  # `datasets` hides the cause
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line.decode(errors="replace"))
+            except json.JSONDecodeError as fault:
+                return f"line {number} is no JSON: {fault.msg}, column {fault.colno}"
+            if not isinstance(row, dict):
+                return f"line {number} is no JSON object, one row with its columns by name, but {reprlib.repr(row)}"
+    return str(error.__cause__ or error)
+
+
+def pick_split(
+    splits: "DatasetDict", name: str, field: str, *, sole_split_is: str | None = None, remedy: str = ""
+) -> "Dataset":
+    """
+    Takes one split of a data set.
+
+    Args:
+        splits ([`~datasets.DatasetDict`]):
+            All of them.
+        name (`str`):
+            The one that is wanted.
+        field (`str`):
+            The flag that names it, for the error message.
+        sole_split_is (`str`, *optional*):
+            The wanted name under which the only split of a data set is taken, whatever its own name.
+        remedy (`str`, *optional*, defaults to `""`):
+            What else the user can do where it is missing.
+
+    Returns:
+        [`~datasets.Dataset`]: The split.
+    """
+    if name in splits:
+        return splits[name]
+    if name == sole_split_is and len(splits) == 1:  # one file called test.jsonl: nothing else can be meant
+        return next(iter(splits.values()))
+    raise UsageError(f"{field}: {unknown_name('split', name, splits)}{remedy}")
+
+
+def load_reward_functions(names: list[str] | None, model: str | None) -> list[str | RewardFunction]:
+    """
+    Resolves the names of reward functions.
+
+    Args:
+        names (`list[str]` or `None`):
+            Names from `trl_explore.rewards.answers` or from TRL's script (where both have one, ours), or import paths.
+        model (`str` or `None`):
+            Reward model, used before the functions.
+
+    Returns:
+        `list`: What the trainer takes as `reward_funcs`; functions tell what is wrong with them in one sentence.
+    """
+    rewards: list[str | RewardFunction] = [] if model is None else [model]
+    named = _named_rewards() if names else {}
+    for name in names or []:
+        if name in named:
+            rewards.append(_told(named[name]))
+        elif "." in name:
+            rewards.append(_told(_import_reward(name)))
+        else:
+            raise UsageError(
+                f"reward_funcs: {unknown_name('reward function', name, named)} "
+                "A function of your own is named by its import path, my_module.my_reward."
+            )
+    if not rewards:
+        raise UsageError("no reward: pass --reward_funcs accuracy_reward, my_module.my_reward, or a reward model")
+    return rewards
+
+
+def check_deciding_reward(name: str | None, rewards: Sequence[str | RewardFunction]) -> None:
+    """
+    Whether `--success_reward` names one of the reward functions.
+
+    Args:
+        name (`str` or `None`):
+            What it names.
+        rewards (`list`):
+            As [`load_reward_functions`] returns them.
+    """
+    from trl.trainer.utils import get_callable_name
+
+    from trl_explore.rewards.success import check_success_reward
+
+    names = [reward.split("/")[-1] if isinstance(reward, str) else get_callable_name(reward) for reward in rewards]
+    try:
+        check_success_reward(name, names)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _told(func: RewardFunction) -> RewardFunction:
+    from trl.trainer.utils import get_callable_name
+
+    return checked(func, get_callable_name(func), tell=True)
+
+
+def _named_rewards() -> dict[str, RewardFunction]:
+    from trl.rewards import (
+        accuracy_reward,
+        get_soft_overlong_punishment,
+        reasoning_accuracy_reward,
+        think_format_reward,
+    )
+
+    import trl_explore.rewards.answers
+
+    trl_rewards: dict[str, RewardFunction] = {
+        "accuracy_reward": accuracy_reward,
+        "reasoning_accuracy_reward": reasoning_accuracy_reward,
+        "think_format_reward": think_format_reward,
+        # the same two numbers as `trl grpo`, so that a run file means the same in both
+        "get_soft_overlong_punishment": get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256),
+    }
+    ours = {
+        name: function
+        for name, function in inspect.getmembers(trl_explore.rewards.answers, inspect.isfunction)
+        if name.endswith("_reward")
+    }
+    return trl_rewards | ours
+
+
+def _import_reward(path: str) -> RewardFunction:
+    module_name, _, name = path.rpartition(".")
+    if os.getcwd() not in sys.path:  # installed commands, unlike scripts, do not see the working directory
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # the user's module may raise anything at import
+        raise UsageError(
+            f"reward_funcs: {path!r}: importing {module_name!r} failed ({type(error).__name__}: {error}); install it "
+            f"or run from the folder that holds it (now {os.getcwd()})"
+        ) from error
+    # getattr rather than a look in the module's dictionary: packages may load their names lazily
+    reward = getattr(module, name, None)
+    if not callable(reward):
+        callables = [known for known, _ in inspect.getmembers(module, inspect.isfunction)]
+        raise UsageError(
+            f"reward_funcs: {path!r}: {unknown_name('function', name, callables)} Imported from {module.__file__}"
+        )
+    return reward
+
+
+def find_checkpoint(resume: str | bool | None, output_dir: str) -> str | None:
+    """
+    Finds the checkpoint to resume.
+
+    Args:
+        resume (`str`, `bool` or `None`):
+            `true` for the last checkpoint of `output_dir`, `false` or `None` for a fresh start, or a folder. A flag's
+            `true` arrives as text.
+        output_dir (`str`):
+            The run's folder.
+
+    Returns:
+        `str` or `None`: Folder of the checkpoint.
+    """
+    from trl_explore.saving.checkpoints import is_complete, last_complete_checkpoint
+
+    if resume is None or str(resume).lower() == "false":
+        return None
+    if str(resume).lower() == "true":
+        last, skipped = last_complete_checkpoint(output_dir)
+        if skipped:
+            print(f"trl-explore: passing over {', '.join(skipped)}: not written to the end", file=sys.stderr)
+        if last is None:
+            raise UsageError(
+                f"resume_from_checkpoint=true: no checkpoint in {output_dir!r}; leave it out to start anew"
+            )
+        return last
+    path = Path(str(resume)).expanduser()
+    if not is_complete(path):
+        raise UsageError(
+            f"resume_from_checkpoint={resume!r} is not a checkpoint folder written to the end; pass `true` for "
+            f"the last one in {output_dir!r}"
+        )
+    return str(path)

@@ -1,0 +1,126 @@
+"""The model that a command is about: its base, the adapter on it, and the tokenizer."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from trl_explore.runs.inputs import UsageError, check_model, looks_like_path, missing_path
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+class ModelSource(NamedTuple):
+    """Names or folders of a model's parts: `base`, the `adapter` on it or `None`, and the `tokenizer`."""
+
+    base: str
+    adapter: str | None
+    tokenizer: str
+
+
+def find_model(
+    name: str | None, adapter: str | None = None, *, revision: str | None, trust_remote_code: bool = False
+) -> ModelSource:
+    """
+    Checks that a model with its adapter, if it has one, can be found.
+
+    Args:
+        name (`str` or `None`):
+            Folder or Hub name of a model, or the folder of an adapter, which names its base model.
+        adapter (`str`, *optional*):
+            Folder or Hub name of an adapter on `name`.
+        revision (`str` or `None`):
+            Revision of the base model on the Hub.
+        trust_remote_code (`bool`, *optional*, defaults to `False`):
+            Whether the user allows code from the Hub.
+
+    Returns:
+        [`ModelSource`]: The parts.
+    """
+    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    folder = Path(name or "").expanduser()
+    if adapter is None and (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
+        adapter, name = str(folder), json.loads((folder / ADAPTER_CONFIG).read_text()).get("base_model_name_or_path")
+        try:
+            base = check_model(name, **options)
+        except UsageError as error:
+            raise UsageError(
+                f"{adapter} is an adapter without its base: {str(error).rstrip('.')}. Name it: --model_name_or_path "
+                f"BASE --adapter_name_or_path {adapter}"
+            ) from error
+    else:
+        base = check_model(name, **options)
+    if adapter is None:
+        return ModelSource(base, None, base)
+    folder = Path(adapter).expanduser()
+    if looks_like_path(adapter) and not folder.is_dir():
+        raise missing_path("adapter_name_or_path", folder)
+    if folder.is_dir():
+        adapter = str(folder)
+        if not (folder / ADAPTER_CONFIG).is_file():
+            raise UsageError(f"adapter_name_or_path={adapter!r} is no adapter: it has no {ADAPTER_CONFIG}")
+    return ModelSource(base, adapter, adapter if (folder / "tokenizer_config.json").is_file() else base)
+
+
+def load_model(
+    source: ModelSource, *, dtype: str, revision: str | None, trust_remote_code: bool = False
+) -> "PreTrainedModel | PeftModel":
+    """
+    Loads a model, with its adapter if it has one.
+
+    Args:
+        source ([`ModelSource`]):
+            What [`find_model`] found.
+        dtype (`str`):
+            `"auto"`, `"bfloat16"`, `"float16"` or `"float32"`.
+        revision (`str` or `None`):
+            Revision of the base model on the Hub.
+        trust_remote_code (`bool`, *optional*, defaults to `False`):
+            Whether the user allows code from the Hub.
+
+    Returns:
+        [`~transformers.PreTrainedModel`] or `PeftModel`: The model, on the CPU.
+    """
+    from transformers import AutoModelForCausalLM
+
+    name = source.base
+    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
+        if source.adapter is not None:
+            from peft import PeftModel
+
+            name = source.adapter
+            model = PeftModel.from_pretrained(model, name)
+    except (OSError, ValueError, RuntimeError) as error:  # an adapter of other shapes is a RuntimeError
+        raise UsageError(f"{name!r} cannot be loaded: {error}") from error
+    return model
+
+
+def load_tokenizer(
+    source: ModelSource, *, revision: str | None, trust_remote_code: bool = False
+) -> "PreTrainedTokenizerBase":
+    """
+    Loads the tokenizer of a model.
+
+    Args:
+        source ([`ModelSource`]):
+            What [`find_model`] found.
+        revision (`str` or `None`):
+            Revision of the base model on the Hub.
+        trust_remote_code (`bool`, *optional*, defaults to `False`):
+            Whether the user allows code from the Hub.
+
+    Returns:
+        [`~transformers.PreTrainedTokenizerBase`]: The tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    revision = revision if source.tokenizer == source.base else None
+    try:
+        return AutoTokenizer.from_pretrained(source.tokenizer, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"the tokenizer of {source.tokenizer!r} cannot be loaded: {error}") from error

@@ -1,0 +1,1 @@
+"""Sampling: what happens inside `generate`."""

@@ -1,0 +1,1 @@
+"""Saving: checkpoints, what may change between runs, Ctrl-C."""

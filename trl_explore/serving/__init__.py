@@ -1,0 +1,1 @@
+"""vLLM: what a trainer and a server agree on, and weights through files."""

@@ -1,0 +1,1 @@
+"""SESA's maths: drafts and actions."""

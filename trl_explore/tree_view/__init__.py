@@ -1,0 +1,1 @@
+"""Dumped search trees, to look at."""

@@ -1,0 +1,1 @@
+"""TreeGRPO's maths: state, rules, steps and search, credit, records, replay."""

@@ -1,0 +1,326 @@
+"""Correct completions kept for hard prompts, in memory and in a file, and which failures they stand in for.
+
+Prompts and completions are token ids, so that a replayed completion is the sampled one, to the token.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trl_explore.saving.checkpoints import append_lines
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SOLUTIONS = "trl-explore solutions"
+FORMAT = 1
+
+Entry = tuple[Sequence[int], Sequence[int]]  # ids of a prompt, ids of one completion
+
+
+class FileRefusedError(ValueError):
+    """A file that was written for something else, or that something else has changed."""
+
+
+def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """
+    What token ids mean, in one line: equal for tokenizers that give every id the same meaning.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            The tokenizer.
+
+    Returns:
+        `str`: SHA-256 over the vocabulary with the added tokens, and the ids of the end and the padding.
+    """
+    vocabulary = tokenizer.get_vocab() | tokenizer.get_added_vocab()
+    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    # Trainers pad with the end token where there is no other: the fingerprint is the same before and after that.
+    meaning = [sorted(vocabulary.items()), eos, eos if pad is None else pad]
+    return hashlib.sha256(json.dumps(meaning).encode()).hexdigest()
+
+
+class SolutionCache:
+    """
+    Correct completions of prompts that are rarely solved.
+
+    The newest completions of a prompt are kept, because they are the nearest to what the model samples now. One that
+    is found again keeps its place.
+
+    Args:
+        solutions_per_prompt (`int`):
+            Most completions kept for a prompt. At least 1.
+        threshold (`float`):
+            Largest share of successes at which a prompt is hard. In `[0, 1]`; at 0 nothing is kept.
+
+    Raises:
+        `ValueError`: If an argument is outside its range.
+    """
+
+    def __init__(self, *, solutions_per_prompt: int, threshold: float) -> None:
+        if solutions_per_prompt < 1:
+            raise ValueError(
+                f"solutions_per_prompt must be at least 1, got {solutions_per_prompt}; threshold=0 keeps nothing."
+            )
+        if not 0 <= threshold <= 1:
+            raise ValueError(f"threshold is a share of successes and must be in [0, 1], got {threshold}.")
+        self.solutions_per_prompt, self.threshold = solutions_per_prompt, threshold
+        self._solutions: dict[tuple[int, ...], list[list[int]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._solutions)
+
+    @property
+    def num_solutions(self) -> int:
+        """Number of completions, of all prompts."""
+        return sum(map(len, self._solutions.values()))
+
+    def offer(
+        self, prompt_ids: Sequence[int], completions: Iterable[Sequence[int]], success_ratio: float
+    ) -> list[list[int]]:
+        """
+        Keep correct completions if their prompt is hard but not hopeless: `0 < success_ratio <= threshold`.
+
+        Args:
+            prompt_ids (`Sequence[int]`):
+                Token ids of the prompt.
+            completions (`Iterable[Sequence[int]]`):
+                Correct completions, with the end-of-sequence token that they ended with.
+            success_ratio (`float`):
+                Share of the prompt's samples that are correct.
+
+        Returns:
+            `list[list[int]]`: The completions that are new in the cache, oldest first.
+        """
+        return self._store(prompt_ids, completions) if 0 < success_ratio <= self.threshold else []
+
+    def refilter(self, prompt_ids: Sequence[int], success_ratio: float) -> bool:
+        """
+        Forget the completions of a prompt that is not hard any more: `success_ratio > threshold` (Eq. 12).
+
+        Args:
+            prompt_ids (`Sequence[int]`):
+                Token ids of the prompt.
+            success_ratio (`float`):
+                Share of the prompt's samples that are correct now.
+
+        Returns:
+            `bool`: Whether there were any and they are gone.
+        """
+        return success_ratio > self.threshold and self._solutions.pop(tuple(prompt_ids), None) is not None
+
+    def get(self, prompt_ids: Sequence[int]) -> list[list[int]]:
+        """
+        The completions kept for a prompt.
+
+        Args:
+            prompt_ids (`Sequence[int]`):
+                Token ids of the prompt.
+
+        Returns:
+            `list[list[int]]`: A copy, oldest first; empty where there are none.
+        """
+        return [list(completion) for completion in self._solutions.get(tuple(prompt_ids), [])]
+
+    def state_dict(self) -> dict[str, Any]:
+        """
+        The contents, without the settings.
+
+        Returns:
+            `dict`: Under `"solutions"` a list of `[prompt_ids, completion_ids]`, in the order they came in. Made of
+            what `torch.load(weights_only=True)` can read.
+        """
+        solutions = [[list(prompt), list(ids)] for prompt, kept in self._solutions.items() for ids in kept]
+        return {"solutions": solutions}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """
+        Replace the contents.
+
+        Args:
+            state (`dict`):
+                What [`state_dict`] returned. Where it holds more per prompt than this cache may, the newest stay.
+        """
+        self._solutions = {}
+        for prompt_ids, completion_ids in state["solutions"]:
+            self._store(prompt_ids, [completion_ids])
+
+    def _store(self, prompt_ids: Sequence[int], completions: Iterable[Sequence[int]]) -> list[list[int]]:
+        kept = self._solutions.get(tuple(prompt_ids), [])
+        new: list[list[int]] = []
+        for completion in map(list, completions):
+            if completion not in kept and completion not in new:
+                new.append(completion)
+        if new:
+            self._solutions[tuple(prompt_ids)] = (kept + new)[-self.solutions_per_prompt :]
+        return [list(completion) for completion in new[-self.solutions_per_prompt :]]
+
+
+def replace_failures(succeeded: Sequence[bool], num_cached: int) -> list[tuple[int, int]]:
+    """
+    Decide which direct rollouts of a prompt give way to cached solutions.
+
+    Args:
+        succeeded (`Sequence[bool]`):
+            Whether each direct rollout of the prompt is correct, of shape `(G,)`.
+        num_cached (`int`):
+            Number of cached solutions of the prompt.
+
+    Returns:
+        `list[tuple[int, int]]`: Row and cached solution: failing rows in order, each solution at most once.
+    """
+    failures = [row for row, success in enumerate(succeeded) if not success]
+    return list(zip(failures, range(num_cached), strict=False))
+
+
+def write_cache(path: str | Path, cache: SolutionCache, tokenizer: "PreTrainedTokenizerBase") -> None:
+    """
+    Write a cache as JSON lines; an interrupted write leaves the old file or none.
+
+    Args:
+        path (`str` or `Path`):
+            The file; its folder is made if it is missing.
+        cache ([`SolutionCache`]):
+            The cache.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            The tokenizer of its ids.
+    """
+    named = {"tokenizer": tokenizer_fingerprint(tokenizer), "tokenizer_name": tokenizer.name_or_path}
+    write_records(path, SOLUTIONS, named, map(_as_record, cache.state_dict()["solutions"]))
+
+
+def append_solutions(path: str | Path, entries: Iterable[Entry]) -> None:
+    """
+    Append solutions to a file that [`write_cache`] began.
+
+    Args:
+        path (`str` or `Path`):
+            The file.
+        entries (`Iterable[tuple[Sequence[int], Sequence[int]]]`):
+            Ids of the prompt and of one completion each, for example what `SolutionCache.offer` returned.
+
+    Raises:
+        `FileNotFoundError`: If there is no such file: lines without the header would be refused later.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{path} does not exist; begin it with write_cache, which names the tokenizer.")
+    append_lines(Path(path), map(_as_record, entries))
+
+
+def read_cache(
+    path: str | Path, tokenizer: "PreTrainedTokenizerBase", *, solutions_per_prompt: int, threshold: float
+) -> SolutionCache:
+    """
+    Read a cache; a last line that an interruption cut off is left out.
+
+    Args:
+        path (`str` or `Path`):
+            The file.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            The tokenizer of this run.
+        solutions_per_prompt (`int`):
+            Most completions kept for a prompt; the newest of the file.
+        threshold (`float`):
+            Largest share of successes at which a prompt is hard, for what will be offered.
+
+    Returns:
+        [`SolutionCache`]: The cache.
+
+    Raises:
+        `FileRefusedError`: If the file is of another tokenizer, kind or format, or a line is broken: a `ValueError`.
+    """
+    header, records = read_records(path, SOLUTIONS, is_valid=_is_solution)
+    fingerprint = tokenizer_fingerprint(tokenizer)
+    if header.get("tokenizer") != fingerprint:
+        raise FileRefusedError(
+            f"{path} holds solutions of the tokenizer {header.get('tokenizer_name')!r} "
+            f"({str(header.get('tokenizer'))[:8]}), and this run has {tokenizer.name_or_path!r} ({fingerprint[:8]}), "
+            "where the ids mean other text. Delete it, or name another file."
+        )
+    cache = SolutionCache(solutions_per_prompt=solutions_per_prompt, threshold=threshold)
+    cache.load_state_dict({"solutions": [(record["prompt_ids"], record["completion_ids"]) for record in records]})
+    return cache
+
+
+def _as_record(entry: Entry) -> dict[str, Any]:
+    prompt_ids, completion_ids = entry
+    return {"prompt_ids": list(prompt_ids), "completion_ids": list(completion_ids)}
+
+
+def _is_solution(record: dict[str, Any]) -> bool:
+    lists = [record.get("prompt_ids"), record.get("completion_ids")]
+    return all(isinstance(ids, list) and all(type(token) is int for token in ids) for ids in lists)
+
+
+def write_records(path: str | Path, kind: str, header: dict[str, Any], records: Iterable[dict[str, Any]] = ()) -> None:
+    """
+    Write a header and records as JSON lines; an interrupted write leaves the old file or none.
+
+    Args:
+        path (`str` or `Path`):
+            The file; its folder is made if it is missing.
+        kind (`str`):
+            What the file holds.
+        header (`dict`):
+            What the records depend on.
+        records (`Iterable[dict]`, *optional*, defaults to `()`):
+            One JSON object per line.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    with open(part, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
+        for record in ({"format": FORMAT, "kind": kind, **header}, *records):
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+
+
+def read_records(
+    path: str | Path, kind: str, *, is_valid: Callable[[dict[str, Any]], bool]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """
+    Read a file of [`write_records`]; a last line that an interruption cut off is left out.
+
+    Args:
+        path (`str` or `Path`):
+            The file.
+        kind (`str`):
+            What it should hold.
+        is_valid (`Callable`):
+            Whether a JSON object is a record of this kind.
+
+    Returns:
+        `tuple[dict, list[dict]]`: The header and the records.
+
+    Raises:
+        `FileRefusedError`: If the file is of another kind or format, or a line is broken: a `ValueError`.
+    """
+    # The part behind the last newline is empty, or a line that was cut off and that `append_lines` would remove.
+    lines = Path(path).read_bytes().split(b"\n")[:-1]
+    try:
+        header = json.loads(lines[0])
+        found = header["kind"], header["format"]
+    except (ValueError, LookupError, TypeError):
+        found = None, None
+    if found[0] != kind:
+        raise FileRefusedError(f"{path} is not a file of {kind}: its first line does not say so. Name another file.")
+    if found[1] != FORMAT:
+        raise FileRefusedError(
+            f"{path} has format {found[1]!r} of {kind}, and this version reads format {FORMAT}. Delete it, or name "
+            "another file."
+        )
+    records = []
+    for number, line in enumerate(lines[1:], start=2):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict) or not is_valid(record):
+            raise FileRefusedError(f"{path}: line {number} is not one of {kind}. Delete that line, or the file.")
+        records.append(record)
+    return header, records

@@ -1,0 +1,218 @@
+"""Monte Carlo tree search over completions: the loop that grows all trees of a batch, and the names of its parts.
+
+The language model enters through one callable that is given the prefixes of all trees at once.
+
+After DeepSearch (https://huggingface.co/papers/2509.25454), sections 2.1-2.3.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from trl_explore.rows.rollouts import Sampler
+from trl_explore.trees.rules import backup_value, frontier_score, terminal_outcome, uct_score
+from trl_explore.trees.state import NO_PARENT, ROOT, Leaf, Limits, Node, Tree, Verdict
+from trl_explore.trees.steps import (
+    backup,
+    best_child,
+    choose_terminal,
+    exchange,
+    expand,
+    frontier,
+    judge,
+    room,
+    select,
+    select_random,
+    select_uct,
+)
+
+__all__ = [
+    "NO_PARENT",
+    "ROOT",
+    "Leaf",
+    "Limits",
+    "Node",
+    "Tree",
+    "Verdict",
+    "backup",
+    "backup_value",
+    "best_child",
+    "choose_terminal",
+    "exchange",
+    "expand",
+    "frontier",
+    "frontier_score",
+    "judge",
+    "search",
+    "select",
+    "select_random",
+    "select_uct",
+    "terminal_outcome",
+    "uct_score",
+]
+
+SelectFn = Callable[[Tree, Limits], int | None]
+ValueFn = Callable[[list[Leaf]], list[Verdict]]
+
+
+def search(
+    roots: Sequence[list[int]],
+    sample_fn: Sampler,
+    value_fn: ValueFn,
+    *,
+    limits: Limits,
+    select_fn: SelectFn = select,
+    uct_coef: float = 2.0,
+    decay_min: float = 0.1,
+    skip: Sequence[bool] = (),
+    direct_fn: Sampler | None = None,
+    any_active: Callable[[bool], bool] = bool,
+) -> list[Tree]:
+    """
+    Grow one tree per prompt, all in lock-step: one sampling call and one scoring call per iteration for all of them.
+
+    Args:
+        roots (`Sequence[list[int]]`):
+            Tokens of the prompts, `[P][P_i]`.
+        sample_fn ([`~trl_explore.rows.rollouts.Sampler`]):
+            Samples continuations of the prefixes of all trees; also called without any.
+        value_fn (`Callable[[list[Leaf]], list[Verdict]]`):
+            Scores the completions of all trees; also called without any.
+        limits ([`Limits`]):
+            Shape and budget of each tree.
+        select_fn (`Callable[[Tree, Limits], int | None]`, *optional*, defaults to [`select`]):
+            Chooses the node that comes after a terminal one was reached.
+        uct_coef (`float`, *optional*, defaults to `2.0`):
+            Weight of the exploration bonus on the way down.
+        decay_min (`float`, *optional*, defaults to `0.1`):
+            Smallest decay factor of the backup.
+        skip (`Sequence[bool]`, *optional*):
+            Prompts that get direct rollouts only, `[P]`; none by default.
+        direct_fn ([`~trl_explore.rows.rollouts.Sampler`], *optional*, defaults to `sample_fn`):
+            Samples the direct rollouts. No choice looks at their entropies, so it need not know them.
+        any_active (`Callable[[bool], bool]`, *optional*):
+            Given whether a tree of this process still grows, tells whether one of any process does, so that all make
+            the same number of calls. Every process calls it equally often.
+
+    Returns:
+        `list[Tree]`: Finished trees with exactly `limits.num_results` results each, `[P]`: where the search ended with
+        fewer, scored terminal nodes that still wait fill them up, and then direct rollouts from the root.
+    """
+    trees = [Tree.plant(list(prompt_ids)) for prompt_ids in roots]
+    for i, skipped in enumerate(skip):
+        if skipped:
+            trees[i] = replace(trees[i], current=None, reason="replayed")
+    while True:
+        visits = {i: tree.current for i, tree in enumerate(trees) if tree.current is not None}
+        if not any_active(bool(visits)):
+            break
+        num_nodes = {i: len(trees[i].nodes) for i in visits}
+        trees = _sample_children(trees, visits, sample_fn, limits)
+        trees = _score(trees, {i: _terminal_since(trees[i], num_nodes[i]) for i in visits}, value_fn)
+        for i, node in visits.items():
+            trees[i] = _advance(trees[i], node, limits, select_fn=select_fn, uct_coef=uct_coef, decay_min=decay_min)
+    return _fill(trees, direct_fn or sample_fn, value_fn, limits, decay_min=decay_min, any_active=any_active)
+
+
+def _terminal_since(tree: Tree, num_nodes: int) -> list[int]:
+    return [node.index for node in tree.nodes[num_nodes:] if node.terminal]
+
+
+def _sample_children(trees: list[Tree], visits: dict[int, int], sample_fn: Sampler, limits: Limits) -> list[Tree]:
+    trees = list(trees)
+    requests = {}  # by tree: most tokens per child, number of children
+    for i, node in visits.items():
+        budget, count = _request(trees[i], node, limits)
+        if count:
+            requests[i] = budget, count
+    sampled = sample_fn(
+        [trees[i].prompt_ids + trees[i].completion_ids(visits[i]) for i in requests],
+        [count for _, count in requests.values()],
+        [budget for budget, _ in requests.values()],
+    )
+    for i, continuations in zip(requests, sampled, strict=True):
+        trees[i] = expand(trees[i], visits[i], continuations, limits)
+    return trees
+
+
+def _request(tree: Tree, index: int, limits: Limits) -> tuple[int, int]:
+    """Most tokens of a child of the node, and how many children it may still get."""
+    budget = min(limits.node_length, limits.max_completion_length - tree.nodes[index].length)
+    children = room(tree, tree.nodes[index], limits)
+    if limits.max_tokens is not None:
+        children = min(children, (limits.max_tokens - tree.generated_tokens) // budget)
+    return budget, max(children, 0)
+
+
+def _score(trees: list[Tree], leaves: dict[int, list[int]], value_fn: ValueFn) -> list[Tree]:
+    trees = list(trees)
+    asked = [(i, index) for i, indices in leaves.items() for index in indices]
+    verdicts = value_fn([Leaf(i, trees[i].completion_ids(n), trees[i].nodes[n].finished) for i, n in asked])
+    by_tree: dict[int, dict[int, Verdict]] = {i: {} for i in leaves}
+    for (i, index), verdict in zip(asked, verdicts, strict=True):
+        by_tree[i][index] = verdict
+    for i, found in by_tree.items():
+        trees[i] = judge(trees[i], found) if found else trees[i]
+    return trees
+
+
+def _advance(tree: Tree, node: int, limits: Limits, *, select_fn: SelectFn, uct_coef: float, decay_min: float) -> Tree:
+    """Back up one terminal child of the node just visited, if it has one, and choose the node to visit next."""
+    iterations = tree.iterations + 1
+    children = tree.nodes[node].children
+    candidates = _candidates_below(tree, node)
+    if candidates:
+        tree = backup(tree, choose_terminal(tree, candidates), decay_min=decay_min)
+    if len(tree.results) >= limits.num_results:
+        return replace(tree, current=None, iterations=iterations, reason="complete")
+    if iterations >= limits.max_iterations:
+        return replace(tree, current=None, iterations=iterations, reason="iterations")
+    # There is no child at all where the token budget allowed none.
+    descend = children and not any(tree.nodes[child].terminal for child in children)
+    following = best_child(tree, children, coef=uct_coef) if descend else select_fn(tree, limits)
+    if following is None:
+        return replace(tree, current=None, iterations=iterations, reason="empty frontier")
+    if not _candidates_below(tree, following) and _request(tree, following, limits)[1] == 0:
+        return replace(tree, current=None, iterations=iterations, reason="tokens")
+    return replace(tree, current=following, iterations=iterations)
+
+
+def _candidates_below(tree: Tree, node: int) -> list[int]:
+    children = [tree.nodes[child] for child in tree.nodes[node].children]
+    return [c.index for c in children if c.terminal and c.outcome is not None and c.index not in tree.results]
+
+
+def _take_left_over(tree: Tree, limits: Limits, *, decay_min: float) -> Tree:
+    """Back up what was sampled and scored before anything more is sampled."""
+    while tree.candidates and len(tree.results) < limits.num_results:
+        tree = backup(tree, choose_terminal(tree, tree.candidates), decay_min=decay_min)
+    return tree
+
+
+def _fill(
+    trees: list[Tree],
+    sample_fn: Sampler,
+    value_fn: ValueFn,
+    limits: Limits,
+    *,
+    decay_min: float,
+    any_active: Callable[[bool], bool],
+) -> list[Tree]:
+    trees = [_take_left_over(tree, limits, decay_min=decay_min) for tree in trees]
+    missing = {
+        i: limits.num_results - len(t.results) for i, t in enumerate(trees) if len(t.results) < limits.num_results
+    }
+    if not any_active(bool(missing)):
+        return trees
+    sampled = sample_fn(
+        [trees[i].prompt_ids for i in missing],
+        list(missing.values()),
+        [limits.max_completion_length] * len(missing),
+    )
+    first = {i: len(trees[i].nodes) for i in missing}
+    for i, continuations in zip(missing, sampled, strict=True):
+        trees[i] = expand(trees[i], ROOT, continuations, limits, direct=True)
+    trees = _score(trees, {i: list(range(first[i], len(trees[i].nodes))) for i in missing}, value_fn)
+    for i in missing:
+        for index in range(first[i], len(trees[i].nodes)):
+            trees[i] = backup(trees[i], index, decay_min=decay_min)
+    return trees
