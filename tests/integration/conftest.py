@@ -14,7 +14,7 @@ import pytest
 # The small world lives one folder up.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from world import saved_model
+from launching import on_two_processes
 
 ROWS = [
     {"id": 1, "title": "Paris", "text": "Paris is the capital of France."},
@@ -65,14 +65,6 @@ def served(tmp_path, monkeypatch):
 def two_processes(tmp_path_factory):
     """What the ranks of `ranks.py` found, by run and then by `rank0` and `rank1`; and the folder they worked in."""
     folder = tmp_path_factory.mktemp("ranks")
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    folders = [str(Path(__file__).parent.parent), str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
-    environment["SMALL_WORLD_MODEL"] = saved_model()
-    script = Path(__file__).with_name("ranks.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += [str(script), str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=folder, timeout=900)
-    assert done.returncode == 0, done.stderr[-4000:]
+    on_two_processes(Path(__file__).with_name("ranks.py"), folder)
     ranks = {path.stem: json.loads(path.read_text()) for path in folder.glob("rank*.json")}
     return {run: {rank: found[run] for rank, found in ranks.items()} for run in ranks["rank0"]}, folder
