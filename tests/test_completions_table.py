@@ -295,7 +295,7 @@ def test_nothing_is_kept_without_a_table(tmp_path):
     trainer = make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **DEEP, max_steps=1)
     trainer.completion_columns = lambda: pytest.fail("asked for without `log_completions`")
     trainer.train()
-    assert not trainer._logs["extra"] and trainer._stream_logs == {}
+    assert not trainer._logs["extra"] and trainer.table.streams == {}
     assert not (tmp_path / "completions").exists()
 
 

@@ -216,7 +216,7 @@ def test_only_tokens_of_the_loss_count(tmp_path):
     again = make_trainer(Watched, G2RLConfig, tmp_path, rollout_func=rollout, reward_funcs=always)
     again.second = True
     batch_of(again)
-    torch.testing.assert_close(first, again.features, rtol=0, atol=1e-6)
+    torch.testing.assert_close(first, again.found, rtol=0, atol=1e-6)
     assert trainer._metrics["train"]["geometry/mean_cosine"][0] == pytest.approx(1, abs=1e-5)
 
 

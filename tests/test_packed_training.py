@@ -37,10 +37,10 @@ from transformers import (
 from world import assert_same, differ, make_dataset, make_trainer, parameters, trained
 from world import make_model as small_model
 
+from trl_explore.packing.forward import PackedForward
 from trl_explore.rows.streams import LOSS_NORMALISERS
 from trl_explore.tasks.tiny_model import VOCAB_SIZE
 from trl_explore.trainers import ExplorationConfig, ExplorationTrainer
-from trl_explore.trainers.packing import PackedTrainer, _regroup
 
 WINDOW = dict(sliding_window=4, layer_types=["full_attention", "sliding_attention"])
 FAMILIES = {
@@ -60,7 +60,9 @@ SGD = dict(
 
 
 class SharingTrainer(ExplorationTrainer):
-    min_saved = 1  # the prompts of the small world are short
+    def setup(self):
+        super().setup()
+        self.packing.min_saved = 1  # the prompts of the small world are short
 
 
 def make_model(family):
@@ -168,9 +170,10 @@ def batches(tmp_path_factory):
     trainer = make_trainer(SharingTrainer, ExplorationConfig, folder, shared_prefix_training="on", **options)
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 4
-    trainer.trees_stay_together = False
+    trainer.packing.mode = "off"  # which would group them
     trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
-    return trainer, trainer._buffered_inputs, _regroup(trainer._buffered_inputs)
+    trainer.packing.mode = "on"
+    return trainer, trainer._buffered_inputs, trainer.packing.regrouped(trainer._buffered_inputs)
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
@@ -251,7 +254,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_trainer_ends_in_the_same_parameters(tmp_path, folder, name, monkeypatch):
-    monkeypatch.setattr(PackedTrainer, "min_saved", 1)  # the prompts of the small world are short
+    monkeypatch.setattr(PackedForward, "min_saved", 1)  # the prompts of the small world are short
     cls, config, own, metric, _ = METHODS[name]
     options = dict(SGD, num_iterations=2, model=folder, reward_funcs=parity, **own)
     expected, _ = trained(cls, config, tmp_path, **options)
@@ -314,7 +317,7 @@ def test_models_that_cannot_share_prefixes_are_refused_with_the_reason(tmp_path,
     with pytest.raises(ValueError, match=re.escape(f"`shared_prefix_training='on'` cannot be used: {reason}")):
         make("on")
     with pytest.warns(UserWarning, match="It stays off"):
-        assert make("auto").shared_prefix_training == "off"
+        assert make("auto").packing.mode == "off"
 
 
 def test_yaml_reads_on_and_off_as_truth_values(tmp_path):

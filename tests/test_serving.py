@@ -21,6 +21,7 @@ from trl.generation import vllm_client
 from trl.generation.vllm_generation import VLLMGeneration
 from world import differ, make_model, make_trainer, never, parameters
 
+from trl_explore.serving import backend as vllm_backend
 from trl_explore.serving.agreement import (
     check_server,
     check_vocabulary,
@@ -43,8 +44,6 @@ from trl_explore.trainers import (
     SESATrainer,
     TreeGRPOConfig,
     TreeGRPOTrainer,
-    serving,
-    vllm_backend,
 )
 
 CUTS = dict(segmentation="fixed", segment_length=2, num_branches=2)
@@ -73,7 +72,7 @@ class Local(ServedGeneration):
         self.syncs += 1
 
     def complete(self, asked):
-        self._check_lengths(asked)
+        self.check_lengths(asked)
         self.asked.append(asked)
         return [[self.sampled(request) for _ in range(request.num_samples)] for request in asked]
 
@@ -89,7 +88,7 @@ class Local(ServedGeneration):
 
 @pytest.fixture
 def local(monkeypatch):
-    monkeypatch.setattr(serving, "ServedGeneration", Local)
+    monkeypatch.setattr(vllm_backend, "ServedGeneration", Local)
 
 
 def served(kind, folder, **options):

@@ -75,10 +75,14 @@ def first_batch(trainer):
 class Watched(SESATrainer):
     """Notes every text that the model was asked to continue, and what it answered."""
 
-    def sample(self, prefixes, num_samples, max_new_tokens, **options):
-        sampled = super().sample(prefixes, num_samples, max_new_tokens, **options)
+    def setup(self):
+        super().setup()
+        self.mode.sample = self.noted
+
+    def noted(self, prefixes, num_samples, max_new_tokens, **options):
+        sampled = self.sample(prefixes, num_samples, max_new_tokens, **options)
         self.asked.append([self._tokenizer.decode(ids) for ids in prefixes])
-        self.answered.append([[self._text(c.token_ids) for c in group] for group in sampled])
+        self.answered.append([[self.mode.text(c.token_ids) for c in group] for group in sampled])
         return sampled
 
     def rollout(self, prompt_ids, plain):
@@ -228,8 +232,12 @@ def test_a_solution_prompt_without_room_is_the_problem(tmp_path):
 class Listing(SESATrainer):
     """Lists what the test says, round by round, cut off at `|`, and notes what is asked and what else is sampled."""
 
-    def sample(self, prefixes, num_samples, max_new_tokens, **options):
-        sampled = super().sample(prefixes, num_samples, max_new_tokens, **options)
+    def setup(self):
+        super().setup()
+        self.mode.sample = self.noted
+
+    def noted(self, prefixes, num_samples, max_new_tokens, **options):
+        sampled = self.sample(prefixes, num_samples, max_new_tokens, **options)
         if num_samples == 1:
             self.asked = [*getattr(self, "asked", []), [self._tokenizer.decode(ids) for ids in prefixes]]
             for group, text in zip(sampled, self.lists[len(self.asked) - 1] if prefixes else [], strict=True):
@@ -246,7 +254,7 @@ def listing(folder, lists, **options):
     trainer.lists = lists
     inputs = first_batch(trainer)
     assert len(inputs["advantages"]) == 8
-    return trainer, [trainer._text(ids) for ids in trainer.main_completion_ids]
+    return trainer, [trainer.mode.text(ids) for ids in trainer.main_completion_ids]
 
 
 def test_candidates_of_a_list_become_rows(tmp_path):

@@ -396,10 +396,8 @@ class ExplorationTrainer(GRPOTrainer):
         finally:
             self.generation_config = config
 
-    def forward(self, model, ids, mask, width, *, batch_size=None):
-        return self._get_per_token_logps_and_entropies(
-            model, ids, mask, width, batch_size=batch_size, compute_entropy=True
-        )[:2]
+    def forward(self, model, ids, mask, width, **options):
+        return self._get_per_token_logps_and_entropies(model, ids, mask, width, **options)[:2]
 
     def scored(self, rows: Rows) -> RowDict:
         return super()._generate_and_score_completions(rows.examples)

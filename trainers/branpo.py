@@ -302,7 +302,7 @@ class BranPOTrainer(ExplorationTrainer):
         return {"turns": lengths, "branch": outcomes, "branch_depth": depths}
 
     def completion_columns(self) -> dict[str, list[Any]]:
-        return {**super().completion_columns(), **self._columns}
+        return self._columns
 
     def _log_branches(self, plans: list[Plan], kept: dict[int, Branch]) -> None:
         trajectories = self.trajectories

@@ -164,7 +164,7 @@ class SESATrainer(ExplorationTrainer):
     # -------------------------------------------------------------------------------------------------------- metrics
 
     def completion_columns(self) -> dict[str, list[Any]]:
-        return {**super().completion_columns(), **self.mode.columns}
+        return self.mode.columns
 
     def _log_group(self) -> None:
         size = self.num_generations

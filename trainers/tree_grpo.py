@@ -211,7 +211,6 @@ class TreeGRPOTrainer(ExplorationTrainer):
         rows = [(i, tree, row) for i, tree in enumerate(self._trees) for row in tree.rows]
         credit = partial(node_credit, q_temperature=self.args.q_temperature, q_max=self.args.q_max)
         return {
-            **super().completion_columns(),
             "origin": [
                 "replayed" if (i, row) in self.replay.placed else "direct" if tree.nodes[row].direct else "search"
                 for i, tree, row in rows

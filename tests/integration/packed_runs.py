@@ -3,8 +3,8 @@
 from every_method_runs import play
 from world import make_trainer
 
+from trl_explore.packing.forward import PAYS_FROM, PackedForward
 from trl_explore.trainers import ExplorationConfig, ExplorationTrainer
-from trl_explore.trainers.packing import PAYS_FROM, PackedTrainer
 
 CONFIGS = {
     "on": dict(shared_prefix_training="on"),
@@ -16,11 +16,11 @@ CONFIGS = {
 
 def packed(name, folder):
     """Parameters, and what was packed on this process in the main rows of each step."""
-    before = PackedTrainer.min_saved, PAYS_FROM["auto"]
-    PackedTrainer.min_saved = 1  # the prompts of the small world are short
+    before = PackedForward.min_saved, PAYS_FROM["auto"]
+    PackedForward.min_saved = 1  # the prompts of the small world are short
     PAYS_FROM["auto"] = 1.55  # between the ratios of the two processes in the first step
     values, metrics, _ = play("deep_grpo", folder, 2, config=CONFIGS[name])
-    PackedTrainer.min_saved, PAYS_FROM["auto"] = before
+    PackedForward.min_saved, PAYS_FROM["auto"] = before
     logged = {key: [log[f"packing/{key}"] for log in metrics] for key in ("token_ratio", "packed", "sequences")}
     return {"parameters": values, **logged}
 

@@ -41,10 +41,11 @@ class PackedForward:
             The trainer.
     """
 
+    min_saved = MIN_SAVED
+
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.mode = "off"
-        self.min_saved = MIN_SAVED
         self.token_budget: int | None = None
 
     def enable(self, *, ref_model: Any, unfit: str | None, longest_prompt: Callable[[], int | None]) -> None:
@@ -115,7 +116,7 @@ class PackedForward:
         ids[1, :8] = ids[0, :8]
         mask = torch.ones_like(ids)
         mask[2, :4] = 0  # a shorter prompt
-        found, training, least = {}, model.training, self.min_saved
+        found, training = {}, model.training
         model.eval()
         try:
             with torch.no_grad():
@@ -123,7 +124,8 @@ class PackedForward:
                     self.mode, self.min_saved = mode, 1
                     found[mode] = self.policy.forward(model, ids, mask, 6)[0].float()
         finally:
-            self.mode, self.min_saved = "off", least
+            self.mode = "off"
+            del self.min_saved
             model.train(training)
         error = (found["on"] - found["off"]).abs().mean().item()
         exact = model.dtype == torch.float32 and accelerator.mixed_precision == "no"

@@ -94,7 +94,9 @@ class PivotSearch:
 
     def draw(self, row: int, ids: list[int], most: int) -> list[Pivot]:
         """Pivots of one completion; none has more than `most` tokens."""
-        starts = drop_empty_end(self._segment(ids, most), ids, self.policy.tokenizer, end_ids=self.policy.eos_token_ids)
+        starts = drop_empty_end(
+            self._segment(ids, most), ids, self.policy.tokenizer, end_ids=self.policy.eos_token_ids
+        )
         depths = relative_depths(len(starts))
         self._num_cut += len(starts) > 1
         last = max(0, most - (self.args.min_remaining_tokens or max(1, most // 10)))

@@ -85,9 +85,9 @@ class Policy(Protocol):
         ...
 
     def forward(
-        self, model: Any, ids: torch.Tensor, mask: torch.Tensor, width: int, *, batch_size: int | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities and entropies `(R, width)` of the last tokens of padded rows."""
+        self, model: Any, ids: torch.Tensor, mask: torch.Tensor, width: int, **options: Any
+    ) -> tuple[torch.Tensor, Any]:
+        """Log-probabilities and, with `compute_entropy`, entropies `(R, width)` of the last tokens of padded rows."""
         ...
 
     def encode_prompts(self, prompts: list) -> list[list[int]]:

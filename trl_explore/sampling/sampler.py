@@ -186,6 +186,7 @@ class Sampler:
                 torch.tensor(real, device=device),
                 longest,
                 batch_size=self.policy.args.per_device_train_batch_size,
+                compute_entropy=True,
             )
 
     @contextmanager
