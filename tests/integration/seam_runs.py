@@ -20,7 +20,9 @@ import json
 import random
 import tempfile
 import textwrap
+from contextlib import redirect_stdout
 from dataclasses import dataclass, fields
+from io import StringIO
 from unittest.mock import patch
 
 import numpy as np
@@ -141,7 +143,7 @@ def build(case, folder):
             trainer_class,
             config_class,
             folder,
-            boards=BOARDS * 2,
+            boards=BOARDS * 4,
             eval_dataset=Dataset.from_dict(boards),
             environment_factory=Lake,
             max_completion_length=200,
@@ -181,9 +183,11 @@ def record(case, folder, rank=0):
         np.random.seed(0)
         torch.manual_seed(0)
         sampling = speaking(Voice(stops=0.3)) if case in AGENTS else SAMPLE
-        with patch.object(GRPOTrainer, "_generate_single_turn", sampling), recording() as recorder:
+        sampled = patch.object(GRPOTrainer, "_generate_single_turn", sampling)
+        with redirect_stdout(StringIO()), sampled, recording() as recorder:
             trainer = build(case, folder)
             trainer.train(resume_from_checkpoint=checkpoint)
+        assert trainer.state.global_step == COMMON["max_steps"]
         trainer.accelerator.wait_for_everyone()  # another process may still be writing
         runs.append(recorder.lines)
         metrics |= recorder.metrics
