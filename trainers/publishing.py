@@ -4,7 +4,7 @@ import importlib.util
 import json
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,25 @@ from trl.trainer.utils import get_config_model_id
 
 from trl_explore import __version__
 from trl_explore.compare.plots import training_curves
+from trl_explore.methods import METHODS, Method
 from trl_explore.publishing.card_metrics import logged_metrics
-from trl_explore.publishing.cards import CURVE_FILE, TrainingFacts, model_card, told_hyperparameters
+from trl_explore.publishing.cards import CURVE_FILE, TrainingFacts, citation, model_card, told_hyperparameters
 from trl_explore.publishing.hub import MODEL_FILES, HubError, check_repo_id, clash, explain, stage, upload_command
 from trl_explore.saving.checkpoints import STATE_FILE
 
 logger = logging.getLogger(__name__)
 
 STAGE = "_hub"  # folder in `output_dir` that holds what is being sent; the underscore keeps it out of itself
+
+
+class FromRow:
+    """What TRL reads of a trainer, also of its class: an answer of the row of `METHODS` that `method` names."""
+
+    def __init__(self, read: Callable[[Method], Any]) -> None:
+        self.read = read
+
+    def __get__(self, trainer: Any, owner: Any) -> Any:
+        return self.read(METHODS[owner.method])
 
 
 class PublishingTrainer(GRPOTrainer):
@@ -41,7 +52,10 @@ class PublishingTrainer(GRPOTrainer):
     args: Any
     hub_model_id: Any
     push_in_progress: Any
-    card_template = "base"  # stem of a file in `model_cards/`
+    method = "grpo"  # name of a row of `METHODS`
+    _name: Any = FromRow(lambda row: row.title)
+    _tag_names: Any = FromRow(lambda row: [*row.tags])
+    _paper: Any = FromRow(lambda r: {"citation": citation(r.card), **r.paper} if r.paper else GRPOTrainer._paper)
     dataset_names: list[str] = []  # of the training data, for the card
     _revision: str | None = None
 
@@ -148,12 +162,12 @@ class PublishingTrainer(GRPOTrainer):
         # Checkpoints of a run that is not published get their card, but no picture each time.
         draws = self.args.push_to_hub or not self.is_in_train
         has_plots = importlib.util.find_spec("matplotlib") is not None
-        metrics = logged_metrics(self.card_template, self.state.log_history) if draws and has_plots else []
+        metrics = logged_metrics(self.method, self.state.log_history) if draws and has_plots else []
         if metrics:
             training_curves(self.state.log_history, Path(self.args.output_dir) / CURVE_FILE, metrics=metrics)
         card = model_card(
             TrainingFacts(
-                method=self.card_template,
+                method=self.method,
                 model_name=model_name or (repo_id or Path(self.args.output_dir).absolute().name).split("/")[-1],
                 trainer=type(self).__name__,
                 repo_id=repo_id,
