@@ -11,22 +11,11 @@ from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from trl import GRPOConfig, GRPOTrainer
-from world import assert_same, make_model, make_tokenizer, make_trainer, parameters, trained
+from world import TINY, assert_same, make_model, make_tokenizer, make_trainer, parameters, tiny_methods, trained
 
 from trl_explore.gradients.callback import GeometryCallback
+from trl_explore.methods import METHODS
 from trl_explore.tasks.tiny_model import VOCAB_SIZE, build_tokenizer
-from trl_explore.trainers import (
-    BranPOConfig,
-    BranPOTrainer,
-    DeepGRPOConfig,
-    DeepGRPOTrainer,
-    G2RLConfig,
-    G2RLTrainer,
-    SESAConfig,
-    SESATrainer,
-    TreeGRPOConfig,
-    TreeGRPOTrainer,
-)
 
 # Dropout as on the command line, or more: forward passes that draw it must not disturb each other.
 LORA = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.3, init_lora_weights=False)
@@ -70,39 +59,12 @@ AGENT = dict(
     max_tool_calling_iterations=3,
 )
 SKETCHES = dict(
-    max_sketch_length=4,
     sketch_template="{problem}a",
     next_sketch_template="{problem}b{sketches}",
     sketch_separator=";",
     solve_template="{sketch} {problem}",
 )
-NO_BRANCHES = dict(num_branches=0, num_branches_solved=0, redundancy_tries=0)
-# Trainer, configuration, options, a metric that shows the method at work, options under which it is GRPO.
-METHODS = {
-    "deep_grpo": (
-        DeepGRPOTrainer,
-        DeepGRPOConfig,
-        dict(num_branches=3, segmentation="fixed", segment_length=2),
-        "pivots/sampled_tokens",
-        dict(aux_loss_weight=0.0),
-    ),
-    "tree_grpo": (
-        TreeGRPOTrainer,
-        TreeGRPOConfig,
-        dict(expansion_width=3, node_length=2),
-        "tree/sampled_tokens",
-        dict(expansion_width=4, max_tree_depth=1, node_length=8, epsilon_high=None),
-    ),
-    "sesa": (SESATrainer, SESAConfig, SKETCHES, "sketch/tokens", dict(solve_template="{problem}")),
-    "g2rl": (
-        G2RLTrainer,
-        G2RLConfig,
-        {},
-        "geometry/mean_novelty",
-        dict(novelty_weight=0.0, reward_mapping="none"),
-    ),
-    "branpo": (BranPOTrainer, BranPOConfig, AGENT, "branch/sampled_tokens", NO_BRANCHES),
-}
+CASES = tiny_methods(sesa=SKETCHES, **{row.name: AGENT for row in METHODS.values() if row.needs_tools})
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +75,7 @@ def folders(tmp_path_factory):
     for name, (tokenizer, changes) in tokenizers.items():
         make_model(**WIDE, max_position_embeddings=256, **changes).save_pretrained(base / name)
         tokenizer.save_pretrained(base / name)
-    return {method: str(base / ("agent" if method == "branpo" else "plain")) for method in METHODS}
+    return {name: str(base / ("agent" if METHODS[name].needs_tools else "plain")) for name in CASES}
 
 
 def snapshot(model):
@@ -123,15 +85,15 @@ def snapshot(model):
 
 def train(name, folder, output_dir, **options):
     """Two steps; the trainer and what its parameters were before."""
-    cls, config, own, metric, _ = METHODS[name]
+    cls, config, own = CASES[name]
     fixed = dict(model=folder, peft_config=LORA, reward_funcs=parity, max_steps=2, **own)
     trainer = make_trainer(cls, config, output_dir, **{**fixed, **options})
     before = snapshot(trainer.model)
     trainer.train()
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert len(log) == 2 and all(math.isfinite(entry["loss"]) for entry in log)
-    assert any(entry.get(metric, 0) > 0 for entry in log), sorted(log[0])
-    assert own is not AGENT or any(entry["tools/call_frequency"] > 0 for entry in log)
+    assert any(entry.get(TINY[name].metric, 0) > 0 for entry in log), sorted(log[0])
+    assert not METHODS[name].needs_tools or any(entry["tools/call_frequency"] > 0 for entry in log)
     return trainer, before
 
 
@@ -149,7 +111,7 @@ def logits(model):
         return model.eval()(input_ids=torch.tensor([[3, 5, 6, 7, 8, 9, 4]])).logits
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", CASES)
 def test_lora_trains_the_adapter_only_and_is_loaded_again(tmp_path, folders, name):
     trainer, before = train(name, folders[name], tmp_path)
     check_that_only_adapters_moved(trainer, before)
@@ -164,7 +126,7 @@ def test_lora_trains_the_adapter_only_and_is_loaded_again(tmp_path, folders, nam
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", QUANTIZED)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", CASES)
 def test_a_quantised_model_trains_its_adapter(tmp_path, folders, name, bits):
     pytest.importorskip("bitsandbytes")
     trainer, before = train(name, folders[name], tmp_path, quantization_config=QUANTIZED[bits]())
@@ -191,19 +153,18 @@ PASSES = {
 
 
 def neutral_pair(name, tmp_path, **options):
-    cls, config, own, _, off = METHODS[name]
-    own = {} if own is AGENT else own
+    cls, config, _ = CASES[name]
     rewards = dict(reward_funcs=parity)
     if name == "tree_grpo":  # centres its +1 and -1, and does not divide
         rewards = dict(reward_funcs=signed_parity, scale_rewards="none")
     options = dict(peft_config=LORA, **rewards, **options)
     expected, _ = trained(GRPOTrainer, GRPOConfig, tmp_path, **options)
-    got, _ = trained(cls, config, tmp_path, **{**own, **off}, **options)
+    got, _ = trained(cls, config, tmp_path, **{**TINY[name].options, **TINY[name].neutral}, **options)
     return got, expected
 
 
 @pytest.mark.parametrize("options", PASSES.values(), ids=PASSES.keys())
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", CASES)
 def test_with_dropout_a_neutral_method_is_grpo_bit_for_bit(tmp_path, name, options):
     got, expected = neutral_pair(name, tmp_path, **options)
     assert_same(got, expected)
@@ -211,7 +172,7 @@ def test_with_dropout_a_neutral_method_is_grpo_bit_for_bit(tmp_path, name, optio
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", QUANTIZED)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", CASES)
 def test_on_a_quantised_model_a_neutral_method_is_grpo_bit_for_bit(tmp_path, folders, name, bits):
     pytest.importorskip("bitsandbytes")
     # A quantised model is loaded by the trainer, for each run anew.

@@ -24,6 +24,7 @@ from world import (
     saved_model,
     some_letter,
     text_of,
+    tiny_methods,
     trained,
 )
 
@@ -31,17 +32,12 @@ from trl_explore.rows.rollouts import Rows
 from trl_explore.rows.streams import LOSS_NORMALISERS, loss_mask, row_tokens, select_rows
 from trl_explore.trainers import (
     BranPOConfig,
-    BranPOTrainer,
     DeepGRPOConfig,
-    DeepGRPOTrainer,
     ExplorationConfig,
     ExplorationTrainer,
-    G2RLConfig,
-    G2RLTrainer,
     SESAConfig,
     SESATrainer,
     TreeGRPOConfig,
-    TreeGRPOTrainer,
 )
 
 TIMING = ("runtime", "per_second", "_time")
@@ -459,12 +455,8 @@ def test_beams_continue_each_prefix_as_generate_would_and_know_their_entropies(t
 
 METHODS = {
     "plain": (ExplorationTrainer, ExplorationConfig, {}),
-    "DEEP-GRPO": (DeepGRPOTrainer, DeepGRPOConfig, dict(num_branches=2, segmentation="fixed", segment_length=2)),
-    "TreeGRPO": (TreeGRPOTrainer, TreeGRPOConfig, dict(expansion_width=3, node_length=2)),
-    "SESA": (SESATrainer, SESAConfig, dict(max_sketch_length=2)),
+    **tiny_methods(deep_grpo=dict(num_branches=2)),
     "SESA, lists": (SESATrainer, SESAConfig, dict(mode="sequential", candidate_separator="+", max_lists=1)),
-    "G2RL": (G2RLTrainer, G2RLConfig, {}),
-    "BranPO": (BranPOTrainer, BranPOConfig, {}),
 }
 
 

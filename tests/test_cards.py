@@ -8,6 +8,7 @@ from huggingface_hub import ModelCard
 from trl import GRPOConfig
 
 from trl_explore.compare.plots import training_curves
+from trl_explore.methods import METHODS
 from trl_explore.publishing.card_metrics import evaluation_results, format_duration, logged_metrics, metric_rows
 from trl_explore.publishing.cards import (
     TrainingFacts,
@@ -20,17 +21,13 @@ from trl_explore.publishing.cards import (
 )
 from trl_explore.trainers import (
     BranPOConfig,
-    BranPOTrainer,
     DeepGRPOConfig,
     DeepGRPOTrainer,
     ExplorationTrainer,
-    G2RLTrainer,
     SESAConfig,
-    SESATrainer,
-    TreeGRPOTrainer,
 )
 
-TRAINERS = [BranPOTrainer, DeepGRPOTrainer, G2RLTrainer, SESATrainer, TreeGRPOTrainer]
+TRAINERS = [row.trainer_class for row in METHODS.values() if row.name != "grpo"]
 HEADINGS = [
     "## Overview",
     "## Usage",
@@ -52,7 +49,7 @@ HISTORY = [
 
 def facts(trainer=DeepGRPOTrainer, **changes):
     known = TrainingFacts(
-        method=trainer.card_template,
+        method=trainer.method,
         model_name="my-model",
         trainer=trainer.__name__,
         repo_id="me/my-model",
@@ -72,7 +69,7 @@ def test_every_method_has_the_same_headings_and_its_own_paper(trainer):
     assert [line for line in card.text.splitlines() if line.startswith("## ")] == HEADINGS
     paper = trainer._paper
     assert f"https://huggingface.co/papers/{paper['id']}" in card.text and paper["citation"] in card.text
-    assert {"trl-explore", f"arxiv:{paper['id']}", trainer.card_template.replace("_", "-")} <= set(card.data.tags)
+    assert {"trl-explore", f"arxiv:{paper['id']}", trainer.method.replace("_", "-")} <= set(card.data.tags)
     assert metadata_errors(str(card)) == [] and "None" not in card.text
 
 

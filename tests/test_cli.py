@@ -27,7 +27,8 @@ from transformers import (
 from trl import DatasetMixtureConfig, GRPOConfig, ScriptArguments
 
 from trl_explore.cli import main
-from trl_explore.cli.train import METHODS, parse_train_arguments, resume_command
+from trl_explore.cli.train import parse_train_arguments, resume_command
+from trl_explore.methods import METHODS
 from trl_explore.runs.inputs import (
     check_output_dir,
     find_checkpoint,
@@ -414,7 +415,7 @@ def test_the_example_runs_offline(workdir, model_folder, monkeypatch):
 def test_the_help_of_a_method_is_its_fields_and_a_few_that_every_run_needs(method, capsys):
     assert main(["train", "--method", method, "--help"]) == 0
     help_text = capsys.readouterr().out
-    own = {spec.name for spec in fields(METHODS[method]()[0])} - {spec.name for spec in fields(GRPOConfig)}
+    own = {spec.name for spec in fields(METHODS[method].config_class)} - {spec.name for spec in fields(GRPOConfig)}
     shown = re.findall(r"^  --(\w+)", help_text, re.MULTILINE)
     assert own | {"dataset_name", "reward_funcs", "num_generations"} <= set(shown)
     assert not own or shown[0] in own

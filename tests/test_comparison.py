@@ -7,7 +7,8 @@ from tqdm import tqdm
 from transformers import TrainerCallback
 
 from trl_explore.compare.arms import Arm, Budget, train_arm
-from trl_explore.compare.plots import METHOD_STYLES, arm_styles, learning_curves
+from trl_explore.compare.plots import arm_styles, learning_curves
+from trl_explore.methods import METHODS
 from trl_explore.tasks import get_task
 from trl_explore.tasks.warm_start import warm_start
 
@@ -117,7 +118,7 @@ def test_the_picture_says_what_its_band_is(seeds, said, tmp_path):
 
 
 def test_grpo_has_one_colour_whatever_stands_beside_it():
-    black = METHOD_STYLES["GRPO"]
+    black = METHODS["grpo"].style
     pictures = [
         ["GRPO", "DEEP-GRPO"],
         ["DEEP-GRPO", "GRPO"],
@@ -137,10 +138,10 @@ GRPOS = ("GRPO", "GRPO goes on")
 
 def test_methods_keep_their_colours_too_and_their_variants_take_others():
     styles = arm_styles(["GRPO", "TreeGRPO, uct", "TreeGRPO", "DEEP-GRPO from the root"])
-    assert styles["TreeGRPO"] == METHOD_STYLES["TreeGRPO"] != styles["TreeGRPO, uct"]
-    assert styles["DEEP-GRPO from the root"] == METHOD_STYLES["DEEP-GRPO"]
+    assert styles["TreeGRPO"] == METHODS["tree_grpo"].style != styles["TreeGRPO, uct"]
+    assert styles["DEEP-GRPO from the root"] == METHODS["deep_grpo"].style
     # The picture in the examples was drawn with these.
-    assert [METHOD_STYLES[name][0] for name in ("GRPO", "DEEP-GRPO", "TreeGRPO", "SESA", "G2RL")] == [
+    assert [METHODS[name].style[0] for name in ("grpo", "deep_grpo", "tree_grpo", "sesa", "g2rl")] == [
         "#000000",
         "#0072B2",
         "#D55E00",

@@ -14,16 +14,13 @@ from world import saved_model
 
 from trl_explore.cli import main
 from trl_explore.cli.train import parse_train_arguments
+from trl_explore.methods import METHODS
 
 CONFIGS = EXAMPLES / "configs"
-SCRIPTS = {
-    "deep_grpo": "deep_grpo.py",
-    "tree_grpo": "tree_grpo.py",
-    "sesa": "sesa.py",
-    "g2rl": "g2rl.py",
-    "branpo": "branpo_search_agent.py",
-}
-ON_THE_COMMAND_LINE = ["deep_grpo", "tree_grpo", "sesa", "g2rl"]
+# An agent's script is named after its agent, and its data are not on the command line.
+SCRIPTS = {row.name: f"{row.name}.py" for row in METHODS.values() if row.name != "grpo"}
+SCRIPTS |= {"branpo": "branpo_search_agent.py"}
+ON_THE_COMMAND_LINE = [name for name in SCRIPTS if not METHODS[name].needs_tools]
 SECTION = (EXAMPLES / "README.md").read_text().split("\n## Configurations\n")[1].split("\n## ")[0]
 
 # Made up, in the columns of the real ones.

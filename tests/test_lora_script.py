@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Qwen2Config
 from trl import get_peft_config, get_quantization_config
 
-from trl_explore.cli.train import METHODS
+from trl_explore.methods import METHODS
 
 SCRIPT = EXAMPLES / "lora_single_gpu.sh"
 OURS = [name for name in METHODS if name != "grpo"]
@@ -33,7 +33,7 @@ def test_every_command_line_parses(tmp_path, monkeypatch, method, kind):
     assert done.returncode == 0, done.stderr
     ((_, script, *flags),) = calls
     _, training, model = parsed([script, *flags], monkeypatch)
-    assert isinstance(training, METHODS[method]()[0])
+    assert isinstance(training, METHODS[method].config_class)
     assert training.max_steps == 7 and training.output_dir == f"out/{method}-{kind}"
     # What the arithmetic assumes.
     assert training.per_device_train_batch_size == SETTING["rows"] and training.gradient_checkpointing

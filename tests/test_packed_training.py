@@ -9,7 +9,7 @@ import yaml
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, PromptTuningConfig
-from test_adapters import METHODS, parity
+from test_adapters import CASES, parity
 from test_generation import SIZE
 from test_packing import forests
 from transformers import (
@@ -34,7 +34,7 @@ from transformers import (
     StableLmConfig,
     StableLmForCausalLM,
 )
-from world import assert_same, differ, make_dataset, make_trainer, parameters, trained
+from world import TINY, assert_same, differ, make_dataset, make_trainer, parameters, trained
 from world import make_model as small_model
 
 from trl_explore.packing.forward import PackedForward
@@ -252,10 +252,10 @@ def folder(tmp_path_factory):
     return str(folder)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", CASES)
 def test_every_trainer_ends_in_the_same_parameters(tmp_path, folder, name, monkeypatch):
     monkeypatch.setattr(PackedForward, "min_saved", 1)  # the prompts of the small world are short
-    cls, config, own, metric, _ = METHODS[name]
+    cls, config, own = CASES[name]
     options = dict(SGD, num_iterations=2, model=folder, reward_funcs=parity, **own)
     expected, _ = trained(cls, config, tmp_path, **options)
     for budget in (None, 160 if name == "branpo" else 24):  # the agent's rows are longer
@@ -267,7 +267,7 @@ def test_every_trainer_ends_in_the_same_parameters(tmp_path, folder, name, monke
             trainer.train()
         assert_same(parameters(trainer), expected, tolerance=1e-5)
         log = trainer.state.log_history[0]
-        assert differ(expected, before) and log["packing/token_ratio"] > 1 and log[metric] > 0
+        assert differ(expected, before) and log["packing/token_ratio"] > 1 and log[TINY[name].metric] > 0
         assert log["packing/packed"] == 1.0 and (log["packing/sequences"] > 1) == (budget is not None)
         assert budget is None or max(widths) <= budget
 

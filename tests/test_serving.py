@@ -19,7 +19,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from trl.generation import vllm_client
 from trl.generation.vllm_generation import VLLMGeneration
-from world import differ, make_model, make_trainer, never, parameters
+from world import differ, make_model, make_trainer, never, parameters, tiny_methods
 
 from trl_explore.serving import backend as vllm_backend
 from trl_explore.serving.agreement import (
@@ -32,31 +32,19 @@ from trl_explore.serving.agreement import (
 )
 from trl_explore.serving.backend import Answer, Request, ServedGeneration, ServerClient
 from trl_explore.trainers import (
-    BranPOConfig,
-    BranPOTrainer,
-    DeepGRPOConfig,
     DeepGRPOTrainer,
     ExplorationConfig,
     ExplorationTrainer,
-    G2RLConfig,
-    G2RLTrainer,
     SESAConfig,
     SESATrainer,
-    TreeGRPOConfig,
-    TreeGRPOTrainer,
 )
 
-CUTS = dict(segmentation="fixed", segment_length=2, num_branches=2)
 METHODS = {
     "grpo": (ExplorationTrainer, ExplorationConfig, {}),
-    "deep_grpo": (DeepGRPOTrainer, DeepGRPOConfig, CUTS),
-    "deferred": (DeepGRPOTrainer, DeepGRPOConfig, dict(CUTS, deferred_branching=True)),
-    "tree_grpo": (TreeGRPOTrainer, TreeGRPOConfig, dict(max_search_iterations=6)),
-    "sesa": (SESATrainer, SESAConfig, dict(num_sketches=2, max_sketch_length=4)),
+    **tiny_methods(deep_grpo=dict(num_branches=2), tree_grpo=dict(max_search_iterations=6), sesa=dict(num_sketches=2)),
     "lists": (SESATrainer, SESAConfig, dict(mode="sequential")),
-    "g2rl": (G2RLTrainer, G2RLConfig, {}),
-    "branpo": (BranPOTrainer, BranPOConfig, {}),
 }
+METHODS["deferred"] = (*METHODS["deep_grpo"][:2], dict(METHODS["deep_grpo"][2], deferred_branching=True))
 MEAN = "sampling/sampling_logp_difference/mean"
 
 

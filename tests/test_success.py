@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from test_branpo import kept_branches
-from world import make_dataset, make_model, make_tokenizer, make_trainer, one_batch, text_of
+from world import make_dataset, make_model, make_tokenizer, make_trainer, one_batch, text_of, tiny_methods
 
 from trl_explore.branches.choice import branch_count, group_accuracy, recursion_depth, seeks_shorter
 from trl_explore.evaluation.callbacks import PassAtKCallback
@@ -19,18 +19,7 @@ from trl_explore.gradients.novelty import map_rewards, mixed_enough
 from trl_explore.pivots.choice import failed_rows
 from trl_explore.rewards.success import check_success_reward, failed, is_success, succeeded
 from trl_explore.rows.advantages import combine_rewards, success_rewards
-from trl_explore.trainers import (
-    BranPOConfig,
-    BranPOTrainer,
-    DeepGRPOConfig,
-    DeepGRPOTrainer,
-    G2RLConfig,
-    G2RLTrainer,
-    SESAConfig,
-    SESATrainer,
-    TreeGRPOConfig,
-    TreeGRPOTrainer,
-)
+from trl_explore.trainers import BranPOConfig, BranPOTrainer
 from trl_explore.trees.rules import terminal_outcome
 
 NAN = math.nan
@@ -63,13 +52,12 @@ def unknown(completions, **columns):
 
 PERFECT = dict(reward_funcs=[perfect(1), perfect(2), perfect(3)], reward_weights=WEIGHTS)
 WRONG = dict(reward_funcs=[accuracy, form], success_reward="accuracy")
-METHODS = {
-    "deep_grpo": (DeepGRPOTrainer, DeepGRPOConfig, dict(num_branches=2, segmentation="fixed", segment_length=2)),
-    "tree_grpo": (TreeGRPOTrainer, TreeGRPOConfig, dict(expansion_width=3, node_length=2)),
-    "sesa": (SESATrainer, SESAConfig, dict(num_sketches=2, max_sketch_length=2, max_trajectories=2)),
-    "g2rl": (G2RLTrainer, G2RLConfig, dict(novelty_weight=0.0)),
-    "branpo": (BranPOTrainer, BranPOConfig, dict(success_threshold=1.0)),
-}
+METHODS = tiny_methods(
+    deep_grpo=dict(num_branches=2),
+    sesa=dict(num_sketches=2, max_trajectories=2),
+    g2rl=dict(novelty_weight=0.0),
+    branpo=dict(success_threshold=1.0),
+)
 methods = pytest.mark.parametrize("method", METHODS)
 
 

@@ -9,12 +9,11 @@ from test_branpo import Voice, agent
 from trl import GRPOTrainer
 from world import make_trainer
 
+from trl_explore.methods import METHODS
 from trl_explore.trainers import (
-    BranPOConfig,
     DeepGRPOConfig,
     DeepGRPOTrainer,
     ExplorationConfig,
-    G2RLConfig,
     SESAConfig,
     SESATrainer,
     TreeGRPOConfig,
@@ -23,13 +22,8 @@ from trl_explore.trainers import (
 )
 
 README = (ROOT / "trainers" / "README.md").read_text()
-CONFIGS = {
-    "DEEP-GRPO": DeepGRPOConfig,
-    "DeepSearch": TreeGRPOConfig,
-    "SESA": SESAConfig,
-    "G2RL": G2RLConfig,
-    "BranPO": BranPOConfig,
-}
+SECTIONS = {"tree_grpo": "DeepSearch"}  # the others are called as their method
+OURS = [name for name in METHODS if name != "grpo"]
 
 
 def knob_rows(text):
@@ -46,12 +40,13 @@ def own_defaults(config_class):
     return {name: vars(config)[name] for name in config_class.__annotations__}
 
 
-@pytest.mark.parametrize("method", CONFIGS)
+@pytest.mark.parametrize("method", OURS)
 def test_every_knob_is_in_the_methods_table_with_its_default(method):
-    section = re.search(rf"^## {method}\b.*?^### Knobs\n(.*?)^### ", README, re.MULTILINE | re.DOTALL).group(1)
+    title, config_class = SECTIONS.get(method, METHODS[method].title), METHODS[method].config_class
+    section = re.search(rf"^## {title}\b.*?^### Knobs\n(.*?)^### ", README, re.MULTILINE | re.DOTALL).group(1)
     rows = knob_rows(section)
-    assert {name: value_of(default) for name, default, _ in rows} == own_defaults(CONFIGS[method])
-    assert [name for name, _, _ in rows] == list(CONFIGS[method].__annotations__)
+    assert {name: value_of(default) for name, default, _ in rows} == own_defaults(config_class)
+    assert [name for name, _, _ in rows] == list(config_class.__annotations__)
 
 
 def test_every_shared_field_is_described_with_its_default():

@@ -5,6 +5,7 @@ import inspect
 import os
 import re
 import tempfile
+from dataclasses import dataclass
 
 import torch
 from datasets import Dataset
@@ -12,6 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
+from trl_explore.methods import METHODS
 from trl_explore.tasks.tiny_model import build_model, build_tokenizer
 
 CHARACTERS = "0123456789+-=;. abcdefgh"
@@ -19,6 +21,40 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'user' %}<u>{{ m['content'] }}"
     "{% else %}<a>{{ m['content'] }}<eos>{% endif %}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 )
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """What the tests over all methods need of one: options of a smallest run, options beside them under which it is
+    GRPO, and a metric that is above 0 where it is at work."""
+
+    options: dict
+    neutral: dict
+    metric: str
+
+
+# A row of `METHODS` without one of these makes the tests over all methods fail.
+TINY = {
+    "deep_grpo": Tiny(
+        dict(num_branches=3, segmentation="fixed", segment_length=2),
+        dict(aux_loss_weight=0.0),
+        "pivots/sampled_tokens",
+    ),
+    "tree_grpo": Tiny(
+        dict(expansion_width=3, node_length=2),
+        dict(expansion_width=4, max_tree_depth=1, node_length=8, epsilon_high=None),
+        "tree/sampled_tokens",
+    ),
+    "sesa": Tiny(dict(max_sketch_length=4), dict(solve_template="{problem}"), "sketch/tokens"),
+    "g2rl": Tiny({}, dict(novelty_weight=0.0, reward_mapping="none"), "geometry/mean_novelty"),
+    "branpo": Tiny({}, dict(num_branches=0, num_branches_solved=0, redundancy_tries=0), "branch/sampled_tokens"),
+}
+
+
+def tiny_methods(methods=METHODS, **more):
+    """Trainer, configuration and tiny options of each method but plain GRPO, over which come those of one test."""
+    ours = [row for row in methods.values() if row.name != "grpo"]
+    return {r.name: (r.trainer_class, r.config_class, {**TINY[r.name].options, **more.get(r.name, {})}) for r in ours}
 
 
 def make_tokenizer():

@@ -27,7 +27,9 @@ from trl_explore.agents.forks import Forks
 from trl_explore.agents.turns import Spoken, Turns, World, guarded_factories
 from trl_explore.agents.watch import ToolWatch
 from trl_explore.gradients.feature_pass import FeaturePass
+from trl_explore.methods import FromRow
 from trl_explore.packing.forward import PackedForward
+from trl_explore.publishing.cards import citation
 from trl_explore.publishing.publisher import Publisher
 from trl_explore.rewards.success import check_success_reward
 from trl_explore.rows.policy import Pass
@@ -68,7 +70,10 @@ class ExplorationTrainer(GRPOTrainer):
 
     config_class: type[ExplorationConfig] = ExplorationConfig
     requires = Requires()
-    card_template = "base"  # stem of a file in `model_cards/`
+    method = "grpo"  # name of a row of `METHODS`
+    _name: Any = FromRow(lambda row: row.title)
+    _tag_names: Any = FromRow(lambda row: [*row.tags])
+    _paper: Any = FromRow(lambda r: {"citation": citation(r.card), **r.paper} if r.paper else GRPOTrainer._paper)
     dataset_names: list[str] = []  # of the training data, for the card
 
     # Class-level defaults: objects made without `__init__` behave as plain GRPO.

@@ -3,7 +3,6 @@
 import itertools
 import math
 import sys
-import textwrap
 import time
 import warnings
 from dataclasses import dataclass
@@ -87,21 +86,7 @@ class BranPOTrainer(ExplorationTrainer):
             checkpoint is written before.
     """
 
-    _tag_names = ["trl", "grpo", "trl-explore", "branpo"]
-    _name = "BranPO"
-    card_template = "branpo"
-    _paper = {
-        "title": "Training Multi-Turn Search Agent via Contrastive Dynamic Branch Sampling",
-        "id": "2602.03719",
-        "citation": textwrap.dedent("""\
-            @article{zhao2026training,
-                title        = {{Training Multi-Turn Search Agent via Contrastive Dynamic Branch Sampling}},
-                author       = {Yubao Zhao and Weiquan Huang and Sudong Wang and Ruochen Zhao and Chen Chen and Yao Shu
-                                and Chengwei Qin},
-                year         = 2026,
-                eprint       = {arXiv:2602.03719},
-            }"""),  # fmt: skip
-    }
+    method = "branpo"
 
     config_class = BranPOConfig
     requires = Requires(

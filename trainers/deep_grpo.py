@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -46,20 +45,7 @@ class DeepGRPOTrainer(ExplorationTrainer):
     [`~trl.GRPOConfig`]. Tools, environments, vision-language models and `rollout_func` are refused.
     """
 
-    _tag_names = ["trl", "grpo", "trl-explore", "deep-grpo"]
-    _name = "DEEP-GRPO"
-    card_template = "deep_grpo"
-    _paper = {
-        "title": "Deep Dense Exploration for LLM Reinforcement Learning via Pivot-Driven Resampling",
-        "id": "2602.14169",
-        "citation": textwrap.dedent("""\
-            @article{guo2026deep,
-                title        = {{Deep Dense Exploration for LLM Reinforcement Learning via Pivot-Driven Resampling}},
-                author       = {Yiran Guo and Zhongjian Qiao and Yingqi Xie and Jie Liu and others},
-                year         = 2026,
-                eprint       = {arXiv:2602.14169},
-            }"""),  # fmt: skip
-    }
+    method = "deep_grpo"
 
     config_class = DeepGRPOConfig
     requires = Requires(samples=True, extra_rows=True)

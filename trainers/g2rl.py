@@ -1,6 +1,5 @@
 """G2RL: rewards grow with how far a completion's gradient points away from those of its group."""
 
-import textwrap
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -130,19 +129,4 @@ class G2RLTrainer(GradientGuided):
     Vision-language models and prompt-learning adapters are refused.
     """
 
-    _tag_names = ["trl", "grpo", "trl-explore", "g2rl"]
-    _name = "G2RL"
-    card_template = "g2rl"
-    _paper = {
-        "title": "Can LLMs Guide Their Own Exploration? Gradient-Guided Reinforcement Learning for LLM Reasoning",
-        "id": "2512.15687",
-        "citation": textwrap.dedent("""\
-            @article{liang2025can,
-                title        = {{Can LLMs Guide Their Own Exploration? Gradient-Guided Reinforcement Learning for
-                                LLM Reasoning}},
-                author       = {Zhenwen Liang and Sidi Lu and Wenhao Yu and Kishan Panaganti and Yujun Zhou and
-                                Haitao Mi and Dong Yu},
-                year         = 2025,
-                eprint       = {arXiv:2512.15687},
-            }"""),  # fmt: skip
-    }
+    method = "g2rl"

@@ -1,7 +1,6 @@
 """SESA: the completions of a prompt are drafted one after another, each knowing the drafts before it."""
 
 import math
-import textwrap
 from dataclasses import replace
 from typing import Any
 
@@ -53,20 +52,7 @@ class SESATrainer(ExplorationTrainer):
     reward 0.
     """
 
-    _tag_names = ["trl", "grpo", "trl-explore", "sesa"]
-    _name = "SESA"
-    card_template = "sesa"
-    _paper = {
-        "title": "The Road Less Traveled: Enhancing Exploration in LLMs via Sequential Sampling",
-        "id": "2510.15502",
-        "citation": textwrap.dedent("""\
-            @article{kang2025road,
-                title        = {{The Road Less Traveled: Enhancing Exploration in LLMs via Sequential Sampling}},
-                author       = {Shijia Kang and Muhan Zhang},
-                year         = 2025,
-                eprint       = {arXiv:2510.15502},
-            }"""),  # fmt: skip
-    }
+    method = "sesa"
 
     max_completion_length: int
     num_generations: int

@@ -1,6 +1,5 @@
 """TreeGRPO: the completions of a prompt come from a Monte Carlo tree search, and its values credit every step."""
 
-import textwrap
 import time
 from functools import partial
 from pathlib import Path
@@ -58,22 +57,7 @@ class TreeGRPOTrainer(ExplorationTrainer):
     [`~trl.GRPOConfig`]. Tools, environments, vision-language models and `rollout_func` are refused.
     """
 
-    _tag_names = ["trl", "grpo", "trl-explore", "tree-grpo"]
-    _name = "TreeGRPO"
-    card_template = "tree_grpo"
-    _paper = {
-        "title": "DeepSearch: Overcome the Bottleneck of Reinforcement Learning with Verifiable Rewards via Monte "
-        "Carlo Tree Search",
-        "id": "2509.25454",
-        "citation": textwrap.dedent("""\
-            @article{wu2025deepsearch,
-                title        = {{DeepSearch: Overcome the Bottleneck of Reinforcement Learning with Verifiable Rewards
-                                via Monte Carlo Tree Search}},
-                author       = {Fang Wu and Weihao Xuan and Heli Qi and others},
-                year         = 2025,
-                eprint       = {arXiv:2509.25454},
-            }"""),  # fmt: skip
-    }
+    method = "tree_grpo"
 
     num_generations: int
     config_class = TreeGRPOConfig

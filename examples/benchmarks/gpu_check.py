@@ -22,8 +22,8 @@ from datasets import Dataset
 from transformers import Qwen2Config, Qwen2ForCausalLM, TrainerCallback
 from trl import GRPOConfig
 
-from trl_explore.cli.train import METHODS
 from trl_explore.compare.arms import Budget, CostCallback
+from trl_explore.methods import METHODS
 from trl_explore.tasks.tiny_model import VOCAB_SIZE, build_tokenizer
 
 # Each method beside the GRPO that it is compared with: an agent's turns are another task than single completions.
@@ -97,10 +97,10 @@ def check(name, args):
     """Train `name` for a few steps; what it took."""
     length, rows, accumulation = (24, 8, 1) if args.tiny else (args.max_completion_length, 16, 4)
     agent = BESIDE[name] == "grpo_agent"
-    config_class, trainer_class = METHODS["grpo" if name == "grpo_agent" else name]()
+    method = METHODS["grpo" if name == "grpo_agent" else name]
     on_gpu = args.device == "cuda"
     tokenizer = build_tokenizer(tools=agent)
-    config: GRPOConfig = config_class(
+    config: GRPOConfig = method.config_class(
         output_dir=str(Path(args.output) / name),
         per_device_train_batch_size=rows,
         gradient_accumulation_steps=accumulation,
@@ -121,7 +121,7 @@ def check(name, args):
     )
     prompts = [f"{i}+{j}=" for i in range(16) for j in range(16)]
     clock, costs = StepClock(), CostCallback(Budget())
-    trainer = trainer_class(
+    trainer = method.trainer_class(
         model=build_model(args),
         reward_funcs=parity,
         args=config,

@@ -28,9 +28,9 @@ from accelerate.utils.other import get_free_port
 from datasets import Dataset
 from transformers import PrinterCallback, Qwen2ForCausalLM, TrainerCallback
 
-from trl_explore.cli.train import METHODS
 from trl_explore.compare.arms import Budget, CostCallback
 from trl_explore.compare.clocks import interval
+from trl_explore.methods import METHODS
 from trl_explore.serving.agreement import wait_until_healthy
 from trl_explore.tasks.lake_agent import LAKE_AGENT
 from trl_explore.tasks.tiny_model import build_model, build_tokenizer
@@ -93,7 +93,9 @@ class StepClock(TrainerCallback):
 def run(name, models, port, args, seed):
     """Median seconds and mean tokens of a step."""
     method, beside, own = WAYS[name]
-    config_class, trainer_class = METHODS[method]() if method != "grpo" else (ExplorationConfig, ExplorationTrainer)
+    row = METHODS[method]
+    classes = (row.config_class, row.trainer_class)
+    config_class, trainer_class = classes if method != "grpo" else (ExplorationConfig, ExplorationTrainer)
     if beside == AGENT:
         own = dict(own, max_completion_length=LAKE_AGENT.max_completion_length, max_tool_calling_iterations=3)
         data = dict(

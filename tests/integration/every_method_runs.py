@@ -9,33 +9,14 @@ from pathlib import Path
 import torch
 from accelerate.utils import gather_object
 from sharding import shard_on_cpu, whole
+from test_sixth_method import SIXTH
 from trl import GRPOTrainer
-from world import contains_answer, make_trainer
+from world import contains_answer, make_trainer, tiny_methods
 
-from trl_explore.trainers import (
-    BranPOConfig,
-    BranPOTrainer,
-    DeepGRPOConfig,
-    DeepGRPOTrainer,
-    G2RLConfig,
-    G2RLTrainer,
-    SESAConfig,
-    SESATrainer,
-    TreeGRPOConfig,
-    TreeGRPOTrainer,
-)
+from trl_explore.methods import METHODS
 
-# Groups of four over two ranks with six rows each: the second group spans both.
+# Groups of four over two ranks: with six rows each the second group spans both, if the method allows it.
 SPANNING, WHOLE = 6, 8
-# With that bias a pivot is always the last segment, and nobody draws.
-LAST = dict(segmentation="fixed", segment_length=2, depth_bias=1000.0)
-SKETCHES = dict(
-    max_sketch_length=4,
-    sketch_template="{problem}a",
-    next_sketch_template="{problem}b{sketches}",
-    candidate_template="{problem}c",
-    candidate_separator="+",
-)
 
 
 def small_sums(completions, answer, **columns):
@@ -44,19 +25,13 @@ def small_sums(completions, answer, **columns):
     return [1.0 if int(a) < 4 else reward for a, reward in zip(answer, found, strict=True)]
 
 
-METHODS = {
-    "deep_grpo": (DeepGRPOTrainer, DeepGRPOConfig, SPANNING, dict(LAST, num_branches=3)),
-    "tree_grpo": (
-        TreeGRPOTrainer,
-        TreeGRPOConfig,
-        WHOLE,
-        dict(expansion_width=3, node_length=2, max_search_iterations=12, skip_uniform_trees=False),
-    ),
-    "sesa": (SESATrainer, SESAConfig, WHOLE, SKETCHES),
-    "g2rl": (G2RLTrainer, G2RLConfig, SPANNING, {}),
-    "g2rl with old log-probabilities": (G2RLTrainer, G2RLConfig, SPANNING, dict(num_iterations=2)),
-    "branpo": (BranPOTrainer, BranPOConfig, WHOLE, dict(num_branches_solved=0, reward_funcs=small_sums)),
-}
+CASES = tiny_methods(
+    {**METHODS, SIXTH.name: SIXTH},
+    deep_grpo=dict(depth_bias=1000.0),  # with which a pivot is always the last segment, and nobody draws
+    tree_grpo=dict(max_search_iterations=12, skip_uniform_trees=False),
+    branpo=dict(num_branches_solved=0, reward_funcs=small_sums),
+)
+CASES["g2rl with old log-probabilities"] = (*CASES["g2rl"][:2], dict(num_iterations=2))
 # Times, and a mean over micro-batches, of which one process and two have others.
 NOT_COMPARED = re.compile("time|seconds|branch/entropy")
 SAMPLE = GRPOTrainer._generate_single_turn
@@ -85,7 +60,8 @@ class SteadySampling:
 
 def play(method, folder, processes, **options):
     """Parameters after three steps, metrics but for times, and how many rows were sampled here."""
-    trainer_class, config_class, rows, knobs = METHODS[method]
+    trainer_class, config_class, knobs = CASES[method]
+    rows = WHOLE if trainer_class.needs_whole_groups else SPANNING
     sampling = SteadySampling()
     GRPOTrainer._generate_single_turn = lambda *args: sampling(*args)
     trainer = make_trainer(
@@ -110,8 +86,9 @@ def play(method, folder, processes, **options):
 
 
 def main(folder):
+    METHODS[SIXTH.name] = SIXTH  # of this process, which is no test's
     out = {}
-    for method in METHODS:
+    for method in CASES:
         saving = dict(save_strategy="steps", save_steps=2)
         out[method], out[f"{method} metrics"], out[f"{method} rows"] = play(method, folder, 2, config=saving)
         last = str(Path(folder) / method / "checkpoint-2")
@@ -122,4 +99,4 @@ def main(folder):
 
 def sharded(folder):
     shard_on_cpu()
-    return {method: play(method, folder, 2)[0] for method in METHODS}
+    return {method: play(method, folder, 2)[0] for method in CASES}

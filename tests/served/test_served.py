@@ -12,47 +12,40 @@ import pytest
 import torch
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from world import differ, make_dataset, make_tokenizer, parameters
+from world import differ, make_dataset, make_tokenizer, parameters, tiny_methods
 
+from trl_explore.methods import METHODS
 from trl_explore.serving.agreement import release
 from trl_explore.tasks.lake_agent import LAKE_AGENT
 from trl_explore.tasks.tiny_model import build_model
 from trl_explore.trainers import (
     BranPOConfig,
     BranPOTrainer,
-    DeepGRPOConfig,
-    DeepGRPOTrainer,
     ExplorationConfig,
     ExplorationTrainer,
-    G2RLConfig,
-    G2RLTrainer,
     SESAConfig,
     SESATrainer,
-    TreeGRPOConfig,
-    TreeGRPOTrainer,
 )
 
 pytestmark = pytest.mark.vllm
 # A worker of pytest-xdist has a server of its own, of a tied model or an untied one: starting it takes longest.
 FIRST, SECOND = pytest.mark.xdist_group("first"), pytest.mark.xdist_group("second")
 
-CUTS = dict(segmentation="fixed", segment_length=2, num_branches=2)
-SKETCHES = dict(num_sketches=2, max_sketch_length=4)
 GAME = {**LAKE_AGENT.sesa_options, "num_actions": 2, "branch_depth": 2}
 SUMS = {
     "grpo": (ExplorationTrainer, ExplorationConfig, {}),
-    "deep_grpo": (DeepGRPOTrainer, DeepGRPOConfig, CUTS),
-    "deep_grpo_deferred": (DeepGRPOTrainer, DeepGRPOConfig, dict(CUTS, deferred_branching=True)),
-    "tree_grpo": (TreeGRPOTrainer, TreeGRPOConfig, dict(max_search_iterations=6, skip_uniform_trees=False)),
-    "sesa": (SESATrainer, SESAConfig, SKETCHES),
-    "g2rl": (G2RLTrainer, G2RLConfig, {}),
-    "branpo": (BranPOTrainer, BranPOConfig, {}),
+    **tiny_methods(
+        deep_grpo=dict(num_branches=2),
+        tree_grpo=dict(max_search_iterations=6, skip_uniform_trees=False),
+        sesa=dict(num_sketches=2),
+    ),
 }
+SUMS["deep_grpo_deferred"] = (*SUMS["deep_grpo"][:2], dict(SUMS["deep_grpo"][2], deferred_branching=True))
 GAMES = {
     "sesa_agent": (SESATrainer, SESAConfig, GAME),
     "branpo_agent": (BranPOTrainer, BranPOConfig, dict(success_threshold=0.5)),
 }
-METHODS = ("deep_grpo", "tree_grpo", "sesa", "g2rl", "branpo_agent")
+KINDS = [f"{name}_agent" if METHODS[name].needs_tools else name for name in METHODS if name != "grpo"]
 NAME = "sampling/sampling_logp_difference/mean"
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
 
@@ -222,7 +215,7 @@ def test_two_processes_with_unequal_requests(server, models, tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
     assert first.pop("processes") == second.pop("processes") == 2
-    for kind in METHODS:
+    for kind in KINDS:
         assert first[kind]["parameters"] == second[kind]["parameters"]
         for rank in (first, second):
             assert rank[kind]["largest"] < 1e-4 and len(rank[kind]["differences"]) >= 2
@@ -252,7 +245,7 @@ def test_an_untied_head_is_renewed_too(server, models, tmp_path):
 
 
 @SECOND
-@pytest.mark.parametrize("kind", METHODS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_adapters_are_sent_merged(server, models, tmp_path, kind):
     check_kind(server.serve(models["untied"]), tmp_path, "lora", kind)
 

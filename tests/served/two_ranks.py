@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from test_served import METHODS, NAME, make, watch
+from test_served import KINDS, NAME, make, watch
 
 torch.set_num_threads(1)
 folder, model, port = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
@@ -20,7 +20,7 @@ def by_process(completions, **columns):
 
 
 found = {}
-for kind in METHODS:
+for kind in KINDS:
     own = SPANNING if kind in ("deep_grpo", "g2rl") else {}
     trainer = make(kind, SimpleNamespace(port=port, served=model), folder / kind, reward_funcs=by_process, **own)
     seen = watch(trainer)

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_explore.cli.flags import FlagParser
-from trl_explore.cli.train import METHODS, read_config
+from trl_explore.cli.train import read_config
+from trl_explore.methods import METHODS
 from trl_explore.runs.inputs import UsageError
 from trl_explore.runs.workers import WorkerFailed, Workers
 

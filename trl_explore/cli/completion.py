@@ -4,6 +4,7 @@ import argparse
 from dataclasses import fields
 from typing import Any
 
+from trl_explore.methods import METHODS
 from trl_explore.runs.inputs import UsageError
 
 # Flags whose value is a path.
@@ -14,9 +15,14 @@ def _train_parser() -> argparse.ArgumentParser:
     """The fields of all methods: which of them apply depends on `--method`, which a shell does not look at."""
     from trl import DatasetMixtureConfig, ModelConfig
 
-    from trl_explore.cli.train import METHODS, TrainArguments
+    from trl_explore.cli.train import TrainArguments
 
-    types: list[Any] = [TrainArguments, ModelConfig, DatasetMixtureConfig, *(build()[0] for build in METHODS.values())]
+    types: list[Any] = [
+        TrainArguments,
+        ModelConfig,
+        DatasetMixtureConfig,
+        *(row.config_class for row in METHODS.values()),
+    ]
     parser = argparse.ArgumentParser()
     for name in ["config", *dict.fromkeys(spec.name for cls in types for spec in fields(cls) if spec.init)]:
         parser.add_argument(f"--{name}")
@@ -37,7 +43,6 @@ def complete_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     import shtab
 
     from trl_explore.cli import compare, eval, filter, subcommands, tree
-    from trl_explore.cli.train import METHODS
 
     commands = subcommands(parser)
     commands["train"] = _train_parser()

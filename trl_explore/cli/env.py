@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from packaging.requirements import Requirement
 
 from trl_explore import __version__
-from trl_explore.cli.train import METHODS
+from trl_explore.methods import METHODS
 
 PACKAGES = ("torch", "trl", "transformers", "accelerate", "peft", "datasets", "vllm", "bitsandbytes")
 

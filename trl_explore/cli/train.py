@@ -4,7 +4,6 @@ import os
 import shlex
 import sys
 import textwrap
-from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, field, fields
 from enum import Enum
 from inspect import isclass
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Union, get_args, get_origin, ge
 
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
+from trl_explore.methods import METHODS
 from trl_explore.names import unknown_name
 from trl_explore.publishing.hub import HubError
 from trl_explore.runs.inputs import (
@@ -29,52 +29,6 @@ if TYPE_CHECKING:
     from trl import GRPOConfig, GRPOTrainer
 
 
-def _grpo() -> "tuple[type[GRPOConfig], type[GRPOTrainer]]":
-    from trl import GRPOConfig, GRPOTrainer
-
-    return GRPOConfig, GRPOTrainer
-
-
-def _deep_grpo() -> "tuple[type[GRPOConfig], type[GRPOTrainer]]":
-    from trl_explore.trainers import DeepGRPOConfig, DeepGRPOTrainer
-
-    return DeepGRPOConfig, DeepGRPOTrainer
-
-
-def _branpo() -> "tuple[type[GRPOConfig], type[GRPOTrainer]]":
-    from trl_explore.trainers import BranPOConfig, BranPOTrainer
-
-    return BranPOConfig, BranPOTrainer
-
-
-def _g2rl() -> "tuple[type[GRPOConfig], type[GRPOTrainer]]":
-    from trl_explore.trainers import G2RLConfig, G2RLTrainer
-
-    return G2RLConfig, G2RLTrainer
-
-
-def _sesa() -> "tuple[type[GRPOConfig], type[GRPOTrainer]]":
-    from trl_explore.trainers import SESAConfig, SESATrainer
-
-    return SESAConfig, SESATrainer
-
-
-def _tree_grpo() -> "tuple[type[GRPOConfig], type[GRPOTrainer]]":
-    from trl_explore.trainers import TreeGRPOConfig, TreeGRPOTrainer
-
-    return TreeGRPOConfig, TreeGRPOTrainer
-
-
-# Functions, because a trainer's import costs seconds that `--help` and a mistyped name need not wait for.
-METHODS: "dict[str, Callable[[], tuple[type[GRPOConfig], type[GRPOTrainer]]]]" = {
-    "deep_grpo": _deep_grpo,
-    "tree_grpo": _tree_grpo,
-    "sesa": _sesa,
-    "g2rl": _g2rl,
-    "branpo": _branpo,
-    "grpo": _grpo,
-}
-
 # What a run says of itself before it turns to a method's own fields.
 FIRST_FIELDS = (
     *("model_name_or_path", "dataset_name", "reward_funcs", "output_dir", "max_steps", "learning_rate"),
@@ -82,10 +36,10 @@ FIRST_FIELDS = (
     *("use_peft", "use_vllm", "use_cpu"),
 )
 
-SHORT_HELP = f"""\
+SHORT_HELP = """\
 usage: trl-explore train --method METHOD [--config RUN.yaml] [--FIELD VALUE ...]
 
-methods: {", ".join(METHODS)} (grpo is plain TRL, for comparisons)
+methods: {methods} (grpo is plain TRL, for comparisons)
 
 Fields are those of the method's config, ModelConfig and the script; flags override the file. A first run:
   trl-explore train --method deep_grpo --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct \\
@@ -224,7 +178,7 @@ def build_arguments(
     from trl_explore.trainers.config import check_training_values
 
     method, flags = config["method"], flags or []
-    types: tuple[Any, ...] = (TrainArguments, METHODS[method]()[0], ModelConfig, DatasetMixtureConfig)
+    types: tuple[Any, ...] = (TrainArguments, METHODS[method].config_class, ModelConfig, DatasetMixtureConfig)
     hints = {name: hint for cls in types for name, hint in get_type_hints(cls).items()}
     known = {spec.name for cls in types for spec in fields(cls) if spec.init}
     parser = OneLineParser(types, prog=f"trl-explore train --method {method}", allow_abbrev=False)
@@ -274,7 +228,7 @@ def methods_with(name: str) -> list[str]:
     Returns:
         `list[str]`: Their names.
     """
-    return [method for method, build in METHODS.items() if name in {spec.name for spec in fields(build()[0])}]
+    return [row.name for row in METHODS.values() if name in {spec.name for spec in fields(row.config_class)}]
 
 
 def _launch_hint(flag: str) -> str:
@@ -337,7 +291,7 @@ def trainer_arguments(
 def _build_trainer(
     script_args: TrainArguments, training_args: "GRPOConfig", model_args: ModelConfig, mixture: DatasetMixtureConfig
 ) -> "GRPOTrainer":
-    trainer_class = METHODS[str(script_args.method)]()[1]
+    trainer_class = METHODS[str(script_args.method)].trainer_class
     return trainer_class(**trainer_arguments(script_args, training_args, model_args, mixture))
 
 
@@ -356,7 +310,7 @@ def method_help(method: str) -> str:
 
     from trl_explore.trainers import ExplorationConfig
 
-    config = METHODS[method]()[0]
+    config = METHODS[method].config_class
     of_run = {spec.name: spec for cls in (GRPOConfig, ModelConfig, TrainArguments) for spec in fields(cls)}
     plain, shared = ({spec.name for spec in fields(cls)} for cls in (GRPOConfig, ExplorationConfig))
     own = [spec for spec in fields(config) if spec.name not in plain | shared]
@@ -408,7 +362,9 @@ def run(argv: list[str]) -> int:
         `int`: `0`, or `130` when Ctrl-C stopped the training early.
     """
     if {"-h", "--help"} & set(argv):
-        print(SHORT_HELP if len(argv) == 1 else method_help(_split_arguments(argv)[0]))
+        print(
+            SHORT_HELP.format(methods=", ".join(METHODS)) if len(argv) == 1 else method_help(_split_arguments(argv)[0])
+        )
         return 0
     argv = ["--help" if text == "--help-all" else text for text in argv]  # which the parser of all fields answers
     script_args, training_args, model_args, mixture = parse_train_arguments(argv)

@@ -11,6 +11,7 @@ from transformers import PrinterCallback, TrainerCallback
 from trl_explore.compare.arms import Arm, Budget, CostCallback, Run, common_options
 from trl_explore.compare.clocks import comparison_table
 from trl_explore.compare.plots import learning_curves
+from trl_explore.methods import METHODS
 
 
 class Points(TrainerCallback):
@@ -71,18 +72,16 @@ def train_agent(
     Returns:
         [`~trl_explore.compare.arms.Run`]: What it had learned at which cost; `eval/success` is the mean reward.
     """
-    from trl_explore.cli.train import METHODS
-
-    config_class, trainer_class = METHODS[arm.method]()
+    method = METHODS[arm.method]
     costs = CostCallback(budget)
     points = Points(costs)
     evaluation = dict(eval_strategy="steps", eval_steps=evaluate_every, eval_on_start=True)
     evaluation |= dict(per_device_eval_batch_size=64, num_generations_eval=4)
     settings = {**common_options(task, seed=seed), **evaluation, "max_steps": budget.steps, **(options or {})}
-    trainer = trainer_class(
+    trainer = method.trainer_class(
         model=str(start),
         reward_funcs=reward_funcs,
-        args=config_class(output_dir=str(output_dir), **{**settings, **arm.options}),
+        args=method.config_class(output_dir=str(output_dir), **{**settings, **arm.options}),
         train_dataset=task.build_dataset(2000, seed=seed),
         eval_dataset=task.evaluation_set(num_eval),
         callbacks=[costs, points],

@@ -14,6 +14,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from trl_explore.methods import METHODS
 from trl_explore.rows.streams import loss_mask
 from trl_explore.tasks import Task
 
@@ -27,7 +28,7 @@ class Arm:
         name (`str`):
             Label in tables and plots.
         method (`str`):
-            A name of `trl_explore.cli.train.METHODS`, such as `"grpo"` or `"tree_grpo"`.
+            A name of `trl_explore.methods.METHODS`, such as `"grpo"` or `"tree_grpo"`.
         options (`dict`):
             Configuration fields that differ from the comparison's common ones.
     """
@@ -306,19 +307,18 @@ def train_arm(
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 
-    from trl_explore.cli.train import METHODS
     from trl_explore.evaluation.metrics import PassAtKCallback
     from trl_explore.runs.threads import few_threads
     from trl_explore.saving.checkpoints import last_complete_checkpoint
 
-    config_class, trainer_class = METHODS[arm.method]()
+    method = METHODS[arm.method]
     reward: Any = task.reward
     settings = {**common_options(task, seed=seed), "max_steps": budget.steps, **(options or {}), **arm.options}
     costs = CostCallback(budget, progress)
-    trainer = trainer_class(
+    trainer = method.trainer_class(
         model=AutoModelForCausalLM.from_pretrained(start),
         reward_funcs=reward,
-        args=config_class(output_dir=str(output_dir), **settings),
+        args=method.config_class(output_dir=str(output_dir), **settings),
         train_dataset=task.build_dataset(num_train, seed=seed),
         processing_class=AutoTokenizer.from_pretrained(start),
         callbacks=[costs, *(c for c in callbacks or [] if isinstance(c, TrainerCallback))],

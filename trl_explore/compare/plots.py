@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trl_explore.compare.clocks import mean_curve
+from trl_explore.methods import METHODS
 
 LABELS = {
     "eval/greedy_accuracy": "greedy accuracy",
@@ -17,17 +18,7 @@ LABELS = {
     "cpu_seconds": "CPU seconds of training",
     "step": "optimiser steps",
 }
-# Okabe and Ito's colours, which the colour-blind can tell apart, without the yellow that white paper swallows; and
-# markers, which a printer can. GRPO and each method have theirs in every picture.
-METHOD_STYLES = {
-    "GRPO": ("#000000", "o"),
-    "DEEP-GRPO": ("#0072B2", "s"),
-    "TreeGRPO": ("#D55E00", "D"),
-    "SESA": ("#009E73", "^"),
-    "G2RL": ("#CC79A7", "v"),
-    "BranPO": ("#56B4E9", "P"),
-}
-MORE_STYLES = (("#E69F00", "X"), ("#999999", "*"))
+MORE_STYLES = (("#E69F00", "X"), ("#999999", "*"))  # beside those of `METHODS`
 INTERVAL_SEEDS = 3  # from so many on a picture shows the interval of the mean
 
 
@@ -60,11 +51,12 @@ def arm_styles(arms: Iterable[str]) -> dict[str, tuple[str, str]]:
     """
     names = list(dict.fromkeys(arms))
     styles: dict[str, tuple[str, str]] = {}
-    for method, style in METHOD_STYLES.items():
+    of_methods = {row.title: row.style for row in METHODS.values() if row.style is not None}
+    for method, style in of_methods.items():
         found = [name for name in names if name == method] or [name for name in names if name.startswith(method)]
         styles |= dict.fromkeys(found[:1], style)
-    rest = [style for style in (*METHOD_STYLES.values(), *MORE_STYLES) if style not in styles.values()]
-    others = cycle([style for style in rest if style != METHOD_STYLES["GRPO"]] or MORE_STYLES)
+    rest = [style for style in (*of_methods.values(), *MORE_STYLES) if style not in styles.values()]
+    others = cycle([style for style in rest if style != of_methods["GRPO"]] or MORE_STYLES)
     return {name: styles[name] if name in styles else next(others) for name in names}
 
 

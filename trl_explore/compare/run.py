@@ -12,15 +12,15 @@ from typing import Any
 
 from transformers import PrinterCallback, TrainerCallback
 
-from trl_explore.cli.train import METHODS, trainer_arguments
+from trl_explore.cli.train import trainer_arguments
 from trl_explore.compare.arms import RECORD, TRAINING, Arm, Cost, CostCallback, Run
 from trl_explore.compare.settings import Comparison, run_arguments
-from trl_explore.compare.tasks import AGENTS
 from trl_explore.evaluation.callbacks import PassAtKCallback, undisturbed
+from trl_explore.methods import METHODS
 from trl_explore.runs.inputs import UsageError, load_train_and_eval
 from trl_explore.saving.checkpoints import last_complete_checkpoint
 from trl_explore.saving.interrupt import InterruptCallback
-from trl_explore.tasks.lake_agent import LAKE_AGENT
+from trl_explore.tasks import AGENTS, LAKE_AGENT
 from trl_explore.tasks.tiny_model import build_tokenizer
 
 NUM_TRAIN, NUM_TRAIN_AGENT = 4000, 2000  # problems of an embedded task; there are not many more boards
@@ -183,7 +183,7 @@ def build_run(comparison: Comparison, arm: Arm, *, seed: int, folder: Path, star
     Returns:
         `tuple`: The trainer, and a function that measures its model on the held-out problems.
     """
-    trainer_class = METHODS[arm.method]()[1]
+    trainer_class = METHODS[arm.method].trainer_class
     arguments = run_arguments(comparison, arm, seed=seed, folder=str(folder))
     task = comparison.task
     if task is None:

@@ -6,21 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from trl_explore.cli.train import METHODS, TrainArguments, build_arguments, methods_with
+from trl_explore.cli.train import TrainArguments, build_arguments, methods_with
 from trl_explore.compare.arms import Arm, Budget
+from trl_explore.methods import METHODS
 from trl_explore.names import unknown_name
 from trl_explore.runs.inputs import UsageError
 from trl_explore.runs.yaml_values import read_count, read_mapping, read_number
 from trl_explore.visible_text import visible_text
 
-NAMES = {
-    "grpo": "GRPO",
-    "deep_grpo": "DEEP-GRPO",
-    "tree_grpo": "TreeGRPO",
-    "sesa": "SESA",
-    "g2rl": "G2RL",
-    "branpo": "BranPO",
-}
 CLOCKS = {"tokens": "tokens", "seconds": "seconds", "steps": "step"}  # and what costs call it
 METRICS = ("greedy_accuracy", "reward", "pass_at_1", "pass_at_8", "maj_at_8", "coverage_at_8")
 COUNTED = re.compile(r"(pass|maj|coverage)_at_([1-9]\d*)")
@@ -198,7 +191,7 @@ def read_comparison(document: Mapping[str, Any]) -> Comparison:
 
 
 def _unknown_top_level(name: str, known: set[str]) -> str:
-    if name in {spec.name for method in METHODS.values() for spec in fields(method()[0])}:
+    if name in {spec.name for row in METHODS.values() for spec in fields(row.config_class)}:
         return f"{name}: training fields go under `common` (for all arms) or under `options` of an arm"
     return unknown_name("field", name, known)
 
@@ -257,8 +250,6 @@ def _read_arms(given: Any, task: Any, common: Mapping[str, Any]) -> tuple[Arm, .
 
 
 def _read_arm(place: str, entry: Any, task: Any, common: Mapping[str, Any]) -> Arm:
-    from trl_explore.compare.tasks import suited_options
-
     entry = read_mapping(place, entry)
     for key in entry:
         if key not in ("name", "method", "options"):
@@ -268,30 +259,28 @@ def _read_arm(place: str, entry: Any, task: Any, common: Mapping[str, Any]) -> A
     method = str(entry["method"])
     if method not in METHODS:
         raise UsageError(f"{place}: {unknown_name('method', method, METHODS)}")
-    suited: Mapping[str, Any] | None = {} if task is None else suited_options(task, method)
+    suited: Mapping[str, Any] | None = {} if task is None else METHODS[method].options(task)
     if suited is None:
         raise UsageError(f"{place}: {method} does not suit the task {task.name}; {_suited_tasks(method)}")
     filled_in = {name: value for name, value in suited.items() if name not in common}
     return Arm(
-        name=visible_text(str(entry.get("name", NAMES[method]))),
+        name=visible_text(str(entry.get("name", METHODS[method].title))),
         method=method,
         options={**filled_in, **read_mapping(f"{place}.options", entry.get("options"))},
     )
 
 
 def _default_methods(task: Any) -> list[str]:
-    """GRPO first, because differences are to the first arm; without tools BranPO has nothing to do."""
-    from trl_explore.compare.tasks import suited_options
-
-    if task is None:
-        return [method for method in NAMES if method != "branpo"]
-    return [method for method in NAMES if suited_options(task, method) is not None]
+    """GRPO first, because differences are to the first arm; a data set has no tools."""
+    others = [row for row in METHODS.values() if row.name != "grpo"]
+    suited = [row for row in others if (not row.needs_tools if task is None else row.options(task) is not None)]
+    return ["grpo", *(row.name for row in suited)]
 
 
 def _suited_tasks(method: str) -> str:
-    from trl_explore.compare.tasks import ALL_TASKS, suited_options
+    from trl_explore.compare.tasks import ALL_TASKS
 
-    names = [name for name, task in ALL_TASKS.items() if suited_options(task, method) is not None]
+    names = [name for name, task in ALL_TASKS.items() if METHODS[method].options(task) is not None]
     return f"it suits {', '.join(names)}"
 
 
@@ -308,7 +297,8 @@ def _default_num_eval(task: Any) -> int:
 
 
 def _read_metrics(given: Any, task: Any) -> tuple[str, ...]:
-    from trl_explore.compare.tasks import AGENTS, task_metrics
+    from trl_explore.compare.tasks import task_metrics
+    from trl_explore.tasks import AGENTS
 
     if given is None:
         return ("reward", "greedy_accuracy", "pass_at_1", "pass_at_8") if task is None else task_metrics(task)
@@ -350,7 +340,7 @@ def _model_size(given: Any, task: Any) -> dict[str, Any]:
 def _check_fields(comparison: Comparison) -> None:
     """Whether every arm's configuration can be built, for each of them as it will be."""
     for arm in comparison.arms:
-        specs = {spec.name for spec in fields(METHODS[arm.method]()[0]) if spec.init}
+        specs = {spec.name for spec in fields(METHODS[arm.method].config_class) if spec.init}
         for place, options in (("common", comparison.common), (f"options of {arm.name}", arm.options)):
             for name in options:
                 if name in OWNED:

@@ -1,15 +1,12 @@
-"""What `trl-explore compare` knows about the embedded tasks: which methods suit one, and with which options."""
+"""What `trl-explore compare` knows about the embedded tasks: shared options, metrics, held-out problems."""
 
 from typing import Any
 
 from trl_explore.compare.arms import common_options
 from trl_explore.names import unknown_name
 from trl_explore.runs.inputs import UsageError
-from trl_explore.tasks import MULTI_HOP, RARE_HOP, TASKS, ChainTask, PathTask, SketchedTask
-from trl_explore.tasks.lake_agent import LAKE_AGENT
-from trl_explore.tasks.vaults import FactTask
+from trl_explore.tasks import AGENTS, LAKE_AGENT, MULTI_HOP, RARE_HOP, TASKS, PathTask
 
-AGENTS: dict[str, Any] = {task.name: task for task in (LAKE_AGENT, MULTI_HOP, RARE_HOP)}
 ALL_TASKS: dict[str, Any] = TASKS | AGENTS
 # Which rounds of tool calls an agent's task allows.
 ROUNDS = {LAKE_AGENT.name: LAKE_AGENT.max_turns} | {t.name: t.max_searches for t in (MULTI_HOP, RARE_HOP)}
@@ -33,40 +30,6 @@ def find_task(name: str) -> Any:
     if name not in ALL_TASKS:
         raise UsageError(f"task: {unknown_name('task', name, ALL_TASKS)}")
     return ALL_TASKS[name]
-
-
-def suited_options(task: Any, method: str) -> dict[str, Any] | None:
-    """
-    Options of a method that fit a task and the tiny model that was taught it.
-
-    Args:
-        task ([`~trl_explore.tasks.TeachableTask`]):
-            The task.
-        method (`str`):
-            A name of `trl_explore.cli.train.METHODS`.
-
-    Returns:
-        `dict` or `None`: Fields of the method's configuration; `None` where the method does not suit the task.
-    """
-    agent = task.name in AGENTS
-    if method == "branpo":
-        # As in the paper: half the rollouts of GRPO, and branches.
-        return {"num_generations": 4, "per_device_train_batch_size": AGENT_ROWS // 2} if agent else None
-    if method == "sesa":
-        if task is LAKE_AGENT:
-            return {**LAKE_AGENT.sesa_options, "num_actions": 3, "branch_depth": 2}
-        return task.sesa_options if isinstance(task, SketchedTask) else None
-    if method in ("deep_grpo", "tree_grpo") and agent:
-        return None
-    if method == "deep_grpo":
-        few = {"max_pivots_per_batch": 16, "sampling_batch_size": 64}
-        if isinstance(task, ChainTask):
-            return {**few, "segment_delimiters": [";"]}
-        length = task.step_length if isinstance(task, FactTask) else max(1, task.max_completion_length // 6)
-        return {**few, "segmentation": "fixed", "segment_length": length}
-    if method == "tree_grpo" and isinstance(task, ChainTask | FactTask):
-        return {"node_length": task.step_length}
-    return {}
 
 
 def task_options(task: Any) -> dict[str, Any]:

@@ -1,53 +1,18 @@
-"""What model cards tell of a trainer's log: main metrics of each method, and results of evaluations."""
+"""What model cards tell of a trainer's log: main metrics, and results of evaluations."""
 
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-# What the card of every method says of the training, and what each adds: name of a logged metric to its meaning.
+from trl_explore.methods import METHODS
+
+# What the card of every method says of the training: name of a logged metric to its meaning.
 COMMON_METRICS = {
     "reward": "mean reward, as the reward functions gave it",
     "frac_reward_zero_std": "groups whose completions all got the same reward",
     "entropy": "mean token entropy, nats",
     "completions/mean_length": "tokens per completion",
-}
-METHOD_METRICS = {
-    "deep_grpo": {
-        "pivots/failure_fraction": "completions that failed",
-        "pivots/recovered_fraction": "pivots with a successful branch",
-        "pivots/mean_depth": "where pivots lie, from 0 (the prompt) to 1 (the end)",
-        "pivots/token_ratio": "branch tokens per token of the completions",
-        "aux/reward": "mean reward of the branches",
-    },
-    "tree_grpo": {
-        "tree/solved_fraction": "trees with a correct completion",
-        "tree/uniform_fraction": "trees that are all right or all wrong",
-        "tree/iterations": "iterations of a search",
-        "tree/token_ratio": "sampled tokens per trained token",
-        "replay/stored_prompts": "prompts with kept solutions",
-    },
-    "sesa": {
-        "sketch/distinct": "sketches or candidates of a prompt that are distinct",
-        "sketch/similarity": "mean similarity of two sketches of a prompt",
-        "sketch/pass_ratio": "Pass@G / Pass@1 of the groups; near 1, samples succeed or fail together",
-        "sketch/token_ratio": "tokens of sketches per sampled token",
-        "agent/duplicate_actions": "proposed actions that repeat an earlier one",
-    },
-    "g2rl": {
-        "frac_reward_zero_std": "groups whose completions all got the same shaped reward",
-        "shaped_reward": "mean reward after shaping",
-        "geometry/mean_cosine": "mean cosine of two completions' features",
-        "geometry/negative_pairs": "pairs of completions with a cosine below 0",
-        "geometry/mean_novelty": "mean novelty of a completion",
-    },
-    "branpo": {
-        "branch/branched_fraction": "trajectories that were left",
-        "branch/contrastive_fraction": "trajectories with a branch of the other outcome",
-        "branch/redundant_fraction": "trajectories with a shorter successful branch",
-        "branch/token_ratio": "branch tokens per sampled token",
-        "agent/turns": "responses per trajectory",
-    },
 }
 
 # What `PassAtKCallback` and the trainer's own evaluation log, under any prefix.
@@ -69,7 +34,7 @@ def logged_metrics(method: str, history: Iterable[Mapping[str, Any]]) -> list[st
 
     Args:
         method (`str`):
-            Stem of the method's template.
+            Name of the method.
         history (`Iterable[Mapping[str, Any]]`):
             The trainer's `state.log_history`.
 
@@ -77,7 +42,7 @@ def logged_metrics(method: str, history: Iterable[Mapping[str, Any]]) -> list[st
         `list[str]`: Names of metrics.
     """
     names = dict.fromkeys(name for entry in history for name, value in entry.items() if _is_number(value))
-    main = COMMON_METRICS | METHOD_METRICS.get(method, {})
+    main = {**COMMON_METRICS, **METHODS[method].metrics}
     return [name for name in main if name in names] + [name for name in names if _EVALUATED.match(name)]
 
 
@@ -87,7 +52,7 @@ def metric_rows(method: str, history: Sequence[Mapping[str, Any]]) -> list[Metri
 
     Args:
         method (`str`):
-            Stem of the method's template.
+            Name of the method.
         history (`Sequence[Mapping[str, Any]]`):
             The trainer's `state.log_history`.
 
@@ -95,7 +60,7 @@ def metric_rows(method: str, history: Sequence[Mapping[str, Any]]) -> list[Metri
         `list[Metric]`: Those that were logged while training.
     """
     rows = []
-    for name, meaning in (COMMON_METRICS | METHOD_METRICS.get(method, {})).items():
+    for name, meaning in ({**COMMON_METRICS, **METHODS[method].metrics}).items():
         values = [entry[name] for entry in history if _is_number(entry.get(name))]
         if values:
             rows.append(Metric(name, meaning, format_number(values[0]), format_number(values[-1])))

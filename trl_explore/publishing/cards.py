@@ -14,6 +14,7 @@ from importlib import metadata, resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trl_explore.methods import METHODS
 from trl_explore.publishing.card_metrics import (
     evaluation_results,
     format_duration,
@@ -51,7 +52,7 @@ class TrainingFacts:
 
     Args:
         method (`str`):
-            Stem of the template in `model_cards/`: `"deep_grpo"`, ..., or `"base"` for plain GRPO.
+            Name of the method, one of `trl_explore.methods.METHODS`.
         model_name (`str`):
             Name of the trained model.
         trainer (`str`):
@@ -144,7 +145,7 @@ def model_card(facts: TrainingFacts) -> "ModelCard":
         or None,
     )
     steps = [int(entry["step"]) for entry in facts.history if "reward" in entry]
-    text = _template(facts.method).render(
+    text = _template(METHODS[facts.method].card).render(
         model_name=facts.model_name,
         trainer=facts.trainer,
         repo_id=visible_text(facts.repo_id or "path/to/this/folder"),
@@ -170,7 +171,23 @@ def model_card(facts: TrainingFacts) -> "ModelCard":
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}")
 
 
-def _template(method: str) -> Any:
+def citation(card: str) -> str:
+    """
+    The BibTeX entry that a template holds.
+
+    Args:
+        card (`str`):
+            Stem of the template.
+
+    Returns:
+        `str`: Its block `citation`; empty where it has none.
+    """
+    template = _template(card)
+    block = template.blocks.get("citation")
+    return "".join(block(template.new_context())).strip() if block else ""
+
+
+def _template(card: str) -> Any:
     from jinja2 import Environment, FunctionLoader, StrictUndefined
 
     folder = resources.files("trl_explore.model_cards")
@@ -182,7 +199,7 @@ def _template(method: str) -> Any:
         keep_trailing_newline=True,
     )
     environment.filters |= {"text": escape_markdown, "code": code_span}
-    return environment.get_template(f"{method}.md")
+    return environment.get_template(f"{card}.md")
 
 
 def escape_markdown(text: object) -> str:

@@ -114,12 +114,12 @@ class Publisher:
         draws = self.args.push_to_hub or not self.trainer.is_in_train
         has_plots = importlib.util.find_spec("matplotlib") is not None
         history = self.trainer.state.log_history
-        metrics = logged_metrics(self.trainer.card_template, history) if draws and has_plots else []
+        metrics = logged_metrics(self.trainer.method, history) if draws and has_plots else []
         if metrics:
             training_curves(history, Path(self.args.output_dir) / CURVE_FILE, metrics=metrics)
         card = model_card(
             TrainingFacts(
-                method=self.trainer.card_template,
+                method=self.trainer.method,
                 model_name=model_name or (repo_id or Path(self.args.output_dir).absolute().name).split("/")[-1],
                 trainer=type(self.trainer).__name__,
                 repo_id=repo_id,

@@ -29,15 +29,18 @@ from trl_explore.tasks.chain import CHAIN, CHAIND, LATE1, LATE3, ChainTask
 from trl_explore.tasks.countdown import COUNTDOWN, CountdownTask
 from trl_explore.tasks.dialects import DIALECT, DialectTask
 from trl_explore.tasks.frozen_lake import FROZEN_LAKE, FrozenLakeEnvironment, FrozenLakeTask
+from trl_explore.tasks.lake_agent import LAKE_AGENT
 from trl_explore.tasks.multihop import MULTI_HOP, RARE_HOP, MultiHopTask
 from trl_explore.tasks.multihop_world import EnglishWorld
 from trl_explore.tasks.path_exploration import PATHS, PathTask, paper_places
 from trl_explore.tasks.sketched import SketchedTask
 from trl_explore.tasks.sokoban import SOKOBAN, SokobanEnvironment, SokobanTask
 from trl_explore.tasks.sudoku import SUDOKU, SudokuTask
-from trl_explore.tasks.vaults import DOORS, VAULT, DoorsTask, VaultTask
+from trl_explore.tasks.vaults import DOORS, VAULT, DoorsTask, FactTask, VaultTask
 
 __all__ = [
+    "AGENTS",
+    "LAKE_AGENT",
     "MULTI_HOP",
     "RARE_HOP",
     "TASKS",
@@ -46,6 +49,7 @@ __all__ = [
     "DialectTask",
     "DoorsTask",
     "EnglishWorld",
+    "FactTask",
     "FrozenLakeEnvironment",
     "FrozenLakeTask",
     "MultiHopTask",
@@ -153,6 +157,7 @@ EMBEDDED: tuple[TeachableTask, ...] = (
     *(SUDOKU, FROZEN_LAKE, SOKOBAN),
 )
 TASKS: dict[str, TeachableTask] = {task.name: task for task in EMBEDDED}
+AGENTS: dict[str, Any] = {task.name: task for task in (LAKE_AGENT, MULTI_HOP, RARE_HOP)}
 
 
 def get_task(name: str) -> TeachableTask:

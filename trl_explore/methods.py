@@ -1,0 +1,226 @@
+"""The methods, one row each: whatever lists methods reads it here. Importing it loads neither torch nor TRL."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pkgutil import resolve_name
+from typing import Any
+
+OURS = ("trl", "grpo", "trl-explore")
+
+
+@dataclass(frozen=True)
+class Method:
+    """
+    One method.
+
+    Args:
+        name (`str`):
+            Its name on the command line, and the stem of its files.
+        title (`str`):
+            Its name in tables, pictures and checkpoints.
+        trainer (`str`):
+            Its trainer: a class of `trl_explore.trainers`, or an import path `module:Class`.
+        config (`str`):
+            Its configuration, likewise.
+        tags (`tuple[str, ...]`, *optional*):
+            Tags of its models on the Hub.
+        paper (`Mapping[str, str]`, *optional*):
+            `title` and `id` (arXiv) of its paper, GRPO's if it has none; and `citation` (BibTeX), unless that is a
+            block of its card.
+        card (`str`, *optional*, defaults to `"base"`):
+            Stem of its template in `model_cards/`.
+        metrics (`Mapping[str, str]`, *optional*):
+            Main metrics that it logs beside GRPO's, and what each means, for the card.
+        options (`Callable[[Any], dict[str, Any] | None]`, *optional*):
+            Fields of its configuration that fit an embedded task and the tiny model that was taught it, or `None`
+            where it does not suit the task.
+        needs_tools (`bool`, *optional*, defaults to `False`):
+            Whether it has nothing to do where no tools are.
+        style (`tuple[str, str]`, *optional*):
+            Colour and marker in pictures. Without a style it takes one that is left.
+    """
+
+    name: str
+    title: str
+    trainer: str
+    config: str
+    tags: tuple[str, ...] = OURS
+    paper: Mapping[str, str] = field(default_factory=dict)
+    card: str = "base"
+    metrics: Mapping[str, str] = field(default_factory=dict)
+    options: Callable[[Any], dict[str, Any] | None] = lambda task: {}
+    needs_tools: bool = False
+    style: tuple[str, str] | None = None
+
+    @property
+    def trainer_class(self) -> Any:
+        """The trainer. Its import takes seconds, which `--help` and a mistyped name need not wait for."""
+        return _load(self.trainer)
+
+    @property
+    def config_class(self) -> Any:
+        """The configuration."""
+        return _load(self.config)
+
+
+class FromRow:
+    """An attribute of trainer classes: what the row that their `method` names says."""
+
+    def __init__(self, read: Callable[[Method], Any]) -> None:
+        self.read = read
+
+    def __get__(self, trainer: Any, owner: Any) -> Any:
+        return self.read(METHODS[owner.method])
+
+
+def _load(path: str) -> Any:
+    return resolve_name(path if ":" in path else f"trl_explore.trainers:{path}")
+
+
+def _pivots(task: Any) -> dict[str, Any] | None:
+    from trl_explore.tasks import AGENTS, ChainTask, FactTask
+
+    if task.name in AGENTS:
+        return None
+    few = {"max_pivots_per_batch": 16, "sampling_batch_size": 64}
+    if isinstance(task, ChainTask):
+        return {**few, "segment_delimiters": [";"]}
+    length = task.step_length if isinstance(task, FactTask) else max(1, task.max_completion_length // 6)
+    return {**few, "segmentation": "fixed", "segment_length": length}
+
+
+def _nodes(task: Any) -> dict[str, Any] | None:
+    from trl_explore.tasks import AGENTS, ChainTask, FactTask
+
+    if task.name in AGENTS:
+        return None
+    return {"node_length": task.step_length} if isinstance(task, ChainTask | FactTask) else {}
+
+
+def _sketches(task: Any) -> dict[str, Any] | None:
+    from trl_explore.tasks import LAKE_AGENT, SketchedTask
+
+    if task is LAKE_AGENT:
+        return {**LAKE_AGENT.sesa_options, "num_actions": 3, "branch_depth": 2}
+    return task.sesa_options if isinstance(task, SketchedTask) else None
+
+
+def _branches(task: Any) -> dict[str, Any] | None:
+    from trl_explore.tasks import AGENTS
+
+    # As in the paper: half the rollouts of GRPO, and branches.
+    return {"num_generations": 4, "per_device_train_batch_size": 32} if task.name in AGENTS else None
+
+
+# Okabe and Ito's colours, which the colour-blind can tell apart, without the yellow that white paper swallows; and
+# markers, which a printer can.
+ROWS = (
+    Method(
+        "deep_grpo",
+        "DEEP-GRPO",
+        "DeepGRPOTrainer",
+        "DeepGRPOConfig",
+        tags=(*OURS, "deep-grpo"),
+        paper={
+            "title": "Deep Dense Exploration for LLM Reinforcement Learning via Pivot-Driven Resampling",
+            "id": "2602.14169",
+        },
+        card="deep_grpo",
+        metrics={
+            "pivots/failure_fraction": "completions that failed",
+            "pivots/recovered_fraction": "pivots with a successful branch",
+            "pivots/mean_depth": "where pivots lie, from 0 (the prompt) to 1 (the end)",
+            "pivots/token_ratio": "branch tokens per token of the completions",
+            "aux/reward": "mean reward of the branches",
+        },
+        options=_pivots,
+        style=("#0072B2", "s"),
+    ),
+    Method(
+        "tree_grpo",
+        "TreeGRPO",
+        "TreeGRPOTrainer",
+        "TreeGRPOConfig",
+        tags=(*OURS, "tree-grpo"),
+        paper={
+            "title": "DeepSearch: Overcome the Bottleneck of Reinforcement Learning with Verifiable Rewards via Monte "
+            "Carlo Tree Search",
+            "id": "2509.25454",
+        },
+        card="tree_grpo",
+        metrics={
+            "tree/solved_fraction": "trees with a correct completion",
+            "tree/uniform_fraction": "trees that are all right or all wrong",
+            "tree/iterations": "iterations of a search",
+            "tree/token_ratio": "sampled tokens per trained token",
+            "replay/stored_prompts": "prompts with kept solutions",
+        },
+        options=_nodes,
+        style=("#D55E00", "D"),
+    ),
+    Method(
+        "sesa",
+        "SESA",
+        "SESATrainer",
+        "SESAConfig",
+        tags=(*OURS, "sesa"),
+        paper={
+            "title": "The Road Less Traveled: Enhancing Exploration in LLMs via Sequential Sampling",
+            "id": "2510.15502",
+        },
+        card="sesa",
+        metrics={
+            "sketch/distinct": "sketches or candidates of a prompt that are distinct",
+            "sketch/similarity": "mean similarity of two sketches of a prompt",
+            "sketch/pass_ratio": "Pass@G / Pass@1 of the groups; near 1, samples succeed or fail together",
+            "sketch/token_ratio": "tokens of sketches per sampled token",
+            "agent/duplicate_actions": "proposed actions that repeat an earlier one",
+        },
+        options=_sketches,
+        style=("#009E73", "^"),
+    ),
+    Method(
+        "g2rl",
+        "G2RL",
+        "G2RLTrainer",
+        "G2RLConfig",
+        tags=(*OURS, "g2rl"),
+        paper={
+            "title": "Can LLMs Guide Their Own Exploration? Gradient-Guided Reinforcement Learning for LLM Reasoning",
+            "id": "2512.15687",
+        },
+        card="g2rl",
+        metrics={
+            "frac_reward_zero_std": "groups whose completions all got the same shaped reward",
+            "shaped_reward": "mean reward after shaping",
+            "geometry/mean_cosine": "mean cosine of two completions' features",
+            "geometry/negative_pairs": "pairs of completions with a cosine below 0",
+            "geometry/mean_novelty": "mean novelty of a completion",
+        },
+        style=("#CC79A7", "v"),
+    ),
+    Method(
+        "branpo",
+        "BranPO",
+        "BranPOTrainer",
+        "BranPOConfig",
+        tags=(*OURS, "branpo"),
+        paper={
+            "title": "Training Multi-Turn Search Agent via Contrastive Dynamic Branch Sampling",
+            "id": "2602.03719",
+        },
+        card="branpo",
+        metrics={
+            "branch/branched_fraction": "trajectories that were left",
+            "branch/contrastive_fraction": "trajectories with a branch of the other outcome",
+            "branch/redundant_fraction": "trajectories with a shorter successful branch",
+            "branch/token_ratio": "branch tokens per sampled token",
+            "agent/turns": "responses per trajectory",
+        },
+        options=_branches,
+        needs_tools=True,
+        style=("#56B4E9", "P"),
+    ),
+    Method("grpo", "GRPO", "trl:GRPOTrainer", "trl:GRPOConfig", tags=("trl", "grpo"), style=("#000000", "o")),
+)
+METHODS: dict[str, Method] = {row.name: row for row in ROWS}
