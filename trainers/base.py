@@ -10,7 +10,6 @@ which further rows are trained); the answers given here are plain GRPO's.
 
 import copy
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -40,7 +39,7 @@ from trl_explore.rows.streams import RowDict
 from trl_explore.rows.table import CompletionsTable, empty_logs, printed_visibly
 from trl_explore.rows.training import StreamTraining
 from trl_explore.sampling.sampler import Sampler
-from trl_explore.serving.backend import our_backend
+from trl_explore.serving.backend import ServedGeneration, our_backend
 from trl_explore.serving.session import Serving, warn_about_sampling
 
 from .config import ExplorationConfig, upgrade_config
@@ -48,6 +47,23 @@ from .requires import Requires, check_arguments
 from .saving import Saving
 
 Chooser = Callable[[list[list[int]]], Rollout]
+
+# What TRL's tool loop works with, under the names of [`~trl_explore.agents.turns.World`].
+TOOL_LOOP = {
+    "tools": "tools",
+    "environments": "environments",
+    "factories": "environment_factories",
+    "pool": "_environment_pool",
+    "names": "_batch_environments",
+    "several": "_multi_environment",
+    "tools_by_name": "_env_tools",
+    "sync_tools": "_sync_tool_dicts",
+    "async_tools": "_async_tool_dicts",
+    "async_loop": "async_loop",
+    "most_rounds": "max_tool_calling_iterations",
+    "loop": "_tool_call_loop",
+    "encode_answers": "_get_tool_suffix_ids",
+}
 
 
 class ExplorationTrainer(GRPOTrainer):
@@ -80,6 +96,9 @@ class ExplorationTrainer(GRPOTrainer):
     args: Any
     hub_model_id: Any
     push_in_progress: Any
+    vllm_generation: ServedGeneration
+    environments: Any
+    shaped_rewards: torch.Tensor  # of the main rows, `(N, F)`, once there are any
     use_vllm = log_completions = False
     turns: Turns | None = None
     forks: Forks | None = None
@@ -87,7 +106,6 @@ class ExplorationTrainer(GRPOTrainer):
     current: Pass | None = None  # the pass that is running; `None` for the main one and evaluation
     main_completion_ids: list[list[int]] = []
     main_examples: list[dict[str, Any]] = []
-    shaped_rewards: torch.Tensor | None = None  # of the main rows, `(N, F)`
     _rollout: Rollout | None = None
     _stream_tokens: dict[str, int] = {}
     _tr_loss = torch.tensor(0.0)
@@ -135,17 +153,8 @@ class ExplorationTrainer(GRPOTrainer):
         self.watch = ToolWatch()
         with our_backend(args):
             super().__init__(
-                model=model,
-                reward_funcs=reward_funcs,
-                args=args,
-                train_dataset=train_dataset,
-                eval_dataset=eval_dataset,
-                processing_class=processing_class,
-                reward_processing_classes=reward_processing_classes,
-                callbacks=callbacks,
-                optimizers=optimizers,
-                quantization_config=quantization_config,
-                peft_config=peft_config,
+                *(model, reward_funcs, args, train_dataset, eval_dataset, processing_class),
+                *(reward_processing_classes, callbacks, optimizers, quantization_config, peft_config),
                 tools=[self.watch.watched(tool) for tool in tools] if tools and requires.watched_tools else tools,
                 rollout_func=rollout_func,
                 environment_factory=guarded_factories(environment_factory) if requires.turns else environment_factory,
@@ -164,7 +173,7 @@ class ExplorationTrainer(GRPOTrainer):
                 f"{type(self).__name__} does not support vision-language models: pass a text model or use GRPOTrainer."
             )
         if requires.turns:
-            self.turns = Turns(self, _ToolLoop(self))
+            self.turns = Turns(self, World(self, TOOL_LOOP))
         if requires.features:
             self.features = FeaturePass(self)
         self.setup()
@@ -479,13 +488,13 @@ class ExplorationTrainer(GRPOTrainer):
         self.streams.main_totals = None
         self.sample.seconds = {}
         output = super()._generate_and_score_completions(inputs)
-        self._log_raw_rewards()
+        if self.scorer.were_shaped(self.shaped_rewards):
+            self.scorer.show_raw(self._metrics["train"], self._logs["rewards"])
         if self.serving is not None:
             self.serving.watch_correction(output)
         drops = self.args.drop_zero_advantage
         if drops:
-            assert self.shaped_rewards is not None and self.num_generations is not None
-            level = self.scorer.level(self.shaped_rewards, group_size=self.num_generations)
+            level = self.scorer.level(self.shaped_rewards, group_size=self.num_generations or 1)
             output["advantages"] = output["advantages"].masked_fill(level, 0.0)
         self.search(output)
         output["advantages"] = self.assign_advantages(output)
@@ -529,19 +538,19 @@ class ExplorationTrainer(GRPOTrainer):
             self.forks.set_limit()
             if training:
                 self.forks.begin(self.main_examples, len(prompts))
-        follows = self.turns is not None and bool(self.tools)
-        if follows:
-            self.turns.begin(prompts)
+        turns = self.turns if self.tools else None
+        if turns is not None:
+            turns.begin(prompts)
         try:
             result = super()._generate(prompts)
         finally:
-            if follows:
-                self.turns.end()
+            if turns is not None:
+                turns.end()
         self.packing.check_lengths(*result[:2])
         if self._rollout is not None and self._rollout.loss_mask is not None:
             result = (*result[:2], self._rollout.loss_mask, *result[3:])
-        if follows:
-            self.turns.note_failures()
+        if turns is not None:
+            turns.note_failures()
         if self.forks is not None and training:
             self.forks.end(prompts, result[:4], save=self.saving.checkpoint_before_stopping)
         if self.features is not None and training:
@@ -634,25 +643,6 @@ class ExplorationTrainer(GRPOTrainer):
                 self._pending_extra_logs[column].extend(row.get(column) for row in extra)
         return known if self.turns is None else self.turns.known_rewards(known, num_rewards=len(self.reward_funcs))
 
-    def _log_raw_rewards(self) -> None:
-        raw, shaped = self.scorer.rewards_per_func, self.shaped_rewards
-        assert raw is not None and shaped is not None
-        if torch.equal(raw.nan_to_num(), shaped.nan_to_num()):
-            return
-        # TRL logged the shaped rewards it normalised; users compare `reward` across methods, so it stays the raw one.
-        metrics, total = self._metrics["train"], self.scorer.totals(raw)
-        metrics["shaped_reward"].append(metrics["reward"][-1])
-        metrics["reward"][-1] = total.nanmean().item()
-        metrics["reward_std"][-1] = total[~total.isnan()].std().item()
-        for i, name in enumerate(self.reward_func_names):
-            column = raw[:, i][~raw[:, i].isnan()]
-            metrics[f"rewards/{name}/mean"][-1] = column.mean().item()
-            metrics[f"rewards/{name}/std"][-1] = column.std().item()
-            logged: deque = self._logs["rewards"][name]
-            for _ in range(min(len(raw), len(logged))):
-                logged.pop()
-            logged.extend(raw[:, i].tolist())
-
     # ------------------------------------------------------------------------------- seams into TRL: training, logging
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -728,19 +718,7 @@ class ExplorationTrainer(GRPOTrainer):
     # ------------------------------------------------------------------------------- seams into transformers: the Hub
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """
-        Make the repository and the branch to publish on, or make sure that they can be written to.
-
-        Args:
-            token (`str`, *optional*):
-                Token with write permission. Defaults to `args.hub_token`, then to that of `hf auth login`.
-            private (`bool`, *optional*):
-                Whether a new repository is private. Defaults to `args.hub_private_repo`.
-
-        Raises:
-            ValueError: If the name is forbidden, or the repository holds another kind of model.
-            HubError: If there is no token, or the Hub refuses.
-        """
+        """As in TRL; also makes the branch, and raises `HubError` or `ValueError` where nothing could be sent."""
         if self.is_world_process_zero():
             self.publisher.make_repo(super().init_hf_repo, token, private)
 
@@ -750,17 +728,7 @@ class ExplorationTrainer(GRPOTrainer):
         dataset_name: str | list[str] | None = None,
         tags: str | list[str] | None = None,
     ) -> None:
-        """
-        Write `README.md` into `output_dir`, and the training curves beside it.
-
-        Args:
-            model_name (`str`, *optional*):
-                Name of the model. Defaults to the repository's, or to that of the output folder.
-            dataset_name (`str` or `list[str]`, *optional*):
-                Names of the training data, on the Hub or local. Defaults to `dataset_names`, which it changes.
-            tags (`str` or `list[str]`, *optional*):
-                Tags beside those of the method.
-        """
+        """As in TRL: `README.md` in `output_dir`, with the training curves beside it."""
         if self.is_world_process_zero():
             self.publisher.write_card(model_name, dataset_name, tags, method_tags=self._tag_names, paper=self._paper)
 
@@ -774,25 +742,13 @@ class ExplorationTrainer(GRPOTrainer):
         **kwargs,
     ) -> Any:
         """
-        Save the model in `output_dir` and publish it. Every process must call it.
+        As in TRL: save the model in `output_dir` and publish it with its card; every process must call it.
 
         Args:
-            commit_message (`str`, *optional*, defaults to `"End of training"`):
-                Message of the commit.
-            blocking (`bool`, *optional*, defaults to `True`):
-                Whether to return only when everything was sent.
-            token (`str`, *optional*):
-                Token with write permission. Defaults to `args.hub_token`, then to that of `hf auth login`.
             revision (`str`, *optional*):
                 Branch; made if it is missing. Defaults to `args.hub_revision`, then to `main`.
             private (`bool`, *optional*):
                 Whether a new repository is private. Defaults to `args.hub_private_repo`.
-            kwargs (`dict`, *optional*):
-                Arguments of [`create_model_card`]: `model_name`, `dataset_name`, `tags`.
-
-        Returns:
-            [`~huggingface_hub.CommitInfo`]: The commit; a `Future` of it with `blocking=False`. `None` on processes
-            other than the first.
 
         Raises:
             HubError: If anything stands against it. The model is saved, and the message says how to send it.
@@ -813,57 +769,6 @@ class ExplorationTrainer(GRPOTrainer):
         self.accelerator.wait_for_everyone()  # a checkpoint is whole when every process wrote its part
         if self.is_world_process_zero():
             self.publisher.push_checkpoint(checkpoint_folder)
-
-
-class _ToolLoop(World):
-    """TRL's tool loop under the names that its followers know."""
-
-    FIELDS = {
-        "tools": "tools",
-        "environments": "environments",
-        "factories": "environment_factories",
-        "pool": "_environment_pool",
-        "names": "_batch_environments",
-        "several": "_multi_environment",
-        "sync_tools": "_sync_tool_dicts",
-        "async_tools": "_async_tool_dicts",
-        "async_loop": "async_loop",
-        "most_rounds": "max_tool_calling_iterations",
-    }
-
-    def __init__(self, trainer: ExplorationTrainer) -> None:
-        self.trainer = trainer
-
-    def __getattr__(self, name: str) -> Any:
-        return vars(self.trainer)[self.FIELDS[name]]
-
-    def limit_rounds(self, number: int) -> None:
-        self.trainer.max_tool_calling_iterations = number
-
-    def tools_of(self, row: int) -> list[Any]:
-        trainer = self.trainer
-        if trainer.environment_factories is None:
-            return trainer.tools
-        return trainer._env_tools[trainer._batch_environments[row]]
-
-    def tools_by_environment(self) -> dict[Any, list[Any]]:
-        return self.trainer._env_tools if self.trainer.environment_factories is not None else {}
-
-    def encode_answers(self, messages: list[dict[str, Any]]) -> list[int]:
-        return self.trainer._get_tool_suffix_ids(messages)
-
-    def loop(self, prompts, prompt_ids, completion_ids, completions, logprobs) -> tuple:
-        return self.trainer._tool_call_loop(prompts, prompt_ids, completion_ids, completions, logprobs, None, {})
-
-    @contextmanager
-    def swapped(self, **others: Any) -> Iterator[None]:
-        own = vars(self.trainer)
-        before = {self.FIELDS[name]: own[self.FIELDS[name]] for name in others}
-        own.update({self.FIELDS[name]: value for name, value in others.items()})
-        try:
-            yield
-        finally:
-            own.update(before)
 
 
 def watch(trainer: Any, method: str, seen: Callable[[Any, Any], None]) -> Callable[[], None]:

@@ -230,7 +230,7 @@ class Saving:
 
     def _settings(self) -> dict[str, Any]:
         streams = isinstance(self.trainer.train_dataset, IterableDataset)
-        rows = "a stream" if streams else f"{len(self.trainer.train_dataset)} rows"  # type: ignore[arg-type]
+        rows = "a stream" if streams else f"{len(self.trainer.train_dataset)} rows"
         values = {field.name: vars(self.args)[field.name] for field in fields(self.args)}
         others = {"train_dataset": rows, "reward_funcs": self.trainer.reward_func_names}
         return compared_values({**values, **others}, [field.name for field in fields(TrainingArguments)])

@@ -221,6 +221,8 @@ class Forks:
                 [branch.completion_ids for branch in branches],
                 completions,
                 [list(branch.logprobs or []) for branch in branches] if self.policy.serving is not None else None,
+                None,
+                {},
             )
         for i, branch in enumerate(branches):
             told, ids, mask = completions[i], completion_ids[i], masks[i][len(branch.loss_mask) :]

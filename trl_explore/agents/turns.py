@@ -1,10 +1,10 @@
 """TRL's tool loop, turn by turn: which rows speak, what they have seen, and whose environment has failed."""
 
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from trl.chat_template_utils import parse_response
@@ -15,10 +15,19 @@ from trl_explore.rows.policy import Policy
 Spoken = tuple[list[list[int]], list[list[float | None]] | None]  # tokens and log-probabilities of a turn, per row
 
 
-class World(Protocol):
+class World:
     """
-    What TRL's tool loop works with. `names` says which environment each row of the batch has; the functions of its
-    tools are `sync_tools` and `async_tools`, by row.
+    What a trainer's tool loop works with.
+
+    `names` says which environment each row of the batch has; the functions of its tools are `sync_tools` and
+    `async_tools`, by row. `loop` is TRL's, behind a first turn of each row; `encode_answers` gives the tokens between
+    two turns of the assistant.
+
+    Args:
+        trainer ([`~trl.GRPOTrainer`]):
+            The trainer.
+        attributes (`dict[str, str]`):
+            Its attributes behind these names.
     """
 
     tools: list[Any]
@@ -27,34 +36,42 @@ class World(Protocol):
     pool: dict[Any, list[Any]]
     names: list[Any]
     several: bool
+    tools_by_name: dict[Any, list[Any]]
     sync_tools: list[dict[str, Callable]]
     async_tools: list[dict[str, Callable]]
     async_loop: Any
     most_rounds: int
+    loop: Callable[..., tuple]
+    encode_answers: Callable[[list[dict[str, Any]]], list[int]]
+
+    def __init__(self, trainer: Any, attributes: dict[str, str]) -> None:
+        self._trainer, self._attributes = trainer, attributes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, self._attributes[name])
 
     def limit_rounds(self, number: int) -> None:
         """Let rows call tools in so many rounds."""
-        ...
+        setattr(self._trainer, self._attributes["most_rounds"], number)
 
     def tools_of(self, row: int) -> list[Any]:
         """Tools that a row of the batch may call."""
-        ...
+        return self.tools if self.factories is None else self.tools_by_name[self.names[row]]
 
     def tools_by_environment(self) -> dict[Any, list[Any]]:
         """Tools that each environment offers, by its name; `None` for the only one."""
-        ...
+        return {} if self.factories is None else self.tools_by_name
 
-    def encode_answers(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Tokens between two turns of the assistant, the generation prompt included."""
-        ...
-
-    def loop(self, prompts: list, prompt_ids: list, completion_ids: list, completions: list, logprobs: Any) -> tuple:
-        """TRL's tool loop behind a first turn of each row."""
-        ...
-
-    def swapped(self, **others: Any) -> AbstractContextManager[None]:
+    @contextmanager
+    def swapped(self, **others: Any) -> Iterator[None]:
         """Let the loop work with others of these attributes."""
-        ...
+        own = vars(self._trainer)
+        before = {self._attributes[name]: own[self._attributes[name]] for name in others}
+        own.update({self._attributes[name]: value for name, value in others.items()})
+        try:
+            yield
+        finally:
+            own.update(before)
 
 
 @dataclass

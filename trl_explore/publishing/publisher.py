@@ -103,7 +103,7 @@ class Publisher:
         tags: str | list[str] | None,
         *,
         method_tags: list[str],
-        paper: dict[str, str] | None,
+        paper: dict[str, str],
     ) -> None:
         """Write `README.md` into `output_dir`, and the training curves beside it."""
         if dataset_name is not None:

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from trl_explore.serving.session import Serving
 
 
-def _lists() -> dict[str, list[Any]]:
+Lists = defaultdict[str, list[Any]]
+
+
+def _lists() -> Lists:
     return defaultdict(list)
 
 
@@ -44,10 +47,10 @@ class Pass:
     rows: Rows | None = None
     environments: list[Any] | None = None
     keep_metrics: bool = False
-    metrics: dict[str, list[Any]] = field(default_factory=_lists)
+    metrics: Lists = field(default_factory=_lists)
     logs: dict[str, Any] = field(default_factory=dict)
-    columns: dict[str, list[Any]] = field(default_factory=_lists)
-    pending: dict[str, list[Any]] = field(default_factory=_lists)
+    columns: Lists = field(default_factory=_lists)
+    pending: Lists = field(default_factory=_lists)
     rewards_per_func: torch.Tensor | None = None
 
 

@@ -231,6 +231,28 @@ class Scorer:
         deciding = self.policy.args.success_reward
         return success_rewards(self._main(rewards_per_func), self.weights, self.names, deciding)
 
+    def were_shaped(self, shaped: torch.Tensor) -> bool:
+        """Whether rewards `(N, F)` that advantages came from are others than the raw ones of the main rows."""
+        return not torch.equal(self._main(None).nan_to_num(), shaped.nan_to_num())
+
+    def show_raw(self, metrics: dict[str, list[Any]], table: Any) -> None:
+        """
+        TRL has just logged the shaped rewards it normalised; users compare `reward` across methods, so it becomes the
+        raw one, in its metrics and in the columns of its table.
+        """
+        raw = self._main(None)
+        total = self.totals()
+        metrics["shaped_reward"].append(metrics["reward"][-1])
+        metrics["reward"][-1] = total.nanmean().item()
+        metrics["reward_std"][-1] = total[~total.isnan()].std().item()
+        for i, name in enumerate(self.names):
+            column = raw[:, i][~raw[:, i].isnan()]
+            metrics[f"rewards/{name}/mean"][-1] = column.mean().item()
+            metrics[f"rewards/{name}/std"][-1] = column.std().item()
+            for _ in range(min(len(raw), len(table[name]))):
+                table[name].pop()
+            table[name].extend(raw[:, i].tolist())
+
     def _main(self, rewards_per_func: torch.Tensor | None) -> torch.Tensor:
         found = self.rewards_per_func if rewards_per_func is None else rewards_per_func
         assert found is not None
