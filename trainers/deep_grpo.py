@@ -25,8 +25,9 @@ from trl_explore.pivots.choice import (
 )
 from trl_explore.rewards.success import failed, succeeded
 from trl_explore.rows.rollouts import Continuation, Rollout, Rows
-from trl_explore.saving.checkpoints import append_lines, cut_file, file_size, path_inside
+from trl_explore.saving.checkpoints import path_inside
 from trl_explore.saving.plain_values import from_plain, to_plain
+from trl_explore.saving.whole_files import append_lines, cut_file, file_size
 
 from .base import ExplorationTrainer
 from .deep_grpo_config import DeepGRPOConfig

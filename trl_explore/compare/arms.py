@@ -5,7 +5,6 @@ seconds and optimiser steps of training; evaluation counts towards none of them.
 """
 
 import json
-import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -15,6 +14,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from trl_explore.rows.streams import loss_mask
+from trl_explore.saving.whole_files import whole_file
 from trl_explore.tasks import Task
 
 
@@ -162,9 +162,8 @@ class Run:
 
     def save(self, path: Path) -> None:
         """Writes the run as JSON, whole or not at all."""
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(asdict(self)))
-        os.replace(part, path)
+        with whole_file(path) as part:
+            part.write_text(json.dumps(asdict(self)))
 
     @classmethod
     def load(cls, path: Path) -> "Run":

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from tqdm.auto import tqdm
 
 from trl_explore.evaluation.samplers import PromptSampler, Sampling
-from trl_explore.saving.checkpoints import append_lines
 from trl_explore.saving.fingerprints import digest
+from trl_explore.saving.whole_files import append_lines
 from trl_explore.trees.replay import FileRefusedError, read_records, write_records
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 from trl_explore.evaluation.callbacks import PassAtKCallback, undisturbed
 from trl_explore.rewards.success import is_success
-from trl_explore.saving.checkpoints import append_lines
 from trl_explore.saving.fingerprints import digest, weight_probes
+from trl_explore.saving.whole_files import append_lines
 from trl_explore.trees.replay import FileRefusedError, read_records, tokenizer_fingerprint, write_records
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Files that are either whole or not there: trainer state beside a checkpoint, and lines appended to a log."""
+"""Checkpoints: the state of each process in them, which ones are whole, and files of a run beside them."""
 
 import json
 import math
@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from trl_explore.saving.whole_files import whole_file
 
 STATE_FILE = "explore_state_{rank}.pt"
 TRAINER_STATE = "trainer_state.json"
@@ -29,9 +31,8 @@ def save_state(state: dict[str, Any], folder: str | Path, *, rank: int) -> None:
     """
     os.makedirs(folder, exist_ok=True)
     path = Path(folder) / STATE_FILE.format(rank=rank)
-    part = path.with_suffix(".part")
-    torch.save(state, part)
-    os.replace(part, path)
+    with whole_file(path) as part:
+        torch.save(state, part)
 
 
 def load_state(folder: str | Path, *, rank: int, world_size: int) -> dict[str, Any] | None:
@@ -198,57 +199,3 @@ def set_aside(folder: str | Path, files: Iterable[Path]) -> Path | None:
         moved.parent.mkdir(parents=True, exist_ok=True)
         path.rename(moved)
     return target
-
-
-def append_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    """
-    Append JSON lines; a line that an earlier interruption cut off is removed first.
-
-    Args:
-        path (`Path`):
-            The file; made if it is missing.
-        records (`Iterable[dict]`):
-            One JSON object per line.
-    """
-    text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-    data = text.encode(errors="backslashreplace")  # half a surrogate pair, as JSON writes it
-    if not data:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a+b") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(size - 1, 0))
-        if file.read(1) not in (b"\n", b""):
-            file.seek(0)
-            file.truncate(file.read().rfind(b"\n") + 1)
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def file_size(path: Path) -> int:
-    """
-    Length of a file that may not exist yet.
-
-    Args:
-        path (`Path`):
-            The file.
-
-    Returns:
-        `int`: Bytes; 0 where there is no file.
-    """
-    return path.stat().st_size if path.is_file() else 0
-
-
-def cut_file(path: Path, size: int) -> None:
-    """
-    Take a file back to an earlier length; a shorter or missing file stays as it is.
-
-    Args:
-        path (`Path`):
-            The file.
-        size (`int`):
-            Bytes to keep.
-    """
-    if file_size(path) > size:
-        os.truncate(path, size)

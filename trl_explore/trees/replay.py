@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trl_explore.saving.checkpoints import append_lines
+from trl_explore.saving.whole_files import append_lines, whole_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -271,13 +271,11 @@ def write_records(path: str | Path, kind: str, header: dict[str, Any], records: 
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    with open(part, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
+    with whole_file(path) as part, open(part, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
         for record in ({"format": FORMAT, "kind": kind, **header}, *records):
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
         file.flush()
         os.fsync(file.fileno())
-    os.replace(part, path)
 
 
 def read_records(
