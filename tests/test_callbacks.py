@@ -20,7 +20,7 @@ from world import (
     parameters,
 )
 
-from trl_explore.evaluation.metrics import PassAtKCallback
+from trl_explore.evaluation.callbacks import PassAtKCallback
 
 ROWS = make_dataset().select([1, 8, 14, 20, 27])
 TIMES = re.compile(r"step_time|runtime|per_second|profiling|epoch_time")

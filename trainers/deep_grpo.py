@@ -14,7 +14,6 @@ from accelerate.utils import gather_object
 from trl_explore.pivots.choice import (
     Branching,
     Pivot,
-    SuccessEstimator,
     draw_pivots,
     drop_empty_end,
     failed_rows,
@@ -23,6 +22,7 @@ from trl_explore.pivots.choice import (
     segment_delimiters,
     segment_fixed,
 )
+from trl_explore.pivots.estimator import SuccessEstimator
 from trl_explore.rewards.success import failed, succeeded
 from trl_explore.rows.rollouts import Continuation, Rollout, Rows
 from trl_explore.saving.checkpoints import path_inside

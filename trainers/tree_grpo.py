@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 
-from trl_explore.rows.advantages import first_appearance, node_credit, tree_advantages
 from trl_explore.rows.rollouts import Rollout
 from trl_explore.saving.checkpoints import path_inside
 from trl_explore.saving.whole_files import append_lines, cut_file, file_size
+from trl_explore.trees.credit import first_appearance, node_credit, tree_advantages
 from trl_explore.trees.metrics import tree_counts, tree_metrics
 from trl_explore.trees.records import tree_record
 from trl_explore.trees.replay import (

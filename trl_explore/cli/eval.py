@@ -262,7 +262,7 @@ def _evaluate(
     weights: str,
 ) -> dict[str, Any]:
     from trl_explore.evaluation.evaluate import NoRewardError, evaluate
-    from trl_explore.trees.replay import FileRefusedError
+    from trl_explore.saving.records import FileRefusedError
 
     try:
         result = evaluate(

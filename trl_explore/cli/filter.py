@@ -133,7 +133,7 @@ def _filter(
 
     from trl_explore.evaluation.hard_prompts import filter_hard_prompts, read_pass_rates
     from trl_explore.runs.threads import limit_threads
-    from trl_explore.trees.replay import FileRefusedError
+    from trl_explore.saving.records import FileRefusedError
 
     options = {"revision": args.model_revision, "trust_remote_code": args.trust_remote_code}
     source = find_model(args.model_name_or_path, args.adapter_name_or_path, **options)

@@ -209,7 +209,7 @@ TRAINING = ("entropy", "frac_reward_zero_std")  # what a curve says of the steps
 
 class PointCallback(TrainerCallback):
     """
-    Notes the cost beside every evaluation of a [`~trl_explore.evaluation.metrics.PassAtKCallback`].
+    Notes the cost beside every evaluation of a [`~trl_explore.evaluation.callbacks.PassAtKCallback`].
 
     The record goes into every checkpoint, so that a resumed run keeps its curve and what is left of its budget.
     """
@@ -290,7 +290,7 @@ def train_arm(
         num_train (`int`, *optional*, defaults to `4000`):
             Training problems.
         evaluation_options (`dict`, *optional*):
-            Further arguments of [`~trl_explore.evaluation.metrics.PassAtKCallback`], such as `coverage_k`.
+            Further arguments of [`~trl_explore.evaluation.callbacks.PassAtKCallback`], such as `coverage_k`.
         options (`dict`, *optional*):
             Configuration fields for every arm, over [`common_options`].
         progress (`tqdm`, *optional*):
@@ -306,7 +306,7 @@ def train_arm(
     from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 
     from trl_explore.cli.train import METHODS
-    from trl_explore.evaluation.metrics import PassAtKCallback
+    from trl_explore.evaluation.callbacks import PassAtKCallback
     from trl_explore.runs.threads import few_threads
     from trl_explore.saving.checkpoints import last_complete_checkpoint
 

@@ -11,8 +11,8 @@ from tqdm.auto import tqdm
 
 from trl_explore.evaluation.samplers import PromptSampler, Sampling
 from trl_explore.saving.fingerprints import digest
+from trl_explore.saving.records import FileRefusedError, read_records, write_records
 from trl_explore.saving.whole_files import append_lines
-from trl_explore.trees.replay import FileRefusedError, read_records, write_records
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

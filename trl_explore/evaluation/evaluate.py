@@ -21,11 +21,10 @@ from trl_explore.rewards.answers import answer_key
 from trl_explore.rewards.checks import checked
 from trl_explore.rewards.success import check_success_reward, is_success
 from trl_explore.saving.fingerprints import digest, weight_probes
-from trl_explore.trees.replay import write_records
+from trl_explore.saving.records import write_records
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from huggingface_hub import EvalResult
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -253,31 +252,3 @@ def _estimate(kind: str, k: int, successes: list[list[bool]], answers: list[list
 def _share(flags: Iterable[list[bool]]) -> float:
     flat = [flag for of_prompt in flags for flag in of_prompt]
     return sum(flat) / len(flat)
-
-
-def as_eval_results(results: dict[str, dict[str, Any]]) -> "list[EvalResult]":
-    """
-    What a model card says about an evaluation, under `model-index`.
-
-    Args:
-        results (`dict[str, dict]`):
-            `results` of a `results.json`: what [`evaluate`] returned for each data set, with its `dataset`.
-
-    Returns:
-        [`list[~huggingface_hub.EvalResult]`]: One per data set and metric, in percent.
-    """
-    from huggingface_hub import EvalResult
-
-    return [
-        EvalResult(
-            task_type="text-generation",
-            dataset_type=entry["dataset"]["path"],
-            dataset_name=name,
-            dataset_config=entry["dataset"]["config"],
-            dataset_split=entry["dataset"]["split"],
-            metric_type=metric,
-            metric_value=round(100 * estimate["value"], 2),
-        )
-        for name, entry in results.items()
-        for metric, estimate in entry["metrics"].items()
-    ]

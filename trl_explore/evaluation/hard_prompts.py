@@ -23,9 +23,9 @@ from trl import GRPOConfig, GRPOTrainer
 
 from trl_explore.evaluation.callbacks import PassAtKCallback, undisturbed
 from trl_explore.rewards.success import is_success
-from trl_explore.saving.fingerprints import digest, weight_probes
+from trl_explore.saving.fingerprints import digest, tokenizer_fingerprint, weight_probes
+from trl_explore.saving.records import FileRefusedError, read_records, write_records
 from trl_explore.saving.whole_files import append_lines
-from trl_explore.trees.replay import FileRefusedError, read_records, tokenizer_fingerprint, write_records
 
 if TYPE_CHECKING:
     from peft import PeftModel

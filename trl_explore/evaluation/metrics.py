@@ -3,23 +3,8 @@
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
 
 from trl_explore.rewards.success import is_success
-
-if TYPE_CHECKING:
-    from trl_explore.evaluation.callbacks import PassAtKCallback
-
-__all__ = ["PassAtKCallback", "coverage_at_k", "maj_at_k", "pass_at_k", "sample_metrics"]
-
-
-def __getattr__(name: str) -> Any:
-    # The callback imports this module and transformers: loaded on first use, so that the functions stay light.
-    if name == "PassAtKCallback":
-        from trl_explore.evaluation.callbacks import PassAtKCallback
-
-        return PassAtKCallback
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:

@@ -2,11 +2,10 @@
 
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from trl.rewards import get_soft_overlong_punishment
 from trl.rewards import think_format_reward as think_format_reward
 
 # Without any answer mark only the end of a completion can hold the answer; the limit also bounds the parsing time.
@@ -325,27 +324,3 @@ def format_reward(completions: Sequence[str | list[dict[str, Any]]], **kwargs: A
         ends = len(outer) == 1 and outer[0][2] and re.fullmatch(r"(\s|[.$]|\\[)\]])*", text[outer[0][1] :])
         rewards.append(1.0 if ends else 0.0)
     return rewards
-
-
-def soft_overlong_penalty(max_completion_len: int, soft_punish_cache: int) -> Callable[..., list[float]]:
-    """
-    TRL's soft overlong punishment of DAPO (https://huggingface.co/papers/2503.14476, equation 13), arguments checked.
-
-    Args:
-        max_completion_len (`int`):
-            Number of completion tokens with penalty -1. Positive.
-        soft_punish_cache (`int`):
-            Number of tokens before that over which the penalty grows linearly from 0. In `[0, max_completion_len]`.
-
-    Returns:
-        `Callable`: A reward function with rewards in `[-1, 0]`.
-
-    Raises:
-        `ValueError`: If an argument is outside its range.
-    """
-    if max_completion_len < 1 or not 0 <= soft_punish_cache <= max_completion_len:
-        raise ValueError(
-            f"soft_punish_cache must be between 0 and max_completion_len, and that positive; got "
-            f"soft_punish_cache={soft_punish_cache}, max_completion_len={max_completion_len}."
-        )
-    return get_soft_overlong_punishment(max_completion_len, soft_punish_cache)

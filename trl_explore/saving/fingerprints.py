@@ -1,11 +1,16 @@
 """Short names for long things, so that a file can say what it was made from."""
 
 import hashlib
+import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 NUM_PROBES = 256
 
@@ -62,3 +67,21 @@ def folder_probes(folder: Path) -> Iterator[bytes]:
             for start in range(0, size, max(64, size // NUM_PROBES)):
                 file.seek(start)
                 yield file.read(64)
+
+
+def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """
+    What token ids mean, in one line: equal for tokenizers that give every id the same meaning.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            The tokenizer.
+
+    Returns:
+        `str`: SHA-256 over the vocabulary with the added tokens, and the ids of the end and the padding.
+    """
+    vocabulary = tokenizer.get_vocab() | tokenizer.get_added_vocab()
+    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    # Trainers pad with the end token where there is no other: the fingerprint is the same before and after that.
+    meaning = [sorted(vocabulary.items()), eos, eos if pad is None else pad]
+    return hashlib.sha256(json.dumps(meaning).encode()).hexdigest()
