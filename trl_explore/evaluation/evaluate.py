@@ -1,6 +1,5 @@
 """pass@k and maj@k of a model on a data set, with bootstrap intervals over its prompts."""
 
-import copy
 import math
 import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -13,13 +12,14 @@ from tqdm.auto import tqdm
 from trl.trainer.utils import get_callable_name, is_async_callable
 
 from trl_explore.evaluation.completions import Record, collect_completions
+from trl_explore.evaluation.grading import Grader
 from trl_explore.evaluation.intervals import bootstrap_interval
-from trl_explore.evaluation.metrics import maj_at_k, pass_at_k
+from trl_explore.evaluation.metrics import prompt_values
 from trl_explore.evaluation.samplers import PromptSampler, Sampling, TransformersSampler
 from trl_explore.names import unknown_name
 from trl_explore.rewards.answers import answer_key
 from trl_explore.rewards.checks import checked
-from trl_explore.rewards.success import check_success_reward, is_success
+from trl_explore.rewards.success import check_success_reward
 from trl_explore.saving.fingerprints import digest, weight_probes
 from trl_explore.saving.records import write_records
 
@@ -178,10 +178,12 @@ def evaluate(
         path=None if folder is None else folder / "completions.jsonl",
         progress=progress,
     )
+    asked = funcs if success_reward is None else [funcs[names.index(success_reward)]]
+    named = [(name, checked(func, name), 1.0) for func in asked for name in [get_callable_name(func)]]
+    grade = Grader(named, answer_fn=answer_fn)
     pairs = tqdm(zip(records, rows, strict=True), "Scoring", len(rows), disable=not progress, leave=False)
-    graders = funcs if success_reward is None else [funcs[names.index(success_reward)]]
-    rewards = [_rewards(record, row, graders) for record, row in pairs]
-    answers = [[answer_fn(text) for text in record["completions"]] for record in records]
+    graded = [grade([row], _as_completions(record, row), record["completion_ids"])[0] for record, row in pairs]
+    rewards, answers = [of_prompt.rewards for of_prompt in graded], [of_prompt.answers for of_prompt in graded]
     settings = {
         **asdict(sampling),
         "reward_funcs": names,
@@ -196,10 +198,16 @@ def evaluate(
             f"no sample of any prompt has a reward: {success_reward or 'every reward function'} returned None; check "
             "the column of the gold answers."
         )
-    successes = [[is_success(reward, threshold=success_threshold) for reward in rewards[i]] for i in scored]
-    votes = [answers[i] for i in scored]
+    by_kind: dict[str, list[int]] = {kind: [k for of, k in wanted.values() if of == kind] for kind in ("pass", "maj")}
+    values = prompt_values(
+        [rewards[i] for i in scored],
+        [answers[i] for i in scored],
+        threshold=success_threshold,
+        k=by_kind["pass"],
+        maj_k=by_kind["maj"],
+    )
     return {
-        "metrics": {name: _estimate(kind, k, successes, votes) for name, (kind, k) in wanted.items()},
+        "metrics": {name: _estimate(values[f"{kind}_at_{k}"]) for name, (kind, k) in wanted.items()},
         "num_prompts": len(rows),
         "unscored": len(rows) - len(scored),
         "truncated": _share(record["truncated"] for record in records),
@@ -218,33 +226,14 @@ def _write_scores(path: Path, settings: dict[str, Any], rewards: list[list], ans
     write_records(path, SCORES, settings, scores)
 
 
-def _rewards(record: Record, row: dict[str, Any], funcs: list[RewardFunction]) -> list[float | None]:
-    """Sum of the rewards of each completion of a prompt; `None` where no function gives one."""
-    texts, size = record["completions"], len(record["completions"])
-    plain = isinstance(row["prompt"], str)
-    columns = {name: value for name, value in row.items() if name not in ("prompt", "completion", "completion_ids")}
-    totals: list[float | None] = [None] * size
-    for func in funcs:
-        # Copies, because a reward function may change what it is given.
-        inputs = {name: [copy.deepcopy(value) for _ in range(size)] for name, value in columns.items()}
-        given = checked(func, get_callable_name(func))(
-            prompts=[copy.deepcopy(row["prompt"]) for _ in range(size)],
-            completions=[text if plain else [{"role": "assistant", "content": text}] for text in texts],
-            completion_ids=copy.deepcopy(record["completion_ids"]),
-            **inputs,
-        )
-        for i, reward in enumerate(given):
-            if reward is not None and not math.isnan(reward):
-                totals[i] = (totals[i] or 0.0) + float(reward)
-    return totals
+def _as_completions(record: Record, row: dict[str, Any]) -> list[Any]:
+    """Texts of a record in the form that rewards receive: plain, or as messages where the prompt is."""
+    texts = record["completions"]
+    return texts if isinstance(row["prompt"], str) else [[{"role": "assistant", "content": text}] for text in texts]
 
 
-def _estimate(kind: str, k: int, successes: list[list[bool]], answers: list[list]) -> dict[str, float]:
-    """Mean over prompts of one metric, with its interval."""
-    if kind == "pass":
-        values = [pass_at_k(len(row), sum(row), k) for row in successes]
-    else:
-        values = [maj_at_k(answer, row, k) for answer, row in zip(answers, successes, strict=True)]
+def _estimate(values: list[float]) -> dict[str, float]:
+    """Mean over prompts, with its interval."""
     low, high = bootstrap_interval(values)
     return {"value": math.fsum(values) / len(values), "low": low, "high": high}
 

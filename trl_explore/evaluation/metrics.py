@@ -146,6 +146,23 @@ def coverage_at_k(candidates: Sequence[Hashable], targets: Iterable[Hashable], k
     return len(wanted.intersection(candidates[:k])) / len(wanted)
 
 
+def prompt_values(
+    rewards: Sequence[Sequence[float | None]],
+    answers: Sequence[Sequence[Hashable | None]],
+    *,
+    threshold: float,
+    k: Sequence[int],
+    maj_k: Sequence[int] = (),
+) -> dict[str, list[float]]:
+    """`pass_at_{k}` and `maj_at_{k}` of each prompt, by the rewards and answers `(P, N)` of its samples."""
+    success = [[is_success(reward, threshold=threshold) for reward in of_prompt] for of_prompt in rewards]
+    voted = list(zip(answers, success, strict=True))
+    return {
+        **{f"pass_at_{value}": [pass_at_k(len(row), sum(row), value) for row in success] for value in k},
+        **{f"maj_at_{value}": [maj_at_k(of_prompt, row, value) for of_prompt, row in voted] for value in maj_k},
+    }
+
+
 def sample_metrics(
     rewards: Sequence[Sequence[float | None]],
     answers: Sequence[Sequence[Hashable | None]],
@@ -184,25 +201,18 @@ def sample_metrics(
     Raises:
         `ValueError`: If no sample of any prompt has a reward, or a k is outside its range.
     """
-    means: defaultdict[str, list[float]] = defaultdict(list)
-    for prompt, of_prompt in enumerate(rewards):
-        if all(reward is None for reward in of_prompt):
-            continue
-        success = [is_success(reward, threshold=threshold) for reward in of_prompt]
-        for value in k:
-            means[f"pass_at_{value}"].append(pass_at_k(len(success), sum(success), value))
-        for value in maj_k:
-            means[f"maj_at_{value}"].append(maj_at_k(answers[prompt], success, value))
-        if greedy_rewards is not None:
-            greedy = greedy_rewards[prompt]
-            means["greedy_accuracy"].append(float(is_success(greedy, threshold=threshold)))
-        means["reward"].extend(total for total in (totals or rewards)[prompt] if total is not None)
-    if not means:
+    scored = [i for i, of_prompt in enumerate(rewards) if any(reward is not None for reward in of_prompt)]
+    if not scored:
         raise ValueError(
             "No sample of any prompt has a reward: every reward function returned None. Check the column of the gold "
             "answers."
         )
-    return {name: math.fsum(values) / len(values) for name, values in means.items()}
+    chosen = [rewards[i] for i in scored], [answers[i] for i in scored]
+    values = prompt_values(*chosen, threshold=threshold, k=k, maj_k=maj_k)
+    if greedy_rewards is not None:
+        values["greedy_accuracy"] = [float(is_success(greedy_rewards[i], threshold=threshold)) for i in scored]
+    values["reward"] = [total for i in scored for total in (totals or rewards)[i] if total is not None]
+    return {name: math.fsum(numbers) / len(numbers) for name, numbers in values.items()}
 
 
 def _check_k(k: int, num_samples: int) -> None:
