@@ -104,19 +104,7 @@ def collect_completions(
 
 
 def read_completions(path: Path) -> tuple[dict[str, Any], dict[int, Record]]:
-    """
-    Read a file of [`collect_completions`].
-
-    Args:
-        path (`Path`):
-            The file.
-
-    Returns:
-        `tuple[dict, dict[int, dict]]`: The settings, and the records by their index.
-
-    Raises:
-        `FileRefusedError`: If it is no such file, or a line is broken: a `ValueError`.
-    """
+    """Settings of a file of [`collect_completions`], and its records by their index."""
     header, records = read_records(path, COMPLETIONS, is_valid=_is_record)
     return header, {record["index"]: record for record in records}
 

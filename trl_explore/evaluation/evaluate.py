@@ -40,35 +40,12 @@ RewardFunction = Callable[..., Sequence[float | None]]
 
 
 def default_metrics(num_samples: int) -> list[str]:
-    """
-    What is worth knowing of so many samples per prompt.
-
-    Args:
-        num_samples (`int`):
-            Samples per prompt.
-
-    Returns:
-        `list[str]`: `pass@1`, and with several samples pass@k and maj@k of all of them.
-    """
+    """`pass@1`, and with several samples per prompt pass@k and maj@k of all of them."""
     return ["pass@1"] if num_samples == 1 else ["pass@1", f"pass@{num_samples}", f"maj@{num_samples}"]
 
 
 def parse_metrics(names: Sequence[str], num_samples: int) -> dict[str, tuple[str, int]]:
-    """
-    Reads names of metrics.
-
-    Args:
-        names (`Sequence[str]`):
-            Such as `pass@1` and `maj@8`.
-        num_samples (`int`):
-            Samples per prompt.
-
-    Returns:
-        `dict[str, tuple[str, int]]`: For each name the kind, `"pass"` or `"maj"`, and k.
-
-    Raises:
-        `ValueError`: If there is no such metric, or k is more than the samples.
-    """
+    """Names such as `maj@8` to kind (`"pass"` or `"maj"`) and k."""
     parsed = {}
     for name in names:
         match = METRIC.fullmatch(name)

@@ -20,17 +20,7 @@ class Graded(NamedTuple):
 
 class Grader:
     """
-    Asks reward functions about completions, as TRL does in training.
-
-    Args:
-        rewards (`Sequence[tuple[str, Callable, float]]`):
-            Name, function and weight of each.
-        success_reward (`str`, *optional*):
-            Which of them decides about success, without its weight. `None` for the weighted sum.
-        answer_fn (`Callable`, *optional*):
-            Text of a completion to its answer. `None` where no answers are needed.
-        **given:
-            What every function is given besides, as it is.
+    Asks reward functions (name, function, weight) as TRL does in training; `given` is what each is given besides.
     """
 
     def __init__(

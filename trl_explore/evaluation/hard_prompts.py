@@ -147,16 +147,7 @@ def check_settings(
     temperature: float,
     batch_size: int,
 ) -> None:
-    """
-    Check arguments of [`filter_hard_prompts`] before a model is loaded for it.
-
-    Args:
-        dataset, k, threshold, max_completion_length, temperature, batch_size:
-            As there.
-
-    Raises:
-        `ValueError`: If an argument is outside its range.
-    """
+    """Check arguments of [`filter_hard_prompts`] before a model is loaded for it."""
     if k < 1 or batch_size < 1 or (max_completion_length is not None and max_completion_length < 1):
         raise ValueError(
             f"k, batch_size and max_completion_length must be at least 1, got k={k}, batch_size={batch_size}, "
@@ -178,20 +169,7 @@ def check_settings(
 
 
 def read_pass_rates(path: str | Path) -> tuple[dict[str, Any], dict[int, float | None]]:
-    """
-    Read a `scores_file`.
-
-    Args:
-        path (`str` or `Path`):
-            The file.
-
-    Returns:
-        `tuple[dict, dict[int, float | None]]`: The settings, and the pass rate of each prompt measured so far, by its
-        position in the data set; `None` where no sample has a reward.
-
-    Raises:
-        `FileRefusedError`: If it is no such file, or a line is broken: a `ValueError`.
-    """
+    """Settings of a `scores_file`, and the pass rate of each prompt so far; `None` where no sample has a reward."""
     header, records = read_records(path, PASS_RATES, is_valid=_is_pass_rate)
     return header, {record["index"]: record[PASS_RATE] for record in records}
 

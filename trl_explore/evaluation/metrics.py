@@ -177,29 +177,6 @@ def sample_metrics(
     Averages over prompts of the metrics of their samples.
 
     A prompt none of whose samples has a reward is left out; a single missing reward is a failure.
-
-    Args:
-        rewards (`Sequence[Sequence[float | None]]`):
-            Reward of each sample that decides whether it succeeded, of shape `(P, N)`; `None` where there is none.
-        answers (`Sequence[Sequence[Hashable | None]]`):
-            Answer of each sample, of shape `(P, N)`. Only read for `maj_k`.
-        greedy_rewards (`Sequence[float | None]`, *optional*):
-            The same of each prompt's greedy completion, of shape `(P,)`.
-        threshold (`float`):
-            Smallest reward that counts as success.
-        k (`Sequence[int]`):
-            Values of k for pass@k. Each in `[1, N]`.
-        maj_k (`Sequence[int]`, *optional*, defaults to `()`):
-            Values of k for the majority vote. Each in `[1, N]`.
-        totals (`Sequence[Sequence[float | None]]`, *optional*):
-            Total reward of each sample, of shape `(P, N)`, where it is another than `rewards`.
-
-    Returns:
-        `dict[str, float]`: `pass_at_{k}`, `maj_at_{k}`, `greedy_accuracy` if there are greedy rewards, and `reward`,
-        the mean of all totals that are not `None`.
-
-    Raises:
-        `ValueError`: If no sample of any prompt has a reward, or a k is outside its range.
     """
     scored = [i for i, of_prompt in enumerate(rewards) if any(reward is not None for reward in of_prompt)]
     if not scored:

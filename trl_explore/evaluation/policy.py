@@ -22,29 +22,7 @@ from trl_explore.sampling.generation import complete
 
 
 class PolicySamples:
-    """
-    Draws and grades completions of prompts. The caller seeds, and leaves the model as it was: see `undisturbed`.
-
-    Args:
-        trainer ([`~trl.GRPOTrainer`]):
-            The trainer, of this class or a subclass.
-        rows (`Iterable[dict]`):
-            Examples with a `prompt`, and the columns that the reward functions read.
-        reward_funcs (`Callable` or `list[Callable]`, *optional*):
-            Synchronous functions. `None` for the trainer's own, with their weights.
-        reward_weights (`Sequence[float]`, *optional*):
-            One per function. `None` for the trainer's, or 1 each.
-        success_reward (`str`, *optional*):
-            Name of the function that decides about success.
-        temperature (`float`):
-            Sampling temperature.
-        max_completion_length (`int`, *optional*):
-            Most tokens per completion. `None` for the trainer's.
-        batch_size (`int`):
-            Completions per `generate` call and process.
-        answer_fn (`Callable`, *optional*):
-            Text of a completion to its answer, where answers are needed.
-    """
+    """Draws and grades completions of prompts. The caller seeds, and leaves the model as it was: see `undisturbed`."""
 
     def __init__(
         self,

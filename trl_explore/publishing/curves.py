@@ -7,20 +7,7 @@ from typing import Any
 
 
 def training_curves(history: Sequence[Mapping[str, Any]], path: str | Path, *, metrics: Sequence[str]) -> Path:
-    """
-    Draw one panel per metric of a training run, over its steps.
-
-    Args:
-        history (`Sequence[Mapping[str, Any]]`):
-            A trainer's `state.log_history`: entries with `step` and metrics.
-        path (`str` or `Path`):
-            The PNG file.
-        metrics (`Sequence[str]`):
-            Names of the metrics, at least one.
-
-    Returns:
-        `Path`: The file.
-    """
+    """Draw one panel per metric of a trainer's `state.log_history`, over its steps, into a PNG file."""
     from matplotlib.figure import Figure  # without pyplot, which would change the backend of a notebook
 
     columns = min(3, len(metrics))

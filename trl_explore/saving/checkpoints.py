@@ -18,17 +18,7 @@ EARLIER = "_earlier-{number}"
 
 
 def save_state(state: dict[str, Any], folder: str | Path, *, rank: int) -> None:
-    """
-    Write one process's state; an interrupted write leaves the old file or none.
-
-    Args:
-        state (`dict`):
-            Tensors, numbers, strings, and containers of them: what `torch.load(weights_only=True)` can read.
-        folder (`str` or `Path`):
-            The checkpoint folder; made if it is missing, since ranks do not wait for each other here.
-        rank (`int`):
-            Process index.
-    """
+    """Write one process's state; an interrupted write leaves the old file or none."""
     os.makedirs(folder, exist_ok=True)
     path = Path(folder) / STATE_FILE.format(rank=rank)
     with whole_file(path) as part:
@@ -36,23 +26,7 @@ def save_state(state: dict[str, Any], folder: str | Path, *, rank: int) -> None:
 
 
 def load_state(folder: str | Path, *, rank: int, world_size: int) -> dict[str, Any] | None:
-    """
-    Read one process's state.
-
-    Args:
-        folder (`str` or `Path`):
-            The checkpoint folder.
-        rank (`int`):
-            Process index.
-        world_size (`int`):
-            Number of processes of this run.
-
-    Returns:
-        `dict` or `None`: The state; `None` where the checkpoint was made by a plain `GRPOTrainer`.
-
-    Raises:
-        ValueError: If the checkpoint was made with another number of processes.
-    """
+    """Read one process's state: `None` where a plain `GRPOTrainer` made the checkpoint."""
     found = len(list(Path(folder).glob(STATE_FILE.format(rank="*"))))
     if not found:
         return None
@@ -66,17 +40,7 @@ def load_state(folder: str | Path, *, rank: int, world_size: int) -> dict[str, A
 
 
 def is_complete(folder: str | Path) -> bool:
-    """
-    Whether a checkpoint was written to its end.
-
-    Args:
-        folder (`str` or `Path`):
-            The checkpoint folder.
-
-    Returns:
-        `bool`: `False` where the trainer state, which is written last, is missing or cut off, or where the state of a
-        process is.
-    """
+    """Whether a checkpoint has its trainer state, which is written last, and the state of every process, all whole."""
     states = sorted(Path(folder).glob(STATE_FILE.format(rank="*")))
     try:
         json.loads((Path(folder) / TRAINER_STATE).read_text())
@@ -115,22 +79,7 @@ def next_batch(
     position: dict[str, Any], epoch_steps: float, *, batches_per_step: int, finished: bool
 ) -> tuple[int, int, bool]:
     """
-    Where a resumed run goes on in its data.
-
-    Args:
-        position (`dict`):
-            What the checkpoint says: `epoch` and the `batches` used of it, whether the epoch's end was told (`ended`)
-            and whether training was about to stop (`stopped`).
-        epoch_steps (`float`):
-            Optimiser steps of a whole epoch; infinite where only reading on will tell.
-        batches_per_step (`int`):
-            Batches of a step; the last one of an epoch may have fewer.
-        finished (`bool`):
-            Whether the run has no further step.
-
-    Returns:
-        `tuple[int, int, bool]`: Epoch, batches of it to skip, and whether the end of the checkpoint's epoch is still
-        to be told.
+    Where a resumed run goes on: epoch, batches of it to skip, and whether the checkpoint's epoch still has to end.
     """
     epoch, batches = position["epoch"], position["batches"]
     whole = math.ceil(batches / batches_per_step) >= epoch_steps
@@ -142,24 +91,7 @@ def next_batch(
 
 def path_inside(folder: str | Path, name: str, *, field: str, suffix: str = ".jsonl") -> Path:
     """
-    Resolve a path from a configuration against the output folder.
-
-    Args:
-        folder (`str` or `Path`):
-            The output folder.
-        name (`str`):
-            Path relative to it.
-        field (`str`):
-            The configuration field, for the error message.
-        suffix (`str`, *optional*, defaults to `".jsonl"`):
-            How the name must end; nothing else in the folder ends like that. Empty for a folder, whose name has no
-            dot.
-
-    Returns:
-        `Path`: The absolute path.
-
-    Raises:
-        ValueError: If the path leaves the output folder, or is a name that something else there may have.
+    Resolve a path of the configuration `field` against the output folder; a `ValueError` where it may not lie there.
     """
     root = Path(folder).resolve()
     path = (root / name).resolve()
@@ -176,17 +108,7 @@ def path_inside(folder: str | Path, name: str, *, field: str, suffix: str = ".js
 
 def set_aside(folder: str | Path, files: Iterable[Path]) -> Path | None:
     """
-    Move files of an earlier run into a folder of their own, under the names they had.
-
-    Args:
-        folder (`str` or `Path`):
-            The output folder.
-        files (`Iterable[Path]`):
-            Files in it; those that are no longer there are left out.
-
-    Returns:
-        `Path` or `None`: The folder `_earlier-<number>` that they are in now; `None` where there was nothing to move.
-            Names with an underscore are not published.
+    Move files of an earlier run, with their names, into the folder `_earlier-<number>`; `None` where there are none.
     """
     found = [path for path in files if path.is_file()]
     if not found:

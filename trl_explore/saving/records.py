@@ -16,19 +16,7 @@ class FileRefusedError(ValueError):
 
 
 def write_records(path: str | Path, kind: str, header: dict[str, Any], records: Iterable[dict[str, Any]] = ()) -> None:
-    """
-    Write a header and records as JSON lines; an interrupted write leaves the old file or none.
-
-    Args:
-        path (`str` or `Path`):
-            The file; its folder is made if it is missing.
-        kind (`str`):
-            What the file holds.
-        header (`dict`):
-            What the records depend on.
-        records (`Iterable[dict]`, *optional*, defaults to `()`):
-            One JSON object per line.
-    """
+    """Write a header and records as JSON lines; an interrupted write leaves the old file or none."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as part, open(part, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
@@ -41,23 +29,7 @@ def write_records(path: str | Path, kind: str, header: dict[str, Any], records: 
 def read_records(
     path: str | Path, kind: str, *, is_valid: Callable[[dict[str, Any]], bool]
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """
-    Read a file of [`write_records`]; a last line that an interruption cut off is left out.
-
-    Args:
-        path (`str` or `Path`):
-            The file.
-        kind (`str`):
-            What it should hold.
-        is_valid (`Callable`):
-            Whether a JSON object is a record of this kind.
-
-    Returns:
-        `tuple[dict, list[dict]]`: The header and the records.
-
-    Raises:
-        `FileRefusedError`: If the file is of another kind or format, or a line is broken: a `ValueError`.
-    """
+    """Header and records of a file of [`write_records`]; a last line that an interruption cut off is left out."""
     # The part behind the last newline is empty, or a line that was cut off and that `append_lines` would remove.
     lines = Path(path).read_bytes().split(b"\n")[:-1]
     try:

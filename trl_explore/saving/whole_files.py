@@ -11,14 +11,7 @@ from typing import Any
 @contextmanager
 def whole_file(path: str | Path) -> Iterator[Path]:
     """
-    Write a file under another name first: interrupted, it is what it was before, or not there.
-
-    Args:
-        path (`str` or `Path`):
-            The file; its folder must be there.
-
-    Yields:
-        `Path`: What to write. It becomes the file at the end of the block.
+    Yields what to write, which becomes the file at the end of the block; interrupted, the file is as it was before.
     """
     path = Path(path)
     part = path.with_name(path.name + ".part")
@@ -30,15 +23,7 @@ def whole_file(path: str | Path) -> Iterator[Path]:
 
 
 def append_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    """
-    Append JSON lines; a line that an earlier interruption cut off is removed first.
-
-    Args:
-        path (`Path`):
-            The file; made if it is missing.
-        records (`Iterable[dict]`):
-            One JSON object per line.
-    """
+    """Append JSON lines; a line that an earlier interruption cut off is removed first."""
     text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
     data = text.encode(errors="backslashreplace")  # half a surrogate pair, as JSON writes it
     if not data:
@@ -68,13 +53,7 @@ def cut_file(path: Path, size: int) -> None:
 
 class MethodFile:
     """
-    A file that a method appends to while it trains, and that a resumed run takes back to its checkpoint.
-
-    Args:
-        path (`Path`, *optional*):
-            The file. `None` where the run writes none: nothing is appended, and its size is 0.
-        writes (`bool`, *optional*, defaults to `True`):
-            Whether this process writes the file. Others know its size, and change nothing.
+    A file that a method appends to, and a resumed run takes back to its checkpoint; `path=None` where a run has none.
     """
 
     def __init__(self, path: Path | None, *, writes: bool = True) -> None:
