@@ -20,7 +20,7 @@ from world import (
     parameters,
 )
 
-from trl_explore.evaluation.metrics import PassAtKCallback
+from trl_explore.evaluation.callbacks import PassAtKCallback
 
 ROWS = make_dataset().select([1, 8, 14, 20, 27])
 TIMES = re.compile(r"step_time|runtime|per_second|profiling|epoch_time")
@@ -270,23 +270,16 @@ def test_coverage_is_the_share_of_targets_found(tmp_path):
         {"prompt": "1+2=", "answer": "3", "targets": ["c"]},
     ]
     trainer = make_trainer(output_dir=tmp_path)
+    texts = iter(["a", "x", "b", "b", "x", "c", "x", "x", "", ""])  # four samples each, then the greedy ones
     callback = PassAtKCallback(
         trainer,
         rows,
         num_samples=4,
         k=(1,),
         coverage_k=(2, 4),
-        answer_fn=lambda text: text[:1],
+        answer_fn=lambda text: next(texts),
         max_completion_length=1,
     )
-    texts = iter(["a", "x", "b", "b", "x", "c", "x", "x", "", ""])  # four samples each, then the greedy ones
-    generate = callback._generate
-
-    def written(model, batch, **options):
-        ids, completions = generate(model, batch, **options)
-        return ids, [next(texts) for _ in completions]
-
-    callback._generate = written
     metrics = callback.evaluate()
     assert metrics["eval/coverage_at_2"] == pytest.approx((0.5 + 1.0) / 2)
     assert metrics["eval/coverage_at_4"] == 1.0

@@ -7,7 +7,6 @@ from card_metadata import metadata_errors
 from huggingface_hub import ModelCard
 from trl import GRPOConfig
 
-from trl_explore.compare.plots import training_curves
 from trl_explore.methods import METHODS
 from trl_explore.publishing.card_metrics import evaluation_results, format_duration, logged_metrics, metric_rows
 from trl_explore.publishing.cards import (
@@ -19,6 +18,7 @@ from trl_explore.publishing.cards import (
     model_card,
     told_hyperparameters,
 )
+from trl_explore.publishing.curves import training_curves
 from trl_explore.trainers import (
     BranPOConfig,
     DeepGRPOConfig,

@@ -1,12 +1,9 @@
 """Files that are whole or absent."""
 
-import json
-
 import pytest
 import torch
 
 from trl_explore.saving.checkpoints import (
-    append_lines,
     is_complete,
     last_complete_checkpoint,
     load_state,
@@ -75,17 +72,6 @@ def test_a_state_that_is_cut_off_makes_no_whole_checkpoint(tmp_path):
         assert not is_complete(tmp_path)
 
 
-def test_lines_are_appended_whole_and_a_cut_line_is_removed_first(tmp_path):
-    path = tmp_path / "deep" / "states.jsonl"
-    append_lines(path, [{"a": 1}, {"b": "é\n"}])
-    with open(path, "ab") as file:
-        file.write(b'{"cut": "off')
-    append_lines(path, [{"c": 3}])
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [{"a": 1}, {"b": "é\n"}, {"c": 3}]
-    append_lines(path, [])
-    assert len(path.read_text().splitlines()) == 3
-
-
 @pytest.mark.parametrize("name", ["../out.jsonl", "/etc/x", "a/../../b", "."])
 def test_a_path_that_leaves_the_output_folder_is_refused(tmp_path, name):
     with pytest.raises(ValueError, match="hard_states_file"):
@@ -106,12 +92,6 @@ def test_a_path_that_leaves_the_output_folder_is_refused(tmp_path, name):
 def test_names_that_something_else_has_are_refused(tmp_path, name, suffix, problem):
     with pytest.raises(ValueError, match=problem):
         path_inside(tmp_path, name, field="f", suffix=suffix)
-
-
-def test_half_a_surrogate_pair_is_written_down(tmp_path):
-    append_lines(tmp_path / "x.jsonl", [{"text": "\ud800é"}])
-    line = (tmp_path / "x.jsonl").read_text(encoding="utf-8")
-    assert line == '{"text": "\\ud800é"}\n' and json.loads(line) == {"text": "\ud800é"}
 
 
 def test_a_path_inside_the_output_folder_is_resolved(tmp_path):

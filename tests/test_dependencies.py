@@ -21,6 +21,7 @@ EXTRAS = {
     "trainers/vllm_backend.py": {"vllm"},
     "trl_explore/cli/completion.py": {"completion"},
     "trl_explore/compare/plots.py": {"plots"},
+    "trl_explore/publishing/curves.py": {"plots"},
     "trl_explore/retrieval/index.py": {"dense", "retrieval"},
     "trl_explore/retrieval/server.py": {"serve"},
     "trl_explore/evaluation/samplers.py": {"vllm"},

@@ -13,10 +13,10 @@ from datasets import Dataset
 from world import make_dataset, make_model, make_tokenizer
 
 from trl_explore.evaluation.completions import encode_prompts, read_completions
-from trl_explore.evaluation.evaluate import NoRewardError, as_eval_results, default_metrics, evaluate, parse_metrics
+from trl_explore.evaluation.evaluate import NoRewardError, default_metrics, evaluate, parse_metrics
 from trl_explore.evaluation.samplers import Sampling, ServerSampler, TransformersSampler
 from trl_explore.rows.rollouts import Continuation
-from trl_explore.trees.replay import FileRefusedError
+from trl_explore.saving.records import FileRefusedError
 
 ROWS = make_dataset().select(range(12))
 TOKENIZER = make_tokenizer()
@@ -298,14 +298,6 @@ def test_sampling_options_have_ranges(fields, message):
 def test_a_data_set_needs_prompts():
     with pytest.raises(ValueError, match=r"4 rows with \['question', 'answer'\]"):
         run(Scripted(TEXTS), DATA.rename_column("prompt", "question"))
-
-
-def test_model_cards_get_percentages():
-    entry = {"dataset": {"path": "openai/gsm8k", "config": "main", "split": "test"}}
-    entry["metrics"] = {"pass@1": {"value": 0.43751, "low": 0.4, "high": 0.5}}
-    (result,) = as_eval_results({"gsm8k": entry})
-    assert (result.dataset_type, result.dataset_name, result.dataset_config) == ("openai/gsm8k", "gsm8k", "main")
-    assert (result.dataset_split, result.metric_type, result.metric_value) == ("test", "pass@1", 43.75)
 
 
 class FakeServer(http.server.BaseHTTPRequestHandler):

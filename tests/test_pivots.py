@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerFast
 from world import make_tokenizer
 
 from trl_explore.pivots.choice import (
-    SuccessEstimator,
     draw_pivots,
     drop_empty_end,
     failed_rows,
@@ -21,6 +20,7 @@ from trl_explore.pivots.choice import (
     segment_delimiters,
     segment_fixed,
 )
+from trl_explore.pivots.estimator import SuccessEstimator
 
 
 @given(st.integers(1, 200), st.integers(1, 60))

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 from world import make_tokenizer
 
+from trl_explore.saving.fingerprints import tokenizer_fingerprint
 from trl_explore.trees.replay import (
     SolutionCache,
     append_solutions,
     read_cache,
     replace_failures,
-    tokenizer_fingerprint,
     write_cache,
 )
 

@@ -20,7 +20,6 @@ from trl_explore.rewards.answers import (
     format_reward,
     multiple_choice_reward,
     parse_number,
-    soft_overlong_penalty,
     think_format_reward,
 )
 
@@ -216,15 +215,6 @@ def test_equal_answers_vote_for_the_same_key():
 def test_the_format_is_one_mark_at_the_end(completion, reward):
     assert format_reward([completion]) == [reward]
     assert format_reward([[{"role": "assistant", "content": completion}]], solution=["42"]) == [reward]
-
-
-def test_the_overlong_penalty_is_trls_and_checks_its_arguments():
-    penalty = soft_overlong_penalty(max_completion_len=100, soft_punish_cache=20)
-    assert penalty(completion_ids=[[1] * 80, [1] * 90, [1] * 100, [1] * 101]) == [0.0, -0.5, -1.0, -1.0]
-    with pytest.raises(ValueError, match="soft_punish_cache=101"):
-        soft_overlong_penalty(100, 101)
-    with pytest.raises(ValueError, match="max_completion_len=0"):
-        soft_overlong_penalty(0, 0)
 
 
 def test_trls_think_format_reward_is_at_hand():

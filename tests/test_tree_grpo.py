@@ -25,9 +25,9 @@ from world import (
 )
 
 import trl_explore
-from trl_explore.rows.advantages import first_appearance, tree_advantages
 from trl_explore.rows.streams import loss_mask, row_tokens
 from trl_explore.trainers import TreeGRPOConfig, TreeGRPOTrainer
+from trl_explore.trees.credit import first_appearance, tree_advantages
 from trl_explore.trees.replay import SolutionCache, write_cache
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)

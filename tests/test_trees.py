@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_explore.rows.advantages import first_appearance, is_uniform, overlong_penalty, tree_advantages
 from trl_explore.rows.rollouts import Continuation
+from trl_explore.trees.credit import first_appearance, is_uniform, overlong_penalty, tree_advantages
 from trl_explore.trees.records import tree_record
 from trl_explore.trees.rules import mean_entropy
 from trl_explore.trees.search import (

@@ -8,14 +8,16 @@ from typing import Any
 
 import torch
 
-from trl_explore.pivots.choice import Branching, SuccessEstimator
+from trl_explore.pivots.choice import Branching
+from trl_explore.pivots.estimator import SuccessEstimator
 from trl_explore.pivots.search import PivotSearch
 from trl_explore.rewards.success import succeeded
 from trl_explore.rows.rollouts import Continuation, Rollout
 from trl_explore.rows.scorer import ScoredRows
 from trl_explore.rows.streams import RowDict, row_tokens
-from trl_explore.saving.checkpoints import append_lines, cut_file, file_size, path_inside
+from trl_explore.saving.checkpoints import path_inside
 from trl_explore.saving.plain_values import from_plain, to_plain
+from trl_explore.saving.whole_files import append_lines, cut_file, file_size
 
 from .base import ExplorationTrainer
 from .deep_grpo_config import DeepGRPOConfig

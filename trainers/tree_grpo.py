@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from trl_explore.rows.advantages import first_appearance, node_credit, tree_advantages
 from trl_explore.rows.rollouts import Rollout
-from trl_explore.saving.checkpoints import append_lines, cut_file, file_size, path_inside
+from trl_explore.saving.checkpoints import path_inside
+from trl_explore.saving.whole_files import append_lines, cut_file, file_size
 from trl_explore.trees.buffer import SOLUTIONS_FILE, ReplayBuffer
+from trl_explore.trees.credit import first_appearance, node_credit, tree_advantages
 from trl_explore.trees.metrics import tree_counts, tree_metrics
 from trl_explore.trees.records import tree_record
 from trl_explore.trees.search import (

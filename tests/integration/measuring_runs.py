@@ -5,8 +5,8 @@ from pathlib import Path
 from accelerate.utils import gather_object
 from world import contains_answer, make_dataset, make_model, make_tokenizer, make_trainer
 
+from trl_explore.evaluation.callbacks import PassAtKCallback
 from trl_explore.evaluation.hard_prompts import filter_hard_prompts
-from trl_explore.evaluation.metrics import PassAtKCallback
 
 
 def watched(folder):

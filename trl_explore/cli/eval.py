@@ -16,6 +16,7 @@ from trl_explore.cli.flags import FlagParser
 from trl_explore.evaluation.presets import preset_names
 from trl_explore.runs.inputs import UsageError, check_deciding_reward, check_output_dir
 from trl_explore.runs.models import ModelSource, find_model, load_model, load_tokenizer
+from trl_explore.saving.whole_files import whole_file
 from trl_explore.visible_text import visible_text
 
 if TYPE_CHECKING:
@@ -177,7 +178,8 @@ def run(argv: list[str]) -> int:
                 file=sys.stderr,
             )
             return 130
-        _write(output, {"model": model, "results": earlier | results})
+        with whole_file(output) as part:
+            part.write_text(json.dumps({"model": model, "results": earlier | results}, indent=2) + "\n")
     if args.json:
         print(json.dumps({"model": model, "results": results}, indent=2))
     else:
@@ -260,7 +262,7 @@ def _evaluate(
     weights: str,
 ) -> dict[str, Any]:
     from trl_explore.evaluation.evaluate import NoRewardError, evaluate
-    from trl_explore.trees.replay import FileRefusedError
+    from trl_explore.saving.records import FileRefusedError
 
     try:
         result = evaluate(
@@ -282,13 +284,6 @@ def _evaluate(
         raise UsageError(f"{benchmark.name}: {error}") from error
     packages = ["trl-explore", "trl", "transformers", "torch", *(["vllm"] if args.use_vllm else [])]
     return {"dataset": benchmark.origin, **result, "versions": {name: version(name) for name in packages}}
-
-
-def _write(path: Path, results: dict[str, Any]) -> None:
-    """Writes the file under another name first: it is whole or not there."""
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(results, indent=2) + "\n")
-    os.replace(part, path)
 
 
 def _report(results: dict[str, Any], answered: list[str]) -> None:

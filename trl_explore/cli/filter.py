@@ -1,7 +1,6 @@
 """`trl-explore filter`: writes the prompts that a model rarely solves to a file that `trl-explore train` reads."""
 
 import argparse
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterable
@@ -17,6 +16,7 @@ from trl_explore.runs.inputs import (
     load_train_and_eval,
 )
 from trl_explore.runs.models import find_model, load_model, load_tokenizer
+from trl_explore.saving.whole_files import whole_file
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -75,13 +75,11 @@ def build_parser() -> FlagParser:
 
 
 def _write(dataset: "Dataset", path: Path) -> None:
-    """Writes the file under another name first: it is whole or not there."""
-    part = path.with_name(path.name + ".part")
-    if path.suffix == ".parquet":
-        dataset.to_parquet(part)
-    else:
-        dataset.to_json(part, force_ascii=False, double_precision=15)
-    os.replace(part, path)
+    with whole_file(path) as part:
+        if path.suffix == ".parquet":
+            dataset.to_parquet(part)
+        else:
+            dataset.to_json(part, force_ascii=False, double_precision=15)
 
 
 def run(argv: list[str]) -> int:
@@ -135,7 +133,7 @@ def _filter(
 
     from trl_explore.evaluation.hard_prompts import filter_hard_prompts, read_pass_rates
     from trl_explore.runs.threads import limit_threads
-    from trl_explore.trees.replay import FileRefusedError
+    from trl_explore.saving.records import FileRefusedError
 
     options = {"revision": args.model_revision, "trust_remote_code": args.trust_remote_code}
     source = find_model(args.model_name_or_path, args.adapter_name_or_path, **options)

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trl_explore.runs.inputs import UsageError
+from trl_explore.saving.whole_files import whole_file
 from trl_explore.tree_view.files import read_trees
 from trl_explore.tree_view.text import LEGEND, depths, html_page, plain, short_text, text_tree
 from trl_explore.visible_text import visible_text
@@ -169,14 +170,10 @@ def _print(drawing: RenderableType, *, indent: int = 0) -> None:
 def _write_page(path: Path, record: dict[str, Any]) -> Path:
     if path.suffix not in (".html", ".htm"):  # so that a slip of the hand cannot overwrite a dump or a model
         raise UsageError(f"--html {str(path)!r}: name a file that ends in .html")
-    part = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with whole_file(path) as part:
             part.write_text(html_page(record), encoding="utf-8")
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
     except OSError as error:
         raise UsageError(f"--html {str(path)!r} cannot be written: {error.strerror}; pass another path") from error
     return path

@@ -5,7 +5,6 @@ seconds and optimiser steps of training; evaluation counts towards none of them.
 """
 
 import json
-import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -16,6 +15,7 @@ from transformers import TrainerCallback
 
 from trl_explore.methods import METHODS
 from trl_explore.rows.streams import loss_mask
+from trl_explore.saving.whole_files import whole_file
 from trl_explore.tasks import Task
 
 
@@ -163,9 +163,8 @@ class Run:
 
     def save(self, path: Path) -> None:
         """Writes the run as JSON, whole or not at all."""
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(asdict(self)))
-        os.replace(part, path)
+        with whole_file(path) as part:
+            part.write_text(json.dumps(asdict(self)))
 
     @classmethod
     def load(cls, path: Path) -> "Run":
@@ -211,7 +210,7 @@ TRAINING = ("entropy", "frac_reward_zero_std")  # what a curve says of the steps
 
 class PointCallback(TrainerCallback):
     """
-    Notes the cost beside every evaluation of a [`~trl_explore.evaluation.metrics.PassAtKCallback`].
+    Notes the cost beside every evaluation of a [`~trl_explore.evaluation.callbacks.PassAtKCallback`].
 
     The record goes into every checkpoint, so that a resumed run keeps its curve and what is left of its budget.
     """
@@ -292,7 +291,7 @@ def train_arm(
         num_train (`int`, *optional*, defaults to `4000`):
             Training problems.
         evaluation_options (`dict`, *optional*):
-            Further arguments of [`~trl_explore.evaluation.metrics.PassAtKCallback`], such as `coverage_k`.
+            Further arguments of [`~trl_explore.evaluation.callbacks.PassAtKCallback`], such as `coverage_k`.
         options (`dict`, *optional*):
             Configuration fields for every arm, over [`common_options`].
         progress (`tqdm`, *optional*):
@@ -307,7 +306,7 @@ def train_arm(
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 
-    from trl_explore.evaluation.metrics import PassAtKCallback
+    from trl_explore.evaluation.callbacks import PassAtKCallback
     from trl_explore.runs.threads import few_threads
     from trl_explore.saving.checkpoints import last_complete_checkpoint
 

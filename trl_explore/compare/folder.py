@@ -1,7 +1,6 @@
 """The folder of a comparison: what it holds is not trained again, and what does not belong there is refused."""
 
 import gc
-import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -16,6 +15,7 @@ from trl_explore.compare.run import build_run, train_run
 from trl_explore.compare.settings import Comparison, arm_folder
 from trl_explore.runs.inputs import UsageError, check_output_dir
 from trl_explore.runs.threads import limit_threads
+from trl_explore.saving.whole_files import whole_file
 from trl_explore.tasks.tiny_model import build_model
 from trl_explore.tasks.warm_start import warm_start
 
@@ -78,9 +78,8 @@ class ComparisonFolder:
         """Writes the settings; their file can be given to `trl-explore compare --config` again."""
         self.path.mkdir(parents=True, exist_ok=True)
         text = yaml.safe_dump(self.comparison.document(), sort_keys=False, allow_unicode=True)
-        part = self.path / f"{SETTINGS}.part"
-        part.write_text(text)
-        os.replace(part, self.path / SETTINGS)
+        with whole_file(self.path / SETTINGS) as part:
+            part.write_text(text)
 
     def of_run(self, arm: Arm, seed: int) -> Path:
         """Folder of one arm on one seed."""

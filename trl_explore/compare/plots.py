@@ -1,7 +1,6 @@
 """Learning curves as a picture (needs the extra `plots`)."""
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -136,41 +135,3 @@ def learning_curves(
         figure.savefig(name, dpi=110)
     plt.close(figure)
     return Path(path)
-
-
-def training_curves(history: Sequence[Mapping[str, Any]], path: str | Path, *, metrics: Sequence[str]) -> Path:
-    """
-    Draw one panel per metric of a training run, over its steps.
-
-    Args:
-        history (`Sequence[Mapping[str, Any]]`):
-            A trainer's `state.log_history`: entries with `step` and metrics.
-        path (`str` or `Path`):
-            The PNG file.
-        metrics (`Sequence[str]`):
-            Names of the metrics, at least one.
-
-    Returns:
-        `Path`: The file.
-    """
-    from matplotlib.figure import Figure  # without pyplot, which would change the backend of a notebook
-
-    columns = min(3, len(metrics))
-    rows = math.ceil(len(metrics) / columns)
-    figure = Figure(figsize=(3.6 * columns, 2.4 * rows))
-    # Fixed margins: fitting them to the labels takes longer than all the drawing.
-    margins = dict(left=0.07, right=0.98, top=1 - 0.12 / rows, bottom=0.18 / rows, hspace=0.6, wspace=0.3)
-    panels = figure.subplots(rows, columns, squeeze=False, gridspec_kw=margins).flat
-    for name, panel in zip(metrics, panels, strict=False):
-        points = [(entry["step"], entry[name]) for entry in history if name in entry]
-        panel.plot(*zip(*points, strict=True), marker="o", markersize=2, linewidth=1)
-        panel.set_title(name, fontsize=9, parse_math=False)
-        panel.set_xlabel("step", fontsize=8)
-        panel.tick_params(labelsize=8)
-        panel.grid(alpha=0.3)
-    for panel in panels:
-        panel.set_axis_off()
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
-    return path

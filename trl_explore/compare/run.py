@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -20,6 +19,7 @@ from trl_explore.methods import METHODS
 from trl_explore.runs.inputs import UsageError, load_train_and_eval
 from trl_explore.saving.checkpoints import last_complete_checkpoint
 from trl_explore.saving.interrupt import InterruptCallback
+from trl_explore.saving.whole_files import whole_file
 from trl_explore.tasks import AGENTS, LAKE_AGENT
 from trl_explore.tasks.tiny_model import build_tokenizer
 
@@ -130,9 +130,8 @@ class Milestones(TrainerCallback):
 
     def _write(self, path: Path, state: Any) -> None:
         record = {"finished": self.finished(state), "cost": asdict(self.costs.cost), "points": self.points}
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps({**record, "steps": self.costs.history}))
-        os.replace(part, path)
+        with whole_file(path) as part:
+            part.write_text(json.dumps({**record, "steps": self.costs.history}))
 
 
 def held_out_split(comparison: Comparison, arguments: Any) -> tuple[Any, list[dict[str, Any]]]:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from tqdm.auto import tqdm
 
 from trl_explore.evaluation.samplers import PromptSampler, Sampling
-from trl_explore.saving.checkpoints import append_lines
 from trl_explore.saving.fingerprints import digest
-from trl_explore.trees.replay import FileRefusedError, read_records, write_records
+from trl_explore.saving.records import FileRefusedError, read_records, write_records
+from trl_explore.saving.whole_files import append_lines
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,24 +24,17 @@ HASHED = {"weights": "the model", "prompts": "data, limit, system prompt, chat t
 Record = dict[str, Any]
 
 
-def encode_prompts(prompts: Sequence[Any], tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
+def encode_prompts(prompts: Sequence[Any], tokenizer: "PreTrainedTokenizerBase", **template: Any) -> list[list[int]]:
     """
-    Tokens of prompts, as training encodes them.
+    Tokens `[P][P_i]` of plain prompts or conversations, as training encodes them.
 
-    Args:
-        prompts (`Sequence[str]` or `Sequence[list[dict]]`):
-            Plain prompts, or conversations. The latter are joined by empty lines where the tokenizer has no chat
-            template.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            The tokenizer.
-
-    Returns:
-        `list[list[int]]`: `[P][P_i]`.
+    Conversations are joined by empty lines where the tokenizer has no chat template and none is given in `template`.
     """
     encoded: list[list[int]] = []
     for prompt in prompts:
-        if not isinstance(prompt, str) and tokenizer.chat_template is not None:
-            encoding: Any = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
+        if not isinstance(prompt, str) and (template or tokenizer.chat_template is not None):
+            options = {"add_generation_prompt": True, "return_dict": True, **template}
+            encoding: Any = tokenizer.apply_chat_template(prompt, **options)
         else:
             text = prompt if isinstance(prompt, str) else "\n\n".join(message["content"] for message in prompt) + "\n"
             encoding = tokenizer(text=text)
@@ -111,19 +104,7 @@ def collect_completions(
 
 
 def read_completions(path: Path) -> tuple[dict[str, Any], dict[int, Record]]:
-    """
-    Read a file of [`collect_completions`].
-
-    Args:
-        path (`Path`):
-            The file.
-
-    Returns:
-        `tuple[dict, dict[int, dict]]`: The settings, and the records by their index.
-
-    Raises:
-        `FileRefusedError`: If it is no such file, or a line is broken: a `ValueError`.
-    """
+    """Settings of a file of [`collect_completions`], and its records by their index."""
     header, records = read_records(path, COMPLETIONS, is_valid=_is_record)
     return header, {record["index"]: record for record in records}
 

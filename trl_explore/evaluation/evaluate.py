@@ -1,6 +1,5 @@
 """pass@k and maj@k of a model on a data set, with bootstrap intervals over its prompts."""
 
-import copy
 import math
 import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -13,19 +12,19 @@ from tqdm.auto import tqdm
 from trl.trainer.utils import get_callable_name, is_async_callable
 
 from trl_explore.evaluation.completions import Record, collect_completions
+from trl_explore.evaluation.grading import Grader
 from trl_explore.evaluation.intervals import bootstrap_interval
-from trl_explore.evaluation.metrics import maj_at_k, pass_at_k
+from trl_explore.evaluation.metrics import prompt_values
 from trl_explore.evaluation.samplers import PromptSampler, Sampling, TransformersSampler
 from trl_explore.names import unknown_name
 from trl_explore.rewards.answers import answer_key
 from trl_explore.rewards.checks import checked
-from trl_explore.rewards.success import check_success_reward, is_success
+from trl_explore.rewards.success import check_success_reward
 from trl_explore.saving.fingerprints import digest, weight_probes
-from trl_explore.trees.replay import write_records
+from trl_explore.saving.records import write_records
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from huggingface_hub import EvalResult
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -41,35 +40,12 @@ RewardFunction = Callable[..., Sequence[float | None]]
 
 
 def default_metrics(num_samples: int) -> list[str]:
-    """
-    What is worth knowing of so many samples per prompt.
-
-    Args:
-        num_samples (`int`):
-            Samples per prompt.
-
-    Returns:
-        `list[str]`: `pass@1`, and with several samples pass@k and maj@k of all of them.
-    """
+    """`pass@1`, and with several samples per prompt pass@k and maj@k of all of them."""
     return ["pass@1"] if num_samples == 1 else ["pass@1", f"pass@{num_samples}", f"maj@{num_samples}"]
 
 
 def parse_metrics(names: Sequence[str], num_samples: int) -> dict[str, tuple[str, int]]:
-    """
-    Reads names of metrics.
-
-    Args:
-        names (`Sequence[str]`):
-            Such as `pass@1` and `maj@8`.
-        num_samples (`int`):
-            Samples per prompt.
-
-    Returns:
-        `dict[str, tuple[str, int]]`: For each name the kind, `"pass"` or `"maj"`, and k.
-
-    Raises:
-        `ValueError`: If there is no such metric, or k is more than the samples.
-    """
+    """Names such as `maj@8` to kind (`"pass"` or `"maj"`) and k."""
     parsed = {}
     for name in names:
         match = METRIC.fullmatch(name)
@@ -179,10 +155,12 @@ def evaluate(
         path=None if folder is None else folder / "completions.jsonl",
         progress=progress,
     )
+    asked = funcs if success_reward is None else [funcs[names.index(success_reward)]]
+    named = [(name, checked(func, name), 1.0) for func in asked for name in [get_callable_name(func)]]
+    grade = Grader(named, answer_fn=answer_fn)
     pairs = tqdm(zip(records, rows, strict=True), "Scoring", len(rows), disable=not progress, leave=False)
-    graders = funcs if success_reward is None else [funcs[names.index(success_reward)]]
-    rewards = [_rewards(record, row, graders) for record, row in pairs]
-    answers = [[answer_fn(text) for text in record["completions"]] for record in records]
+    graded = [grade([row], _as_completions(record, row), record["completion_ids"])[0] for record, row in pairs]
+    rewards, answers = [of_prompt.rewards for of_prompt in graded], [of_prompt.answers for of_prompt in graded]
     settings = {
         **asdict(sampling),
         "reward_funcs": names,
@@ -197,10 +175,16 @@ def evaluate(
             f"no sample of any prompt has a reward: {success_reward or 'every reward function'} returned None; check "
             "the column of the gold answers."
         )
-    successes = [[is_success(reward, threshold=success_threshold) for reward in rewards[i]] for i in scored]
-    votes = [answers[i] for i in scored]
+    by_kind: dict[str, list[int]] = {kind: [k for of, k in wanted.values() if of == kind] for kind in ("pass", "maj")}
+    values = prompt_values(
+        [rewards[i] for i in scored],
+        [answers[i] for i in scored],
+        threshold=success_threshold,
+        k=by_kind["pass"],
+        maj_k=by_kind["maj"],
+    )
     return {
-        "metrics": {name: _estimate(kind, k, successes, votes) for name, (kind, k) in wanted.items()},
+        "metrics": {name: _estimate(values[f"{kind}_at_{k}"]) for name, (kind, k) in wanted.items()},
         "num_prompts": len(rows),
         "unscored": len(rows) - len(scored),
         "truncated": _share(record["truncated"] for record in records),
@@ -219,33 +203,14 @@ def _write_scores(path: Path, settings: dict[str, Any], rewards: list[list], ans
     write_records(path, SCORES, settings, scores)
 
 
-def _rewards(record: Record, row: dict[str, Any], funcs: list[RewardFunction]) -> list[float | None]:
-    """Sum of the rewards of each completion of a prompt; `None` where no function gives one."""
-    texts, size = record["completions"], len(record["completions"])
-    plain = isinstance(row["prompt"], str)
-    columns = {name: value for name, value in row.items() if name not in ("prompt", "completion", "completion_ids")}
-    totals: list[float | None] = [None] * size
-    for func in funcs:
-        # Copies, because a reward function may change what it is given.
-        inputs = {name: [copy.deepcopy(value) for _ in range(size)] for name, value in columns.items()}
-        given = checked(func, get_callable_name(func))(
-            prompts=[copy.deepcopy(row["prompt"]) for _ in range(size)],
-            completions=[text if plain else [{"role": "assistant", "content": text}] for text in texts],
-            completion_ids=copy.deepcopy(record["completion_ids"]),
-            **inputs,
-        )
-        for i, reward in enumerate(given):
-            if reward is not None and not math.isnan(reward):
-                totals[i] = (totals[i] or 0.0) + float(reward)
-    return totals
+def _as_completions(record: Record, row: dict[str, Any]) -> list[Any]:
+    """Texts of a record in the form that rewards receive: plain, or as messages where the prompt is."""
+    texts = record["completions"]
+    return texts if isinstance(row["prompt"], str) else [[{"role": "assistant", "content": text}] for text in texts]
 
 
-def _estimate(kind: str, k: int, successes: list[list[bool]], answers: list[list]) -> dict[str, float]:
-    """Mean over prompts of one metric, with its interval."""
-    if kind == "pass":
-        values = [pass_at_k(len(row), sum(row), k) for row in successes]
-    else:
-        values = [maj_at_k(answer, row, k) for answer, row in zip(answers, successes, strict=True)]
+def _estimate(values: list[float]) -> dict[str, float]:
+    """Mean over prompts, with its interval."""
     low, high = bootstrap_interval(values)
     return {"value": math.fsum(values) / len(values), "low": low, "high": high}
 
@@ -253,31 +218,3 @@ def _estimate(kind: str, k: int, successes: list[list[bool]], answers: list[list
 def _share(flags: Iterable[list[bool]]) -> float:
     flat = [flag for of_prompt in flags for flag in of_prompt]
     return sum(flat) / len(flat)
-
-
-def as_eval_results(results: dict[str, dict[str, Any]]) -> "list[EvalResult]":
-    """
-    What a model card says about an evaluation, under `model-index`.
-
-    Args:
-        results (`dict[str, dict]`):
-            `results` of a `results.json`: what [`evaluate`] returned for each data set, with its `dataset`.
-
-    Returns:
-        [`list[~huggingface_hub.EvalResult]`]: One per data set and metric, in percent.
-    """
-    from huggingface_hub import EvalResult
-
-    return [
-        EvalResult(
-            task_type="text-generation",
-            dataset_type=entry["dataset"]["path"],
-            dataset_name=name,
-            dataset_config=entry["dataset"]["config"],
-            dataset_split=entry["dataset"]["split"],
-            metric_type=metric,
-            metric_value=round(100 * estimate["value"], 2),
-        )
-        for name, entry in results.items()
-        for metric, estimate in entry["metrics"].items()
-    ]

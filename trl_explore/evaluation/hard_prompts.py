@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import gather_object, is_peft_model
@@ -21,11 +20,12 @@ from datasets import Dataset, Value
 from tqdm.auto import tqdm
 from trl import GRPOConfig, GRPOTrainer
 
-from trl_explore.evaluation.callbacks import PassAtKCallback, undisturbed
+from trl_explore.evaluation.policy import PolicySamples
+from trl_explore.evaluation.samplers import seed_at, undisturbed
 from trl_explore.rewards.success import is_success
-from trl_explore.saving.checkpoints import append_lines
-from trl_explore.saving.fingerprints import digest, weight_probes
-from trl_explore.trees.replay import FileRefusedError, read_records, tokenizer_fingerprint, write_records
+from trl_explore.saving.fingerprints import digest, tokenizer_fingerprint, weight_probes
+from trl_explore.saving.records import FileRefusedError, read_records, write_records
+from trl_explore.saving.whole_files import append_lines
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -114,22 +114,18 @@ def filter_hard_prompts(
         batch_size=batch_size,
     )
     with _trainer_for(model, dataset, reward_funcs, processing_class, seed=seed) as trainer:
-        sampler = PassAtKCallback(
+        samples = PolicySamples(
             trainer,
             dataset,
             reward_funcs=reward_funcs if trainer is model else None,  # else the trainer was built with them
             reward_weights=reward_weights,
-            num_samples=k,
-            k=(1,),
+            success_reward=success_reward,
             temperature=temperature,
             max_completion_length=max_completion_length,
-            greedy=False,
-            success_threshold=success_threshold,
-            success_reward=success_reward,
             batch_size=batch_size,
-            seed=seed,
         )
-        rates = _measure(sampler, None if scores_file is None else Path(scores_file), progress=progress)
+        settings = {"k": k, "seed": seed, "success_threshold": success_threshold, "success_reward": success_reward}
+        rates = _measure(samples, settings, None if scores_file is None else Path(scores_file), progress=progress)
     unscored = sum(rate is None for rate in rates)
     if unscored:
         warnings.warn(
@@ -151,16 +147,7 @@ def check_settings(
     temperature: float,
     batch_size: int,
 ) -> None:
-    """
-    Check arguments of [`filter_hard_prompts`] before a model is loaded for it.
-
-    Args:
-        dataset, k, threshold, max_completion_length, temperature, batch_size:
-            As there.
-
-    Raises:
-        `ValueError`: If an argument is outside its range.
-    """
+    """Check arguments of [`filter_hard_prompts`] before a model is loaded for it."""
     if k < 1 or batch_size < 1 or (max_completion_length is not None and max_completion_length < 1):
         raise ValueError(
             f"k, batch_size and max_completion_length must be at least 1, got k={k}, batch_size={batch_size}, "
@@ -182,20 +169,7 @@ def check_settings(
 
 
 def read_pass_rates(path: str | Path) -> tuple[dict[str, Any], dict[int, float | None]]:
-    """
-    Read a `scores_file`.
-
-    Args:
-        path (`str` or `Path`):
-            The file.
-
-    Returns:
-        `tuple[dict, dict[int, float | None]]`: The settings, and the pass rate of each prompt measured so far, by its
-        position in the data set; `None` where no sample has a reward.
-
-    Raises:
-        `FileRefusedError`: If it is no such file, or a line is broken: a `ValueError`.
-    """
+    """Settings of a `scores_file`, and the pass rate of each prompt so far; `None` where no sample has a reward."""
     header, records = read_records(path, PASS_RATES, is_valid=_is_pass_rate)
     return header, {record["index"]: record[PASS_RATE] for record in records}
 
@@ -262,11 +236,13 @@ def _own_accelerate_state() -> Iterator[None]:
                 state._shared_state.update(values)
 
 
-def _measure(sampler: PassAtKCallback, path: Path | None, *, progress: bool) -> list[float | None]:
+def _measure(
+    samples: PolicySamples, settings: dict[str, Any], path: Path | None, *, progress: bool
+) -> list[float | None]:
     """Pass rate of each row; those that the file has are not measured again."""
-    accelerator, num_rows = sampler.trainer.accelerator, len(sampler.rows)
-    rates = {} if path is None else _continue(sampler, path)
-    size = max(1, sampler.batch_size // sampler.num_samples)
+    accelerator, num_rows, k = samples.trainer.accelerator, len(samples.rows), settings["k"]
+    rates = {} if path is None else _continue(samples, settings, path)
+    size = max(1, samples.batch_size // k)
     batches = [range(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
     # A batch of which only a part was written is sampled again as a whole, for the same samples.
     todo = [batch for batch in batches if any(index not in rates for index in batch)]
@@ -275,10 +251,11 @@ def _measure(sampler: PassAtKCallback, path: Path | None, *, progress: bool) -> 
         for first in range(0, len(todo), accelerator.num_processes):
             # Sharded models wait for each other in every forward pass, so no process is without a batch at the end.
             batch = todo[(first + accelerator.process_index) % len(todo)]
-            seed = int(np.random.SeedSequence([sampler.seed, batch.start]).generate_state(1)[0])
-            rewards = sampler.sample_rewards(list(batch), seed=seed)
+            with undisturbed(samples.trainer.model_wrapped, seed=seed_at(settings["seed"], batch.start)):
+                graded = samples.draw(batch, k)
             measured = [
-                (index, _rate(row, sampler.success_threshold)) for index, row in zip(batch, rewards, strict=True)
+                (index, _rate(of_prompt.rewards, settings["success_threshold"]))
+                for index, of_prompt in zip(batch, graded, strict=True)
             ]
             new = {index: rate for index, rate in gather_object(measured) if index not in rates}
             rates |= new
@@ -294,16 +271,16 @@ def _rate(rewards: list[float | None], success_threshold: float) -> float | None
     return sum(is_success(reward, threshold=success_threshold) for reward in given) / len(rewards) if given else None
 
 
-def _continue(sampler: PassAtKCallback, path: Path) -> dict[int, float | None]:
+def _continue(samples: PolicySamples, settings: dict[str, Any], path: Path) -> dict[int, float | None]:
     """Pass rates that the file has; it is begun where there is none, and must be of the same settings where it is."""
-    settings = json.loads(json.dumps(_settings(sampler)))
+    expected = json.loads(json.dumps(_depends_on(samples, settings)))
     if not path.is_file():
-        if sampler.trainer.accelerator.is_main_process:
-            write_records(path, PASS_RATES, settings)
+        if samples.trainer.accelerator.is_main_process:
+            write_records(path, PASS_RATES, expected)
         return {}
     header, rates = read_pass_rates(path)
     changes = [
-        f"{name}={header.get(name)!r}, now {value!r}" for name, value in settings.items() if header.get(name) != value
+        f"{name}={header.get(name)!r}, now {value!r}" for name, value in expected.items() if header.get(name) != value
     ]
     if changes:
         raise FileRefusedError(
@@ -312,29 +289,26 @@ def _continue(sampler: PassAtKCallback, path: Path) -> dict[int, float | None]:
     return rates
 
 
-def _settings(sampler: PassAtKCallback) -> dict[str, Any]:
+def _depends_on(samples: PolicySamples, settings: dict[str, Any]) -> dict[str, Any]:
     """What pass rates depend on; long things as digests."""
-    trainer, args = sampler.trainer, sampler.trainer.args
-    rows = [{name: value for name, value in row.items() if name != PASS_RATE} for row in sampler.rows]
+    trainer, args = samples.trainer, samples.trainer.args
+    rows = [{name: value for name, value in row.items() if name != PASS_RATE} for row in samples.rows]
     tokenizer = trainer.processing_class
     template = [tokenizer.chat_template, trainer.chat_template, trainer.chat_template_kwargs]
+    with samples.generating_model() as model:
+        weights = digest(weight_probes(model))
     return {
         "num_prompts": len(rows),
         "data": digest(json.dumps(row, sort_keys=True, default=repr).encode() for row in rows),
-        "model": digest(_weights(sampler)),
+        "model": weights,
         "tokenizer": digest([tokenizer_fingerprint(tokenizer).encode(), json.dumps(template, default=repr).encode()]),
-        "reward_funcs": sampler.reward_names,
-        "reward_weights": [weight for _, _, weight in sampler.rewards],
-        "k": sampler.num_samples,
-        "seed": sampler.seed,
-        "temperature": sampler.temperature,
-        "max_completion_length": sampler.max_completion_length,
-        "success_threshold": sampler.success_threshold,
-        "success_reward": sampler.success_reward,
+        "reward_funcs": samples.reward_names,
+        "reward_weights": samples.reward_weights,
+        "k": settings["k"],
+        "seed": settings["seed"],
+        "temperature": samples.temperature,
+        "max_completion_length": samples.max_completion_length,
+        "success_threshold": settings["success_threshold"],
+        "success_reward": settings["success_reward"],
         "sampling": repr([args.top_p, args.top_k, args.min_p, args.repetition_penalty, args.generation_kwargs]),
     }
-
-
-def _weights(sampler: PassAtKCallback) -> Iterator[bytes]:
-    with sampler.generating_model() as model:
-        yield from weight_probes(model)

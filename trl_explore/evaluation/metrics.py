@@ -3,23 +3,8 @@
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
 
 from trl_explore.rewards.success import is_success
-
-if TYPE_CHECKING:
-    from trl_explore.evaluation.callbacks import PassAtKCallback
-
-__all__ = ["PassAtKCallback", "coverage_at_k", "maj_at_k", "pass_at_k", "sample_metrics"]
-
-
-def __getattr__(name: str) -> Any:
-    # The callback imports this module and transformers: loaded on first use, so that the functions stay light.
-    if name == "PassAtKCallback":
-        from trl_explore.evaluation.callbacks import PassAtKCallback
-
-        return PassAtKCallback
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -161,6 +146,23 @@ def coverage_at_k(candidates: Sequence[Hashable], targets: Iterable[Hashable], k
     return len(wanted.intersection(candidates[:k])) / len(wanted)
 
 
+def prompt_values(
+    rewards: Sequence[Sequence[float | None]],
+    answers: Sequence[Sequence[Hashable | None]],
+    *,
+    threshold: float,
+    k: Sequence[int],
+    maj_k: Sequence[int] = (),
+) -> dict[str, list[float]]:
+    """`pass_at_{k}` and `maj_at_{k}` of each prompt, by the rewards and answers `(P, N)` of its samples."""
+    success = [[is_success(reward, threshold=threshold) for reward in of_prompt] for of_prompt in rewards]
+    voted = list(zip(answers, success, strict=True))
+    return {
+        **{f"pass_at_{value}": [pass_at_k(len(row), sum(row), value) for row in success] for value in k},
+        **{f"maj_at_{value}": [maj_at_k(of_prompt, row, value) for of_prompt, row in voted] for value in maj_k},
+    }
+
+
 def sample_metrics(
     rewards: Sequence[Sequence[float | None]],
     answers: Sequence[Sequence[Hashable | None]],
@@ -175,49 +177,19 @@ def sample_metrics(
     Averages over prompts of the metrics of their samples.
 
     A prompt none of whose samples has a reward is left out; a single missing reward is a failure.
-
-    Args:
-        rewards (`Sequence[Sequence[float | None]]`):
-            Reward of each sample that decides whether it succeeded, of shape `(P, N)`; `None` where there is none.
-        answers (`Sequence[Sequence[Hashable | None]]`):
-            Answer of each sample, of shape `(P, N)`. Only read for `maj_k`.
-        greedy_rewards (`Sequence[float | None]`, *optional*):
-            The same of each prompt's greedy completion, of shape `(P,)`.
-        threshold (`float`):
-            Smallest reward that counts as success.
-        k (`Sequence[int]`):
-            Values of k for pass@k. Each in `[1, N]`.
-        maj_k (`Sequence[int]`, *optional*, defaults to `()`):
-            Values of k for the majority vote. Each in `[1, N]`.
-        totals (`Sequence[Sequence[float | None]]`, *optional*):
-            Total reward of each sample, of shape `(P, N)`, where it is another than `rewards`.
-
-    Returns:
-        `dict[str, float]`: `pass_at_{k}`, `maj_at_{k}`, `greedy_accuracy` if there are greedy rewards, and `reward`,
-        the mean of all totals that are not `None`.
-
-    Raises:
-        `ValueError`: If no sample of any prompt has a reward, or a k is outside its range.
     """
-    means: defaultdict[str, list[float]] = defaultdict(list)
-    for prompt, of_prompt in enumerate(rewards):
-        if all(reward is None for reward in of_prompt):
-            continue
-        success = [is_success(reward, threshold=threshold) for reward in of_prompt]
-        for value in k:
-            means[f"pass_at_{value}"].append(pass_at_k(len(success), sum(success), value))
-        for value in maj_k:
-            means[f"maj_at_{value}"].append(maj_at_k(answers[prompt], success, value))
-        if greedy_rewards is not None:
-            greedy = greedy_rewards[prompt]
-            means["greedy_accuracy"].append(float(is_success(greedy, threshold=threshold)))
-        means["reward"].extend(total for total in (totals or rewards)[prompt] if total is not None)
-    if not means:
+    scored = [i for i, of_prompt in enumerate(rewards) if any(reward is not None for reward in of_prompt)]
+    if not scored:
         raise ValueError(
             "No sample of any prompt has a reward: every reward function returned None. Check the column of the gold "
             "answers."
         )
-    return {name: math.fsum(values) / len(values) for name, values in means.items()}
+    chosen = [rewards[i] for i in scored], [answers[i] for i in scored]
+    values = prompt_values(*chosen, threshold=threshold, k=k, maj_k=maj_k)
+    if greedy_rewards is not None:
+        values["greedy_accuracy"] = [float(is_success(greedy_rewards[i], threshold=threshold)) for i in scored]
+    values["reward"] = [total for i in scored for total in (totals or rewards)[i] if total is not None]
+    return {name: math.fsum(numbers) / len(numbers) for name, numbers in values.items()}
 
 
 def _check_k(k: int, num_samples: int) -> None:

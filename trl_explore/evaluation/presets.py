@@ -69,29 +69,12 @@ class Preset:
 
 
 def preset_names() -> list[str]:
-    """
-    Names of the benchmarks that come with the package.
-
-    Returns:
-        `list[str]`: In alphabetical order.
-    """
+    """Names of the benchmarks that come with the package, sorted."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
 def load_preset(name: str | Path) -> Preset:
-    """
-    Reads a benchmark.
-
-    Args:
-        name (`str` or `Path`):
-            One of [`preset_names`], or the path of a YAML file with the fields of [`Preset`].
-
-    Returns:
-        [`Preset`]: The benchmark.
-
-    Raises:
-        `ValueError`: If there is none of that name, or the file lacks a field or has an unknown one.
-    """
+    """Reads a benchmark, by its name or from a file."""
     import yaml
 
     path = Path(name).expanduser()
@@ -113,21 +96,7 @@ def load_preset(name: str | Path) -> Preset:
 
 
 def as_prompts(rows: "Dataset", preset: Preset) -> "Dataset":
-    """
-    Makes prompts of a benchmark's rows.
-
-    Args:
-        rows ([`~datasets.Dataset`]):
-            The split that the preset names.
-        preset ([`Preset`]):
-            How.
-
-    Returns:
-        [`~datasets.Dataset`]: Two columns, the conversational `prompt` and the gold `answer`.
-
-    Raises:
-        `ValueError`: If a column is missing.
-    """
+    """Conversational `prompt` and gold `answer` of each row of a benchmark."""
     from datasets import Dataset
 
     needed = [*preset.question, preset.answer, *preset.wrong_answers, *filter(None, [preset.choices])]

@@ -1,14 +1,21 @@
 """Completions of prompts that do not change meanwhile: by transformers, by vLLM in this process, by a vLLM server."""
 
+import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import torch
+from torch import nn
+from transformers import GenerationConfig, set_seed
 
 from trl_explore.rows.rollouts import Continuation
+from trl_explore.runs.threads import few_threads
+from trl_explore.sampling.generation import complete, recorded
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -84,6 +91,31 @@ class PromptSampler(Protocol):
         ...
 
 
+def seed_at(seed: int, position: int) -> int:
+    """Seed of the batch that begins at a position, whatever was drawn before it."""
+    return int(np.random.SeedSequence([seed, position]).generate_state(1)[0])
+
+
+@contextmanager
+def undisturbed(model: nn.Module, *, seed: int) -> Iterator[None]:
+    """`model` is in eval mode and the random generators start from `seed`; afterwards all is as before."""
+    # Module by module: frozen parts may be in eval mode already.
+    modes = [(module, module.training) for module in model.modules()]
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    accelerator = torch.accelerator.current_accelerator()
+    devices = range(torch.accelerator.device_count())  # seeding reaches all, not only the one in use
+    try:
+        with torch.random.fork_rng(devices, device_type=accelerator.type if accelerator else "cuda"):
+            set_seed(seed)
+            model.eval()
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        for module, training in modes:
+            module.training = training
+
+
 class TransformersSampler:
     """
     Samples with `generate`, which encodes a prompt once for all its samples.
@@ -111,13 +143,6 @@ class TransformersSampler:
         self.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
 
     def __call__(self, prompts: dict[int, list[int]], sampling: Sampling) -> Iterator[tuple[int, list[Continuation]]]:
-        import torch
-        from transformers import GenerationConfig
-
-        from trl_explore.evaluation.callbacks import undisturbed
-        from trl_explore.runs.threads import few_threads
-        from trl_explore.sampling.generation import complete, recorded
-
         _check_context(prompts, sampling, self.max_length)
         draws = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
         config = GenerationConfig(
@@ -134,8 +159,12 @@ class TransformersSampler:
             batch = list(members)
             rows = [prompts[position] for position in batch for _ in range(sampling.num_samples)]
             sharing = recorded(self.model, temperature=1.0, entropies=False)
-            seed = int(np.random.SeedSequence([sampling.seed, number * size]).generate_state(1)[0])
-            with undisturbed(self.model, seed=seed), torch.no_grad(), sharing, few_threads(self.model):
+            with (
+                undisturbed(self.model, seed=seed_at(sampling.seed, number * size)),
+                torch.no_grad(),
+                sharing,
+                few_threads(self.model),
+            ):
                 ids = complete(self.model, rows, config)
             done = iter([Continuation(row, finished=row[-1] in self.eos_token_ids) for row in ids])
             for position in batch:

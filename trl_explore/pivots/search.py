@@ -8,7 +8,6 @@ import torch
 from trl_explore.pivots.choice import (
     Branching,
     Pivot,
-    SuccessEstimator,
     draw_pivots,
     drop_empty_end,
     failed_rows,
@@ -17,6 +16,7 @@ from trl_explore.pivots.choice import (
     segment_delimiters,
     segment_fixed,
 )
+from trl_explore.pivots.estimator import SuccessEstimator
 from trl_explore.rewards.success import failed
 from trl_explore.rows.policy import Policy
 from trl_explore.rows.rollouts import Rows

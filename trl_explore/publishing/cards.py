@@ -108,15 +108,8 @@ class TrainingFacts:
 
 def model_card(facts: TrainingFacts) -> "ModelCard":
     """
-    Write a card.
-
-    Args:
-        facts ([`TrainingFacts`]):
-            What is known about the run.
-
-    Returns:
-        [`~huggingface_hub.ModelCard`]: The card, with metadata: base model and data sets where they are on the Hub,
-        tags, pipeline tag, paper, and results of the last evaluation as `model-index`.
+    The card, with metadata: base model and data sets that are on the Hub, tags, paper, and the last evaluation's
+    results.
     """
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
@@ -203,34 +196,13 @@ def _template(card: str) -> Any:
 
 
 def escape_markdown(text: object) -> str:
-    """
-    Make text that Markdown and HTML show as it is.
-
-    Args:
-        text (`object`):
-            Anything; line breaks become spaces.
-
-    Returns:
-        `str`: Markdown of one line, in which control characters are seen and do nothing.
-    """
+    """Text as one line of Markdown that shows it as it is; control characters are seen and do nothing."""
     line = html.escape(visible_text(" ".join(str(text).split())), quote=False)
     return re.sub(r"[\\`*_\[\]#|~!:]|(?<=www)\.", r"\\\g<0>", line)
 
 
 def code_span(value: object, *, longest: int = 200) -> str:
-    """
-    Show a value as code, also inside a table.
-
-    Args:
-        value (`object`):
-            A name as it is, or anything else as Python writes it; strings with other characters than words have are
-            written with quotes and escapes.
-        longest (`int`, *optional*, defaults to `200`):
-            Characters after which it is cut off.
-
-    Returns:
-        `str`: A Markdown code span of one line.
-    """
+    """A value as a Markdown code span of one line, also inside a table."""
     text = value if isinstance(value, str) and re.fullmatch(r"[\w./@%-]+", value) else repr(value)
     if len(text) > longest:
         text = text[:longest] + " ..."
@@ -240,16 +212,7 @@ def code_span(value: object, *, longest: int = 200) -> str:
 
 
 def describe_model(name: str) -> tuple[str | None, str]:
-    """
-    Say where a base model comes from, without a path of this machine.
-
-    Args:
-        name (`str`):
-            A Hub name, a folder, or `""`.
-
-    Returns:
-        `tuple[str | None, str]`: Its name on the Hub, if it is there, and Markdown for it.
-    """
+    """A base model's name on the Hub, if it is there, and Markdown for it without a path of this machine."""
     cached = re.search(r"models--([^/\\]+?)--([^/\\]+)[/\\]snapshots", name)  # a snapshot that was downloaded before
     if cached:
         name = "/".join(cached.groups())
@@ -261,18 +224,7 @@ def describe_model(name: str) -> tuple[str | None, str]:
 
 
 def describe_datasets(names: Iterable[str], *, local: bool = True) -> tuple[list[str], str]:
-    """
-    Say what data were trained on, without a path of this machine.
-
-    Args:
-        names (`Iterable[str]`):
-            Hub names, files or folders; empty where there is no name.
-        local (`bool`, *optional*, defaults to `True`):
-            Whether data without a name are known to be local.
-
-    Returns:
-        `tuple[list[str], str]`: The names of those on the Hub, and Markdown for all.
-    """
+    """Names of the data sets that are on the Hub, and Markdown for all without a path of this machine."""
     names = list(dict.fromkeys(names))
     ids = [name for name in names if not _is_local(name)]
     parts = [f"[{escape_markdown(name)}](https://huggingface.co/datasets/{name})" for name in ids]
@@ -284,16 +236,7 @@ def describe_datasets(names: Iterable[str], *, local: bool = True) -> tuple[list
 
 
 def describe_rewards(rewards: Sequence[tuple[str, float]]) -> str:
-    """
-    Say what completions were rewarded by.
-
-    Args:
-        rewards (`Sequence[tuple[str, float]]`):
-            Name and weight of each reward function.
-
-    Returns:
-        `str`: Markdown; weights where they are not all 1.
-    """
+    """Markdown of what completions were rewarded by, with weights where they are not all 1."""
     plain = all(weight == 1 for _, weight in rewards)
     return " and ".join(
         code_span(name) if plain else f"{code_span(name)} (weight {format_number(weight)})" for name, weight in rewards
@@ -313,18 +256,7 @@ def _is_local(name: str) -> bool:
 
 
 def told_hyperparameters(config: Any, base: type) -> dict[str, Any]:
-    """
-    What the card tells of a configuration: every knob of the method, and what differs from GRPO's defaults.
-
-    Args:
-        config (`dataclass`):
-            The method's configuration.
-        base (`type`):
-            [`~trl.GRPOConfig`].
-
-    Returns:
-        `dict[str, Any]`: Values by field, the method's own first. No paths, hosts or tokens.
-    """
+    """The method's own fields, then what differs from GRPO's defaults, by name; no paths, hosts or tokens."""
     theirs = {spec.name: spec.default for spec in fields(base)}
     own: dict[str, Any] = {}
     changed: dict[str, Any] = {}

@@ -39,21 +39,7 @@ class HubError(RuntimeError):
 
 
 def check_repo_id(hub_model_id: str | None, output_dir: str | os.PathLike) -> str:
-    """
-    The name to publish under.
-
-    Args:
-        hub_model_id (`str` or `None`):
-            `name` or `owner/name`. `None` for the name of the output folder.
-        output_dir (`str` or `Path`):
-            The output folder.
-
-    Returns:
-        `str`: The name.
-
-    Raises:
-        ValueError: If the Hub forbids it.
-    """
+    """The name to publish under; a `ValueError` if the Hub forbids it."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     name = hub_model_id or Path(output_dir).absolute().name
@@ -69,22 +55,7 @@ def check_repo_id(hub_model_id: str | None, output_dir: str | os.PathLike) -> st
 
 
 def clash(existing: Iterable[str], architectures: Sequence[str], *, adapter: bool, architecture: str) -> str | None:
-    """
-    Why a model must not be pushed over what a repository holds.
-
-    Args:
-        existing (`Iterable[str]`):
-            Files of the repository.
-        architectures (`Sequence[str]`):
-            `architectures` in its `config.json`; empty where there is none.
-        adapter (`bool`):
-            Whether an adapter is to be pushed.
-        architecture (`str`):
-            Class of the model to be pushed.
-
-    Returns:
-        `str` or `None`: What it holds; `None` where nothing stands against it.
-    """
+    """What a repository holds that a model must not be pushed over; `None` where nothing stands against it."""
     files = set(existing)
     # A repository with both loads as the adapter, and its own weights are passed over without a word.
     if ADAPTER_CONFIG in files and not adapter:
@@ -97,19 +68,7 @@ def clash(existing: Iterable[str], architectures: Sequence[str], *, adapter: boo
 
 
 def stage(folder: Path, target: Path, *, allow: Sequence[str] = ("*",), ignore: Sequence[str] = ()) -> None:
-    """
-    Put what is to be published into a folder of its own, which training does not touch while it is sent.
-
-    Args:
-        folder (`Path`):
-            Where the files are. Large ones are linked where the file system can, the others are copied.
-        target (`Path`):
-            Where they go; files that are there already are replaced.
-        allow (`Sequence[str]`, *optional*, defaults to `("*",)`):
-            Patterns of paths relative to `folder`; a `*` also stands for slashes.
-        ignore (`Sequence[str]`, *optional*):
-            Patterns of paths to leave out.
-    """
+    """Put what is to be published into a folder of its own, which training does not touch while it is sent."""
     for source in sorted(folder.rglob("*")):
         name = source.relative_to(folder).as_posix()
         if source.is_file() and _matches(name, allow) and not _matches(name, [*ignore, *UNPUBLISHED]):
@@ -144,16 +103,7 @@ def _forget_local_base(path: Path) -> None:
 
 
 def explain(error: BaseException) -> str:
-    """
-    Say in one line what went wrong between here and the Hub.
-
-    Args:
-        error (`BaseException`):
-            What `huggingface_hub` raised.
-
-    Returns:
-        `str`: The reason, and where there is one the remedy.
-    """
+    """One line on what went wrong between here and the Hub, with the remedy where there is one."""
     from huggingface_hub.utils import HfHubHTTPError
 
     cause: BaseException | None = error
@@ -167,21 +117,6 @@ def explain(error: BaseException) -> str:
 
 
 def upload_command(repo_id: str, folder: str | os.PathLike, *, revision: str | None, private: bool) -> str:
-    """
-    The command that sends a folder.
-
-    Args:
-        repo_id (`str`):
-            `owner/name`, or `name` for the owner of the token.
-        folder (`str` or `Path`):
-            The folder.
-        revision (`str` or `None`):
-            The branch, where it is not `main`.
-        private (`bool`):
-            Whether a repository that is not there yet is to be private.
-
-    Returns:
-        `str`: A line for the shell.
-    """
+    """The command that sends a folder, as a line for the shell."""
     options = [*(["--revision", revision] if revision else []), *(["--private"] if private else [])]
     return shlex.join(["hf", "upload", repo_id, str(folder), ".", *options])

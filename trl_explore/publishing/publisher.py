@@ -18,9 +18,9 @@ from trl import GRPOConfig
 from trl.trainer.utils import get_config_model_id
 
 from trl_explore import __version__
-from trl_explore.compare.plots import training_curves
 from trl_explore.publishing.card_metrics import logged_metrics
 from trl_explore.publishing.cards import CURVE_FILE, TrainingFacts, model_card, told_hyperparameters
+from trl_explore.publishing.curves import training_curves
 from trl_explore.publishing.hub import MODEL_FILES, HubError, check_repo_id, clash, explain, stage, upload_command
 from trl_explore.saving.checkpoints import STATE_FILE
 

@@ -60,21 +60,7 @@ class HTTPRetriever:
         self.url, self.timeout, self.retries, self.backoff = url, timeout, retries, backoff
 
     def search(self, queries: list[str], top_k: int) -> list[list[Passage]]:
-        """
-        See [`~trl_explore.retrieval.index.Retriever`].
-
-        Args:
-            queries (`list[str]`):
-                Queries; 512 go into one request.
-            top_k (`int`):
-                Passages per query, at most.
-
-        Returns:
-            `list[list[Passage]]`: Passages of each query.
-
-        Raises:
-            RetrieverError: After the last try.
-        """
+        """See [`~trl_explore.retrieval.index.Retriever`]; a `RetrieverError` after the last try."""
         results = []
         for first in range(0, len(queries), MAX_QUERIES):
             results += self._ask(queries[first : first + MAX_QUERIES], top_k)
@@ -160,18 +146,7 @@ class CachedRetriever(Shared):
         self._lock = threading.Lock()
 
     def search(self, queries: list[str], top_k: int) -> list[list[Passage]]:
-        """
-        See [`~trl_explore.retrieval.index.Retriever`].
-
-        Args:
-            queries (`list[str]`):
-                Queries.
-            top_k (`int`):
-                Passages per query, at most.
-
-        Returns:
-            `list[list[Passage]]`: Passages of each query.
-        """
+        """See [`~trl_explore.retrieval.index.Retriever`]."""
         with self._lock:
             found = {query: self._known[query, top_k] for query in queries if (query, top_k) in self._known}
         missing = list(dict.fromkeys(query for query in queries if query not in found))

@@ -52,23 +52,7 @@ class Passage:
 
 
 def read_passage(row: Mapping[str, Any], *, default_id: str, score: float = 0.0) -> Passage:
-    r"""
-    Read a row of a corpus.
-
-    Args:
-        row (`Mapping`):
-            `text` and perhaps `title`, or Search-R1's `contents` (`'"title"\ntext'`); perhaps `id`.
-        default_id (`str`):
-            Id of a row that has none.
-        score (`float`, *optional*, defaults to `0.0`):
-            Score of the passage.
-
-    Returns:
-        [`Passage`]: The passage.
-
-    Raises:
-        ValueError: If there is no text.
-    """
+    r"""Passage of a row of a corpus; `place` is what errors call the row."""
     title, text = row.get("title"), row.get("text")
     if text is None:
         text = row.get("contents")

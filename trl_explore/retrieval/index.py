@@ -22,18 +22,7 @@ class Retriever(Protocol):
     """Whatever finds passages."""
 
     def search(self, queries: list[str], top_k: int) -> list[list[Passage]]:
-        """
-        Find passages for each of several queries.
-
-        Args:
-            queries (`list[str]`):
-                Queries.
-            top_k (`int`):
-                Passages per query, at most. Positive.
-
-        Returns:
-            `list[list[Passage]]`: For each query its passages, the best first; none if nothing fits.
-        """
+        """The best `top_k` passages for each of several queries, the best first; none where nothing fits."""
         ...
 
 
@@ -80,16 +69,7 @@ def _check_index(folder: Path, kind: str, corpus: Corpus) -> None:
 
 
 def has_index(folder: str | Path) -> bool:
-    """
-    Whether a folder holds an index that was written to the end.
-
-    Args:
-        folder (`str` or `Path`):
-            The folder.
-
-    Returns:
-        `bool`: Whether it can be loaded.
-    """
+    """Whether a folder holds an index that was written to its end."""
     return (Path(folder) / MANIFEST).is_file()
 
 
@@ -162,13 +142,7 @@ class BM25Retriever(Shared):
         return results
 
     def save(self, folder: str | Path) -> None:
-        """
-        Save the index, without the corpus.
-
-        Args:
-            folder (`str` or `Path`):
-                Where to; what is there is replaced.
-        """
+        """Save the index, without the corpus."""
         _save_index(Path(folder), _describe("bm25", self.corpus), self._index.save)
 
 
@@ -309,18 +283,7 @@ class DenseRetriever(Shared):
             )
 
     def search(self, queries: list[str], top_k: int) -> list[list[Passage]]:
-        """
-        See [`Retriever`]. A blank query finds nothing.
-
-        Args:
-            queries (`list[str]`):
-                Queries.
-            top_k (`int`):
-                Passages per query, at most.
-
-        Returns:
-            `list[list[Passage]]`: Passages of each query, with cosines as scores.
-        """
+        """See [`Retriever`]; scores are cosines, and a blank query finds nothing."""
         top_k = _check_search(self.corpus, top_k)
         results: list[list[Passage]] = [[] for _ in queries]
         asked = [place for place, query in enumerate(queries) if query.strip()]
@@ -333,13 +296,7 @@ class DenseRetriever(Shared):
         return results
 
     def save(self, folder: str | Path) -> None:
-        """
-        Save the vectors, without corpus and encoder.
-
-        Args:
-            folder (`str` or `Path`):
-                Where to; what is there is replaced.
-        """
+        """Save the vectors, without corpus and encoder."""
         import faiss
 
         def write(path: Path) -> None:

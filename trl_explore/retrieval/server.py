@@ -73,30 +73,7 @@ def build_app(
     max_body_bytes: int = MAX_BODY_BYTES,
     allowed_hosts: Sequence[str] = LOCAL,
 ) -> FastAPI:
-    """
-    The server: `POST /retrieve` as described in [`Search`], and `GET /health`.
-
-    Args:
-        retriever ([`~trl_explore.retrieval.index.Retriever`]):
-            What is searched; several threads use it at once.
-        top_k (`int`, *optional*, defaults to `3`):
-            Passages per query of requests that do not say how many.
-        max_queries (`int`, *optional*, defaults to `512`):
-            Queries of a request.
-        max_query_chars (`int`, *optional*, defaults to `10000`):
-            Characters of a query.
-        max_top_k (`int`, *optional*, defaults to `100`):
-            Passages per query that a request may ask for.
-        max_body_bytes (`int`, *optional*, defaults to `8388608`):
-            Bytes of a request's body.
-        allowed_hosts (`Sequence[str]`, *optional*, defaults to the names of this machine's loopback):
-            Names that requests may address the server by, so that no web page reaches it by a name of its own; `"*"`
-            for any, `"*.example.com"` for those of a domain.
-
-    Returns:
-        `FastAPI`: The application. Requests it does not understand, or with more than is allowed, get status 422 and
-        one sentence; too large bodies 413; other hosts 400.
-    """
+    """The server: `POST /retrieve` as described in [`Search`], and `GET /health`. What it does not allow gets 4xx."""
 
     class Limited(Search):
         queries: list[Annotated[str, Field(max_length=max_query_chars)]] = Field(max_length=max_queries)
@@ -139,16 +116,7 @@ def build_app(
 
 
 def run(args: argparse.Namespace) -> int:
-    """
-    Runs `trl-explore serve-retriever` until it is stopped.
-
-    Args:
-        args (`argparse.Namespace`):
-            Flags of the sub-command.
-
-    Returns:
-        `int`: `0`.
-    """
+    """Runs `trl-explore serve-retriever` until it is stopped."""
     for name in ("max_queries", "max_query_chars", "max_top_k", "max_body_mb", "max_cache_mb"):
         if vars(args)[name] < 1:
             raise UsageError(f"--{name} {vars(args)[name]} must be at least 1")

@@ -2,11 +2,10 @@
 
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from trl.rewards import get_soft_overlong_punishment
 from trl.rewards import think_format_reward as think_format_reward
 
 # Without any answer mark only the end of a completion can hold the answer; the limit also bounds the parsing time.
@@ -34,16 +33,7 @@ EXPLOSIVE = re.compile(
 
 
 def completion_text(completion: str | list[dict[str, Any]]) -> str:
-    """
-    Text of a completion as TRL hands it to reward functions.
-
-    Args:
-        completion (`str` or `list[dict]`):
-            Plain text, or a list of messages: the content of the last one counts, its blocks joined.
-
-    Returns:
-        `str`: The text.
-    """
+    """Text of a completion as TRL hands it to reward functions."""
     if isinstance(completion, str):
         return completion
     content = completion[-1].get("content") if completion else None
@@ -95,13 +85,6 @@ def parse_number(text: str) -> Fraction | None:
     Read as numbers: `1000`, `1,000`, `1{,}000`, `1000.0`, `-0.5`, `.5`, `1e3`, `1/2`, `\frac{1}{2}`, each with a
     currency sign (`$42`, `\$42`, `€42`, `£42`), dollar signs around it (`$42$`) or a full stop behind it. A percentage
     is no number here, because it can mean two: see [`answers_match`].
-
-    Args:
-        text (`str`):
-            Any text; one of more than 100 characters is no number.
-
-    Returns:
-        `Fraction` or `None`: The value, `None` if there is none.
     """
     if len(text) > 100:
         return None
@@ -119,15 +102,7 @@ def parse_number(text: str) -> Fraction | None:
 
 def answer_key(text: str) -> Fraction | str | None:
     """
-    Final answer of a completion in a form in which equal answers are equal, for majority votes.
-
-    Args:
-        text (`str`):
-            Text of the completion.
-
-    Returns:
-        `Fraction`, `str` or `None`: The number, else the marked answer without spaces; `None` without an answer. A
-        text without a mark is an answer if it is one number.
+    Final answer of a completion for majority votes: a number, else the marked answer without spaces, else `None`.
     """
     answer = extract_answer(text)
     number = parse_number(text if answer is None else answer)
@@ -137,18 +112,7 @@ def answer_key(text: str) -> Fraction | str | None:
 
 
 def choice_letter(text: str) -> str | None:
-    r"""
-    Letter that a completion chooses, for majority votes and [`multiple_choice_reward`].
-
-    Args:
-        text (`str`):
-            Text of the completion, which marks its choice by `\boxed{C}` (also `\boxed{\text{C}}`, `\boxed{(C)}`,
-            `\boxed{C. Some words}`), or says it: `answer is (C)`, `Answer: C`. The last one counts, a mark before
-            words.
-
-    Returns:
-        `str` or `None`: The letter, upper case; `None` if nothing was chosen.
-    """
+    r"""Letter that a completion chooses, upper case; `None` if nothing was chosen."""
     answer = extract_answer(text)
     if answer is not None:
         marked = MARKED_CHOICE.fullmatch(answer)
@@ -179,20 +143,9 @@ def answers_match(prediction: str, gold: str, *, rel_tol: float = 1e-6) -> bool 
 
     The answer of either text is the marked one (see [`extract_answer`]), else the whole text. Two whole numbers are
     compared exactly, other numbers up to `rel_tol`, everything else by math-verify, for which a percentage `42\%`
-    equals both `42` and `0.42`. A prediction without a mark is what math-verify finds in its last 2,000 characters
-    (a formula, else the last number). Predictions over 500 characters, and those that would keep sympy busy for ever
+    equals both `42` and `0.42`. A prediction without a mark is what math-verify finds in its last 2,000 characters (a
+    formula, else the last number). Predictions over 500 characters, and those that would keep sympy busy for ever
     (`9^{9^9}`, exponents of five digits, factorials of large numbers), are only right when they repeat the gold text.
-
-    Args:
-        prediction (`str`):
-            Text of the completion, untrusted.
-        gold (`str`):
-            Gold answer, bare or at the end of a solution.
-        rel_tol (`float`, *optional*, defaults to `1e-6`):
-            Relative tolerance between numbers of which at least one is not whole. Non-negative.
-
-    Returns:
-        `bool` or `None`: `None` if the gold answer cannot be read.
     """
     gold_answer, gold_source = _answer_and_source(gold) or (gold.strip(), gold)
     gold_number = parse_number(gold_answer)
@@ -325,27 +278,3 @@ def format_reward(completions: Sequence[str | list[dict[str, Any]]], **kwargs: A
         ends = len(outer) == 1 and outer[0][2] and re.fullmatch(r"(\s|[.$]|\\[)\]])*", text[outer[0][1] :])
         rewards.append(1.0 if ends else 0.0)
     return rewards
-
-
-def soft_overlong_penalty(max_completion_len: int, soft_punish_cache: int) -> Callable[..., list[float]]:
-    """
-    TRL's soft overlong punishment of DAPO (https://huggingface.co/papers/2503.14476, equation 13), arguments checked.
-
-    Args:
-        max_completion_len (`int`):
-            Number of completion tokens with penalty -1. Positive.
-        soft_punish_cache (`int`):
-            Number of tokens before that over which the penalty grows linearly from 0. In `[0, max_completion_len]`.
-
-    Returns:
-        `Callable`: A reward function with rewards in `[-1, 0]`.
-
-    Raises:
-        `ValueError`: If an argument is outside its range.
-    """
-    if max_completion_len < 1 or not 0 <= soft_punish_cache <= max_completion_len:
-        raise ValueError(
-            f"soft_punish_cache must be between 0 and max_completion_len, and that positive; got "
-            f"soft_punish_cache={soft_punish_cache}, max_completion_len={max_completion_len}."
-        )
-    return get_soft_overlong_punishment(max_completion_len, soft_punish_cache)

@@ -16,20 +16,7 @@ class RewardError(ValueError):
 
 def checked(func: Callable[..., Any], name: str, *, tell: bool = False) -> Callable[..., Any]:
     """
-    A reward function that explains what is wrong with it.
-
-    Args:
-        func (`Callable`):
-            The reward function, synchronous or asynchronous.
-        name (`str`):
-            What messages call it.
-        tell (`bool`, *optional*, defaults to `False`):
-            Whether its own exceptions become a [`RewardError`] that says where they are from, for commands, which show
-            no traceback. By default they are raised as they are, with a note.
-
-    Returns:
-        `Callable`: The same function. It raises a [`RewardError`] if the data lacks an argument that it needs, or if
-        what it returns is no list of one number or `None` per completion.
+    The function, raising a [`RewardError`] that explains what is wrong with it; `tell` makes its own errors such.
     """
     from trl.trainer.utils import is_async_callable
 
@@ -53,23 +40,7 @@ def checked(func: Callable[..., Any], name: str, *, tell: bool = False) -> Calla
 
 
 def check_rewards(rewards: Any, name: str, num_completions: int) -> list[Any]:
-    """
-    Checks what a reward function returned.
-
-    Args:
-        rewards (`Any`):
-            What it returned.
-        name (`str`):
-            Its name.
-        num_completions (`int`):
-            Completions that it was given.
-
-    Returns:
-        `list`: The rewards.
-
-    Raises:
-        RewardError: If it is no list of one number or `None` per completion.
-    """
+    """The rewards as a list; a [`RewardError`] if they are not one number or `None` per completion."""
     expected = f"it must return a list of {num_completions} numbers, one per completion, None where it has no opinion"
     start = f"The reward function {name!r} returned"
     try:

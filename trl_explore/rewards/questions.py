@@ -27,14 +27,6 @@ Gold = str | Sequence[str]
 def normalize_answer(text: str) -> str:
     """
     SQuAD's form of an answer: lower case, no ASCII punctuation, no articles, single spaces; composed characters (NFC).
-
-    Args:
-        text (`str`):
-            Any text.
-
-    Returns:
-        `str`: The form. As in SQuAD's script it is empty for a text of nothing but articles and punctuation, such as
-        the grade `A`.
     """
     lowered = " ".join(unicodedata.normalize("NFC", text.lower()).split())
     bare = unicodedata.normalize("NFC", lowered.translate(NO_PUNCTUATION))
@@ -50,20 +42,8 @@ def _golds(golds: Gold) -> list[str]:
 
 def exact_match(prediction: str, golds: Gold) -> float:
     """
-    Whether a prediction equals one of the gold answers after normalisation.
-
-    Args:
-        prediction (`str`):
-            The answer; one without any character is never right, unlike in SQuAD's script, where it would equal the
-            gold answer `A`: who gives no answer must not be paid for it.
-        golds (`str` or `Sequence[str]`):
-            Gold answers, at least one.
-
-    Returns:
-        `float`: 1.0 or 0.0. As in SQuAD's script, `A.`, `(a)` and `the A` equal the gold answer `A`; so does `the`.
-
-    Raises:
-        ValueError: Without any gold answer.
+    1.0 if a prediction equals a gold answer after normalisation (as in SQuAD `A.`, `(a)` and `the` equal `A`), else
+    0.0.
     """
     forms = {normalize_answer(gold) for gold in _golds(golds)}
     return float(bool(prediction.strip()) and normalize_answer(prediction) in forms)
@@ -71,20 +51,7 @@ def exact_match(prediction: str, golds: Gold) -> float:
 
 def f1_score(prediction: str, golds: Gold) -> float:
     """
-    Overlap of words with the nearest gold answer, as in HotpotQA's evaluation.
-
-    Args:
-        prediction (`str`):
-            The answer; one without any character is never right.
-        golds (`str` or `Sequence[str]`):
-            Gold answers, at least one.
-
-    Returns:
-        `float`: Harmonic mean of precision and recall over normalised words, in [0, 1]; the best over gold answers.
-        `yes`, `no` and `noanswer` are right or wrong as a whole, and so is what has no normalised words.
-
-    Raises:
-        ValueError: Without any gold answer.
+    Best overlap of words with a gold answer, as in HotpotQA; `yes`, `no` and `noanswer` are right or wrong as a whole.
     """
     best = max(_f1(normalize_answer(prediction), normalize_answer(gold)) for gold in _golds(golds))
     return best if prediction.strip() else 0.0
@@ -104,18 +71,7 @@ SCORES: dict[str, Callable[[str, Gold], float]] = {"f1": f1_score, "em": exact_m
 
 
 def extract_tagged_answer(text: str, tag: str = "answer") -> str | None:
-    """
-    What stands in the last complete pair of tags of a text.
-
-    Args:
-        text (`str`):
-            Any text.
-        tag (`str`, *optional*, defaults to `"answer"`):
-            Name of the tag.
-
-    Returns:
-        `str` or `None`: The inner text, stripped; `None` without a complete pair.
-    """
+    """What stands in the last complete pair of tags of a text, stripped; `None` without one."""
     inner = re.findall(rf"<{tag}>((?:(?!</?{tag}>).)*)</{tag}>", text, re.DOTALL)
     return inner[-1].strip() if inner else None
 

@@ -12,79 +12,28 @@ TOLERANCE = 1e-6
 
 def bar(threshold: float) -> float:
     """
-    Smallest number that counts as reaching a threshold.
-
-    Args:
-        threshold (`float`):
-            The threshold.
-
-    Returns:
-        `float`: A millionth of it less; for 0, which has no scale of its own, a millionth of 1.
+    Smallest number that reaches a threshold: a millionth of it less; for 0, which has no scale, a millionth of 1.
     """
     return threshold - TOLERANCE * (abs(threshold) or 1.0)
 
 
 def is_success(reward: float | None, *, threshold: float) -> bool:
-    """
-    Whether an answer counts as correct.
-
-    Args:
-        reward (`float` or `None`):
-            The reward that decides.
-        threshold (`float`):
-            Smallest reward of a success; rewards that differ from it by float32's rounding count as equal.
-
-    Returns:
-        `bool`: `False` also for NaN and `None`.
-    """
+    """Whether an answer counts as correct; NaN and `None` never do."""
     return reward is not None and reward >= bar(threshold)
 
 
 def succeeded(rewards: "torch.Tensor", *, threshold: float) -> "torch.Tensor":
-    """
-    Rows that succeeded, by the rule of [`is_success`].
-
-    Args:
-        rewards (`torch.Tensor`):
-            Rewards that decide, of any shape; NaN where a row could not be scored.
-        threshold (`float`):
-            Smallest reward of a success.
-
-    Returns:
-        `torch.Tensor`: Boolean of the same shape; `False` for NaN.
-    """
+    """Rows that succeeded, by the rule of [`is_success`]; boolean of the same shape."""
     return rewards >= bar(threshold)
 
 
 def failed(rewards: "torch.Tensor", *, threshold: float) -> "torch.Tensor":
-    """
-    Rows that were scored and did not succeed.
-
-    Args:
-        rewards (`torch.Tensor`):
-            Rewards that decide, of any shape; NaN where a row could not be scored.
-        threshold (`float`):
-            Smallest reward of a success.
-
-    Returns:
-        `torch.Tensor`: Boolean of the same shape; `False` for NaN, which is neither success nor failure.
-    """
+    """Rows that were scored and did not succeed; NaN is neither success nor failure."""
     return rewards < bar(threshold)
 
 
 def check_success_reward(success_reward: str | None, names: Sequence[str]) -> None:
-    """
-    Refuse the name of a reward function that is not there, or there twice.
-
-    Args:
-        success_reward (`str` or `None`):
-            The name; `None` for the sum of all.
-        names (`Sequence[str]`):
-            Names of the reward functions.
-
-    Raises:
-        ValueError: Naming what there is.
-    """
+    """Refuse the name of a reward function that is not there, or there twice."""
     if success_reward is None or names.count(success_reward) == 1:
         return
     if success_reward in names:

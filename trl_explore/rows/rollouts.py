@@ -195,36 +195,3 @@ class Rows:
             completions=self.completions + [None] * extra,
             parents=self.parents + [None] * extra,
         )
-
-
-class ScriptedSampler:
-    """
-    A sampler that replays written continuations, for tests without a model.
-
-    Args:
-        script (`dict[tuple[int, ...], list[list[int]]]`):
-            For each prefix, the suffixes to hand out in order. Asking for more than was written is an error.
-        eos_token_id (`int`, *optional*, defaults to `0`):
-            A suffix that ends with this token counts as finished.
-    """
-
-    def __init__(self, script: dict[tuple[int, ...], list[list[int]]], eos_token_id: int = 0) -> None:
-        self.script = {prefix: list(suffixes) for prefix, suffixes in script.items()}
-        self.eos_token_id = eos_token_id
-        self.calls: list[list[list[int]]] = []
-
-    def __call__(
-        self, prefixes: list[list[int]], num_samples: int | Sequence[int], max_new_tokens: int | Sequence[int]
-    ) -> list[list[Continuation]]:
-        """Hand out the next suffixes of each prefix, cut to the request's budget (see [`Sampler`])."""
-        self.calls.append(prefixes)
-        counts = per_request(num_samples, len(prefixes), name="num_samples")
-        budgets = per_request(max_new_tokens, len(prefixes), name="max_new_tokens")
-        groups = []
-        for prefix, count, budget in zip(prefixes, counts, budgets, strict=True):
-            queue = self.script.get(tuple(prefix), [])
-            if len(queue) < count:
-                raise ValueError(f"the script holds {len(queue)} suffixes for prefix {prefix}, {count} were asked for")
-            suffixes = [queue.pop(0)[:budget] for _ in range(count)]
-            groups.append([Continuation(ids, finished=ids[-1] == self.eos_token_id) for ids in suffixes])
-        return groups

@@ -30,32 +30,12 @@ class UsageError(Exception):
 
 
 def looks_like_path(name: str) -> bool:
-    """
-    Tells a path from a Hub name (`name` or `owner/name`).
-
-    Args:
-        name (`str`):
-            Value of a flag that takes either.
-
-    Returns:
-        `bool`: Whether no Hub repository can be meant.
-    """
+    """Whether no Hub repository (`name` or `owner/name`) can be meant, but a path."""
     return name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1 or Path(name).suffix in FILE_FORMATS
 
 
 def missing_path(field: str, path: Path) -> UsageError:
-    """
-    The error for a path that is not there, with up to three of a similar name that are.
-
-    Args:
-        field (`str`):
-            The flag that names it.
-        path (`Path`):
-            The path.
-
-    Returns:
-        [`UsageError`]: To be raised.
-    """
+    """The error for a path that is not there, with up to three of a similar name that are."""
     problem = f"{field}={str(path)!r} does not exist (looked from {os.getcwd()})"
     if not path.parent.is_dir():
         return UsageError(f"{problem}: {path.parent} does not exist either")
@@ -65,16 +45,7 @@ def missing_path(field: str, path: Path) -> UsageError:
 
 def check_output_dir(name: str | Path, field: str = "output_dir") -> Path:
     """
-    Checks that a folder is there and can be written to, or can be made, before anything slow starts.
-
-    Args:
-        name (`str` or `Path`):
-            The folder.
-        field (`str`, *optional*, defaults to `"output_dir"`):
-            The flag that names it, or a file in it.
-
-    Returns:
-        `Path`: The folder, with `~` expanded; it is not made.
+    The folder, `~` expanded, once it is sure that it can be made and written to; `field` is the flag that names it.
     """
     folder = Path(name).expanduser()
     nearest = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
@@ -91,20 +62,7 @@ def check_output_dir(name: str | Path, field: str = "output_dir") -> Path:
 
 
 def check_model(name: str | None, *, revision: str | None, trust_remote_code: bool) -> str:
-    """
-    Checks that a model can be found before anything slow starts.
-
-    Args:
-        name (`str` or `None`):
-            Folder or Hub name.
-        revision (`str` or `None`):
-            Revision on the Hub.
-        trust_remote_code (`bool`):
-            Whether the user allows code from the Hub.
-
-    Returns:
-        `str`: The name, with `~` expanded if it is a folder.
-    """
+    """The model's name, `~` expanded if it is a folder, once it is sure that it can be found."""
     from transformers import AutoConfig
 
     if name is None:
@@ -123,20 +81,7 @@ def check_model(name: str | None, *, revision: str | None, trust_remote_code: bo
 def load_train_and_eval(
     script_args: "ScriptArguments", mixture: "DatasetMixtureConfig", *, needs_eval: bool
 ) -> tuple["Dataset", "Dataset | None"]:
-    """
-    Loads the data set that the arguments name.
-
-    Args:
-        script_args ([`~trl.ScriptArguments`]):
-            `dataset_name` is a file, a folder of files, a folder written by `save_to_disk`, or a Hub name.
-        mixture ([`~trl.DatasetMixtureConfig`]):
-            The alternative to `dataset_name`: a list of data sets.
-        needs_eval (`bool`):
-            Whether the run evaluates. The test split is looked up only then.
-
-    Returns:
-        `tuple`: The train split, and the test split or `None`.
-    """
+    """The train split that the arguments name, and the test split if the run evaluates, else `None`."""
     import datasets
     from trl import get_dataset
 
@@ -170,20 +115,8 @@ def load_splits(
     name: str, *, config: str | None = None, streaming: bool = False, field: str = "dataset_name"
 ) -> "DatasetDict":
     """
-    Loads all splits of a data set by its name.
-
-    Args:
-        name (`str`):
-            A file, a folder of files, a folder written by `save_to_disk`, or a Hub name.
-        config (`str`, *optional*):
-            Configuration of a data set on the Hub, or of a copy of one.
-        streaming (`bool`, *optional*, defaults to `False`):
-            Whether to read it while it is used.
-        field (`str`, *optional*, defaults to `"dataset_name"`):
-            What the user called it, for error messages.
-
-    Returns:
-        [`~datasets.DatasetDict`]: The splits.
+    All splits of a file, a folder of files, a folder of `save_to_disk` or a Hub name; `field` is what messages call
+    it.
     """
     import datasets
 
@@ -229,24 +162,7 @@ def _what_is_wrong(path: Path, error: Exception) -> str:
 def pick_split(
     splits: "DatasetDict", name: str, field: str, *, sole_split_is: str | None = None, remedy: str = ""
 ) -> "Dataset":
-    """
-    Takes one split of a data set.
-
-    Args:
-        splits ([`~datasets.DatasetDict`]):
-            All of them.
-        name (`str`):
-            The one that is wanted.
-        field (`str`):
-            The flag that names it, for the error message.
-        sole_split_is (`str`, *optional*):
-            The wanted name under which the only split of a data set is taken, whatever its own name.
-        remedy (`str`, *optional*, defaults to `""`):
-            What else the user can do where it is missing.
-
-    Returns:
-        [`~datasets.Dataset`]: The split.
-    """
+    """Takes one split of a data set."""
     if name in splits:
         return splits[name]
     if name == sole_split_is and len(splits) == 1:  # one file called test.jsonl: nothing else can be meant
@@ -255,18 +171,7 @@ def pick_split(
 
 
 def load_reward_functions(names: list[str] | None, model: str | None) -> list[str | RewardFunction]:
-    """
-    Resolves the names of reward functions.
-
-    Args:
-        names (`list[str]` or `None`):
-            Names from `trl_explore.rewards.answers` or from TRL's script (where both have one, ours), or import paths.
-        model (`str` or `None`):
-            Reward model, used before the functions.
-
-    Returns:
-        `list`: What the trainer takes as `reward_funcs`; functions tell what is wrong with them in one sentence.
-    """
+    """What the trainer takes as `reward_funcs`; the functions tell what is wrong with them in one sentence."""
     rewards: list[str | RewardFunction] = [] if model is None else [model]
     named = _named_rewards() if names else {}
     for name in names or []:
@@ -285,15 +190,7 @@ def load_reward_functions(names: list[str] | None, model: str | None) -> list[st
 
 
 def check_deciding_reward(name: str | None, rewards: Sequence[str | RewardFunction]) -> None:
-    """
-    Whether `--success_reward` names one of the reward functions.
-
-    Args:
-        name (`str` or `None`):
-            What it names.
-        rewards (`list`):
-            As [`load_reward_functions`] returns them.
-    """
+    """Refuse a `--success_reward` that is not one of the reward functions."""
     from trl.trainer.utils import get_callable_name
 
     from trl_explore.rewards.success import check_success_reward
@@ -358,19 +255,7 @@ def _import_reward(path: str) -> RewardFunction:
 
 
 def find_checkpoint(resume: str | bool | None, output_dir: str) -> str | None:
-    """
-    Finds the checkpoint to resume.
-
-    Args:
-        resume (`str`, `bool` or `None`):
-            `true` for the last checkpoint of `output_dir`, `false` or `None` for a fresh start, or a folder. A flag's
-            `true` arrives as text.
-        output_dir (`str`):
-            The run's folder.
-
-    Returns:
-        `str` or `None`: Folder of the checkpoint.
-    """
+    """Folder of the checkpoint to resume, or `None`."""
     from trl_explore.saving.checkpoints import is_complete, last_complete_checkpoint
 
     if resume is None or str(resume).lower() == "false":

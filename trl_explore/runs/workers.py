@@ -22,13 +22,7 @@ NOTICE = "\nInterrupted: what is running is saved at the end of its step, then a
 
 
 class WorkerFailed(Exception):
-    """
-    A job raised, or its process died.
-
-    Attributes:
-        details (`str`):
-            The traceback; empty where there is none.
-    """
+    """A job raised, or its process died; `details` is the traceback, empty where there is none."""
 
     def __init__(self, message: str, details: str = "") -> None:
         super().__init__(message)
@@ -37,19 +31,7 @@ class WorkerFailed(Exception):
 
 @dataclass(frozen=True)
 class Job:
-    """
-    What a process is to do.
-
-    Args:
-        name (`str`):
-            What it is called in an error.
-        function (`Callable`):
-            A function of a module. It is given the connection to the parent, through which it may send
-            `(AT_WORK, value)`, and then the arguments. It raises `KeyboardInterrupt` where it stops early because the
-            parent has hung up.
-        arguments (`tuple`):
-            The arguments.
-    """
+    """What a process is to do: `function(*arguments, send=...)`, called by its name in messages."""
 
     name: str
     function: Callable[..., Any]
@@ -104,17 +86,8 @@ class Workers:
 
     def do(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, str, Any]]:
         """
-        Have jobs done in their order, as many at a time as there are processes.
-
-        Args:
-            jobs (`Sequence[Job]`):
-                The jobs.
-
-        Yields:
-            `tuple[Job, str, Any]`: A job, whether it is `AT_WORK` or `DONE`, and what it has sent or returned.
-
-        Raises:
-            WorkerFailed: When a job raised, or its process died.
+        Have jobs done in their order, as many at a time as there are processes: job, `AT_WORK` or `DONE`, and its
+        value.
         """
         left, busy = list(jobs), dict[Connection, Job]()
         while left or busy:
@@ -161,29 +134,14 @@ class Workers:
 
 
 def death(code: int | None) -> str:
-    """
-    How a process ended.
-
-    Args:
-        code (`int` or `None`):
-            Its exit code; negative for a signal.
-
-    Returns:
-        `str`: The end of a sentence.
-    """
+    """How a process ended, as the end of a sentence."""
     if code == -9:
         return "was killed, as a system does that runs out of memory"
     return f"was ended by signal {-code}" if code and code < 0 else f"ended with exit code {code}"
 
 
 def serve(connection: Connection) -> None:
-    """
-    Do jobs until the parent hangs up: what a process of [`Workers`] runs.
-
-    Args:
-        connection (`Connection`):
-            To the parent.
-    """
+    """Do jobs until the parent hangs up: what a process of [`Workers`] runs."""
     # By default bars share a lock between processes, which a process that is killed leaves behind, and Python says so.
     tqdm.set_lock(threading.RLock())
     with without_noise(), suppress(EOFError, ConnectionError, KeyboardInterrupt):

@@ -65,16 +65,7 @@ FREE = (
 
 def compared_values(values: Mapping[str, Any], free: Collection[str]) -> dict[str, Any]:
     """
-    What a checkpoint says of the settings it was written with.
-
-    Args:
-        values (`Mapping`):
-            Fields of a configuration, and what else may change: `train_dataset` in words, the names of `reward_funcs`.
-        free (`Collection[str]`):
-            Fields that may change without a word unless they are named in this module.
-
-    Returns:
-        `dict`: Values by name, in a plain form.
+    What a checkpoint says of the settings it was written with: plain values by name, without those that are `free`.
     """
     named = {*MOVES_DATA, *NEEDED_BY_ROLLOUTS}
     kept = {name: value for name, value in values.items() if name in named or name not in {*free, *FREE}}
@@ -93,28 +84,7 @@ def check_changes(
     boundary: int,
 ) -> str | None:
     """
-    Compare the settings of a checkpoint with those of the run that goes on from it.
-
-    Args:
-        then (`Mapping`):
-            What [`compared_values`] gave when the checkpoint was written.
-        now (`Mapping`):
-            What it gives now.
-        checkpoint (`str`):
-            The checkpoint, for messages.
-        skips_data (`bool`):
-            Whether the run goes on where the checkpoint stood in its data; where it begins an epoch anew, nothing is
-            refused.
-        rollouts_in_use (`bool`):
-            Whether the checkpoint holds rollouts that are trained first.
-        boundary (`int`):
-            Steps whose multiples are those of checkpoints without rollouts.
-
-    Returns:
-        `str` or `None`: A warning that lists what changed; `None` where nothing did.
-
-    Raises:
-        ValueError: If something changed that must not, naming old and new value and the remedy.
+    A warning that lists what changed since a checkpoint, `None` for nothing; a `ValueError` for what must not change.
     """
     changed = {name: (old, now[name]) for name, old in then.items() if name in now and old != now[name]}
     moved = _said(changed, MOVES_DATA)

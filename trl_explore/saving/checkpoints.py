@@ -1,4 +1,4 @@
-"""Files that are either whole or not there: trainer state beside a checkpoint, and lines appended to a log."""
+"""Checkpoints: the state of each process in them, which ones are whole, and files of a run beside them."""
 
 import json
 import math
@@ -10,48 +10,23 @@ from typing import Any
 
 import torch
 
+from trl_explore.saving.whole_files import whole_file
+
 STATE_FILE = "explore_state_{rank}.pt"
 TRAINER_STATE = "trainer_state.json"
 EARLIER = "_earlier-{number}"
 
 
 def save_state(state: dict[str, Any], folder: str | Path, *, rank: int) -> None:
-    """
-    Write one process's state; an interrupted write leaves the old file or none.
-
-    Args:
-        state (`dict`):
-            Tensors, numbers, strings, and containers of them: what `torch.load(weights_only=True)` can read.
-        folder (`str` or `Path`):
-            The checkpoint folder; made if it is missing, since ranks do not wait for each other here.
-        rank (`int`):
-            Process index.
-    """
+    """Write one process's state; an interrupted write leaves the old file or none."""
     os.makedirs(folder, exist_ok=True)
     path = Path(folder) / STATE_FILE.format(rank=rank)
-    part = path.with_suffix(".part")
-    torch.save(state, part)
-    os.replace(part, path)
+    with whole_file(path) as part:
+        torch.save(state, part)
 
 
 def load_state(folder: str | Path, *, rank: int, world_size: int) -> dict[str, Any] | None:
-    """
-    Read one process's state.
-
-    Args:
-        folder (`str` or `Path`):
-            The checkpoint folder.
-        rank (`int`):
-            Process index.
-        world_size (`int`):
-            Number of processes of this run.
-
-    Returns:
-        `dict` or `None`: The state; `None` where the checkpoint was made by a plain `GRPOTrainer`.
-
-    Raises:
-        ValueError: If the checkpoint was made with another number of processes.
-    """
+    """Read one process's state: `None` where a plain `GRPOTrainer` made the checkpoint."""
     found = len(list(Path(folder).glob(STATE_FILE.format(rank="*"))))
     if not found:
         return None
@@ -65,17 +40,7 @@ def load_state(folder: str | Path, *, rank: int, world_size: int) -> dict[str, A
 
 
 def is_complete(folder: str | Path) -> bool:
-    """
-    Whether a checkpoint was written to its end.
-
-    Args:
-        folder (`str` or `Path`):
-            The checkpoint folder.
-
-    Returns:
-        `bool`: `False` where the trainer state, which is written last, is missing or cut off, or where the state of a
-        process is.
-    """
+    """Whether a checkpoint has its trainer state, which is written last, and the state of every process, all whole."""
     states = sorted(Path(folder).glob(STATE_FILE.format(rank="*")))
     try:
         json.loads((Path(folder) / TRAINER_STATE).read_text())
@@ -114,22 +79,7 @@ def next_batch(
     position: dict[str, Any], epoch_steps: float, *, batches_per_step: int, finished: bool
 ) -> tuple[int, int, bool]:
     """
-    Where a resumed run goes on in its data.
-
-    Args:
-        position (`dict`):
-            What the checkpoint says: `epoch` and the `batches` used of it, whether the epoch's end was told (`ended`)
-            and whether training was about to stop (`stopped`).
-        epoch_steps (`float`):
-            Optimiser steps of a whole epoch; infinite where only reading on will tell.
-        batches_per_step (`int`):
-            Batches of a step; the last one of an epoch may have fewer.
-        finished (`bool`):
-            Whether the run has no further step.
-
-    Returns:
-        `tuple[int, int, bool]`: Epoch, batches of it to skip, and whether the end of the checkpoint's epoch is still
-        to be told.
+    Where a resumed run goes on: epoch, batches of it to skip, and whether the checkpoint's epoch still has to end.
     """
     epoch, batches = position["epoch"], position["batches"]
     whole = math.ceil(batches / batches_per_step) >= epoch_steps
@@ -141,24 +91,7 @@ def next_batch(
 
 def path_inside(folder: str | Path, name: str, *, field: str, suffix: str = ".jsonl") -> Path:
     """
-    Resolve a path from a configuration against the output folder.
-
-    Args:
-        folder (`str` or `Path`):
-            The output folder.
-        name (`str`):
-            Path relative to it.
-        field (`str`):
-            The configuration field, for the error message.
-        suffix (`str`, *optional*, defaults to `".jsonl"`):
-            How the name must end; nothing else in the folder ends like that. Empty for a folder, whose name has no
-            dot.
-
-    Returns:
-        `Path`: The absolute path.
-
-    Raises:
-        ValueError: If the path leaves the output folder, or is a name that something else there may have.
+    Resolve a path of the configuration `field` against the output folder; a `ValueError` where it may not lie there.
     """
     root = Path(folder).resolve()
     path = (root / name).resolve()
@@ -175,17 +108,7 @@ def path_inside(folder: str | Path, name: str, *, field: str, suffix: str = ".js
 
 def set_aside(folder: str | Path, files: Iterable[Path]) -> Path | None:
     """
-    Move files of an earlier run into a folder of their own, under the names they had.
-
-    Args:
-        folder (`str` or `Path`):
-            The output folder.
-        files (`Iterable[Path]`):
-            Files in it; those that are no longer there are left out.
-
-    Returns:
-        `Path` or `None`: The folder `_earlier-<number>` that they are in now; `None` where there was nothing to move.
-            Names with an underscore are not published.
+    Move files of an earlier run, with their names, into the folder `_earlier-<number>`; `None` where there are none.
     """
     found = [path for path in files if path.is_file()]
     if not found:
@@ -198,57 +121,3 @@ def set_aside(folder: str | Path, files: Iterable[Path]) -> Path | None:
         moved.parent.mkdir(parents=True, exist_ok=True)
         path.rename(moved)
     return target
-
-
-def append_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    """
-    Append JSON lines; a line that an earlier interruption cut off is removed first.
-
-    Args:
-        path (`Path`):
-            The file; made if it is missing.
-        records (`Iterable[dict]`):
-            One JSON object per line.
-    """
-    text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-    data = text.encode(errors="backslashreplace")  # half a surrogate pair, as JSON writes it
-    if not data:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a+b") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(size - 1, 0))
-        if file.read(1) not in (b"\n", b""):
-            file.seek(0)
-            file.truncate(file.read().rfind(b"\n") + 1)
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def file_size(path: Path) -> int:
-    """
-    Length of a file that may not exist yet.
-
-    Args:
-        path (`Path`):
-            The file.
-
-    Returns:
-        `int`: Bytes; 0 where there is no file.
-    """
-    return path.stat().st_size if path.is_file() else 0
-
-
-def cut_file(path: Path, size: int) -> None:
-    """
-    Take a file back to an earlier length; a shorter or missing file stays as it is.
-
-    Args:
-        path (`Path`):
-            The file.
-        size (`int`):
-            Bytes to keep.
-    """
-    if file_size(path) > size:
-        os.truncate(path, size)

@@ -20,20 +20,7 @@ TEXTS: dict[str, tuple[type, Callable[[str], Any]]] = {
 
 def to_plain(value: Any, *, other: Callable[[Any], Any] | None = None) -> Any:
     """
-    Put a value into a form without objects.
-
-    Args:
-        value (`Any`):
-            Tensors, texts, numbers, `bytes`, dates, times, decimals, NumPy arrays and scalars, and lists, tuples and
-            dictionaries of them.
-        other (`Callable`, *optional*):
-            What to put in the place of anything else.
-
-    Returns:
-        `Any`: What [`from_plain`] makes the value of again. A tuple stands for a value that is not plain by itself.
-
-    Raises:
-        TypeError: Naming the type of anything else, where `other` is not given.
+    A value without objects, from which [`from_plain`] makes it again; `other` says what stands for unknown types.
     """
     kind = type(value)
     if kind in PLAIN or (isinstance(value, torch.Tensor) and not value.requires_grad):
@@ -62,16 +49,7 @@ def to_plain(value: Any, *, other: Callable[[Any], Any] | None = None) -> Any:
 
 
 def from_plain(value: Any) -> Any:
-    """
-    Undo [`to_plain`].
-
-    Args:
-        value (`Any`):
-            What it returned.
-
-    Returns:
-        `Any`: An equal value of the same type.
-    """
+    """Undo [`to_plain`]."""
     if type(value) is list:
         return [from_plain(item) for item in value]
     if type(value) is dict:

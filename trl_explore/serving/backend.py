@@ -22,6 +22,7 @@ from trl.import_utils import is_vllm_available
 from trl.trainer import grpo_trainer
 from urllib3.util.retry import Retry
 
+from trl_explore.saving.whole_files import whole_file
 from trl_explore.serving.agreement import check_server, check_vocabulary, hold, serve_command, wait_until_healthy
 
 MAX_CONCURRENT_REQUESTS = 64
@@ -89,8 +90,8 @@ class ServerClient(VLLMClient):
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"weights_{self._num_updates % 2}.safetensors"
         self._num_updates += 1
-        save_file(weights, path.with_suffix(".part"))
-        path.with_suffix(".part").replace(path)
+        with whole_file(path) as part:
+            save_file(weights, part)
         self._start_weight_update()
         self._post(
             f"{self.base_url}/update_weights", json={"update_info": {"path": str(path), "names": list(weights)}}

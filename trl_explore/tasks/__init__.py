@@ -88,32 +88,10 @@ class Task(Protocol):
         """
 
     def build_dataset(self, num_examples: int, *, seed: int) -> Dataset:
-        """
-        Training problems.
-
-        Args:
-            num_examples (`int`):
-                Number of problems.
-            seed (`int`):
-                Seed of the draw.
-
-        Returns:
-            [`~datasets.Dataset`]: A conversational `prompt` column and the columns that `reward` needs.
-        """
+        """Training problems: a conversational `prompt` column and the columns that `reward` needs."""
 
     def evaluation_set(self, num_examples: int = 256, *, seed: int = 0) -> Dataset:
-        """
-        Held-out problems, which no training set and no demonstration ever contains.
-
-        Args:
-            num_examples (`int`, *optional*, defaults to `256`):
-                Number of problems.
-            seed (`int`, *optional*, defaults to `0`):
-                Seed of the draw.
-
-        Returns:
-            [`~datasets.Dataset`]: Columns as in `build_dataset`.
-        """
+        """Held-out problems, which no training set and no demonstration ever contains."""
 
 
 class TeachableTask(Task, Protocol):
@@ -126,30 +104,10 @@ class TeachableTask(Task, Protocol):
         """Optimizer steps after which supervised training on the demonstrations has converged."""
 
     def sample_problem(self, rng: random.Random) -> str:
-        """
-        Draws one training problem.
-
-        Args:
-            rng (`random.Random`):
-                Source of randomness.
-
-        Returns:
-            `str`: The user's message.
-        """
+        """Draws one training problem: the user's message."""
 
     def demonstration(self, prompt: str, rng: random.Random) -> str:
-        """
-        Shows how `prompt` is answered; demonstrations need not be right.
-
-        Args:
-            prompt (`str`):
-                Problem.
-            rng (`random.Random`):
-                Source of randomness.
-
-        Returns:
-            `str`: The assistant's message.
-        """
+        """How `prompt` is answered: the assistant's message, which need not be right."""
 
 
 EMBEDDED: tuple[TeachableTask, ...] = (

@@ -120,16 +120,7 @@ class ChainTask:
         return {"+": a + b, "-": a - b, "*": a * b}[op] % len(DIGITS)
 
     def solve(self, prompt: str) -> str:
-        """
-        The one right answer to a problem.
-
-        Args:
-            prompt (`str`):
-                Problem, for example `"6a-0b-8"`.
-
-        Returns:
-            `str`: Answer, for example `"a6-0=6;b6-8=8;#8"`.
-        """
+        """The one right answer to a problem, for example `"a6-0=6;b6-8=8;#8"`."""
         return _write_out(prompt, self._apply)
 
     def demonstration(self, prompt: str, rng: random.Random) -> str:
@@ -144,35 +135,11 @@ class ChainTask:
         return _write_out(prompt, habitual)
 
     def verify(self, prompt: str, completion: str) -> bool:
-        """
-        Whether an answer counts as right: all of it if `strict`, else what follows the first `#`.
-
-        Args:
-            prompt (`str`):
-                Problem.
-            completion (`str`):
-                Answer to judge.
-
-        Returns:
-            `bool`: Verdict.
-        """
+        """Whether an answer counts as right: all of it if `strict`, else what follows the first `#`."""
         return self._matches(completion, self.solve(prompt))
 
     def accuracy_reward(self, completions: list, answer: list[str], **columns: Any) -> list[float]:
-        """
-        TRL reward function: 1 for a right answer, 0 for a wrong one.
-
-        Args:
-            completions (`list`):
-                Answers, as strings or as lists of chat messages.
-            answer (`list[str]`):
-                The data set's column of right answers.
-            columns (`Any`):
-                What else TRL passes (`prompts`, `completion_ids`, ...); unused.
-
-        Returns:
-            `list[float]`: One reward per answer.
-        """
+        """TRL reward function: 1 for a right answer, 0 for a wrong one."""
         texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
         return [float(self._matches(text, right)) for text, right in zip(texts, answer, strict=True)]
 

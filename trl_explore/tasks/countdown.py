@@ -141,14 +141,7 @@ class CountdownTask(SketchedTask):
 
     def solutions(self, problem: str) -> set[Solution]:
         """
-        Solutions whose intermediate results are whole, positive and at most `max_value`; there may be others.
-
-        Args:
-            problem (`str`):
-                Problem.
-
-        Returns:
-            `set[tuple[str, ...]]`: Per solution, its equations in canonical form.
+        Canonical solutions with whole, positive intermediate results of at most `max_value`; there may be others.
         """
         pool, target = read_problem(problem)
         found: set[Solution] = set()
@@ -168,38 +161,14 @@ class CountdownTask(SketchedTask):
         return len(self.solutions(problem))
 
     def coverage(self, problem: str, completions: Sequence[Any]) -> float:
-        """
-        Share of the `solutions` that are found.
-
-        Args:
-            problem (`str`):
-                Problem.
-            completions (`Sequence`):
-                Answers to it, as strings or as lists of chat messages; wrong ones and repeated ones count for nothing.
-
-        Returns:
-            `float`: Share in [0, 1].
-        """
+        """Share of the `solutions` that are found."""
         found = [read_answer(problem, completion_text(text)) for text in completions]
         return coverage_at_k(found, self.solutions(problem), max(1, len(found)))
 
 
 @lru_cache(maxsize=1 << 15)
 def moves(pool: tuple[int, ...], operators: str, max_value: int) -> tuple[Move, ...]:
-    """
-    All operations on two numbers whose result is whole, positive and not too large, each once.
-
-    Args:
-        pool (`tuple[int, ...]`):
-            Numbers, sorted.
-        operators (`str`):
-            Operations to use.
-        max_value (`int`):
-            Largest result.
-
-    Returns:
-        `tuple[Move, ...]`: The operations, the larger number first.
-    """
+    """All operations on two numbers whose result is whole, positive and not too large, each once."""
     found: dict[str, Move] = {}
     for i, b in enumerate(pool):
         for j in range(i + 1, len(pool)):
@@ -214,20 +183,7 @@ def moves(pool: tuple[int, ...], operators: str, max_value: int) -> tuple[Move, 
 
 @lru_cache(maxsize=1 << 17)
 def reachable(pool: tuple[int, ...], operators: str, max_value: int) -> int:
-    """
-    What can be made of all numbers of a pool.
-
-    Args:
-        pool (`tuple[int, ...]`):
-            Numbers, sorted.
-        operators (`str`):
-            Operations to use.
-        max_value (`int`):
-            Largest intermediate result.
-
-    Returns:
-        `int`: A set of values as bits: bit v is set if v can be made.
-    """
+    """What can be made of all numbers of a pool, as bits: bit v is set if v can be made."""
     if len(pool) == 1:
         return 1 << pool[0]
     bits = 0
@@ -237,34 +193,13 @@ def reachable(pool: tuple[int, ...], operators: str, max_value: int) -> int:
 
 
 def read_problem(problem: str) -> tuple[tuple[int, ...], int]:
-    """
-    Takes a problem apart.
-
-    Args:
-        problem (`str`):
-            Problem, for example `"2,3,5,7=24"`.
-
-    Returns:
-        `tuple[tuple[int, ...], int]`: The numbers, sorted, and the target.
-    """
+    """The numbers of a problem, sorted, and the target."""
     numbers, _, target = problem.partition("=")
     return tuple(sorted(map(int, numbers.split(LINE_SEPARATOR)))), int(target)
 
 
 def read_answer(problem: str, answer: str) -> Solution | None:
-    """
-    Checks an answer and brings it into canonical form.
-
-    Args:
-        problem (`str`):
-            Problem.
-        answer (`str`):
-            Answer to judge; any text at all.
-
-    Returns:
-        `tuple[str, ...]` or `None`: Its operations as equations, the larger number of a sum or product first, sorted;
-        `None` if the answer is wrong.
-    """
+    """The operations of a right answer in canonical form, sorted; `None` if it is wrong."""
     if len(answer) > MAX_CHARACTERS:
         return None
     numbers, target = read_problem(problem)

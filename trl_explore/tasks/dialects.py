@@ -87,16 +87,7 @@ class DialectTask(FactTask):
         return self.guess(problem, rng)
 
     def targets(self, problem: str) -> list[str]:
-        """
-        All right answers.
-
-        Args:
-            problem (`str`):
-                Problem.
-
-        Returns:
-            `list[str]`: One per dialect that the item understands.
-        """
+        """All right answers: one per dialect that the item understands."""
         return [self.answer(problem, mark) for mark in self.facts[problem[0]]]
 
     def verify(self, problem: str, completion: str) -> bool:

@@ -127,18 +127,7 @@ class GridTask(SketchedTask):
         return {c: self.overlook_probabilities[i % len(self.overlook_probabilities)] for i, c in enumerate(chosen)}
 
     def overlook(self, state: State, rng: random.Random) -> State:
-        """
-        The board as a demonstrator sees it.
-
-        Args:
-            state ([`State`]):
-                Position.
-            rng (`random.Random`):
-                Decides which obstacles are overlooked this time.
-
-        Returns:
-            [`State`]: The same position with fewer obstacles.
-        """
+        """The board as a demonstrator sees it: the same position with fewer obstacles."""
         for cell, probability in self.blind_spots.items():
             if state.tile(*cell) == self.world.obstacle and rng.random() < probability:
                 state = state.with_tile(*cell, ".")

@@ -83,18 +83,7 @@ class World(ABC):
         return [action for action in ACTIONS if self.step(state, action)[0] != state]
 
     def solve(self, state: State, rng: random.Random | None = None) -> str | None:
-        """
-        A shortest plan.
-
-        Args:
-            state ([`State`]):
-                Position to start from.
-            rng (`random.Random`, *optional*):
-                Chooses among the moves that are equally good. Without it the first in the order of `ACTIONS` is taken.
-
-        Returns:
-            `str` or `None`: Moves, or `None` if there is no way.
-        """
+        """Moves of a shortest plan, `None` if there is no way."""
         distances, plan = self.distances(state), ""
         while distances.get(state):
             after = {action: self.step(state, action)[0] for action in ACTIONS}
@@ -145,20 +134,7 @@ class GridEnvironment:
 
     def reset(self, board: str, prompt: Any = "", seed: int = 0, **columns: Any) -> str | None:
         """
-        Starts a game. TRL passes the row of the data set and appends what is returned to the prompt.
-
-        Args:
-            board (`str`):
-                Board to start from. A task's data set calls it `problem`: rename that column to `board`.
-            prompt (`str` or `list[dict]`, *optional*):
-                The row's prompt.
-            seed (`int`, *optional*, defaults to `0`):
-                Seed of chance: the n-th move of a game meets the same chance however the game came there.
-            columns (`Any`):
-                The other columns; unused.
-
-        Returns:
-            `str` or `None`: The board, unless the prompt shows it already.
+        Starts the game of a row; what is returned, the board unless the prompt shows it, is appended to the prompt.
         """
         self.episode = Episode(self.world.parse(board), 0, seed)
         shown = prompt if isinstance(prompt, str) else prompt[-1]["content"]

@@ -198,20 +198,7 @@ class MultiHopTask:
         return self.accuracy_reward
 
     def accuracy_reward(self, completions: list, answer: list[str], **columns: Any) -> list[float]:
-        """
-        TRL reward function: 1 for a right answer, 0 for a wrong one, less for none or one without a search.
-
-        Args:
-            completions (`list`):
-                Trajectories, as lists of chat messages.
-            answer (`list[str]`):
-                The data set's column of right answers.
-            columns (`Any`):
-                What else TRL passes (`prompts`, `completion_ids`, ...); unused.
-
-        Returns:
-            `list[float]`: One reward per trajectory.
-        """
+        """TRL reward function: 1 for a right answer, 0 for a wrong one, less for none or one without a search."""
         return [self._score(messages, right) for messages, right in zip(completions, answer, strict=True)]
 
     def _score(self, messages: list[dict[str, Any]], right: str) -> float:
@@ -237,20 +224,7 @@ class MultiHopTask:
         return self.demonstrate(prompt, rng.getrandbits(32), rng)
 
     def demonstrate(self, question: str, seed: int, rng: random.Random) -> str:
-        """
-        A trajectory in a given world, written with the marks of the chat template between its turns.
-
-        Args:
-            question (`str`):
-                Question.
-            seed (`int`):
-                Seed of its world.
-            rng (`random.Random`):
-                Source of randomness.
-
-        Returns:
-            `str`: What the assistant says and what the tool answers.
-        """
+        """A trajectory in a given world, with the marks of the chat template between its turns."""
         search, said, shown = MultiHopSearch(self), "", ""
         search.reset(question, seed)
         name, path = split_question(question)
@@ -268,22 +242,7 @@ class MultiHopTask:
         return said + ANSWER_MARK + (other if fault in ("guess", "distractor") else found)
 
     def verdict(self, question: str, seed: int, queries: list[str], answer: str | None) -> str:
-        """
-        Names what became of a trajectory.
-
-        Args:
-            question (`str`):
-                Question.
-            seed (`int`):
-                Seed of its world.
-            queries (`list[str]`):
-                The searches.
-            answer (`str` or `None`):
-                The answer without its mark, if there was one.
-
-        Returns:
-            `str`: `"malformed"`, `"right"`, `"strayed"` (before the last look-up), one of the `FAULTS`, or `"other"`.
-        """
+        """`"malformed"`, `"right"`, `"strayed"` (before the last look-up), one of the `FAULTS`, or `"other"`."""
         facts, chain = puzzle(question, seed)
         *early, last = [name + relation for name, relation in zip(chain, split_question(question)[1], strict=False)]
         if not queries or not answer:

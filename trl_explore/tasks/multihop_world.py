@@ -96,24 +96,7 @@ class World:
 
 
 def build_world(rng: random.Random, *, couples: int, films: int, cities: int, countries: int) -> World:
-    """
-    Draws a world. Its oldest two couples have no parents, and nobody is married to a sibling.
-
-    Args:
-        rng (`random.Random`):
-            Source of randomness.
-        couples (`int`):
-            Number of married couples, which all people live in; at least 3.
-        films (`int`):
-            Number of films.
-        cities (`int`):
-            Number of cities, at least as many as countries.
-        countries (`int`):
-            Number of countries.
-
-    Returns:
-        [`World`]: The world.
-    """
+    """Draws a world. Its oldest two couples have no parents, and nobody is married to a sibling."""
     if couples < 3 or not 1 <= countries <= cities or films < 1:
         raise ValueError(
             f"`couples, films, cities, countries` are {couples}, {films}, {cities}, {countries}; give at least 3 "
@@ -143,18 +126,7 @@ def build_world(rng: random.Random, *, couples: int, films: int, cities: int, co
 
 
 def draw_path(rng: random.Random, hops: int) -> str:
-    """
-    Draws relations of which each begins where the one before it ends, and none occurs twice.
-
-    Args:
-        rng (`random.Random`):
-            Source of randomness.
-        hops (`int`):
-            Number of relations, at most [`MAX_HOPS`].
-
-    Returns:
-        `str`: Their letters.
-    """
+    """Letters of relations of which each begins where the one before it ends, and none occurs twice."""
     if not 1 <= hops <= MAX_HOPS:
         raise ValueError(f"`hops` is {hops}; give between 1 and {MAX_HOPS} look-ups.")
     while True:
@@ -206,18 +178,7 @@ def draw_question(rng: random.Random, hops: int) -> str:
 # The rows of a batch share their worlds, and environments that are only copies of one another look them up again.
 @lru_cache(maxsize=4096)
 def puzzle(question: str, seed: int) -> Puzzle:
-    """
-    The world that belongs to a short question and a seed.
-
-    Args:
-        question (`str`):
-            Question, for example `"z.dm?"`.
-        seed (`int`):
-            Seed of the world.
-
-    Returns:
-        [`Puzzle`]: The world. Whoever reads the wrong one of the last passages, or of those before, answers wrongly.
-    """
+    """The world of a short question and a seed, in which the wrong passages lead to wrong answers."""
     name, path = split_question(question)
     rng = random.Random(f"puzzle/{question}/{seed}")
     while True:
@@ -237,18 +198,7 @@ def puzzle(question: str, seed: int) -> Puzzle:
 
 
 def retrieve(facts: dict[str, str], query: str) -> list[str]:
-    """
-    Finds the facts next to a query: first those with its relation, of which the one with the nearest letter.
-
-    Args:
-        facts (`dict[str, str]`):
-            Facts as in a [`Puzzle`].
-        query (`str`):
-            A short name and a relation, `zd`; whatever is no letter is overlooked.
-
-    Returns:
-        `list[str]`: [`PASSAGES`] keys of `facts`, the best first; fewer or none if the query says too little.
-    """
+    """Keys of at most [`PASSAGES`] facts next to a query: those with its relation first, then the nearest letter."""
     name, relation, *_ = *filter(str.isalpha, query), "", ""
     alike = [key for key in facts if relation and (key[0] == name or key[1] == relation)]
     return sorted(alike, key=lambda key: (key[1] != relation, abs(ord(key[0]) - ord(name))))[:PASSAGES]
@@ -321,12 +271,7 @@ class EnglishWorld:
         return names
 
     def corpus(self) -> list[dict[str, str]]:
-        """
-        The passages, one per entity.
-
-        Returns:
-            `list[dict[str, str]]`: Rows of `id`, `title` and `text`.
-        """
+        """One passage per entity: `id`, `title` and `text`."""
         return [
             {"id": f"{kind}-{number}", "title": self.names[kind, number], "text": self._passage((kind, number))}
             for kind, number in self.world.entities
@@ -335,22 +280,7 @@ class EnglishWorld:
     def questions(
         self, number: int, *, seed: int, held_out: bool = False, hops: tuple[int, ...] = (2, 3, 4)
     ) -> list[dict[str, Any]]:
-        """
-        Draws distinct questions.
-
-        Args:
-            number (`int`):
-                Number of questions.
-            seed (`int`):
-                Seed of the draw.
-            held_out (`bool`, *optional*, defaults to `False`):
-                Whether to draw from the sixteenth of all questions that the others never contain.
-            hops (`tuple[int, ...]`, *optional*, defaults to `(2, 3, 4)`):
-                Numbers of look-ups, each equally likely.
-
-        Returns:
-            `list[dict[str, Any]]`: Rows of `question`, `answer`, `hops`, and `evidence`, the titles to be found.
-        """
+        """Distinct questions: `question`, `answer`, `hops`, and `evidence`, the titles to be found."""
         rows: dict[str, dict[str, Any]] = {}
         rng = random.Random(f"questions/{self.seed}/{seed}")
         for row in itertools.islice(self._draws(rng, hops), 100 * HELD_OUT_ONE_IN * (number + 1)):

@@ -174,16 +174,7 @@ class PathTask(SketchedTask):
         return completion in self.targets
 
     def coverage(self, completions: Sequence[Any]) -> float:
-        """
-        Share of the treasures that are found.
-
-        Args:
-            completions (`Sequence`):
-                Places named, as strings or as lists of chat messages; repeated ones count once.
-
-        Returns:
-            `float`: Share in [0, 1].
-        """
+        """Share of the treasures that are found."""
         return coverage_at_k([completion_text(text) for text in completions], self.targets, max(1, len(completions)))
 
 
@@ -232,15 +223,6 @@ class PaperPathTask:
     def accuracy_reward(self, completions: list, **columns: Any) -> list[float]:
         """
         TRL reward function: 1 for a place with a treasure, up to case, dashes, white space and a full stop, else 0.
-
-        Args:
-            completions (`list`):
-                Places, as strings or as lists of chat messages.
-            columns (`Any`):
-                What else TRL passes (`prompts`, `completion_ids`, ...); unused.
-
-        Returns:
-            `list[float]`: One reward per place.
         """
         hidden = {normalize_place(place) for place in self.targets}
         return [float(normalize_place(completion_text(text)) in hidden) for text in completions]
@@ -270,16 +252,7 @@ def paper_places() -> PaperPathTask:
 
 
 def normalize_place(text: str) -> str:
-    """
-    Makes different ways to write a place equal.
-
-    Args:
-        text (`str`):
-            Place, for example `"henan province - Luoyang City - Luolong District."`.
-
-    Returns:
-        `str`: Its words in lower case with one space between; empty for what is too long to be a place.
-    """
+    """Words of a place in lower case with one space between; empty for what is too long to be one."""
     if len(text) > MAX_PLACE_CHARACTERS:
         return ""
     return SEPARATORS.sub(" ", text.lower()).strip(" .")

@@ -61,63 +61,19 @@ class SketchedTask(ABC):
 
     @abstractmethod
     def draw(self, rng: random.Random) -> str:
-        """
-        Draws a plain problem, held out or not.
-
-        Args:
-            rng (`random.Random`):
-                Source of randomness.
-
-        Returns:
-            `str`: Problem.
-        """
+        """Draws a plain problem, held out or not."""
 
     @abstractmethod
     def sketch(self, problem: str, rng: random.Random) -> str:
-        """
-        Draws a sketch as demonstrations show it.
-
-        Args:
-            problem (`str`):
-                Plain problem.
-            rng (`random.Random`):
-                Source of randomness.
-
-        Returns:
-            `str`: Sketch.
-        """
+        """Draws a sketch as demonstrations show it."""
 
     @abstractmethod
     def attempt(self, problem: str, rng: random.Random, *, sketch: str = "") -> str:
-        """
-        Draws an answer as demonstrations show it, right or wrong.
-
-        Args:
-            problem (`str`):
-                Plain problem.
-            rng (`random.Random`):
-                Source of randomness.
-            sketch (`str`, *optional*, defaults to `""`):
-                Sketch to follow. Empty, or nothing that can be followed, for a free answer.
-
-        Returns:
-            `str`: Answer.
-        """
+        """Draws an answer as demonstrations show it, right or wrong."""
 
     @abstractmethod
     def verify(self, problem: str, completion: str) -> bool:
-        """
-        Whether an answer is right.
-
-        Args:
-            problem (`str`):
-                Plain problem.
-            completion (`str`):
-                Answer to judge; any text at all.
-
-        Returns:
-            `bool`: Verdict.
-        """
+        """Whether an answer is right."""
 
     @property
     def sesa_options(self) -> dict[str, Any]:
@@ -135,20 +91,7 @@ class SketchedTask(ABC):
         }
 
     def accuracy_reward(self, completions: list, problem: list[str], **columns: Any) -> list[float]:
-        """
-        TRL reward function: 1 for a right answer, 0 for a wrong one.
-
-        Args:
-            completions (`list`):
-                Answers, as strings or as lists of chat messages.
-            problem (`list[str]`):
-                The data set's column of plain problems: whatever prompt an answer was sampled from, this is judged.
-            columns (`Any`):
-                What else TRL passes (`prompts`, `completion_ids`, ...); unused.
-
-        Returns:
-            `list[float]`: One reward per answer.
-        """
+        """TRL reward function: 1 for a right answer, 0 for a wrong one."""
         texts = map(completion_text, completions)
         return [float(self.verify(plain, text)) for plain, text in zip(problem, texts, strict=True)]
 
@@ -158,16 +101,7 @@ class SketchedTask(ABC):
         return self.accuracy_reward
 
     def is_held_out(self, problem: str) -> bool:
-        """
-        Whether a problem belongs to the held-out share: a fixed property of its text alone.
-
-        Args:
-            problem (`str`):
-                Plain problem.
-
-        Returns:
-            `bool`: Whether it is held out.
-        """
+        """Whether a problem belongs to the held-out share: a fixed property of its text alone."""
         return hashlib.sha256(problem.encode()).digest()[0] % HELD_OUT_ONE_IN == 0
 
     def build_dataset(self, num_examples: int, *, seed: int) -> Dataset:
@@ -219,18 +153,7 @@ class SketchedTask(ABC):
 
 def distinct(draw: Callable[[], str], number: int, earlier: list[str] | None = None) -> list[str]:
     """
-    Draws until there are `number` different texts, as a sampler that sees what it has said does.
-
-    Args:
-        draw (`Callable`):
-            Gives a text per call.
-        number (`int`):
-            Texts wanted.
-        earlier (`list[str]`, *optional*):
-            Texts that do not count.
-
-    Returns:
-        `list[str]`: Texts in the order of their first draw; fewer if they repeat too often.
+    Draws until there are `number` different texts, in the order of their first draw; fewer if they repeat too often.
     """
     seen = dict.fromkeys(earlier or [])
     found: list[str] = []

@@ -94,16 +94,7 @@ class SudokuTask(SketchedTask):
         return fill(problem, completion) is not None
 
     def solutions(self, problem: str) -> list[str]:
-        """
-        All boards that fit.
-
-        Args:
-            problem (`str`):
-                Puzzle.
-
-        Returns:
-            `list[str]`: Filled boards, in ascending order.
-        """
+        """All boards that fit, in ascending order."""
         return list(boards_that_fit(problem))
 
     def num_solutions(self, problem: str) -> int:
@@ -111,51 +102,20 @@ class SudokuTask(SketchedTask):
         return len(self.solutions(problem))
 
     def coverage(self, problem: str, completions: Sequence[Any]) -> float:
-        """
-        Share of the `solutions` that are found.
-
-        Args:
-            problem (`str`):
-                Puzzle.
-            completions (`Sequence`):
-                Answers to it, as strings or as lists of chat messages; wrong ones and repeated ones count for nothing.
-
-        Returns:
-            `float`: Share in [0, 1].
-        """
+        """Share of the `solutions` that are found."""
         found = [fill(problem, completion_text(text)) for text in completions]
         return coverage_at_k(found, self.solutions(problem), max(1, len(found)))
 
 
 @lru_cache(maxsize=256)
 def boards_that_fit(problem: str) -> tuple[str, ...]:
-    """
-    All solutions of a puzzle.
-
-    Args:
-        problem (`str`):
-            Puzzle.
-
-    Returns:
-        `tuple[str, ...]`: Filled boards, in ascending order.
-    """
+    """All solutions of a puzzle, in ascending order."""
     given = [(cell, digit) for cell, digit in enumerate(problem) if digit in DIGITS]
     return tuple(board for board in all_boards() if all(board[cell] == digit for cell, digit in given))
 
 
 def fill(problem: str, answer: str) -> str | None:
-    """
-    Carries out an answer.
-
-    Args:
-        problem (`str`):
-            Puzzle.
-        answer (`str`):
-            Cells and digits; any text at all.
-
-    Returns:
-        `str` or `None`: The filled board; `None` if the answer is wrong.
-    """
+    """The board that an answer fills; `None` if the answer is wrong."""
     cells, digits = answer[::2], answer[1::2]
     # The length comes first: it bounds the work on hostile answers.
     if len(answer) != 2 * sum(cell in problem for cell in CELLS) or not all(cell in problem for cell in cells):
@@ -166,27 +126,13 @@ def fill(problem: str, answer: str) -> str | None:
 
 
 def follows_rules(board: str) -> bool:
-    """
-    Whether every row, column and box of a line of 16 characters holds the four digits.
-
-    Args:
-        board (`str`):
-            The line.
-
-    Returns:
-        `bool`: Verdict.
-    """
+    """Whether every row, column and box of a line of 16 characters holds the four digits."""
     return all({board[cell] for cell in unit} == set(DIGITS) for unit in UNITS)
 
 
 @cache
 def all_boards() -> tuple[str, ...]:
-    """
-    All filled boards.
-
-    Returns:
-        `tuple[str, ...]`: The 288 lines, in ascending order.
-    """
+    """The 288 filled boards, as lines in ascending order."""
     boards = [""]
     for cell in range(len(CELLS)):
         units = [unit for unit in UNITS if cell in unit]

@@ -231,16 +231,7 @@ class DoorsTask(FactTask):
         return {start: "".join(self.doors[room][0] for room in self.way(start)) for start in self.doors}
 
     def way(self, start: str) -> list[str]:
-        """
-        The rooms in which a door is chosen, if all are right.
-
-        Args:
-            start (`str`):
-                The first room.
-
-        Returns:
-            `list[str]`: `num_steps` rooms.
-        """
+        """The rooms in which a door is chosen, if all are right."""
         rooms = [start]
         while len(rooms) < self.num_steps:
             rooms.append(self.next_rooms[rooms[-1]])
@@ -286,42 +277,12 @@ def item_of(problem: str) -> str:
 
 
 def biased(preferred: str, letters: str, probability: float, rng: random.Random) -> str:
-    """
-    Draws a letter, one of them more often than the others.
-
-    Args:
-        preferred (`str`):
-            That one.
-        letters (`str`):
-            All there are.
-        probability (`float`):
-            Its probability; the others are equally likely.
-        rng (`random.Random`):
-            Source of randomness.
-
-    Returns:
-        `str`: A letter.
-    """
+    """Draws a letter, one of them more often than the others."""
     return preferred if rng.random() < probability else rng.choice(letters.replace(preferred, ""))
 
 
 def check_range(name: str, value: float, low: float, high: float) -> None:
-    """
-    Refuses a knob outside its range.
-
-    Args:
-        name (`str`):
-            The knob.
-        value (`float`):
-            Its value.
-        low (`float`):
-            Smallest value.
-        high (`float`):
-            Largest value.
-
-    Raises:
-        ValueError: If it is outside.
-    """
+    """Refuses a knob outside its range."""
     if not low <= value <= high:
         raise ValueError(f"`{name}` is {value}; give between {low} and {high}.")
 

@@ -89,41 +89,14 @@ def warm_start(
 
 
 def cache_root(cache_dir: str | os.PathLike[str] | None = None) -> Path:
-    """
-    The folder that holds all warm starts.
-
-    Args:
-        cache_dir (`str` or `os.PathLike`, *optional*):
-            Explicit choice. Defaults to the environment variable `TRL_EXPLORE_CACHE`, or else to
-            `~/.cache/trl-explore`.
-
-    Returns:
-        `Path`: Folder, which need not exist.
-    """
+    """The folder of all warm starts, which need not exist."""
     return Path(
         cache_dir or os.environ.get("TRL_EXPLORE_CACHE") or Path.home() / ".cache" / "trl-explore"
     ).expanduser()
 
 
 def cache_key(task: TeachableTask, *, seed: int, steps: int, model_config: dict, device: str = "cpu") -> str:
-    """
-    Names everything that a warm start's weights depend on.
-
-    Args:
-        task ([`TeachableTask`]):
-            Task, with all its knobs.
-        seed (`int`):
-            Seed of the run.
-        steps (`int`):
-            Optimizer steps.
-        model_config (`dict`):
-            The model's configuration.
-        device (`str`, *optional*, defaults to `"cpu"`):
-            Kind of device: accelerators compute in bfloat16.
-
-    Returns:
-        `str`: Twelve hexadecimal digits.
-    """
+    """Twelve hexadecimal digits of everything that a warm start's weights depend on."""
     # The configuration repeats the version of transformers down to the patch release, which is finer than we want.
     model_config = {name: value for name, value in model_config.items() if name != "transformers_version"}
     parts = {
@@ -147,23 +120,7 @@ def train(
     steps: int,
     progress: bool,
 ) -> None:
-    """
-    Trains `model` in place on fresh demonstrations.
-
-    Args:
-        model ([`~transformers.Qwen2ForCausalLM`]):
-            Model to train.
-        tokenizer ([`~transformers.PreTrainedTokenizerFast`]):
-            Its tokenizer.
-        task ([`TeachableTask`]):
-            Source of problems and demonstrations.
-        rng (`random.Random`):
-            Source of randomness.
-        steps (`int`):
-            Optimizer steps.
-        progress (`bool`):
-            Whether to show a progress bar with the loss.
-    """
+    """Trains `model` in place on fresh demonstrations."""
     device = model.device
     rate = LEARNING_RATE * min(1.0, ITS_WIDTH / model.config.hidden_size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
@@ -188,18 +145,8 @@ def train(
 
 def encode(tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[str, str]]) -> dict[str, torch.Tensor]:
     """
-    Turns prompts and completions into a training batch whose loss covers what the assistant says.
-
-    A completion may have several turns: behind its first end of sequence then stands what the user answers.
-
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerFast`]):
-            Tokenizer.
-        pairs (`list[tuple[str, str]]`):
-            Prompts and completions.
-
-    Returns:
-        `dict[str, torch.Tensor]`: `input_ids`, `attention_mask` and `labels`, each `(B, P+C)`, padded on the left.
+    `input_ids`, `attention_mask` and `labels`, `(B, P+C)`, padded on the left; the loss covers what the assistant
+    says.
     """
     unknown = {character for pair in pairs for text in pair for character in text} - set(CHARACTERS)
     if unknown:
@@ -216,18 +163,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[str, str]]) -> 
 
 
 def learning_rate_share(step: int, steps: int) -> float:
-    """
-    Warm-up and cosine decay, as a share of the peak learning rate.
-
-    Args:
-        step (`int`):
-            Optimizer steps taken so far.
-        steps (`int`):
-            Optimizer steps in all.
-
-    Returns:
-        `float`: Share in (0, 1].
-    """
+    """Warm-up and cosine decay, as a share of the peak learning rate in (0, 1]."""
     if step < WARMUP_STEPS:
         return (step + 1) / WARMUP_STEPS
     progress = (step - WARMUP_STEPS) / max(1, steps - WARMUP_STEPS)
@@ -236,17 +172,7 @@ def learning_rate_share(step: int, steps: int) -> float:
 
 
 def publish(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """
-    Writes model and tokenizer so that `folder` appears all at once or not at all.
-
-    Args:
-        model ([`~transformers.Qwen2ForCausalLM`]):
-            Trained model.
-        tokenizer ([`~transformers.PreTrainedTokenizerFast`]):
-            Its tokenizer.
-        folder (`Path`):
-            Where they shall be.
-    """
+    """Writes model and tokenizer so that `folder` appears all at once or not at all."""
     unfinished = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}")
     unfinished.mkdir(parents=True)
     try:

@@ -42,20 +42,7 @@ _NODE_FIELDS: dict[str, _Types] = {
 
 
 def read_trees(path: str | Path) -> Iterator[dict[str, Any]]:
-    """
-    Read the trees that a trainer dumped.
-
-    Args:
-        path (`str` or `Path`):
-            A file with one JSON object per line. A last line that was cut off, as a killed run leaves it, is passed
-            over.
-
-    Yields:
-        `dict`: One tree.
-
-    Raises:
-        ValueError: If a whole line is not a tree; the message names the line, from 1.
-    """
+    """The trees that a trainer dumped, one by one; a `ValueError` names a whole line that is none, counted from 1."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             try:

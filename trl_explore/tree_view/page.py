@@ -190,15 +190,6 @@ _ENVIRONMENT = jinja2.Environment(
 
 
 def render_page(context: dict[str, Any]) -> str:
-    """
-    Fill the template.
-
-    Args:
-        context (`dict`):
-            Its variables; [`~trl_explore.tree_view.text.html_page`] makes them. Every text is escaped here.
-
-    Returns:
-        `str`: The page.
-    """
+    """Fill the template of the page."""
     template = _ENVIRONMENT.from_string(TEMPLATE)
     return template.render(context, script=SCRIPT, script_hash=SCRIPT_HASH, style=STYLE)

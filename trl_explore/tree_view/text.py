@@ -29,61 +29,23 @@ LEGEND = (
 
 
 def short_text(text: str, length: int) -> str:
-    """
-    Untrusted text on one line.
-
-    Args:
-        text (`str`):
-            Any text.
-        length (`int`):
-            Most characters.
-
-    Returns:
-        `str`: The start of the text, newlines and tabs as arrows, an ellipsis where something is left out.
-    """
+    """Start of an untrusted text on one line: newlines and tabs as arrows, an ellipsis where something is left out."""
     shown = visible_text(text[: length + 1]).replace("\n", "\u21b5").replace("\t", "\u21e5")
     return shown if len(shown) <= length else shown[: length - 1] + "\u2026"
 
 
 def signed(number: float | None) -> str:
-    """
-    A number with its sign and two decimals.
-
-    Args:
-        number (`float` or `None`):
-            The number.
-
-    Returns:
-        `str`: For example `"+0.25"`; `"-"` for `None`.
-    """
+    """A number with its sign and two decimals, such as `"+0.25"`; `"-"` for `None`."""
     return "-" if number is None else f"{number:+z.2f}"
 
 
 def plain(number: float | None) -> str:
-    """
-    A number with at most four significant digits.
-
-    Args:
-        number (`float` or `None`):
-            The number.
-
-    Returns:
-        `str`: For example `"0.25"`; `"-"` for `None`.
-    """
+    """A number with at most four significant digits, such as `"0.25"`; `"-"` for `None`."""
     return "-" if number is None else f"{number:.4g}"
 
 
 def depths(nodes: list[dict[str, Any]]) -> list[int]:
-    """
-    Levels of the nodes.
-
-    Args:
-        nodes (`list[dict]`):
-            Nodes of a dumped tree.
-
-    Returns:
-        `list[int]`: Steps from the root to each node.
-    """
+    """Steps from the root to each node."""
     levels = [0]
     for node in nodes[1:]:
         levels.append(levels[node["parent"]] + 1)
@@ -91,32 +53,13 @@ def depths(nodes: list[dict[str, Any]]) -> list[int]:
 
 
 def shade(node: dict[str, Any]) -> float:
-    """
-    How good a node is, for its colour.
-
-    Args:
-        node (`dict`):
-            A node of a dumped tree.
-
-    Returns:
-        `float`: From -1 to 1: a terminal node's outcome (its value stays 0 where it was not backed up), else `tanh` of
-        the value; 0 where nothing is known.
-    """
+    """Colour from -1 to 1: a terminal node's outcome, else `tanh` of the value; 0 where nothing is known."""
     known = (node["outcome"] or 0.0) if node["terminal"] else math.tanh(node["value"])
     return 0.0 if math.isnan(known) else max(-1.0, min(1.0, known))
 
 
 def verdict(node: dict[str, Any]) -> str:
-    """
-    How a completion ended.
-
-    Args:
-        node (`dict`):
-            A terminal node of a dumped tree.
-
-    Returns:
-        `str`: `"correct"`, `"wrong"` or `"unscored"`, or `"cut off"` where a limit ended it before a right answer.
-    """
+    """`"correct"`, `"wrong"`, `"unscored"`, or `"cut off"` where a limit ended a completion before a right answer."""
     if node["outcome"] is None:
         return "unscored"
     if node["outcome"] > 0:
@@ -125,16 +68,7 @@ def verdict(node: dict[str, Any]) -> str:
 
 
 def outcome(node: dict[str, Any]) -> str:
-    """
-    What was backed up from a completion.
-
-    Args:
-        node (`dict`):
-            A terminal node of a dumped tree.
-
-    Returns:
-        `str`: For example `"+1"`; empty where it was not scored.
-    """
+    """What was backed up from a completion, such as `"+1"`; empty where it was not scored."""
     return "" if node["outcome"] is None else f"{node['outcome']:+.3g}"
 
 
@@ -149,17 +83,7 @@ class _NarrowTree(Tree):
 
 
 def text_tree(record: dict[str, Any]) -> Tree:
-    """
-    A tree as lines for a terminal.
-
-    Args:
-        record (`dict`):
-            A tree from [`read_trees`].
-
-    Returns:
-        `rich.tree.Tree`: One line per node: when it was sampled, the start of its text, its numbers, and for terminal
-        nodes how they ended. [`LEGEND`] says what the letters mean.
-    """
+    """A tree as lines for a terminal, one per node; [`LEGEND`] says what the letters mean."""
     branches: list[Tree] = []
     for index, node in enumerate(record["nodes"]):
         line = _line(index, node, record)
@@ -202,16 +126,7 @@ def _terminal_colour(strength: float) -> str:
 
 
 def html_page(record: dict[str, Any]) -> str:
-    """
-    A tree as a web page.
-
-    Args:
-        record (`dict`):
-            A tree from [`read_trees`].
-
-    Returns:
-        `str`: One HTML file that loads nothing. Its policy allows no script but the page's own.
-    """
+    """A tree as one HTML file that loads nothing, and whose policy allows no script but its own."""
     nodes = record["nodes"]
     depth = max(depths(nodes))
     endings = [verdict(node) for node in nodes if node["terminal"]]

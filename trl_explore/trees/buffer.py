@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from trl_explore.rows.policy import Policy
-from trl_explore.saving.checkpoints import cut_file, file_size
+from trl_explore.saving.whole_files import cut_file, file_size
 from trl_explore.trees.replay import SolutionCache, append_solutions, read_cache, replace_failures, write_cache
 from trl_explore.trees.search import Leaf, Tree, Verdict, backup, exchange, judge
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from trl_explore.rows.advantages import first_appearance, is_uniform
+from trl_explore.trees.credit import first_appearance, is_uniform
 from trl_explore.trees.search import Limits, Tree, frontier
 
 

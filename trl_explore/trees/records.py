@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trl_explore.rows.advantages import node_credit
+from trl_explore.trees.credit import node_credit
 from trl_explore.trees.state import ROOT, Tree
 
 
@@ -33,9 +33,9 @@ def tree_record(
         reward_weights (`Sequence[float]`):
             Weights of the reward functions, `[F]`.
         q_temperature (`float`):
-            See [`~trl_explore.rows.advantages.node_credit`].
+            See [`~trl_explore.trees.credit.node_credit`].
         q_max (`float`):
-            See [`~trl_explore.rows.advantages.node_credit`].
+            See [`~trl_explore.trees.credit.node_credit`].
 
     Returns:
         `dict`: Facts about the tree, and its nodes in order of creation. JSON has no NaN: what is not known is `None`.

@@ -3,44 +3,20 @@
 Prompts and completions are token ids, so that a replayed completion is the sampled one, to the token.
 """
 
-import hashlib
-import json
-import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trl_explore.saving.checkpoints import append_lines
+from trl_explore.saving.fingerprints import tokenizer_fingerprint
+from trl_explore.saving.records import FileRefusedError, read_records, write_records
+from trl_explore.saving.whole_files import append_lines
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SOLUTIONS = "trl-explore solutions"
-FORMAT = 1
 
 Entry = tuple[Sequence[int], Sequence[int]]  # ids of a prompt, ids of one completion
-
-
-class FileRefusedError(ValueError):
-    """A file that was written for something else, or that something else has changed."""
-
-
-def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """
-    What token ids mean, in one line: equal for tokenizers that give every id the same meaning.
-
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            The tokenizer.
-
-    Returns:
-        `str`: SHA-256 over the vocabulary with the added tokens, and the ids of the end and the padding.
-    """
-    vocabulary = tokenizer.get_vocab() | tokenizer.get_added_vocab()
-    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-    # Trainers pad with the end token where there is no other: the fingerprint is the same before and after that.
-    meaning = [sorted(vocabulary.items()), eos, eos if pad is None else pad]
-    return hashlib.sha256(json.dumps(meaning).encode()).hexdigest()
 
 
 class SolutionCache:
@@ -253,74 +229,3 @@ def _as_record(entry: Entry) -> dict[str, Any]:
 def _is_solution(record: dict[str, Any]) -> bool:
     lists = [record.get("prompt_ids"), record.get("completion_ids")]
     return all(isinstance(ids, list) and all(type(token) is int for token in ids) for ids in lists)
-
-
-def write_records(path: str | Path, kind: str, header: dict[str, Any], records: Iterable[dict[str, Any]] = ()) -> None:
-    """
-    Write a header and records as JSON lines; an interrupted write leaves the old file or none.
-
-    Args:
-        path (`str` or `Path`):
-            The file; its folder is made if it is missing.
-        kind (`str`):
-            What the file holds.
-        header (`dict`):
-            What the records depend on.
-        records (`Iterable[dict]`, *optional*, defaults to `()`):
-            One JSON object per line.
-    """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    with open(part, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
-        for record in ({"format": FORMAT, "kind": kind, **header}, *records):
-            file.write(json.dumps(record, ensure_ascii=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
-
-
-def read_records(
-    path: str | Path, kind: str, *, is_valid: Callable[[dict[str, Any]], bool]
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """
-    Read a file of [`write_records`]; a last line that an interruption cut off is left out.
-
-    Args:
-        path (`str` or `Path`):
-            The file.
-        kind (`str`):
-            What it should hold.
-        is_valid (`Callable`):
-            Whether a JSON object is a record of this kind.
-
-    Returns:
-        `tuple[dict, list[dict]]`: The header and the records.
-
-    Raises:
-        `FileRefusedError`: If the file is of another kind or format, or a line is broken: a `ValueError`.
-    """
-    # The part behind the last newline is empty, or a line that was cut off and that `append_lines` would remove.
-    lines = Path(path).read_bytes().split(b"\n")[:-1]
-    try:
-        header = json.loads(lines[0])
-        found = header["kind"], header["format"]
-    except (ValueError, LookupError, TypeError):
-        found = None, None
-    if found[0] != kind:
-        raise FileRefusedError(f"{path} is not a file of {kind}: its first line does not say so. Name another file.")
-    if found[1] != FORMAT:
-        raise FileRefusedError(
-            f"{path} has format {found[1]!r} of {kind}, and this version reads format {FORMAT}. Delete it, or name "
-            "another file."
-        )
-    records = []
-    for number, line in enumerate(lines[1:], start=2):
-        try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        if not isinstance(record, dict) or not is_valid(record):
-            raise FileRefusedError(f"{path}: line {number} is not one of {kind}. Delete that line, or the file.")
-        records.append(record)
-    return header, records

@@ -1,0 +1,167 @@
+"""Samples of the model that a trainer trains, graded: prompts, rewards and sampling options are those of training."""
+
+import asyncio
+import functools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, ProcessorMixin
+from trl import apply_chat_template
+from trl.chat_template_utils import parse_response
+from trl.distributed import DistributedBackend
+from trl.models import unwrap_model_for_generation
+from trl.trainer.utils import get_callable_name, is_async_callable
+
+from trl_explore.evaluation.completions import encode_prompts
+from trl_explore.evaluation.grading import Graded, Grader
+from trl_explore.rewards.success import check_success_reward
+from trl_explore.sampling.generation import complete
+
+
+class PolicySamples:
+    """Draws and grades completions of prompts. The caller seeds, and leaves the model as it was: see `undisturbed`."""
+
+    def __init__(
+        self,
+        trainer: Any,
+        rows: Iterable[dict[str, Any]],
+        *,
+        reward_funcs: Callable | list[Callable] | None,
+        reward_weights: Sequence[float] | None,
+        success_reward: str | None,
+        temperature: float,
+        max_completion_length: int | None,
+        batch_size: int,
+        answer_fn: Callable[[str], Hashable | None] | None = None,
+    ) -> None:
+        self.trainer, self.rows = trainer, [dict(row) for row in rows]
+        self.temperature, self.batch_size = temperature, batch_size
+        length = trainer.args.max_completion_length if max_completion_length is None else max_completion_length
+        self.max_completion_length = length
+        if reward_funcs is None:
+            names, weights = list(trainer.reward_func_names), trainer.reward_weights.tolist()
+            pairs = zip(trainer.reward_funcs, trainer.reward_processing_classes, strict=True)
+            funcs = [_plain_function(trainer, func, processing_class) for func, processing_class in pairs]
+        else:
+            funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+            if any(isinstance(func, nn.Module) or is_async_callable(func) for func in funcs):
+                raise ValueError(
+                    "reward_funcs must be synchronous functions; for reward models and async functions pass them to "
+                    "the trainer and leave reward_funcs out."
+                )
+            names, weights = [*map(get_callable_name, funcs)], [1.0] * len(funcs)
+        weights = weights if reward_weights is None else list(reward_weights)
+        if len(weights) != len(funcs):
+            raise ValueError(
+                f"reward_weights must have one weight per reward function, got {len(weights)} for {len(funcs)}."
+            )
+        check_success_reward(success_reward, names)
+        self.reward_names, self.reward_weights = names, weights
+        self.grade = Grader(
+            list(zip(names, funcs, weights, strict=True)),
+            success_reward=success_reward,
+            answer_fn=answer_fn,
+            trainer_state=trainer.state,
+            log_extra=_discard,
+            log_metric=_discard,
+        )
+        if not self.rows or any("prompt" not in row for row in self.rows):
+            raise ValueError("eval_dataset must have rows, each with a `prompt`; rename the column of the prompts.")
+        episodes = trainer.tools or trainer.environment_factories is not None or trainer.rollout_func is not None
+        if episodes or isinstance(trainer.processing_class, ProcessorMixin):
+            raise ValueError(
+                "Sampled here are text completions of a single turn, and the trainer has tools, environments, a "
+                "rollout_func or a multimodal processor; evaluate with the trainer's eval_dataset instead."
+            )
+
+    def draw(self, indices: Sequence[int], num_samples: int, *, greedy: bool = False) -> list[Graded]:
+        """Sample completions of rows and grade them; every process must call it, with equally many rows."""
+        graded: list[Graded] = []
+        size = max(1, self.batch_size // num_samples)
+        with self.generating_model() as model:
+            for start in range(0, len(indices), size):
+                rows = [self.rows[index] for index in indices[start : start + size]]
+                completion_ids, completions = self._complete(model, rows, num_samples, greedy=greedy)
+                graded += self.grade(rows, completions, completion_ids)
+        return graded
+
+    @contextmanager
+    def generating_model(self) -> Iterator[Any]:
+        """The trainer's model with all its parameters, without gradients; every process must enter."""
+        trainer = self.trainer
+        unwrapped = unwrap_model_for_generation(
+            trainer.model_wrapped,
+            trainer.accelerator,
+            gather_deepspeed3_params=trainer.args.ds3_gather_for_generation,
+            gradient_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs,
+        )
+        full = DistributedBackend(trainer.accelerator).summon_full_params(trainer.model_wrapped, recurse=False)
+        with unwrapped as model, torch.no_grad(), full:
+            yield model
+
+    def _complete(
+        self, model: Any, rows: list[dict], num_samples: int, *, greedy: bool
+    ) -> tuple[list[list[int]], list[Any]]:
+        """Completions of each row: their ids `[B][T_i]` with the end token, and in the form that rewards receive."""
+        trainer, tokenizer = self.trainer, self.trainer.processing_class
+        template = {"chat_template": trainer.chat_template, **trainer.chat_template_kwargs}
+        encoded = encode_prompts([row["prompt"] for row in rows], tokenizer, **template)
+        prompt_ids = [ids for ids in encoded for _ in range(num_samples)]
+        completion_ids, config = [], self._config(greedy=greedy)
+        for start in range(0, len(prompt_ids), self.batch_size):
+            completion_ids += complete(model, prompt_ids[start : start + self.batch_size], config)
+
+        texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+        if isinstance(rows[0]["prompt"], str):
+            return completion_ids, texts
+        if vars(tokenizer).get("response_template") is None:
+            return completion_ids, [[{"role": "assistant", "content": text}] for text in texts]
+        pairs = zip(completion_ids, prompt_ids, strict=True)
+        return completion_ids, [[parse_response(tokenizer, ids, prefix=prefix)] for ids, prefix in pairs]
+
+    def _config(self, *, greedy: bool) -> GenerationConfig:
+        trainer, args = self.trainer, self.trainer.args
+        options = {"repetition_penalty": args.repetition_penalty, "cache_implementation": args.cache_implementation}
+        if not greedy:
+            options |= {"top_p": args.top_p, "top_k": args.top_k, "min_p": args.min_p}
+        if not args.use_vllm:  # else they are vLLM's options
+            options |= args.generation_kwargs or {}
+        options |= {
+            "max_new_tokens": self.max_completion_length,
+            "do_sample": not greedy,
+            "temperature": 1.0 if greedy else self.temperature,
+            "pad_token_id": trainer.processing_class.pad_token_id,
+            "eos_token_id": trainer.eos_token_ids,  # the model's and the tokenizer's
+        }
+        return GenerationConfig(**options, disable_compile=True)
+
+
+def _plain_function(trainer: Any, func: Any, processing_class: Any) -> Callable[..., Any]:
+    """A reward model or an async function of a trainer as a synchronous function; others are what they are."""
+    if is_async_callable(func):
+
+        @functools.wraps(func)
+        def wait(**inputs: Any) -> Any:
+            return asyncio.run_coroutine_threadsafe(func(**inputs), trainer.async_loop).result()
+
+        return wait
+    if not isinstance(func, nn.Module):
+        return func
+
+    def judge(prompts: list[Any], completions: list[Any], **inputs: Any) -> list[float]:
+        texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+        if not isinstance(prompts[0], str):
+            kwargs = {"processing_class": processing_class, **trainer.chat_template_kwargs}
+            texts = [apply_chat_template({"messages": messages}, **kwargs)["text"] for messages in texts]
+        options = {"return_tensors": "pt", "padding": True, "padding_side": "right"}
+        encoded = processing_class(text=texts, add_special_tokens=False, **options)
+        return func(**encoded.to(trainer.accelerator.device)).logits[:, 0].tolist()
+
+    return judge
+
+
+def _discard(name: str, values: Any) -> None:
+    """Stands in for TRL's log_extra and log_metric, which would mix evaluation into the training log."""
