@@ -146,7 +146,7 @@ def agent(folder, **options):
 def kept_branches(trainer, monkeypatch):
     """One batch, with the branches that were sampled and those that were kept."""
     sampled, kept = [], {}
-    score = trainer._score_branches
+    score = trainer.branches.score
 
     def leave(requests):
         branches = Forks.leave(trainer.forks, requests)
@@ -157,7 +157,7 @@ def kept_branches(trainer, monkeypatch):
     monkeypatch.setattr(
         trainer.forks, "leave", lambda requests: sampled.append((requests, leave(requests))) or sampled[-1][1]
     )
-    monkeypatch.setattr(trainer, "_score_branches", lambda own, *rest: kept.update(own) or score(own, *rest))
+    monkeypatch.setattr(trainer.branches, "score", lambda own, *rest: kept.update(own) or score(own, *rest))
     output = one_batch(trainer)
     return output, sampled, kept
 

@@ -92,11 +92,9 @@ def drawn(trainer, row):
 class Duplicated(DeepGRPOTrainer):
     def setup(self):
         super().setup()
-        rows = self.pivots.rows
+        rows, learn = self.pivots.rows, self.pivots.learn
         self.pivots.rows = lambda branchings: rows([b for b in branchings for _ in range(2)])
-
-    def _learn_from(self, branchings, scored):
-        return super()._learn_from([b for b in branchings for _ in range(2)], scored)[::2]
+        self.pivots.learn = lambda branchings, scored: learn([b for b in branchings for _ in range(2)], scored)[::2]
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo"])

@@ -3,21 +3,19 @@
 import itertools
 import math
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from trl_explore.pivots.choice import Branching
 from trl_explore.pivots.estimator import SuccessEstimator
-from trl_explore.pivots.search import PivotSearch
-from trl_explore.rewards.success import succeeded
+from trl_explore.pivots.search import PivotSearch, check_columns
 from trl_explore.rows.rollouts import Continuation, Rollout
 from trl_explore.rows.scorer import ScoredRows
 from trl_explore.rows.streams import RowDict, row_tokens
 from trl_explore.saving.checkpoints import path_inside
 from trl_explore.saving.plain_values import from_plain, to_plain
-from trl_explore.saving.whole_files import append_lines, cut_file, file_size
+from trl_explore.saving.whole_files import MethodFile
 
 from .base import ExplorationTrainer
 from .deep_grpo_config import DeepGRPOConfig
@@ -48,7 +46,6 @@ class DeepGRPOTrainer(ExplorationTrainer):
     """
 
     method = "deep_grpo"
-
     config_class = DeepGRPOConfig
     requires = Requires(samples=True, extra_rows=True)
 
@@ -59,12 +56,13 @@ class DeepGRPOTrainer(ExplorationTrainer):
             buffer_size=args.estimator_buffer_size, l2=args.estimator_l2, min_samples=args.estimator_min_samples
         )
         self.pivots = PivotSearch(self, self.scorer, self.estimator)
-        self._num_generation_batches = 0
         self._branchings: list[Branching] = []  # those whose branches are trained with this batch
         self._queue: list[Branching] = []
         self._pivot_depths: dict[int | None, float] = {}  # of the first pivot of each main row that has one
         self._recovered: dict[int | None, bool] = {}  # whether a branch of the row succeeded
         self._own_seconds = 0.0
+        file = args.hard_states_file and path_inside(args.output_dir, args.hard_states_file, field="hard_states_file")
+        self.hard_states = MethodFile(file, writes=self.accelerator.is_main_process)
 
     # ------------------------------------------------------------------------------------------------ the algorithm
 
@@ -78,7 +76,7 @@ class DeepGRPOTrainer(ExplorationTrainer):
             self._branchings = chosen
             self.pivots.branch(chosen, self.sample, self.pivots.budget(self.main_completion_ids))
             return
-        self._check_columns(self.main_examples)
+        check_columns(self.main_examples[0])
         # What was sampled together with this batch is trained now; this batch's pivots go with the next one.
         self._branchings, self._queue = self._queue, chosen
         for branching in self._branchings:
@@ -93,15 +91,18 @@ class DeepGRPOTrainer(ExplorationTrainer):
 
         scored = self.scorer.score("aux", rows)
         start = time.perf_counter()
-        solved = self._learn_from(branchings, scored)
+        solved = self.pivots.learn(branchings, scored)
         self._recovered = {}
         for branching, ok in zip(branchings, solved, strict=True):
             if ok is not None:
                 self._recovered[branching.row] = ok or self._recovered.get(branching.row, False)
         self._own_seconds += time.perf_counter() - start
-        self._log_pivots(branchings, solved, scored)
+        metrics = self.pivots.metrics(branchings, solved, scored, main_tokens=sum(map(len, self.main_completion_ids)))
+        for name, value in {**metrics, "own_seconds": self._own_seconds}.items():
+            self.log_metric(f"pivots/{name}", value)
         if self.args.hard_states_file is not None:
-            self._write_hard_states([b for b, ok in zip(branchings, solved, strict=True) if ok is False])
+            unrecovered = [b for b, ok in zip(branchings, solved, strict=True) if ok is False]
+            self.hard_states.append(self.ranks.objects([self._hard_state(b) for b in unrecovered]))
         return {} if scored is None else {"aux": (scored, self.args.aux_loss_weight)}
 
     def rollout(self, prompt_ids, plain):
@@ -121,72 +122,7 @@ class DeepGRPOTrainer(ExplorationTrainer):
         num_main = len(prompt_ids)
         return Rollout(sampled.completion_ids[:num_main], sampled.logprobs and sampled.logprobs[:num_main])
 
-    def _check_columns(self, examples: list[dict[str, Any]]) -> None:
-        """Examples wait in checkpoints for their branches; what cannot wait there is told before the first step."""
-        for name, value in examples[0].items():
-            try:
-                to_plain(value)
-            except TypeError as error:
-                raise ValueError(
-                    f"`deferred_branching=True` keeps examples in checkpoints, which cannot hold the {error} of the "
-                    f"column {name!r}: convert the column, for example to text, or set `deferred_branching=False`."
-                ) from None
-
-    def _learn_from(self, branchings: list[Branching], scored: ScoredRows | None) -> list[bool | None]:
-        """
-        Teach the estimator which pivots were recovered; all processes see all outcomes, in the same order. `None` is a
-        pivot none of whose branches could be scored.
-        """
-        self._num_generation_batches += 1
-        solved: list[bool | None] = []
-        if scored is not None:
-            success = succeeded(scored.success_rewards, threshold=self.args.success_threshold)
-            success = success.view(-1, self.args.num_branches)
-            unknown = scored.success_rewards.isnan().view(-1, self.args.num_branches).all(dim=1).tolist()
-            solved = [None if u else ok for ok, u in zip(success.any(dim=1).tolist(), unknown, strict=True)]
-        known = [(b.depth, int(ok)) for b, ok in zip(branchings, solved, strict=True) if ok is not None]
-        outcomes = self.ranks.objects(known)
-        if outcomes:
-            self.estimator.add(*zip(*outcomes, strict=True))
-        if self._num_generation_batches % self.args.estimator_update_steps == 0:
-            self.estimator.fit()
-        return solved
-
     # ------------------------------------------------------------------------------------------- metrics, files, state
-
-    def _log_pivots(self, branchings: list[Branching], solved: list[bool | None], scored: ScoredRows | None) -> None:
-        branches = [branch for b in branchings for branch in b.branches]
-        spread = 0
-        if scored is not None:
-            advantages = scored.rows["advantages"][: len(scored.rewards)]
-            spread = int(advantages.view(-1, self.args.num_branches).any(dim=1).sum())
-        own = {
-            "tried": len(branchings),
-            "known": sum(ok is not None for ok in solved),
-            "recovered": sum(ok is True for ok in solved),
-            "informative": spread,
-            "depth": sum(b.depth for b in branchings),
-            "branches": len(branches),
-            "tokens": sum(len(branch.token_ids) for branch in branches),
-            "main_tokens": sum(len(ids) for ids in self.main_completion_ids),
-        }
-        total = {name: self.ranks.gathered(value).sum().item() for name, value in own.items()}
-        told = {
-            "tried": total["tried"],
-            "success_weight": self.estimator.weight,
-            "success_bias": self.estimator.bias,
-            "token_ratio": total["tokens"] / total["main_tokens"],
-            "sampled_tokens": total["tokens"],
-            "own_seconds": self._own_seconds,
-        }
-        if total["known"]:
-            told["recovered_fraction"] = total["recovered"] / total["known"]
-        if total["tried"]:
-            told["informative_fraction"] = total["informative"] / total["tried"]
-            told["mean_depth"] = total["depth"] / total["tried"]
-            told["mean_suffix_length"] = total["tokens"] / total["branches"]
-        for name, value in told.items():
-            self.log_metric(f"pivots/{name}", value)
 
     def completion_columns(self) -> dict[str, list[Any]]:
         rows = range(len(self.main_completion_ids))
@@ -200,34 +136,23 @@ class DeepGRPOTrainer(ExplorationTrainer):
         own = [self.args.hard_states_file] if self.args.hard_states_file else []
         return [*super().method_files(), *own]
 
-    @property
-    def _hard_states_path(self) -> Path:
-        return path_inside(self.args.output_dir, self.args.hard_states_file, field="hard_states_file")
-
-    def _write_hard_states(self, unrecovered: list[Branching]) -> None:
-        records = [
-            {
-                "step": self.state.global_step,
-                "prompt": b.example["prompt"],
-                "prefix": self.tokenizer.decode(b.prefix_ids),
-                "prompt_ids": b.prompt_ids,
-                "prefix_ids": b.prefix_ids,
-                "depth": b.depth,
-            }
-            for b in unrecovered
-        ]
-        records = self.ranks.objects(records)
-        if self.accelerator.is_main_process:
-            append_lines(self._hard_states_path, records)
+    def _hard_state(self, branching: Branching) -> dict[str, Any]:
+        return {
+            "step": self.state.global_step,
+            "prompt": branching.example["prompt"],
+            "prefix": self.tokenizer.decode(branching.prefix_ids),
+            "prompt_ids": branching.prompt_ids,
+            "prefix_ids": branching.prefix_ids,
+            "depth": branching.depth,
+        }
 
     def exploration_state(self) -> dict[str, Any]:
         return {
             **super().exploration_state(),
             "estimator": self.estimator.state_dict(),
             "shared_generator": self.pivots.shared_generator.get_state(),
-            "num_generation_batches": self._num_generation_batches,
-            # A resumed run writes what came after the checkpoint again, so the file goes back to its length here.
-            "hard_states_bytes": file_size(self._hard_states_path) if self.args.hard_states_file else 0,
+            "num_generation_batches": self.pivots.num_batches,
+            "hard_states_bytes": self.hard_states.size,
             "queue": [[to_plain(b.example), b.prompt_ids, b.prefix_ids, b.depth] for b in self._queue],
         }
 
@@ -235,8 +160,7 @@ class DeepGRPOTrainer(ExplorationTrainer):
         super().load_exploration_state(state)
         self.estimator.load_state_dict(state["estimator"])
         self.pivots.shared_generator.set_state(state["shared_generator"])
-        self._num_generation_batches = state["num_generation_batches"]
+        self.pivots.num_batches = state["num_generation_batches"]
         queue = state["queue"] if self.args.deferred_branching else []
         self._queue = [Branching(from_plain(example), *fields) for example, *fields in queue]
-        if self.args.hard_states_file and self.accelerator.is_main_process:
-            cut_file(self._hard_states_path, state["hard_states_bytes"])
+        self.hard_states.cut_back(state["hard_states_bytes"])

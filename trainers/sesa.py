@@ -12,6 +12,7 @@ from trl_explore.rows.rollouts import Rollout
 from trl_explore.rows.streams import RowDict, row_tokens
 from trl_explore.sketches.agent import Actions, check_actions
 from trl_explore.sketches.lists import Lists
+from trl_explore.sketches.metrics import group_metrics
 from trl_explore.sketches.mode import Mode
 from trl_explore.sketches.two_stage import TwoStage
 from trl_explore.sketches.weights import likelihood_ratios
@@ -19,8 +20,6 @@ from trl_explore.sketches.weights import likelihood_ratios
 from .base import Chooser, ExplorationTrainer
 from .requires import Requires
 from .sesa_config import SESAConfig
-
-COLLAPSE_RATIO = 1.05  # Pass@G / Pass@1 below it: the samples of a prompt succeed or fail together
 
 
 class SESATrainer(ExplorationTrainer):
@@ -183,28 +182,7 @@ class SESATrainer(ExplorationTrainer):
                 "with_targets": len(covered),
             }
         )
-        groups = total["groups"]
-        for name in ("distinct", "similarity", "empty"):
-            self.log_metric(f"sketch/{name}", total[name] / max(total["lists"], 1))
-        if "trajectories" in total:
-            self.log_metric("agent/trajectories", total["trajectories"] / groups)
-            self.log_metric("agent/decisions", total["lists"] / groups)
-            self.log_metric("agent/duplicate_actions", total["duplicates"])
-        for name in ("tokens", "sampled_tokens", "dropped", "too_long", "repeats", "fillers"):
-            if name in total:
-                self.log_metric(f"sketch/{name}", total[name])
-        if sketched := total.get("sketched"):
-            self.log_metric("sketch/success", total["sketched_correct"] / sketched)
-            self.log_metric("sketch/group_success", total["sketched_solved"] / total["sketched_groups"])
-        if "sketched" in total and (alone := groups * size - total["sketched"]):
-            self.log_metric("sketch/plain_success", (total["correct"] - total["sketched_correct"]) / alone)
+        for name, value in group_metrics(total, size=size).items():
+            self.log_metric(name, value)
         self.log_metric("sketch/drafting_seconds", own["drafting_seconds"])
         self.log_metric("sketch/solving_seconds", own["solving_seconds"])
-        self.log_metric("sketch/token_ratio", total["tokens"] / max(total["sampled_tokens"], 1))
-        if total["with_targets"]:
-            self.log_metric("sketch/coverage", total["covered"] / total["with_targets"])
-        if total["correct"]:
-            each = total["correct"] / (groups * size)
-            ratio = total["solved"] / groups / each
-            self.log_metric("sketch/pass_ratio", ratio)
-            self.log_metric("sketch/collapse_alarm", float(ratio < COLLAPSE_RATIO and each < 1 / COLLAPSE_RATIO))

@@ -9,7 +9,7 @@ import torch
 
 from trl_explore.rows.rollouts import Rollout
 from trl_explore.saving.checkpoints import path_inside
-from trl_explore.saving.whole_files import append_lines, cut_file, file_size
+from trl_explore.saving.whole_files import MethodFile
 from trl_explore.trees.buffer import SOLUTIONS_FILE, ReplayBuffer
 from trl_explore.trees.credit import first_appearance, node_credit, tree_advantages
 from trl_explore.trees.metrics import tree_counts, tree_metrics
@@ -29,6 +29,8 @@ from trl_explore.trees.search import (
 from .base import ExplorationTrainer
 from .requires import Requires
 from .tree_grpo_config import TreeGRPOConfig
+
+WEIGHTS = ("quality_weight", "entropy_weight", "depth_weight", "depth_bonus")  # of the frontier score, Eq. 9
 
 
 class TreeGRPOTrainer(ExplorationTrainer):
@@ -59,7 +61,6 @@ class TreeGRPOTrainer(ExplorationTrainer):
     """
 
     method = "tree_grpo"
-
     num_generations: int
     config_class = TreeGRPOConfig
     requires = Requires(samples=True, whole_groups=True)
@@ -76,22 +77,16 @@ class TreeGRPOTrainer(ExplorationTrainer):
         super().setup()
         args = self.args
         self.limits = args.limits()
-        select_fns: dict[str, SelectFn] = {
-            "global": partial(
-                select,
-                quality_weight=args.quality_weight,
-                entropy_weight=args.entropy_weight,
-                depth_weight=args.depth_weight,
-                depth_bonus=args.depth_bonus,
-            ),
-            "uct": partial(select_uct, coef=args.uct_coef),
-            "random": select_random,
-        }
+        weights = {name: vars(args)[name] for name in WEIGHTS}
+        uct = partial(select_uct, coef=args.uct_coef)
+        select_fns: dict[str, SelectFn] = {"global": partial(select, **weights), "uct": uct, "random": select_random}
         self._select_fn = select_fns[args.selection]
         self._trees: list[Tree] = []
         self._seconds = {"sampling": 0.0, "scoring": 0.0}
         self.replay = ReplayBuffer(self)
         self.solutions = self.replay.solutions
+        folder = args.dump_trees and path_inside(args.output_dir, args.dump_trees, field="dump_trees", suffix="")
+        self.dump = MethodFile(folder / f"trees_{self.ranks.index}.jsonl" if folder else None)
 
     # ---------------------------------------------------------------------------------------- the algorithm
 
@@ -117,8 +112,7 @@ class TreeGRPOTrainer(ExplorationTrainer):
             trees = self.replay.replace(trees, cached, self._score_leaves)
             self.replay.remember(searched)
         self._trees = trees
-        if self.args.dump_trees is not None:
-            self._write_trees()
+        self.dump.append(self._records() if self.args.dump_trees else [])
         self._log_trees(searched, trees, time.perf_counter() - start)
         nodes = [(tree, row) for tree in trees for row in tree.rows]
         masks = [mask for tree in trees for mask in first_appearance(tree)] if self.args.share_prefix_once else None
@@ -132,20 +126,17 @@ class TreeGRPOTrainer(ExplorationTrainer):
 
     def assign_advantages(self, output):
         args = self.args
-        rows = [
-            row
-            for tree in self._trees
-            for row in tree_advantages(
-                tree,
-                q_temperature=args.q_temperature,
-                q_max=args.q_max,
-                normalization=args.advantage_normalization,
-                skip_uniform=args.skip_uniform_trees,
-                max_completion_length=args.max_completion_length,
-                overlong_buffer=args.overlong_buffer,
-                overlong_penalty_weight=args.overlong_penalty,
-            )
-        ]
+        credit = partial(
+            tree_advantages,
+            q_temperature=args.q_temperature,
+            q_max=args.q_max,
+            normalization=args.advantage_normalization,
+            skip_uniform=args.skip_uniform_trees,
+            max_completion_length=args.max_completion_length,
+            overlong_buffer=args.overlong_buffer,
+            overlong_penalty_weight=args.overlong_penalty,
+        )
+        rows = [row for tree in self._trees for row in credit(tree)]
         advantages = torch.zeros(output["completion_ids"].shape, device=output["completion_ids"].device)  # (B, T)
         for i, row in enumerate(rows):
             advantages[i, : len(row)] = torch.tensor(row)
@@ -165,20 +156,12 @@ class TreeGRPOTrainer(ExplorationTrainer):
         self._seconds["scoring"] += time.perf_counter() - start
         if not leaves:
             return []
-        per_func = torch.tensor(rewards, dtype=torch.float32)
-        deciding = self.scorer.success(per_func).tolist()
+        deciding = self.scorer.success(torch.tensor(rewards, dtype=torch.float32)).tolist()
+        bars = {"success_threshold": self.args.success_threshold, "incomplete_score": self.args.incomplete_score}
+        outcomes = [terminal_outcome(r, finished=a.finished, **bars) for r, a in zip(deciding, leaves, strict=True)]
         return [
-            Verdict(
-                outcome=terminal_outcome(
-                    reward,
-                    finished=leaf.finished,
-                    success_threshold=self.args.success_threshold,
-                    incomplete_score=self.args.incomplete_score,
-                ),
-                rewards=tuple(given),
-                extra=logged,
-            )
-            for leaf, reward, given, logged in zip(leaves, deciding, rewards, extra, strict=True)
+            Verdict(outcome=outcome, rewards=tuple(given), extra=logged)
+            for outcome, given, logged in zip(outcomes, rewards, extra, strict=True)
         ]
 
     # -------------------------------------------------------------------------------- metrics, files, state
@@ -211,33 +194,16 @@ class TreeGRPOTrainer(ExplorationTrainer):
         replayed = self.args.replay_file and Path(self.args.replay_file).resolve()
         return [path for path in super().run_files() if path.resolve() != replayed]  # its solutions are written again
 
-    @property
-    def _trees_path(self) -> Path:
-        folder = path_inside(self.args.output_dir, self.args.dump_trees, field="dump_trees", suffix="")
-        return folder / f"trees_{self.ranks.index}.jsonl"
-
-    def _write_trees(self) -> None:
-        append_lines(
-            self._trees_path,
-            [
-                tree_record(
-                    tree,
-                    step=self.state.global_step,
-                    index=i,
-                    decode=self.tokenizer.decode,
-                    reward_weights=self.reward_weights.tolist(),
-                    q_temperature=self.args.q_temperature,
-                    q_max=self.args.q_max,
-                )
-                for i, tree in enumerate(self._trees)
-            ],
-        )
+    def _records(self) -> list[dict[str, Any]]:
+        """The trees of this process, written down."""
+        args, weights = self.args, self.reward_weights.tolist()
+        note = partial(tree_record, step=self.state.global_step, decode=self.tokenizer.decode, reward_weights=weights)
+        credit = {"q_temperature": args.q_temperature, "q_max": args.q_max}
+        return [note(tree, index=i, **credit) for i, tree in enumerate(self._trees)]
 
     def exploration_state(self) -> dict[str, Any]:
-        # A resumed run writes what came after the checkpoint again, so the file goes back to its length here.
-        return {**self.replay.state(), "trees_bytes": file_size(self._trees_path) if self.args.dump_trees else 0}
+        return {**self.replay.state(), "trees_bytes": self.dump.size}
 
     def load_exploration_state(self, state: dict[str, Any]) -> None:
         self.replay.load_state(state)
-        if self.args.dump_trees:
-            cut_file(self._trees_path, state["trees_bytes"])
+        self.dump.cut_back(state["trees_bytes"])

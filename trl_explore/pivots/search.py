@@ -17,11 +17,12 @@ from trl_explore.pivots.choice import (
     segment_fixed,
 )
 from trl_explore.pivots.estimator import SuccessEstimator
-from trl_explore.rewards.success import failed
+from trl_explore.rewards.success import failed, succeeded
 from trl_explore.rows.policy import Policy
 from trl_explore.rows.rollouts import Rows
-from trl_explore.rows.scorer import Scorer
+from trl_explore.rows.scorer import ScoredRows, Scorer
 from trl_explore.sampling.sampler import Sampler
+from trl_explore.saving.plain_values import to_plain
 
 
 class PivotSearch:
@@ -41,6 +42,7 @@ class PivotSearch:
         self.policy, self.scorer, self.estimator, self.args = policy, scorer, estimator, policy.args
         # Equal on all processes: it decides which pivots of the whole batch are kept.
         self.shared_generator = torch.Generator().manual_seed(policy.args.seed)
+        self.num_batches = 0
         self._delimiter_cache: dict[int, str] = {}
         self._num_cut = 0  # completions with a cut, of those that pivots were drawn in
         self._warned = False
@@ -162,3 +164,75 @@ class PivotSearch:
             parents=[b.row for b, _ in pairs],
             logprobs=logprobs if self.policy.serving is not None else None,
         )
+
+    def learn(self, branchings: list[Branching], scored: ScoredRows | None) -> list[bool | None]:
+        """
+        Teach the estimator which pivots were recovered; all processes see all outcomes, in the same order. `None` is a
+        pivot none of whose branches could be scored.
+        """
+        self.num_batches += 1
+        solved: list[bool | None] = []
+        if scored is not None:
+            success = succeeded(scored.success_rewards, threshold=self.args.success_threshold)
+            success = success.view(-1, self.args.num_branches)
+            unknown = scored.success_rewards.isnan().view(-1, self.args.num_branches).all(dim=1).tolist()
+            solved = [None if u else ok for ok, u in zip(success.any(dim=1).tolist(), unknown, strict=True)]
+        known = [(b.depth, int(ok)) for b, ok in zip(branchings, solved, strict=True) if ok is not None]
+        outcomes = self.policy.ranks.objects(known)
+        if outcomes:
+            self.estimator.add(*zip(*outcomes, strict=True))
+        if self.num_batches % self.args.estimator_update_steps == 0:
+            self.estimator.fit()
+        return solved
+
+    def metrics(
+        self,
+        branchings: list[Branching],
+        solved: list[bool | None],
+        scored: ScoredRows | None,
+        *,
+        main_tokens: int,
+    ) -> dict[str, float]:
+        """What is logged of a batch's pivots; every process calls it."""
+        branches = [branch for b in branchings for branch in b.branches]
+        spread = 0
+        if scored is not None:
+            advantages = scored.rows["advantages"][: len(scored.rewards)]
+            spread = int(advantages.view(-1, self.args.num_branches).any(dim=1).sum())
+        own = {
+            "tried": len(branchings),
+            "known": sum(ok is not None for ok in solved),
+            "recovered": sum(ok is True for ok in solved),
+            "informative": spread,
+            "depth": sum(b.depth for b in branchings),
+            "branches": len(branches),
+            "tokens": sum(len(branch.token_ids) for branch in branches),
+            "main_tokens": main_tokens,
+        }
+        total = {name: self.policy.ranks.gathered(value).sum().item() for name, value in own.items()}
+        told = {
+            "tried": total["tried"],
+            "success_weight": self.estimator.weight,
+            "success_bias": self.estimator.bias,
+            "token_ratio": total["tokens"] / total["main_tokens"],
+            "sampled_tokens": total["tokens"],
+        }
+        if total["known"]:
+            told["recovered_fraction"] = total["recovered"] / total["known"]
+        if total["tried"]:
+            told["informative_fraction"] = total["informative"] / total["tried"]
+            told["mean_depth"] = total["depth"] / total["tried"]
+            told["mean_suffix_length"] = total["tokens"] / total["branches"]
+        return told
+
+
+def check_columns(example: dict[str, Any]) -> None:
+    """Examples wait in checkpoints for their branches; what cannot wait there is told before the first step."""
+    for name, value in example.items():
+        try:
+            to_plain(value)
+        except TypeError as error:
+            raise ValueError(
+                f"`deferred_branching=True` keeps examples in checkpoints, which cannot hold the {error} of the "
+                f"column {name!r}: convert the column, for example to text, or set `deferred_branching=False`."
+            ) from None

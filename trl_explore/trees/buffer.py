@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from trl_explore.rows.policy import Policy
-from trl_explore.saving.whole_files import cut_file, file_size
+from trl_explore.saving.whole_files import MethodFile
 from trl_explore.trees.replay import SolutionCache, append_solutions, read_cache, replace_failures, write_cache
 from trl_explore.trees.search import Leaf, Tree, Verdict, backup, exchange, judge
 
@@ -28,12 +28,9 @@ class ReplayBuffer:
         if self.args.replay_file is not None:
             self.solutions = read_cache(self.args.replay_file, policy.tokenizer, **options)
         self.placed: set[tuple[int, int]] = set()  # tree and node of the solutions among the rows of the batch
+        self.path = Path(self.args.output_dir) / SOLUTIONS_FILE
+        self.file = MethodFile(self.path, writes=policy.accelerator.is_main_process)
         self._file_is_current = False
-
-    @property
-    def path(self) -> Path:
-        """The file, inside `output_dir`."""
-        return Path(self.args.output_dir) / SOLUTIONS_FILE
 
     def usable(self, prompt_ids: list[int]) -> list[list[int]]:
         """Solutions of a prompt that fit into a completion."""
@@ -94,14 +91,12 @@ class ReplayBuffer:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds of it."""
-        # A resumed run writes what came after the checkpoint again, so the file goes back to its length here.
-        size = file_size(self.path) if self._file_is_current else 0
+        size = self.file.size if self._file_is_current else 0
         return {"solutions": self.solutions.state_dict(), "solutions_bytes": size}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned."""
         self.solutions.load_state_dict(state["solutions"])
-        size = state["solutions_bytes"]
-        self._file_is_current = 0 < size <= file_size(self.path)
-        if self._file_is_current and self.policy.accelerator.is_main_process:
-            cut_file(self.path, size)
+        self._file_is_current = self.file.may_resume(state["solutions_bytes"])
+        if self._file_is_current:
+            self.file.cut_back(state["solutions_bytes"])
