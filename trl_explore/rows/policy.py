@@ -3,17 +3,13 @@
 from collections import defaultdict
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from transformers import ProcessorMixin
 
 from trl_explore.rows.ranks import Ranks
 from trl_explore.rows.rollouts import Rows
-
-if TYPE_CHECKING:
-    from trl_explore.serving.session import Serving
-
 
 Lists = defaultdict[str, list[Any]]
 
@@ -79,8 +75,8 @@ class Policy(Protocol):
         ...
 
     @property
-    def serving(self) -> "Serving | None":
-        """The vLLM backend; `None` where transformers samples."""
+    def serving(self) -> Any:
+        """The vLLM backend, a [`~trl_explore.serving.session.Serving`]; `None` where transformers samples."""
         ...
 
     def generate(self, prefixes: list[list[int]], max_new_tokens: int) -> list[list[int]]:
