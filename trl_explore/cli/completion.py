@@ -15,7 +15,7 @@ def _train_parser() -> argparse.ArgumentParser:
     """The fields of all methods: which of them apply depends on `--method`, which a shell does not look at."""
     from trl import DatasetMixtureConfig, ModelConfig
 
-    from trl_explore.cli.train import TrainArguments
+    from trl_explore.runs.arguments import TrainArguments
 
     types: list[Any] = [
         TrainArguments,
@@ -30,16 +30,7 @@ def _train_parser() -> argparse.ArgumentParser:
 
 
 def complete_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """
-    Fill in what the sub-commands read by themselves, and what values there are to choose from.
-
-    Args:
-        parser (`argparse.ArgumentParser`):
-            The parser of `trl-explore`, whose sub-commands may be empty.
-
-    Returns:
-        `argparse.ArgumentParser`: The same parser.
-    """
+    """Fills in what the sub-commands read by themselves, and what values there are to choose from."""
     import shtab
 
     from trl_explore.cli import compare, eval, filter, subcommands, tree
@@ -62,21 +53,7 @@ def complete_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def run(parser: argparse.ArgumentParser, shell: str) -> int:
-    """
-    Print the script.
-
-    Args:
-        parser (`argparse.ArgumentParser`):
-            The parser of `trl-explore`.
-        shell (`str`):
-            `bash`, `zsh` or `tcsh`.
-
-    Returns:
-        `int`: Exit code `0`.
-
-    Raises:
-        [`~trl_explore.runs.inputs.UsageError`]: If shtab is not installed.
-    """
+    """Prints the script for a shell: `bash`, `zsh` or `tcsh`."""
     try:
         import shtab
     except ModuleNotFoundError as error:

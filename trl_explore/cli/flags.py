@@ -14,16 +14,7 @@ class FlagParser(argparse.ArgumentParser):
         raise UsageError(f"{message} (all flags: {self.prog} --help)")
 
     def parse(self, argv: list[str]) -> argparse.Namespace:
-        """
-        Reads the flags; those of `train` may be written with dashes, so these may too.
-
-        Args:
-            argv (`list[str]`):
-                Arguments after the sub-command.
-
-        Returns:
-            `argparse.Namespace`: Their values.
-        """
+        """Reads the flags behind the sub-command; those of `train` may be written with dashes, so these may too."""
         flags = [flag.partition("=") for flag in argv]
         argv = [
             "--" + name[2:].replace("-", "_") + equals + value if name.startswith("--") else name + equals + value
