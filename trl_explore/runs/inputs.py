@@ -30,32 +30,12 @@ class UsageError(Exception):
 
 
 def looks_like_path(name: str) -> bool:
-    """
-    Tells a path from a Hub name (`name` or `owner/name`).
-
-    Args:
-        name (`str`):
-            Value of a flag that takes either.
-
-    Returns:
-        `bool`: Whether no Hub repository can be meant.
-    """
+    """Whether no Hub repository can be meant by a name, `name` or `owner/name` there."""
     return name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1 or Path(name).suffix in FILE_FORMATS
 
 
 def missing_path(field: str, path: Path) -> UsageError:
-    """
-    The error for a path that is not there, with up to three of a similar name that are.
-
-    Args:
-        field (`str`):
-            The flag that names it.
-        path (`Path`):
-            The path.
-
-    Returns:
-        [`UsageError`]: To be raised.
-    """
+    """The error for a path that is not there, with up to three of a similar name that are; `field` is its flag."""
     problem = f"{field}={str(path)!r} does not exist (looked from {os.getcwd()})"
     if not path.parent.is_dir():
         return UsageError(f"{problem}: {path.parent} does not exist either")
@@ -65,16 +45,8 @@ def missing_path(field: str, path: Path) -> UsageError:
 
 def check_output_dir(name: str | Path, field: str = "output_dir") -> Path:
     """
-    Checks that a folder is there and can be written to, or can be made, before anything slow starts.
-
-    Args:
-        name (`str` or `Path`):
-            The folder.
-        field (`str`, *optional*, defaults to `"output_dir"`):
-            The flag that names it, or a file in it.
-
-    Returns:
-        `Path`: The folder, with `~` expanded; it is not made.
+    Checks that a folder can be written to, or can be made, before anything slow starts; with `~` expanded. `field` is
+    the flag that names it, or a file in it.
     """
     folder = Path(name).expanduser()
     nearest = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
@@ -91,20 +63,7 @@ def check_output_dir(name: str | Path, field: str = "output_dir") -> Path:
 
 
 def check_model(name: str | None, *, revision: str | None, trust_remote_code: bool) -> str:
-    """
-    Checks that a model can be found before anything slow starts.
-
-    Args:
-        name (`str` or `None`):
-            Folder or Hub name.
-        revision (`str` or `None`):
-            Revision on the Hub.
-        trust_remote_code (`bool`):
-            Whether the user allows code from the Hub.
-
-    Returns:
-        `str`: The name, with `~` expanded if it is a folder.
-    """
+    """Checks that a model can be found before anything slow starts; its name, with `~` expanded if it is a folder."""
     from transformers import AutoConfig
 
     if name is None:
@@ -124,18 +83,8 @@ def load_train_and_eval(
     script_args: "ScriptArguments", mixture: "DatasetMixtureConfig", *, needs_eval: bool
 ) -> tuple["Dataset", "Dataset | None"]:
     """
-    Loads the data set that the arguments name.
-
-    Args:
-        script_args ([`~trl.ScriptArguments`]):
-            `dataset_name` is a file, a folder of files, a folder written by `save_to_disk`, or a Hub name.
-        mixture ([`~trl.DatasetMixtureConfig`]):
-            The alternative to `dataset_name`: a list of data sets.
-        needs_eval (`bool`):
-            Whether the run evaluates. The test split is looked up only then.
-
-    Returns:
-        `tuple`: The train split, and the test split or `None`.
+    The train split of the data set or mixture that the arguments name, and the test split, which is looked up only
+    where the run evaluates.
     """
     import datasets
     from trl import get_dataset
@@ -170,20 +119,8 @@ def load_splits(
     name: str, *, config: str | None = None, streaming: bool = False, field: str = "dataset_name"
 ) -> "DatasetDict":
     """
-    Loads all splits of a data set by its name.
-
-    Args:
-        name (`str`):
-            A file, a folder of files, a folder written by `save_to_disk`, or a Hub name.
-        config (`str`, *optional*):
-            Configuration of a data set on the Hub, or of a copy of one.
-        streaming (`bool`, *optional*, defaults to `False`):
-            Whether to read it while it is used.
-        field (`str`, *optional*, defaults to `"dataset_name"`):
-            What the user called it, for error messages.
-
-    Returns:
-        [`~datasets.DatasetDict`]: The splits.
+    All splits of a data set: a file, a folder of files, a folder written by `save_to_disk`, or a Hub name. `field` is
+    what the user called it.
     """
     import datasets
 
@@ -230,22 +167,8 @@ def pick_split(
     splits: "DatasetDict", name: str, field: str, *, sole_split_is: str | None = None, remedy: str = ""
 ) -> "Dataset":
     """
-    Takes one split of a data set.
-
-    Args:
-        splits ([`~datasets.DatasetDict`]):
-            All of them.
-        name (`str`):
-            The one that is wanted.
-        field (`str`):
-            The flag that names it, for the error message.
-        sole_split_is (`str`, *optional*):
-            The wanted name under which the only split of a data set is taken, whatever its own name.
-        remedy (`str`, *optional*, defaults to `""`):
-            What else the user can do where it is missing.
-
-    Returns:
-        [`~datasets.Dataset`]: The split.
+    One split of a data set. The only one is taken, whatever its name, where `sole_split_is` wanted; `field` and
+    `remedy` are for the error message.
     """
     if name in splits:
         return splits[name]
@@ -256,16 +179,9 @@ def pick_split(
 
 def load_reward_functions(names: list[str] | None, model: str | None) -> list[str | RewardFunction]:
     """
-    Resolves the names of reward functions.
-
-    Args:
-        names (`list[str]` or `None`):
-            Names from `trl_explore.rewards.answers` or from TRL's script (where both have one, ours), or import paths.
-        model (`str` or `None`):
-            Reward model, used before the functions.
-
-    Returns:
-        `list`: What the trainer takes as `reward_funcs`; functions tell what is wrong with them in one sentence.
+    What a trainer takes as `reward_funcs`: a reward model, then functions by names from `trl_explore.rewards.answers`
+    or from TRL's script (where both have one, ours) or by import paths. They tell what is wrong with them in one
+    sentence.
     """
     rewards: list[str | RewardFunction] = [] if model is None else [model]
     named = _named_rewards() if names else {}
@@ -286,13 +202,7 @@ def load_reward_functions(names: list[str] | None, model: str | None) -> list[st
 
 def check_deciding_reward(name: str | None, rewards: Sequence[str | RewardFunction]) -> None:
     """
-    Whether `--success_reward` names one of the reward functions.
-
-    Args:
-        name (`str` or `None`):
-            What it names.
-        rewards (`list`):
-            As [`load_reward_functions`] returns them.
+    Whether `--success_reward` names one of the reward functions, which are as [`load_reward_functions`] returns them.
     """
     from trl.trainer.utils import get_callable_name
 
@@ -359,17 +269,8 @@ def _import_reward(path: str) -> RewardFunction:
 
 def find_checkpoint(resume: str | bool | None, output_dir: str) -> str | None:
     """
-    Finds the checkpoint to resume.
-
-    Args:
-        resume (`str`, `bool` or `None`):
-            `true` for the last checkpoint of `output_dir`, `false` or `None` for a fresh start, or a folder. A flag's
-            `true` arrives as text.
-        output_dir (`str`):
-            The run's folder.
-
-    Returns:
-        `str` or `None`: Folder of the checkpoint.
+    Folder of the checkpoint to resume: `true`, also as text, for the last one of `output_dir`, `false` or `None` for
+    none, or a folder.
     """
     from trl_explore.saving.checkpoints import is_complete, last_complete_checkpoint
 

@@ -25,20 +25,8 @@ def find_model(
     name: str | None, adapter: str | None = None, *, revision: str | None, trust_remote_code: bool = False
 ) -> ModelSource:
     """
-    Checks that a model with its adapter, if it has one, can be found.
-
-    Args:
-        name (`str` or `None`):
-            Folder or Hub name of a model, or the folder of an adapter, which names its base model.
-        adapter (`str`, *optional*):
-            Folder or Hub name of an adapter on `name`.
-        revision (`str` or `None`):
-            Revision of the base model on the Hub.
-        trust_remote_code (`bool`, *optional*, defaults to `False`):
-            Whether the user allows code from the Hub.
-
-    Returns:
-        [`ModelSource`]: The parts.
+    Checks that a model with its adapter, if it has one, can be found. `name` may be the folder of an adapter, which
+    names its base model; `revision` is that of the base model.
     """
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     folder = Path(name or "").expanduser()
@@ -68,22 +56,7 @@ def find_model(
 def load_model(
     source: ModelSource, *, dtype: str, revision: str | None, trust_remote_code: bool = False
 ) -> "PreTrainedModel | PeftModel":
-    """
-    Loads a model, with its adapter if it has one.
-
-    Args:
-        source ([`ModelSource`]):
-            What [`find_model`] found.
-        dtype (`str`):
-            `"auto"`, `"bfloat16"`, `"float16"` or `"float32"`.
-        revision (`str` or `None`):
-            Revision of the base model on the Hub.
-        trust_remote_code (`bool`, *optional*, defaults to `False`):
-            Whether the user allows code from the Hub.
-
-    Returns:
-        [`~transformers.PreTrainedModel`] or `PeftModel`: The model, on the CPU.
-    """
+    """The model with its adapter, if it has one, on the CPU; `dtype` is `auto`, `bfloat16`, `float16` or `float32`."""
     from transformers import AutoModelForCausalLM
 
     name = source.base
@@ -103,20 +76,7 @@ def load_model(
 def load_tokenizer(
     source: ModelSource, *, revision: str | None, trust_remote_code: bool = False
 ) -> "PreTrainedTokenizerBase":
-    """
-    Loads the tokenizer of a model.
-
-    Args:
-        source ([`ModelSource`]):
-            What [`find_model`] found.
-        revision (`str` or `None`):
-            Revision of the base model on the Hub.
-        trust_remote_code (`bool`, *optional*, defaults to `False`):
-            Whether the user allows code from the Hub.
-
-    Returns:
-        [`~transformers.PreTrainedTokenizerBase`]: The tokenizer.
-    """
+    """The tokenizer of a model that [`find_model`] found."""
     from transformers import AutoTokenizer
 
     revision = revision if source.tokenizer == source.base else None

@@ -16,16 +16,8 @@ TINY = 10_000_000
 
 def suitable_threads(num_parameters: int, device: torch.device) -> int:
     """
-    How many threads torch should use for a model.
-
-    Args:
-        num_parameters (`int`):
-            The model's size.
-        device (`torch.device`):
-            Where it runs.
-
-    Returns:
-        `int`: 1 for a tiny model on a CPU; else, and where `OMP_NUM_THREADS` says how many, those in force.
+    How many threads torch should use for a model: 1 for a tiny one on a CPU; else, and where `OMP_NUM_THREADS` says
+    how many, those in force.
     """
     chosen = os.environ.get("OMP_NUM_THREADS") or device.type != "cpu" or num_parameters > TINY
     return torch.get_num_threads() if chosen else 1
@@ -35,12 +27,6 @@ def suitable_threads(num_parameters: int, device: torch.device) -> int:
 def few_threads(model: nn.Module, device: torch.device | None = None) -> Iterator[None]:
     """
     Computes with a suitable number of threads; afterwards their number is as before. For functions that others call.
-
-    Args:
-        model (`nn.Module`):
-            The model that is worked with.
-        device (`torch.device`, *optional*):
-            Where that will be. By default where the model is.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(suitable_threads(*_size_and_device(model, device)))
@@ -53,12 +39,6 @@ def few_threads(model: nn.Module, device: torch.device | None = None) -> Iterato
 def limit_threads(model: nn.Module, device: torch.device | None = None) -> None:
     """
     Sets a suitable number of threads for the rest of the process, and says so where that changes it. For commands.
-
-    Args:
-        model (`nn.Module`):
-            The model that is worked with.
-        device (`torch.device`, *optional*):
-            Where that will be. By default where the model is.
     """
     num_parameters, device = _size_and_device(model, device)
     threads = suitable_threads(num_parameters, device)

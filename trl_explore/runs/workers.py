@@ -161,29 +161,14 @@ class Workers:
 
 
 def death(code: int | None) -> str:
-    """
-    How a process ended.
-
-    Args:
-        code (`int` or `None`):
-            Its exit code; negative for a signal.
-
-    Returns:
-        `str`: The end of a sentence.
-    """
+    """How a process ended, by its exit code, which is negative for a signal: the end of a sentence."""
     if code == -9:
         return "was killed, as a system does that runs out of memory"
     return f"was ended by signal {-code}" if code and code < 0 else f"ended with exit code {code}"
 
 
 def serve(connection: Connection) -> None:
-    """
-    Do jobs until the parent hangs up: what a process of [`Workers`] runs.
-
-    Args:
-        connection (`Connection`):
-            To the parent.
-    """
+    """Does jobs until the parent hangs up: what a process of [`Workers`] runs."""
     # By default bars share a lock between processes, which a process that is killed leaves behind, and Python says so.
     tqdm.set_lock(threading.RLock())
     with without_noise(), suppress(EOFError, ConnectionError, KeyboardInterrupt):

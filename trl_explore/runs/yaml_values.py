@@ -6,21 +6,7 @@ from trl_explore.runs.inputs import UsageError
 
 
 def read_mapping(place: str, given: Any) -> dict[str, Any]:
-    """
-    Read fields with values; nothing stands for none.
-
-    Args:
-        place (`str`):
-            Name in messages.
-        given (`Any`):
-            The value.
-
-    Returns:
-        `dict`: The fields.
-
-    Raises:
-        UsageError: If it is something else.
-    """
+    """Fields with values; nothing stands for none. `place` is their name in messages."""
     if given is None:
         return {}
     if not isinstance(given, dict):
@@ -29,21 +15,7 @@ def read_mapping(place: str, given: Any) -> dict[str, Any]:
 
 
 def read_number(place: str, given: Any) -> float:
-    """
-    Read a number.
-
-    Args:
-        place (`str`):
-            Name in messages.
-        given (`Any`):
-            The value; text too, because YAML reads 2e5 as text.
-
-    Returns:
-        `float`: The number.
-
-    Raises:
-        UsageError: If it is none.
-    """
+    """A number, also from text, because YAML reads 2e5 as text."""
     try:
         return float(given)
     except (TypeError, ValueError):
@@ -51,21 +23,7 @@ def read_number(place: str, given: Any) -> float:
 
 
 def read_count(place: str, given: Any) -> int:
-    """
-    Read a positive integer.
-
-    Args:
-        place (`str`):
-            Name in messages.
-        given (`Any`):
-            The value.
-
-    Returns:
-        `int`: The integer.
-
-    Raises:
-        UsageError: If it is none.
-    """
+    """A positive integer."""
     number = read_number(place, given)
     if number < 1 or not number.is_integer():
         raise UsageError(f"{place}={given}: give an integer of at least 1")
