@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 import transformers
 
-from trl_explore.compare.agents import report, train_agent, train_missing
-from trl_explore.compare.arms import Arm, Budget
+from trl_explore.compare.report import report
+from trl_explore.compare.run import train_arm, train_missing
+from trl_explore.compare.settings import Arm, Budget
 from trl_explore.tasks.lake_agent import LAKE_AGENT
 from trl_explore.tasks.warm_start import warm_start
 
@@ -51,7 +52,7 @@ def main():
         arms,
         args.seeds,
         Path(args.output) / "runs.json",
-        lambda arm, seed: train_agent(
+        lambda arm, seed: train_arm(
             arm,
             LAKE_AGENT,
             start(seed),
@@ -59,7 +60,7 @@ def main():
             seed=seed,
             budget=Budget(tokens=args.tokens),
             evaluate_every=args.evaluate_every,
-            reward_funcs=[],  # the environment knows what a game is worth
+            num_eval=64,
             options={**options, "max_tool_calling_iterations": LAKE_AGENT.max_turns},
         ),
         shown=("agent/", "sketch/", "cpu_"),

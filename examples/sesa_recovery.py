@@ -19,8 +19,9 @@ import torch
 import transformers
 from transformers import TrainerCallback
 
-from trl_explore.compare.arms import Arm, Budget, train_arm
 from trl_explore.compare.plots import learning_curves
+from trl_explore.compare.run import train_arm
+from trl_explore.compare.settings import Arm, Budget
 from trl_explore.tasks import get_task
 from trl_explore.tasks.warm_start import warm_start
 
@@ -62,7 +63,7 @@ def main():
     output.mkdir(parents=True, exist_ok=True)
     metrics = ["eval/pass_at_1", "eval/pass_at_16"] + (["eval/coverage_at_32"] if one_prompt else [])
 
-    def train(arm, start, tokens, folder, callbacks=None):
+    def train(arm, start, tokens, folder, callbacks=()):
         return train_arm(
             arm,
             task,

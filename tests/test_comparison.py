@@ -6,8 +6,9 @@ import pytest
 from tqdm import tqdm
 from transformers import TrainerCallback
 
-from trl_explore.compare.arms import Arm, Budget, train_arm
 from trl_explore.compare.plots import arm_styles, learning_curves
+from trl_explore.compare.run import train_arm
+from trl_explore.compare.settings import Arm, Budget
 from trl_explore.methods import METHODS
 from trl_explore.tasks import get_task
 from trl_explore.tasks.warm_start import warm_start

@@ -1,5 +1,6 @@
 """What is installed is what is in the tree, and importing it is cheap."""
 
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -56,6 +57,12 @@ def test_private_names_of_trl_stay_in_the_base_files():
         if path.name not in allowed:
             text = path.read_text()
             assert not [p for p in privates if f"self{p}" in text or f"super(){p}" in text], path
+
+
+def test_only_the_command_line_imports_the_command_line():
+    for path in [*(ROOT / "trl_explore").rglob("*.py"), *(ROOT / "trainers").rglob("*.py")]:
+        if "cli" not in path.parts:
+            assert "trl_explore.cli" not in re.findall(r"(?:from|import) (trl_explore\.\w+)", path.read_text()), path
 
 
 def test_the_decorator_keeps_a_dataclass_working():

@@ -11,9 +11,9 @@ import yaml
 from commands import EXAMPLES
 
 from trl_explore.cli import main
-from trl_explore.compare.arms import Run
 from trl_explore.compare.folder import ComparisonFolder
 from trl_explore.compare.quickstart import FAST, NUM_SEEDS, clear, document, verdicts
+from trl_explore.compare.run import Run
 from trl_explore.compare.settings import read_comparison
 
 FULL = dict(fast=False, seed=0, num_seeds=None)

@@ -12,8 +12,8 @@ import yaml
 from commands import EXAMPLES
 from transformers import TrainerCallback
 
-from trl_explore.compare.arms import CostCallback, Run
 from trl_explore.compare.clocks import mean_along
+from trl_explore.compare.run import CostCallback, Run
 from trl_explore.evaluation.intervals import crossed_interval
 from trl_explore.tasks.tiny_model import build_model
 

@@ -113,11 +113,12 @@ def test_the_shell_completes_it(capsys):
     assert "branpo" in script and "halved" in script and "--max_full_length" in script
 
 
-def test_a_comparison_trains_it_beside_the_others(workdir, capsys):
+@pytest.mark.parametrize("flags", [[], pytest.param(["--processes", "1"], marks=pytest.mark.slow)], ids=str)
+def test_a_comparison_trains_it_beside_the_others(workdir, capsys, flags):
     document = dict(SUBJECT, budget={"steps": 2}, metrics=["reward"], evaluations=1, num_eval=4, common=COMMON)
     document["arms"] = [{"method": "grpo"}, {"method": "halved", "options": {"max_full_length": 1}}]
     Path("compare.yaml").write_text(yaml.safe_dump(document))
-    printed(capsys, "compare", "--config", "compare.yaml", "--output_dir", "out")
+    printed(capsys, "compare", "--config", "compare.yaml", "--output_dir", "out", *flags)
     with open("out/curves.csv", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert [row["arm"] for row in rows] == ["GRPO"] * 2 + ["Halved"] * 2

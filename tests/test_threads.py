@@ -11,7 +11,8 @@ from transformers import TrainerCallback
 from world import contains_answer, make_dataset, make_model, make_tokenizer, saved_model
 
 from trl_explore.cli import main
-from trl_explore.compare.arms import Arm, Budget, train_arm
+from trl_explore.compare.run import train_arm
+from trl_explore.compare.settings import Arm, Budget
 from trl_explore.evaluation.evaluate import evaluate
 from trl_explore.evaluation.samplers import Sampling
 from trl_explore.runs.threads import TINY, suitable_threads

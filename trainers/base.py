@@ -771,7 +771,7 @@ class ExplorationTrainer(GRPOTrainer):
             self.publisher.push_checkpoint(checkpoint_folder)
 
 
-def watch(trainer: Any, method: str, seen: Callable[[Any, Any], None]) -> Callable[[], None]:
+def watch(trainer: Any, method: str, seen: Callable[..., None]) -> Callable[[], None]:
     """
     Watch what any GRPO trainer scores or computes the loss of.
 
@@ -780,22 +780,26 @@ def watch(trainer: Any, method: str, seen: Callable[[Any, Any], None]) -> Callab
             The trainer.
         method (`str`):
             `"scored"` or `"loss"`.
-        seen (`Callable[[Any, Any], None]`):
-            Gets the rows, and what TRL made of them: rows as its loss receives them, or the loss.
+        seen (`Callable[..., None]`):
+            Gets TRL's arguments, (rows) or (model, rows), and behind them what TRL made of them.
 
     Returns:
         `Callable[[], None]`: Ends it.
     """
     name = {"scored": "_generate_and_score_completions", "loss": "_compute_loss"}[method]
-    bound = getattr(trainer, name)
+    own = getattr(trainer, name)
 
     def watched(*args: Any) -> Any:
-        result = bound(*args)
-        seen(args[-1], result)
+        result = own(*args)
+        seen(*args, result)
         return result
 
     vars(trainer)[name] = watched
-    return lambda: vars(trainer).pop(name, None) and None
+
+    def end() -> None:
+        vars(trainer).pop(name, None)
+
+    return end
 
 
 def log_metric(trainer: Any, name: str, value: float) -> None:

@@ -8,6 +8,10 @@ from typing import Any
 OURS = ("trl", "grpo", "trl-explore")
 
 
+def _no_options(task: Any) -> dict[str, Any]:
+    return {}
+
+
 @dataclass(frozen=True)
 class Method:
     """
@@ -48,7 +52,7 @@ class Method:
     paper: Mapping[str, str] = field(default_factory=dict)
     card: str = "base"
     metrics: Mapping[str, str] = field(default_factory=dict)
-    options: Callable[[Any], dict[str, Any] | None] = lambda task: {}
+    options: Callable[[Any], dict[str, Any] | None] = _no_options
     needs_tools: bool = False
     style: tuple[str, str] | None = None
 

@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 import transformers
 
-from trl_explore.compare.agents import report, train_agent, train_missing
-from trl_explore.compare.arms import Arm, Budget
+from trl_explore.compare.report import report
+from trl_explore.compare.run import train_arm, train_missing
+from trl_explore.compare.settings import Arm, Budget
 from trl_explore.tasks.multihop import MULTI_HOP
 from trl_explore.tasks.warm_start import warm_start
 
@@ -61,7 +62,7 @@ def main():
     def train(arm, seed):
         rows = args.prompts * arm.options.get("num_generations", 8)
         options = dict(learning_rate=args.learning_rate, beta=args.beta, per_device_train_batch_size=rows)
-        return train_agent(
+        return train_arm(
             arm,
             task,
             start(seed),
@@ -69,7 +70,6 @@ def main():
             seed=seed,
             budget=Budget(tokens=args.tokens),
             evaluate_every=args.evaluate_every,
-            reward_funcs=task.reward,
             num_eval=128,
             options={**options, "max_tool_calling_iterations": task.max_searches},
         )

@@ -22,7 +22,8 @@ from datasets import Dataset
 from transformers import Qwen2Config, Qwen2ForCausalLM, TrainerCallback
 from trl import GRPOConfig
 
-from trl_explore.compare.arms import Budget, CostCallback
+from trl_explore.compare.run import CostCallback
+from trl_explore.compare.settings import Budget
 from trl_explore.methods import METHODS
 from trl_explore.tasks.tiny_model import VOCAB_SIZE, build_tokenizer
 

@@ -17,9 +17,10 @@ from pathlib import Path
 import torch
 import transformers
 
-from trl_explore.compare.arms import Arm, Budget, train_arm
 from trl_explore.compare.clocks import comparison_table
 from trl_explore.compare.plots import learning_curves
+from trl_explore.compare.run import train_arm
+from trl_explore.compare.settings import Arm, Budget
 from trl_explore.gradients.callback import GeometryCallback
 from trl_explore.tasks import get_task
 from trl_explore.tasks.warm_start import warm_start
@@ -73,7 +74,7 @@ def main():
                 num_eval=256,
                 options=dict(learning_rate=args.learning_rate, beta=args.beta),
                 # Plain GRPO does not know its geometry. Its time includes what measuring it costs, every tenth batch.
-                callbacks=[lambda trainer: GeometryCallback(trainer, every=10)] if arm.method == "grpo" else None,
+                callbacks=[lambda trainer: GeometryCallback(trainer, every=10)] if arm.method == "grpo" else [],
             )
             runs.append(asdict(run))
             kept.write_text(json.dumps(runs))

@@ -34,8 +34,8 @@ from typing import Any
 import yaml
 from regimes_results import MOST_SAMPLES, Row, read_results, settings_of, to_rows, to_runs, write_results
 
-from trl_explore.compare.arms import Run
 from trl_explore.compare.clocks import mean_along
+from trl_explore.compare.run import Run
 from trl_explore.names import unknown_name
 from trl_explore.runs.inputs import UsageError
 

@@ -16,8 +16,8 @@ import numpy as np
 from regimes import Arm, Regime, asked_for
 from regimes_results import COSTS, Row, read_results, timed_alike, to_runs
 
-from trl_explore.compare.arms import TRAINING, Run
 from trl_explore.compare.clocks import interval, mean_along, value_at
+from trl_explore.compare.run import TRAINING, Run
 from trl_explore.compare.settings import Comparison, read_comparison
 from trl_explore.evaluation.intervals import crossed_interval
 from trl_explore.evaluation.metrics import pass_at_k

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import trl_explore
-from trl_explore.compare.arms import TRAINING, Run
+from trl_explore.compare.run import TRAINING, Run
 
 SECONDS = ("seconds", "cpu_seconds")
 COSTS = ("step", "tokens", "trained_tokens", *SECONDS)
@@ -110,7 +110,7 @@ def to_rows(run: Run, stage: str, arm: Mapping[str, Any], *, settings: str, metr
     A run as lines of a results file.
 
     Args:
-        run ([`~trl_explore.compare.arms.Run`]):
+        run ([`~trl_explore.compare.run.Run`]):
             The run.
         stage (`str`):
             What it was for. Only those of the verdicts keep their successes by problem.

@@ -19,9 +19,10 @@ from pathlib import Path
 import torch
 import transformers
 
-from trl_explore.compare.arms import Arm, Budget, train_arm
 from trl_explore.compare.clocks import comparison_table
 from trl_explore.compare.plots import learning_curves
+from trl_explore.compare.run import train_arm
+from trl_explore.compare.settings import Arm, Budget
 from trl_explore.tasks import get_task
 from trl_explore.tasks.warm_start import warm_start
 

@@ -28,8 +28,9 @@ from accelerate.utils.other import get_free_port
 from datasets import Dataset
 from transformers import PrinterCallback, Qwen2ForCausalLM, TrainerCallback
 
-from trl_explore.compare.arms import Budget, CostCallback
 from trl_explore.compare.clocks import interval
+from trl_explore.compare.run import CostCallback
+from trl_explore.compare.settings import Budget
 from trl_explore.methods import METHODS
 from trl_explore.serving.agreement import wait_until_healthy
 from trl_explore.tasks.lake_agent import LAKE_AGENT

@@ -20,7 +20,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from trl_explore.compare.arms import common_options
+from trl_explore.compare.tasks import common_options
 from trl_explore.tasks import get_task
 from trl_explore.tasks.tiny_model import build_tokenizer
 from trl_explore.tasks.warm_start import warm_start

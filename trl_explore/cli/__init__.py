@@ -3,14 +3,18 @@
 import argparse
 import gc
 import sys
+from importlib import import_module
 
 from trl_explore import __version__
+from trl_explore.cli.flags import subcommands
 from trl_explore.names import unknown_name
 from trl_explore.rewards.checks import RewardError
 from trl_explore.runs.inputs import UsageError
 from trl_explore.runs.quiet import without_noise
 from trl_explore.runs.workers import count_cores
 from trl_explore.visible_text import visible_text
+
+READ_THEIR_FLAGS = ("train", "compare", "tree", "filter", "eval")  # of `train` they are fields of the method's config
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -71,50 +75,17 @@ def _build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """
-    The sub-commands of a parser.
-
-    Args:
-        parser (`argparse.ArgumentParser`):
-            A parser that has some.
-
-    Returns:
-        `dict[str, argparse.ArgumentParser]`: Their parsers by name. What is put into it is there.
-    """
-    (action,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    return action.choices
-
-
 def _dispatch(argv: list[str]) -> int:
-    known = subcommands(_build_parser())
-    if argv and not argv[0].startswith("-") and argv[0] not in known:
-        raise UsageError(unknown_name("command", argv[0], known))
-    if argv[:1] == ["train"]:  # its flags are the fields of the method's config: TrlParser reads them, not this parser
-        from trl_explore.cli.train import run
-
-        return run(argv[1:])
-    if argv[:1] == ["compare"]:
-        from trl_explore.cli.compare import run as compare_methods
-
-        return compare_methods(argv[1:])
-    if argv[:1] == ["tree"]:
-        from trl_explore.cli.tree import run as show_tree
-
-        return show_tree(argv[1:])
-    if argv[:1] == ["filter"]:
-        from trl_explore.cli.filter import run as filter_prompts
-
-        return filter_prompts(argv[1:])
-    if argv[:1] == ["eval"]:
-        from trl_explore.cli.eval import run as evaluate
-
-        return evaluate(argv[1:])
-    args = _build_parser().parse_args(argv)
+    parser = _build_parser()
+    if argv and not argv[0].startswith("-") and argv[0] not in subcommands(parser):
+        raise UsageError(unknown_name("command", argv[0], subcommands(parser)))
+    if argv and argv[0] in READ_THEIR_FLAGS:
+        return import_module(f"trl_explore.cli.{argv[0]}").run(argv[1:])
+    args = parser.parse_args(argv)
     if args.command == "completion":
         from trl_explore.cli.completion import run as print_completion
 
-        return print_completion(_build_parser(), args.shell)
+        return print_completion(parser, args.shell)
     if args.command == "env":
         from trl_explore.cli.env import describe_environment
 
@@ -132,16 +103,7 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """
-    Runs the `trl-explore` command.
-
-    Args:
-        argv (`list[str]`, *optional*):
-            Arguments after the program's name. Those of the process when not given.
-
-    Returns:
-        `int`: Exit code: `0`, `2` for a mistake in the arguments or in a reward function, `130` after Ctrl-C.
-    """
+    """Runs the command: `0`, `2` for a mistake in the arguments or in a reward function, `130` after Ctrl-C."""
     try:
         with without_noise():
             return _dispatch(sys.argv[1:] if argv is None else argv)

@@ -33,16 +33,7 @@ class Benchmark(NamedTuple):
 
 
 def load_benchmarks(args: argparse.Namespace) -> list[Benchmark]:
-    """
-    Loads the data sets that the command names.
-
-    Args:
-        args (`argparse.Namespace`):
-            Flags of `trl-explore eval`.
-
-    Returns:
-        [`list[Benchmark]`]: In their order, each with a name of its own.
-    """
+    """The data sets that the command names, in their order, each with a name of its own."""
     benchmarks = [load_benchmark(text, args) for text in args.dataset]
     counts = Counter(benchmark.name for benchmark in benchmarks)
     for name, count in counts.items():
@@ -53,17 +44,8 @@ def load_benchmarks(args: argparse.Namespace) -> list[Benchmark]:
 
 def load_benchmark(text: str, args: argparse.Namespace) -> Benchmark:
     """
-    Loads a data set with all that belongs to it.
-
-    Args:
-        text (`str`):
-            Name of a benchmark, `NAME=PATH` for a copy of one, a YAML file that describes one, name of an embedded
-            task, or a file, folder or Hub name of data with a column `prompt`.
-        args (`argparse.Namespace`):
-            Flags of `trl-explore eval`.
-
-    Returns:
-        [`Benchmark`]: The data set.
+    A data set with all that belongs to it: a benchmark, `NAME=PATH` for a copy of one, a YAML file that describes one,
+    an embedded task, or data of one's own with a column `prompt`.
     """
     from trl_explore.tasks import TASKS
 

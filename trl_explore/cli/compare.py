@@ -2,20 +2,13 @@
 
 import argparse
 import os
-import shlex
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trl_explore.cli.flags import FlagParser
-from trl_explore.cli.train import read_config
 from trl_explore.methods import METHODS
+from trl_explore.runs.arguments import read_config
 from trl_explore.runs.inputs import UsageError
-from trl_explore.runs.workers import WorkerFailed, Workers
-
-if TYPE_CHECKING:
-    from trl_explore.compare.folder import ComparisonFolder
-    from trl_explore.compare.settings import Comparison
 
 DESCRIPTION = """\
 Train several methods on the same number of generated tokens (or seconds) and compare what they learned:
@@ -29,7 +22,7 @@ The folder gets curves.png, curves.svg, curves.csv, table.md, comparison.yaml an
 command continues an interrupted comparison; --seeds and arms may be added to a finished one.
 """
 DEFAULT_TASK, DEFAULT_TOKENS, DEFAULT_OUTPUT = "countdown", 3e5, "out/compare"
-# The keys of `compare_tasks.ALL_TASKS`, without the import that takes seconds.
+# The keys of `compare.tasks.ALL_TASKS`, without the import that takes seconds.
 TASK_NAMES = (
     *("chain", "chaind", "late1", "late3", "vault", "doors", "dialects", "paths", "countdown"),
     *("sudoku", "frozen_lake", "sokoban"),
@@ -39,12 +32,7 @@ FLAGS = ("task", "seeds", "metrics", "evaluations", "num_eval", "output_dir")
 
 
 def build_parser() -> FlagParser:
-    """
-    The flags of `trl-explore compare`.
-
-    Returns:
-        [`~trl_explore.cli.flags.FlagParser`]: Their parser.
-    """
+    """The flags of `trl-explore compare`."""
     parser = FlagParser(
         prog="trl-explore compare",
         description=DESCRIPTION,
@@ -85,16 +73,7 @@ def _document(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(argv: list[str]) -> int:
-    """
-    Runs `trl-explore compare`.
-
-    Args:
-        argv (`list[str]`):
-            Arguments after `compare`.
-
-    Returns:
-        `int`: As [`carry_out`] says.
-    """
+    """Runs `trl-explore compare`; the exit code is that of [`~trl_explore.compare.workers.carry_out`]."""
     args = build_parser().parse(argv)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError("compare runs in one process: start it without accelerate launch or torchrun")
@@ -106,106 +85,9 @@ def run(argv: list[str]) -> int:
 
     from trl_explore.compare.folder import ComparisonFolder
     from trl_explore.compare.settings import read_comparison
+    from trl_explore.compare.workers import carry_out
     from trl_explore.runs.quiet import quiet
 
     quiet()
-    comparison = read_comparison(document)
-    folder = ComparisonFolder(comparison, str(output_dir))
-    command = ["trl-explore", "compare", *argv]
-    return carry_out(folder, command=command, processes=args.processes, check_arms=True)
-
-
-def carry_out(
-    folder: "ComparisonFolder", *, command: list[str], processes: int | None = None, check_arms: bool = False
-) -> int:
-    """
-    Trains what is missing of a comparison, and shows its result.
-
-    Args:
-        folder ([`~trl_explore.compare.folder.ComparisonFolder`]):
-            The comparison.
-        command (`list[str]`):
-            What continues it.
-        processes (`int`, *optional*):
-            Runs at a time, each in a process of its own. Without a number all are trained in this one.
-        check_arms (`bool`, *optional*, defaults to `False`):
-            Whether every trainer is constructed first, to see what it refuses.
-
-    Returns:
-        `int`: Exit code: `0`, `130` when Ctrl-C stopped it early, `1` when one of the processes ended early.
-    """
-    try:
-        if check_arms:
-            folder.check_arms()
-        folder.write_settings()
-        _train(folder.comparison, folder, processes)
-    except KeyboardInterrupt:
-        print(f"\nStopped; what is done is kept. Continue with:\n  {shlex.join(command)}", file=sys.stderr)
-        return 130
-    except WorkerFailed as error:
-        text = f"{error.details}trl-explore: error: {error}; what is done is kept. Continue with:"
-        print(f"{text}\n  {shlex.join(command)}", file=sys.stderr)
-        return 1
-    _show(folder.comparison, folder)
-    return 0
-
-
-def _train(comparison: "Comparison", folder: "ComparisonFolder", processes: int | None) -> None:
-    import datasets
-    from tqdm.auto import tqdm
-
-    from trl_explore.compare.report import write_report
-    from trl_explore.compare.run import Interrupted
-
-    done = folder.num_runs - len(folder.missing())
-    total = int(folder.num_runs * comparison.amount)
-    unit = {"tokens": "tok", "seconds": "s", "steps": "step"}[comparison.clock]
-    print(
-        f"{folder.num_runs} runs of {comparison.amount:,.0f} {comparison.clock} each"
-        f"{f', {done} of them done' if done else ''}: "
-        f"{', '.join(arm.name for arm in comparison.arms)}; seeds {', '.join(map(str, comparison.seeds))}"
-    )
-    if done == folder.num_runs:
-        return
-    if processes is not None:
-        _train_side_by_side(folder, min(processes, folder.num_runs - done))
-        return
-    datasets.disable_progress_bars()  # there is one of ours
-    starts = folder.warm_starts()
-    initial = int(done * comparison.amount)
-    # smoothing 0: arms differ in speed, so the mean of all tells more than the last steps
-    with tqdm(total=total, initial=initial, unit=unit, unit_scale=True, smoothing=0) as bar:
-        try:
-            for _ in folder.train(starts, bar):
-                if folder.missing():  # a look at what there is so far
-                    write_report(folder.finished(), comparison, folder.path)
-        except Interrupted:
-            raise KeyboardInterrupt from None
-
-
-def _train_side_by_side(folder: "ComparisonFolder", processes: int) -> None:
-    from rich.console import Console
-
-    from trl_explore.compare.report import write_report
-    from trl_explore.compare.workers import ArmLines, train_side_by_side
-
-    lines = ArmLines(folder, Console())
-    with Workers(processes) as workers, lines.progress:
-        for _ in train_side_by_side(folder, workers, lines):
-            if folder.missing():  # a look at what there is so far
-                write_report(folder.finished(), folder.comparison, folder.path)
-
-
-def _show(comparison: "Comparison", folder: "ComparisonFolder") -> None:
-    from rich.console import Console
-
-    from trl_explore.compare.report import explanation, rich_table, write_report
-
-    console, runs = Console(), folder.finished()
-    files = write_report(runs, comparison, folder.path)
-    console.print(rich_table(runs, comparison))
-    console.print(explanation(runs, comparison), markup=False, highlight=False)
-    names = ", ".join(path.name for path in files)
-    console.print(f"{Path(folder.path)}: {names}", markup=False, highlight=False, soft_wrap=True)
-    if not any(path.suffix == ".png" for path in files):
-        console.print("no picture: matplotlib is missing (pip install 'trl-explore[plots]')", markup=False)
+    folder = ComparisonFolder(read_comparison(document), str(output_dir))
+    return carry_out(folder, command=["trl-explore", "compare", *argv], processes=args.processes, check_arms=True)

@@ -2,6 +2,7 @@
 
 import argparse
 from dataclasses import fields
+from importlib import import_module
 from typing import Any
 
 from trl_explore.methods import METHODS
@@ -15,7 +16,7 @@ def _train_parser() -> argparse.ArgumentParser:
     """The fields of all methods: which of them apply depends on `--method`, which a shell does not look at."""
     from trl import DatasetMixtureConfig, ModelConfig
 
-    from trl_explore.cli.train import TrainArguments
+    from trl_explore.runs.arguments import TrainArguments
 
     types: list[Any] = [
         TrainArguments,
@@ -30,27 +31,17 @@ def _train_parser() -> argparse.ArgumentParser:
 
 
 def complete_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """
-    Fill in what the sub-commands read by themselves, and what values there are to choose from.
-
-    Args:
-        parser (`argparse.ArgumentParser`):
-            The parser of `trl-explore`, whose sub-commands may be empty.
-
-    Returns:
-        `argparse.ArgumentParser`: The same parser.
-    """
+    """Fills in what the sub-commands read by themselves, and what values there are to choose from."""
     import shtab
 
-    from trl_explore.cli import compare, eval, filter, subcommands, tree
+    from trl_explore.cli.compare import TASK_NAMES
+    from trl_explore.cli.flags import subcommands
 
     commands = subcommands(parser)
     commands["train"] = _train_parser()
-    commands["compare"] = compare.build_parser()
-    commands["eval"] = eval.build_parser()
-    commands["filter"] = filter.build_parser()
-    commands["tree"] = tree.build_parser()
-    known: dict[str, Any] = {"method": METHODS, "methods": METHODS, "task": compare.TASK_NAMES}
+    for name in ("compare", "eval", "filter", "tree"):
+        commands[name] = import_module(f"trl_explore.cli.{name}").build_parser()
+    known: dict[str, Any] = {"method": METHODS, "methods": METHODS, "task": TASK_NAMES}
     for command in commands.values():
         actions: list[Any] = command._actions  # `complete` is an attribute that shtab reads
         for action in actions:
@@ -62,21 +53,7 @@ def complete_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def run(parser: argparse.ArgumentParser, shell: str) -> int:
-    """
-    Print the script.
-
-    Args:
-        parser (`argparse.ArgumentParser`):
-            The parser of `trl-explore`.
-        shell (`str`):
-            `bash`, `zsh` or `tcsh`.
-
-    Returns:
-        `int`: Exit code `0`.
-
-    Raises:
-        [`~trl_explore.runs.inputs.UsageError`]: If shtab is not installed.
-    """
+    """Prints the script for a shell: `bash`, `zsh` or `tcsh`."""
     try:
         import shtab
     except ModuleNotFoundError as error:

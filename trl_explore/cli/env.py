@@ -54,10 +54,7 @@ def _describe_devices() -> str:
 
 def describe_environment() -> str:
     """
-    Describes versions, devices, methods and sampling backends, ready to be pasted into an issue.
-
-    Returns:
-        `str`: One `- name: value` line per fact.
+    Versions, devices, methods and sampling backends, ready to be pasted into an issue: a `- name: value` line each.
     """
     ranges = _supported_ranges()
     facts = {

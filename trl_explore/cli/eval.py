@@ -45,12 +45,7 @@ computed from the completions that are there.
 
 
 def build_parser() -> FlagParser:
-    """
-    The flags of `trl-explore eval`.
-
-    Returns:
-        [`~trl_explore.cli.flags.FlagParser`]: Their parser.
-    """
+    """The flags of `trl-explore eval`."""
     parser = FlagParser(
         prog="trl-explore eval",
         description=DESCRIPTION,
@@ -144,16 +139,7 @@ class LazySampler:
 
 
 def run(argv: list[str]) -> int:
-    """
-    Runs `trl-explore eval`.
-
-    Args:
-        argv (`list[str]`):
-            Arguments after `eval`.
-
-    Returns:
-        `int`: `0`, or `130` when Ctrl-C stopped it early.
-    """
+    """Runs `trl-explore eval`; `130` when Ctrl-C stopped it early."""
     args = build_parser().parse(argv)
     _check(args)
     source = find_model(args.model_name_or_path, args.adapter_name_or_path, revision=args.model_revision)

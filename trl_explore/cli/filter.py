@@ -35,12 +35,7 @@ SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
 def build_parser() -> FlagParser:
-    """
-    The flags of `trl-explore filter`.
-
-    Returns:
-        [`~trl_explore.cli.flags.FlagParser`]: Their parser.
-    """
+    """The flags of `trl-explore filter`."""
     parser = FlagParser(
         prog="trl-explore filter",
         description=DESCRIPTION,
@@ -83,16 +78,7 @@ def _write(dataset: "Dataset", path: Path) -> None:
 
 
 def run(argv: list[str]) -> int:
-    """
-    Runs `trl-explore filter`.
-
-    Args:
-        argv (`list[str]`):
-            Arguments after `filter`.
-
-    Returns:
-        `int`: `0`, or `130` when Ctrl-C stopped it early.
-    """
+    """Runs `trl-explore filter`; `130` when Ctrl-C stopped it early."""
     args = build_parser().parse(argv)
     output = Path(args.output).expanduser()
     if output.suffix not in SUFFIXES:

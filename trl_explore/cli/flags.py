@@ -14,16 +14,7 @@ class FlagParser(argparse.ArgumentParser):
         raise UsageError(f"{message} (all flags: {self.prog} --help)")
 
     def parse(self, argv: list[str]) -> argparse.Namespace:
-        """
-        Reads the flags; those of `train` may be written with dashes, so these may too.
-
-        Args:
-            argv (`list[str]`):
-                Arguments after the sub-command.
-
-        Returns:
-            `argparse.Namespace`: Their values.
-        """
+        """Reads the flags behind the sub-command; those of `train` may be written with dashes, so these may too."""
         flags = [flag.partition("=") for flag in argv]
         argv = [
             "--" + name[2:].replace("-", "_") + equals + value if name.startswith("--") else name + equals + value
@@ -34,3 +25,9 @@ class FlagParser(argparse.ArgumentParser):
             name = unknown[0].partition("=")[0]
             raise UsageError(unknown_name("flag", name, [f"--{known}" for known in vars(args)]))
         return args
+
+
+def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The parsers of a parser's sub-commands by name; what is put into the answer is there."""
+    (action,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return action.choices

@@ -23,12 +23,7 @@ LINE_WIDTH = 60
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """
-    The flags of `trl-explore tree`.
-
-    Returns:
-        `argparse.ArgumentParser`: Their parser.
-    """
+    """The flags of `trl-explore tree`."""
     parser = argparse.ArgumentParser(
         prog="trl-explore tree",
         description="Look at a search tree that a trainer dumped: here, and as a web page in one file.",
@@ -42,19 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def run(argv: list[str]) -> int:
-    """
-    Runs `trl-explore tree`.
-
-    Args:
-        argv (`list[str]`):
-            Arguments after `tree`.
-
-    Returns:
-        `int`: Exit code `0`.
-
-    Raises:
-        [`~trl_explore.runs.inputs.UsageError`]: If the file holds no such tree or the page cannot be written.
-    """
+    """Runs `trl-explore tree`."""
     args = build_parser().parse_args(argv)
     path = _check_file(args.file)
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that is not in UTF-8 still shows what it can

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 import yaml
 
-from trl_explore.compare.arms import Arm, Run
-from trl_explore.compare.run import build_run, train_run
-from trl_explore.compare.settings import Comparison, arm_folder
+from trl_explore.compare.run import Run, build_run, train_run
+from trl_explore.compare.settings import Arm, Comparison, arm_folder
 from trl_explore.runs.inputs import UsageError, check_output_dir
 from trl_explore.runs.threads import limit_threads
 from trl_explore.saving.whole_files import whole_file
@@ -29,20 +28,7 @@ def free_memory() -> None:
 
 
 def teach(comparison: Comparison, seed: int, *, progress: bool = True) -> str:
-    """
-    Teaches a comparison's embedded task to its tiny model, or finds that it has been taught.
-
-    Args:
-        comparison ([`~trl_explore.compare.settings.Comparison`]):
-            The comparison.
-        seed (`int`):
-            The seed.
-        progress (`bool`, *optional*, defaults to `True`):
-            Whether to show a progress bar.
-
-    Returns:
-        `str`: Folder of the model.
-    """
+    """Teaches a comparison's embedded task to its tiny model, or finds that it has been taught; the model's folder."""
     device = "cpu" if comparison.common.get("use_cpu") else None
     options: dict[str, Any] = {"steps": comparison.warm_start_steps, "device": device, **comparison.model_size}
     return str(warm_start(comparison.task, seed=seed, progress=progress, **options))
@@ -95,9 +81,14 @@ class ComparisonFolder:
         pairs = ((arm, seed) for seed in self.comparison.seeds for arm in self.comparison.arms)
         return [(arm, seed) for arm, seed in pairs if not (self.of_run(arm, seed) / RESULT).is_file()]
 
+    def unfinished_seeds(self) -> list[int]:
+        """Seeds on which an arm is not finished."""
+        return list(dict.fromkeys(seed for _, seed in self.missing()))
+
     def finished(self) -> list[dict[str, Any]]:
         """The runs of all seeds on which every arm is finished."""
-        seeds = [seed for seed in self.comparison.seeds if seed not in {seed for _, seed in self.missing()}]
+        unfinished = self.unfinished_seeds()
+        seeds = [seed for seed in self.comparison.seeds if seed not in unfinished]
         pairs = [(arm, seed) for arm in self.comparison.arms for seed in seeds]
         return [asdict(Run.load(self.of_run(arm, seed) / RESULT)) for arm, seed in pairs]
 
@@ -105,9 +96,6 @@ class ComparisonFolder:
         """
         Constructs the trainer of every arm that is to be trained, so that what one refuses is known before the first,
         and how many threads suit their models.
-
-        Raises:
-            UsageError: Naming the arm and what is wrong.
         """
         with tempfile.TemporaryDirectory() as folder:
             if self.comparison.task is not None:
@@ -123,33 +111,17 @@ class ComparisonFolder:
                 free_memory()
 
     def warm_starts(self) -> dict[int, str]:
-        """
-        Teaches an embedded task to the tiny model, or finds that it has been taught.
-
-        Returns:
-            `dict[int, str]`: Folders of the models, by seed; empty for a model of the user's own.
-        """
+        """Folders of the models that were taught an embedded task, by seed; empty for a model of the user's own."""
         return {seed: teach(self.comparison, seed) for seed in self.seeds_to_teach()}
 
     def seeds_to_teach(self) -> list[int]:
         """Seeds of missing runs, where an embedded task has to be taught to a model for each."""
-        return [] if self.comparison.task is None else list(dict.fromkeys(seed for _, seed in self.missing()))
+        return [] if self.comparison.task is None else self.unfinished_seeds()
 
     def train(self, starts: Mapping[int, str], bar: Any) -> Iterator[int]:
         """
-        Trains what is missing, one run after the other.
-
-        Args:
-            starts (`Mapping[int, str]`):
-                What [`~ComparisonFolder.warm_starts`] returned.
-            bar (`tqdm`):
-                Progress over the budgets of all runs, at those of the finished ones.
-
-        Yields:
-            `int`: A seed, when all its runs are finished.
-
-        Raises:
-            Interrupted: After Ctrl-C.
+        Trains what is missing, one run after the other; yields a seed when all its runs are finished. `starts` are
+        what [`~ComparisonFolder.warm_starts`] returned, and `bar` shows the budgets of all runs.
         """
         missing = self.missing()
         for number, (arm, seed) in enumerate(missing, start=self.num_runs - len(missing) + 1):
@@ -159,22 +131,14 @@ class ComparisonFolder:
             run.save(folder / RESULT)
             bar.update(int(number * self.comparison.amount) - bar.n)
             free_memory()
-            if seed not in {left for _, left in self.missing()}:
+            if seed not in self.unfinished_seeds():
                 yield seed
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """
-    Why the runs of two comparisons cannot stand side by side.
-
-    Args:
-        old (`Mapping`):
-            [`~trl_explore.compare.settings.Comparison.document`] of the comparison that made a folder.
-        new (`Mapping`):
-            That of the comparison that is asked for. It may have more arms and more seeds.
-
-    Returns:
-        `list[str]`: One phrase per field.
+    Why the runs of two comparisons cannot stand side by side, by their documents: one phrase per field. The new one
+    may have more arms and more seeds.
     """
     missing = [f"seeds: {seed} there, not now" for seed in old["seeds"] if seed not in new["seeds"]]
     arms = {arm["name"]: arm for arm in new["arms"]}

@@ -23,14 +23,7 @@ INTERVAL_SEEDS = 3  # from so many on a picture shows the interval of the mean
 
 def metric_label(metric: str) -> tuple[str, int]:
     """
-    How a metric is shown.
-
-    Args:
-        metric (`str`):
-            Its logged name, such as `"eval/pass_at_8"`.
-
-    Returns:
-        `tuple[str, int]`: A label, and what values are multiplied with: 100 for shares, 1 for rewards.
+    How a metric such as `eval/pass_at_8` is shown: a label, and 100 for shares or 1 for rewards to multiply with.
     """
     label = LABELS.get(metric, metric.removeprefix("eval/").replace("_at_", "@"))
     return label, 1 if metric.endswith("reward") else 100
@@ -38,15 +31,8 @@ def metric_label(metric: str) -> tuple[str, int]:
 
 def arm_styles(arms: Iterable[str]) -> dict[str, tuple[str, str]]:
     """
-    Colours and markers of arms. An arm that is called as a method, or else the first whose name begins so, has the
-    method's; the others have what is left, but never GRPO's.
-
-    Args:
-        arms (`Iterable[str]`):
-            Names of the arms, such as `"GRPO"` and `"TreeGRPO, random nodes"`.
-
-    Returns:
-        `dict[str, tuple[str, str]]`: Colour and marker, by name.
+    Colours and markers of arms, by name. An arm that is called as a method, or else the first whose name begins so,
+    has the method's; the others have what is left, but never GRPO's.
     """
     names = list(dict.fromkeys(arms))
     styles: dict[str, tuple[str, str]] = {}
@@ -91,7 +77,7 @@ def learning_curves(
 
     Args:
         runs (`Sequence[dict]`):
-            Runs with `arm`, `seed` and `points` (see [`~trl_explore.compare.arms.Run`]).
+            Runs with `arm`, `seed` and `points` (see [`~trl_explore.compare.run.Run`]).
         path (`str` or `Path`):
             The file; its suffix decides the format, such as `.png` or `.svg`.
         metrics (`Sequence[str]`, *optional*):

@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trl_explore.cli.compare import carry_out
 from trl_explore.runs.inputs import UsageError
 from trl_explore.runs.quiet import quiet
 from trl_explore.runs.workers import count_cores
@@ -45,37 +44,13 @@ FAST_NOTE = "With --fast the budget is too small to learn much: this was a check
 
 
 def document(*, fast: bool, seed: int, num_seeds: int | None) -> dict[str, Any]:
-    """
-    What `trl-explore compare` would be given.
-
-    Args:
-        fast (`bool`):
-            Whether it is only tried that everything runs.
-        seed (`int`):
-            The first seed.
-        num_seeds (`int`, *optional*):
-            How many seeds. Without a number as many as there is time for.
-
-    Returns:
-        `dict`: A comparison.
-    """
+    """What `trl-explore compare` would be given."""
     count = num_seeds if num_seeds is not None else NUM_SEEDS_FAST if fast else NUM_SEEDS
     return {**COMPARISON, **(FAST if fast else {}), "seeds": list(range(seed, seed + count))}
 
 
 def clear(mean: float, half: float | None) -> str:
-    """
-    A difference in points of a hundred, and what its interval allows to say.
-
-    Args:
-        mean (`float`):
-            Its mean over seeds, as a share.
-        half (`float`, *optional*):
-            Half the length of its 95 % interval; `None` for one seed.
-
-    Returns:
-        `str`: For example `"+10.8 ± 9.1 (ahead)"`.
-    """
+    """A difference in points of a hundred, and what its interval allows to say: `"+10.8 ± 9.1 (ahead)"`."""
     if half is None:
         return f"{100 * mean:+.1f} (one seed, which may be chance)"
     word = "not clear: the interval includes 0" if abs(mean) <= half else "ahead" if mean > 0 else "behind"
@@ -84,16 +59,8 @@ def clear(mean: float, half: float | None) -> str:
 
 def verdicts(runs: Sequence[Mapping[str, Any]], comparison: "Comparison") -> list[str]:
     """
-    What was found about each method, as the regimes of the benchmark are judged: by the mean along the curve.
-
-    Args:
-        runs (`Sequence[Mapping]`):
-            Finished runs; the same seeds for every arm.
-        comparison ([`~trl_explore.compare.settings.Comparison`]):
-            The comparison. Differences are to the first arm, in its first metric, a share.
-
-    Returns:
-        `list[str]`: One sentence per method.
+    What was found about each method, a sentence each, as the regimes of the benchmark are judged: differences to the
+    first arm in the first metric, a share, by the mean along the curve.
     """
     from trl_explore.compare.clocks import interval, mean_along, paired_values
     from trl_explore.compare.plots import metric_label
@@ -120,16 +87,7 @@ def verdicts(runs: Sequence[Mapping[str, Any]], comparison: "Comparison") -> lis
 
 
 def main(args: argparse.Namespace) -> int:
-    """
-    Run the quick-start, or go on with it.
-
-    Args:
-        args (`argparse.Namespace`):
-            `fast`, `output_dir`, `seed`, `num_seeds` and `processes`.
-
-    Returns:
-        `int`: Exit code, as [`~trl_explore.cli.compare.carry_out`] says.
-    """
+    """Runs the quick-start or goes on with it; the exit code is that of [`~trl_explore.compare.workers.carry_out`]."""
     if args.processes < 1:
         raise UsageError(f"processes={args.processes}: give an integer of at least 1")
     began = time.perf_counter()
@@ -138,6 +96,7 @@ def main(args: argparse.Namespace) -> int:
 
     from trl_explore.compare.folder import SETTINGS, ComparisonFolder
     from trl_explore.compare.settings import read_comparison
+    from trl_explore.compare.workers import carry_out
 
     quiet()
     console = Console()

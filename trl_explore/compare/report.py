@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trl_explore.compare.arms import TRAINING
-from trl_explore.compare.clocks import common_reading, interval, paired_values
+from trl_explore.compare.clocks import common_reading, comparison_table, interval, paired_values
 from trl_explore.compare.plots import LABELS, learning_curves, metric_label
+from trl_explore.compare.run import TRAINING
 from trl_explore.compare.settings import Comparison
 
 CURVES, TABLE = "curves", "table.md"
@@ -18,15 +18,8 @@ COSTS = ("step", "tokens", "trained_tokens", "seconds", "cpu_seconds")
 @dataclass(frozen=True)
 class Cell:
     """
-    A metric of one arm at equal cost.
-
-    Args:
-        value (`tuple[float, float | None]`):
-            Mean over seeds and half its interval.
-        difference (`tuple[float, float | None]`, *optional*):
-            The same for what it has more than the first arm, seed by seed; `None` for the first arm itself.
-        scale (`int`):
-            What is shown is so many times as much: 100 for shares.
+    A metric of one arm at equal cost: mean and half its interval, the same for what it has more than the first arm
+    seed by seed (`None` for that one itself), and what both are multiplied with to be shown, 100 for shares.
     """
 
     value: tuple[float, float | None]
@@ -47,21 +40,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """
-    One arm of the table.
-
-    Args:
-        arm (`str`):
-            Its name.
-        cells (`list[Cell]`):
-            One per metric.
-        tokens (`float`):
-            Generated tokens, mean over seeds.
-        seconds (`float`):
-            Seconds of training.
-        steps (`float`):
-            Optimiser steps.
-    """
+    """One arm of the table: its cells, one per metric, and mean costs over seeds."""
 
     arm: str
     cells: list[Cell]
@@ -75,18 +54,7 @@ class Row:
 
 
 def summarize(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> list[Row]:
-    """
-    All arms at the same cost.
-
-    Args:
-        runs (`Sequence[Mapping]`):
-            Runs with `arm`, `seed` and `points`; the same seeds for every arm.
-        comparison ([`~trl_explore.compare.settings.Comparison`]):
-            Clock, budget and metrics.
-
-    Returns:
-        `list[Row]`: One row per arm, in order.
-    """
+    """All arms of runs with the same seeds at the same cost, in order."""
     clock, reading = comparison.cost, equal_cost(runs, comparison)
     base = comparison.arms[0].name
     rows = []
@@ -111,18 +79,7 @@ def equal_cost(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> flo
 
 
 def explanation(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> str:
-    """
-    What the numbers of the table are.
-
-    Args:
-        runs (`Sequence[Mapping]`):
-            The runs.
-        comparison ([`~trl_explore.compare.settings.Comparison`]):
-            The comparison.
-
-    Returns:
-        `str`: Two sentences.
-    """
+    """What the numbers of the table are, in two sentences."""
     count = len({run["seed"] for run in runs})
     at = f"At {equal_cost(runs, comparison):,.0f} {LABELS[comparison.cost]}, read between evaluations; with a sign: "
     at += f"the difference to {comparison.arms[0].name}, paired by seed. "
@@ -139,18 +96,7 @@ def headers(comparison: Comparison) -> list[str]:
 
 
 def markdown_table(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> str:
-    """
-    The table as Markdown.
-
-    Args:
-        runs (`Sequence[Mapping]`):
-            The runs.
-        comparison ([`~trl_explore.compare.settings.Comparison`]):
-            The comparison.
-
-    Returns:
-        `str`: Lines of text, the explanation below the table.
-    """
+    """The table as Markdown, the explanation below it."""
     titles = headers(comparison)
     lines = [titles, ["---", *["---:"] * (len(titles) - 1)]]
     for row in summarize(runs, comparison):
@@ -162,18 +108,7 @@ def markdown_table(runs: Sequence[Mapping[str, Any]], comparison: Comparison) ->
 
 
 def rich_table(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> Any:
-    """
-    The table for a terminal.
-
-    Args:
-        runs (`Sequence[Mapping]`):
-            The runs.
-        comparison ([`~trl_explore.compare.settings.Comparison`]):
-            The comparison.
-
-    Returns:
-        [`~rich.table.Table`]: Differences stand below the values.
-    """
+    """The table for a terminal; differences stand below the values."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
@@ -188,17 +123,7 @@ def rich_table(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> Any
 
 
 def write_csv(runs: Sequence[Mapping[str, Any]], comparison: Comparison, path: Path) -> None:
-    """
-    Write every evaluation of every run, one per line.
-
-    Args:
-        runs (`Sequence[Mapping]`):
-            The runs.
-        comparison ([`~trl_explore.compare.settings.Comparison`]):
-            The comparison.
-        path (`Path`):
-            The file.
-    """
+    """Writes every evaluation of every run, one per line."""
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["arm", "seed", *COSTS, *comparison.metrics, *TRAINING])
@@ -211,20 +136,7 @@ def write_csv(runs: Sequence[Mapping[str, Any]], comparison: Comparison, path: P
 
 
 def write_report(runs: Sequence[dict[str, Any]], comparison: Comparison, folder: Path) -> list[Path]:
-    """
-    Write table, CSV and, where matplotlib is installed, the picture.
-
-    Args:
-        runs (`Sequence[dict]`):
-            Finished runs; the same seeds for every arm.
-        comparison ([`~trl_explore.compare.settings.Comparison`]):
-            The comparison.
-        folder (`Path`):
-            Where the files go.
-
-    Returns:
-        `list[Path]`: The files.
-    """
+    """Writes table, CSV and, where matplotlib is installed, the picture of finished runs with the same seeds."""
     files = [folder / TABLE, folder / f"{CURVES}.csv"]
     files[0].write_text(markdown_table(runs, comparison), encoding="utf-8")
     write_csv(runs, comparison, files[1])
@@ -240,3 +152,14 @@ def write_report(runs: Sequence[dict[str, Any]], comparison: Comparison, folder:
     except ModuleNotFoundError:  # matplotlib
         return files
     return [*files, picture, picture.with_suffix(".svg")]
+
+
+def report(runs: list[dict[str, Any]], label: str, folder: str | Path) -> None:
+    """Prints an example's runs at equal tokens, CPU seconds and steps, `eval/success` under a label; draws curves."""
+    for clock in ("tokens", "cpu_seconds", "step"):
+        print("\n" + comparison_table(runs, clock, {label: "eval/success"}))
+    try:
+        clocks = ("tokens", "cpu_seconds")
+        print(f"\n{learning_curves(runs, Path(folder) / 'curves.png', metrics=['eval/success'], clocks=clocks)}")
+    except ImportError:
+        print("\nno picture: pip install matplotlib")

@@ -1,31 +1,42 @@
-"""One run of a comparison: its trainer, its evaluations at even shares of the budget, its checkpoints."""
+"""One run: its trainer, what it costs, its curve, and both in its checkpoints.
+
+`train_run` trains one arm of a comparison, `train_arm` one of an example on an embedded task. Costs are generated and
+trained tokens, process CPU seconds, wall seconds and optimiser steps of training; evaluation counts towards none.
+"""
 
 import itertools
 import json
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from transformers import PrinterCallback, TrainerCallback
 
-from trl_explore.cli.train import trainer_arguments
-from trl_explore.compare.arms import RECORD, TRAINING, Arm, Cost, CostCallback, Run
-from trl_explore.compare.settings import Comparison, run_arguments
+from trl_explore.compare.settings import Arm, Budget, Comparison, Cost, run_arguments
+from trl_explore.compare.tasks import common_options
 from trl_explore.evaluation.callbacks import PassAtKCallback, undisturbed
 from trl_explore.methods import METHODS
+from trl_explore.rows.streams import loss_mask
+from trl_explore.runs.arguments import RunArguments, trainer_arguments
 from trl_explore.runs.inputs import UsageError, load_train_and_eval
+from trl_explore.runs.threads import few_threads
 from trl_explore.saving.checkpoints import last_complete_checkpoint
 from trl_explore.saving.interrupt import InterruptCallback
 from trl_explore.saving.whole_files import whole_file
-from trl_explore.tasks import AGENTS, LAKE_AGENT
+from trl_explore.tasks import AGENTS, LAKE_AGENT, Task
 from trl_explore.tasks.tiny_model import build_tokenizer
+from trl_explore.trainers.base import watch
 
 NUM_TRAIN, NUM_TRAIN_AGENT = 4000, 2000  # problems of an embedded task; there are not many more boards
+AGENT_EVALUATION = dict(per_device_eval_batch_size=64, num_generations_eval=4)
 EVALUATION_SEED = 1234
 HELD_OUT_SEED = 0
+RECORD = "comparison.json"
+TRAINING = ("entropy", "frac_reward_zero_std")  # what a curve says of the steps between two evaluations
 
 Evaluate = Callable[[], Mapping[str, Any]]
 
@@ -34,15 +45,164 @@ class Interrupted(Exception):
     """Ctrl-C ended a run; its checkpoint is on disk."""
 
 
-class Milestones(TrainerCallback):
+# --------------------------------------------------------------------------------------------------- costs and curves
+
+
+@dataclass
+class Run:
     """
-    Evaluates and saves at even shares of the budget. Cost and curve so far go into every checkpoint.
+    Outcome of one arm on one seed.
+
+    Args:
+        arm (`str`):
+            Name of the arm.
+        seed (`int`):
+            Seed of training.
+        points (`list[dict]`):
+            One entry per evaluation: its metrics and the cost so far.
+        steps (`list[dict]`):
+            One entry per training step: TRL's logs and the cost so far.
+        interrupted (`bool`):
+            Whether Ctrl-C ended the training.
+    """
+
+    arm: str
+    seed: int
+    points: list[dict[str, Any]]
+    steps: list[dict[str, float]]
+    interrupted: bool = False
+
+    def save(self, path: Path) -> None:
+        """Writes the run as JSON, whole or not at all."""
+        with whole_file(path) as part:
+            part.write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def load(cls, path: Path) -> "Run":
+        """Reads what [`~Run.save`] wrote."""
+        return cls(**json.loads(path.read_text()))
+
+
+def of_step(logs: Mapping[str, Any] | None) -> bool:
+    """Whether a log is of a training step; others are of an evaluation or of the whole training."""
+    return logs is not None and "completions/mean_length" in logs and "train_runtime" not in logs
+
+
+class CostCallback(TrainerCallback):
+    """
+    Counts the cost of training steps and stops at a budget.
+
+    Reads TRL's logs, so `logging_steps` must be 1 and a generation batch one optimiser step.
+
+    Args:
+        budget ([`Budget`]):
+            When to stop.
+    """
+
+    def __init__(self, budget: Budget) -> None:
+        self.budget = budget
+        self.cost = Cost()
+        self.history: list[dict[str, float]] = []
+        self._started = (0.0, 0.0)
+
+    def count_trained(self, trainer: Any) -> None:
+        """Counts the tokens of every pass through the loss of a trainer in one process, those of streams too."""
+        watch(trainer, "loss", self._trained)
+
+    def _trained(self, model: Any, rows: Any, loss: Any) -> None:
+        if model.training:
+            self.cost.trained_tokens += float(loss_mask(rows).sum())
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._started = (time.process_time(), time.perf_counter())
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.cost.step = state.global_step
+        self.cost.cpu_seconds += time.process_time() - self._started[0]
+        self.cost.seconds += time.perf_counter() - self._started[1]
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if not of_step(logs):
+            return
+        # Methods that sample other tokens than they train on say how many.
+        main = logs["completions/mean_length"] * args.generation_batch_size
+        main = logs.get("tree/sampled_tokens", logs.get("sketch/sampled_tokens", main))
+        self.cost.tokens += main + logs.get("pivots/sampled_tokens", 0.0) + logs.get("branch/sampled_tokens", 0.0)
+        self.history.append({**asdict(self.cost), **{k: v for k, v in logs.items() if v is not None}})
+        if self.budget.is_spent(self.cost):
+            # The end of training is evaluated once; a save that is due at this step still happens.
+            control.should_training_stop = True
+
+
+class Curve(TrainerCallback):
+    """
+    The points of a run. They go with its cost into every checkpoint, so that a resumed run keeps its curve and what is
+    left of its budget; both are shown by a bar. It is called after `costs`.
+
+    Args:
+        costs ([`CostCallback`]):
+            What counts the cost.
+        clock (`str`):
+            The cost that the bar shows.
+        amount (`float`):
+            How much of it the run gets.
+        bar (`tqdm`, *optional*):
+            Progress over the budgets of all runs.
+    """
+
+    def __init__(self, costs: CostCallback, clock: str, amount: float, bar: Any = None) -> None:
+        self.costs, self.clock, self.amount = costs, clock, amount
+        self.bar, self.bar_start = bar, 0 if bar is None else bar.n
+        self.points: list[dict[str, Any]] = []
+
+    def note(self, metrics: Mapping[str, Any]) -> None:
+        """Puts a measurement beside the cost so far."""
+        self.points.append({**asdict(self.costs.cost), **metrics})
+
+    def finished(self, state: Any) -> bool:
+        """Whether a checkpoint leaves nothing to train."""
+        return False
+
+    def write(self, args: Any, state: Any) -> None:
+        """Adds the record to the newest checkpoint."""
+        record = {"finished": self.finished(state), "cost": asdict(self.costs.cost), "points": self.points}
+        path = Path(args.output_dir) / f"checkpoint-{state.global_step}" / RECORD
+        with whole_file(path) as part:
+            part.write_text(json.dumps({**record, "steps": self.costs.history}))
+
+    def restore(self, folder: str | Path) -> str | None:
+        """Goes back to the newest checkpoint from which something is left to train, and removes newer ones."""
+        while (checkpoint := last_complete_checkpoint(folder)[0]) is not None:
+            record = Path(checkpoint) / RECORD  # missing where the process was killed between the two
+            found = json.loads(record.read_text()) if record.is_file() else None
+            if found and not found.get("finished"):
+                self.costs.cost = Cost(**found["cost"])
+                self.costs.history, self.points = found["steps"], found["points"]
+                if self.bar is not None:  # its rate and the time left are of what is sampled from now on
+                    self.bar.initial += self._position() - self.bar.n
+                    self.bar.n = self.bar.last_print_n = self._position()
+                return checkpoint
+            shutil.rmtree(checkpoint)
+        return None
+
+    def _position(self) -> int:
+        return self.bar_start + int(min(vars(self.costs.cost)[self.clock], self.amount))
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if self.bar is not None and of_step(logs):
+            self.bar.set_postfix(step=state.global_step, reward=f"{logs['reward']:.2f}", refresh=False)
+            self.bar.update(self._position() - self.bar.n)
+
+
+class Milestones(Curve):
+    """
+    The curve of a comparison's run: evaluates and saves at even shares of the budget.
 
     Args:
         comparison ([`~trl_explore.compare.settings.Comparison`]):
             Budget and number of evaluations.
-        costs ([`~trl_explore.compare.arms.CostCallback`]):
-            What counts the cost; called before this.
+        costs ([`CostCallback`]):
+            What counts the cost.
         interrupt ([`~trl_explore.saving.interrupt.InterruptCallback`]):
             Whether Ctrl-C was pressed; called before this.
         evaluate (`Callable`):
@@ -54,14 +214,12 @@ class Milestones(TrainerCallback):
     def __init__(
         self, comparison: Comparison, costs: CostCallback, interrupt: InterruptCallback, evaluate: Evaluate, bar: Any
     ) -> None:
-        self.comparison, self.costs, self.interrupt, self.evaluate = comparison, costs, interrupt, evaluate
-        self.bar, self.bar_start = bar, bar.n
-        self.points: list[dict[str, Any]] = []
+        super().__init__(costs, comparison.cost, comparison.amount, bar)
+        self.comparison, self.interrupt, self.evaluate = comparison, interrupt, evaluate
 
     def share(self, cost: Mapping[str, float]) -> int:
         """How many of the evaluations after the first are due at a cost."""
-        spent = min(1.0, cost[self.comparison.cost] / self.comparison.amount)
-        return int(spent * self.comparison.evaluations)
+        return int(min(1.0, cost[self.clock] / self.amount) * self.comparison.evaluations)
 
     @property
     def due(self) -> bool:
@@ -69,84 +227,97 @@ class Milestones(TrainerCallback):
         return not self.points or self.share(vars(self.costs.cost)) > self.share(self.points[-1])
 
     def finished(self, state: Any) -> bool:
-        """Whether the run is at its end, rather than interrupted."""
         return self.comparison.budget.is_spent(self.costs.cost) or state.global_step >= state.max_steps
 
-    def note(self) -> None:
+    def measure(self) -> None:
         """Puts the current model on the curve, with what the steps since the point before were like."""
         since = self.points[-1]["step"] if self.points else 0
         steps = [entry for entry in self.costs.history if entry["step"] > since]
         training = {f"train/{name}": fmean(entry[name] for entry in steps) for name in TRAINING if steps}
-        self.points.append({**asdict(self.costs.cost), **training, **self.evaluate()})
-
-    def restore(self, folder: Path) -> str | None:
-        """
-        Goes back to the newest checkpoint from which there is something left to train, and removes newer ones.
-
-        Args:
-            folder (`Path`):
-                Folder of the run.
-
-        Returns:
-            `str` or `None`: The checkpoint, if there is one.
-        """
-        while (checkpoint := last_complete_checkpoint(folder)[0]) is not None:
-            record = Path(checkpoint) / RECORD  # missing where the process was killed between the two
-            found = json.loads(record.read_text()) if record.is_file() else None
-            if found and not found["finished"]:
-                self.costs.cost = Cost(**found["cost"])
-                self.costs.history, self.points = found["steps"], found["points"]
-                self.bar.initial += self._position() - self.bar.n  # no progress that an estimate may count
-                self.bar.n = self._position()
-                return checkpoint
-            shutil.rmtree(checkpoint)
-        return None
+        self.note({**training, **self.evaluate()})
 
     def on_train_begin(self, args, state, control, **kwargs):
         if self.due:
-            self.note()
+            self.measure()
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if logs is None or "completions/mean_length" not in logs or "train_runtime" in logs:
-            return
-        self.bar.set_postfix(step=state.global_step, reward=f"{logs['reward']:.2f}", refresh=False)
-        self.bar.update(self._position() - self.bar.n)
-        control.should_save = control.should_save or self.due or self.finished(state)
+        super().on_log(args, state, control, logs)
+        if of_step(logs):
+            control.should_save = control.should_save or self.due or self.finished(state)
 
     def on_save(self, args, state, control, **kwargs):
-        path = Path(args.output_dir) / f"checkpoint-{state.global_step}" / RECORD
-        self._write(path, state)
+        self.write(args, state)
         if self.due and not self.interrupt.interrupted:
-            self.note()
-            self._write(path, state)
+            self.measure()
+            self.write(args, state)
 
     def on_train_end(self, args, state, control, **kwargs):
         if self.finished(state) and self.points[-1]["step"] < self.costs.cost.step:
-            self.note()
-
-    def _position(self) -> int:
-        spent = min(vars(self.costs.cost)[self.comparison.cost], self.comparison.amount)
-        return self.bar_start + int(spent)
-
-    def _write(self, path: Path, state: Any) -> None:
-        record = {"finished": self.finished(state), "cost": asdict(self.costs.cost), "points": self.points}
-        with whole_file(path) as part:
-            part.write_text(json.dumps({**record, "steps": self.costs.history}))
+            self.measure()
 
 
-def held_out_split(comparison: Comparison, arguments: Any) -> tuple[Any, list[dict[str, Any]]]:
+class SteadyCurve(Curve):
     """
-    Training rows and held-out rows of a user's data set.
+    The curve of an example's run, evaluated every so many steps: by a callback, or, where agents play, by the trainer.
 
     Args:
-        comparison ([`~trl_explore.compare.settings.Comparison`]):
-            How many rows to hold out.
-        arguments (`tuple`):
-            What [`~trl_explore.compare.settings.run_arguments`] returned.
+        costs ([`CostCallback`]):
+            What counts the cost.
+        evaluation ([`~trl_explore.evaluation.callbacks.PassAtKCallback`], *optional*):
+            The callback; called before this.
+        bar (`tqdm`, *optional*):
+            Progress over the token budget.
+    """
 
-    Returns:
-        `tuple`: The training data set, and rows of the split that `dataset_test_split` names; where it names none,
-        rows that are taken out of the training split.
+    def __init__(self, costs: CostCallback, evaluation: PassAtKCallback | None, bar: Any) -> None:
+        super().__init__(costs, "tokens", costs.budget.tokens, bar)
+        self.evaluation, self.seen = evaluation, 0
+
+    def _look(self) -> None:
+        entries = [] if self.evaluation is None else self.evaluation.history[self.seen :]
+        for entry in entries:
+            self.note(entry)
+        self.seen += len(entries)
+
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        if self.evaluation is None:
+            self.note({"eval/success": metrics["eval_reward"]})
+
+    def on_save(self, args, state, control, **kwargs):
+        self._look()
+        self.write(args, state)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._look()
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._look()
+
+
+# ------------------------------------------------------------------------------------------------ trainers of the runs
+
+
+def task_trainer(
+    arm: Arm, task: Any, start: str | Path, config: Any, *, num_train: int | None = None, rows: Any = None, **more: Any
+) -> Any:
+    """The trainer of an arm on an embedded task; `rows` are those that an agent is evaluated on."""
+    agent = task.name in AGENTS
+    return METHODS[arm.method].trainer_class(
+        model=str(start),
+        reward_funcs=[] if task is LAKE_AGENT else task.reward,  # its environment knows what a game is worth
+        args=config,
+        train_dataset=task.build_dataset(num_train or (NUM_TRAIN_AGENT if agent else NUM_TRAIN), seed=config.seed),
+        eval_dataset=rows if agent else None,
+        processing_class=build_tokenizer(tools=agent),
+        environment_factory=task.environment_factory if agent else None,
+        **more,
+    )
+
+
+def held_out_split(comparison: Comparison, arguments: RunArguments) -> tuple[Any, list[dict[str, Any]]]:
+    """
+    Training rows and held-out rows of a user's data set: the split that `dataset_test_split` names, or rows that are
+    taken out of the training split.
     """
     script, _, _, mixture = arguments
     named = "dataset_test_split" in comparison.subject
@@ -164,68 +335,24 @@ def held_out_split(comparison: Comparison, arguments: Any) -> tuple[Any, list[di
 
 
 def build_run(comparison: Comparison, arm: Arm, *, seed: int, folder: Path, start: str | None) -> tuple[Any, Evaluate]:
-    """
-    Construct one run's trainer and what evaluates it.
-
-    Args:
-        comparison ([`~trl_explore.compare.settings.Comparison`]):
-            What to run.
-        arm ([`~trl_explore.compare.arms.Arm`]):
-            The arm.
-        seed (`int`):
-            The seed.
-        folder (`Path`):
-            Where checkpoints go.
-        start (`str` or `None`):
-            Folder of an embedded task's model.
-
-    Returns:
-        `tuple`: The trainer, and a function that measures its model on the held-out problems.
-    """
-    trainer_class = METHODS[arm.method].trainer_class
+    """The trainer of one run, and what measures its model; `start` is the folder of an embedded task's model."""
     arguments = run_arguments(comparison, arm, seed=seed, folder=str(folder))
     task = comparison.task
     if task is None:
         train, rows = held_out_split(comparison, arguments)
-        trainer = trainer_class(**{**trainer_arguments(*arguments), "train_dataset": train})
+        trainer = METHODS[arm.method].trainer_class(**{**trainer_arguments(arguments), "train_dataset": train})
         return trainer, sampled_metrics(comparison, trainer, rows)
-    agent = task.name in AGENTS
-    training = arguments[1]
-    rows = task.evaluation_set(comparison.num_eval)
-    if agent:
-        training.per_device_eval_batch_size, training.num_generations_eval = 64, 4
-    trainer = trainer_class(
-        model=str(start),
-        reward_funcs=[] if task is LAKE_AGENT else task.reward,  # its environment knows what a game is worth
-        args=training,
-        train_dataset=task.build_dataset(NUM_TRAIN_AGENT if agent else NUM_TRAIN, seed=seed),
-        eval_dataset=rows if agent else None,
-        processing_class=build_tokenizer(tools=agent),
-        environment_factory=task.environment_factory if agent else None,
-    )
-    if agent:
+    config, rows = arguments[1], task.evaluation_set(comparison.num_eval)
+    if task.name in AGENTS:
+        vars(config).update(AGENT_EVALUATION)
+    trainer = task_trainer(arm, task, str(start), config, rows=rows)
+    if task.name in AGENTS:
         return trainer, lambda: agent_metrics(trainer)
     return trainer, sampled_metrics(comparison, trainer, rows, batch_size=512, answer_fn=str.strip)
 
 
 def sampled_metrics(comparison: Comparison, trainer: Any, rows: Any, **options: Any) -> Evaluate:
-    """
-    Metrics over several samples per held-out prompt.
-
-    Args:
-        comparison ([`~trl_explore.compare.settings.Comparison`]):
-            Which metrics.
-        trainer ([`~trl.GRPOTrainer`]):
-            The trainer.
-        rows (`Iterable[dict]`):
-            Held-out prompts.
-        options (`Any`):
-            Further arguments of [`~trl_explore.evaluation.callbacks.PassAtKCallback`].
-
-    Returns:
-        `Callable`: Measures the current model; returned beside the metrics is what
-        [`~trl_explore.evaluation.callbacks.PassAtKCallback.successes`] has.
-    """
+    """Measures what a comparison asks for over several samples per held-out prompt, and which of them succeeded."""
     k, maj_k, coverage_k = (comparison.values_of_k(kind) for kind in ("pass", "maj", "coverage"))
     evaluation = PassAtKCallback(
         trainer,
@@ -249,21 +376,15 @@ def sampled_metrics(comparison: Comparison, trainer: Any, rows: Any, **options: 
 
 
 def agent_metrics(trainer: Any) -> dict[str, float]:
-    """
-    Mean reward of an agent's trajectories on the held-out tasks; training goes on as if nothing had happened.
-
-    Args:
-        trainer ([`~trl.GRPOTrainer`]):
-            The trainer.
-
-    Returns:
-        `dict[str, float]`: `eval/reward`.
-    """
+    """Mean reward of an agent on the held-out tasks; training goes on as if nothing had happened."""
     should_log = trainer.control.should_log  # logging the evaluation would take it as carried out
     with undisturbed(trainer.model, seed=EVALUATION_SEED):
         metrics = trainer.evaluate()
     trainer.control.should_log = should_log
     return {"eval/reward": metrics["eval_reward"]}
+
+
+# ------------------------------------------------------------------------------------------------------------ training
 
 
 def train_run(
@@ -277,12 +398,12 @@ def train_run(
     interrupt: InterruptCallback | None = None,
 ) -> Run:
     """
-    Train one arm on one seed, from the beginning or from where it was interrupted.
+    Train one arm of a comparison on one seed, from the beginning or from where it was interrupted.
 
     Args:
         comparison ([`~trl_explore.compare.settings.Comparison`]):
             What to run.
-        arm ([`~trl_explore.compare.arms.Arm`]):
+        arm ([`~trl_explore.compare.settings.Arm`]):
             The arm.
         seed (`int`):
             The seed.
@@ -296,7 +417,7 @@ def train_run(
             What stops the run early. Defaults to Ctrl-C.
 
     Returns:
-        [`~trl_explore.compare.arms.Run`]: Curve and cost.
+        [`Run`]: Curve and cost.
 
     Raises:
         Interrupted: After Ctrl-C; the checkpoint is saved.
@@ -315,3 +436,130 @@ def train_run(
     if not milestones.finished(trainer.state):
         raise Interrupted
     return Run(arm.name, seed, milestones.points, costs.history)
+
+
+def train_arm(
+    arm: Arm,
+    task: Task,
+    start: str | Path,
+    *,
+    output_dir: str | Path,
+    seed: int,
+    budget: Budget,
+    evaluate_every: int,
+    num_eval: int = 128,
+    num_samples: int = 8,
+    k: tuple[int, ...] = (1, 8),
+    num_train: int | None = None,
+    evaluation_options: dict[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+    progress: Any = None,
+    callbacks: Sequence[TrainerCallback | Callable[[Any], TrainerCallback]] = (),
+    resume: bool = False,
+) -> Run:
+    """
+    Train one arm on an embedded task and evaluate it on held-out problems along the way. Of agents the mean reward of
+    sampled trajectories is measured, as `eval/success`.
+
+    Args:
+        arm ([`~trl_explore.compare.settings.Arm`]):
+            Method and options.
+        task ([`~trl_explore.tasks.Task`]):
+            The embedded task.
+        start (`str` or `Path`):
+            Folder of the warm-started model.
+        output_dir (`str` or `Path`):
+            Where checkpoints go.
+        seed (`int`):
+            Seed of data, sampling and training.
+        budget ([`~trl_explore.compare.settings.Budget`]):
+            When to stop.
+        evaluate_every (`int`):
+            Optimiser steps between evaluations; beginning and end are always evaluated.
+        num_eval (`int`, *optional*, defaults to `128`):
+            Held-out problems.
+        num_samples (`int`, *optional*, defaults to `8`):
+            Samples per held-out problem; of agents four.
+        k (`tuple[int, ...]`, *optional*, defaults to `(1, 8)`):
+            Values of k for pass@k.
+        num_train (`int`, *optional*):
+            Training problems. Defaults to 4000, of agents to 2000.
+        evaluation_options (`dict`, *optional*):
+            Further arguments of [`~trl_explore.evaluation.callbacks.PassAtKCallback`], such as `coverage_k`.
+        options (`Mapping`, *optional*):
+            Configuration fields for every arm, over [`~trl_explore.compare.tasks.common_options`].
+        progress (`tqdm`, *optional*):
+            A bar over the token budget.
+        callbacks (`Sequence[TrainerCallback or Callable]`, *optional*):
+            Further callbacks, or functions that make one for the trainer that they are given.
+        resume (`bool`, *optional*, defaults to `False`):
+            Whether to continue from the newest checkpoint in `output_dir`, if there is one.
+
+    Returns:
+        [`Run`]: What it had learned at which cost.
+    """
+    agent, rows, costs = task.name in AGENTS, task.evaluation_set(num_eval), CostCallback(budget)
+    settings = {**common_options(task, seed=seed), "max_steps": budget.steps}
+    if agent:
+        settings |= {"eval_strategy": "steps", "eval_steps": evaluate_every, "eval_on_start": True, **AGENT_EVALUATION}
+    config = METHODS[arm.method].config_class(
+        output_dir=str(output_dir), **{**settings, **(options or {}), **arm.options}
+    )
+    given = [callback for callback in callbacks if isinstance(callback, TrainerCallback)]
+    trainer = task_trainer(arm, task, start, config, num_train=num_train, rows=rows, callbacks=[costs, *given])
+    for callback in callbacks:
+        if not isinstance(callback, TrainerCallback):
+            trainer.add_callback(callback(trainer))
+    evaluation = None
+    if not agent:
+        sampling = dict(num_samples=num_samples, k=k, every=evaluate_every, batch_size=512, seed=EVALUATION_SEED)
+        evaluation = PassAtKCallback(trainer, rows, **{**sampling, **(evaluation_options or {})})
+        trainer.add_callback(evaluation)
+    curve = SteadyCurve(costs, evaluation, progress)
+    trainer.add_callback(curve)
+    trainer.remove_callback(PrinterCallback)  # a line of 50 metrics per step would bury the progress bar
+    with few_threads(trainer.model, trainer.accelerator.device):
+        trainer.train(resume_from_checkpoint=curve.restore(output_dir) if resume else None)
+        if agent and curve.points[-1]["step"] < costs.cost.step:
+            trainer.evaluate()
+    return Run(arm.name, seed, curve.points, costs.history)
+
+
+def train_missing(
+    arms: Sequence[Arm],
+    seeds: Sequence[int],
+    kept: Path,
+    train: Callable[[Arm, int], Run],
+    shown: Sequence[str] = (),
+) -> list[dict[str, Any]]:
+    """
+    Train the arms and seeds that a file does not hold yet; an interrupted comparison goes on where it stopped.
+
+    Args:
+        arms (`Sequence[Arm]`):
+            Arms.
+        seeds (`Sequence[int]`):
+            Seeds.
+        kept (`Path`):
+            JSON file of the runs so far.
+        train (`Callable[[Arm, int], Run]`):
+            Trains one arm on one seed.
+        shown (`Sequence[str]`, *optional*):
+            Beginnings of the names of logged metrics to print after each run.
+
+    Returns:
+        `list[dict]`: The runs of these arms and seeds, as [`~trl_explore.compare.clocks.comparison_table`] takes them.
+    """
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    runs = json.loads(kept.read_text()) if kept.is_file() else []
+    for seed in seeds:
+        for arm in arms:
+            if any((run["arm"], run["seed"]) == (arm.name, seed) for run in runs):
+                continue
+            run = train(arm, seed)
+            runs.append(asdict(run))
+            kept.write_text(json.dumps(runs))
+            last = {name: round(value, 3) for name, value in run.steps[-1].items() if name.startswith(tuple(shown))}
+            print(arm.name, seed, [round(point["eval/success"], 3) for point in run.points], last, flush=True)
+    names = {arm.name for arm in arms}
+    return [run for run in runs if run["arm"] in names and run["seed"] in seeds]

@@ -3,15 +3,19 @@
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from trl_explore.cli.train import TrainArguments, build_arguments, methods_with
-from trl_explore.compare.arms import Arm, Budget
+from trl import DatasetMixtureConfig, ModelConfig
+
+from trl_explore.compare import tasks
 from trl_explore.methods import METHODS
 from trl_explore.names import unknown_name
+from trl_explore.runs.arguments import RunArguments, TrainArguments, build_arguments, methods_with
 from trl_explore.runs.inputs import UsageError
 from trl_explore.runs.yaml_values import read_count, read_mapping, read_number
+from trl_explore.tasks import AGENTS
+from trl_explore.tasks.tiny_model import HEAD_SIZE
 from trl_explore.visible_text import visible_text
 
 CLOCKS = {"tokens": "tokens", "seconds": "seconds", "steps": "step"}  # and what costs call it
@@ -35,6 +39,63 @@ DEFAULTS = {
     "save_total_limit": 2,
     "disable_tqdm": True,
 }
+
+
+@dataclass
+class Cost:
+    """What training has used so far: `step`, generated `tokens`, those in the loss, `cpu_seconds`, wall `seconds`."""
+
+    step: int = 0
+    tokens: float = 0.0
+    trained_tokens: float = 0.0
+    cpu_seconds: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Arm:
+    """
+    One side of a comparison.
+
+    Args:
+        name (`str`):
+            Label in tables and plots.
+        method (`str`):
+            A name of `trl_explore.methods.METHODS`, such as `"grpo"` or `"tree_grpo"`.
+        options (`dict`):
+            Configuration fields that differ from the comparison's common ones.
+    """
+
+    name: str
+    method: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Budget:
+    """
+    When to stop; whichever is reached first.
+
+    Args:
+        tokens (`float`, *optional*):
+            Generated tokens, of extra streams too.
+        cpu_seconds (`float`, *optional*):
+            CPU seconds of training steps.
+        steps (`int`, *optional*):
+            Optimiser steps.
+        seconds (`float`, *optional*):
+            Wall seconds of training steps.
+    """
+
+    tokens: float = float("inf")
+    cpu_seconds: float = float("inf")
+    steps: int = 100_000
+    seconds: float = float("inf")
+
+    def is_spent(self, cost: "Cost") -> bool:
+        """Whether `cost` has reached any of them."""
+        spent = any(vars(cost)[name] >= vars(self)[name] for name in ("tokens", "cpu_seconds", "seconds"))
+        return spent or cost.step >= self.steps
 
 
 @dataclass(frozen=True)
@@ -88,9 +149,7 @@ class Comparison:
     @property
     def task(self) -> Any:
         """The embedded task, or `None`."""
-        from trl_explore.compare.tasks import find_task
-
-        return find_task(self.subject["task"]) if "task" in self.subject else None
+        return tasks.find_task(self.subject["task"]) if "task" in self.subject else None
 
     @property
     def budget(self) -> Budget:
@@ -100,7 +159,7 @@ class Comparison:
 
     @property
     def cost(self) -> str:
-        """The cost that `clock` counts, a field of [`~trl_explore.compare.arms.Cost`]."""
+        """The cost that `clock` counts, a field of [`~trl_explore.compare.settings.Cost`]."""
         return CLOCKS[self.clock]
 
     @property
@@ -131,16 +190,7 @@ class Comparison:
 
 
 def arm_folder(name: str) -> str:
-    """
-    The folder of an arm: its name without what file systems dislike.
-
-    Args:
-        name (`str`):
-            Name of the arm.
-
-    Returns:
-        `str`: Letters, digits and single hyphens.
-    """
+    """The folder of an arm: its name in letters, digits and single hyphens."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
@@ -158,30 +208,28 @@ def read_comparison(document: Mapping[str, Any]) -> Comparison:
     Raises:
         UsageError: Naming the field, the value and the remedy.
     """
-    from trl import DatasetMixtureConfig, ModelConfig
-
     named = [spec.name for cls in (TrainArguments, ModelConfig, DatasetMixtureConfig) for spec in fields(cls)]
     subject_names = {"task", *named} - {"method"}
-    own = {"budget", "seeds", "arms", "common", "metrics", "evaluations", "num_eval"}
-    known = own | subject_names | {"success_threshold", "success_reward", "warm_start_steps", "model_size"}
+    own = {spec.name for spec in fields(Comparison)} - {"subject", "clock", "amount"} | {"budget"}
     for name in document:
-        if name not in known:
-            raise UsageError(_unknown_top_level(str(name), known))
+        if name not in own | subject_names:
+            raise UsageError(_unknown_top_level(str(name), own | subject_names))
     subject = {name: value for name, value in document.items() if name in subject_names}
     task = _find_task(subject)
     clock, amount = _read_budget(document.get("budget"))
-    common = {**_common_defaults(task), **read_mapping("common", document.get("common"))}
+    common = read_mapping("common", document.get("common"))
+    threshold = document.get("success_threshold")
     comparison = Comparison(
         subject=subject,
         clock=clock,
         amount=amount,
         seeds=_read_seeds(document.get("seeds", [0])),
-        arms=_read_arms(document.get("arms"), task, read_mapping("common", document.get("common"))),
-        common=common,
+        arms=_read_arms(document.get("arms"), task, common),
+        common={**DEFAULTS, **({} if task is None else tasks.task_options(task)), **common},
         metrics=_read_metrics(document.get("metrics"), task),
         evaluations=read_count("evaluations", document.get("evaluations", 10)),
-        num_eval=read_count("num_eval", document.get("num_eval", _default_num_eval(task))),
-        success_threshold=_threshold(document.get("success_threshold")),
+        num_eval=read_count("num_eval", document.get("num_eval", 128 if task is None else tasks.task_num_eval(task))),
+        success_threshold=None if threshold is None else read_number("success_threshold", threshold),
         success_reward=document.get("success_reward"),
         warm_start_steps=_warm_start_steps(document.get("warm_start_steps"), task),
         model_size=_model_size(document.get("model_size"), task),
@@ -191,14 +239,12 @@ def read_comparison(document: Mapping[str, Any]) -> Comparison:
 
 
 def _unknown_top_level(name: str, known: set[str]) -> str:
-    if name in {spec.name for row in METHODS.values() for spec in fields(row.config_class)}:
+    if methods_with(name):
         return f"{name}: training fields go under `common` (for all arms) or under `options` of an arm"
     return unknown_name("field", name, known)
 
 
 def _find_task(subject: Mapping[str, Any]) -> Any:
-    from trl_explore.compare.tasks import find_task
-
     if "task" not in subject:
         if "model_name_or_path" not in subject:
             raise UsageError("nothing to train: give `task` (an embedded task) or `model_name_or_path` and your data")
@@ -206,7 +252,7 @@ def _find_task(subject: Mapping[str, Any]) -> Any:
     others = sorted(subject.keys() - {"task"})
     if others:
         raise UsageError(f"{others[0]}: `task` has its own model, data and reward; leave one of the two out")
-    return find_task(str(subject["task"]))
+    return tasks.find_task(str(subject["task"]))
 
 
 def _read_budget(given: Any) -> tuple[str, float]:
@@ -256,16 +302,17 @@ def _read_arm(place: str, entry: Any, task: Any, common: Mapping[str, Any]) -> A
             raise UsageError(f"{place}: {unknown_name('field', str(key), ('name', 'method', 'options'))}")
     if "method" not in entry:
         raise UsageError(f"{place}: method is missing; choose one of {', '.join(METHODS)}")
-    method = str(entry["method"])
-    if method not in METHODS:
-        raise UsageError(f"{place}: {unknown_name('method', method, METHODS)}")
-    suited: Mapping[str, Any] | None = {} if task is None else METHODS[method].options(task)
+    if str(entry["method"]) not in METHODS:
+        raise UsageError(f"{place}: {unknown_name('method', str(entry['method']), METHODS)}")
+    method = METHODS[str(entry["method"])]
+    suited = {} if task is None else method.options(task)
     if suited is None:
-        raise UsageError(f"{place}: {method} does not suit the task {task.name}; {_suited_tasks(method)}")
+        others = ", ".join(name for name, other in tasks.ALL_TASKS.items() if method.options(other) is not None)
+        raise UsageError(f"{place}: {method.name} does not suit the task {task.name}; it suits {others}")
     filled_in = {name: value for name, value in suited.items() if name not in common}
     return Arm(
-        name=visible_text(str(entry.get("name", METHODS[method].title))),
-        method=method,
+        name=visible_text(str(entry.get("name", method.title))),
+        method=method.name,
         options={**filled_in, **read_mapping(f"{place}.options", entry.get("options"))},
     )
 
@@ -277,31 +324,9 @@ def _default_methods(task: Any) -> list[str]:
     return ["grpo", *(row.name for row in suited)]
 
 
-def _suited_tasks(method: str) -> str:
-    from trl_explore.compare.tasks import ALL_TASKS
-
-    names = [name for name, task in ALL_TASKS.items() if METHODS[method].options(task) is not None]
-    return f"it suits {', '.join(names)}"
-
-
-def _common_defaults(task: Any) -> dict[str, Any]:
-    from trl_explore.compare.tasks import task_options
-
-    return dict(DEFAULTS) if task is None else {**DEFAULTS, **task_options(task)}
-
-
-def _default_num_eval(task: Any) -> int:
-    from trl_explore.compare.tasks import task_num_eval
-
-    return 128 if task is None else task_num_eval(task)
-
-
 def _read_metrics(given: Any, task: Any) -> tuple[str, ...]:
-    from trl_explore.compare.tasks import task_metrics
-    from trl_explore.tasks import AGENTS
-
     if given is None:
-        return ("reward", "greedy_accuracy", "pass_at_1", "pass_at_8") if task is None else task_metrics(task)
+        return ("reward", "greedy_accuracy", "pass_at_1", "pass_at_8") if task is None else tasks.task_metrics(task)
     names = [str(name).replace("@", "_at_") for name in (given if isinstance(given, list) else [given])]
     for name in names:
         if name not in METRICS and not COUNTED.fullmatch(name):
@@ -324,8 +349,6 @@ def _warm_start_steps(given: Any, task: Any) -> int | None:
 
 
 def _model_size(given: Any, task: Any) -> dict[str, Any]:
-    from trl_explore.tasks.tiny_model import HEAD_SIZE
-
     size = {name: read_count(f"model_size.{name}", value) for name, value in read_mapping("model_size", given).items()}
     if size and task is None:
         raise UsageError(f"model_size={given}: only the model of an embedded `task` is built; leave it out")
@@ -364,27 +387,8 @@ def _check_fields(comparison: Comparison) -> None:
             )
 
 
-def run_arguments(comparison: Comparison, arm: Arm, *, seed: int, folder: str) -> Any:
-    """
-    The arguments of one run, as `trl-explore train` would have them.
-
-    Args:
-        comparison ([`Comparison`]):
-            What to run.
-        arm ([`~trl_explore.compare.arms.Arm`]):
-            The arm.
-        seed (`int`):
-            The seed.
-        folder (`str`):
-            Where checkpoints go.
-
-    Returns:
-        `tuple`: As [`~trl_explore.cli.train.build_arguments`].
-    """
+def run_arguments(comparison: Comparison, arm: Arm, *, seed: int, folder: str) -> RunArguments:
+    """The arguments of one run, as `trl-explore train` would have them; checkpoints go to `folder`."""
     subject = {} if "task" in comparison.subject else comparison.subject
     fixed = {"method": arm.method, "seed": seed, "output_dir": folder, "logging_steps": 1}
     return build_arguments({**subject, **comparison.common, **arm.options, **fixed})
-
-
-def _threshold(given: Any) -> float | None:
-    return None if given is None else read_number("success_threshold", given)

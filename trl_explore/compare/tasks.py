@@ -1,11 +1,10 @@
-"""What `trl-explore compare` knows about the embedded tasks: shared options, metrics, held-out problems."""
+"""What a comparison knows about the embedded tasks: options that arms share, metrics, held-out problems."""
 
 from typing import Any
 
-from trl_explore.compare.arms import common_options
 from trl_explore.names import unknown_name
 from trl_explore.runs.inputs import UsageError
-from trl_explore.tasks import AGENTS, LAKE_AGENT, MULTI_HOP, RARE_HOP, TASKS, PathTask
+from trl_explore.tasks import AGENTS, LAKE_AGENT, MULTI_HOP, RARE_HOP, TASKS, PathTask, Task
 
 ALL_TASKS: dict[str, Any] = TASKS | AGENTS
 # Which rounds of tool calls an agent's task allows.
@@ -14,35 +13,46 @@ AGENT_ROWS = 64  # per step: 8 prompts with 8 trajectories
 
 
 def find_task(name: str) -> Any:
-    """
-    Look an embedded task up, those for agents included.
-
-    Args:
-        name (`str`):
-            Its name.
-
-    Returns:
-        [`~trl_explore.tasks.TeachableTask`]: The task.
-
-    Raises:
-        UsageError: With the nearest name, if there is no such task.
-    """
+    """An embedded task by its name, those for agents included."""
     if name not in ALL_TASKS:
         raise UsageError(f"task: {unknown_name('task', name, ALL_TASKS)}")
     return ALL_TASKS[name]
 
 
-def task_options(task: Any) -> dict[str, Any]:
+def common_options(task: Task, *, seed: int) -> dict[str, Any]:
     """
-    Training options that all arms on a task share.
+    Training options for the tiny model that all arms share (128 rows per step: 16 prompts with 8 completions).
 
     Args:
-        task ([`~trl_explore.tasks.TeachableTask`]):
-            The task.
+        task ([`~trl_explore.tasks.Task`]):
+            The embedded task.
+        seed (`int`):
+            Seed of data order and sampling.
 
     Returns:
-        `dict`: Fields of [`~trl.GRPOConfig`], without those that the comparison sets itself.
+        `dict`: Fields of [`~trl.GRPOConfig`].
     """
+    return dict(
+        per_device_train_batch_size=128,
+        num_generations=8,
+        max_completion_length=task.max_completion_length,
+        learning_rate=3e-4,
+        lr_scheduler_type="constant",
+        adam_beta2=0.95,
+        beta=0.0,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to=[],
+        logging_steps=1,
+        save_strategy="no",
+        disable_tqdm=True,
+        seed=seed,
+    )
+
+
+def task_options(task: Any) -> dict[str, Any]:
+    """Training options that all arms on a task share, without those that the comparison sets itself."""
     options = common_options(task, seed=0)
     for name in ("seed", "logging_steps", "save_strategy", "disable_tqdm"):
         del options[name]
@@ -54,16 +64,7 @@ def task_options(task: Any) -> dict[str, Any]:
 
 
 def task_metrics(task: Any) -> tuple[str, ...]:
-    """
-    What is worth reporting about a task.
-
-    Args:
-        task ([`~trl_explore.tasks.TeachableTask`]):
-            The task.
-
-    Returns:
-        `tuple[str, ...]`: Names of metrics.
-    """
+    """What is worth reporting about a task."""
     if task.name in AGENTS:
         return ("reward",)
     if isinstance(task, PathTask):
@@ -72,16 +73,5 @@ def task_metrics(task: Any) -> tuple[str, ...]:
 
 
 def task_num_eval(task: Any) -> int:
-    """
-    How many held-out problems tell arms apart, for a bearable price.
-
-    Args:
-        task ([`~trl_explore.tasks.TeachableTask`]):
-            The task.
-
-    Returns:
-        `int`: Number of problems.
-    """
-    if isinstance(task, PathTask):
-        return 8  # copies of the one prompt
-    return 64 if task.name in AGENTS else 128
+    """How many held-out problems tell arms apart, for a bearable price; `paths` has copies of one prompt."""
+    return 8 if isinstance(task, PathTask) else 64 if task.name in AGENTS else 128

@@ -1,7 +1,10 @@
-"""A comparison whose runs are trained side by side, in processes, with a line for every arm."""
+"""Carrying a comparison out: one run after the other, or side by side in processes with a line for every arm."""
 
+import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -10,14 +13,16 @@ import datasets
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+from tqdm.auto import tqdm
 
-from trl_explore.compare.arms import Arm
 from trl_explore.compare.folder import RESULT, ComparisonFolder, free_memory, teach
 from trl_explore.compare.plots import metric_label
+from trl_explore.compare.report import explanation, rich_table, write_report
 from trl_explore.compare.run import Interrupted, train_run
-from trl_explore.compare.settings import Comparison
+from trl_explore.compare.settings import Arm, Comparison
+from trl_explore.methods import METHODS, Method
 from trl_explore.runs.quiet import quiet
-from trl_explore.runs.workers import AT_WORK, Job, Workers, count_cores
+from trl_explore.runs.workers import AT_WORK, Job, WorkerFailed, Workers, count_cores
 from trl_explore.saving.interrupt import InterruptCallback
 
 
@@ -25,10 +30,6 @@ class HangUpCallback(InterruptCallback):
     """
     Saves and stops a run when the parent has hung up, as [`~trl_explore.saving.interrupt.InterruptCallback`] does on
     Ctrl-C.
-
-    Args:
-        connection (`Connection`):
-            To the parent.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -44,13 +45,7 @@ class HangUpCallback(InterruptCallback):
 
 
 class Teller:
-    """
-    Stands where a run wants a `tqdm` bar, and tells the parent.
-
-    Args:
-        connection (`Connection`):
-            To the parent.
-    """
+    """Stands where a run wants a `tqdm` bar, and tells the parent."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -69,53 +64,27 @@ class Teller:
 
 
 def teach_job(connection: Connection, comparison: Comparison, seed: int) -> str:
-    """
-    A job: [`~trl_explore.compare.folder.teach`].
-
-    Args:
-        connection (`Connection`):
-            To the parent.
-        comparison ([`~trl_explore.compare.settings.Comparison`]):
-            The comparison.
-        seed (`int`):
-            The seed.
-
-    Returns:
-        `str`: Folder of the model.
-    """
+    """A job: [`~trl_explore.compare.folder.teach`]."""
     quiet()
     torch.set_num_threads(1)
     return teach(comparison, seed, progress=False)
 
 
 def train_job(
-    connection: Connection, comparison: Comparison, path: Path, arm: Arm, seed: int, start: str | None, threads: int
+    connection: Connection,
+    comparison: Comparison,
+    path: Path,
+    arm: Arm,
+    seed: int,
+    start: str | None,
+    threads: int,
+    row: Method,
 ) -> dict[str, Any]:
-    """
-    A job: one run, whose result is written to the comparison's folder.
-
-    Args:
-        connection (`Connection`):
-            To the parent.
-        comparison ([`~trl_explore.compare.settings.Comparison`]):
-            The comparison.
-        path (`Path`):
-            Its folder.
-        arm ([`~trl_explore.compare.arms.Arm`]):
-            The arm.
-        seed (`int`):
-            The seed.
-        start (`str` or `None`):
-            Folder of an embedded task's model.
-        threads (`int`):
-            Threads of torch.
-
-    Returns:
-        `dict`: The last point of the curve.
-    """
+    """A job: one run, whose result is written to the comparison's folder; the last point of its curve."""
     quiet()
     datasets.disable_progress_bars()
     torch.set_num_threads(threads)
+    METHODS.setdefault(row.name, row)  # of one that was added at run time this process does not know
     folder = ComparisonFolder(comparison, path).of_run(arm, seed)
     teller, hang_up = Teller(connection), HangUpCallback(connection)
     try:
@@ -128,15 +97,7 @@ def train_job(
 
 
 class ArmLines:
-    """
-    A live line per arm; where the output is no terminal, a line of text for every finished run.
-
-    Args:
-        folder ([`~trl_explore.compare.folder.ComparisonFolder`]):
-            The comparison and what is finished of it.
-        console (`rich.console.Console`):
-            Where to show it.
-    """
+    """A live line per arm; where the output is no terminal, a line of text for every finished run."""
 
     def __init__(self, folder: ComparisonFolder, console: Console) -> None:
         self.folder, self.console, self.comparison = folder, console, folder.comparison
@@ -195,23 +156,7 @@ class ArmLines:
 
 
 def train_side_by_side(folder: ComparisonFolder, workers: Workers, lines: ArmLines) -> Iterator[int]:
-    """
-    Trains what is missing of a comparison, several runs at a time.
-
-    Args:
-        folder ([`~trl_explore.compare.folder.ComparisonFolder`]):
-            The comparison.
-        workers ([`~trl_explore.runs.workers.Workers`]):
-            The processes.
-        lines ([`ArmLines`]):
-            What shows how far they are.
-
-    Yields:
-        `int`: A seed, when all its runs are finished.
-
-    Raises:
-        WorkerFailed: When a run raised, or a process died.
-    """
+    """Trains what is missing, several runs at a time; yields a seed when all its runs are finished."""
     comparison = folder.comparison
     lessons = [Job(f"the warm start of seed {n}", teach_job, (comparison, n)) for n in folder.seeds_to_teach()]
     starts: dict[int, str] = {}
@@ -225,15 +170,94 @@ def train_side_by_side(folder: ComparisonFolder, workers: Workers, lines: ArmLin
         raise
     # A 100k-parameter model gains little from a second thread on an idle machine, and on a busy one it waits.
     threads = max(1, count_cores() // len(workers.processes)) if comparison.task is None else 1
-    runs = [
-        Job(f"{arm.name}, seed {seed}", train_job, (comparison, folder.path, arm, seed, starts.get(seed), threads))
-        for arm, seed in folder.missing()
-    ]
+    runs = []
+    for arm, seed in folder.missing():
+        # What suits a task is known by now, and may be a function that no process can be sent.
+        row = replace(METHODS[arm.method], options=Method.options)
+        arguments = (comparison, folder.path, arm, seed, starts.get(seed), threads, row)
+        runs.append(Job(f"{arm.name}, seed {seed}", train_job, arguments))
     for job, kind, value in workers.do(runs):
         arm, seed = job.arguments[2:4]
         if kind == AT_WORK:
             lines.at_work(arm, seed, *value)
         else:
             lines.done(arm, seed, value)
-            if seed not in {left for _, left in folder.missing()}:
+            if seed not in folder.unfinished_seeds():
                 yield seed
+
+
+def carry_out(
+    folder: ComparisonFolder, *, command: list[str], processes: int | None = None, check_arms: bool = False
+) -> int:
+    """
+    Trains what is missing of a comparison, and shows its result.
+
+    Args:
+        folder ([`~trl_explore.compare.folder.ComparisonFolder`]):
+            The comparison.
+        command (`list[str]`):
+            What continues it.
+        processes (`int`, *optional*):
+            Runs at a time, each in a process of its own. Without a number all are trained in this one.
+        check_arms (`bool`, *optional*, defaults to `False`):
+            Whether every trainer is constructed first, to see what it refuses.
+
+    Returns:
+        `int`: Exit code: `0`, `130` when Ctrl-C stopped it early, `1` when one of the processes ended early.
+    """
+    try:
+        if check_arms:
+            folder.check_arms()
+        folder.write_settings()
+        _train(folder, processes)
+    except (KeyboardInterrupt, Interrupted):
+        print(f"\nStopped; what is done is kept. Continue with:\n  {shlex.join(command)}", file=sys.stderr)
+        return 130
+    except WorkerFailed as error:
+        text = f"{error.details}trl-explore: error: {error}; what is done is kept. Continue with:"
+        print(f"{text}\n  {shlex.join(command)}", file=sys.stderr)
+        return 1
+    _show(folder)
+    return 0
+
+
+def _train(folder: ComparisonFolder, processes: int | None) -> None:
+    comparison, left = folder.comparison, len(folder.missing())
+    done = folder.num_runs - left
+    unit = {"tokens": "tok", "seconds": "s", "steps": "step"}[comparison.clock]
+    print(
+        f"{folder.num_runs} runs of {comparison.amount:,.0f} {comparison.clock} each"
+        f"{f', {done} of them done' if done else ''}: "
+        f"{', '.join(arm.name for arm in comparison.arms)}; seeds {', '.join(map(str, comparison.seeds))}"
+    )
+    if not left:
+        return
+    if processes is not None:
+        lines = ArmLines(folder, Console())
+        with Workers(min(processes, left)) as workers, lines.progress:
+            for _ in train_side_by_side(folder, workers, lines):
+                _report_so_far(folder)
+        return
+    datasets.disable_progress_bars()  # there is one of ours
+    starts = folder.warm_starts()
+    total, initial = int(folder.num_runs * comparison.amount), int(done * comparison.amount)
+    # smoothing 0: arms differ in speed, so the mean of all tells more than the last steps
+    with tqdm(total=total, initial=initial, unit=unit, unit_scale=True, smoothing=0) as bar:
+        for _ in folder.train(starts, bar):
+            _report_so_far(folder)
+
+
+def _report_so_far(folder: ComparisonFolder) -> None:
+    if folder.missing():  # the end has a report of its own
+        write_report(folder.finished(), folder.comparison, folder.path)
+
+
+def _show(folder: ComparisonFolder) -> None:
+    console, runs, comparison = Console(), folder.finished(), folder.comparison
+    files = write_report(runs, comparison, folder.path)
+    console.print(rich_table(runs, comparison))
+    console.print(explanation(runs, comparison), markup=False, highlight=False)
+    names = ", ".join(path.name for path in files)
+    console.print(f"{Path(folder.path)}: {names}", markup=False, highlight=False, soft_wrap=True)
+    if not any(path.suffix == ".png" for path in files):
+        console.print("no picture: matplotlib is missing (pip install 'trl-explore[plots]')", markup=False)
