@@ -61,8 +61,6 @@ TOOL_LOOP = {
     "async_tools": "_async_tool_dicts",
     "async_loop": "async_loop",
     "most_rounds": "max_tool_calling_iterations",
-    "loop": "_tool_call_loop",
-    "encode_answers": "_get_tool_suffix_ids",
 }
 
 
@@ -173,7 +171,8 @@ class ExplorationTrainer(GRPOTrainer):
                 f"{type(self).__name__} does not support vision-language models: pass a text model or use GRPOTrainer."
             )
         if requires.turns:
-            self.turns = Turns(self, World(self, TOOL_LOOP))
+            loop, encode_answers = self._tool_call_loop, self._get_tool_suffix_ids
+            self.turns = Turns(self, World(self, TOOL_LOOP, loop=loop, encode_answers=encode_answers))
         if requires.features:
             self.features = FeaturePass(self)
         self.setup()
@@ -181,8 +180,8 @@ class ExplorationTrainer(GRPOTrainer):
     @property
     def _samples_as_grpo(self) -> bool:
         """Whether GRPO samples all rows: then tools, environments, `rollout_func` and images are its own matter."""
-        own = ("rollout", "search", "extra_streams")
-        return all(getattr(type(self), name) is getattr(ExplorationTrainer, name) for name in own)
+        own, plain = type(self), ExplorationTrainer
+        return (own.rollout, own.search, own.extra_streams) == (plain.rollout, plain.search, plain.extra_streams)
 
     def _enable_packing(self) -> None:
         unfit = None
@@ -786,8 +785,10 @@ def watch(trainer: Any, method: str, seen: Callable[..., None]) -> Callable[[], 
     Returns:
         `Callable[[], None]`: Ends it.
     """
-    name = {"scored": "_generate_and_score_completions", "loss": "_compute_loss"}[method]
-    own = getattr(trainer, name)
+    name, own = {
+        "scored": ("_generate_and_score_completions", trainer._generate_and_score_completions),
+        "loss": ("_compute_loss", trainer._compute_loss),
+    }[method]
 
     def watched(*args: Any) -> Any:
         result = own(*args)

@@ -28,6 +28,8 @@ class World:
             The trainer.
         attributes (`dict[str, str]`):
             Its attributes behind these names.
+        loop, encode_answers (`Callable`):
+            Its methods.
     """
 
     tools: list[Any]
@@ -41,18 +43,24 @@ class World:
     async_tools: list[dict[str, Callable]]
     async_loop: Any
     most_rounds: int
-    loop: Callable[..., tuple]
-    encode_answers: Callable[[list[dict[str, Any]]], list[int]]
 
-    def __init__(self, trainer: Any, attributes: dict[str, str]) -> None:
-        self._trainer, self._attributes = trainer, attributes
+    def __init__(
+        self,
+        trainer: Any,
+        attributes: dict[str, str],
+        *,
+        loop: Callable[..., tuple],
+        encode_answers: Callable[[list[dict[str, Any]]], list[int]],
+    ) -> None:
+        self._own, self._attributes = vars(trainer), attributes
+        self.loop, self.encode_answers = loop, encode_answers
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._trainer, self._attributes[name])
+        return self._own[self._attributes[name]]
 
     def limit_rounds(self, number: int) -> None:
         """Let rows call tools in so many rounds."""
-        setattr(self._trainer, self._attributes["most_rounds"], number)
+        self._own[self._attributes["most_rounds"]] = number
 
     def tools_of(self, row: int) -> list[Any]:
         """Tools that a row of the batch may call."""
@@ -65,13 +73,12 @@ class World:
     @contextmanager
     def swapped(self, **others: Any) -> Iterator[None]:
         """Let the loop work with others of these attributes."""
-        own = vars(self._trainer)
-        before = {self._attributes[name]: own[self._attributes[name]] for name in others}
-        own.update({self._attributes[name]: value for name, value in others.items()})
+        before = {self._attributes[name]: self._own[self._attributes[name]] for name in others}
+        self._own.update({self._attributes[name]: value for name, value in others.items()})
         try:
             yield
         finally:
-            own.update(before)
+            self._own.update(before)
 
 
 @dataclass
