@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 
 from trl_explore.evaluation.samplers import PromptSampler, Sampling
 from trl_explore.saving.fingerprints import digest
-from trl_explore.saving.records import FileRefusedError, read_records, write_records
+from trl_explore.saving.records import check_same, read_records, write_records
 from trl_explore.saving.whole_files import append_lines
 
 if TYPE_CHECKING:
@@ -120,14 +120,6 @@ def _continue(path: Path, settings: dict[str, Any]) -> dict[int, Record]:
     if not records:
         write_records(path, COMPLETIONS, settings)
         return {}
-    changes = [
-        f"other {name} ({HASHED[name]})" if name in HASHED else f"{name}={header.get(name)!r}, now {value!r}"
-        for name, value in settings.items()
-        if header.get(name) != value
-    ]
-    if changes:
-        raise FileRefusedError(
-            f"{path} holds completions of other settings: {'; '.join(changes)}. Delete its folder, or name another "
-            "output_dir."
-        )
+    remedy = "Delete its folder, or name another output_dir."
+    check_same(path, "completions", header, settings, remedy, HASHED)
     return records

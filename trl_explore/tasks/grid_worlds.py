@@ -133,9 +133,7 @@ class GridEnvironment:
         self.max_steps = max_steps
 
     def reset(self, board: str, prompt: Any = "", seed: int = 0, **columns: Any) -> str | None:
-        """
-        Starts the game of a row; what is returned, the board unless the prompt shows it, is appended to the prompt.
-        """
+        """Starts a game; what is returned, the board unless the prompt shows it, is appended to the prompt."""
         self.episode = Episode(self.world.parse(board), 0, seed)
         shown = prompt if isinstance(prompt, str) else prompt[-1]["content"]
         return None if board in shown else board
