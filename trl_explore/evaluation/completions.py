@@ -53,30 +53,10 @@ def collect_completions(
     progress: bool = True,
 ) -> list[Record]:
     """
-    Sample completions of every prompt; those that the file has are not sampled again.
+    Sample completions of every prompt, but those that the file at `path` has; a `FileRefusedError` if it is of others.
 
-    Args:
-        sampler ([`~trl_explore.evaluation.samplers.PromptSampler`]):
-            What samples; not called where nothing is missing.
-        prompts (`Sequence[str]` or `Sequence[list[dict]]`):
-            Prompts, of shape `(P,)`.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            The tokenizer of the model.
-        sampling ([`~trl_explore.evaluation.samplers.Sampling`]):
-            How.
-        source (`dict`):
-            What else the completions depend on, as JSON values: the model's weights.
-        path (`Path`, *optional*):
-            JSON lines, one per prompt, written as soon as a prompt's completions are there.
-        progress (`bool`, *optional*, defaults to `True`):
-            Whether to show a progress bar.
-
-    Returns:
-        `list[dict]`: For each prompt its `index`, and for each sample its text (`completions`), `completion_ids` and
-        whether it was `truncated`; `seconds` add up to the time of sampling.
-
-    Raises:
-        `FileRefusedError`: If `path` is of other settings or no such file: a `ValueError`.
+    Each record has the prompt's `index`; `completions`, `completion_ids` and `truncated` of its samples; and
+    `seconds`. `source` is what else they depend on, as JSON values: the model's weights.
     """
     prompt_ids = encode_prompts(prompts, tokenizer)
     tokens = digest(json.dumps(ids).encode() for ids in prompt_ids)

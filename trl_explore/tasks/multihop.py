@@ -66,17 +66,7 @@ class MultiHopSearch:
         return copy.copy(self)
 
     def reset(self, question: str, seed: int, **columns: Any) -> None:
-        """
-        Opens the world of a question. TRL passes the row of the data set; the prompt shows the question already.
-
-        Args:
-            question (`str`):
-                Question.
-            seed (`int`):
-                Seed of its world.
-            columns (`Any`):
-                The other columns; unused.
-        """
+        """Opens the world of a question. TRL passes the row of the data set; the prompt shows the question already."""
         self.state = SearchState(question, seed, 0)
 
     def find(self, q: str) -> str:
