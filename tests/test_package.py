@@ -22,6 +22,8 @@ def test_every_sub_package_of_the_tree_is_installed():
     assert (installed / "py.typed").is_file()
     for card in (ROOT / "model_cards").glob("*.md"):
         assert (installed / "model_cards" / card.name).is_file(), card
+    for part in (ROOT / "trl_explore" / "tree_view").glob("page.*"):
+        assert (installed / "tree_view" / part.name).is_file(), part
 
 
 def test_the_version_is_the_distributions():

@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 
 from trl_explore.evaluation.samplers import PromptSampler, Sampling
 from trl_explore.saving.fingerprints import digest
-from trl_explore.saving.records import FileRefusedError, read_records, write_records
+from trl_explore.saving.records import check_same, read_records, write_records
 from trl_explore.saving.whole_files import append_lines
 
 if TYPE_CHECKING:
@@ -53,30 +53,10 @@ def collect_completions(
     progress: bool = True,
 ) -> list[Record]:
     """
-    Sample completions of every prompt; those that the file has are not sampled again.
+    Sample completions of every prompt, but those that the file at `path` has; a `FileRefusedError` if it is of others.
 
-    Args:
-        sampler ([`~trl_explore.evaluation.samplers.PromptSampler`]):
-            What samples; not called where nothing is missing.
-        prompts (`Sequence[str]` or `Sequence[list[dict]]`):
-            Prompts, of shape `(P,)`.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            The tokenizer of the model.
-        sampling ([`~trl_explore.evaluation.samplers.Sampling`]):
-            How.
-        source (`dict`):
-            What else the completions depend on, as JSON values: the model's weights.
-        path (`Path`, *optional*):
-            JSON lines, one per prompt, written as soon as a prompt's completions are there.
-        progress (`bool`, *optional*, defaults to `True`):
-            Whether to show a progress bar.
-
-    Returns:
-        `list[dict]`: For each prompt its `index`, and for each sample its text (`completions`), `completion_ids` and
-        whether it was `truncated`; `seconds` add up to the time of sampling.
-
-    Raises:
-        `FileRefusedError`: If `path` is of other settings or no such file: a `ValueError`.
+    Each record has the prompt's `index`; `completions`, `completion_ids` and `truncated` of its samples; and
+    `seconds`. `source` is what else they depend on, as JSON values: the model's weights.
     """
     prompt_ids = encode_prompts(prompts, tokenizer)
     tokens = digest(json.dumps(ids).encode() for ids in prompt_ids)
@@ -120,14 +100,6 @@ def _continue(path: Path, settings: dict[str, Any]) -> dict[int, Record]:
     if not records:
         write_records(path, COMPLETIONS, settings)
         return {}
-    changes = [
-        f"other {name} ({HASHED[name]})" if name in HASHED else f"{name}={header.get(name)!r}, now {value!r}"
-        for name, value in settings.items()
-        if header.get(name) != value
-    ]
-    if changes:
-        raise FileRefusedError(
-            f"{path} holds completions of other settings: {'; '.join(changes)}. Delete its folder, or name another "
-            "output_dir."
-        )
+    remedy = "Delete its folder, or name another output_dir."
+    check_same(path, "completions", header, settings, remedy, HASHED)
     return records

@@ -19,9 +19,7 @@ class Graded(NamedTuple):
 
 
 class Grader:
-    """
-    Asks reward functions (name, function, weight) as TRL does in training; `given` is what each is given besides.
-    """
+    """Asks reward functions (name, function, weight) as TRL does in training; `given` is for each of them."""
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ from trl_explore.evaluation.policy import PolicySamples
 from trl_explore.evaluation.samplers import seed_at, undisturbed
 from trl_explore.rewards.success import is_success
 from trl_explore.saving.fingerprints import digest, tokenizer_fingerprint, weight_probes
-from trl_explore.saving.records import FileRefusedError, read_records, write_records
+from trl_explore.saving.records import check_same, read_records, write_records
 from trl_explore.saving.whole_files import append_lines
 
 if TYPE_CHECKING:
@@ -279,13 +279,7 @@ def _continue(samples: PolicySamples, settings: dict[str, Any], path: Path) -> d
             write_records(path, PASS_RATES, expected)
         return {}
     header, rates = read_pass_rates(path)
-    changes = [
-        f"{name}={header.get(name)!r}, now {value!r}" for name, value in expected.items() if header.get(name) != value
-    ]
-    if changes:
-        raise FileRefusedError(
-            f"{path} holds pass rates of other settings: {'; '.join(changes)}. Delete it, or name another file."
-        )
+    check_same(path, "pass rates", header, expected, "Delete it, or name another file.")
     return rates
 
 

@@ -45,15 +45,7 @@ class SuccessEstimator:
         return len(self._buffer)
 
     def add(self, depths: Sequence[float], labels: Sequence[int]) -> None:
-        """
-        Remember outcomes.
-
-        Args:
-            depths (`Sequence[float]`):
-                Relative depths of pivots, in (0, 1].
-            labels (`Sequence[int]`):
-                1 where at least one branch succeeded, else 0.
-        """
+        """Remember relative depths of pivots, in (0, 1], and labels: 1 where at least one branch succeeded."""
         for depth, label in zip(depths, labels, strict=True):
             self._buffer.append((float(depth), int(label)))
 
@@ -71,16 +63,7 @@ class SuccessEstimator:
         self.weight, self.bias = float(model.coef_[0, 0]), float(model.intercept_[0])
 
     def predict(self, depths: torch.Tensor) -> torch.Tensor:
-        """
-        Estimated probability of recovering.
-
-        Args:
-            depths (`torch.Tensor`):
-                Relative depths of shape `(T,)`.
-
-        Returns:
-            `torch.Tensor`: Probabilities of shape `(T,)`, float64.
-        """
+        """Estimated probability of recovering at relative depths `(T,)`, in float64."""
         return torch.sigmoid(self.weight * torch.as_tensor(depths, dtype=torch.float64) + self.bias)
 
     def state_dict(self) -> dict[str, Any]:
@@ -92,12 +75,6 @@ class SuccessEstimator:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """
-        Restore what [`~SuccessEstimator.state_dict`] returned; a smaller buffer keeps the newest pairs.
-
-        Args:
-            state (`dict`):
-                The saved state.
-        """
+        """Restore what [`~SuccessEstimator.state_dict`] returned; a smaller buffer keeps the newest pairs."""
         self.weight, self.bias = state["weight"], state["bias"]
         self._buffer = deque(((depth, int(label)) for depth, label in state["buffer"]), maxlen=self.buffer_size)

@@ -47,70 +47,29 @@ _UNTOLD = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingFacts:
-    """
-    What a card tells.
+    """What a card tells."""
 
-    Args:
-        method (`str`):
-            Name of the method, one of `trl_explore.methods.METHODS`.
-        model_name (`str`):
-            Name of the trained model.
-        trainer (`str`):
-            Name of the trainer's class.
-        repo_id (`str`, *optional*):
-            Where it is published, `owner/name`.
-        revision (`str`, *optional*):
-            Branch it is published on, where that is not `main`.
-        base_model (`str`, *optional*, defaults to `""`):
-            What the base model was loaded from: a Hub name, a folder, or `""` for a model made in memory.
-        datasets (`Sequence[str]`, *optional*):
-            Names of the training data: Hub names, files or folders. Empty where there is no name.
-        local_data (`bool`, *optional*, defaults to `True`):
-            Whether data without a name are known to be local.
-        rewards (`Sequence[tuple[str, float]]`, *optional*):
-            Name and weight of each reward function.
-        adapter (`str`, *optional*):
-            Kind of the adapter, `"LORA"`; `None` for a whole model.
-        chat (`bool`, *optional*, defaults to `True`):
-            Whether the model has a chat template.
-        paper (`Mapping[str, str]`, *optional*):
-            `id` (arXiv) and `citation` (BibTeX) of the method.
-        tags (`Sequence[str]`, *optional*):
-            Tags for the Hub.
-        hyperparameters (`Mapping[str, Any]`, *optional*):
-            See [`told_hyperparameters`].
-        history (`Sequence[Mapping[str, Any]]`, *optional*):
-            The trainer's `state.log_history`.
-        curve (`str`, *optional*):
-            File of the training curves, beside the card.
-        needs_plots (`bool`, *optional*, defaults to `False`):
-            Whether there is no picture because matplotlib is missing.
-    """
-
-    method: str
+    method: str  # a name of `trl_explore.methods.METHODS`
     model_name: str
-    trainer: str
-    repo_id: str | None = None
-    revision: str | None = None
-    base_model: str = ""
-    datasets: Sequence[str] = ()
-    local_data: bool = True
-    rewards: Sequence[tuple[str, float]] = ()
-    adapter: str | None = None
-    chat: bool = True
-    paper: Mapping[str, str]
+    trainer: str  # name of the class
+    repo_id: str | None = None  # where it is published, "owner/name"
+    revision: str | None = None  # branch it is published on, where that is not "main"
+    base_model: str = ""  # a Hub name, a folder, or "" for a model made in memory
+    datasets: Sequence[str] = ()  # Hub names, files or folders; empty where there is no name
+    local_data: bool = True  # whether data without a name are known to be local
+    rewards: Sequence[tuple[str, float]] = ()  # name and weight of each function
+    adapter: str | None = None  # its kind, "LORA"; None for a whole model
+    chat: bool = True  # whether the model has a chat template
+    paper: Mapping[str, str]  # arXiv `id` and BibTeX `citation` of the method
     tags: Sequence[str] = ()
-    hyperparameters: Mapping[str, Any]
-    history: Sequence[Mapping[str, Any]] = ()
-    curve: str | None = None
-    needs_plots: bool = False
+    hyperparameters: Mapping[str, Any]  # see told_hyperparameters
+    history: Sequence[Mapping[str, Any]] = ()  # the trainer's state.log_history
+    curve: str | None = None  # file of the training curves, beside the card
+    needs_plots: bool = False  # whether there is no picture because matplotlib is missing
 
 
 def model_card(facts: TrainingFacts) -> "ModelCard":
-    """
-    The card, with metadata: base model and data sets that are on the Hub, tags, paper, and the last evaluation's
-    results.
-    """
+    """The card and its metadata: base model and data on the Hub, tags, paper, the last evaluation's results."""
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
     base_id, base_text = describe_model(facts.base_model)

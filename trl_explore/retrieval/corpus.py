@@ -52,7 +52,10 @@ class Passage:
 
 
 def read_passage(row: Mapping[str, Any], *, default_id: str, score: float = 0.0) -> Passage:
-    r"""Passage of a row of a corpus; `place` is what errors call the row."""
+    """
+    Passage of a row: `text` and `title`, or Search-R1's `contents`, whose first line may be the title in quotes.
+    `default_id` stands for an `id` that is missing.
+    """
     title, text = row.get("title"), row.get("text")
     if text is None:
         text = row.get("contents")

@@ -101,9 +101,7 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def answer_key(text: str) -> Fraction | str | None:
-    """
-    Final answer of a completion for majority votes: a number, else the marked answer without spaces, else `None`.
-    """
+    """Final answer for majority votes: a number, else the marked answer without spaces, else `None`."""
     answer = extract_answer(text)
     number = parse_number(text if answer is None else answer)
     if number is not None or answer is None:

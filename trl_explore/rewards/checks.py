@@ -15,9 +15,7 @@ class RewardError(ValueError):
 
 
 def checked(func: Callable[..., Any], name: str, *, tell: bool = False) -> Callable[..., Any]:
-    """
-    The function, raising a [`RewardError`] that explains what is wrong with it; `tell` makes its own errors such.
-    """
+    """The function, explaining by a [`RewardError`] what is wrong with it; `tell`: also what it raises itself."""
     from trl.trainer.utils import is_async_callable
 
     @functools.wraps(func)

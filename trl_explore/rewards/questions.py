@@ -25,9 +25,7 @@ Gold = str | Sequence[str]
 
 
 def normalize_answer(text: str) -> str:
-    """
-    SQuAD's form of an answer: lower case, no ASCII punctuation, no articles, single spaces; composed characters (NFC).
-    """
+    """SQuAD's form: lower case, no ASCII punctuation, no articles, single spaces; composed characters (NFC)."""
     lowered = " ".join(unicodedata.normalize("NFC", text.lower()).split())
     bare = unicodedata.normalize("NFC", lowered.translate(NO_PUNCTUATION))
     return " ".join(ARTICLES.sub(" ", bare).split())
@@ -41,18 +39,13 @@ def _golds(golds: Gold) -> list[str]:
 
 
 def exact_match(prediction: str, golds: Gold) -> float:
-    """
-    1.0 if a prediction equals a gold answer after normalisation (as in SQuAD `A.`, `(a)` and `the` equal `A`), else
-    0.0.
-    """
+    """1.0 for a gold answer up to SQuAD's normalisation (`A.`, `(a)` and `the` equal `A`), else 0.0."""
     forms = {normalize_answer(gold) for gold in _golds(golds)}
     return float(bool(prediction.strip()) and normalize_answer(prediction) in forms)
 
 
 def f1_score(prediction: str, golds: Gold) -> float:
-    """
-    Best overlap of words with a gold answer, as in HotpotQA; `yes`, `no` and `noanswer` are right or wrong as a whole.
-    """
+    """Overlap of words with the nearest gold answer, as in HotpotQA; `yes` and `no` are right as a whole."""
     best = max(_f1(normalize_answer(prediction), normalize_answer(gold)) for gold in _golds(golds))
     return best if prediction.strip() else 0.0
 

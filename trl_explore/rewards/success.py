@@ -11,9 +11,7 @@ TOLERANCE = 1e-6
 
 
 def bar(threshold: float) -> float:
-    """
-    Smallest number that reaches a threshold: a millionth of it less; for 0, which has no scale, a millionth of 1.
-    """
+    """Smallest number that reaches a threshold: a millionth of it less; for 0, a millionth of 1."""
     return threshold - TOLERANCE * (abs(threshold) or 1.0)
 
 

@@ -44,9 +44,7 @@ def missing_path(field: str, path: Path) -> UsageError:
 
 
 def check_output_dir(name: str | Path, field: str = "output_dir") -> Path:
-    """
-    The folder, `~` expanded, once it is sure that it can be made and written to; `field` is the flag that names it.
-    """
+    """The folder, `~` expanded, sure to be writable or to be made; `field` is the flag that names it."""
     folder = Path(name).expanduser()
     nearest = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     if not nearest.is_dir():
@@ -114,10 +112,7 @@ def load_train_and_eval(
 def load_splits(
     name: str, *, config: str | None = None, streaming: bool = False, field: str = "dataset_name"
 ) -> "DatasetDict":
-    """
-    All splits of a file, a folder of files, a folder of `save_to_disk` or a Hub name; `field` is what messages call
-    it.
-    """
+    """All splits of a file, a folder (of files or of `save_to_disk`) or a Hub name, which messages call `field`."""
     import datasets
 
     path = Path(name).expanduser()

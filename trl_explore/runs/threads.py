@@ -15,18 +15,14 @@ TINY = 10_000_000
 
 
 def suitable_threads(num_parameters: int, device: torch.device) -> int:
-    """
-    Threads for a model: 1 for a tiny one on a CPU; else, and where `OMP_NUM_THREADS` says how many, those in force.
-    """
+    """1 for a tiny model on a CPU; else, and where `OMP_NUM_THREADS` says how many, those in force."""
     chosen = os.environ.get("OMP_NUM_THREADS") or device.type != "cpu" or num_parameters > TINY
     return torch.get_num_threads() if chosen else 1
 
 
 @contextmanager
 def few_threads(model: nn.Module, device: torch.device | None = None) -> Iterator[None]:
-    """
-    Computes with a suitable number of threads; afterwards their number is as before. For functions that others call.
-    """
+    """Computes with a suitable number of threads, for functions that others call; afterwards as before."""
     before = torch.get_num_threads()
     torch.set_num_threads(suitable_threads(*_size_and_device(model, device)))
     try:
@@ -36,9 +32,7 @@ def few_threads(model: nn.Module, device: torch.device | None = None) -> Iterato
 
 
 def limit_threads(model: nn.Module, device: torch.device | None = None) -> None:
-    """
-    Sets a suitable number of threads for the rest of the process, and says so where that changes it. For commands.
-    """
+    """Sets a suitable number of threads for the rest of a command, and says so where that changes it."""
     num_parameters, device = _size_and_device(model, device)
     threads = suitable_threads(num_parameters, device)
     if threads == torch.get_num_threads():

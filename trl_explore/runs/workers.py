@@ -31,7 +31,7 @@ class WorkerFailed(Exception):
 
 @dataclass(frozen=True)
 class Job:
-    """What a process is to do: `function(*arguments, send=...)`, called by its name in messages."""
+    """What a process is to do: `function(connection, *arguments)`, called by its name in messages."""
 
     name: str
     function: Callable[..., Any]
@@ -44,21 +44,7 @@ def count_cores() -> int:
 
 
 class Workers:
-    """
-    Processes that do jobs. They share nothing, so that one that dies does not block the others.
-
-    Args:
-        count (`int`):
-            Number of processes.
-
-    Example:
-
-    ```python
-    with Workers(2) as workers:
-        for job, kind, value in workers.do([Job("three", math_job, (3,)), Job("four", math_job, (4,))]):
-            print(job.name, kind, value)
-    ```
-    """
+    """Processes that do jobs. They share nothing, so that one that dies does not block the others."""
 
     def __init__(self, count: int) -> None:
         # Not forked: a process that has used a GPU or several threads cannot be.
@@ -85,10 +71,7 @@ class Workers:
         self.close()
 
     def do(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, str, Any]]:
-        """
-        Have jobs done in their order, as many at a time as there are processes: job, `AT_WORK` or `DONE`, and its
-        value.
-        """
+        """Have jobs done in their order by all processes; yields a job, `AT_WORK` or `DONE`, and a value."""
         left, busy = list(jobs), dict[Connection, Job]()
         while left or busy:
             for connection in self.processes:

@@ -64,9 +64,7 @@ FREE = (
 
 
 def compared_values(values: Mapping[str, Any], free: Collection[str]) -> dict[str, Any]:
-    """
-    What a checkpoint says of the settings it was written with: plain values by name, without those that are `free`.
-    """
+    """Settings as a checkpoint keeps them: plain values by name, without those that are `free`."""
     named = {*MOVES_DATA, *NEEDED_BY_ROLLOUTS}
     kept = {name: value for name, value in values.items() if name in named or name not in {*free, *FREE}}
     if not kept["shuffle_dataset"]:
@@ -83,9 +81,7 @@ def check_changes(
     rollouts_in_use: bool,
     boundary: int,
 ) -> str | None:
-    """
-    A warning that lists what changed since a checkpoint, `None` for nothing; a `ValueError` for what must not change.
-    """
+    """A warning that lists what changed, `None` for nothing; a `ValueError` for what must not change."""
     changed = {name: (old, now[name]) for name, old in then.items() if name in now and old != now[name]}
     moved = _said(changed, MOVES_DATA)
     if moved and skips_data:

@@ -78,9 +78,7 @@ def last_complete_checkpoint(output_dir: str | Path) -> tuple[str | None, list[s
 def next_batch(
     position: dict[str, Any], epoch_steps: float, *, batches_per_step: int, finished: bool
 ) -> tuple[int, int, bool]:
-    """
-    Where a resumed run goes on: epoch, batches of it to skip, and whether the checkpoint's epoch still has to end.
-    """
+    """Where a run goes on: epoch, batches of it to skip, and whether the checkpoint's epoch has yet to end."""
     epoch, batches = position["epoch"], position["batches"]
     whole = math.ceil(batches / batches_per_step) >= epoch_steps
     owes_end = not position["ended"] and (whole or finished)
@@ -90,9 +88,7 @@ def next_batch(
 
 
 def path_inside(folder: str | Path, name: str, *, field: str, suffix: str = ".jsonl") -> Path:
-    """
-    Resolve a path of the configuration `field` against the output folder; a `ValueError` where it may not lie there.
-    """
+    """A path inside the output folder, as the configuration's `field` names it; a `ValueError` for others."""
     root = Path(folder).resolve()
     path = (root / name).resolve()
     if not path.is_relative_to(root) or path == root:
@@ -107,9 +103,7 @@ def path_inside(folder: str | Path, name: str, *, field: str, suffix: str = ".js
 
 
 def set_aside(folder: str | Path, files: Iterable[Path]) -> Path | None:
-    """
-    Move files of an earlier run, with their names, into the folder `_earlier-<number>`; `None` where there are none.
-    """
+    """Move files of an earlier run into the folder `_earlier-<number>`; `None` where there are none."""
     found = [path for path in files if path.is_file()]
     if not found:
         return None

@@ -19,9 +19,7 @@ TEXTS: dict[str, tuple[type, Callable[[str], Any]]] = {
 
 
 def to_plain(value: Any, *, other: Callable[[Any], Any] | None = None) -> Any:
-    """
-    A value without objects, from which [`from_plain`] makes it again; `other` says what stands for unknown types.
-    """
+    """A value without objects, which [`from_plain`] takes back; `other` says what stands for unknown types."""
     kind = type(value)
     if kind in PLAIN or (isinstance(value, torch.Tensor) and not value.requires_grad):
         return value

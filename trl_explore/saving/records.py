@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,3 +54,21 @@ def read_records(
             raise FileRefusedError(f"{path}: line {number} is not one of {kind}. Delete that line, or the file.")
         records.append(record)
     return header, records
+
+
+def check_same(
+    path: Path,
+    what: str,
+    header: dict[str, Any],
+    settings: dict[str, Any],
+    remedy: str,
+    hashed: Mapping[str, str] = {},
+) -> None:
+    """Refuse a file whose header says other settings; where these are `hashed`, say what decides them."""
+    changes = [
+        f"other {name} ({hashed[name]})" if name in hashed else f"{name}={header.get(name)!r}, now {value!r}"
+        for name, value in settings.items()
+        if header.get(name) != value
+    ]
+    if changes:
+        raise FileRefusedError(f"{path} holds {what} of other settings: {'; '.join(changes)}. {remedy}")

@@ -10,9 +10,7 @@ from typing import Any
 
 @contextmanager
 def whole_file(path: str | Path) -> Iterator[Path]:
-    """
-    Yields what to write, which becomes the file at the end of the block; interrupted, the file is as it was before.
-    """
+    """Yields what to write: it becomes the file at the block's end; until then the file is as it was."""
     path = Path(path)
     part = path.with_name(path.name + ".part")
     try:
@@ -52,9 +50,7 @@ def cut_file(path: Path, size: int) -> None:
 
 
 class MethodFile:
-    """
-    A file that a method appends to, and a resumed run takes back to its checkpoint; `path=None` where a run has none.
-    """
+    """A file that a method appends to and a resumed run takes back to its checkpoint; `path=None`: there is none."""
 
     def __init__(self, path: Path | None, *, writes: bool = True) -> None:
         self.path, self._writes = path, writes and path is not None

@@ -13,6 +13,7 @@ multihop.py          questions over several searches, for agents; demonstrations
 multihop_world.py    ... and its worlds, for real models also in English
 grid_worlds.py       what these two share: positions, rules and environments
 grid_tasks.py        ... and problems, with demonstrators that overlook obstacles in known places
+held_out.py          which problems no training set contains
 sketched.py          what all but the chains share: SESA's prompt formats
 tiny_model.py        the character tokenizer and the 111,296-parameter model
 warm_start.py        supervised training on demonstrations, cached on disk

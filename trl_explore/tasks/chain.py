@@ -8,7 +8,6 @@ for them. A model trained on such demonstrations is wrong in known places with k
 training stops, and still finds the right result now and then: what reinforcement learning needs to start from.
 """
 
-import hashlib
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,14 +16,14 @@ from typing import Any, NamedTuple
 
 from datasets import Dataset
 
+from trl_explore.tasks.held_out import HeldOutTask, as_prompts, different, is_held_out
+
 DIGITS = range(10)
 # `*` only by numbers that have an inverse modulo 10. `+`, `-` and the rows of `x` are permutations too, so an error in
 # the running value never washes out by itself.
 OPERANDS = {"+": tuple(DIGITS), "-": tuple(DIGITS), "*": (3, 7, 9), "x": tuple(DIGITS)}
 LABELS = "abcdefghijklmnopqrstuvwxyz"
 TOKENS_PER_STEP = 7
-# One problem in 16 is held out, by a hash of its text: disjoint from every training set whatever the seeds and sizes.
-HELD_OUT_ONE_IN = 16
 
 Fact = tuple[str, int, int]  # (op, running value, operand)
 
@@ -37,7 +36,7 @@ class Habit(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ChainTask:
+class ChainTask(HeldOutTask):
     """
     A family of arithmetic chains, as one frozen set of knobs.
 
@@ -143,22 +142,9 @@ class ChainTask:
         texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
         return [float(self._matches(text, right)) for text, right in zip(texts, answer, strict=True)]
 
-    @property
-    def reward(self) -> Callable[..., list[float]]:
-        """The reward function to hand to a trainer; its metrics appear under `rewards/accuracy_reward`."""
-        return self.accuracy_reward
-
     def sample_problem(self, rng: random.Random) -> str:
         """A training problem, never a held-out one. Arguments as in [`TeachableTask`]."""
-        return next(prompt for prompt in self._draws(rng) if not _is_held_out(prompt))
-
-    def build_dataset(self, num_examples: int, *, seed: int) -> Dataset:
-        """Distinct training problems; `answer` is the whole right answer. Arguments as in [`Task`]."""
-        return self._dataset(num_examples, random.Random(f"train/{seed}"), held_out=False)
-
-    def evaluation_set(self, num_examples: int = 256, *, seed: int = 0) -> Dataset:
-        """Distinct held-out problems, in the same columns. Arguments as in [`Task`]."""
-        return self._dataset(num_examples, random.Random(f"evaluation/{seed}"), held_out=True)
+        return next(prompt for prompt in self._draws(rng) if not is_held_out(prompt))
 
     def _matches(self, completion: str, answer: str) -> bool:
         if self.strict:
@@ -172,20 +158,15 @@ class ChainTask:
             yield f"{start}" + "".join(f"{label}{op}{rng.choice(OPERANDS[op])}" for label, op in steps)
 
     def _dataset(self, num_examples: int, rng: random.Random, *, held_out: bool) -> Dataset:
-        problems: dict[str, None] = {}  # a set that keeps its order
-        attempts = 100 * HELD_OUT_ONE_IN * (num_examples + 1)
-        for _, prompt in zip(range(attempts), self._draws(rng), strict=False):
-            if len(problems) == num_examples:
-                break
-            if _is_held_out(prompt) == held_out:
-                problems[prompt] = None
-        if len(problems) < num_examples:
-            raise ValueError(
-                f"`num_examples` is {num_examples}, but {self.name} has only about {len(problems)} such problems; "
-                f"ask for fewer or give `step_ops` more steps."
-            )
-        prompts = [[{"role": "user", "content": problem}] for problem in problems]
-        return Dataset.from_dict({"prompt": prompts, "answer": [self.solve(problem) for problem in problems]})
+        problems = different(
+            self._draws(rng),
+            num_examples,
+            lambda problem: is_held_out(problem) == held_out,
+            name=self.name,
+            remedy="give `step_ops` more steps",
+        )
+        answers = [self.solve(problem) for problem in problems]
+        return Dataset.from_dict({"prompt": as_prompts(problems), "answer": answers})
 
 
 def _write_out(prompt: str, apply_fn: Callable[[str, int, int], int]) -> str:
@@ -196,11 +177,6 @@ def _write_out(prompt: str, apply_fn: Callable[[str, int, int], int]) -> str:
         lines.append(f"{label}{value}{op}{operand}={result};")
         value = result
     return f"{''.join(lines)}#{value}"
-
-
-def _is_held_out(prompt: str) -> bool:
-    """Whether a problem belongs to the held-out share: a fixed property of its text alone."""
-    return hashlib.sha256(prompt.encode()).digest()[0] % HELD_OUT_ONE_IN == 0
 
 
 # Ten steps of `+`, `-` and `*`, habits on a quarter of all facts: saturates quickly, made for a first run.

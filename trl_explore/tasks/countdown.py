@@ -140,9 +140,7 @@ class CountdownTask(SketchedTask):
         return read_answer(problem, completion) is not None
 
     def solutions(self, problem: str) -> set[Solution]:
-        """
-        Canonical solutions with whole, positive intermediate results of at most `max_value`; there may be others.
-        """
+        """Canonical solutions with whole, positive numbers up to `max_value`; there may be others."""
         pool, target = read_problem(problem)
         found: set[Solution] = set()
 

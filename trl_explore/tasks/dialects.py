@@ -39,6 +39,9 @@ class DialectTask(FactTask):
     weights: tuple[float, ...]
     num_accepted: int
 
+    step_length = 1  # the choice of the dialect, or a digit
+    max_sketch_length = 2  # a mark and the end-of-sequence token
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range("len(weights)", len(self.weights), 2, len(DIALECTS))
@@ -53,16 +56,6 @@ class DialectTask(FactTask):
     def max_completion_length(self) -> int:
         """Tokens of an answer, end-of-sequence token included."""
         return self.num_digits + 2
-
-    @property
-    def step_length(self) -> int:
-        """One token: the choice of the dialect, or a digit."""
-        return 1
-
-    @property
-    def max_sketch_length(self) -> int:
-        """Tokens of a mark and the end-of-sequence token."""
-        return 2
 
     @cached_property
     def facts(self) -> dict[str, str]:
@@ -81,10 +74,6 @@ class DialectTask(FactTask):
     def answer(self, problem: str, guess: str) -> str:
         """The number in a dialect."""
         return guess + DIALECTS[guess](problem[1:])
-
-    def sketch(self, problem: str, rng: random.Random) -> str:
-        """A dialect's mark. Arguments as in [`SketchedTask`]."""
-        return self.guess(problem, rng)
 
     def targets(self, problem: str) -> list[str]:
         """All right answers: one per dialect that the item understands."""

@@ -58,20 +58,7 @@ class World(ABC):
         return "/".join(state.with_tile(*state.player, OVERLAYS[state.tile(*state.player)]).rows)
 
     def step(self, state: State, action: str, rng: random.Random | None = None) -> tuple[State, float, bool]:
-        """
-        Takes one move. A finished game stays as it is; whoever moves against a wall stays where they are.
-
-        Args:
-            state ([`State`]):
-                Position.
-            action (`str`):
-                One of `ACTIONS`.
-            rng (`random.Random`, *optional*):
-                Source of chance, where the world has any. Without it every move does what it says.
-
-        Returns:
-            `tuple[State, float, bool]`: New position, reward (1 for reaching the goal) and whether the game is over.
-        """
+        """Position, reward (1 at the goal) and whether all is over after a move; `rng` is the world's chance."""
         if self.outcome(state):
             return state, 0.0, True
         state = self._move(state, action, rng)
@@ -133,9 +120,7 @@ class GridEnvironment:
         self.max_steps = max_steps
 
     def reset(self, board: str, prompt: Any = "", seed: int = 0, **columns: Any) -> str | None:
-        """
-        Starts the game of a row; what is returned, the board unless the prompt shows it, is appended to the prompt.
-        """
+        """Starts a game; what is returned, the board unless the prompt shows it, is appended to the prompt."""
         self.episode = Episode(self.world.parse(board), 0, seed)
         shown = prompt if isinstance(prompt, str) else prompt[-1]["content"]
         return None if board in shown else board

@@ -22,11 +22,11 @@ from datasets import Dataset
 
 from trl_explore.agents.snapshots import not_a_tool
 from trl_explore.rewards.answers import completion_text
+from trl_explore.tasks.held_out import HeldOutTask, as_prompts, is_held_out
 from trl_explore.tasks.multihop_world import (
     LAST_RELATIONS,
     PASSAGES,
     draw_question,
-    is_held_out,
     puzzle,
     retrieve,
     split_question,
@@ -66,17 +66,7 @@ class MultiHopSearch:
         return copy.copy(self)
 
     def reset(self, question: str, seed: int, **columns: Any) -> None:
-        """
-        Opens the world of a question. TRL passes the row of the data set; the prompt shows the question already.
-
-        Args:
-            question (`str`):
-                Question.
-            seed (`int`):
-                Seed of its world.
-            columns (`Any`):
-                The other columns; unused.
-        """
+        """Opens the world of a question. TRL passes the row of the data set; the prompt shows the question already."""
         self.state = SearchState(question, seed, 0)
 
     def find(self, q: str) -> str:
@@ -108,7 +98,7 @@ class MultiHopSearch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MultiHopTask:
+class MultiHopTask(HeldOutTask):
     """
     Questions over several look-ups, for agents. A [`TeachableTask`] whose answers have several turns.
 
@@ -192,11 +182,6 @@ class MultiHopTask:
         lasts = random.Random(f"habits/{self.table_seed}").sample(LAST_RELATIONS, len(LAST_RELATIONS))
         return {last: self.right_probabilities[i % len(self.right_probabilities)] for i, last in enumerate(lasts)}
 
-    @property
-    def reward(self) -> Callable[..., list[float]]:
-        """The reward function to hand to a trainer; its metrics appear under `rewards/accuracy_reward`."""
-        return self.accuracy_reward
-
     def accuracy_reward(self, completions: list, answer: list[str], **columns: Any) -> list[float]:
         """TRL reward function: 1 for a right answer, 0 for a wrong one, less for none or one without a search."""
         return [self._score(messages, right) for messages, right in zip(completions, answer, strict=True)]
@@ -206,14 +191,6 @@ class MultiHopTask:
         if given is None or search_free(messages):
             return 0.0 - self.format_penalty  # not `-self.format_penalty`, which would log a reward of -0.0
         return float(given == right)
-
-    def build_dataset(self, num_examples: int, *, seed: int) -> Dataset:
-        """Training questions: `prompt`, `question`, `seed` (of its world), `answer`. Arguments as in [`Task`]."""
-        return self._dataset(num_examples, random.Random(f"train/{seed}"), held_out=False)
-
-    def evaluation_set(self, num_examples: int = 256, *, seed: int = 0) -> Dataset:
-        """Held-out questions, in the same columns. Arguments as in [`Task`]."""
-        return self._dataset(num_examples, random.Random(f"evaluation/{seed}"), held_out=True)
 
     def sample_problem(self, rng: random.Random) -> str:
         """A training question. Arguments as in [`TeachableTask`]."""
@@ -265,8 +242,8 @@ class MultiHopTask:
         # The same question may come again, in another world and with another answer.
         seeds = [rng.getrandbits(32) for _ in questions]
         answers = [puzzle(question, seed).chain[-1] for question, seed in zip(questions, seeds, strict=True)]
-        prompts = [[{"role": "user", "content": question}] for question in questions]
-        return Dataset.from_dict({"prompt": prompts, "question": questions, "seed": seeds, "answer": answers})
+        columns = {"prompt": as_prompts(questions), "question": questions, "seed": seeds, "answer": answers}
+        return Dataset.from_dict(columns)  # each question has a world of its own: `seed`
 
 
 def final_answer(completion: str | list[dict[str, Any]]) -> str | None:

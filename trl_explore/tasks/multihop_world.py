@@ -9,13 +9,14 @@ In short names, `z.dm?` and `q`, they are made for a tiny model. There every que
 from a seed: what was true in one is false in the next, and only a search can tell.
 """
 
-import hashlib
 import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
+
+from trl_explore.tasks.held_out import HELD_OUT_ONE_IN, is_held_out
 
 Entity = tuple[str, int]  # kind and number; people come in couples, the husband even and the wife odd
 
@@ -47,7 +48,6 @@ FOLLOWING = {
 }
 LAST_RELATIONS = sorted(set().union(*FOLLOWING.values()))
 MAX_HOPS = 6  # longer paths without a repetition are rare, in small worlds they are missing
-HELD_OUT_ONE_IN = 16  # as in chain.py: by a hash of the question, whatever the seeds and sizes
 
 LETTERS = "".join(sorted(set("abcdefghijklmnopqrstuvwxyz") - set(RELATIONS)))  # the short names
 PUZZLE_SIZES = {"couples": 5, "films": 1, "cities": 3, "countries": 2}  # one entity per letter
@@ -138,11 +138,6 @@ def draw_path(rng: random.Random, hops: int) -> str:
             path += rng.choice(following)
         else:
             return path
-
-
-def is_held_out(question: str) -> bool:
-    """Whether a question belongs to the held-out share: a fixed property of its text alone."""
-    return hashlib.sha256(question.encode()).digest()[0] % HELD_OUT_ONE_IN == 0
 
 
 def _lookalikes(entities: list[Entity]) -> dict[tuple[str, int, int], list[Entity]]:

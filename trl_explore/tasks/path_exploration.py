@@ -101,6 +101,9 @@ class PathTask(SketchedTask):
 
     mode = "sequential"
 
+    max_completion_length = PLACE_LENGTH + 1  # a place and the end-of-sequence token
+    max_sketch_length = 2  # a province and the end-of-sequence token
+
     def __post_init__(self) -> None:
         for knob, number in (
             ("num_provinces", self.num_provinces),
@@ -113,16 +116,6 @@ class PathTask(SketchedTask):
         for knob, number in (("num_hidden", self.num_hidden), ("num_candidates", self.num_candidates)):
             if not 1 <= number <= num_places:
                 raise ValueError(f"`{knob}` is {number}; give between 1 and {num_places}, the number of places.")
-
-    @property
-    def max_completion_length(self) -> int:
-        """Tokens of a place and the end-of-sequence token; a list has `num_candidates` times as many."""
-        return PLACE_LENGTH + 1
-
-    @property
-    def max_sketch_length(self) -> int:
-        """Tokens of a province and the end-of-sequence token."""
-        return 2
 
     @cached_property
     def places(self) -> tuple[str, ...]:
@@ -221,9 +214,7 @@ class PaperPathTask:
         return self.accuracy_reward
 
     def accuracy_reward(self, completions: list, **columns: Any) -> list[float]:
-        """
-        TRL reward function: 1 for a place with a treasure, up to case, dashes, white space and a full stop, else 0.
-        """
+        """TRL reward function: 1 for a place with a treasure, up to [`normalize_place`], else 0."""
         hidden = {normalize_place(place) for place in self.targets}
         return [float(normalize_place(completion_text(text)) in hidden) for text in completions]
 

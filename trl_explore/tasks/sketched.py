@@ -5,26 +5,25 @@ for an answer that follows the sketch `a`, and `P!` for a list of different answ
 prompts from the templates of `sesa_options`; evaluation and plain GRPO see only the plain problem.
 """
 
-import hashlib
 import random
 import re
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 from datasets import Dataset
 
 from trl_explore.rewards.answers import completion_text
+from trl_explore.tasks.held_out import HeldOutTask, as_prompts, different, is_held_out
 
 SKETCH_MARK, SOLVE_MARK, LIST_MARK = "?", "|", "!"
 MARKS = re.compile(f"([{re.escape(SKETCH_MARK + SOLVE_MARK + LIST_MARK)}])")
 SEPARATOR = ";"
 # Draws after which a list of different texts ends early: some problems do not have that many.
 MAX_REPEATS = 200
-HELD_OUT_ONE_IN = 16  # as in chain.py: by a hash of the problem, whatever the seeds and sizes
 
 
-class SketchedTask(ABC):
+class SketchedTask(HeldOutTask):
     """
     A task whose problems also come in SESA's formats. Sub-classes are frozen dataclasses that have these attributes.
 
@@ -95,38 +94,19 @@ class SketchedTask(ABC):
         texts = map(completion_text, completions)
         return [float(self.verify(plain, text)) for plain, text in zip(problem, texts, strict=True)]
 
-    @property
-    def reward(self) -> Callable[..., list[float]]:
-        """The reward function to hand to a trainer; its metrics appear under `rewards/accuracy_reward`."""
-        return self.accuracy_reward
-
     def is_held_out(self, problem: str) -> bool:
         """Whether a problem belongs to the held-out share: a fixed property of its text alone."""
-        return hashlib.sha256(problem.encode()).digest()[0] % HELD_OUT_ONE_IN == 0
-
-    def build_dataset(self, num_examples: int, *, seed: int) -> Dataset:
-        """Distinct training problems, plain; `problem` repeats the text. Arguments as in [`Task`]."""
-        return self._dataset(num_examples, random.Random(f"train/{seed}"), held_out=False)
-
-    def evaluation_set(self, num_examples: int = 256, *, seed: int = 0) -> Dataset:
-        """Distinct held-out problems, in the same columns. Arguments as in [`Task`]."""
-        return self._dataset(num_examples, random.Random(f"evaluation/{seed}"), held_out=True)
+        return is_held_out(problem)
 
     def _dataset(self, num_examples: int, rng: random.Random, *, held_out: bool) -> Dataset:
-        problems: dict[str, None] = {}  # a set that keeps its order
-        for _ in range(100 * HELD_OUT_ONE_IN * (num_examples + 1)):
-            if len(problems) == num_examples:
-                break
-            problem = self.draw(rng)
-            if self.is_held_out(problem) == held_out:
-                problems[problem] = None
-        if len(problems) < num_examples:
-            raise ValueError(
-                f"`num_examples` is {num_examples}, but {self.name} has only about {len(problems)} such problems; "
-                f"ask for fewer or make the problems larger."
-            )
-        prompts = [[{"role": "user", "content": problem}] for problem in problems]
-        return Dataset.from_dict({"prompt": prompts, "problem": list(problems)})
+        problems = different(
+            iter(lambda: self.draw(rng), None),
+            num_examples,
+            lambda problem: self.is_held_out(problem) == held_out,
+            name=self.name,
+            remedy="make the problems larger",
+        )
+        return Dataset.from_dict({"prompt": as_prompts(problems), "problem": problems})
 
     def sample_problem(self, rng: random.Random) -> str:
         """A training problem, plain or in one of SESA's formats. Arguments as in [`TeachableTask`]."""
@@ -152,9 +132,7 @@ class SketchedTask(ABC):
 
 
 def distinct(draw: Callable[[], str], number: int, earlier: list[str] | None = None) -> list[str]:
-    """
-    Draws until there are `number` different texts, in the order of their first draw; fewer if they repeat too often.
-    """
+    """Draws until there are `number` different texts, in order; fewer if they repeat too often."""
     seen = dict.fromkeys(earlier or [])
     found: list[str] = []
     for _ in range(number + MAX_REPEATS):

@@ -63,6 +63,10 @@ class FactTask(SketchedTask):
         """An answer by somebody who mostly guesses. Arguments as in [`SketchedTask`]."""
         return self.answer(problem, sketch if self.is_guess(sketch) else self.guess(problem, rng))
 
+    def sketch(self, problem: str, rng: random.Random) -> str:
+        """A guess. Arguments as in [`SketchedTask`]."""
+        return self.guess(problem, rng)
+
     def verify(self, problem: str, completion: str) -> bool:
         """Whether an answer is the right one, to the letter. Arguments as in [`SketchedTask`]."""
         return completion == self.answer(problem, self.facts[item_of(problem)])
@@ -108,6 +112,9 @@ class VaultTask(FactTask):
     code_letters: str
     habit_probability: float
 
+    step_length = 3  # a digit, its successor and the end of the step
+    max_sketch_length = 2  # a code and the end-of-sequence token
+
     def __post_init__(self) -> None:
         super().__post_init__()
         different = set(self.code_letters) & set(LETTERS)
@@ -119,16 +126,6 @@ class VaultTask(FactTask):
     def max_completion_length(self) -> int:
         """Tokens of an answer, end-of-sequence token included."""
         return 3 * self.num_digits + 4
-
-    @property
-    def step_length(self) -> int:
-        """Tokens of a digit, its successor and the end of the step."""
-        return 3
-
-    @property
-    def max_sketch_length(self) -> int:
-        """Tokens of a code and the end-of-sequence token."""
-        return 2
 
     @cached_property
     def facts(self) -> dict[str, str]:
@@ -153,10 +150,6 @@ class VaultTask(FactTask):
         """The calculation with item and code at its end."""
         steps = (f"{digit}{(int(digit) + 1) % 10}{STEP_END}" for digit in problem[1:])
         return f"{''.join(steps)}{END}{problem[0]}{guess}"
-
-    def sketch(self, problem: str, rng: random.Random) -> str:
-        """A code. Arguments as in [`SketchedTask`]."""
-        return self.guess(problem, rng)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +178,9 @@ class DoorsTask(FactTask):
     habit_probability: float
     right_probability: float
 
+    step_length = 2  # a door and what is behind it
+    max_sketch_length = 3  # two doors and the end-of-sequence token
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range("num_doors", self.num_doors, 3, len(DOOR_NAMES))
@@ -201,16 +197,6 @@ class DoorsTask(FactTask):
     def max_completion_length(self) -> int:
         """Tokens of a whole way, end-of-sequence token included."""
         return 2 * self.num_steps + 1
-
-    @property
-    def step_length(self) -> int:
-        """Tokens of a door and what is behind it."""
-        return 2
-
-    @property
-    def max_sketch_length(self) -> int:
-        """Tokens of two doors and the end-of-sequence token."""
-        return 3
 
     @cached_property
     def doors(self) -> dict[str, list[str]]:

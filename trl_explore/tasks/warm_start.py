@@ -144,10 +144,7 @@ def train(
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[str, str]]) -> dict[str, torch.Tensor]:
-    """
-    `input_ids`, `attention_mask` and `labels`, `(B, P+C)`, padded on the left; the loss covers what the assistant
-    says.
-    """
+    """`input_ids`, `attention_mask`, `labels`, `(B, P+C)`, padded left; what the assistant says is trained."""
     unknown = {character for pair in pairs for text in pair for character in text} - set(CHARACTERS)
     if unknown:
         raise ValueError(f"`pairs` contain {sorted(unknown)}, which the tokenizer lacks; it knows {CHARACTERS!r}.")
