@@ -18,7 +18,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 DISTRIBUTIONS = {"faiss": "faiss-cpu", "sklearn": "scikit-learn", "Stemmer": "PyStemmer", "yaml": "PyYAML"}
 # The files that import what only an extra brings, and which.
 EXTRAS = {
-    "trainers/vllm_backend.py": {"vllm"},
+    "trl_explore/serving/backend.py": {"vllm"},
     "trl_explore/cli/completion.py": {"completion"},
     "trl_explore/compare/plots.py": {"plots"},
     "trl_explore/publishing/curves.py": {"plots"},

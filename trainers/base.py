@@ -301,10 +301,8 @@ class ExplorationTrainer(GRPOTrainer):
     def run_files(self) -> list[Path]:
         """What is there of the files that a run adds to: those of the method and the completions tables."""
         folder = Path(self.args.output_dir)
-        places = [folder / name for name in self.method_files()]
-        if self.args.log_completions:
-            places.append(folder / "completions")
-        inside = [path for place in places for path in [place, *sorted(place.rglob("*"))]]
+        names = [*self.method_files(), *(["completions"] if self.args.log_completions else [])]
+        inside = [path for name in names for path in [folder / name, *sorted((folder / name).rglob("*"))]]
         return [path for path in inside if path.is_file()]
 
     # ------------------------------------------------------------------------ parts, and what they see of the trainer
@@ -365,28 +363,11 @@ class ExplorationTrainer(GRPOTrainer):
         return self.model.training
 
     def log_metric(self, name: str, value: float) -> None:
-        """
-        Log a training metric, averaged over the logging interval.
-
-        Args:
-            name (`str`):
-                `noun/stat`.
-            value (`float`):
-                The value, equal on all processes.
-        """
+        """Log a training metric, `noun/stat`, averaged over the logging interval; equal on all processes."""
         self._metrics["train"][name].append(float(value))
 
     def encode_prompts(self, prompts: list) -> list[list[int]]:
-        """
-        Tokens of prompts, as TRL encodes those of the data set.
-
-        Args:
-            prompts (`list[str]` or `list[list[dict]]`):
-                Plain prompts, or conversations.
-
-        Returns:
-            `list[list[int]]`: `[R][P_i]`.
-        """
+        """Tokens `[R][P_i]` of prompts, plain or conversations, as TRL encodes those of the data set."""
         return self._tokenize_prompts(prompts)[0] if prompts else []
 
     def longest_prompt(self, most: int = 10_000) -> int | None:

@@ -1,0 +1,295 @@
+"""The parts of a trainer, with a stand-in for it: none of them knows TRL's trainer."""
+
+from collections import defaultdict
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from trl_explore.agents.environments import guarded
+from trl_explore.agents.turns import Turns, World
+from trl_explore.rewards.checks import RewardError
+from trl_explore.rows.policy import Pass
+from trl_explore.rows.ranks import Ranks
+from trl_explore.rows.rollouts import Rows
+from trl_explore.rows.scorer import ScoredRows, Scorer
+from trl_explore.rows.streams import loss_mask
+from trl_explore.rows.table import CompletionsTable
+from trl_explore.rows.training import StreamTraining
+from trl_explore.sampling.sampler import Sampler
+from trl_explore.serving.backend import Answer
+from trl_explore.serving.session import Serving
+
+ARGS = dict(
+    sampling_batch_size=None,
+    use_transformers_continuous_batching=True,
+    generation_kwargs=None,
+    temperature=1.0,
+    per_device_train_batch_size=2,
+    steps_per_generation=2,
+    generation_batch_size=4,
+    log_completions=False,
+    multi_objective_aggregation="sum_then_normalize",
+    scale_rewards="group",
+    success_reward=None,
+    loss_type="grpo",
+    beta=0.0,
+    top_entropy_quantile=1.0,
+    drop_zero_advantage=False,
+    max_completion_length=8,
+    vllm_importance_sampling_mode="sequence_mask",
+)
+END = 1
+
+
+class StandIn:
+    """A policy that goes on counting: behind 5 it says 6, 7, 8, ... and ends at 9."""
+
+    def __init__(self, **options):
+        self.args = SimpleNamespace(**{**ARGS, **options})
+        self.accelerator = SimpleNamespace(
+            device=torch.device("cpu"),
+            num_processes=1,
+            process_index=0,
+            distributed_type=None,
+            unwrap_model=lambda model: model,
+            gradient_state=SimpleNamespace(sync_gradients=True, _set_sync_gradients=lambda value: None),
+            no_sync=lambda model: contextmanager(lambda: (yield))(),
+            backward=lambda loss: loss.backward(),
+        )
+        self.model = torch.nn.Linear(1, 1, bias=False)
+        self.tokenizer = SimpleNamespace(pad_token_id=0)
+        self.ranks, self.serving = Ranks(self.accelerator), None
+        self.eos_token_ids, self.exploration_generator = [END], torch.Generator().manual_seed(0)
+        self.calls, self.logged, self.passes = [], defaultdict(list), []
+
+    def generate(self, prefixes, max_new_tokens):
+        self.calls.append((prefixes, max_new_tokens))
+        torch.rand(1)
+        return [([*range(p[-1] + 1, 9), END])[:max_new_tokens] for p in prefixes]
+
+    @contextmanager
+    def running(self, other):
+        self.passes.append(other)
+        other.metrics["num_tokens"] = [100]
+        yield other
+
+    def rewarded(self, rows):
+        return torch.tensor([[float(len(ids))] for ids in rows.completion_ids])
+
+    def scored(self, rows):
+        self.passes[-1].rewards_per_func = self.rewarded(rows)
+        return {"advantages": torch.arange(1.0, len(rows) + 1)}
+
+    def loss(self, model, rows):
+        return model.weight.sum() * (rows["advantages"] * loss_mask(rows)[:, 0]).mean()
+
+    def log_metric(self, name, value):
+        self.logged[name].append(value)
+
+
+def rows_of(*completion_ids, group_size=1, **more):
+    return Rows(
+        examples=[{"prompt": "p"} for _ in completion_ids],
+        prompt_ids=[[5] for _ in completion_ids],
+        completion_ids=list(completion_ids),
+        loss_mask=[[1] * len(ids) for ids in completion_ids],
+        group_size=group_size,
+        **more,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ the sampler
+
+
+def test_every_prefix_gets_its_samples_within_its_budget():
+    found = Sampler(StandIn())([[5], [6]], [2, 1], [3, 9])
+    assert [[c.token_ids for c in group] for group in found] == [[[6, 7, 8]] * 2, [[7, 8, END]]]
+    assert [group[0].finished for group in found] == [False, True]
+
+
+def test_a_stage_is_sampled_in_parts_with_neighbours_of_one_budget():
+    policy = StandIn(sampling_batch_size=2)
+    found = Sampler(policy)([[5], [6], [7]], 1, [4, 1, 2])
+    assert policy.calls == [([[6], [7]], 2), ([[5]], 4)]
+    assert [group[0].token_ids for group in found] == [[6, 7, 8, END], [7], [8, END]]
+
+
+@pytest.mark.parametrize("main_stream", [True, False])
+def test_only_samples_of_the_main_stream_draw_from_the_global_generator(main_stream):
+    policy, before = StandIn(), torch.get_rng_state()
+    Sampler(policy)([[5]], 1, 2, main_stream=main_stream)
+    assert torch.equal(torch.get_rng_state(), before) != main_stream
+
+
+def test_a_server_answers_instead_of_the_model():
+    policy = StandIn()
+    policy.serving = SimpleNamespace(complete=lambda asked: [[Answer([7, END], [-0.1, -0.2])] for _ in asked])
+    [[found]] = Sampler(policy)([[5, 6]], 1, 4)
+    assert (found.token_ids, found.logprobs, found.finished) == ([7, END], [-0.1, -0.2], True)
+    assert policy.calls == []
+
+
+# ------------------------------------------------------------------------------------------------------- the scorer
+
+
+def scorer(policy=None, weights=(1.0,)):
+    return Scorer(policy or StandIn(), [f"reward_{i}" for i in range(len(weights))], torch.tensor(weights))
+
+
+def test_rows_are_scored_in_a_pass_of_their_own():
+    policy = StandIn()
+    scored = scorer(policy).score("aux", rows_of([6, END], [6, 7, END], group_size=2))
+    assert [p.name for p in policy.passes] == ["aux"] and scored.rewards.tolist() == [2.0, 3.0]
+    assert scored.rows["advantages"].tolist() == [1.0, 2.0] and scored.real.all()
+
+
+def test_groups_of_one_reward_have_no_advantage_whatever_rounding_makes_of_it():
+    scored = scorer().score("aux", rows_of([6, END], [7, END], group_size=2))
+    assert scored.rows["advantages"].tolist() == [0.0, 0.0]
+
+
+def test_without_a_row_nothing_is_scored():
+    policy = StandIn()
+    assert scorer(policy).score("aux", rows_of()) is None and policy.passes == []
+
+
+def test_judged_completions_belong_to_no_stream():
+    policy = StandIn()
+    rewards, extra = scorer(policy).judge([{"prompt": "p"}] * 2, [[6], [6, 7]])
+    assert (rewards, extra) == ([[1.0], [2.0]], [{}, {}]) and policy.passes[0].name is None
+
+
+def test_known_rewards_are_not_asked_for_again():
+    asked = []
+
+    def count(completions, **columns):
+        asked.append(completions)
+        return [1.0] * len(completions)
+
+    def ask(functions):
+        columns = {"completions": ["a", "b"], "log_extra": lambda name, values: None}
+        return torch.tensor([[value] for value in functions[0](**columns)])
+
+    assert scorer().rewards(ask, [count], [[5.0], None]).tolist() == [[5.0], [1.0]]
+    assert asked == [["b"]]
+
+
+def test_a_run_without_any_reward_stops_at_once_and_later_after_eight_prompts():
+    part, none, some = scorer(), torch.full((4, 1), torch.nan), torch.ones(4, 1)
+    with pytest.raises(RewardError, match="None of the completions of 2 prompt"):
+        part.stop_if_unscored(none, {"prompt": 0}, group_size=2)
+    part = scorer()
+    part.stop_if_unscored(some, {"prompt": 0}, group_size=2)
+    for _ in range(3):
+        part.stop_if_unscored(none, {"prompt": 0}, group_size=2)
+    with pytest.raises(RewardError, match="of 8 prompt"):
+        part.stop_if_unscored(none, {"prompt": 0}, group_size=2)
+
+
+# ----------------------------------------------------------------------------------------------- streams and the table
+
+
+def trained(advantages):
+    size = len(advantages)
+    ones = torch.ones(size, 2, dtype=torch.long)
+    rows = {f"{part}_{kind}": ones for part in ("prompt", "completion") for kind in ("ids", "mask")}
+    return {**rows, "advantages": torch.tensor(advantages), "num_items_in_batch": torch.tensor(1.0)}
+
+
+def test_a_stream_is_a_mean_over_its_own_rows():
+    policy = StandIn()
+    part = StreamTraining(policy, pooled=False, together=False)
+    real = torch.tensor([True, True, True])
+    part.prepare(trained([0.0]), {"aux": (ScoredRows(trained([1.0, 2.0, 3.0]), real, real, real), 0.5)})
+    policy.model.weight.data.fill_(1.0)
+    sums = [part.backward(policy.model, step, num_accumulated=1).item() for step in range(2)]
+    # The optimiser step averages over two micro-batches, so that their sum is twice the mean of the three rows.
+    assert sum(sums) == pytest.approx(0.5 * 2 * 2.0, abs=1e-6)
+    assert policy.model.weight.grad.item() == pytest.approx(sum(sums)) and policy.passes[0].name == "aux"
+
+
+def test_streams_without_weight_are_not_trained():
+    policy = StandIn()
+    part = StreamTraining(policy, pooled=False, together=False)
+    real = torch.tensor([True])
+    part.prepare(trained([0.0]), {"aux": (ScoredRows(trained([1.0]), real, real, real), 0.0)})
+    assert part.steps == {} and part.backward(policy.model, 0, num_accumulated=1) is None
+
+
+def logs(*prompts):
+    columns = {"prompt": list(prompts), "completion": ["c"] * len(prompts), "advantages": [0.0] * len(prompts)}
+    return {**columns, "images": [], "rewards": {"r": [1.0] * len(prompts)}, "extra": {}}
+
+
+def test_rows_of_streams_stand_behind_the_main_rows():
+    part = CompletionsTable(StandIn())
+    part.streams = {"aux": logs("b")}
+    whole = part.whole(logs("a"), step=3)
+    assert whole["prompt"] == ["a", "b"] and whole["extra"]["stream"] == ["main", "aux"]
+
+
+def test_a_table_comes_back_from_its_state():
+    part, empty = CompletionsTable(StandIn()), logs()
+    part.streams = {"aux": logs("b")}
+    again, back = CompletionsTable(StandIn()), {**empty, "rewards": defaultdict(list), "extra": defaultdict(list)}
+    again.load_state(part.state(logs("a"), step=3), back, step=3)
+    assert again.whole(back, step=3)["prompt"] == ["a", "b"]
+
+
+# ----------------------------------------------------------------------------------------------------- agents, vLLM
+
+
+class Broken:
+    def reset(self, **columns):
+        return None
+
+    def move(self):
+        raise OSError("gone")
+
+
+def test_a_row_whose_environment_raised_gets_no_further_turn():
+    environments = [guarded(Broken)() for _ in range(2)]
+    with pytest.warns(UserWarning, match="an environment raised OSError: gone"):
+        world = World(
+            SimpleNamespace(tools=[1], environments=environments),
+            {"tools": "tools", "environments": "environments"},
+            loop=None,
+            encode_answers=None,
+        )
+        turns = Turns(StandIn(), world)
+        turns.begin([["p"], ["p"]])
+        asked = []
+
+        def sample(contexts):
+            asked.append(contexts)
+            return [[6] for _ in contexts], None
+
+        assert turns.speak([[5], [5]], sample) == ([[6], [6]], None)
+        prompts = [[{"role": "user"}], [{"role": "user"}]]
+        turns.loop_begins(prompts, [[5], [5]], [[6], [6]])
+        try:
+            environments[0].move()
+        except OSError:
+            pass
+        for prompt in prompts:
+            prompt.append({"role": "tool", "content": "?"})
+        assert turns.speak([[5, 6, 7], [5, 6, 7]], sample) == ([[], [6]], None)
+        turns.note_failures()
+    assert asked == [[[5], [5]], [[5, 6, 7]]] and turns.failed == [True, False]
+    assert turns.known_rewards(None, num_rewards=2) == [[0.0, 0.0], None]
+
+
+def test_rows_that_the_correction_takes_out_are_counted_and_told_once():
+    policy = StandIn()
+    part = Serving(policy, None, lambda: None)
+    output = {**trained([1.0, 1.0]), "importance_sampling_ratio": torch.tensor([[0.0], [1.0]])}
+    with pytest.warns(UserWarning, match="50% of the rows") as found:
+        part.watch_correction(output)
+        part.watch_correction(output)
+    assert len(found) == 1 and policy.logged["sampling/masked_fraction"] == [0.5, 0.5]
+
+
+def test_a_pass_begins_with_nothing_logged():
+    assert not Pass("aux").metrics and Pass("aux").rewards_per_func is None
