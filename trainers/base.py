@@ -43,7 +43,8 @@ from trl_explore.serving.backend import ServedGeneration, our_backend
 from trl_explore.serving.session import Serving, warn_about_sampling
 
 from .config import ExplorationConfig, upgrade_config
-from .requires import Requires, check_arguments
+from .requires import Requires as Requires
+from .requires import check_arguments
 from .saving import Saving
 
 Chooser = Callable[[list[list[int]]], Rollout]

@@ -15,9 +15,8 @@ from trl_explore.branches.search import REDUNDANCY_DEPTH, BranchSearch
 from trl_explore.rows.scorer import ScoredRows
 from trl_explore.rows.streams import RowDict
 
-from .base import ExplorationTrainer
+from .base import ExplorationTrainer, Requires
 from .branpo_config import BranPOConfig
-from .requires import Requires
 
 
 class BranPOTrainer(ExplorationTrainer):
@@ -58,6 +57,35 @@ class BranPOTrainer(ExplorationTrainer):
     _credit: dict[int, list[float]] = {}  # of the tokens of main rows, where it is not GRPO's
     _columns: dict[str, list[Any]] = {}
 
+    # ------------------------------------------------------------------------------------------------ the algorithm
+
+    def search(self, output: RowDict) -> None:
+        start, branches = time.perf_counter(), self.branches
+        deciding = self.ranks.local(self.scorer.success()).tolist()
+        plans = branches.plans(deciding, output["completion_mask"].any(dim=1).tolist())
+        kept = branches.kept_branches(plans, deciding)
+        self.log_metric("branch/seconds", time.perf_counter() - start)
+        for name, value in branches.metrics(plans, kept).items():
+            self.log_metric(name, value)
+        if self.log_completions:
+            self._columns = branches.columns(plans, kept)
+        rows, of_branches = branches.advantages(self.ranks.local(self.scorer.totals()).tolist(), kept)
+        self._branch_rows = branches.score(kept, of_branches)
+        self._credit = {row: branches.credit_of(row, kept.get(row), plans[row], *rows[row]) for row in rows}
+
+    def assign_advantages(self, output: RowDict) -> torch.Tensor:
+        if self._branch_rows is None:
+            return output["advantages"]
+        advantages = output["advantages"].unsqueeze(1).repeat(1, output["completion_ids"].shape[1])
+        for row, own in self._credit.items():
+            advantages[row, : len(own)] = torch.tensor(own, device=advantages.device)
+        return advantages
+
+    def extra_streams(self, output, examples, rewards):
+        return {} if self._branch_rows is None else {"branch": (self._branch_rows, 1.0)}
+
+    # -------------------------------------------------------------------------------------------- its parts and limits
+
     def check(self, args: Any, *, tools: Any, environment_factory: Any) -> None:
         if not tools and environment_factory is None:
             for name in ("interaction_limits", "eval_interaction_limit", "max_tool_calling_iterations"):
@@ -93,33 +121,6 @@ class BranPOTrainer(ExplorationTrainer):
         """Rounds of tool calls that the trajectories of the next batch may have; `None` for any number."""
         limit = self.args.interaction_limit(self.state.global_step)
         return limit if self.is_training else self.args.eval_interaction_limit or limit
-
-    # ------------------------------------------------------------------------------------------------ the algorithm
-
-    def search(self, output: RowDict) -> None:
-        start, branches = time.perf_counter(), self.branches
-        deciding = self.ranks.local(self.scorer.success()).tolist()
-        plans = branches.plans(deciding, output["completion_mask"].any(dim=1).tolist())
-        kept = branches.kept_branches(plans, deciding)
-        self.log_metric("branch/seconds", time.perf_counter() - start)
-        for name, value in branches.metrics(plans, kept).items():
-            self.log_metric(name, value)
-        if self.log_completions:
-            self._columns = branches.columns(plans, kept)
-        rows, of_branches = branches.advantages(self.ranks.local(self.scorer.totals()).tolist(), kept)
-        self._branch_rows = branches.score(kept, of_branches)
-        self._credit = {row: branches.credit_of(row, kept.get(row), plans[row], *rows[row]) for row in rows}
-
-    def assign_advantages(self, output: RowDict) -> torch.Tensor:
-        if self._branch_rows is None:
-            return output["advantages"]
-        advantages = output["advantages"].unsqueeze(1).repeat(1, output["completion_ids"].shape[1])
-        for row, own in self._credit.items():
-            advantages[row, : len(own)] = torch.tensor(own, device=advantages.device)
-        return advantages
-
-    def extra_streams(self, output, examples, rewards):
-        return {} if self._branch_rows is None else {"branch": (self._branch_rows, 1.0)}
 
     def completion_columns(self) -> dict[str, list[Any]]:
         return self._columns

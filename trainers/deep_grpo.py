@@ -17,9 +17,8 @@ from trl_explore.saving.checkpoints import path_inside
 from trl_explore.saving.plain_values import from_plain, to_plain
 from trl_explore.saving.whole_files import MethodFile
 
-from .base import ExplorationTrainer
+from .base import ExplorationTrainer, Requires
 from .deep_grpo_config import DeepGRPOConfig
-from .requires import Requires
 
 
 class DeepGRPOTrainer(ExplorationTrainer):
@@ -49,20 +48,7 @@ class DeepGRPOTrainer(ExplorationTrainer):
     config_class = DeepGRPOConfig
     requires = Requires(samples=True, extra_rows=True)
 
-    def setup(self) -> None:
-        super().setup()
-        args = self.args
-        self.estimator = SuccessEstimator(
-            buffer_size=args.estimator_buffer_size, l2=args.estimator_l2, min_samples=args.estimator_min_samples
-        )
-        self.pivots = PivotSearch(self, self.scorer, self.estimator)
-        self._branchings: list[Branching] = []  # those whose branches are trained with this batch
-        self._queue: list[Branching] = []
-        self._pivot_depths: dict[int | None, float] = {}  # of the first pivot of each main row that has one
-        self._recovered: dict[int | None, bool] = {}  # whether a branch of the row succeeded
-        self._own_seconds = 0.0
-        file = args.hard_states_file and path_inside(args.output_dir, args.hard_states_file, field="hard_states_file")
-        self.hard_states = MethodFile(file, writes=self.accelerator.is_main_process)
+    # ------------------------------------------------------------------------------------------------ the algorithm
 
     # ------------------------------------------------------------------------------------------------ the algorithm
 
@@ -122,7 +108,22 @@ class DeepGRPOTrainer(ExplorationTrainer):
         num_main = len(prompt_ids)
         return Rollout(sampled.completion_ids[:num_main], sampled.logprobs and sampled.logprobs[:num_main])
 
-    # ------------------------------------------------------------------------------------------- metrics, files, state
+    # -------------------------------------------------------------------------------------- its parts, files and state
+
+    def setup(self) -> None:
+        super().setup()
+        args = self.args
+        self.estimator = SuccessEstimator(
+            buffer_size=args.estimator_buffer_size, l2=args.estimator_l2, min_samples=args.estimator_min_samples
+        )
+        self.pivots = PivotSearch(self, self.scorer, self.estimator)
+        self._branchings: list[Branching] = []  # those whose branches are trained with this batch
+        self._queue: list[Branching] = []
+        self._pivot_depths: dict[int | None, float] = {}  # of the first pivot of each main row that has one
+        self._recovered: dict[int | None, bool] = {}  # whether a branch of the row succeeded
+        self._own_seconds = 0.0
+        file = args.hard_states_file and path_inside(args.output_dir, args.hard_states_file, field="hard_states_file")
+        self.hard_states = MethodFile(file, writes=self.accelerator.is_main_process)
 
     def completion_columns(self) -> dict[str, list[Any]]:
         rows = range(len(self.main_completion_ids))

@@ -17,10 +17,9 @@ from trl_explore.gradients.novelty import (
     transform_novelty,
 )
 
-from .base import ExplorationTrainer
+from .base import ExplorationTrainer, Requires
 from .config import ExplorationConfig
 from .g2rl_config import G2RLConfig
-from .requires import Requires
 
 
 class GradientGuided(ExplorationTrainer):

@@ -17,8 +17,7 @@ from trl_explore.sketches.mode import Mode
 from trl_explore.sketches.two_stage import TwoStage
 from trl_explore.sketches.weights import likelihood_ratios
 
-from .base import Chooser, ExplorationTrainer
-from .requires import Requires
+from .base import Chooser, ExplorationTrainer, Requires
 from .sesa_config import SESAConfig
 
 
@@ -58,6 +57,42 @@ class SESATrainer(ExplorationTrainer):
     config_class = SESAConfig
     requires = Requires(samples=True, whole_groups=True, turns=True)
     mode: Mode
+
+    # ------------------------------------------------------------------------------------------------ the algorithm
+
+    def rollout(self, prompt_ids: list[list[int]], plain: Chooser) -> Rollout:
+        return self.mode.rollout(prompt_ids, self.main_examples, plain) if self.explores else plain(prompt_ids)
+
+    def assign_advantages(self, output: RowDict) -> torch.Tensor:
+        advantages = output["advantages"]
+        if self.explores:
+            self._log_group()
+        return self._weighted(advantages, output) if self.explores and self.args.off_policy_correction else advantages
+
+    def _weighted(self, advantages: torch.Tensor, output: RowDict) -> torch.Tensor:
+        """Advantages `(B, T)`, weighted by likelihood ratios up to `off_policy_cap`, as `off_policy_scope` says."""
+        cap = self.args.off_policy_cap
+        ratios = likelihood_ratios(
+            self.sample,
+            row_tokens(output)[0],
+            self.main_completion_ids,
+            self.mode.drawn,
+            max_drawn=self.mode.max_drawn,
+        )
+        ratios = ratios.to(advantages.device)
+        mask = output["completion_mask"] * output.get("tool_mask", 1)
+        wide = torch.ones_like(output["completion_mask"], dtype=ratios.dtype)  # (B, T)
+        wide[:, : ratios.shape[1]] = ratios
+        real = wide[mask.bool()]
+        counts = self.ranks.summed({"sum": real.sum().item(), "capped": (real > cap).sum().item(), "n": len(real)})
+        self.log_metric("sketch/ratio_mean", counts["sum"] / max(counts["n"], 1))
+        self.log_metric("sketch/ratio_capped_fraction", counts["capped"] / max(counts["n"], 1))
+        wide = wide.clamp(max=cap)
+        if self.args.off_policy_scope == "negative":
+            wide = torch.where(advantages.unsqueeze(1) < 0, wide, 1.0)
+        return advantages.unsqueeze(1) * wide
+
+    # ------------------------------------------------------------------------------------------- its mode, and metrics
 
     def requirements(self, args: Any) -> Requires:
         return replace(super().requirements(args), tools=args.mode == "agent")
@@ -111,42 +146,6 @@ class SESATrainer(ExplorationTrainer):
             self.mode = Actions(self, self.sample, turns=self.turns, **sizes)
             for name, tools in self.turns.world.tools_by_environment().items():
                 check_actions(tools, "" if name is None else f"[{name!r}]")
-
-    # ------------------------------------------------------------------------------------------------ the algorithm
-
-    def rollout(self, prompt_ids: list[list[int]], plain: Chooser) -> Rollout:
-        return self.mode.rollout(prompt_ids, self.main_examples, plain) if self.explores else plain(prompt_ids)
-
-    def assign_advantages(self, output: RowDict) -> torch.Tensor:
-        advantages = output["advantages"]
-        if self.explores:
-            self._log_group()
-        return self._weighted(advantages, output) if self.explores and self.args.off_policy_correction else advantages
-
-    def _weighted(self, advantages: torch.Tensor, output: RowDict) -> torch.Tensor:
-        """Advantages `(B, T)`, weighted by likelihood ratios up to `off_policy_cap`, as `off_policy_scope` says."""
-        cap = self.args.off_policy_cap
-        ratios = likelihood_ratios(
-            self.sample,
-            row_tokens(output)[0],
-            self.main_completion_ids,
-            self.mode.drawn,
-            max_drawn=self.mode.max_drawn,
-        )
-        ratios = ratios.to(advantages.device)
-        mask = output["completion_mask"] * output.get("tool_mask", 1)
-        wide = torch.ones_like(output["completion_mask"], dtype=ratios.dtype)  # (B, T)
-        wide[:, : ratios.shape[1]] = ratios
-        real = wide[mask.bool()]
-        counts = self.ranks.summed({"sum": real.sum().item(), "capped": (real > cap).sum().item(), "n": len(real)})
-        self.log_metric("sketch/ratio_mean", counts["sum"] / max(counts["n"], 1))
-        self.log_metric("sketch/ratio_capped_fraction", counts["capped"] / max(counts["n"], 1))
-        wide = wide.clamp(max=cap)
-        if self.args.off_policy_scope == "negative":
-            wide = torch.where(advantages.unsqueeze(1) < 0, wide, 1.0)
-        return advantages.unsqueeze(1) * wide
-
-    # -------------------------------------------------------------------------------------------------------- metrics
 
     def completion_columns(self) -> dict[str, list[Any]]:
         return self.mode.columns

@@ -26,8 +26,7 @@ from trl_explore.trees.search import (
     terminal_outcome,
 )
 
-from .base import ExplorationTrainer
-from .requires import Requires
+from .base import ExplorationTrainer, Requires
 from .tree_grpo_config import TreeGRPOConfig
 
 WEIGHTS = ("quality_weight", "entropy_weight", "depth_weight", "depth_bonus")  # of the frontier score, Eq. 9
@@ -65,30 +64,7 @@ class TreeGRPOTrainer(ExplorationTrainer):
     config_class = TreeGRPOConfig
     requires = Requires(samples=True, whole_groups=True)
 
-    def check(self, args: Any, *, tools: Any, environment_factory: Any) -> None:
-        super().check(args, tools=tools, environment_factory=environment_factory)
-        if args.multi_objective_aggregation != "sum_then_normalize":
-            raise ValueError(
-                f"`multi_objective_aggregation={args.multi_objective_aggregation!r}` has no meaning for a tree "
-                "search, whose completions are right or wrong: use 'sum_then_normalize'."
-            )
-
-    def setup(self) -> None:
-        super().setup()
-        args = self.args
-        self.limits = args.limits()
-        weights = {name: vars(args)[name] for name in WEIGHTS}
-        uct = partial(select_uct, coef=args.uct_coef)
-        select_fns: dict[str, SelectFn] = {"global": partial(select, **weights), "uct": uct, "random": select_random}
-        self._select_fn = select_fns[args.selection]
-        self._trees: list[Tree] = []
-        self._seconds = {"sampling": 0.0, "scoring": 0.0}
-        self.replay = ReplayBuffer(self)
-        self.solutions = self.replay.solutions
-        folder = args.dump_trees and path_inside(args.output_dir, args.dump_trees, field="dump_trees", suffix="")
-        self.dump = MethodFile(folder / f"trees_{self.ranks.index}.jsonl" if folder else None)
-
-    # ---------------------------------------------------------------------------------------- the algorithm
+    # ------------------------------------------------------------------------------------------------ the algorithm
 
     def rollout(self, prompt_ids, plain):
         start = time.perf_counter()
@@ -115,13 +91,14 @@ class TreeGRPOTrainer(ExplorationTrainer):
         self.dump.append(self._records() if self.args.dump_trees else [])
         self._log_trees(searched, trees, time.perf_counter() - start)
         nodes = [(tree, row) for tree in trees for row in tree.rows]
+        ends = [tree.nodes[row] for tree, row in nodes]
         masks = [mask for tree in trees for mask in first_appearance(tree)] if self.args.share_prefix_once else None
         return Rollout(
             completion_ids=[tree.completion_ids(row) for tree, row in nodes],
             logprobs=[tree.completion_logprobs(row) for tree, row in nodes] if self.use_vllm else None,
             loss_mask=masks,
-            known_rewards=[list(tree.nodes[row].rewards) for tree, row in nodes],
-            extra=[tree.nodes[row].extra for tree, row in nodes],
+            known_rewards=[list(end.rewards) for end in ends],
+            extra=[end.extra for end in ends],
         )
 
     def assign_advantages(self, output):
@@ -164,7 +141,30 @@ class TreeGRPOTrainer(ExplorationTrainer):
             for outcome, given, logged in zip(outcomes, rewards, extra, strict=True)
         ]
 
-    # -------------------------------------------------------------------------------- metrics, files, state
+    # ----------------------------------------------------------------------------- its parts, metrics, files and state
+
+    def check(self, args: Any, *, tools: Any, environment_factory: Any) -> None:
+        super().check(args, tools=tools, environment_factory=environment_factory)
+        if args.multi_objective_aggregation != "sum_then_normalize":
+            raise ValueError(
+                f"`multi_objective_aggregation={args.multi_objective_aggregation!r}` has no meaning for a tree "
+                "search, whose completions are right or wrong: use 'sum_then_normalize'."
+            )
+
+    def setup(self) -> None:
+        super().setup()
+        args = self.args
+        self.limits = args.limits()
+        weights = {name: vars(args)[name] for name in WEIGHTS}
+        uct = partial(select_uct, coef=args.uct_coef)
+        select_fns: dict[str, SelectFn] = {"global": partial(select, **weights), "uct": uct, "random": select_random}
+        self._select_fn = select_fns[args.selection]
+        self._trees: list[Tree] = []
+        self._seconds = {"sampling": 0.0, "scoring": 0.0}
+        self.replay = ReplayBuffer(self)
+        self.solutions = self.replay.solutions
+        folder = args.dump_trees and path_inside(args.output_dir, args.dump_trees, field="dump_trees", suffix="")
+        self.dump = MethodFile(folder / f"trees_{self.ranks.index}.jsonl" if folder else None)
 
     def _log_trees(self, searched: list[Tree], trees: list[Tree], seconds: float) -> None:
         counts = tree_counts(searched, trees, self.limits)

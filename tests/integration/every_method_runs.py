@@ -61,7 +61,7 @@ class SteadySampling:
 def play(method, folder, processes, **options):
     """Parameters after three steps, metrics but for times, and how many rows were sampled here."""
     trainer_class, config_class, knobs = CASES[method]
-    rows = WHOLE if trainer_class.needs_whole_groups else SPANNING
+    rows = WHOLE if trainer_class.requires.whole_groups else SPANNING
     sampling = SteadySampling()
     GRPOTrainer._generate_single_turn = lambda *args: sampling(*args)
     trainer = make_trainer(
