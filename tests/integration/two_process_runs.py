@@ -136,9 +136,9 @@ def main(folder):
     class Counting(DeepGRPOTrainer):
         counts = []
 
-        def _sample_branches(self, branchings):
-            self.counts.append(len(branchings))
-            super()._sample_branches(branchings)
+        def search(self, output):
+            super().search(output)
+            self.counts.append(len(self._branchings))
 
     options = dict(
         **CUTS, **{**SPANNING, "max_steps": 6}, steps_per_generation=1, max_pivots_per_batch=3, reward_funcs=counting
