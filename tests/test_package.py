@@ -1,5 +1,6 @@
 """What is installed is what is in the tree, and importing it is cheap."""
 
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -48,6 +49,12 @@ def test_unknown_names_get_the_nearest_or_all():
         "unknown method 'deep_grp'; did you mean 'deep_grpo'?"
     )
     assert unknown_name("method", "x", ["b", "a"]) == "unknown method 'x'; choose one of a, b."
+
+
+def test_only_the_command_line_imports_the_command_line():
+    for path in [*(ROOT / "trl_explore").rglob("*.py"), *(ROOT / "trainers").rglob("*.py")]:
+        if "cli" not in path.parts:
+            assert "trl_explore.cli" not in re.findall(r"(?:from|import) (trl_explore\.\w+)", path.read_text()), path
 
 
 def test_the_decorator_keeps_a_dataclass_working():
