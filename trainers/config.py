@@ -1,6 +1,7 @@
 """What the configurations of all exploration trainers share."""
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ from trl_explore.serving.agreement import WEIGHT_SYNCS
 
 # Rows of one stage of sampling that no real run comes near: what asks for more is a slip that would run for ever.
 MOST_STAGE_ROWS = 100_000
+LARGEST = sys.float_info.max  # of the finite numbers
 C = TypeVar("C", bound="ExplorationConfig")
 Check = Callable[[Any], None]  # of a configuration; raises a ValueError that names the field, its value and the remedy
 
@@ -30,9 +32,9 @@ def one_of(name: str, choices: Sequence[str]) -> Check:
 
 def within(
     *names: str,
-    low: float = -math.inf,
+    low: float = -LARGEST,
     above: float = -math.inf,
-    high: float = math.inf,
+    high: float = LARGEST,
     optional: bool = False,
     words: str = "be a finite number",
 ) -> Check:
@@ -41,17 +43,15 @@ def within(
     def check(args: Any) -> None:
         for name in names:
             value = vars(args)[name]
-            if value is None and optional:
-                continue
-            if not (low <= value <= high and above < value < math.inf):
+            if not (optional if value is None else low <= value <= high and value > above):
                 raise ValueError(f"`{name}={value}` must {words}.")
 
     return check
 
 
 def at_least(low: int, *names: str, optional: bool = False, words: str = "") -> Check:
-    """Fields that take a number from `low`; `words` end the message."""
-    return within(*names, low=low, optional=optional, words=f"be at least {low}{words}")
+    """Fields that take a number from `low`, however large; `words` end the message."""
+    return within(*names, low=low, high=math.inf, optional=optional, words=f"be at least {low}{words}")
 
 
 def run_checks(args: GRPOConfig, checks: Iterable[Check]) -> None:

@@ -14,9 +14,9 @@ CHECKS = (
     one_of("branch_from", ("failures", "failed_groups", "all")),
     at_least(2, "num_branches", words="; a branch's advantage is relative to its siblings"),
     at_least(1, "num_pivots", "estimator_buffer_size", "estimator_update_steps"),
-    within("aux_loss_weight", low=0, words="not be negative, but a finite number; 0 switches it off"),
-    within("depth_bias", "success_threshold"),
-    within("estimator_l2", above=0, words="be positive and finite, or separable outcomes diverge"),
+    within("aux_loss_weight", "depth_bias", "success_threshold", "estimator_l2"),
+    within("aux_loss_weight", low=0, words="not be negative; 0 switches it off"),
+    within("estimator_l2", above=0, words="be positive, or separable outcomes diverge"),
     at_least(1, "max_pivots_per_batch", "segment_length", "min_remaining_tokens", optional=True, words=", or None"),
 )
 

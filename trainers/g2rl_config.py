@@ -11,8 +11,8 @@ CHECKS = (
     one_of("novelty_scores", SCORES),
     one_of("novelty_transform", TRANSFORMS),
     one_of("reward_mapping", MAPPINGS),
-    at_least(0, "novelty_weight", words=" (no shaping) and finite"),
-    at_least(1, "reward_clip", words=", the size of an unshaped reward, and finite"),
+    within("novelty_weight", low=0, words="be at least 0 (no shaping) and finite"),
+    within("reward_clip", low=1, words="be at least 1, the size of an unshaped reward, and finite"),
     within("success_threshold"),
     at_least(0, "min_correct", "min_wrong"),
 )

@@ -15,7 +15,7 @@ CHECKS = (
     one_of("advantage_normalization", ("mean", "mean_std")),
     at_least(1, "expansion_width", "max_tree_depth", "min_expansion_width", "replay_solutions"),
     at_least(1, "node_length", "max_search_iterations", "max_tree_tokens", optional=True, words=", or None"),
-    at_least(0, "width_decay", "overlong_buffer", "uct_coef", "overlong_penalty", words=", and finite"),
+    within("width_decay", "overlong_buffer", "uct_coef", "overlong_penalty", low=0, words="be at least 0, and finite"),
     within("quality_weight", "entropy_weight", "depth_weight", "success_threshold"),
     within("q_temperature", "q_max", above=0, words="be a positive number"),
     within("incomplete_score", low=-1, high=0, words="be between -1 and 0"),
