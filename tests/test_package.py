@@ -7,7 +7,7 @@ from importlib import metadata
 from pathlib import Path
 
 import trl_explore
-from trl_explore.names import explain_unknown_fields, unknown_name
+from trl_explore.names import explain_fields, unknown_name
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -60,9 +60,60 @@ def test_only_the_command_line_imports_the_command_line():
 def test_the_decorator_keeps_a_dataclass_working():
     from dataclasses import dataclass
 
-    @explain_unknown_fields
+    @explain_fields
     @dataclass
     class Knobs:
         width: int = 1
 
     assert Knobs(2).width == Knobs(width=2).width == 2
+
+
+def test_the_help_of_a_field_is_its_entry_in_the_docstring_as_argparse_takes_it():
+    from dataclasses import dataclass, fields
+
+    @explain_fields
+    @dataclass
+    class Knobs:
+        """
+        Knobs.
+
+        Args:
+            width (`int`, *optional*, defaults to `1`):
+                Children of a `Node`, at
+                least 5%. See [`~trl_explore.names.unknown_name`].
+            depth (`int`, *optional*, defaults to `2`):
+                Levels.
+
+        Raises:
+            ValueError: Never.
+        """
+
+        width: int = 1
+        depth: int = 2
+
+    assert [f.metadata["help"] for f in fields(Knobs)] == [
+        "Children of a Node, at least 5%%. See unknown_name.",
+        "Levels.",
+    ]
+
+
+def test_a_class_without_its_docstring_has_empty_help_and_keeps_that_of_its_base():
+    from dataclasses import dataclass, fields
+
+    @explain_fields
+    @dataclass
+    class Base:
+        """
+        Args:
+            width (`int`):
+                Children.
+        """
+
+        width: int
+
+    @explain_fields
+    @dataclass
+    class Knobs(Base):
+        depth: int = 2
+
+    assert [f.metadata["help"] for f in fields(Knobs)] == ["Children.", ""]

@@ -1,7 +1,9 @@
 """The trainers' README against the code: knobs and their defaults, and the cost formulas against what runs did."""
 
 import ast
+import inspect
 import re
+from dataclasses import fields
 
 import pytest
 from commands import ROOT
@@ -52,6 +54,18 @@ def test_every_knob_is_in_the_methods_table_with_its_default(method):
 def test_every_shared_field_is_described_with_its_default():
     rows = knob_rows(README.split("\n## DEEP-GRPO")[0])
     assert {name: value_of(default) for name, default, _ in rows} == own_defaults(ExplorationConfig)
+
+
+@pytest.mark.parametrize("config", [ExplorationConfig, *CONFIGS.values()])
+def test_the_docstring_says_type_and_default_of_every_field_and_is_its_help(config):
+    entry = r"^        (\w+) \(`(.*?)`, \*optional\*(?:, defaults to `(.*)`)?\):$"
+    entries = re.findall(entry, config.__doc__, re.MULTILINE)
+    types = {name: inspect.formatannotation(kind) for name, kind in config.__annotations__.items()}
+    assert [(name, kind) for name, kind, _ in entries] == [(n, t.removesuffix(" | None")) for n, t in types.items()]
+    defaults = own_defaults(config)
+    assert {n: ast.literal_eval(d) for n, _, d in entries if d} == {n: defaults[n] for n, _, d in entries if d}
+    assert all(d or defaults[n] is None or n.endswith("_template") for n, _, d in entries)
+    assert all(f.metadata["help"] for f in fields(config))
 
 
 # ---------------------------------------------------------------------------------------------------------- cost

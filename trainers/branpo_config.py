@@ -1,25 +1,26 @@
 """The knobs of BranPO."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from trl_explore.agents.snapshots import STATES
 from trl_explore.branches.choice import DEFINITIONS, GROUPS, SELECTIONS
-from trl_explore.names import explain_unknown_fields, unknown_name
+from trl_explore.names import explain_fields
 
-from .config import ExplorationConfig
+from .config import ExplorationConfig, one_of, run_checks, within
 
-CHOICES = {
-    "branch_selection": SELECTIONS,
-    "branch_group": GROUPS,
-    "accuracy": DEFINITIONS,
-    "environment_state": STATES,
-}
+CHECKS = (
+    one_of("branch_selection", SELECTIONS),
+    one_of("branch_group", GROUPS),
+    one_of("accuracy", DEFINITIONS),
+    one_of("environment_state", STATES),
+    within("success_threshold", low=0, high=1, words="be in [0, 1], as rewards are"),
+)
 COUNTS = ("num_branches", "num_branches_solved", "redundancy_tries")
 DEPTHS = ("branch_depth", "branch_depth_hard", "branch_depth_solved")
 
 
-@explain_unknown_fields
+@explain_fields
 @dataclass
 class BranPOConfig(ExplorationConfig):
     r"""
@@ -29,37 +30,40 @@ class BranPOConfig(ExplorationConfig):
 
     Args:
         success_threshold (`float`, *optional*, defaults to `0.8`):
-            Smallest reward (the total, or that of `success_reward`) of a successful trajectory.
+            Smallest reward of a success: the total, or that of `success_reward`.
         num_branches (`int`, *optional*, defaults to `2`):
-            Continuations sampled at each depth (Eq. 15). 0: such trajectories are not branched.
+            Continuations sampled at each depth (Eq. 15); 0: none.
         num_branches_solved (`int`, *optional*, defaults to `1`):
-            The same in groups whose accuracy is 1.
+            Continuations in groups whose accuracy is 1.
         branch_depth_hard (`int`, *optional*, defaults to `3`):
-            Responses to go back at most, for failures in groups with an accuracy below 0.5 (Eq. 16).
+            Responses to go back at most, for failures of hard groups. They have an accuracy below 0.5 (Eq. 16).
         branch_depth (`int`, *optional*, defaults to `2`):
-            The same for other failures, and for successes in groups with an accuracy below 1.
+            Responses to go back, for other failures and successes of mixed groups. Mixed groups have an accuracy below
+            1.
         branch_depth_solved (`int`, *optional*, defaults to `1`):
-            The same in groups whose accuracy is 1.
+            Responses to go back in groups whose accuracy is 1.
         branch_selection (`str`, *optional*, defaults to `"tail"`):
-            Responses that a trajectory is left before: `"tail"`, the last ones, from the end. The control that a
-            comparison needs is `"random"`: as many different ones, drawn from the whole trajectory; a shorter way is
-            looked for from any response but the last. States of environments are then kept for all turns.
+            Where to branch: at the last responses (`"tail"`), or the control `"random"`. A branch starts before a
+            response; `"tail"` counts them from the end. The control that a comparison needs takes as many different
+            ones, drawn from the whole trajectory; a shorter way is looked for from any response but the last. States
+            of environments are then kept for all turns.
         redundancy_tries (`int`, *optional*, defaults to `5`):
-            Continuations that look for a shorter way from the penultimate response of long successes (section 4.4). 0
-            switches redundant step masking off.
+            Tries to find a shorter way than that of long successes; 0: none. Continuations from the penultimate
+            response (section 4.4). 0 switches redundant step masking off.
         accuracy (`str`, *optional*, defaults to `"mean"`):
-            Accuracy of a group: `"mean"` of its initial rewards, those that decide success (the paper), or `"share"`
-            of successes (the authors' code).
+            Accuracy of a group: the `"mean"` reward, or the `"share"` of successes. The mean (the paper) is that of
+            the initial rewards, those that decide success; the share is what the authors' code takes.
         branch_group (`str`, *optional*, defaults to `"prompt"`):
-            What a suffix is compared with: all suffixes of its `"prompt"` (Eq. 12), or those of its `"trajectory"`
-            (Algorithm 1).
+            What a suffix is compared with: those of its `"prompt"` or `"trajectory"`. The first is Eq. 12, the second
+            Algorithm 1.
         environment_state (`str`, *optional*, defaults to `"auto"`):
-            How environments go back to a turn: `"snapshot"` (they define `snapshot()` and `restore(state)`), `"copy"`
-            (`copy.deepcopy` after every turn), or `"replay"` (the calls of the prefix are made again and must be
-            answered as before). `"auto"` takes the first that is possible, and replays where copies turn out not to be
-            separate. Tools are asked again for some recorded calls at a run's start to find out.
+            How environments go back: `"auto"`, `"snapshot"`, `"copy"` or `"replay"`. They return to a turn by
+            `"snapshot"` (they define `snapshot()` and `restore(state)`), `"copy"` (`copy.deepcopy` after every turn),
+            or `"replay"` (the calls of the prefix are made again and must be answered as before). `"auto"` takes the
+            first that is possible, and replays where copies turn out not to be separate. Tools are asked again for
+            some recorded calls at a run's start to find out.
         interaction_limits (`list[int]`, *optional*):
-            Rounds of tool calls per trajectory, stage by stage, for example `[4, 8]` as in the paper. Defaults to
+            Rounds of tool calls per trajectory, stage by stage. For example `[4, 8]` as in the paper. Defaults to
             `max_tool_calling_iterations` throughout.
         interaction_limit_steps (`list[int]`, *optional*):
             Optimizer steps at which the next of `interaction_limits` takes over, for example `[40]`.
@@ -67,44 +71,41 @@ class BranPOConfig(ExplorationConfig):
             Rounds of tool calls in evaluation. Defaults to that of training.
     """
 
-    success_threshold: float = field(default=0.8, metadata={"help": "Smallest reward of a success."})
-    num_branches: int = field(default=2, metadata={"help": "Continuations sampled at each depth; 0: none."})
-    num_branches_solved: int = field(default=1, metadata={"help": "The same in groups that are all solved."})
-    branch_depth_hard: int = field(default=3, metadata={"help": "Responses to go back, failures of hard groups."})
-    branch_depth: int = field(default=2, metadata={"help": "Responses to go back, other failures and mixed groups."})
-    branch_depth_solved: int = field(default=1, metadata={"help": "Responses to go back, groups that are solved."})
-    branch_selection: str = field(
-        default="tail", metadata={"help": "Responses left: the last ones ('tail'), or the control 'random'."}
-    )
-    redundancy_tries: int = field(default=5, metadata={"help": "Tries to find a shorter way; 0: none."})
-    accuracy: str = field(default="mean", metadata={"help": "'mean' of the initial rewards or 'share' of successes."})
-    branch_group: str = field(default="prompt", metadata={"help": "Suffixes compared: 'prompt' or 'trajectory'."})
-    environment_state: str = field(default="auto", metadata={"help": "'auto', 'snapshot', 'copy' or 'replay'."})
-    interaction_limits: list[int] | None = field(
-        default=None, metadata={"help": "Rounds of tool calls per trajectory, stage by stage."}
-    )
-    interaction_limit_steps: list[int] | None = field(
-        default=None, metadata={"help": "Steps at which the next interaction limit takes over."}
-    )
-    eval_interaction_limit: int | None = field(default=None, metadata={"help": "Rounds of tool calls in evaluation."})
+    success_threshold: float = 0.8
+    num_branches: int = 2
+    num_branches_solved: int = 1
+    branch_depth_hard: int = 3
+    branch_depth: int = 2
+    branch_depth_solved: int = 1
+    branch_selection: str = "tail"
+    redundancy_tries: int = 5
+    accuracy: str = "mean"
+    branch_group: str = "prompt"
+    environment_state: str = "auto"
+    interaction_limits: list[int] | None = None
+    interaction_limit_steps: list[int] | None = None
+    eval_interaction_limit: int | None = None
 
     def validate(self) -> None:
         super().validate()
-        for name, choices in CHOICES.items():
-            if vars(self)[name] not in choices:
-                raise ValueError(f"`{name}`: {unknown_name('value', str(vars(self)[name]), choices)}")
-        if not 0 <= self.success_threshold <= 1:
-            raise ValueError(f"`success_threshold={self.success_threshold}` must be in [0, 1], as rewards are.")
+        run_checks(self, CHECKS)
         for names, least in ((COUNTS, 0), (DEPTHS, 1)):
             for name in names:
                 _check_integer(name, vars(self)[name], least)
         for name in ("num_branches", "num_branches_solved"):
             self.check_stage(name, self.rows_per_generation)
+        self._check_limits()
+        if self.multi_objective_aggregation != "sum_then_normalize":
+            raise ValueError(
+                f"`multi_objective_aggregation={self.multi_objective_aggregation!r}` is not supported by BranPO, "
+                "which compares total rewards: use 'sum_then_normalize'."
+            )
+
+    def _check_limits(self) -> None:
         limits, steps = self.interaction_limits, self.interaction_limit_steps or []
-        for i, limit in enumerate(limits or []):
-            _check_integer(f"interaction_limits[{i}]", limit, 1)
-        for i, step in enumerate(steps):
-            _check_integer(f"interaction_limit_steps[{i}]", step, 1)
+        for name in ("interaction_limits", "interaction_limit_steps"):
+            for i, value in enumerate(vars(self)[name] or []):
+                _check_integer(f"{name}[{i}]", value, 1)
         if self.eval_interaction_limit is not None:
             _check_integer("eval_interaction_limit", self.eval_interaction_limit, 1)
         if len(steps) != max(len(limits or []) - 1, 0) or sorted(set(steps)) != steps:
@@ -116,11 +117,6 @@ class BranPOConfig(ExplorationConfig):
             raise ValueError(
                 f"`interaction_limits={limits}` and `max_tool_calling_iterations={self.max_tool_calling_iterations}` "
                 "say the same: set only one of them."
-            )
-        if self.multi_objective_aggregation != "sum_then_normalize":
-            raise ValueError(
-                f"`multi_objective_aggregation={self.multi_objective_aggregation!r}` is not supported by BranPO, "
-                "which compares total rewards: use 'sum_then_normalize'."
             )
 
     def interaction_limit(self, step: int) -> int | None:

@@ -1,22 +1,100 @@
 """What the configurations of all exploration trainers share."""
 
 import math
-from dataclasses import MISSING, dataclass, field, fields
-from typing import TypeVar
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, TypeVar
 
 from trl import GRPOConfig
 
-from trl_explore.names import explain_unknown_fields, unknown_name
+from trl_explore.names import explain_fields, unknown_name
 from trl_explore.publishing.hub import check_repo_id
 from trl_explore.serving.agreement import WEIGHT_SYNCS
 
 # Rows of one stage of sampling that no real run comes near: what asks for more is a slip that would run for ever.
 MOST_STAGE_ROWS = 100_000
-PACKING_MODES = ("off", "on", "auto")
+LARGEST = sys.float_info.max  # of the finite numbers
 C = TypeVar("C", bound="ExplorationConfig")
+Check = Callable[[Any], None]  # of a configuration; raises a ValueError that names the field, its value and the remedy
 
 
-@explain_unknown_fields
+def one_of(name: str, choices: Sequence[str]) -> Check:
+    """A field that takes one of a few texts."""
+
+    def check(args: Any) -> None:
+        value = vars(args)[name]
+        if value not in choices:
+            raise ValueError(f"`{name}`: {unknown_name('value', str(value), choices)}")
+
+    return check
+
+
+def within(
+    *names: str,
+    low: float = -LARGEST,
+    above: float = -math.inf,
+    high: float = LARGEST,
+    optional: bool = False,
+    words: str = "be a finite number",
+) -> Check:
+    """Fields that take a finite number from `low`, or above `above`, to `high`; with `optional`, `None` too."""
+
+    def check(args: Any) -> None:
+        for name in names:
+            value = vars(args)[name]
+            if not (optional if value is None else low <= value <= high and value > above):
+                raise ValueError(f"`{name}={value}` must {words}.")
+
+    return check
+
+
+def at_least(low: int, *names: str, optional: bool = False, words: str = "") -> Check:
+    """Fields that take a number from `low`, however large; `words` end the message."""
+    return within(*names, low=low, high=math.inf, optional=optional, words=f"be at least {low}{words}")
+
+
+def run_checks(args: GRPOConfig, checks: Iterable[Check]) -> None:
+    """Raise the error of the first check that fails."""
+    for check in checks:
+        check(args)
+
+
+TRAINING_CHECKS = (
+    within(
+        "temperature",
+        above=0,
+        words="be positive: completions of a group must be able to differ. For samples that are nearly greedy set 0.1",
+    ),
+    at_least(1, "max_completion_length", optional=True, words=" token"),
+    within("top_p", above=0, high=1, words="be in (0, 1]; 1 samples from all tokens"),
+    within("min_p", low=0, high=1, optional=True, words="be in [0, 1]; 0 samples from all tokens"),
+)
+CHECKS = (
+    one_of("vllm_weight_sync", WEIGHT_SYNCS),
+    one_of("shared_prefix_training", ("off", "on", "auto")),
+    at_least(1, "packed_token_budget", optional=True, words=", or None for one sequence of any length"),
+    at_least(1, "sampling_batch_size", optional=True, words=", or None for a single call"),
+)
+
+
+def check_training_values(args: GRPOConfig) -> None:
+    """
+    Check values that TRL accepts and that end a run later, in another library's words.
+
+    Args:
+        args ([`~trl.GRPOConfig`]):
+            Any GRPO configuration.
+
+    Raises:
+        ValueError: Naming the field, its value and the remedy.
+    """
+    if not 0 <= float(args.learning_rate) < math.inf:  # it may be a text, which TRL reads later
+        raise ValueError(f"`learning_rate={args.learning_rate}` must be a finite number, at least 0.")
+    run_checks(args, TRAINING_CHECKS)
+
+
+@explain_fields
 @dataclass
 class ExplorationConfig(GRPOConfig):
     r"""
@@ -24,82 +102,41 @@ class ExplorationConfig(GRPOConfig):
 
     Args:
         drop_zero_advantage (`bool`, *optional*, defaults to `False`):
-            Leave rows whose advantage is 0 out of the loss and out of what it is averaged over, in the main stream and
-            in extra streams alike. Where all rewards of a group are equal it is 0, whatever rounding makes of it.
-            `False` is TRL's convention.
+            Leave rows with advantage 0 out of the loss and its normaliser, in all streams alike. Where all rewards of
+            a group are equal it is 0, whatever rounding makes of it. `False` is TRL's convention.
         success_reward (`str`, *optional*):
-            Name of the reward function that decides what success is, compared with the method's `success_threshold` as
-            the function returns it, without its weight; a completion that it does not score is neither a success nor a
+            Name of the reward function that decides what success is. What it returns is compared with the method's
+            `success_threshold` without its weight; a completion that it does not score is neither a success nor a
             failure. What a completion is worth stays the sum of all rewards. `None`: the sum decides.
         sampling_batch_size (`int`, *optional*):
-            Rows per `generate` call when a method samples extra rows with the transformers backend. `None` samples a
-            whole stage in a single call; lower it if that call runs out of memory.
+            Rows per `generate` call for extra samples (transformers backend). `None` samples a whole stage in a single
+            call; lower it if that call runs out of memory.
         vllm_weight_sync (`str`, *optional*, defaults to `"auto"`):
-            How weights travel to a vLLM server: `"nccl"` between GPUs (TRL's way), `"file"` through files in
-            `output_dir`, for servers on CPUs or without a common GPU network. `"auto"` is `"nccl"` where the trainer
-            has a GPU. The server's `--weight-transfer-config` must name the same.
+            How weights travel to a vLLM server: `"nccl"`, `"file"`, or `"auto"`. `"nccl"` is between GPUs (TRL's way),
+            `"file"` through files in `output_dir`, for servers on CPUs or without a common GPU network; `"auto"` is
+            `"nccl"` where the trainer has a GPU. The server's `--weight-transfer-config` must name the same.
         shared_prefix_training (`str`, *optional*, defaults to `"off"`):
-            Whether tokens that rows of a micro-batch share at their starts are computed once: `"on"`, `"off"`, or
-            `"auto"`, which looks at how many they are. Results are the same up to rounding. With `"on"` and `"auto"`,
+            Compute tokens that rows share at their starts once: `"on"`, `"off"` or `"auto"`. `"auto"` looks at how
+            many tokens rows of a micro-batch share. Results are the same up to rounding. With `"on"` and `"auto"`,
             rows of one tree go into one micro-batch.
         packed_token_budget (`int`, *optional*):
-            Most tokens of one sequence of packed rows; at least the longest prompt plus `max_completion_length`. A
-            micro-batch that has more, each shared token counted once, becomes several sequences, each with a forward
-            pass of its own. `None` makes one sequence of all rows.
+            Most tokens of one sequence of packed rows; `None`: all rows in one. At least the longest prompt plus
+            `max_completion_length`. A micro-batch that has more, each shared token counted once, becomes several
+            sequences, each with a forward pass of its own.
         push_method_state (`bool`, *optional*, defaults to `False`):
-            Publish, beside the model, what the method keeps: its state (`explore_state_<rank>.pt`) and the files that
-            it writes into `output_dir`, such as dumped trees, which hold prompts and completions.
+            Publish, beside the model, what the method keeps and writes. That is its state (`explore_state_<rank>.pt`)
+            and the files that it writes into `output_dir`, such as dumped trees, which hold prompts and completions.
             [`~trl_explore.saving.checkpoints.load_state`] reads the state. Whole checkpoints, which
             `hub_strategy="checkpoint"` and `"all_checkpoints"` ask for, always hold it: they are sent to be resumed.
     """
 
-    drop_zero_advantage: bool = field(
-        default=False,
-        metadata={
-            "help": "Leave rows with advantage 0 out of the loss and its normaliser, in all streams alike. False is "
-            "TRL's convention."
-        },
-    )
-    success_reward: str | None = field(
-        default=None,
-        metadata={
-            "help": "Name of the reward function that is compared with success_threshold, without its weight. None: "
-            "the sum of all rewards."
-        },
-    )
-    sampling_batch_size: int | None = field(
-        default=None,
-        metadata={
-            "help": "Rows per `generate` call for extra samples (transformers backend). None: a whole stage in one "
-            "call; lower it if that call runs out of memory."
-        },
-    )
-    vllm_weight_sync: str = field(
-        default="auto",
-        metadata={
-            "help": "How weights travel to a vLLM server: 'nccl', 'file' (in output_dir), or 'auto' (nccl on GPUs)."
-        },
-    )
-    shared_prefix_training: str = field(
-        default="off",
-        metadata={
-            "help": "Compute tokens that rows share at their starts once: 'on', 'off' or 'auto' (where many are)."
-        },
-    )
-    packed_token_budget: int | None = field(
-        default=None,
-        metadata={
-            "help": "Most tokens of one sequence of packed rows (shared_prefix_training); at least the longest prompt "
-            "plus max_completion_length. None: all rows of a micro-batch in one sequence."
-        },
-    )
-    push_method_state: bool = field(
-        default=False,
-        metadata={
-            "help": "Publish what the method keeps and writes (state, dumped trees, solutions) beside the model. "
-            "Whole checkpoints always hold the state."
-        },
-    )
+    drop_zero_advantage: bool = False
+    success_reward: str | None = None
+    sampling_batch_size: int | None = None
+    vllm_weight_sync: str = "auto"
+    shared_prefix_training: str = "off"
+    packed_token_budget: int | None = None
+    push_method_state: bool = False
 
     def __post_init__(self) -> None:
         self.validate()
@@ -113,18 +150,10 @@ class ExplorationConfig(GRPOConfig):
             ValueError: Naming the field, its value and the remedy.
         """
         check_training_values(self)
-        if self.vllm_weight_sync not in WEIGHT_SYNCS:
-            raise ValueError(f"`vllm_weight_sync`: {unknown_name('value', self.vllm_weight_sync, WEIGHT_SYNCS)}")
         if isinstance(self.shared_prefix_training, bool):  # what `on` and `off` are in YAML
             self.shared_prefix_training = "on" if self.shared_prefix_training else "off"
-        if self.shared_prefix_training not in PACKING_MODES:
-            problem = unknown_name("value", self.shared_prefix_training, PACKING_MODES)
-            raise ValueError(f"`shared_prefix_training`: {problem}")
+        run_checks(self, CHECKS)
         self._check_token_budget()
-        if self.sampling_batch_size is not None and self.sampling_batch_size < 1:
-            raise ValueError(
-                f"`sampling_batch_size={self.sampling_batch_size}` must be at least 1, or None for a single call."
-            )
         if self.push_to_hub:
             check_repo_id(self.hub_model_id, self.output_dir or "trainer_output")
 
@@ -160,8 +189,6 @@ class ExplorationConfig(GRPOConfig):
         if budget is None:
             return
         field = f"`packed_token_budget={budget}`"
-        if budget < 1:
-            raise ValueError(f"{field} must be at least 1, or None for one sequence of any length.")
         if self.shared_prefix_training == "off":
             raise ValueError(
                 f"{field} splits packed rows, but `shared_prefix_training='off'` packs none: set that to 'on' or "
@@ -172,32 +199,6 @@ class ExplorationConfig(GRPOConfig):
                 f"{field} cannot hold a prompt and `max_completion_length={completion}` tokens: set it to at least "
                 f"{completion} plus the longest prompt, or lower `max_completion_length`."
             )
-
-
-def check_training_values(args: GRPOConfig) -> None:
-    """
-    Check values that TRL accepts and that end a run later, in another library's words.
-
-    Args:
-        args ([`~trl.GRPOConfig`]):
-            Any GRPO configuration.
-
-    Raises:
-        ValueError: Naming the field, its value and the remedy.
-    """
-    if not 0 <= float(args.learning_rate) < math.inf:
-        raise ValueError(f"`learning_rate={args.learning_rate}` must be a finite number, at least 0.")
-    if not 0 < args.temperature < math.inf:
-        raise ValueError(
-            f"`temperature={args.temperature}` must be positive: completions of a group must be able to differ. For "
-            "samples that are nearly greedy set 0.1."
-        )
-    if args.max_completion_length is not None and args.max_completion_length < 1:
-        raise ValueError(f"`max_completion_length={args.max_completion_length}` must be at least 1 token.")
-    if not 0 < args.top_p <= 1:
-        raise ValueError(f"`top_p={args.top_p}` must be in (0, 1]; 1 samples from all tokens.")
-    if args.min_p is not None and not 0 <= args.min_p <= 1:
-        raise ValueError(f"`min_p={args.min_p}` must be in [0, 1]; 0 samples from all tokens.")
 
 
 def upgrade_config(args: GRPOConfig, config_class: type[C]) -> C:

@@ -1,23 +1,29 @@
 """The knobs of TreeGRPO, their defaults and what is wrong with a bad one."""
 
-import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from trl_explore.names import explain_unknown_fields, unknown_name
+from trl_explore.names import explain_fields
 from trl_explore.saving.checkpoints import path_inside
 from trl_explore.trees.rules import DEPTH_BONUSES
 from trl_explore.trees.search import Limits
 
-from .config import ExplorationConfig
+from .config import ExplorationConfig, at_least, one_of, run_checks, within
 
-CHOICES = {
-    "selection": ("global", "uct", "random"),
-    "depth_bonus": tuple(DEPTH_BONUSES),
-    "advantage_normalization": ("mean", "mean_std"),
-}
+CHECKS = (
+    one_of("selection", ("global", "uct", "random")),
+    one_of("depth_bonus", tuple(DEPTH_BONUSES)),
+    one_of("advantage_normalization", ("mean", "mean_std")),
+    at_least(1, "expansion_width", "max_tree_depth", "min_expansion_width", "replay_solutions"),
+    at_least(1, "node_length", "max_search_iterations", "max_tree_tokens", optional=True, words=", or None"),
+    within("width_decay", "overlong_buffer", "uct_coef", "overlong_penalty", low=0, words="be at least 0, and finite"),
+    within("quality_weight", "entropy_weight", "depth_weight", "success_threshold"),
+    within("q_temperature", "q_max", above=0, words="be a positive number"),
+    within("incomplete_score", low=-1, high=0, words="be between -1 and 0"),
+    within("q_decay_min", "replay_threshold", low=0, high=1, words="be between 0 and 1"),
+)
 
 
-@explain_unknown_fields
+@explain_fields
 @dataclass
 class TreeGRPOConfig(ExplorationConfig):
     r"""
@@ -27,145 +33,117 @@ class TreeGRPOConfig(ExplorationConfig):
     effect: `advantage_normalization` takes its place.
 
     Args:
+        epsilon_high (`float`, *optional*, defaults to `0.28`):
+            Upper clip of the probability ratio (clip-higher); `None`: `epsilon`.
         expansion_width (`int`, *optional*, defaults to `8`):
             Children per node, at least 1.
         max_tree_depth (`int`, *optional*, defaults to `64`):
             Depth at which a node ends its completion, at least 1.
         node_length (`int`, *optional*):
-            Most tokens per node. `None` means the paper's 256, or an eighth of `max_completion_length` if less.
+            Most tokens per node; `None`: 256, or an eighth of `max_completion_length` if less. 256 is the paper's.
         max_search_iterations (`int`, *optional*):
-            Most iterations (one sampling call each) per tree; completions that wait, then direct rollouts fill the
-            rows that are then missing. `None` means what a search needs at most: `num_generations` times the deepest
-            possible tree.
+            Most iterations per tree; `None`: as many as a search can need. Each is one sampling call; completions that
+            wait, then direct rollouts fill the rows that are then missing. A search needs at most `num_generations`
+            times the deepest possible tree.
         max_tree_tokens (`int`, *optional*):
-            Most tokens that the search samples per tree, direct rollouts apart. `None` sets no limit.
+            Most tokens that the search samples per tree; `None`: no limit. Direct rollouts are not counted.
         success_threshold (`float`, *optional*, defaults to `1.0`):
-            A completion whose reward (the total, or that of `success_reward`) reaches it is correct (+1), any other
-            wrong (-1).
+            Smallest reward of a correct completion: the total, or that of `success_reward`. A correct completion is
+            worth +1, any other -1.
         incomplete_score (`float`, *optional*, defaults to `-1.0`):
             Outcome of a wrong completion that a limit cut off, in [-1, 0].
         selection (`str`, *optional*, defaults to `"global"`):
-            Where the search goes on after a completion has ended: `"global"` at the best node of the whole tree
-            (Eq. 9), `"uct"` from the root down by upper confidence bounds. The control that a comparison needs is
-            `"random"`: wherever `"global"` chooses, any of the same nodes, all equally likely; from there, both go
-            down alike until a completion ends.
+            `"global"` (best frontier node), `"uct"`, or the control `"random"`. Where the search goes on after a
+            completion has ended: `"global"` at the best node of the whole tree (Eq. 9), `"uct"` from the root down by
+            upper confidence bounds. The control that a comparison needs is `"random"`: wherever `"global"` chooses,
+            any of the same nodes, all equally likely; from there, both go down alike until a completion ends.
         uct_coef (`float`, *optional*, defaults to `2.0`):
             Weight of the exploration bonus among siblings (Eq. 8).
         quality_weight (`float`, *optional*, defaults to `0.4`):
             Weight lambda 1 of the parent's mean value in the global score (Eq. 9).
         entropy_weight (`float`, *optional*, defaults to `0.0`):
-            Weight lambda 2 of the node's mean token entropy (with vLLM: the mean negative log-probability of its
-            tokens); negative prefers confident nodes.
+            Weight lambda 2 of the node's mean token entropy; negative prefers confident nodes. With vLLM it is the
+            mean negative log-probability of the node's tokens.
         depth_weight (`float`, *optional*, defaults to `0.01`):
             Weight lambda 3 of the depth bonus.
         depth_bonus (`str`, *optional*, defaults to `"sqrt"`):
-            Depth bonus of a node at depth d (Eq. 10): `"sqrt"` is `sqrt(d / max_tree_depth)`, `"linear"` is `d`,
-            `"log"` is `ln(d + 1)`.
+            Depth bonus: `"sqrt"`, `"linear"` or `"log"`. At depth d (Eq. 10) they are `sqrt(d / max_tree_depth)`, `d`
+            and `ln(d + 1)`.
         q_decay_min (`float`, *optional*, defaults to `0.1`):
             Smallest decay of an outcome on its way to the root (Eq. 5), in [0, 1].
         min_expansion_width (`int`, *optional*, defaults to `1`):
             Fewest children per node where `width_decay` shrinks the width.
         width_decay (`int`, *optional*, defaults to `0`):
-            Children fewer per `max_tree_depth / expansion_width` levels of depth; 0 keeps the width.
+            How fast the width shrinks with depth; 0: not at all. In children fewer per `max_tree_depth /
+            expansion_width` levels.
         q_temperature (`float`, *optional*, defaults to `1.0`):
-            Softness of the clip of a node's value, `tanh(value / q_temperature) * q_max` (Eq. 16), positive.
+            Softness of the clip of a node's value, positive. The clip is `tanh(value / q_temperature) * q_max` (Eq.
+            16).
         q_max (`float`, *optional*, defaults to `1.0`):
-            Limit of that clip, positive.
+            Limit of the clip of a node's value, positive.
         advantage_normalization (`str`, *optional*, defaults to `"mean"`):
-            `"mean"` subtracts the mean terminal score of the tree (Eq. 18); `"mean_std"` also divides by its standard
-            deviation.
+            `"mean"` or `"mean_std"` of the tree. `"mean"` subtracts the mean terminal score of the tree (Eq. 18);
+            `"mean_std"` also divides by its standard deviation.
         overlong_buffer (`int`, *optional*, defaults to `0`):
-            Tokens before `max_completion_length` over which a penalty grows to `overlong_penalty`; 0 means none.
+            Tokens over which the overlong penalty grows; 0: none. They end at `max_completion_length`, where the
+            penalty is `overlong_penalty`.
         overlong_penalty (`float`, *optional*, defaults to `1.0`):
             Penalty of a completion of `max_completion_length` tokens.
         share_prefix_once (`bool`, *optional*, defaults to `False`):
-            Whether a node that several completions share is trained in the first of them only.
+            Train a node that several completions share in the first of them only.
         skip_uniform_trees (`bool`, *optional*, defaults to `True`):
-            Whether a tree whose completions are all correct or all wrong (cut off ones are wrong, whatever
-            `incomplete_score` says) trains nothing. The paper does not say so; without it, the first steps of
-            all-wrong trees get positive advantages and those of all-correct trees negative ones.
+            Train nothing where all completions are right or all are wrong. Cut off ones are wrong, whatever
+            `incomplete_score` says. The paper does not say so; without it, the first steps of all-wrong trees get
+            positive advantages and those of all-correct trees negative ones.
         replay_buffer (`bool`, *optional*, defaults to `False`):
-            Keep correct completions of hard prompts; at the next visit of such a prompt they replace failures among
-            direct rollouts, and the search is saved. Once the prompt is not hard any more, they are forgotten, and
-            it is searched like any other.
+            Reuse correct completions of hard prompts. At the next visit of such a prompt they replace failures among
+            direct rollouts, and the search is saved. Once the prompt is not hard any more, they are forgotten, and it
+            is searched like any other.
         replay_threshold (`float`, *optional*, defaults to `0.25`):
-            A prompt is hard if its tree's share of correct completions is above 0 and at most this, and stays hard
-            while at most this share of its direct rollouts is correct.
+            Largest share of correct completions of a hard prompt. A prompt is hard if its tree's share is above 0 and
+            at most this, and stays hard while at most this share of its direct rollouts is correct.
         replay_solutions (`int`, *optional*, defaults to `2`):
             Most solutions kept per prompt, at least 1.
         replay_file (`str`, *optional*):
             Solutions of an earlier run to start from: the `solutions.jsonl` in its `output_dir`.
         dump_trees (`str`, *optional*):
-            Folder inside `output_dir` to which every tree is written as a JSON line, one file per process;
-            `trl-explore tree FILE` shows them.
+            Folder inside `output_dir` for the trees, one JSON line each. There is one file per process; `trl-explore
+            tree FILE` shows them.
     """
 
-    epsilon_high: float | None = field(
-        default=0.28, metadata={"help": "Upper clip of the probability ratio (clip-higher); None: epsilon."}
-    )
-    expansion_width: int = field(default=8, metadata={"help": "Children per node."})
-    max_tree_depth: int = field(default=64, metadata={"help": "Depth at which a node ends its completion."})
-    node_length: int | None = field(
-        default=None,
-        metadata={"help": "Most tokens per node; None: 256, or an eighth of max_completion_length if that is less."},
-    )
-    max_search_iterations: int | None = field(
-        default=None, metadata={"help": "Most iterations per tree; None: as many as a search can need."}
-    )
-    max_tree_tokens: int | None = field(
-        default=None, metadata={"help": "Most tokens that the search samples per tree; None: no limit."}
-    )
-    success_threshold: float = field(default=1.0, metadata={"help": "Smallest reward of a correct completion."})
-    incomplete_score: float = field(default=-1.0, metadata={"help": "Outcome of a wrong, cut-off completion."})
-    selection: str = field(
-        default="global", metadata={"help": "'global' (frontier selection), 'uct', or the control 'random'."}
-    )
-    uct_coef: float = field(default=2.0, metadata={"help": "Weight of the exploration bonus among siblings."})
-    quality_weight: float = field(default=0.4, metadata={"help": "Weight lambda 1 of the parent's mean value."})
-    entropy_weight: float = field(default=0.0, metadata={"help": "Weight lambda 2 of the node's entropy."})
-    depth_weight: float = field(default=0.01, metadata={"help": "Weight lambda 3 of the depth bonus."})
-    depth_bonus: str = field(default="sqrt", metadata={"help": "Depth bonus: 'sqrt', 'linear' or 'log'."})
-    q_decay_min: float = field(default=0.1, metadata={"help": "Smallest decay of an outcome towards the root."})
-    min_expansion_width: int = field(default=1, metadata={"help": "Fewest children where the width shrinks."})
-    width_decay: int = field(default=0, metadata={"help": "How fast the width shrinks with depth; 0: not at all."})
-    q_temperature: float = field(default=1.0, metadata={"help": "Softness of the clip of a node's value."})
-    q_max: float = field(default=1.0, metadata={"help": "Limit of the clip of a node's value."})
-    advantage_normalization: str = field(default="mean", metadata={"help": "'mean' or 'mean_std'."})
-    overlong_buffer: int = field(default=0, metadata={"help": "Tokens over which the overlong penalty grows."})
-    overlong_penalty: float = field(default=1.0, metadata={"help": "Penalty of the longest completion."})
-    share_prefix_once: bool = field(default=False, metadata={"help": "Train a shared node in one row only."})
-    skip_uniform_trees: bool = field(
-        default=True, metadata={"help": "Train nothing where all are right or all wrong."}
-    )
-    replay_buffer: bool = field(default=False, metadata={"help": "Reuse correct completions of hard prompts."})
-    replay_threshold: float = field(default=0.25, metadata={"help": "Largest success ratio of a hard prompt."})
-    replay_solutions: int = field(default=2, metadata={"help": "Most solutions kept per prompt."})
-    replay_file: str | None = field(default=None, metadata={"help": "Solutions of an earlier run to start from."})
-    dump_trees: str | None = field(default=None, metadata={"help": "Folder inside output_dir for the trees."})
+    epsilon_high: float | None = 0.28
+    expansion_width: int = 8
+    max_tree_depth: int = 64
+    node_length: int | None = None
+    max_search_iterations: int | None = None
+    max_tree_tokens: int | None = None
+    success_threshold: float = 1.0
+    incomplete_score: float = -1.0
+    selection: str = "global"
+    uct_coef: float = 2.0
+    quality_weight: float = 0.4
+    entropy_weight: float = 0.0
+    depth_weight: float = 0.01
+    depth_bonus: str = "sqrt"
+    q_decay_min: float = 0.1
+    min_expansion_width: int = 1
+    width_decay: int = 0
+    q_temperature: float = 1.0
+    q_max: float = 1.0
+    advantage_normalization: str = "mean"
+    overlong_buffer: int = 0
+    overlong_penalty: float = 1.0
+    share_prefix_once: bool = False
+    skip_uniform_trees: bool = True
+    replay_buffer: bool = False
+    replay_threshold: float = 0.25
+    replay_solutions: int = 2
+    replay_file: str | None = None
+    dump_trees: str | None = None
 
     def validate(self) -> None:
         super().validate()
-        for name, choices in CHOICES.items():
-            value = vars(self)[name]
-            if value not in choices:
-                raise ValueError(f"`{name}`: {unknown_name('value', str(value), choices)}")
-        counts = ("expansion_width", "max_tree_depth", "node_length", "max_search_iterations", "max_tree_tokens")
-        for name in (*counts, "min_expansion_width", "replay_solutions"):
-            value = vars(self)[name]
-            if value is not None and value < 1:
-                raise ValueError(f"`{name}={value}` must be at least 1.")
-        for name in ("width_decay", "overlong_buffer", "uct_coef", "overlong_penalty"):
-            if not 0 <= vars(self)[name] < math.inf:
-                raise ValueError(f"`{name}={vars(self)[name]}` must be a finite number, at least 0.")
-        for name in ("quality_weight", "entropy_weight", "depth_weight", "success_threshold"):
-            if not math.isfinite(vars(self)[name]):
-                raise ValueError(f"`{name}={vars(self)[name]}` must be a finite number.")
-        for name in ("q_temperature", "q_max"):
-            if not 0 < vars(self)[name] < math.inf:
-                raise ValueError(f"`{name}={vars(self)[name]}` must be a positive number.")
-        for name, low, high in (("incomplete_score", -1, 0), ("q_decay_min", 0, 1), ("replay_threshold", 0, 1)):
-            if not low <= vars(self)[name] <= high:
-                raise ValueError(f"`{name}={vars(self)[name]}` must be between {low} and {high}.")
+        run_checks(self, CHECKS)
         self._check_sizes()
         if self.replay_file is not None and not self.replay_buffer:
             raise ValueError(f"`replay_file={self.replay_file!r}` has no effect without `replay_buffer=True`: set it.")

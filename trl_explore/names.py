@@ -2,11 +2,16 @@
 
 import difflib
 import functools
+import inspect
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import fields
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 T = TypeVar("T", bound=type)
+ENTRY = re.compile(r"^ {4}(\w+) \(.+\):\n((?: {8}.+\n?)+)", re.MULTILINE)
+MARKUP = re.compile(r"\[`~?(?:\w+\.)*(\w+)`\]|`")
 
 
 def unknown_name(kind: str, name: str, choices: Iterable[str]) -> str:
@@ -35,19 +40,25 @@ def unknown_name(kind: str, name: str, choices: Iterable[str]) -> str:
     )
 
 
-def explain_unknown_fields(cls: T) -> T:
+def explain_fields(cls: T) -> T:
     """
-    Class decorator for a dataclass: an unknown keyword names the nearest field instead of just failing.
+    Class decorator for a dataclass: the help of a field on the command line is its entry in the docstring, and an
+    unknown keyword names the nearest field instead of just failing.
 
     Args:
         cls (`type`):
-            The dataclass.
+            The dataclass, whose docstring lists its own fields under `Args:` in this format.
 
     Returns:
         `type`: The same class.
     """
     init: Callable[..., None] = cls.__init__  # type: ignore[misc]
     names = {f.name for f in fields(cls) if f.init}
+    entries = dict(ENTRY.findall(inspect.cleandoc(cls.__doc__ or "")))
+    for f in fields(cls):
+        if f.name in cls.__annotations__:
+            text = " ".join(MARKUP.sub(r"\1", entries.get(f.name, "")).split())
+            f.metadata = MappingProxyType({"help": text.replace("%", "%%"), **f.metadata})  # argparse formats it
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:

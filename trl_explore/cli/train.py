@@ -1,6 +1,7 @@
 """`trl-explore train`: the interface of `trl grpo` (YAML file, flags that override it, LoRA), plus `--method`."""
 
 import os
+import re
 import shlex
 import sys
 import textwrap
@@ -80,19 +81,22 @@ def method_help(method: str) -> str:
     own = [spec for spec in fields(config) if spec.name not in plain | shared]
     lines = [f"usage: trl-explore train --method {method} [--config RUN.yaml] [--FIELD VALUE ...]"]
     if own:
-        lines += ["", f"Fields of {method}:", *(_help_line(spec, spec.metadata["help"]) for spec in own)]
+        lines += ["", f"Fields of {method}:", *map(_help_line, own)]
         common = [spec for spec in fields(config) if spec.name in shared - plain]
         lines += ["", "Fields of all methods but grpo:", *map(_help_line, common)]
     lines += ["", "Of all methods, with many more:", *(_help_line(of_run[name]) for name in FIRST_FIELDS)]
     return "\n".join([*lines, "", f"All fields, with TRL's: trl-explore train --method {method} --help-all"])
 
 
-def _help_line(spec: "Field[Any]", text: str | None = None) -> str:
-    """A field, its default, and what it does: the first sentence of its help, which `--help-all` has in full."""
+def _help_line(spec: "Field[Any]") -> str:
+    """A field, its default, and what it does: the whole sentences of its help that fit; `--help-all` has them all."""
     default = spec.default if spec.default_factory is MISSING else spec.default_factory()
     shown = "" if default in (None, False, MISSING) or len(repr(default)) > 20 else f" [{default!r}]"
-    first = (text or spec.metadata["help"].split(". ")[0]).rstrip(".")
-    return f"  {'--' + spec.name:<29} {textwrap.shorten(first, 86 - len(shown), placeholder=' ...')}{shown}"
+    sentences = re.split(r"(?<!Eq)\. ", spec.metadata["help"].replace("%%", "%").rstrip("."))
+    while len(sentences) > 1 and len(". ".join(sentences)) > 86 - len(shown):
+        sentences.pop()
+    text = textwrap.shorten(". ".join(sentences), 86 - len(shown), placeholder=" ...")
+    return f"  {'--' + spec.name:<29} {text}{shown}"
 
 
 def resume_command(argv: list[str], checkpoint: str) -> str:
