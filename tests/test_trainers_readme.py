@@ -56,7 +56,7 @@ def test_every_shared_field_is_described_with_its_default():
     assert {name: value_of(default) for name, default, _ in rows} == own_defaults(ExplorationConfig)
 
 
-@pytest.mark.parametrize("config", [ExplorationConfig, *CONFIGS.values()])
+@pytest.mark.parametrize("config", [ExplorationConfig, *(METHODS[name].config_class for name in OURS)])
 def test_the_docstring_says_type_and_default_of_every_field_and_is_its_help(config):
     entry = r"^        (\w+) \(`(.*?)`, \*optional\*(?:, defaults to `(.*)`)?\):$"
     entries = re.findall(entry, config.__doc__, re.MULTILINE)

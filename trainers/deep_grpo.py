@@ -47,6 +47,10 @@ class DeepGRPOTrainer(ExplorationTrainer):
     method = "deep_grpo"
     config_class = DeepGRPOConfig
     requires = Requires(samples=True, extra_rows=True)
+    _branchings: list[Branching]  # those whose branches are trained with this batch
+    _queue: list[Branching]  # those that wait for their branches
+    _pivot_depths: dict[int | None, float]  # of the first pivot of each main row that has one
+    _recovered: dict[int | None, bool]  # whether a branch of the row succeeded
 
     # ------------------------------------------------------------------------------------------------ the algorithm
 
@@ -116,14 +120,11 @@ class DeepGRPOTrainer(ExplorationTrainer):
         self.estimator = SuccessEstimator(
             buffer_size=args.estimator_buffer_size, l2=args.estimator_l2, min_samples=args.estimator_min_samples
         )
-        self.pivots = PivotSearch(self, self.scorer, self.estimator)
-        self._branchings: list[Branching] = []  # those whose branches are trained with this batch
-        self._queue: list[Branching] = []
-        self._pivot_depths: dict[int | None, float] = {}  # of the first pivot of each main row that has one
-        self._recovered: dict[int | None, bool] = {}  # whether a branch of the row succeeded
+        self.pivots: PivotSearch = PivotSearch(self, self.scorer, self.estimator)
+        self._branchings, self._queue, self._pivot_depths, self._recovered = [], [], {}, {}
         self._own_seconds = 0.0
         file = args.hard_states_file and path_inside(args.output_dir, args.hard_states_file, field="hard_states_file")
-        self.hard_states = MethodFile(file, writes=self.accelerator.is_main_process)
+        self.hard_states: MethodFile = MethodFile(file, writes=self.accelerator.is_main_process)
 
     def completion_columns(self) -> dict[str, list[Any]]:
         rows = range(len(self.main_completion_ids))

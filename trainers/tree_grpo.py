@@ -16,20 +16,17 @@ from trl_explore.trees.metrics import tree_counts, tree_metrics
 from trl_explore.trees.records import tree_record
 from trl_explore.trees.search import (
     Leaf,
-    SelectFn,
     Tree,
     Verdict,
     search,
-    select,
-    select_random,
-    select_uct,
+    select_by,
     terminal_outcome,
 )
 
 from .base import ExplorationTrainer, Requires
 from .tree_grpo_config import TreeGRPOConfig
 
-WEIGHTS = ("quality_weight", "entropy_weight", "depth_weight", "depth_bonus")  # of the frontier score, Eq. 9
+WEIGHTS = ("quality_weight", "entropy_weight", "depth_weight", "depth_bonus", "uct_coef")  # of nodes to choose from
 
 
 class TreeGRPOTrainer(ExplorationTrainer):
@@ -63,6 +60,7 @@ class TreeGRPOTrainer(ExplorationTrainer):
     num_generations: int
     config_class = TreeGRPOConfig
     requires = Requires(samples=True, whole_groups=True)
+    _trees: list[Tree]  # of the batch
 
     # ------------------------------------------------------------------------------------------------ the algorithm
 
@@ -88,7 +86,9 @@ class TreeGRPOTrainer(ExplorationTrainer):
             trees = self.replay.replace(trees, cached, self._score_leaves)
             self.replay.remember(searched)
         self._trees = trees
-        self.dump.append(self._records() if self.args.dump_trees else [])
+        if self.args.dump_trees:
+            note = partial(tree_record, step=self.state.global_step, decode=self.tokenizer.decode, **self._noted)
+            self.dump.append(note(tree, index=i) for i, tree in enumerate(trees))
         self._log_trees(searched, trees, time.perf_counter() - start)
         nodes = [(tree, row) for tree in trees for row in tree.rows]
         ends = [tree.nodes[row] for tree, row in nodes]
@@ -105,8 +105,7 @@ class TreeGRPOTrainer(ExplorationTrainer):
         args = self.args
         credit = partial(
             tree_advantages,
-            q_temperature=args.q_temperature,
-            q_max=args.q_max,
+            **self._credit,
             normalization=args.advantage_normalization,
             skip_uniform=args.skip_uniform_trees,
             max_completion_length=args.max_completion_length,
@@ -155,21 +154,19 @@ class TreeGRPOTrainer(ExplorationTrainer):
         super().setup()
         args = self.args
         self.limits = args.limits()
-        weights = {name: vars(args)[name] for name in WEIGHTS}
-        uct = partial(select_uct, coef=args.uct_coef)
-        select_fns: dict[str, SelectFn] = {"global": partial(select, **weights), "uct": uct, "random": select_random}
-        self._select_fn = select_fns[args.selection]
-        self._trees: list[Tree] = []
+        self._select_fn = select_by(args.selection, **{name: vars(args)[name] for name in WEIGHTS})
+        self._trees = []
         self._seconds = {"sampling": 0.0, "scoring": 0.0}
-        self.replay = ReplayBuffer(self)
+        self._credit: dict[str, Any] = {"q_temperature": args.q_temperature, "q_max": args.q_max}
+        self._noted: dict[str, Any] = {"reward_weights": self.reward_weights.tolist(), **self._credit}
+        self.replay: ReplayBuffer = ReplayBuffer(self)
         self.solutions = self.replay.solutions
         folder = args.dump_trees and path_inside(args.output_dir, args.dump_trees, field="dump_trees", suffix="")
-        self.dump = MethodFile(folder / f"trees_{self.ranks.index}.jsonl" if folder else None)
+        self.dump: MethodFile = MethodFile(folder / f"trees_{self.ranks.index}.jsonl" if folder else None)
 
     def _log_trees(self, searched: list[Tree], trees: list[Tree], seconds: float) -> None:
-        counts = tree_counts(searched, trees, self.limits)
-        counts |= {"asked": self.sample.prefix_tokens_asked, "encoded": self.sample.prefix_tokens_encoded}
-        told = tree_metrics(self.ranks.summed(counts))
+        prefixes = {"asked": self.sample.prefix_tokens_asked, "encoded": self.sample.prefix_tokens_encoded}
+        told = tree_metrics(self.ranks.summed(tree_counts(searched, trees, self.limits) | prefixes))
         told |= {f"{name}_seconds": spent for name, spent in self._seconds.items()}
         told["own_seconds"] = seconds - sum(self._seconds.values())
         for name, value in told.items():
@@ -177,14 +174,15 @@ class TreeGRPOTrainer(ExplorationTrainer):
 
     def completion_columns(self) -> dict[str, list[Any]]:
         rows = [(i, tree, row) for i, tree in enumerate(self._trees) for row in tree.rows]
-        credit = partial(node_credit, q_temperature=self.args.q_temperature, q_max=self.args.q_max)
         return {
             "origin": [
                 "replayed" if (i, row) in self.replay.placed else "direct" if tree.nodes[row].direct else "search"
                 for i, tree, row in rows
             ],
             "depth": [tree.nodes[row].depth for _, tree, row in rows],
-            "node_values": [[round(credit(tree, node), 3) for node in tree.path(row)] for _, tree, row in rows],
+            "node_values": [
+                [round(node_credit(tree, node, **self._credit), 3) for node in tree.path(row)] for _, tree, row in rows
+            ],
         }
 
     def method_files(self) -> list[str]:
@@ -193,13 +191,6 @@ class TreeGRPOTrainer(ExplorationTrainer):
     def run_files(self) -> list[Path]:
         replayed = self.args.replay_file and Path(self.args.replay_file).resolve()
         return [path for path in super().run_files() if path.resolve() != replayed]  # its solutions are written again
-
-    def _records(self) -> list[dict[str, Any]]:
-        """The trees of this process, written down."""
-        args, weights = self.args, self.reward_weights.tolist()
-        note = partial(tree_record, step=self.state.global_step, decode=self.tokenizer.decode, reward_weights=weights)
-        credit = {"q_temperature": args.q_temperature, "q_max": args.q_max}
-        return [note(tree, index=i, **credit) for i, tree in enumerate(self._trees)]
 
     def exploration_state(self) -> dict[str, Any]:
         return {**self.replay.state(), "trees_bytes": self.dump.size}

@@ -7,6 +7,8 @@ After DeepSearch (https://huggingface.co/papers/2509.25454), sections 2.1-2.3.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from trl_explore.rows.rollouts import Sampler
 from trl_explore.trees.rules import backup_value, frontier_score, terminal_outcome, uct_score
@@ -216,3 +218,10 @@ def _fill(
         for index in range(first[i], len(trees[i].nodes)):
             trees[i] = backup(trees[i], index, decay_min=decay_min)
     return trees
+
+
+def select_by(selection: str, *, uct_coef: float, **weights: Any) -> SelectFn:
+    """How nodes are chosen: `"global"` by the frontier score with these weights (Eq. 9), `"uct"` or `"random"`."""
+    if selection == "global":
+        return partial(select, **weights)
+    return partial(select_uct, coef=uct_coef) if selection == "uct" else select_random
