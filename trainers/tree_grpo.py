@@ -103,16 +103,15 @@ class TreeGRPOTrainer(ExplorationTrainer):
 
     def assign_advantages(self, output):
         args = self.args
-        credit = partial(
-            tree_advantages,
+        options: dict[str, Any] = {
+            "normalization": args.advantage_normalization,
+            "skip_uniform": args.skip_uniform_trees,
+            "max_completion_length": args.max_completion_length,
+            "overlong_buffer": args.overlong_buffer,
+            "overlong_penalty_weight": args.overlong_penalty,
             **self._credit,
-            normalization=args.advantage_normalization,
-            skip_uniform=args.skip_uniform_trees,
-            max_completion_length=args.max_completion_length,
-            overlong_buffer=args.overlong_buffer,
-            overlong_penalty_weight=args.overlong_penalty,
-        )
-        rows = [row for tree in self._trees for row in credit(tree)]
+        }
+        rows = [row for tree in self._trees for row in tree_advantages(tree, **options)]
         advantages = torch.zeros(output["completion_ids"].shape, device=output["completion_ids"].device)  # (B, T)
         for i, row in enumerate(rows):
             advantages[i, : len(row)] = torch.tensor(row)
