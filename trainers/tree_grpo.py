@@ -87,8 +87,8 @@ class TreeGRPOTrainer(ExplorationTrainer):
             self.replay.remember(searched)
         self._trees = trees
         if self.args.dump_trees:
-            note = partial(tree_record, step=self.state.global_step, decode=self.tokenizer.decode, **self._noted)
-            self.dump.append(note(tree, index=i) for i, tree in enumerate(trees))
+            noted = {**self._noted, "step": self.state.global_step, "decode": self.tokenizer.decode}
+            self.dump.append(tree_record(tree, index=i, **noted) for i, tree in enumerate(trees))
         self._log_trees(searched, trees, time.perf_counter() - start)
         nodes = [(tree, row) for tree in trees for row in tree.rows]
         ends = [tree.nodes[row] for tree, row in nodes]
