@@ -1,7 +1,5 @@
-"""Correct completions kept for hard prompts, in memory and in a file, and which failures they stand in for.
-
-Prompts and completions are token ids, so that a replayed completion is the sampled one, to the token.
-"""
+"""Correct completions kept for hard prompts, in memory and in a file, and which failures they replace. Prompts and
+completions are token ids: a replayed completion is the sampled one, to the token."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -20,21 +18,8 @@ Entry = tuple[Sequence[int], Sequence[int]]  # ids of a prompt, ids of one compl
 
 
 class SolutionCache:
-    """
-    Correct completions of prompts that are rarely solved.
-
-    The newest completions of a prompt are kept, because they are the nearest to what the model samples now. One that
-    is found again keeps its place.
-
-    Args:
-        solutions_per_prompt (`int`):
-            Most completions kept for a prompt. At least 1.
-        threshold (`float`):
-            Largest share of successes at which a prompt is hard. In `[0, 1]`; at 0 nothing is kept.
-
-    Raises:
-        `ValueError`: If an argument is outside its range.
-    """
+    """The newest correct completions of rarely solved prompts: success ratio at most `threshold`, in `[0, 1]`; 0 keeps
+    none. One that is found again keeps its place."""
 
     def __init__(self, *, solutions_per_prompt: int, threshold: float) -> None:
         if solutions_per_prompt < 1:
@@ -57,69 +42,24 @@ class SolutionCache:
     def offer(
         self, prompt_ids: Sequence[int], completions: Iterable[Sequence[int]], success_ratio: float
     ) -> list[list[int]]:
-        """
-        Keep correct completions if their prompt is hard but not hopeless: `0 < success_ratio <= threshold`.
-
-        Args:
-            prompt_ids (`Sequence[int]`):
-                Token ids of the prompt.
-            completions (`Iterable[Sequence[int]]`):
-                Correct completions, with the end-of-sequence token that they ended with.
-            success_ratio (`float`):
-                Share of the prompt's samples that are correct.
-
-        Returns:
-            `list[list[int]]`: The completions that are new in the cache, oldest first.
-        """
+        """Keep correct completions if `0 < success_ratio <= threshold`; those that are new, oldest first."""
         return self._store(prompt_ids, completions) if 0 < success_ratio <= self.threshold else []
 
     def refilter(self, prompt_ids: Sequence[int], success_ratio: float) -> bool:
-        """
-        Forget the completions of a prompt that is not hard any more: `success_ratio > threshold` (Eq. 12).
-
-        Args:
-            prompt_ids (`Sequence[int]`):
-                Token ids of the prompt.
-            success_ratio (`float`):
-                Share of the prompt's samples that are correct now.
-
-        Returns:
-            `bool`: Whether there were any and they are gone.
-        """
+        """Forget a prompt that is not hard any more, `success_ratio > threshold` (Eq. 12); whether it was kept."""
         return success_ratio > self.threshold and self._solutions.pop(tuple(prompt_ids), None) is not None
 
     def get(self, prompt_ids: Sequence[int]) -> list[list[int]]:
-        """
-        The completions kept for a prompt.
-
-        Args:
-            prompt_ids (`Sequence[int]`):
-                Token ids of the prompt.
-
-        Returns:
-            `list[list[int]]`: A copy, oldest first; empty where there are none.
-        """
+        """Copies of the completions kept for a prompt, oldest first."""
         return [list(completion) for completion in self._solutions.get(tuple(prompt_ids), [])]
 
     def state_dict(self) -> dict[str, Any]:
-        """
-        The contents, without the settings.
-
-        Returns:
-            `dict`: Under `"solutions"` a list of `[prompt_ids, completion_ids]`, in the order they came in. Made of
-            what `torch.load(weights_only=True)` can read.
-        """
+        """Pairs `[prompt_ids, completion_ids]`, oldest first, as `torch.load(weights_only=True)` can read them."""
         solutions = [[list(prompt), list(ids)] for prompt, kept in self._solutions.items() for ids in kept]
         return {"solutions": solutions}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """
-        Replace the contents.
-
-        Args:
-            state (`dict`):
-                What [`state_dict`] returned. Where it holds more per prompt than this cache may, the newest stay.
-        """
+        """Replace the contents; where the state holds more per prompt than this cache may, the newest stay."""
         self._solutions = {}
         for prompt_ids, completion_ids in state["solutions"]:
             self._store(prompt_ids, [completion_ids])
@@ -136,51 +76,20 @@ class SolutionCache:
 
 
 def replace_failures(succeeded: Sequence[bool], num_cached: int) -> list[tuple[int, int]]:
-    """
-    Decide which direct rollouts of a prompt give way to cached solutions.
-
-    Args:
-        succeeded (`Sequence[bool]`):
-            Whether each direct rollout of the prompt is correct, of shape `(G,)`.
-        num_cached (`int`):
-            Number of cached solutions of the prompt.
-
-    Returns:
-        `list[tuple[int, int]]`: Row and cached solution: failing rows in order, each solution at most once.
-    """
+    """Pairs (row, cached solution): failing rows `(G,)` in order, each solution at most once."""
     failures = [row for row, success in enumerate(succeeded) if not success]
     return list(zip(failures, range(num_cached), strict=False))
 
 
 def write_cache(path: str | Path, cache: SolutionCache, tokenizer: "PreTrainedTokenizerBase") -> None:
-    """
-    Write a cache as JSON lines; an interrupted write leaves the old file or none.
-
-    Args:
-        path (`str` or `Path`):
-            The file; its folder is made if it is missing.
-        cache ([`SolutionCache`]):
-            The cache.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            The tokenizer of its ids.
-    """
+    """Write a cache as JSON lines; an interrupted write leaves the old file or none."""
     named = {"tokenizer": tokenizer_fingerprint(tokenizer), "tokenizer_name": tokenizer.name_or_path}
     write_records(path, SOLUTIONS, named, map(_as_record, cache.state_dict()["solutions"]))
 
 
 def append_solutions(path: str | Path, entries: Iterable[Entry]) -> None:
-    """
-    Append solutions to a file that [`write_cache`] began.
-
-    Args:
-        path (`str` or `Path`):
-            The file.
-        entries (`Iterable[tuple[Sequence[int], Sequence[int]]]`):
-            Ids of the prompt and of one completion each, for example what `SolutionCache.offer` returned.
-
-    Raises:
-        `FileNotFoundError`: If there is no such file: lines without the header would be refused later.
-    """
+    """Append pairs of prompt and completion ids to a file that [`write_cache`] began. `FileNotFoundError` if there is
+    none: lines without the header would be refused later."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"{path} does not exist; begin it with write_cache, which names the tokenizer.")
     append_lines(Path(path), map(_as_record, entries))
@@ -189,25 +98,8 @@ def append_solutions(path: str | Path, entries: Iterable[Entry]) -> None:
 def read_cache(
     path: str | Path, tokenizer: "PreTrainedTokenizerBase", *, solutions_per_prompt: int, threshold: float
 ) -> SolutionCache:
-    """
-    Read a cache; a last line that an interruption cut off is left out.
-
-    Args:
-        path (`str` or `Path`):
-            The file.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            The tokenizer of this run.
-        solutions_per_prompt (`int`):
-            Most completions kept for a prompt; the newest of the file.
-        threshold (`float`):
-            Largest share of successes at which a prompt is hard, for what will be offered.
-
-    Returns:
-        [`SolutionCache`]: The cache.
-
-    Raises:
-        `FileRefusedError`: If the file is of another tokenizer, kind or format, or a line is broken: a `ValueError`.
-    """
+    """Read a cache, without a last line that an interruption cut off. `FileRefusedError` (a `ValueError`) if the file
+    is of another tokenizer, kind or format, or a line is broken."""
     header, records = read_records(path, SOLUTIONS, is_valid=_is_solution)
     fingerprint = tokenizer_fingerprint(tokenizer)
     if header.get("tokenizer") != fingerprint:
