@@ -1,7 +1,5 @@
-"""How likely branches recover at which depth, learned while training goes on (section 4.2 of DEEP-GRPO).
-
-https://huggingface.co/papers/2602.14169
-"""
+"""How likely branches recover at which depth, learned while training goes on: DEEP-GRPO, section 4.2
+(https://huggingface.co/papers/2602.14169)."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -15,18 +13,10 @@ class SuccessEstimator:
     Logistic regression of recoverability on relative depth, `P(success | r) = sigmoid(w r + b)` (section 4.2).
 
     The parameters minimise the cross-entropy, summed over a first-in-first-out buffer of `(r, y)`, plus
-    `l2 / 2 * w**2`. The intercept is not penalised: where success is rare, the slope would have to say so instead.
-    Until `min_samples` pairs are held, and both labels among them, `w = b = 0`, which makes every depth equally
-    promising. A buffer that holds one label only has no finite fit; the last one stays.
-
-    Args:
-        buffer_size (`int`):
-            Pairs kept.
-        l2 (`float`):
-            Weight of the slope's quadratic penalty, positive: without it separable labels have no minimum. Each
-            outcome counts 1, so that the penalty fades as they come in.
-        min_samples (`int`, *optional*, defaults to `10`):
-            Pairs needed before the first fit.
+    `l2 / 2 * w**2`, `l2 > 0`, without which separable labels have no minimum; it fades as outcomes come in. The
+    intercept is not penalised: where success is rare, the slope would have to say so instead. Until `min_samples` pairs are held, and
+    both labels among them, `w = b = 0`, which makes every depth equally promising. A buffer that holds one label only
+    has no finite fit; the last one stays.
     """
 
     def __init__(self, *, buffer_size: int, l2: float, min_samples: int = 10) -> None:
@@ -45,15 +35,7 @@ class SuccessEstimator:
         return len(self._buffer)
 
     def add(self, depths: Sequence[float], labels: Sequence[int]) -> None:
-        """
-        Remember outcomes.
-
-        Args:
-            depths (`Sequence[float]`):
-                Relative depths of pivots, in (0, 1].
-            labels (`Sequence[int]`):
-                1 where at least one branch succeeded, else 0.
-        """
+        """Remember outcomes: relative depths in (0, 1], and 1 where at least one branch succeeded, else 0."""
         for depth, label in zip(depths, labels, strict=True):
             self._buffer.append((float(depth), int(label)))
 
@@ -71,16 +53,7 @@ class SuccessEstimator:
         self.weight, self.bias = float(model.coef_[0, 0]), float(model.intercept_[0])
 
     def predict(self, depths: torch.Tensor) -> torch.Tensor:
-        """
-        Estimated probability of recovering.
-
-        Args:
-            depths (`torch.Tensor`):
-                Relative depths of shape `(T,)`.
-
-        Returns:
-            `torch.Tensor`: Probabilities of shape `(T,)`, float64.
-        """
+        """Estimated probability of recovering from relative depths, `(T,)`, float64."""
         return torch.sigmoid(self.weight * torch.as_tensor(depths, dtype=torch.float64) + self.bias)
 
     def state_dict(self) -> dict[str, Any]:
@@ -92,12 +65,6 @@ class SuccessEstimator:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """
-        Restore what [`~SuccessEstimator.state_dict`] returned; a smaller buffer keeps the newest pairs.
-
-        Args:
-            state (`dict`):
-                The saved state.
-        """
+        """Restore what [`~SuccessEstimator.state_dict`] returned; a smaller buffer keeps the newest pairs."""
         self.weight, self.bias = state["weight"], state["bias"]
         self._buffer = deque(((depth, int(label)) for depth, label in state["buffer"]), maxlen=self.buffer_size)
