@@ -14,9 +14,9 @@ class SuccessEstimator:
 
     The parameters minimise the cross-entropy, summed over a first-in-first-out buffer of `(r, y)`, plus
     `l2 / 2 * w**2`, `l2 > 0`, without which separable labels have no minimum; it fades as outcomes come in. The
-    intercept is not penalised: where success is rare, the slope would have to say so instead. Until `min_samples` pairs are held, and
-    both labels among them, `w = b = 0`, which makes every depth equally promising. A buffer that holds one label only
-    has no finite fit; the last one stays.
+    intercept is not penalised: where success is rare, the slope would have to say so instead. Until `min_samples`
+    pairs are held, and both labels among them, `w = b = 0`, which makes every depth equally promising. A buffer that
+    holds one label only has no finite fit; the last one stays.
     """
 
     def __init__(self, *, buffer_size: int, l2: float, min_samples: int = 10) -> None:
