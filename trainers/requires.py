@@ -10,39 +10,17 @@ from trl_explore.rows.streams import check_loss_type
 
 @dataclass(frozen=True)
 class Requires:
-    """
-    What a method says of itself; by default it samples as GRPO does.
+    """What a method says of itself; by default it samples as GRPO does."""
 
-    Args:
-        samples (`bool`, *optional*, defaults to `False`):
-            It samples further rows, or main rows in its own way, at any time and on every process by itself.
-        extra_rows (`bool`, *optional*, defaults to `False`):
-            It trains rows beside the main ones.
-        pooled (`bool`, *optional*, defaults to `False`):
-            These are averaged together with the main ones, as if they were one batch.
-        whole_groups (`bool`, *optional*, defaults to `False`):
-            All completions of a prompt must be on one process.
-        tools (`bool`, *optional*, defaults to `False`):
-            It takes tools and environments although it samples rows itself.
-        vision (`bool`, *optional*, defaults to `True`):
-            It takes vision-language models, unless it samples rows itself.
-        turns (`bool`, *optional*, defaults to `False`):
-            It follows TRL's tool loop turn by turn.
-        watched_tools (`bool`, *optional*, defaults to `False`):
-            Calls of its tools are counted.
-        features (`bool`, *optional*, defaults to `False`):
-            It asks for gradient features of the main rows.
-    """
-
-    samples: bool = False
-    extra_rows: bool = False
-    pooled: bool = False
-    whole_groups: bool = False
-    tools: bool = False
-    vision: bool = True
-    turns: bool = False
-    watched_tools: bool = False
-    features: bool = False
+    samples: bool = False  # further rows, or main rows in its own way, at any time and on every process by itself
+    extra_rows: bool = False  # trains rows beside the main ones
+    pooled: bool = False  # these are averaged with the main ones, as if they were one batch
+    whole_groups: bool = False  # all completions of a prompt must be on one process
+    tools: bool = False  # takes tools and environments although it samples rows itself
+    vision: bool = True  # takes vision-language models, unless it samples rows itself
+    turns: bool = False  # follows TRL's tool loop turn by turn
+    watched_tools: bool = False  # calls of its tools are counted
+    features: bool = False  # asks for gradient features of the main rows
 
     def __or__(self, other: "Requires") -> "Requires":
         """What two methods need that are one trainer."""

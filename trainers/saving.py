@@ -42,11 +42,8 @@ class Saving:
     Checkpoints that hold what an exact continuation needs, and the way back from them.
 
     A checkpoint without that state (written by a plain `GRPOTrainer`) loads with a warning; one written by another
-    number of processes is refused. `resume_from_checkpoint=True` takes the newest checkpoint that is whole.
-
-    Args:
-        trainer ([`~trl_explore.trainers.ExplorationTrainer`]):
-            The trainer. This file and `base.py` are where privates of transformers' trainer are named.
+    number of processes is refused. `resume_from_checkpoint=True` takes the newest checkpoint that is whole. This file
+    and `base.py` are where privates of transformers' trainer are named.
     """
 
     def __init__(self, trainer: Any) -> None:

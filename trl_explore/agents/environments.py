@@ -19,23 +19,9 @@ _inside: ContextVar[bool] = ContextVar("inside an environment", default=False)
 
 
 def guarded(factory: Callable[[], Any]) -> Callable[[], Any]:
-    """
-    Let a factory make environments that remember their first exception instead of raising it out of the trainer.
-
-    `reset` and `get_reward` no longer raise: there is no observation, and a reward of 0. A tool still does, and TRL
-    shows the message to the model. See [`environment_error`].
-
-    Args:
-        factory (`Callable`):
-            What makes an environment.
-
-    Returns:
-        `Callable`: A factory of the same environments. Their class stays what it is, and its other instances behave
-        as before.
-
-    Raises:
-        TypeError: By the new factory, if an environment cannot carry an attribute.
-    """
+    """A factory of the same environments (their class stays as it is) that remember their first exception, see
+    [`environment_error`]. `reset` and `get_reward` no longer raise: no observation, a reward of 0. A tool still does,
+    and TRL shows it to the model. One that cannot carry an attribute is a TypeError."""
 
     @functools.wraps(factory)
     def make() -> Any:
@@ -53,13 +39,7 @@ def guarded(factory: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def guard(environment: Any) -> None:
-    """
-    Let an environment remember its first exception, see [`guarded`]; one that does already keeps it.
-
-    Args:
-        environment (`Any`):
-            The environment.
-    """
+    """Let an environment remember its first exception, see [`guarded`]; one that does already keeps it."""
     if ERROR not in vars(environment):
         setattr(environment, ERROR, None)
     kind: Any = type(environment)
@@ -67,16 +47,7 @@ def guard(environment: Any) -> None:
 
 
 def environment_error(environment: Any) -> BaseException | None:
-    """
-    The exception that ended an environment's episode.
-
-    Args:
-        environment (`Any`):
-            Environment made by a [`guarded`] factory, or any other object.
-
-    Returns:
-        `BaseException` or `None`: The first exception since the last `reset`.
-    """
+    """The first exception since the last `reset` of a [`guarded`] environment; `None` for other objects."""
     return getattr(environment, ERROR, None)
 
 

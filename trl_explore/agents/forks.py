@@ -19,25 +19,8 @@ from trl_explore.sampling.sampler import Sampler
 
 
 class Forks:
-    """
-    Leaves trajectories at any of their last turns.
-
-    Prefixes are the sampled token ids. Environments go on from the state that they had: each branch has its own.
-
-    Args:
-        policy ([`~trl_explore.rows.policy.Policy`]):
-            The trainer.
-        turns ([`Turns`]):
-            Its tool loop.
-        sample ([`Sampler`]):
-            Samples first turns of branches, and later ones in the tool loop.
-        states ([`KeptStates`]):
-            States of environments, if the method is to go on from them.
-        watch ([`ToolWatch`]):
-            Counts the calls of the tools.
-        most_rounds (`Callable[[], int | None]`):
-            Rounds of tool calls that the trajectories of the next batch may have; `None` for any number.
-    """
+    """Leaves trajectories at any of their last turns, in sampled token ids. Environments go on from the state that
+    they had, if the method needs `states`: each branch has its own."""
 
     def __init__(
         self,
@@ -82,17 +65,8 @@ class Forks:
             self.states.keep(turn.number, turn.rows)
 
     def end(self, prompts: list, rows: tuple, *, save: Callable[[], str]) -> None:
-        """
-        The batch has been rolled out.
-
-        Args:
-            prompts (`list`):
-                Prompts as they were sampled from, `[B]`.
-            rows (`tuple`):
-                Prompt and completion tokens, loss mask and completions of the rows, as TRL returns them.
-            save (`Callable[[], str]`):
-                Writes a checkpoint before the run is stopped, and says what to do next.
-        """
+        """The batch has been rolled out: prompts as they were sampled from, `[B]`, and rows as TRL returns them.
+        `save` writes a checkpoint before the run is stopped, and says what to do next."""
         if self.world.tools:
             self._stop_if_all_failed(save)
         prompt_ids, completion_ids, mask, completions = rows

@@ -27,36 +27,14 @@ class not_a_tool:
 
 
 def has_own_snapshots(cls: type) -> bool:
-    """
-    Whether a class of environments defines `snapshot` and `restore`.
-
-    Args:
-        cls (`type`):
-            The class.
-
-    Returns:
-        `bool`: Whether both are methods of it.
-    """
+    """Whether both `snapshot` and `restore` are methods of a class."""
     found = dict(inspect.getmembers(cls))
     return all(isinstance(found.get(name), not_a_tool) or inspect.isfunction(found.get(name)) for name in OWN)
 
 
 def choose_state(environment: Any, wanted: str) -> str:
-    """
-    How the states of an environment can be kept.
-
-    Args:
-        environment (`Any`):
-            An instance; after a `reset` there may be more in it.
-        wanted (`str`):
-            `"auto"`, or one of the ways.
-
-    Returns:
-        `str`: `"snapshot"`, `"copy"` or `"replay"`.
-
-    Raises:
-        ValueError: If the way that was asked for is not possible.
-    """
+    """`"snapshot"`, `"copy"` or `"replay"`: how an environment's states can be kept. ValueError if the `wanted` way is
+    not possible; after a `reset` there may be more in it."""
     name = type(environment).__name__
     if wanted == "snapshot" or (wanted == "auto" and has_own_snapshots(type(environment))):
         if not has_own_snapshots(type(environment)):
@@ -80,21 +58,8 @@ def choose_state(environment: Any, wanted: str) -> str:
 
 
 def take(environment: Any, way: str) -> Any:
-    """
-    The state of an environment now.
-
-    Args:
-        environment (`Any`):
-            The environment.
-        way (`str`):
-            `"snapshot"`, `"copy"` or `"replay"`.
-
-    Returns:
-        `Any`: A copy of the environment, what its own `snapshot` returned, or `None` for `"replay"`.
-
-    Raises:
-        RuntimeError: If it cannot be had.
-    """
+    """The state now: a copy of the environment, what its own `snapshot` returned, or `None` for `"replay"`.
+    RuntimeError if it cannot be had."""
     if way == "replay":
         return None
     try:
@@ -108,22 +73,7 @@ def take(environment: Any, way: str) -> Any:
 
 
 def check_replay(environment: Any, tool: str, now: Any, then: Any) -> None:
-    """
-    Make sure that a replayed call gave what it gave before.
-
-    Args:
-        environment (`Any`):
-            The environment.
-        tool (`str`):
-            Name of the tool.
-        now (`str` or `list`):
-            What it answered.
-        then (`str` or `list`):
-            What it had answered in the rollout.
-
-    Raises:
-        RuntimeError: If the two differ: a branch from there would not share its prefix's state.
-    """
+    """RuntimeError if a replayed call answers otherwise than before: a branch would not share its prefix's state."""
     if now != then:
         raise RuntimeError(
             f"the tool `{tool}` of a {type(environment).__name__} answered {str(now)[:200]!r} when its call was "
@@ -134,26 +84,8 @@ def check_replay(environment: Any, tool: str, now: Any, then: Any) -> None:
 
 
 def explain_wrong_state(environment: Any, tool: str, now: Any, then: Any, *, way: str, replaced: bool) -> str:
-    """
-    A warning: an environment that went back to a turn did not answer as it had answered after that turn.
-
-    Args:
-        environment (`Any`):
-            The environment.
-        tool (`str`):
-            Name of the tool.
-        now (`str` or `list`):
-            What it answered.
-        then (`str` or `list`):
-            What it had answered in the rollout.
-        way (`str`):
-            `"copy"` or `"snapshot"`.
-        replaced (`bool`):
-            Whether calls are replayed instead from now on.
-
-    Returns:
-        `str`: What happened, what is done about it, and what else can be.
-    """
+    """A warning that an environment that went back to a turn did not answer as it had after it, and what else can be
+    done; `replaced` if calls are replayed from now on."""
     kind = type(environment).__name__
     cause = (
         f"the tool `{tool}` of a {kind} that went back to an earlier turn by {way} answered {str(now)[:200]!r}, but "

@@ -18,19 +18,8 @@ CHECKED_ROWS = 8  # trajectories on which a tool has to answer as before until i
 
 
 class KeptStates:
-    """
-    Environments of a batch as they were before the last turns of each row.
-
-    Args:
-        policy ([`~trl_explore.rows.policy.Policy`]):
-            The trainer.
-        world ([`~trl_explore.agents.turns.World`]):
-            What its tool loop works with.
-        wanted (`str`):
-            How states are kept: `"auto"`, or a way of [`~trl_explore.agents.snapshots.choose_state`].
-        num_turns (`int`):
-            How many of the last turns of a trajectory are kept.
-    """
+    """Environments of a batch before each row's last `num_turns` turns; `wanted` as in
+    [`~trl_explore.agents.snapshots.choose_state`]."""
 
     def __init__(self, policy: Policy, world: World, *, wanted: str, num_turns: int) -> None:
         self.policy, self.world, self.wanted, self.num_turns = policy, world, wanted, num_turns
@@ -108,12 +97,8 @@ class KeptStates:
         return environment
 
     def check(self, trajectories: list[Trajectory], failed: list[bool]) -> None:
-        """
-        Ask kept states for the calls that followed them: those that answer otherwise are not the states they were.
-
-        Once per batch and before its branches, when the rewards are known: a state may be shared with the environment
-        that it was taken from. Every process must call it equally often.
-        """
+        """Ask kept states for the calls that followed them, once per batch and before its branches, when rewards are
+        known: a state that is shared with its environment answers otherwise. Every process calls it."""
         if self._checked or not self.world.tools or self.world.factories is None:
             return
         self._checked = True

@@ -17,19 +17,11 @@ Spoken = tuple[list[list[int]], list[list[float | None]] | None]  # tokens and l
 
 class World:
     """
-    What a trainer's tool loop works with.
+    What a trainer's tool loop works with: `attributes` of the trainer, by these names.
 
     `names` says which environment each row of the batch has; the functions of its tools are `sync_tools` and
     `async_tools`, by row. `loop` is TRL's, behind a first turn of each row; `encode_answers` gives the tokens between
     two turns of the assistant.
-
-    Args:
-        trainer ([`~trl.GRPOTrainer`]):
-            The trainer.
-        attributes (`dict[str, str]`):
-            Its attributes behind these names.
-        loop, encode_answers (`Callable`):
-            Its methods.
     """
 
     tools: list[Any]
@@ -83,27 +75,13 @@ class World:
 
 @dataclass
 class Turn:
-    """
-    One round of the tool loop.
+    """One round of the tool loop."""
 
-    Args:
-        number (`int`):
-            0 for the first turn of the assistant.
-        rows (`list[int]`):
-            Rows of the batch that speak now, in the order in which they are sampled.
-        shown (`list[int]`):
-            Tokens of prompt and completion of each of them before what its tools answered last; 0 in turn 0.
-        budgets (`list[int]`):
-            New tokens that each of them may still have, at least 1.
-        last_messages (`list[list[dict]]`):
-            What each of them was shown last: the whole prompt in turn 0, the answers of its tools later.
-    """
-
-    number: int
-    rows: list[int]
-    shown: list[int]
-    budgets: list[int]
-    last_messages: list[list[dict[str, Any]]]
+    number: int  # 0 for the first turn of the assistant
+    rows: list[int]  # that speak now, in the order in which they are sampled
+    shown: list[int]  # tokens of each before what its tools answered last; 0 in turn 0
+    budgets: list[int]  # new tokens that each may still have, at least 1
+    last_messages: list[list[dict[str, Any]]]  # shown last: the whole prompt in turn 0, its tools' answers later
 
 
 @dataclass
@@ -127,12 +105,6 @@ class Turns:
 
     In training, the method's [`rollout`] is asked once per turn, for the rows that speak; `turn` describes it. A
     trajectory whose environment raised gets no further turn, and a reward of 0 from every reward function.
-
-    Args:
-        policy ([`~trl_explore.rows.policy.Policy`]):
-            The trainer.
-        world ([`World`]):
-            What its tool loop works with.
     """
 
     def __init__(self, policy: Policy, world: World) -> None:

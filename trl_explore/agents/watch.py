@@ -8,12 +8,8 @@ from typing import Any
 
 
 class ToolWatch:
-    """
-    Counts what becomes of the calls of tools.
-
-    A call counts as unanswered if it raised an `OSError`, as connections and timeouts do. Any other exception may be
-    the answer to a mistake of the model; a call that does not fit the tool's signature is one, and is not counted.
-    """
+    """Counts tool calls; one is unanswered if it raised an `OSError`, as connections and timeouts do. Other exceptions
+    may answer a mistake of the model; a call that does not fit the tool's signature is one, and is not counted."""
 
     def __init__(self) -> None:
         self.calls = self.unanswered = 0
@@ -24,16 +20,7 @@ class ToolWatch:
         self.calls = self.unanswered = 0
 
     def watched(self, tool: Callable) -> Callable:
-        """
-        A tool that counts.
-
-        Args:
-            tool (`Callable`):
-                Function that TRL offers to the model.
-
-        Returns:
-            `Callable`: The same with its name, signature and documentation.
-        """
+        """A tool that counts, with the same name, signature and documentation."""
         signature = inspect.signature(tool)
 
         @contextmanager

@@ -23,69 +23,21 @@ SCALES = ("group", "none")
 
 
 def turns(loss_mask: Sequence[int]) -> list[tuple[int, int]]:
-    """
-    Where the model's responses lie in a completion.
-
-    Args:
-        loss_mask (`Sequence[int]`):
-            1 for tokens of the model, 0 for those of tool results, `[T]`.
-
-    Returns:
-        `list[tuple[int, int]]`: Start and end (exclusive) of each maximal run of ones, in order; a single-turn
-        completion has one.
-
-    Example:
-
-    ```python
-    >>> turns([1, 1, 0, 0, 1])
-    [(0, 2), (4, 5)]
-    ```
-    """
+    """Start and end (exclusive) of the model's responses, the maximal runs of ones."""
     flips = [token for token, (left, right) in enumerate(pairwise([0, *loss_mask, 0])) if left != right]
     return list(zip(flips[::2], flips[1::2], strict=True))
 
 
 def branch_count(accuracy: float, *, num_branches: int = 2, num_branches_solved: int = 1) -> int:
-    """
-    Continuations to sample at each branch point, at most (Eq. 15).
-
-    Args:
-        accuracy (`float`):
-            Accuracy of the group, see [`group_accuracy`].
-        num_branches (`int`, *optional*, defaults to `2`):
-            Continuations where a rollout failed.
-        num_branches_solved (`int`, *optional*, defaults to `1`):
-            Continuations where the accuracy is 1, or above as rewards beyond 1 make it.
-
-    Returns:
-        `int`: How many.
-    """
+    """Most continuations at a branch point (Eq. 15); an accuracy above 1, from larger rewards, counts as solved."""
     return num_branches_solved if accuracy >= 1 else num_branches
 
 
 def recursion_depth(
     reward: float, accuracy: float, *, threshold: float, depth_hard: int = 3, depth: int = 2, depth_solved: int = 1
 ) -> int:
-    """
-    Largest depth to branch a trajectory at (Eq. 16); the first rule that holds counts.
-
-    Args:
-        reward (`float`):
-            Reward of the trajectory.
-        accuracy (`float`):
-            Accuracy of its group, see [`group_accuracy`].
-        threshold (`float`):
-            Smallest reward of a success.
-        depth_hard (`int`, *optional*, defaults to `3`):
-            Depth for a failure in a group with an accuracy below 0.5.
-        depth (`int`, *optional*, defaults to `2`):
-            Depth for any other failure, and for a success in a group with an accuracy below 1.
-        depth_solved (`int`, *optional*, defaults to `1`):
-            Depth for what is left.
-
-    Returns:
-        `int`: Responses to go back, 1 for the last one; 0 for a trajectory that could not be scored.
-    """
+    """Largest depth to branch at (Eq. 16), 1 for the last response: `depth_hard` for a failure at an accuracy below
+    0.5, `depth` for other failures and successes below 1, `depth_solved` for the rest; 0 for an unscored one."""
     if math.isnan(reward) or math.isnan(accuracy):
         return 0
     failed = not is_success(reward, threshold=threshold)
@@ -102,27 +54,8 @@ def fork_depths(
     selection: str = "tail",
     generator: torch.Generator | None = None,
 ) -> list[int]:
-    """
-    Where to leave a trajectory, one depth after the other.
-
-    Args:
-        num_turns (`int`):
-            Responses of the trajectory.
-        number (`int`):
-            Depths wanted; fewer where it has fewer responses.
-        nearest (`int`, *optional*, defaults to `1`):
-            Smallest depth: 1 for the last response.
-        selection (`str`, *optional*, defaults to `"tail"`):
-            `"tail"`: the smallest depths, in order (algorithm 1). `"random"`: any different ones, in any order.
-        generator (`torch.Generator`, *optional*):
-            Generator of the random draws.
-
-    Returns:
-        `list[int]`: Responses to go back, from `nearest` to `num_turns`.
-
-    Raises:
-        ValueError: If `selection` is unknown.
-    """
+    """Depths to leave a trajectory at, `nearest` (1: the last response) to `num_turns`, so maybe fewer than `number`:
+    the smallest (`"tail"`, algorithm 1) or different ones in any order (`"random"`); else ValueError."""
     check_choice("selection", selection, SELECTIONS)
     depths = list(range(nearest, num_turns + 1))
     if selection == "random":
@@ -131,23 +64,8 @@ def fork_depths(
 
 
 def group_accuracy(rewards: Sequence[float], *, definition: str, threshold: float) -> float:
-    """
-    How easy a prompt is, from its initial rollouts (appendix A.1).
-
-    Args:
-        rewards (`Sequence[float]`):
-            Rewards of the group's initial rollouts, `[G]`; NaN is ignored.
-        definition (`str`):
-            `"mean"`: mean reward, as in the paper. `"share"`: share of successes, as in the authors' code.
-        threshold (`float`):
-            Smallest reward of a success.
-
-    Returns:
-        `float`: The accuracy; NaN if no rollout could be scored.
-
-    Raises:
-        ValueError: If `definition` is unknown.
-    """
+    """How easy a prompt is, from its initial rollouts (appendix A.1): `"mean"` reward, as in the paper, or `"share"`
+    of successes, as in the authors' code. NaN rewards are ignored; NaN if there is no other."""
     check_choice("definition", definition, DEFINITIONS)
     scored = [reward for reward in rewards if not math.isnan(reward)]
     if definition == "share":
@@ -157,40 +75,14 @@ def group_accuracy(rewards: Sequence[float], *, definition: str, threshold: floa
 
 
 def is_contrastive(reward: float | None, original: float, *, threshold: float) -> bool:
-    """
-    Whether a continuation teaches something: it succeeded and the original failed, or the reverse (section 4.2).
-
-    Args:
-        reward (`float` or `None`):
-            Reward of the continuation.
-        original (`float`):
-            Reward of the trajectory that it branches from.
-        threshold (`float`):
-            Smallest reward of a success.
-
-    Returns:
-        `bool`: `False` also if one of the two has no reward.
-    """
+    """Whether one of the two succeeded and the other failed (section 4.2); `False` where one has no reward."""
     if reward is None or math.isnan(reward) or math.isnan(original):
         return False
     return is_success(reward, threshold=threshold) != is_success(original, threshold=threshold)
 
 
 def first_contrastive(rewards: Sequence[float | None], original: float, *, threshold: float) -> int | None:
-    """
-    Which continuation to keep: the first contrastive one ends the search (algorithm 1).
-
-    Args:
-        rewards (`Sequence[float | None]`):
-            Rewards of the continuations, in the order in which they were sampled.
-        original (`float`):
-            Reward of the trajectory that they branch from.
-        threshold (`float`):
-            Smallest reward of a success.
-
-    Returns:
-        `int` or `None`: Its index; `None` if there is none.
-    """
+    """Index of the first contrastive continuation, in the order sampled, which ends the search (algorithm 1)."""
     found = (index for index, reward in enumerate(rewards) if is_contrastive(reward, original, threshold=threshold))
     return next(found, None)
 
@@ -198,24 +90,8 @@ def first_contrastive(rewards: Sequence[float | None], original: float, *, thres
 def seeks_shorter(
     rewards: Sequence[float], num_turns: Sequence[int], *, accuracy: float, threshold: float
 ) -> list[bool]:
-    """
-    Trajectories of a group that may hold a redundant step (section 4.4, appendix A.1): successes of a group with an
-    accuracy above 0.5 that took more turns than the group's successes on average. They branch from the penultimate
-    response (depth 2) instead of by [`recursion_depth`].
-
-    Args:
-        rewards (`Sequence[float]`):
-            Rewards of the group's initial rollouts, `[G]`.
-        num_turns (`Sequence[int]`):
-            Responses of each, `[G]`.
-        accuracy (`float`):
-            Accuracy of the group, see [`group_accuracy`].
-        threshold (`float`):
-            Smallest reward of a success.
-
-    Returns:
-        `list[bool]`: `[G]`; `False` also for a trajectory without a penultimate response.
-    """
+    """Trajectories of a group that may hold a redundant step (section 4.4, appendix A.1): where accuracy exceeds 0.5,
+    successes with more turns than the successes' mean, and at least 2. They branch at depth 2."""
     correct = [is_success(reward, threshold=threshold) for reward in rewards]
     if not accuracy > 0.5 or not any(correct):  # also for an accuracy of NaN
         return [False] * len(correct)
@@ -226,22 +102,8 @@ def seeks_shorter(
 def first_shorter(
     rewards: Sequence[float | None], num_turns: Sequence[int], original_turns: int, *, threshold: float
 ) -> int | None:
-    """
-    Which continuation proves a step redundant (section 4.4): the first success with fewer turns than the original.
-
-    Args:
-        rewards (`Sequence[float | None]`):
-            Rewards of the continuations, in the order in which they were sampled.
-        num_turns (`Sequence[int]`):
-            Responses of each in total, those of the shared prefix included.
-        original_turns (`int`):
-            Responses of the trajectory that they branch from.
-        threshold (`float`):
-            Smallest reward of a success.
-
-    Returns:
-        `int` or `None`: Its index; `None` if there is none.
-    """
+    """Index of the continuation that proves a step redundant (section 4.4): the first success with fewer turns in
+    total, those of the shared prefix included, than the original."""
     for index, (reward, count) in enumerate(zip(rewards, num_turns, strict=True)):
         if count < original_turns and is_success(reward, threshold=threshold):
             return index
@@ -249,20 +111,8 @@ def first_shorter(
 
 
 def relative_rewards(rewards: Sequence[float], *, scale: str = "group", eps: float = 1e-4) -> list[float]:
-    """
-    Advantages of one group, bit for bit those of GRPO: in float32, and in TRL's order of operations.
-
-    Args:
-        rewards (`Sequence[float]`):
-            Rewards of the group, `[G]`; NaN enters neither mean nor standard deviation.
-        scale (`str`, *optional*, defaults to `"group"`):
-            `"group"` divides by the group's standard deviation (of the sample), `"none"` does not.
-        eps (`float`, *optional*, defaults to `1e-4`):
-            Added to the standard deviation.
-
-    Returns:
-        `list[float]`: `[G]`; 0 for NaN, and for all rows if fewer than two have a reward.
-    """
+    """Advantages of one group, bit for bit GRPO's: in float32, in TRL's order of operations; `"group"` divides by the
+    sample standard deviation. 0 for NaN, which enters no statistic, and for all if fewer than two have a reward."""
     values = torch.tensor(rewards, dtype=torch.float32)
     advantages = values - values.nanmean()
     if scale == "group":
@@ -274,27 +124,12 @@ def branch_advantages(
     rewards: Sequence[Sequence[float]], *, group: str = "prompt", scale: str = "group", eps: float = 1e-4
 ) -> tuple[list[float], list[list[float]]]:
     """
-    Advantages of the prefixes and of the suffixes of one prompt (Eq. 10-12). Without any branch both are GRPO's
-    (theorem B.1).
+    Advantages of the prefixes, `[N]`, and suffixes, `[N][|C_n|]`, of one prompt (Eq. 10-12), from the suffixes'
+    rewards: first the original's, then those of kept branches. Without any branch both are GRPO's (theorem B.1).
 
-    Args:
-        rewards (`Sequence[Sequence[float]]`):
-            Per trajectory the rewards of its suffixes, `[N][|C_n|]`: first the original's, then those of the kept
-            branches; NaN where one could not be scored.
-        group (`str`, *optional*, defaults to `"prompt"`):
-            What a suffix is compared with. `"prompt"`: all suffixes of the prompt (Eq. 12). `"trajectory"`: those of
-            the same trajectory (algorithm 1). There the suffix of an unbranched trajectory has nothing to be compared
-            with; it gets the base advantage, as GRPO gives it (theorem B.1), where 0 would drop it from the loss.
-        scale (`str`, *optional*, defaults to `"group"`):
-            See [`relative_rewards`], like `eps`.
-        eps (`float`, *optional*, defaults to `1e-4`):
-            Added to the standard deviations.
-
-    Returns:
-        `tuple[list[float], list[list[float]]]`: Base advantages, `[N]`, and branch advantages, `[N][|C_n|]`.
-
-    Raises:
-        ValueError: If `group` or `scale` is unknown.
+    A suffix is compared with all of the `"prompt"` (Eq. 12) or with those of its `"trajectory"` (algorithm 1). There
+    that of an unbranched one has nothing to be compared with; it gets the base advantage, where 0 would drop it from
+    the loss.
     """
     check_choice("group", group, GROUPS)
     check_choice("scale", scale, SCALES)
@@ -307,38 +142,11 @@ def branch_advantages(
 
 
 def credit(base: float, branch: float, start: int, *, num_tokens: int, redundant: bool = False) -> list[float]:
-    """
-    Advantages of the tokens of an initial rollout (section 4.3).
-
-    Args:
-        base (`float`):
-            Base advantage, of the prefix.
-        branch (`float`):
-            Branch advantage, of the suffix.
-        start (`int`):
-            First token of the suffix, in 0 to `num_tokens`.
-        num_tokens (`int`):
-            Tokens of the completion, T.
-        redundant (`bool`, *optional*, defaults to `False`):
-            Whether a shorter continuation has shown the suffix to be redundant, which masks its advantage (Eq. 14).
-
-    Returns:
-        `list[float]`: `[T]`.
-    """
+    """Advantages `[T]` of an initial rollout (section 4.3): `base` before token `start`, `branch` from it on, masked
+    where a shorter continuation has shown the suffix to be redundant (Eq. 14)."""
     return [base] * start + [0.0 if redundant else branch] * (num_tokens - start)
 
 
 def suffix_mask(loss_mask: Sequence[int], start: int) -> list[int]:
-    """
-    Loss mask of a branch: the prefix that it shares is trained in the original's row only.
-
-    Args:
-        loss_mask (`Sequence[int]`):
-            1 for tokens of the model, 0 for those of tool results, `[T]`.
-        start (`int`):
-            First token of the suffix, in 0 to T.
-
-    Returns:
-        `list[int]`: `[T]`.
-    """
+    """Loss mask `[T]` of a branch from token `start`: the shared prefix is trained in the original's row only."""
     return [0] * start + list(loss_mask[start:])

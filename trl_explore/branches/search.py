@@ -33,35 +33,15 @@ REDUNDANCY_DEPTH = 2  # from the penultimate response, section 4.4
 
 @dataclass
 class Plan:
-    """
-    Where a trajectory is left.
+    """Where a trajectory is left."""
 
-    Args:
-        depths (`list[int]`):
-            Responses to go back, round by round; empty for a trajectory that is not branched.
-        tries (`int`):
-            Continuations per round.
-        shorter (`bool`):
-            Whether a shorter success is looked for, and not a contrast.
-    """
-
-    depths: list[int]
-    tries: int
-    shorter: bool = False
+    depths: list[int]  # responses to go back, round by round; empty where it is not branched
+    tries: int  # continuations per round
+    shorter: bool = False  # a shorter success is looked for, and not a contrast
 
 
 class BranchSearch:
-    """
-    Looks for contrasting continuations of the trajectories of a batch.
-
-    Args:
-        policy ([`~trl_explore.rows.policy.Policy`]):
-            The trainer.
-        scorer ([`~trl_explore.rows.scorer.Scorer`]):
-            Judges and scores branches.
-        forks ([`~trl_explore.agents.forks.Forks`]):
-            Leaves trajectories.
-    """
+    """Looks for contrasting continuations of the trajectories of a batch."""
 
     def __init__(self, policy: Policy, scorer: Scorer, forks: Forks) -> None:
         self.policy, self.scorer, self.forks, self.args = policy, scorer, forks, policy.args

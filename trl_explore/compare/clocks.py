@@ -25,10 +25,8 @@ def value_at(points: Points, clock: str, reading: float, metric: str) -> float |
 
 
 def mean_along(points: Points, clock: str, reading: float, metric: str) -> float:
-    """
-    Mean height of a learning curve, with straight lines between its points, up to a cost that is positive and not
-    beyond its end: of two that end alike, the one that rose earlier has more.
-    """
+    """Mean height of a learning curve, with straight lines between its points, up to a cost that is positive and not
+    beyond its end: of two that end alike, the one that rose earlier has more."""
     end = value_at(points, clock, reading, metric)
     if end is None:
         raise ValueError(f"`reading` is {reading}, but the curve is known up to {points[-1][clock]} {clock}.")
@@ -54,10 +52,8 @@ def mean_with_interval(values: Sequence[float]) -> str:
 def mean_curve(
     curves: Sequence[Points], clock: str, metric: str, *, t_interval: bool = False
 ) -> list[tuple[float, float, float, float]]:
-    """
-    The mean of several seeds' learning curves, wherever one of them was measured and all can be read: cost, mean, and
-    lowest and highest, or with `t_interval` the ends of the mean's 95 % interval, which needs two curves.
-    """
+    """The mean of several seeds' curves, wherever one was measured and all can be read: cost, mean, and lowest and
+    highest, or with `t_interval` the ends of the mean's 95 % interval, which needs two curves."""
     mean = []
     for reading in sorted({point[clock] for points in curves for point in points}):
         values = [value_at(points, clock, reading, metric) for points in curves]
@@ -85,10 +81,8 @@ def paired_values(
 
 
 def comparison_table(runs: Sequence[Mapping[str, Any]], clock: str, metrics: Mapping[str, str]) -> str:
-    """
-    All arms where the one that got least far on the clock stopped, and their paired differences to the first arm, as
-    lines of text; `metrics` of the points by label, and the same seeds for every arm.
-    """
+    """All arms where the one that got least far on the clock stopped, and their paired differences to the first arm,
+    as text; `metrics` of the points by label, and the same seeds for every arm."""
     names = list(dict.fromkeys(run["arm"] for run in runs))
     num_seeds, reading = len({run["seed"] for run in runs}), common_reading(runs, clock)
     lines = [f"at equal {clock}: {reading:,.0f}      (mean ± 95 % interval over {num_seeds} seeds; per seed)"]

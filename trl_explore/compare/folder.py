@@ -35,18 +35,7 @@ def teach(comparison: Comparison, seed: int, *, progress: bool = True) -> str:
 
 
 class ComparisonFolder:
-    """
-    The folder of a comparison: its settings, and one folder per arm and seed.
-
-    Args:
-        comparison ([`~trl_explore.compare.settings.Comparison`]):
-            What to run.
-        path (`str` or `Path`):
-            The folder.
-
-    Raises:
-        UsageError: If the folder was made by another comparison.
-    """
+    """A comparison's folder: settings, and a folder per arm and seed. UsageError if another comparison made it."""
 
     def __init__(self, comparison: Comparison, path: str | Path) -> None:
         self.comparison, self.path = comparison, check_output_dir(path)
@@ -93,10 +82,8 @@ class ComparisonFolder:
         return [asdict(Run.load(self.of_run(arm, seed) / RESULT)) for arm, seed in pairs]
 
     def check_arms(self) -> None:
-        """
-        Constructs the trainer of every arm that is to be trained, so that what one refuses is known before the first,
-        and how many threads suit their models.
-        """
+        """Constructs the trainer of every arm that is to be trained, so that what one refuses, and how many threads
+        suit their models, is known before the first."""
         with tempfile.TemporaryDirectory() as folder:
             if self.comparison.task is not None:
                 # In place of the warm start, which takes a while.
@@ -119,10 +106,8 @@ class ComparisonFolder:
         return [] if self.comparison.task is None else self.unfinished_seeds()
 
     def train(self, starts: Mapping[int, str], bar: Any) -> Iterator[int]:
-        """
-        Trains what is missing, one run after the other; yields a seed when all its runs are finished. `starts` are
-        what [`~ComparisonFolder.warm_starts`] returned, and `bar` shows the budgets of all runs.
-        """
+        """Trains what is missing, one run after the other; yields a seed when all its runs are finished. `starts` are
+        what [`~ComparisonFolder.warm_starts`] returned, and `bar` shows the budgets of all runs."""
         missing = self.missing()
         for number, (arm, seed) in enumerate(missing, start=self.num_runs - len(missing) + 1):
             folder = self.of_run(arm, seed)
@@ -136,10 +121,8 @@ class ComparisonFolder:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """
-    Why the runs of two comparisons cannot stand side by side, by their documents: one phrase per field. The new one
-    may have more arms and more seeds.
-    """
+    """Why the runs of two comparisons cannot stand side by side, by their documents: one phrase per field. The new one
+    may have more arms and more seeds."""
     missing = [f"seeds: {seed} there, not now" for seed in old["seeds"] if seed not in new["seeds"]]
     arms = {arm["name"]: arm for arm in new["arms"]}
     for arm in old["arms"]:

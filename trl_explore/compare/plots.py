@@ -22,18 +22,14 @@ INTERVAL_SEEDS = 3  # from so many on a picture shows the interval of the mean
 
 
 def metric_label(metric: str) -> tuple[str, int]:
-    """
-    How a metric such as `eval/pass_at_8` is shown: a label, and 100 for shares or 1 for rewards to multiply with.
-    """
+    """A label for a metric such as `eval/pass_at_8`, and what to multiply it with: 100 for shares, 1 for rewards."""
     label = LABELS.get(metric, metric.removeprefix("eval/").replace("_at_", "@"))
     return label, 1 if metric.endswith("reward") else 100
 
 
 def arm_styles(arms: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """
-    Colours and markers of arms, by name. An arm that is called as a method, or else the first whose name begins so,
-    has the method's; the others have what is left, but never GRPO's.
-    """
+    """Colours and markers of arms, by name. An arm that is called as a method, or else the first whose name begins so,
+    has the method's; the others have what is left, but never GRPO's."""
     names = list(dict.fromkeys(arms))
     styles: dict[str, tuple[str, str]] = {}
     of_methods = {row.title: row.style for row in METHODS.values() if row.style is not None}

@@ -58,10 +58,8 @@ def clear(mean: float, half: float | None) -> str:
 
 
 def verdicts(runs: Sequence[Mapping[str, Any]], comparison: "Comparison") -> list[str]:
-    """
-    What was found about each method, a sentence each, as the regimes of the benchmark are judged: differences to the
-    first arm in the first metric, a share, by the mean along the curve.
-    """
+    """What was found about each method, a sentence each, as the regimes of the benchmark are judged: differences to
+    the first arm in the first metric, a share, by the mean along the curve."""
     from trl_explore.compare.clocks import interval, mean_along, paired_values
     from trl_explore.compare.plots import metric_label
     from trl_explore.compare.report import equal_cost, summarize

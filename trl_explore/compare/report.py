@@ -17,14 +17,11 @@ COSTS = ("step", "tokens", "trained_tokens", "seconds", "cpu_seconds")
 
 @dataclass(frozen=True)
 class Cell:
-    """
-    A metric of one arm at equal cost: mean and half its interval, the same for what it has more than the first arm
-    seed by seed (`None` for that one itself), and what both are multiplied with to be shown, 100 for shares.
-    """
+    """A metric of one arm at equal cost, as mean and half its interval."""
 
     value: tuple[float, float | None]
-    difference: tuple[float, float | None] | None
-    scale: int
+    difference: tuple[float, float | None] | None  # to the first arm seed by seed; `None` for that one
+    scale: int  # to show both with: 100 for shares
 
     def texts(self) -> list[str]:
         """The value, and the difference where there is one."""

@@ -50,27 +50,13 @@ class Interrupted(Exception):
 
 @dataclass
 class Run:
-    """
-    Outcome of one arm on one seed.
-
-    Args:
-        arm (`str`):
-            Name of the arm.
-        seed (`int`):
-            Seed of training.
-        points (`list[dict]`):
-            One entry per evaluation: its metrics and the cost so far.
-        steps (`list[dict]`):
-            One entry per training step: TRL's logs and the cost so far.
-        interrupted (`bool`):
-            Whether Ctrl-C ended the training.
-    """
+    """Outcome of one arm on one seed."""
 
     arm: str
     seed: int
-    points: list[dict[str, Any]]
-    steps: list[dict[str, float]]
-    interrupted: bool = False
+    points: list[dict[str, Any]]  # per evaluation: its metrics and the cost so far
+    steps: list[dict[str, float]]  # per training step: TRL's logs and the cost so far
+    interrupted: bool = False  # Ctrl-C ended the training
 
     def save(self, path: Path) -> None:
         """Writes the run as JSON, whole or not at all."""
@@ -92,7 +78,7 @@ class CostCallback(TrainerCallback):
     """
     Counts the cost of training steps and stops at a budget.
 
-    Reads TRL's logs, so `logging_steps` must be 1 and a generation batch one optimiser step.
+    It reads TRL's logs, so `logging_steps` must be 1 and a generation batch one optimiser step.
 
     Args:
         budget ([`Budget`]):
@@ -135,20 +121,8 @@ class CostCallback(TrainerCallback):
 
 
 class Curve(TrainerCallback):
-    """
-    The points of a run. They go with its cost into every checkpoint, so that a resumed run keeps its curve and what is
-    left of its budget; both are shown by a bar. It is called after `costs`.
-
-    Args:
-        costs ([`CostCallback`]):
-            What counts the cost.
-        clock (`str`):
-            The cost that the bar shows.
-        amount (`float`):
-            How much of it the run gets.
-        bar (`tqdm`, *optional*):
-            Progress over the budgets of all runs.
-    """
+    """The points of a run. They go with its cost into every checkpoint, so that a resumed run keeps its curve and what
+    is left of its budget, `amount` of `clock`, which a bar shows. It is called after `costs`."""
 
     def __init__(self, costs: CostCallback, clock: str, amount: float, bar: Any = None) -> None:
         self.costs, self.clock, self.amount = costs, clock, amount
@@ -195,21 +169,7 @@ class Curve(TrainerCallback):
 
 
 class Milestones(Curve):
-    """
-    The curve of a comparison's run: evaluates and saves at even shares of the budget.
-
-    Args:
-        comparison ([`~trl_explore.compare.settings.Comparison`]):
-            Budget and number of evaluations.
-        costs ([`CostCallback`]):
-            What counts the cost.
-        interrupt ([`~trl_explore.saving.interrupt.InterruptCallback`]):
-            Whether Ctrl-C was pressed; called before this.
-        evaluate (`Callable`):
-            Measures the current model.
-        bar (`tqdm`):
-            Progress over the budgets of all runs.
-    """
+    """A comparison's curve: evaluates and saves at even shares of the budget. `interrupt` is called before it."""
 
     def __init__(
         self, comparison: Comparison, costs: CostCallback, interrupt: InterruptCallback, evaluate: Evaluate, bar: Any
@@ -257,17 +217,7 @@ class Milestones(Curve):
 
 
 class SteadyCurve(Curve):
-    """
-    The curve of an example's run, evaluated every so many steps: by a callback, or, where agents play, by the trainer.
-
-    Args:
-        costs ([`CostCallback`]):
-            What counts the cost.
-        evaluation ([`~trl_explore.evaluation.callbacks.PassAtKCallback`], *optional*):
-            The callback; called before this.
-        bar (`tqdm`, *optional*):
-            Progress over the token budget.
-    """
+    """An example's curve: every so many steps, by a callback called before or, where agents play, the trainer."""
 
     def __init__(self, costs: CostCallback, evaluation: PassAtKCallback | None, bar: Any) -> None:
         super().__init__(costs, "tokens", costs.budget.tokens, bar)
@@ -315,10 +265,8 @@ def task_trainer(
 
 
 def held_out_split(comparison: Comparison, arguments: RunArguments) -> tuple[Any, list[dict[str, Any]]]:
-    """
-    Training rows and held-out rows of a user's data set: the split that `dataset_test_split` names, or rows that are
-    taken out of the training split.
-    """
+    """Training rows and held-out rows of a user's data set: the split that `dataset_test_split` names, or rows that
+    are taken out of the training split."""
     script, _, _, mixture = arguments
     named = "dataset_test_split" in comparison.subject
     train, test = load_train_and_eval(script, mixture, needs_eval=named)
@@ -397,31 +345,8 @@ def train_run(
     bar: Any,
     interrupt: InterruptCallback | None = None,
 ) -> Run:
-    """
-    Train one arm of a comparison on one seed, from the beginning or from where it was interrupted.
-
-    Args:
-        comparison ([`~trl_explore.compare.settings.Comparison`]):
-            What to run.
-        arm ([`~trl_explore.compare.settings.Arm`]):
-            The arm.
-        seed (`int`):
-            The seed.
-        folder (`Path`):
-            Where checkpoints go.
-        start (`str` or `None`):
-            As for [`build_run`].
-        bar (`tqdm`):
-            Progress over the budgets of all runs.
-        interrupt ([`~trl_explore.saving.interrupt.InterruptCallback`], *optional*):
-            What stops the run early. Defaults to Ctrl-C.
-
-    Returns:
-        [`Run`]: Curve and cost.
-
-    Raises:
-        Interrupted: After Ctrl-C; the checkpoint is saved.
-    """
+    """Train one arm of a comparison on one seed, from the beginning (`start` as for [`build_run`]) or from where it
+    was interrupted. After Ctrl-C, by default, the checkpoint is saved and Interrupted raised."""
     trainer, evaluate = build_run(comparison, arm, seed=seed, folder=folder, start=start)
     costs, interrupt = CostCallback(comparison.budget), interrupt or InterruptCallback()
     milestones = Milestones(comparison, costs, interrupt, evaluate, bar)

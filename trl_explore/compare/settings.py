@@ -100,51 +100,21 @@ class Budget:
 
 @dataclass(frozen=True)
 class Comparison:
-    """
-    Everything that decides what a comparison computes.
+    """Everything that decides what a comparison computes."""
 
-    Args:
-        subject (`dict`):
-            Model, data and rewards as fields of `trl-explore train`; or only `task`, an embedded task.
-        clock (`str`):
-            What is equal for all arms: `"tokens"`, `"seconds"` or `"steps"`.
-        amount (`float`):
-            How much of it each run gets.
-        seeds (`tuple[int, ...]`):
-            Seeds of data order and sampling.
-        arms (`tuple[Arm, ...]`):
-            The arms, with every option filled in; differences are to the first.
-        common (`dict`):
-            Configuration fields of all arms.
-        metrics (`tuple[str, ...]`):
-            What table and picture show.
-        evaluations (`int`):
-            Evaluations per run after the first, at even shares of the budget.
-        num_eval (`int`):
-            Held-out problems.
-        success_threshold (`float`, *optional*):
-            Smallest total reward of a success in the evaluation.
-        success_reward (`str`, *optional*):
-            Reward function that decides success there, in the place of the total.
-        warm_start_steps (`int`, *optional*):
-            Steps that teach an embedded task to the tiny model.
-        model_size (`dict`):
-            `hidden_size` and `num_layers` of an embedded task's model, where they are not the tiny one's.
-    """
-
-    subject: dict[str, Any]
-    clock: str
-    amount: float
+    subject: dict[str, Any]  # fields of `trl-explore train`; or only `task`, an embedded one
+    clock: str  # what is equal for all arms: "tokens", "seconds" or "steps"
+    amount: float  # of it for each run
     seeds: tuple[int, ...]
-    arms: tuple[Arm, ...]
-    common: dict[str, Any]
-    metrics: tuple[str, ...]
-    evaluations: int
-    num_eval: int
-    success_threshold: float | None
-    success_reward: str | None
-    warm_start_steps: int | None
-    model_size: dict[str, Any]
+    arms: tuple[Arm, ...]  # with every option filled in; differences are to the first
+    common: dict[str, Any]  # configuration fields of all arms
+    metrics: tuple[str, ...]  # what table and picture show
+    evaluations: int  # per run after the first, at even shares of the budget
+    num_eval: int  # held-out problems
+    success_threshold: float | None  # smallest total reward of a success in the evaluation
+    success_reward: str | None  # function that decides success there, in the place of the total
+    warm_start_steps: int | None  # that teach an embedded task to the tiny model
+    model_size: dict[str, Any]  # `hidden_size` and `num_layers` where not the tiny model's
 
     @property
     def task(self) -> Any:
@@ -195,19 +165,7 @@ def arm_folder(name: str) -> str:
 
 
 def read_comparison(document: Mapping[str, Any]) -> Comparison:
-    """
-    Check a comparison's YAML document and fill in what it leaves out.
-
-    Args:
-        document (`Mapping`):
-            The document, with what flags override already in it.
-
-    Returns:
-        [`Comparison`]: What to run.
-
-    Raises:
-        UsageError: Naming the field, the value and the remedy.
-    """
+    """Check a comparison's document, flags in it, and fill it in. UsageError names field, value and remedy."""
     named = [spec.name for cls in (TrainArguments, ModelConfig, DatasetMixtureConfig) for spec in fields(cls)]
     subject_names = {"task", *named} - {"method"}
     own = {spec.name for spec in fields(Comparison)} - {"subject", "clock", "amount"} | {"budget"}

@@ -20,18 +20,7 @@ def find_task(name: str) -> Any:
 
 
 def common_options(task: Task, *, seed: int) -> dict[str, Any]:
-    """
-    Training options for the tiny model that all arms share (128 rows per step: 16 prompts with 8 completions).
-
-    Args:
-        task ([`~trl_explore.tasks.Task`]):
-            The embedded task.
-        seed (`int`):
-            Seed of data order and sampling.
-
-    Returns:
-        `dict`: Fields of [`~trl.GRPOConfig`].
-    """
+    """Options of the tiny model that all arms share: 128 rows per step, 16 prompts with 8 completions."""
     return dict(
         per_device_train_batch_size=128,
         num_generations=8,

@@ -27,10 +27,7 @@ from trl_explore.saving.interrupt import InterruptCallback
 
 
 class HangUpCallback(InterruptCallback):
-    """
-    Saves and stops a run when the parent has hung up, as [`~trl_explore.saving.interrupt.InterruptCallback`] does on
-    Ctrl-C.
-    """
+    """Saves and stops a run when the parent has hung up, as its parent class does on Ctrl-C."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__()
@@ -189,22 +186,8 @@ def train_side_by_side(folder: ComparisonFolder, workers: Workers, lines: ArmLin
 def carry_out(
     folder: ComparisonFolder, *, command: list[str], processes: int | None = None, check_arms: bool = False
 ) -> int:
-    """
-    Trains what is missing of a comparison, and shows its result.
-
-    Args:
-        folder ([`~trl_explore.compare.folder.ComparisonFolder`]):
-            The comparison.
-        command (`list[str]`):
-            What continues it.
-        processes (`int`, *optional*):
-            Runs at a time, each in a process of its own. Without a number all are trained in this one.
-        check_arms (`bool`, *optional*, defaults to `False`):
-            Whether every trainer is constructed first, to see what it refuses.
-
-    Returns:
-        `int`: Exit code: `0`, `130` when Ctrl-C stopped it early, `1` when one of the processes ended early.
-    """
+    """Trains what is missing of a comparison, `processes` runs at a time or all in this one, and shows its result;
+    `command` continues it. Exit code 130 when Ctrl-C stopped it early, 1 when one of the processes ended early."""
     try:
         if check_arms:
             folder.check_arms()

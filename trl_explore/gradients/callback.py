@@ -64,16 +64,7 @@ class GeometryCallback(TrainerCallback):
             self.num_batches += 1
 
     def measure(self, output: dict[str, Any]) -> dict[str, float]:
-        """
-        Geometry of a batch of scored rows.
-
-        Args:
-            output (`dict`):
-                Rows as TRL scored them, of this process.
-
-        Returns:
-            `dict[str, float]`: Metrics, which are also logged.
-        """
+        """Geometry metrics of this process's rows as TRL scored them; they are also logged."""
         size = self.trainer.num_generations
         lengths = [(output[f"{name}_mask"] != 0).long() for name in ("prompt", "completion")]
         # Not the masks: TRL takes truncated completions out of theirs, and their rows count nowhere then.

@@ -19,37 +19,17 @@ from trl_explore.sampling.sampler import without_dropout
 
 @dataclass
 class FeatureRows:
-    """
-    Rows of a generation batch whose features are wanted, of this process.
+    """Rows of a generation batch, of this process, whose features are wanted."""
 
-    Args:
-        prompt_ids (`list[list[int]]`):
-            Prompts, `[B][P_i]`.
-        completion_ids (`list[list[int]]`):
-            Completions, `[B][T_i]`.
-        loss_mask (`list[list[int]]`):
-            1 for tokens of the loss, `[B][T_i]`.
-        features (`list[torch.Tensor]`):
-            Features so far, in parts of shape `(b, D)`.
-    """
-
-    prompt_ids: list[list[int]]
-    completion_ids: list[list[int]]
-    loss_mask: list[list[int]]
-    features: list[torch.Tensor] = field(default_factory=list)
+    prompt_ids: list[list[int]]  # `[B][P_i]`
+    completion_ids: list[list[int]]  # `[B][T_i]`
+    loss_mask: list[list[int]]  # `[B][T_i]`
+    features: list[torch.Tensor] = field(default_factory=list)  # so far, in parts `(b, D)`
 
 
 class FeaturePass:
-    """
-    Knows the gradient features of a trainer's rows.
-
-    A hook on the backbone sees the hidden states of whatever forward pass there is: TRL's for old log-probabilities
-    where it makes one and nothing random is in it (dropout), otherwise one more without gradients.
-
-    Args:
-        trainer ([`~trl.GRPOTrainer`]):
-            Any GRPO trainer; its current policy is the one whose gradients are taken.
-    """
+    """Gradient features of a trainer's rows, by a hook on the backbone that sees the hidden states: in TRL's pass for
+    old log-probabilities where it makes one without dropout, otherwise in one more without gradients."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -102,16 +82,8 @@ class FeaturePass:
         return self.gathered(rows)
 
     def gathered(self, rows: FeatureRows) -> torch.Tensor:
-        """
-        Features of the rows of all processes; runs the backbone unless it was watched before.
-
-        Args:
-            rows ([`FeatureRows`]):
-                Rows of this process; every process has as many.
-
-        Returns:
-            `torch.Tensor`: Float32 of shape `(N, D)`; NaN for rows without a token in the loss.
-        """
+        """Float32 features `(N, D)` of all processes' rows, as many on each; NaN for rows without a token in the loss.
+        Runs the backbone unless it was watched before."""
         if not rows.features:
             self.run(rows)
         features = torch.cat(rows.features)
@@ -145,10 +117,8 @@ class FeaturePass:
 
     @contextmanager
     def watching(self, rows: FeatureRows, width: int) -> Iterator[None]:
-        """
-        Turn the hidden states of every forward pass into features of the next rows, and forget them. Completions take
-        `width` columns at the end of a batch.
-        """
+        """Turn the hidden states of every forward pass into features of the next rows, and forget them. Completions
+        take `width` columns at the end of a batch."""
         trainer, model = self.trainer, unwrapped(self.trainer, self.trainer.model)
         in_fp32 = trainer.args.cast_lm_head_to_fp32
 

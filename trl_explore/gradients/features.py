@@ -1,4 +1,4 @@
-"""What a response would do to the policy: the gradient of its log-probability at the input of the LM head.
+"""The gradient of a response's log-probability at the input of the LM head.
 
 After G2RL (https://huggingface.co/papers/2512.15687), section 2.2. The feature is linear in the head's weight, so a
 response needs one sum over its tokens in the space of the vocabulary and one product with the weight at the end; the
@@ -21,68 +21,32 @@ MULTIPLIERS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 
 
 class LMHead(NamedTuple):
-    """
-    The last layer of a causal language model as a function of its input `h`: the policy is
-    `softmax(cap(scale * (weight @ h + bias)) / temperature)` with `cap(z) = softcap * tanh(z / softcap)`.
+    """The LM head as a function of its input `h`: `softmax(cap(scale * (weight @ h + bias)) / temperature)` with
+    `cap(z) = softcap * tanh(z / softcap)`, or none."""
 
-    Args:
-        weight (`torch.Tensor`):
-            Weight of shape `(V, D)`.
-        bias (`torch.Tensor`, *optional*):
-            Bias of shape `(V,)`.
-        scale (`float`, *optional*, defaults to `1.0`):
-            Factor of the logits.
-        softcap (`float`, *optional*):
-            Bound of the absolute logits; `None` leaves them as they are.
-        temperature (`float`, *optional*, defaults to `1.0`):
-            Temperature of the policy, positive.
-    """
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None = None
+    weight: torch.Tensor  # `(V, D)`
+    bias: torch.Tensor | None = None  # `(V,)`
     scale: float = 1.0
     softcap: float | None = None
     temperature: float = 1.0
 
 
 class SequenceFeatures(NamedTuple):
-    """
-    What one pass over the tokens of B responses gives.
+    """What one pass over the tokens of B responses gives, in float32; 0 where no token counts or was scored."""
 
-    Args:
-        features (`torch.Tensor`):
-            Feature of each response, float32 of shape `(B, D)`; 0 where no token counts.
-        log_probs (`torch.Tensor`):
-            Log-probability of each token, float32 of shape `(B, T)`; 0 at tokens that were not scored.
-        entropies (`torch.Tensor`):
-            Entropy in nats where each token was drawn, float32 of shape `(B, T)`; 0 at tokens that were not scored.
-    """
-
-    features: torch.Tensor
-    log_probs: torch.Tensor
-    entropies: torch.Tensor
+    features: torch.Tensor  # `(B, D)`
+    log_probs: torch.Tensor  # `(B, T)`
+    entropies: torch.Tensor  # in nats, where each token was drawn, `(B, T)`
 
 
 def lm_head_of(model: Any, *, temperature: float = 1.0) -> LMHead:
     """
-    Read the LM head that a model uses now.
+    The LM head that an unwrapped model uses now: views of its parameters, or a merged copy with active LoRA.
 
-    Tied embeddings, adapters that train a copy of the head (`modules_to_save`) and LoRA on the head are followed, and
-    so is an adapter that is switched off. A head sharded by FSDP2 is gathered, on all processes together; one sharded
-    by DeepSpeed ZeRO-3 must be gathered around the call and for as long as the result is used.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            Causal language model, not wrapped for distributed training.
-        temperature (`float`, *optional*, defaults to `1.0`):
-            Temperature of the policy.
-
-    Returns:
-        [`LMHead`]: Views of the model's parameters, or a merged copy if LoRA is active on the head.
-
-    Raises:
-        ValueError: If the model has no output embeddings, if they are quantized, or if an adapter changes them in
-            another way than those above.
+    Tied embeddings, adapters that train a copy of the head (`modules_to_save`), LoRA on the head and switched-off
+    adapters are followed. A head sharded by FSDP2 is gathered, on all processes together; one sharded by DeepSpeed
+    ZeRO-3 must be gathered around the call and while the result is used. ValueError without output embeddings, for
+    quantized ones, and for other adapters on them.
     """
     base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     layer = base.get_output_embeddings()
@@ -111,19 +75,7 @@ def lm_head_of(model: Any, *, temperature: float = 1.0) -> LMHead:
 
 
 def effective_parameters(layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """
-    Weight and bias that a head computes with.
-
-    Args:
-        layer (`torch.nn.Module`):
-            The head, as `get_output_embeddings` returns it.
-
-    Returns:
-        `tuple[torch.Tensor, torch.Tensor | None]`: Weight of shape `(V, D)` and bias of shape `(V,)`.
-
-    Raises:
-        ValueError: If the head is no linear layer, or an adapter on it is not plain LoRA.
-    """
+    """Weight `(V, D)` and bias `(V,)` of a head. ValueError if it is not linear, or its adapter no plain LoRA."""
     if isinstance(layer, torch.nn.Linear | ModulesToSaveWrapper):
         return layer.weight, layer.bias
     if not isinstance(layer, LoraLinear):
@@ -150,16 +102,7 @@ def effective_parameters(layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Te
 
 
 def logit_scale(config: Any) -> float:
-    """
-    What a model multiplies its logits by, before any soft-capping.
-
-    Args:
-        config ([`~transformers.PretrainedConfig`]):
-            Configuration of the text model.
-
-    Returns:
-        `float`: 1 for models that do not scale.
-    """
+    """What a text model multiplies its logits by, before any soft-capping; 1 for models that do not scale."""
     fields = vars(config)
     for name in MULTIPLIERS:
         if fields.get(name) is not None:
@@ -182,34 +125,17 @@ def sequence_features(
     max_tile_bytes: int = MAX_TILE_BYTES,
 ) -> SequenceFeatures:
     """
-    Mean over the tokens of a response of `temperature * d log p(token) / d hidden` (Eq. 6-8 and 14), and the tokens'
-    log-probabilities and entropies.
+    Means of `temperature * d log p(token) / d hidden` (Eq. 6-8, 14), and tokens' log-probabilities and entropies.
 
     For a plain head a token's gradient is `weight[token] - sum_v p(v) weight[v]`; scaling and soft-capping of the
     logits enter through their exact derivatives. Logits are rounded where TRL's fused head rounds them (to the type of
     `hidden`, or of an enclosing autocast), so that log-probabilities are those of the loss; all else is float32. Every
     response is computed by itself: what it gives does not depend on its batch, and a NaN stays in its row.
 
-    Args:
-        hidden (`torch.Tensor`):
-            Inputs of the LM head of shape `(B, T, D)`; position t is where token t was drawn, one before its own.
-        token_ids (`torch.Tensor`):
-            Tokens of the responses of shape `(B, T)`.
-        mask (`torch.Tensor`):
-            Tokens that count in the feature, of shape `(B, T)`: those of the loss.
-        head ([`LMHead`]):
-            The head.
-        score_mask (`torch.Tensor`, *optional*):
-            Further tokens that get a log-probability and an entropy, of shape `(B, T)`, such as those of tools.
-        max_tile_bytes (`int`, *optional*, defaults to `2**27`):
-            Bytes of the largest float32 tensor that the pass may make beside its results, unless the logits of one
-            token or one row of the weight are larger.
-
-    Returns:
-        [`SequenceFeatures`]: On the device of the head.
-
-    Raises:
-        ValueError: If shapes do not match.
+    Position t of `hidden`, `(B, T, D)`, is where token t was drawn, one before its own. `mask`, `(B, T)`, marks the
+    tokens of the feature, `score_mask` further ones to score, such as those of tools. `max_tile_bytes` bounds float32
+    tensors beside the results, unless one token's logits or one row of the weight are larger. ValueError if shapes do
+    not match.
     """
     vocabulary, width = head.weight.shape if head.weight.dim() == 2 else (0, 0)
     if hidden.dim() != 3 or hidden.shape[2] != width or not hidden.shape[:2] == token_ids.shape == mask.shape:
@@ -246,22 +172,8 @@ def sequence_features(
 def score_tokens(
     hidden: torch.Tensor, tokens: torch.Tensor, head: LMHead
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """
-    Residuals, log-probabilities and entropies of some tokens.
-
-    Args:
-        hidden (`torch.Tensor`):
-            Inputs of the head of shape `(T, D)`.
-        tokens (`torch.Tensor`):
-            Tokens of shape `(T,)`.
-        head ([`LMHead`]):
-            The head, in the type of `hidden`.
-
-    Returns:
-        `tuple[torch.Tensor, torch.Tensor, torch.Tensor]`: `temperature` times the gradient of the log-probabilities
-        with respect to the scaled logits before soft-capping, of shape `(T, V)`: one-hot minus probabilities for a
-        plain head. Then the log-probabilities and the entropies of shape `(T,)`.
-    """
+    """Residuals `(T, V)` (`temperature` times the gradient of the log-probabilities in the scaled logits before
+    soft-capping: one-hot minus probabilities for a plain head), log-probabilities and entropies `(T,)`."""
     logits = hidden @ head.weight.T  # (T, V)
     if head.bias is not None:
         logits += head.bias
@@ -281,20 +193,7 @@ def score_tokens(
 
 
 def project(residuals: torch.Tensor, weight: torch.Tensor, *, max_tile_bytes: int) -> torch.Tensor:
-    """
-    Product of residuals and a weight in float32, without a float32 copy of the weight.
-
-    Args:
-        residuals (`torch.Tensor`):
-            Float32 of shape `(B, V)`.
-        weight (`torch.Tensor`):
-            Weight of shape `(V, D)`, of any floating-point type.
-        max_tile_bytes (`int`):
-            Bytes of the part of the weight that is converted at a time.
-
-    Returns:
-        `torch.Tensor`: Float32 of shape `(B, D)`.
-    """
+    """Float32 product `(B, D)` of residuals `(B, V)` and a weight `(V, D)`, converted in parts of `max_tile_bytes`."""
     size = max(1, max_tile_bytes // (4 * weight.shape[1]))
     product = residuals.new_zeros(len(residuals), weight.shape[1])
     for part, rows in zip(residuals.split(size, dim=1), weight.split(size), strict=True):

@@ -1,8 +1,7 @@
 """Attention over packed rows: every token sees what precedes it in its own rows, and nothing of other branches.
 
-It is an attention function beside the model's own, registered with transformers' `AttentionInterface`. A forward pass
-without packed rows is the model's own to the bit. One with `packed_rows=` takes one of three ways:
-
+It is registered with transformers' `AttentionInterface`; a forward pass without packed rows is the model's own to the
+bit. One with `packed_rows=` takes one of three ways:
 - On a CPU a segment's keys are seen by all its descendants, which stand in one piece, without a mask. That is one call
   of the flash kernel per segment that has descendants, and a causal one per segment, merged by their log-sum-exp.
 - Where a sliding window cuts, or logits are capped, each segment attends to its chain of ancestors under a mask.
@@ -32,16 +31,8 @@ NO_MASK = torch.empty(1, 1, 0, 0)
 
 
 def enable_packing(model: PreTrainedModel) -> None:
-    """
-    Let a model take packed rows; without them it computes what it did before.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            A causal language model without wrappers.
-
-    Raises:
-        ValueError: If it cannot take them: the reason, and what to set instead where that helps.
-    """
+    """Let an unwrapped model take packed rows; without them it computes what it did before. ValueError if it cannot,
+    with the reason, and what to set instead where that helps."""
     config = model.config.to_dict()
     kinds = set(config.get("layer_types") or ()) - LAYER_TYPES
     if kinds or model._is_stateful:
@@ -72,13 +63,7 @@ def enable_packing(model: PreTrainedModel) -> None:
 
 @contextmanager
 def own_attention(model: PreTrainedModel) -> Iterator[None]:
-    """
-    Let a model run under the name of its own attention: continuous batching asks for it.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            A model that takes packed rows; no backward pass may be due.
-    """
+    """Let a model run under its own attention's name, for continuous batching; no backward pass may be due."""
     name = model.config._attn_implementation
     model.set_attn_implementation(name.removeprefix(PREFIX))
     try:
@@ -125,11 +110,9 @@ def _attend(
 
 
 class _TreeAttention(torch.autograd.Function):
-    """
-    Exact attention in parts. Attention over several sets of keys is the average of the attentions over each, weighted
-    by their log-sum-exp; and the gradient of one part needs of the others only the merged output and log-sum-exp,
-    which is what the flash kernel's backward takes.
-    """
+    """Exact attention in parts. Attention over several sets of keys is the average of the attentions over each,
+    weighted by their log-sum-exp; and the gradient of one part needs of the others only the merged output and
+    log-sum-exp, which is what the flash kernel's backward takes."""
 
     @staticmethod
     def forward(ctx, query, key, value, trie: Trie, scale: float):
@@ -176,17 +159,8 @@ class _TreeAttention(torch.autograd.Function):
 
 
 def spans(trie: Trie) -> list[tuple[slice, slice, bool]]:
-    """
-    Attention in parts without a mask: each segment among itself, then what its descendants see of it.
-
-    Args:
-        trie ([`~trl_explore.packing.layout.Trie`]):
-            The packed rows.
-
-    Returns:
-        `list[tuple[slice, slice, bool]]`: Packed positions of queries and of keys, and whether the part is causal;
-        every causal part stands before the others with its queries.
-    """
+    """Attention in parts without a mask: packed positions of queries and of keys, and whether the part is causal.
+    Every causal part stands before the others with its queries."""
     own = [(slice(s.start, s.stop), slice(s.start, s.stop), True) for s in trie.segments]
     above = [(slice(s.stop, s.end), slice(s.start, s.stop), False) for s in trie.segments if s.end > s.stop]
     return own + above
@@ -202,28 +176,8 @@ def masked_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """
-    Attention of each segment to its ancestors and itself, under a mask over their depths.
-
-    Args:
-        query (`torch.Tensor`):
-            Shape `(1, H, S, D)`.
-        key (`torch.Tensor`):
-            Shape `(1, H_kv, S, D)`; H is a multiple of H_kv.
-        value (`torch.Tensor`):
-            Shape `(1, H_kv, S, D_v)`.
-        trie ([`~trl_explore.packing.layout.Trie`]):
-            The packed rows.
-        scale (`float`):
-            What logits are multiplied by.
-        window (`int`, *optional*):
-            Tokens of a row that a token sees at most, itself included.
-        softcap (`float`, *optional*):
-            Bound of the logits' absolute value, approached by a hyperbolic tangent.
-
-    Returns:
-        `torch.Tensor`: Shape `(1, H, S, D_v)`.
-    """
+    """Attention `(1, H, S, D_v)` of each segment to its ancestors and itself, under a mask over their depths. `window`
+    counts tokens of a row, the seeing one included; `softcap` bounds logits by a hyperbolic tangent."""
     parts = []
     for i, segment in enumerate(trie.segments):
         chain = trie.chain(i)
@@ -254,18 +208,7 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def block_mask(rows: PackedRows, window: int | None) -> Any:
-    """
-    The mask of packed rows for FlexAttention.
-
-    Args:
-        rows ([`~trl_explore.packing.layout.PackedRows`]):
-            The rows, padded to a multiple of 128; the mask is kept with them.
-        window (`int`, *optional*):
-            Tokens of a row that a token sees at most, itself included.
-
-    Returns:
-        [`~torch.nn.attention.flex_attention.BlockMask`]: For sequences of the rows' packed length.
-    """
+    """FlexAttention's mask of rows padded to a multiple of 128; `window` as in [`masked_attention`]."""
     if window in rows.block_masks:
         return rows.block_masks[window]
     from torch.nn.attention.flex_attention import BlockMask

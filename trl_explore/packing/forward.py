@@ -30,16 +30,8 @@ PAYS_FROM = {"on": 1.05, "auto": 1.2}
 
 
 class PackedForward:
-    """
-    Computes what the rows of a micro-batch share once, forward and backward.
-
-    Log-probabilities and entropies come back in TRL's shapes, so that losses, KL terms, importance ratios and metrics
-    stay TRL's. With `mode="off"`, everything is TRL's.
-
-    Args:
-        policy ([`~trl_explore.rows.policy.Policy`]):
-            The trainer.
-    """
+    """Computes what a micro-batch's rows share once, forward and backward. Results come back in TRL's shapes, so that
+    losses and metrics stay TRL's; with `mode="off"`, everything is TRL's."""
 
     min_saved = MIN_SAVED
 
@@ -49,21 +41,8 @@ class PackedForward:
         self.token_budget: int | None = None
 
     def enable(self, *, ref_model: Any, unfit: str | None, longest_prompt: Callable[[], int | None]) -> None:
-        """
-        Turn packing on as `shared_prefix_training` says.
-
-        Args:
-            ref_model (`torch.nn.Module`, *optional*):
-                The reference model.
-            unfit (`str`, *optional*):
-                What about the trainer stands against it.
-            longest_prompt (`Callable[[], int | None]`):
-                Tokens of the longest prompt, where they are known.
-
-        Raises:
-            ValueError: With `"on"`, if the model or an option cannot be packed; with any mode, if
-                `packed_token_budget` cannot hold a row.
-        """
+        """Turn packing on as `shared_prefix_training` says; `unfit` is what about the trainer stands against it.
+        ValueError: with `"on"` if it cannot be; always if `packed_token_budget` cannot hold a row."""
         args = self.policy.args
         try:
             if unfit is not None:
@@ -178,10 +157,8 @@ class PackedForward:
         return torch.cat(logps), torch.cat(entropies) if compute_entropy else None, None
 
     def _packs(self, batches: list[tuple[Any, Any]], width: int) -> list[list[list[int]]]:
-        """
-        The rows of each sequence of each batch. Every process makes as many forward passes, because collective calls
-        (sharded weights, buffers) belong to them: where others have more sequences, the last ones are of no row.
-        """
+        """Rows of each sequence of each batch. Every process makes as many forward passes, because collective calls
+        (sharded weights, buffers) belong to them: where others have more sequences, the last ones are of no row."""
         budget = self.token_budget
         if budget is None:
             return [[list(range(len(ids)))] for ids, _ in batches]

@@ -20,58 +20,25 @@ MIN_SAVED = 16  # tokens; a shared segment that saves fewer costs more by the at
 
 @dataclass(frozen=True)
 class Segment:
-    """
-    A run of tokens of the trie without a branching, at the packed positions `start` to `stop`.
-
-    Args:
-        start (`int`):
-            Packed position of its first token.
-        stop (`int`):
-            Packed position after its last token.
-        end (`int`):
-            Packed position after the last of its descendants, which stand between `stop` and here.
-        depth (`int`):
-            Place of its first token in the rows that hold it.
-        parent (`int`):
-            Index of the segment that it continues; -1 at the start of a row.
-    """
+    """A run of tokens of the trie without a branching, at the packed positions `start` to `stop`."""
 
     start: int
-    stop: int
-    end: int
-    depth: int
-    parent: int
+    stop: int  # after its last token
+    end: int  # after the last of its descendants, which stand between `stop` and here
+    depth: int  # place of its first token in the rows that hold it
+    parent: int  # segment that it continues; -1 at the start of a row
 
 
 @dataclass(frozen=True)
 class Trie:
-    """
-    Rows without their repetitions.
+    """Rows without their repetitions."""
 
-    Args:
-        segments (`list[Segment]`):
-            The segments in depth-first order; parents come first.
-        tokens (`list[int]`):
-            Their tokens, `[S]`.
-        leaves (`list[int]`):
-            The segment in which each row ends, `[B]`; -1 for empty rows.
-    """
-
-    segments: list[Segment]
-    tokens: list[int]
-    leaves: list[int]
+    segments: list[Segment]  # in depth-first order; parents come first
+    tokens: list[int]  # `[S]`
+    leaves: list[int]  # the segment in which each row ends, `[B]`; -1 for empty rows
 
     def chain(self, index: int) -> list[Segment]:
-        """
-        What a segment continues.
-
-        Args:
-            index (`int`):
-                Index of the segment.
-
-        Returns:
-            `list[Segment]`: All segments from the start of the row to this one, which is the last.
-        """
+        """All segments from the start of the row to this one, which is the last."""
         chain = []
         while index >= 0:
             chain.append(self.segments[index])
@@ -79,54 +46,23 @@ class Trie:
         return chain[::-1]
 
     def positions(self, row: int) -> torch.Tensor:
-        """
-        Where the tokens of a row stand.
-
-        Args:
-            row (`int`):
-                Index of a row that is not empty.
-
-        Returns:
-            `torch.Tensor`: Packed positions, shape `(L,)`.
-        """
+        """Packed positions `(L,)` of the tokens of a row that is not empty."""
         return torch.cat([torch.arange(segment.start, segment.stop) for segment in self.chain(self.leaves[row])])
 
 
 @dataclass
 class PackedRows:
-    """
-    Rows as one sequence of S tokens, and where to read off what the model says about their completions.
-
-    Args:
-        trie ([`Trie`]):
-            How the tokens continue each other.
-        input_ids (`torch.Tensor`):
-            Tokens, shape `(1, S)`.
-        position_ids (`torch.Tensor`):
-            Place of each token in the rows that hold it, shape `(1, S)`.
-        scored (`torch.Tensor`):
-            Packed positions that predict a token of a completion, shape `(N,)`; the first one stands for padding.
-        labels (`torch.Tensor`):
-            What they predict, shape `(1, N)`; the first is -100.
-        index (`torch.Tensor`):
-            Place of every token of the completions in `scored`, shape `(B, T)`; 0 on padding.
-        num_tokens (`int`):
-            Tokens of all rows, without padding.
-        num_unique (`int`):
-            Tokens of the sequence, without padding.
-        block_masks (`dict`):
-            What FlexAttention needs, by sliding window; made by the first layer that asks.
-    """
+    """Rows as one sequence of S tokens, and where to read off what the model says about their completions."""
 
     trie: Trie
-    input_ids: torch.Tensor
-    position_ids: torch.Tensor
-    scored: torch.Tensor
-    labels: torch.Tensor
-    index: torch.Tensor
-    num_tokens: int
-    num_unique: int
-    block_masks: dict[int | None, Any] = field(default_factory=dict)
+    input_ids: torch.Tensor  # `(1, S)`
+    position_ids: torch.Tensor  # place of each token in the rows that hold it, `(1, S)`
+    scored: torch.Tensor  # packed positions that predict a completion's token, `(N,)`; the first stands for padding
+    labels: torch.Tensor  # what they predict, `(1, N)`; the first is -100
+    index: torch.Tensor  # place of each completion token in `scored`, `(B, T)`; 0 on padding
+    num_tokens: int  # of all rows, without padding
+    num_unique: int  # of the sequence, without padding
+    block_masks: dict[int | None, Any] = field(default_factory=dict)  # of FlexAttention, by window
 
     @property
     def token_ratio(self) -> float:
@@ -134,16 +70,7 @@ class PackedRows:
         return self.num_tokens / max(self.num_unique, 1)
 
     def unpack(self, values: torch.Tensor) -> torch.Tensor:
-        """
-        Give every row its values.
-
-        Args:
-            values (`torch.Tensor`):
-                One value per scored position, shape `(1, N)`.
-
-        Returns:
-            `torch.Tensor`: Shape `(B, T)`.
-        """
+        """Values `(1, N)` of scored positions as those of the rows, `(B, T)`."""
         return values[0][self.index]
 
 
@@ -153,22 +80,8 @@ def computed_tokens(
     completion_ids: torch.Tensor,
     completion_mask: torch.Tensor,
 ) -> list[list[int]]:
-    """
-    Tokens of rows that a model has to see: all but padding and last tokens, which predict nothing that is asked.
-
-    Args:
-        prompt_ids (`torch.Tensor`):
-            Prompts padded left, shape `(B, P)`.
-        prompt_mask (`torch.Tensor`):
-            1 on their tokens, shape `(B, P)`.
-        completion_ids (`torch.Tensor`):
-            Completions padded right, shape `(B, T)`.
-        completion_mask (`torch.Tensor`):
-            1 on their tokens, shape `(B, T)`.
-
-    Returns:
-        `list[list[int]]`: `[B][L_i]`; empty for rows without a token in `completion_mask`.
-    """
+    """Tokens of rows that a model has to see, `[B][L_i]`: all but padding and last ones, which predict nothing that is
+    asked; none for rows without a token in `completion_mask`. Prompts are padded left, completions right."""
     ids = torch.cat([prompt_ids, completion_ids], dim=1).cpu()
     mask = torch.cat([prompt_mask, completion_mask], dim=1).bool().cpu()
     asked = completion_mask.any(dim=1).tolist()
@@ -176,19 +89,8 @@ def computed_tokens(
 
 
 def build_trie(rows: list[list[int]], *, min_saved: int = MIN_SAVED) -> Trie:
-    """
-    Share what rows have in common at their starts.
-
-    Args:
-        rows (`list[list[int]]`):
-            Token ids `[B][L_i]`; rows may be empty, repeat, or be the start of another.
-        min_saved (`int`, *optional*, defaults to `16`):
-            Tokens that sharing a segment must save, at least 1; shorter ones are repeated in each of their
-            continuations.
-
-    Returns:
-        [`Trie`]: Its segments spell every row.
-    """
+    """Share what rows `[B][L_i]` have in common at their starts; rows may be empty, repeat, or be the start of
+    another. A segment that would save fewer than `min_saved` tokens is repeated instead."""
     arrays = [np.array(row, dtype=np.int64) for row in rows]
     order = sorted((i for i, row in enumerate(rows) if row), key=rows.__getitem__)
     starts: list[tuple[int, int, int, int]] = []  # start, stop, depth, parent
@@ -236,26 +138,8 @@ def pack_rows(
     min_saved: int = MIN_SAVED,
     multiple_of: int = 1,
 ) -> PackedRows:
-    """
-    Lay rows out so that what they share is computed once: their [`computed_tokens`].
-
-    Args:
-        prompt_ids (`torch.Tensor`):
-            Prompts padded left, shape `(B, P)`; without a row, the sequence is one token of padding.
-        prompt_mask (`torch.Tensor`):
-            1 on their tokens, shape `(B, P)`.
-        completion_ids (`torch.Tensor`):
-            Completions padded right, shape `(B, T)`.
-        completion_mask (`torch.Tensor`):
-            1 on their tokens, shape `(B, T)`.
-        min_saved (`int`, *optional*, defaults to `16`):
-            Tokens that sharing a segment must save.
-        multiple_of (`int`, *optional*, defaults to `1`):
-            Pad S to a multiple of this with tokens that no row sees.
-
-    Returns:
-        [`PackedRows`]: On the device of `prompt_ids`.
-    """
+    """Lay the [`computed_tokens`] of rows out, what they share once; `multiple_of` pads S with tokens that no row
+    sees. Without a row, the sequence is one token of padding."""
     rows = computed_tokens(prompt_ids, prompt_mask, completion_ids, completion_mask)
     lengths = completion_mask.sum(dim=1).tolist()
     trie = build_trie(rows, min_saved=min_saved)
@@ -296,21 +180,8 @@ def _padded(trie: Trie, size: int) -> Trie:
 
 
 def group_rows(prompts: list[list[int]], completions: list[list[int]], *, num_batches: int) -> list[int]:
-    """
-    Order rows so that equally large micro-batches of them share much and cost about the same.
-
-    Args:
-        prompts (`list[list[int]]`):
-            Tokens of the prompts, `[B][P_i]`.
-        completions (`list[list[int]]`):
-            Tokens of the completions, `[B][T_i]`.
-        num_batches (`int`):
-            Micro-batches that the order is cut into; divides B.
-
-    Returns:
-        `list[int]`: The rows' indices in their order. The rows of a prompt go to one micro-batch while there is room.
-        The micro-batches themselves keep the order of their first rows.
-    """
+    """Order of rows so that `num_batches` equal micro-batches (a divisor of B) share much and cost about the same.
+    Rows of a prompt go to one while there is room; micro-batches keep the order of their first rows."""
     capacity = len(prompts) // num_batches
     rows = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
     order = sorted(range(len(rows)), key=lambda i: (prompts[i], completions[i]))
@@ -330,24 +201,8 @@ def group_rows(prompts: list[list[int]], completions: list[list[int]], *, num_ba
 
 
 def split_rows(rows: list[list[int]], *, budget: int, min_saved: int = MIN_SAVED) -> list[list[int]]:
-    """
-    Cut rows into packs, each of which fits into one sequence; rows that share much stay together.
-
-    Args:
-        rows (`list[list[int]]`):
-            Tokens to be computed, `[B][L_i]`; rows may be empty.
-        budget (`int`):
-            Most tokens of a pack's trie.
-        min_saved (`int`, *optional*, defaults to `16`):
-            Tokens that sharing a segment must save.
-
-    Returns:
-        `list[list[int]]`: The rows' indices by pack. Sorted rows are filled into one pack after the other; all are
-        one pack where that fits.
-
-    Raises:
-        ValueError: If a row does not fit by itself.
-    """
+    """Rows `[B][L_i]`, some empty, as packs whose tries have at most `budget` tokens: all are one if that fits, else
+    sorted rows fill one after the other. ValueError if a row does not fit by itself."""
     check_fits(max(map(len, rows), default=0), budget)
     if _num_unique(rows, range(len(rows)), min_saved) <= budget:
         return [list(range(len(rows)))]
@@ -360,18 +215,7 @@ def split_rows(rows: list[list[int]], *, budget: int, min_saved: int = MIN_SAVED
 
 
 def check_fits(longest: int, budget: int) -> None:
-    """
-    Refuse a budget that a row alone exceeds.
-
-    Args:
-        longest (`int`):
-            Tokens of the longest row.
-        budget (`int`):
-            The budget.
-
-    Raises:
-        ValueError: If the row is longer.
-    """
+    """ValueError if a row alone exceeds the budget."""
     if longest > budget:
         raise ValueError(
             f"`packed_token_budget={budget}` cannot hold a row of {longest} tokens (prompt and completion): set it to "

@@ -1,7 +1,5 @@
-"""Where to branch: segments of a failed completion, and the pivot distribution over them.
-
-Follows DEEP-GRPO (https://huggingface.co/papers/2602.14169), sections 4.1 and 4.2.
-"""
+"""Where to branch: segments of a failed completion, and the pivot distribution over them. Follows DEEP-GRPO
+(https://huggingface.co/papers/2602.14169), sections 4.1 and 4.2."""
 
 import re
 from bisect import bisect_left
@@ -28,74 +26,27 @@ class Decoder(Protocol):
 
 @dataclass(frozen=True)
 class Pivot:
-    """
-    A state of a main-chain completion from which to branch.
+    """A state of a main-chain completion from which to branch."""
 
-    Args:
-        row (`int`):
-            Index of the completion in this process's batch.
-        start (`int`):
-            Tokens of the completion that stay: the branch begins at this position.
-        depth (`float`):
-            Relative depth `r_t = t / T` in (0, 1].
-    """
-
-    row: int
-    start: int
-    depth: float
+    row: int  # of this process's batch
+    start: int  # tokens of the completion that stay
+    depth: float  # relative, `r_t = t / T` in (0, 1]
 
 
 @dataclass
 class Branching:
-    """
-    One pivot of the batch and what was sampled from it.
-
-    Args:
-        example (`dict`):
-            The data-set example.
-        prompt_ids (`list[int]`):
-            Prompt tokens.
-        prefix_ids (`list[int]`):
-            Completion tokens before the pivot.
-        depth (`float`):
-            Relative depth in (0, 1].
-        branches (`list[Continuation]`):
-            The K continuations.
-        row (`int`, *optional*):
-            Index of the completion in this process's batch; `None` once that batch is over.
-    """
+    """One pivot of the batch and what was sampled from it."""
 
     example: dict[str, Any]
     prompt_ids: list[int]
-    prefix_ids: list[int]
-    depth: float
-    branches: list[Continuation] = field(default_factory=list)
-    row: int | None = None
+    prefix_ids: list[int]  # of the completion, before the pivot
+    depth: float  # relative, in (0, 1]
+    branches: list[Continuation] = field(default_factory=list)  # the K continuations
+    row: int | None = None  # of this process's batch; `None` once that is over
 
 
 def segment_fixed(num_tokens: int, *, length: int) -> list[int]:
-    """
-    Cut a completion into chunks of equal length (section 4.1).
-
-    Args:
-        num_tokens (`int`):
-            Number of completion tokens.
-        length (`int`):
-            Tokens per chunk; the last one may be shorter.
-
-    Returns:
-        `list[int]`: Start index of each chunk, the first 0.
-
-    Raises:
-        ValueError: If `length` is smaller than 1.
-
-    Example:
-
-    ```python
-    >>> segment_fixed(7, length=3)
-    [0, 3, 6]
-    ```
-    """
+    """Start of each chunk of `length` tokens, the last may be shorter (section 4.1); ValueError below 1."""
     if length < 1:
         raise ValueError(f"`length` must be at least 1 token, got {length}.")
     return list(range(0, num_tokens, length))
@@ -104,27 +55,8 @@ def segment_fixed(num_tokens: int, *, length: int) -> list[int]:
 def segment_delimiters(
     ids: Sequence[int], tokenizer: Decoder, *, delimiters: Sequence[str], cache: dict[int, str] | None = None
 ) -> list[int]:
-    """
-    Cut a completion after every token in which a delimiter ends (section 4.1). Delimiters are looked for in the text,
-    so that they may begin in a token before.
-
-    Args:
-        ids (`Sequence[int]`):
-            Completion tokens.
-        tokenizer (`PreTrainedTokenizerBase`):
-            Tokenizer that decodes them. Special tokens never delimit.
-        delimiters (`Sequence[str]`):
-            Texts that end a segment, for example `(".", "\\n")`.
-        cache (`dict[int, str]`, *optional*):
-            Filled with the text of each token; pass the same dictionary again (with the same tokenizer) to decode
-            every token of the vocabulary at most once.
-
-    Returns:
-        `list[int]`: Start index of each segment, the first 0.
-
-    Raises:
-        ValueError: If there is no delimiter or one is empty.
-    """
+    """Starts of segments, which end with a token in which a delimiter ends (section 4.1); it may begin in one before,
+    special tokens never delimit. `cache` keeps tokens' texts. ValueError for no or an empty delimiter."""
     if not delimiters or any(not delimiter for delimiter in delimiters):
         raise ValueError(f"`delimiters` must hold at least one text and no empty one, got {list(delimiters)!r}.")
     texts = token_texts(ids, tokenizer, cache={} if cache is None else cache)
@@ -135,20 +67,8 @@ def segment_delimiters(
 
 
 def token_texts(ids: Sequence[int], tokenizer: Decoder, *, cache: dict[int, str]) -> list[str]:
-    """
-    What each token adds to the text; a character that several tokens make up comes with the last of them.
-
-    Args:
-        ids (`Sequence[int]`):
-            Tokens.
-        tokenizer (`PreTrainedTokenizerBase`):
-            Tokenizer that decodes them. Special tokens add nothing.
-        cache (`dict[int, str]`):
-            Text of each token by itself; filled with those that are missing.
-
-    Returns:
-        `list[str]`: `[T]`.
-    """
+    """What each token adds to the text, special ones nothing; a character that several make up comes with the last of
+    them. `cache` is filled with the texts of tokens by themselves."""
 
     def text(tokens: Sequence[int]) -> str:
         return tokenizer.decode(list(tokens), skip_special_tokens=True)
@@ -171,23 +91,8 @@ def token_texts(ids: Sequence[int], tokenizer: Decoder, *, cache: dict[int, str]
 def drop_empty_end(
     starts: Sequence[int], ids: Sequence[int], tokenizer: Decoder, *, end_ids: Sequence[int]
 ) -> list[int]:
-    """
-    Leave out segments at the end of a completion that say nothing: where only the end token is left, or white space
-    before it, there is nothing to continue.
-
-    Args:
-        starts (`Sequence[int]`):
-            Start index of each segment.
-        ids (`Sequence[int]`):
-            Completion tokens.
-        tokenizer (`PreTrainedTokenizerBase`):
-            Tokenizer that decodes them.
-        end_ids (`Sequence[int]`):
-            Tokens that end a completion.
-
-    Returns:
-        `list[int]`: Start indices; the first one always stays.
-    """
+    """Starts without segments at the end that say nothing (the end token, white space before it): there is nothing to
+    continue. The first start always stays."""
     kept = list(starts)
     while len(kept) > 1:
         text = tokenizer.decode([token for token in ids[kept[-1] :] if token not in end_ids], skip_special_tokens=True)
@@ -200,23 +105,8 @@ def drop_empty_end(
 def pivot_distribution(
     success_prob: torch.Tensor, *, gamma: float, possible: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """
-    Sampling distribution over the branching points of one completion, `Q(t) ∝ P(success | r_t) r_t^gamma` (Eq. 1).
-
-    Args:
-        success_prob (`torch.Tensor`):
-            Estimated probability of recovering from each point, shape `(T,)`, values in (0, 1].
-        gamma (`float`):
-            Depth bias: 0 prefers no depth, larger values prefer later points, negative ones earlier points.
-        possible (`torch.Tensor`, *optional*):
-            Boolean mask of shape `(T,)`, at least one `True`: the points that may be drawn; all by default.
-
-    Returns:
-        `torch.Tensor`: Probabilities of shape `(T,)` in float64 that sum to 1.
-
-    Raises:
-        ValueError: If `success_prob` is not a non-empty vector or `gamma` is not finite.
-    """
+    """`Q(t) ∝ P(success | r_t) r_t^gamma` (Eq. 1) over the `possible` points, `(T,)` in float64; larger `gamma`
+    prefers later ones. ValueError if `success_prob`, in (0, 1], is no non-empty vector or `gamma` not finite."""
     prob = torch.as_tensor(success_prob, dtype=torch.float64)
     if prob.dim() != 1 or not len(prob):
         raise ValueError(f"`success_prob` must have shape (T,) with T >= 1, got {tuple(prob.shape)}.")
@@ -229,57 +119,19 @@ def pivot_distribution(
 
 
 def relative_depths(num_points: int) -> torch.Tensor:
-    """
-    Relative depth `r_t = t / T` of each branching point.
-
-    Args:
-        num_points (`int`):
-            Number of branching points T.
-
-    Returns:
-        `torch.Tensor`: Shape `(T,)`, float64, from `1 / T` to 1.
-    """
+    """Relative depths `r_t = t / T` of T branching points, from `1 / T` to 1, float64."""
     return torch.arange(1, num_points + 1, dtype=torch.float64) / num_points
 
 
 def draw_pivots(probs: torch.Tensor, num_pivots: int, *, generator: torch.Generator) -> list[int]:
-    """
-    Draw branching points without replacement.
-
-    Args:
-        probs (`torch.Tensor`):
-            Probabilities of shape `(T,)`.
-        num_pivots (`int`):
-            Points wanted; fewer are returned where there are fewer with a positive probability.
-        generator (`torch.Generator`):
-            Source of randomness.
-
-    Returns:
-        `list[int]`: Indices in `0..T-1`, in the order drawn.
-    """
+    """Indices drawn without replacement, in that order; fewer where fewer have a positive probability."""
     available = min(num_pivots, int((probs > 0).sum()))
     return torch.multinomial(probs, available, replacement=False, generator=generator).tolist()
 
 
 def failed_rows(rewards: torch.Tensor, *, threshold: float, group_size: int, branch_from: str) -> torch.Tensor:
-    """
-    Rows of the main stream to branch from.
-
-    Args:
-        rewards (`torch.Tensor`):
-            Reward that decides about each row, over all processes, shape `(N,)`, groups contiguous; NaN for unscorable
-            rows.
-        threshold (`float`):
-            A row with a smaller reward has failed.
-        group_size (`int`):
-            Rows per prompt G.
-        branch_from (`str`):
-            `"failures"`: every failed row. `"failed_groups"`: those of groups in which no row succeeded. `"all"`:
-            every scorable row.
-
-    Returns:
-        `torch.Tensor`: Boolean mask of shape `(N,)`. Unscorable rows are never chosen.
-    """
+    """Mask `(N,)` of rows to branch from, over all processes: `"failures"` are those below `threshold`,
+    `"failed_groups"` those of groups without a success, `"all"` every scorable one; never the unscorable (NaN)."""
     failures = failed(rewards, threshold=threshold)
     if branch_from == "failures":
         return failures

@@ -26,17 +26,7 @@ from trl_explore.saving.plain_values import to_plain
 
 
 class PivotSearch:
-    """
-    Chooses pivots (Eq. 1) and samples branches from them.
-
-    Args:
-        policy ([`~trl_explore.rows.policy.Policy`]):
-            The trainer.
-        scorer ([`~trl_explore.rows.scorer.Scorer`]):
-            Knows which completions failed.
-        estimator ([`SuccessEstimator`]):
-            Predicts from which depths a success can still be reached.
-    """
+    """Chooses pivots (Eq. 1) and samples branches from them."""
 
     def __init__(self, policy: Policy, scorer: Scorer, estimator: SuccessEstimator) -> None:
         self.policy, self.scorer, self.estimator, self.args = policy, scorer, estimator, policy.args
@@ -122,10 +112,8 @@ class PivotSearch:
         )
 
     def budget(self, completion_ids: list[list[int]]) -> int:
-        """
-        Most tokens of a completion. With `max_completion_length=None` the backend decides that for the main rows;
-        branches then end where the longest main row of this process ends.
-        """
+        """Most tokens of a completion. With `max_completion_length=None` the backend decides that for the main rows;
+        branches then end where the longest main row of this process ends."""
         return self.args.max_completion_length or max(map(len, completion_ids))
 
     def _capped(self, pivots: list[Pivot], limit: int) -> list[Pivot]:
@@ -166,10 +154,8 @@ class PivotSearch:
         )
 
     def learn(self, branchings: list[Branching], scored: ScoredRows | None) -> list[bool | None]:
-        """
-        Teach the estimator which pivots were recovered; all processes see all outcomes, in the same order. `None` is a
-        pivot none of whose branches could be scored.
-        """
+        """Teach the estimator which pivots were recovered; all processes see all outcomes, in the same order. `None`
+        is a pivot none of whose branches could be scored."""
         self.num_batches += 1
         solved: list[bool | None] = []
         if scored is not None:

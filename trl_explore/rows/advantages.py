@@ -6,18 +6,7 @@ import torch
 
 
 def combine_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """
-    Weighted sum of the rewards of each row, as GRPO forms it.
-
-    Args:
-        rewards_per_func (`torch.Tensor`):
-            Rewards of shape `(N, F)`; NaN where a reward function returned `None`.
-        weights (`torch.Tensor`):
-            Weight of each reward function, shape `(F,)`.
-
-    Returns:
-        `torch.Tensor`: Shape `(N,)`; NaN for rows that no reward function scored.
-    """
+    """Weighted sum `(N,)` of rewards `(N, F)`, as GRPO forms it; NaN for rows that no reward function scored."""
     total = (rewards_per_func * weights.to(rewards_per_func.device)).nansum(dim=1)
     return total.masked_fill(rewards_per_func.isnan().all(dim=1), torch.nan)
 
@@ -30,27 +19,10 @@ def equal_rewards(
     per_function: bool = False,
     tolerance: float = 1e-6,
 ) -> torch.Tensor:
-    """
-    Rows of groups whose completions are all worth the same, so that GRPO has nothing to compare. Rounding leaves
-    advantages of up to 1e-3 there, which a look at the advantages does not tell from small ones.
-
-    Args:
-        rewards_per_func (`torch.Tensor`):
-            Rewards of shape `(N, F)` over all processes, groups contiguous; NaN where a reward function returned
-            `None`, which compares with nothing.
-        weights (`torch.Tensor`):
-            Weight of each reward function, shape `(F,)`.
-        group_size (`int`):
-            Rows per prompt G.
-        per_function (`bool`, *optional*, defaults to `False`):
-            Whether advantages are formed per function and then summed (`"normalize_then_sum"`): then each function's
-            rewards must be equal, not only their totals.
-        tolerance (`float`, *optional*, defaults to `1e-6`):
-            Largest difference that counts as rounding, relative to the size of what is summed.
-
-    Returns:
-        `torch.Tensor`: Boolean mask of shape `(N,)`.
-    """
+    """Mask `(N,)` of rows whose group's rewards `(N, F)` are all equal, so that GRPO has nothing to compare; NaN
+    compares with nothing. Rounding leaves advantages of up to 1e-3 there, which a look at the advantages does not tell
+    from small ones; `tolerance` is relative to the size of what is summed. `per_function` is for advantages that are
+    formed per function and then summed: then each function's rewards must be equal, not only their totals."""
     terms = rewards_per_func * weights.to(rewards_per_func.device)
     values = terms if per_function else combine_rewards(rewards_per_func, weights).unsqueeze(1)
     sizes = terms.abs() if per_function else terms.abs().nansum(dim=1, keepdim=True)
@@ -64,39 +36,14 @@ def equal_rewards(
 def success_rewards(
     rewards_per_func: torch.Tensor, weights: torch.Tensor, names: Sequence[str], success_reward: str | None
 ) -> torch.Tensor:
-    """
-    The reward of each row that decides whether it succeeded.
-
-    Args:
-        rewards_per_func (`torch.Tensor`):
-            Rewards of shape `(N, F)`; NaN where a reward function returned `None`.
-        weights (`torch.Tensor`):
-            Weight of each reward function, shape `(F,)`.
-        names (`Sequence[str]`):
-            Names of the reward functions, `[F]`.
-        success_reward (`str` or `None`):
-            The function whose reward decides, as it returned it; `None` for the weighted sum of all.
-
-    Returns:
-        `torch.Tensor`: Shape `(N,)`; NaN where what decides is unknown.
-    """
+    """The reward that decides whether a row succeeded, `(N,)` from `(N, F)`: that of the function `success_reward`, or
+    for `None` the weighted sum of all; NaN where it is unknown."""
     if success_reward is None:
         return combine_rewards(rewards_per_func, weights)
     return rewards_per_func[:, list(names).index(success_reward)]
 
 
 def has_signal(advantages: torch.Tensor, *, tolerance: float = 1e-8) -> torch.Tensor:
-    """
-    Rows that can move the policy: at least one advantage differs from 0.
-
-    Args:
-        advantages (`torch.Tensor`):
-            Advantages of shape `(B,)` or `(B, T)`.
-        tolerance (`float`, *optional*, defaults to `1e-8`):
-            Largest absolute advantage that counts as 0.
-
-    Returns:
-        `torch.Tensor`: Boolean mask of shape `(B,)`.
-    """
+    """Mask `(B,)` of rows that can move the policy: an advantage, `(B,)` or `(B, T)`, exceeds `tolerance` in size."""
     nonzero = advantages.abs() > tolerance
     return nonzero if nonzero.dim() == 1 else nonzero.any(dim=1)

@@ -20,34 +20,17 @@ def _lists() -> Lists:
 
 @dataclass
 class Pass:
-    """
-    TRL's methods at work on other rows than the main ones; nothing that they log or count there touches those.
+    """TRL's methods at work on other rows than the main ones; nothing that they log or count there touches those."""
 
-    Args:
-        name (`str`, *optional*):
-            The stream that the rows belong to, prefix of its metrics. `None` where completions are judged while they
-            are sampled: what TRL logs of them is dropped.
-        rows ([`Rows`], *optional*):
-            Rows that are sampled already. `None` while a stream's loss is computed.
-        environments (`list`, *optional*):
-            The environment after each of the rows, for reward functions; `None` where they have none.
-        keep_metrics (`bool`, *optional*, defaults to `False`):
-            Whether metrics that reward functions log are the main rows' all the same.
-        metrics, logs, columns, pending (`dict`):
-            What TRL logs meanwhile: metrics, the table, `log_extra` and `log_metric` of reward functions.
-        rewards_per_func (`torch.Tensor`, *optional*):
-            Raw rewards of the pass, `(N, F)`, once there are any; NaN where not scored.
-    """
-
-    name: str | None = None
-    rows: Rows | None = None
-    environments: list[Any] | None = None
-    keep_metrics: bool = False
-    metrics: Lists = field(default_factory=_lists)
+    name: str | None = None  # stream, prefix of its metrics; `None` for a judgement, whose logs are dropped
+    rows: Rows | None = None  # sampled already; `None` while a stream's loss is computed
+    environments: list[Any] | None = None  # after each of the rows, for reward functions
+    keep_metrics: bool = False  # metrics that reward functions log are the main rows' all the same
+    metrics: Lists = field(default_factory=_lists)  # what TRL logs meanwhile, like the three below
     logs: dict[str, Any] = field(default_factory=dict)
-    columns: Lists = field(default_factory=_lists)
-    pending: Lists = field(default_factory=_lists)
-    rewards_per_func: torch.Tensor | None = None
+    columns: Lists = field(default_factory=_lists)  # `log_extra` of reward functions
+    pending: Lists = field(default_factory=_lists)  # `log_metric` of reward functions
+    rewards_per_func: torch.Tensor | None = None  # raw, `(N, F)`; NaN where not scored
 
 
 class Policy(Protocol):

@@ -8,13 +8,7 @@ from accelerate.utils import gather, gather_object
 
 
 class Ranks:
-    """
-    What processes tell each other. Every method but [`own`] and [`local`] is collective: all processes call it.
-
-    Args:
-        accelerator ([`~accelerate.Accelerator`]):
-            The trainer's accelerator.
-    """
+    """What processes tell each other. Every method but [`own`] and [`local`] is collective: all processes call it."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.device = accelerator.device

@@ -56,23 +56,8 @@ class Sampler(Protocol):
 
 
 def per_request(value: int | Sequence[int], num_requests: int, *, name: str) -> list[int]:
-    """
-    Spread a per-call number over the requests of the call.
-
-    Args:
-        value (`int` or `Sequence[int]`):
-            One number for all requests, or one per request.
-        num_requests (`int`):
-            Number of requests.
-        name (`str`):
-            What the number is, for the error message.
-
-    Returns:
-        `list[int]`: One number per request.
-
-    Raises:
-        ValueError: If the counts differ or a number is smaller than 1.
-    """
+    """One number for all of a call's requests, or one for each, as a list. ValueError, which calls it `name`, if the
+    counts differ or a number is smaller than 1."""
     values = [value] * num_requests if isinstance(value, int) else list(value)
     if len(values) != num_requests:
         raise ValueError(f"`{name}` has {len(values)} entries for {num_requests} prefixes; pass one per prefix.")

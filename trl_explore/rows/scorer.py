@@ -44,17 +44,7 @@ class ScoredRows:
 
 
 class Scorer:
-    """
-    Lets TRL score rows: rewards, advantages, log-probabilities and metrics.
-
-    Args:
-        policy ([`~trl_explore.rows.policy.Policy`]):
-            The trainer.
-        names (`list[str]`):
-            Names of the reward functions.
-        weights (`torch.Tensor`):
-            Their weights, `(F,)`.
-    """
+    """Lets TRL score rows: rewards, with `weights` `(F,)`, advantages, log-probabilities and metrics."""
 
     def __init__(self, policy: Policy, names: list[str], weights: torch.Tensor) -> None:
         self.policy, self.names, self.weights = policy, names, weights
@@ -164,17 +154,7 @@ class Scorer:
         reward_funcs: list[Any],
         known_rewards: list[list[float] | None] | None,
     ) -> torch.Tensor:
-        """
-        Rewards `(N, F)` of rows, each function asked once and only for rows whose rewards `[B][F]` are not known.
-
-        Args:
-            ask (`Callable[[list], torch.Tensor]`):
-                TRL's own way, with the functions that it is given.
-            reward_funcs (`list`):
-                The reward functions.
-            known_rewards (`list[list[float] | None]`, *optional*):
-                Rewards of rows that were scored before; `None` where none was.
-        """
+        """Rewards `(N, F)`, each function asked once by TRL's `ask`, only for rows not in `known_rewards` `[B][F]`."""
         funcs = [
             func if isinstance(func, torch.nn.Module) else checked(func, name)
             for func, name in zip(reward_funcs, self.names, strict=True)
@@ -190,10 +170,8 @@ class Scorer:
         return torch.where(keep.unsqueeze(1), rewards, gather(known))
 
     def stop_if_unscored(self, rewards: torch.Tensor, example: dict[str, Any], *, group_size: int) -> None:
-        """
-        Raise where the rewards `(N, F)` of all processes hold none, at the run's beginning or for many prompts in a
-        row. TRL would go on and save a model that learned nothing.
-        """
+        """Raise where the rewards `(N, F)` of all processes hold none, at the run's beginning or for many prompts in a
+        row. TRL would go on and save a model that learned nothing."""
         if not rewards.isnan().all():
             self._num_unscored = 0
             return
@@ -218,16 +196,8 @@ class Scorer:
         return combine_rewards(self._main(rewards_per_func), self.weights)
 
     def success(self, rewards_per_func: torch.Tensor | None = None) -> torch.Tensor:
-        """
-        The reward of each row that decides whether it succeeded, as `success_reward` says.
-
-        Args:
-            rewards_per_func (`torch.Tensor`, *optional*):
-                Rewards of shape `(N, F)`; NaN where not scored. Those of the main rows by default.
-
-        Returns:
-            `torch.Tensor`: Shape `(N,)`; NaN where it is not known.
-        """
+        """The reward `(N,)` that decides whether each row succeeded, as `success_reward` says; NaN where it is not
+        known. `rewards_per_func`, `(N, F)`, are the main rows' by default."""
         deciding = self.policy.args.success_reward
         return success_rewards(self._main(rewards_per_func), self.weights, self.names, deciding)
 
@@ -236,10 +206,8 @@ class Scorer:
         return not torch.equal(self._main(None).nan_to_num(), shaped.nan_to_num())
 
     def show_raw(self, metrics: dict[str, list[Any]], table: Any) -> None:
-        """
-        TRL has just logged the shaped rewards it normalised; users compare `reward` across methods, so it becomes the
-        raw one, in its metrics and in the columns of its table.
-        """
+        """TRL has just logged the shaped rewards it normalised; users compare `reward` across methods, so it becomes
+        the raw one, in its metrics and in the columns of its table."""
         raw = self._main(None)
         total = self.totals()
         metrics["shaped_reward"].append(metrics["reward"][-1])

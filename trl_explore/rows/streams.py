@@ -32,14 +32,7 @@ LOSS_NORMALISERS = {
 
 @contextmanager
 def kept_randomness(device: torch.device) -> Iterator[None]:
-    """
-    Leave the global random state as it was, whatever is drawn meanwhile: forward passes in training mode draw the
-    dropout of LoRA.
-
-    Args:
-        device (`torch.device`):
-            Device of the model, whose random state is kept beside that of the CPU.
-    """
+    """Leave the global random state, CPU and `device`, as it was: forward passes in training draw LoRA's dropout."""
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
         yield
@@ -47,35 +40,15 @@ def kept_randomness(device: torch.device) -> Iterator[None]:
 
 @dataclass
 class StreamTotals:
-    """
-    What a stream is averaged over.
+    """What a stream is averaged over, over all processes and the whole generation batch."""
 
-    Args:
-        num_rows (`int`):
-            Rows that count, over all processes and the whole generation batch.
-        num_tokens (`int`):
-            Trained tokens of those rows.
-        num_batch_tokens (`int`, *optional*):
-            Trained tokens of all rows, where those that do not count were taken out of micro-batches that keep their
-            weight.
-    """
-
-    num_rows: int
-    num_tokens: int
-    num_batch_tokens: int | None = None
+    num_rows: int  # that count
+    num_tokens: int  # trained ones of those rows
+    num_batch_tokens: int | None = None  # of all rows, where some were taken out but weights stay
 
 
 def check_loss_type(loss_type: str) -> None:
-    """
-    Refuse a loss type whose normaliser is not known.
-
-    Args:
-        loss_type (`str`):
-            `loss_type` of the training configuration.
-
-    Raises:
-        ValueError: If TRL's loss of that type cannot carry further streams.
-    """
+    """ValueError if TRL's loss of that type cannot carry further streams: its normaliser is not known."""
     if loss_type not in LOSS_NORMALISERS:
         raise ValueError(
             f"`loss_type={loss_type!r}` cannot carry extra streams of rows: it is not known what it divides by. "
@@ -84,24 +57,8 @@ def check_loss_type(loss_type: str) -> None:
 
 
 def stream_scale(loss_type: str, rows: RowDict, totals: StreamTotals, *, num_slots: int) -> float:
-    """
-    Factor that turns TRL's mean over a micro-batch into this micro-batch's share of the stream's mean.
-
-    Args:
-        loss_type (`str`):
-            `loss_type` of the training configuration.
-        rows (`dict`):
-            The micro-batch as TRL's loss receives it; `num_tokens` are its rows' trained tokens before any was taken
-            out.
-        totals ([`StreamTotals`]):
-            What the stream is averaged over.
-        num_slots (`int`):
-            Micro-batches of the generation batch over all processes (`steps_per_generation * num_processes`); the
-            optimiser step averages over them.
-
-    Returns:
-        `float`: The factor; 1 for loss types that divide by `num_items_in_batch`.
-    """
+    """Factor that turns TRL's mean over a micro-batch into its share of the stream's mean; 1 for losses that divide by
+    `num_items_in_batch`. The optimiser step averages over `num_slots = steps_per_generation * num_processes`."""
     normaliser = LOSS_NORMALISERS[loss_type]
     if normaliser == "rows":
         return rows["completion_ids"].size(0) * num_slots / max(totals.num_rows, 1)
@@ -115,46 +72,17 @@ def stream_scale(loss_type: str, rows: RowDict, totals: StreamTotals, *, num_slo
 
 
 def loss_mask(rows: RowDict) -> torch.Tensor:
-    """
-    Tokens that TRL's loss trains.
-
-    Args:
-        rows (`dict`):
-            Rows as TRL's loss receives them.
-
-    Returns:
-        `torch.Tensor`: Shape `(B, T)`, 1 on trained tokens.
-    """
+    """1 on the tokens that TRL's loss trains, `(B, T)`."""
     return rows["completion_mask"] * rows["tool_mask"] if "tool_mask" in rows else rows["completion_mask"]
 
 
 def select_rows(rows: RowDict, index: torch.Tensor) -> RowDict:
-    """
-    Pick rows from every per-row entry; 0-dimensional entries stay as they are.
-
-    Args:
-        rows (`dict`):
-            Rows as TRL's loss receives them.
-        index (`torch.Tensor`):
-            Row indices of shape `(M,)`.
-
-    Returns:
-        `dict`: The same keys with M rows.
-    """
+    """Rows `index`, `(M,)`, of every per-row entry; 0-dimensional entries stay as they are."""
     return {key: value if value.dim() == 0 else value[index] for key, value in rows.items()}
 
 
 def row_tokens(rows: RowDict) -> tuple[list[list[int]], list[list[int]]]:
-    """
-    Tokens of rows without padding.
-
-    Args:
-        rows (`dict`):
-            Rows as TRL's loss receives them.
-
-    Returns:
-        `tuple[list[list[int]], list[list[int]]]`: Prompts `[B][P_i]` and completions `[B][T_i]`.
-    """
+    """Prompts `[B][P_i]` and completions `[B][T_i]` without padding."""
     prompts, completions = (
         [ids[real].tolist() for ids, real in zip(rows[f"{part}_ids"], rows[f"{part}_mask"].bool(), strict=True)]
         for part in ("prompt", "completion")
@@ -163,35 +91,14 @@ def row_tokens(rows: RowDict) -> tuple[list[list[int]], list[list[int]]]:
 
 
 def mask_rows(rows: RowDict, keep: torch.Tensor) -> RowDict:
-    """
-    Take rows out of the loss without taking them out of the batch.
-
-    Args:
-        rows (`dict`):
-            Rows as TRL's loss receives them.
-        keep (`torch.Tensor`):
-            Boolean mask of shape `(B,)`.
-
-    Returns:
-        `dict`: A shallow copy whose `tool_mask` is 0 on the other rows.
-    """
+    """A shallow copy whose `tool_mask` is 0 on rows outside `keep`, `(B,)`: out of the loss, not of the batch."""
     tool_mask = rows.get("tool_mask", torch.ones_like(rows["completion_mask"]))
     return {**rows, "tool_mask": tool_mask * keep.unsqueeze(1).to(tool_mask.dtype)}
 
 
 def trim_padding(rows: RowDict) -> RowDict:
-    """
-    Cut the columns in which no row of the micro-batch has a token.
-
-    A stream's rows are padded to the longest of the generation batch; a micro-batch of short rows need not pay for it.
-
-    Args:
-        rows (`dict`):
-            Rows as TRL's loss receives them; prompts padded left, completions right.
-
-    Returns:
-        `dict`: A shallow copy with narrower tensors.
-    """
+    """A shallow copy without columns that hold no token (prompts padded left, completions right): a micro-batch of
+    short rows need not pay for the longest row of the generation batch."""
     num_prompt = rows["prompt_mask"].size(1)
     num_completion = rows["completion_ids"].size(1)
     longest_prompt = max(int(rows["prompt_mask"].sum(dim=1).max()), 1)
@@ -217,28 +124,11 @@ def split_stream(
     together: bool = False,
 ) -> list:
     """
-    Deal the rows of a stream out to the micro-batches of the generation batch.
+    Deal a stream's rows out to `num_steps` micro-batches, each a list of parts of at most `max_rows` rows.
 
-    Rows are dealt in turn, so that siblings spread evenly and every micro-batch gets the same number; or siblings stay
-    together. Missing rows are filled with copies that are masked out of the loss, because every process must run the
-    same forward passes.
-
-    Args:
-        rows (`dict`):
-            The stream's rows on this process, as TRL's loss receives them.
-        keep (`torch.Tensor`):
-            Boolean mask of shape `(B,)`: the rows to train.
-        num_rows (`int`):
-            Rows to reach on every process, at least the number kept here.
-        num_steps (`int`):
-            Micro-batches per generation batch (`steps_per_generation`).
-        max_rows (`int`):
-            Largest number of rows for one forward pass.
-        together (`bool`, *optional*, defaults to `False`):
-            Whether rows of one prompt go to one micro-batch while there is room.
-
-    Returns:
-        `list[list[dict]]`: For each micro-batch, its parts of at most `max_rows` rows.
+    Rows of `keep`, `(B,)`, are dealt in turn, so that siblings spread evenly; with `together`, rows of one prompt go
+    to one micro-batch while there is room. Up to `num_rows`, the same on every process, copies that are masked out of
+    the loss fill up, because every process must run the same forward passes.
     """
     if num_rows == 0:
         return [[] for _ in range(num_steps)]

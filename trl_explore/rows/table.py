@@ -21,15 +21,8 @@ Logs = dict[str, Any]  # a table as TRL keeps it: lists of values by column
 
 
 class CompletionsTable:
-    """
-    Puts columns of the method, and a row for every row that is trained, into TRL's completions table.
-
-    Rows of evaluation are kept by themselves; they stand in the table of the step that was evaluated.
-
-    Args:
-        policy ([`~trl_explore.rows.policy.Policy`]):
-            The trainer.
-    """
+    """Puts columns of the method, and a row for every row that is trained, into TRL's completions table. Rows of
+    evaluation are kept by themselves; they stand in the table of the step that was evaluated."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -38,19 +31,8 @@ class CompletionsTable:
         self._evaluated_at: int | None = None
 
     def add(self, logs: Logs, output: RowDict, columns: dict[str, list[Any]], streams: dict[str, Any]) -> None:
-        """
-        Put the rows of a generation batch into the table. Every process calls it.
-
-        Args:
-            logs (`dict`):
-                TRL's own table, where TRL has put the main rows.
-            output (`dict`):
-                The main rows of this process as they are trained.
-            columns (`dict[str, list]`):
-                What the method says of them, by column, `[B]`.
-            streams (`dict[str, ScoredRows]`):
-                The rows beside them, by name of their stream.
-        """
+        """Put the rows of a generation batch into TRL's table, which has the main rows: the method's columns `[B]`,
+        and the streams' rows by name. Every process calls it."""
         ranks = self.policy.ranks
         per_process = ranks.objects([columns])
         for name in columns:
@@ -114,22 +96,8 @@ class CompletionsTable:
 
 
 def logged_rows(policy: Policy, logs: Logs, rows: Rows, num_rows: int) -> Logs:
-    """
-    What TRL has just logged of a stream's rows, without those that only pad. Every process calls it.
-
-    Args:
-        policy ([`~trl_explore.rows.policy.Policy`]):
-            The trainer.
-        logs (`dict`):
-            The table of the pass that scored the rows.
-        rows ([`Rows`]):
-            Real rows of this process.
-        num_rows (`int`):
-            Rows that TRL saw of every process.
-
-    Returns:
-        `dict`: Columns as TRL keeps them, and `parent` and `prefix_tokens`.
-    """
+    """What TRL has just logged of a stream's rows (`num_rows` of every process), without those that only pad, and
+    `parent` and `prefix_tokens`. Every process calls it."""
     ranks = policy.ranks
     first = ranks.index * (policy.args.generation_batch_size // ranks.number)
     origins = [
@@ -152,11 +120,8 @@ def logged_rows(policy: Policy, logs: Logs, rows: Rows, num_rows: int) -> Logs:
 
 @contextmanager
 def printed_visibly() -> Iterator[None]:
-    """
-    TRL prints its table as the model wrote it; a terminal would obey what looks like a command to it.
-
-    The files and the trackers keep the text as it is.
-    """
+    """TRL prints its table as the model wrote it; a terminal would obey what looks like a command to it.
+    The files and the trackers keep the text as it is."""
     before = grpo_trainer.print_prompt_completions_sample
 
     def visibly(prompts, completions, rewards, advantages, step, num_samples=None, extra=None):
@@ -181,18 +146,7 @@ def _visible(value: Any) -> Any:
 
 
 def empty_logs(logs: Logs, *, maxlen: int | None = None) -> Logs:
-    """
-    A table as TRL keeps it, without rows.
-
-    Args:
-        logs (`dict`):
-            A table with the same columns.
-        maxlen (`int`, *optional*):
-            Rows to keep, the newest ones; all by default.
-
-    Returns:
-        `dict`: The empty table.
-    """
+    """A table with the same columns as TRL keeps it, without rows, for the `maxlen` newest (all by default)."""
     column: Callable[[], deque] = partial(deque, maxlen=maxlen)
     return {name: defaultdict(column) if isinstance(logs[name], defaultdict) else column() for name in logs}
 

@@ -22,17 +22,8 @@ from trl_explore.rows.streams import (
 
 
 class StreamTraining:
-    """
-    Trains further streams of rows, each with a normaliser of its own, beside the main micro-batches.
-
-    Args:
-        policy ([`~trl_explore.rows.policy.Policy`]):
-            The trainer.
-        pooled (`bool`):
-            Whether all streams are one mean together with the main rows, as if their rows were one batch.
-        together (`bool`):
-            Whether rows of one prompt go to one micro-batch.
-    """
+    """Trains further streams of rows, each with its own normaliser, or, `pooled`, all as one mean with the main rows.
+    With `together`, rows of one prompt go to one micro-batch."""
 
     def __init__(self, policy: Policy, *, pooled: bool, together: bool) -> None:
         self.policy, self.pooled, self.together = policy, pooled, together
@@ -57,12 +48,8 @@ class StreamTraining:
         self.steps = {name: (weight, *self._dealt(name, scored, pooled)) for name, (scored, weight) in streams.items()}
 
     def backward(self, model: Any, step: int, *, num_accumulated: int) -> torch.Tensor | None:
-        """
-        Backward passes of all streams' parts of a micro-batch.
-
-        Each part's graph is freed before the next is built, so that peak memory stays that of one micro-batch. The
-        main stream's backward, which comes last, synchronises the gradients of all.
-        """
+        """Backward passes of all streams' parts of a micro-batch, each graph freed before the next is built, so that
+        peak memory stays that of one. The main stream's comes last and synchronises the gradients of all."""
         policy, total = self.policy, None
         for name, (weight, totals, steps) in self.steps.items():
             stream_loss = torch.zeros((), device=policy.accelerator.device)

@@ -1,8 +1,5 @@
-"""What happens inside `generate`: the entropy behind each token, and one prompt pass for all samples of a prompt.
-
-TRL calls `generate` itself and hands it no further arguments, so both are forward hooks on the causal language model,
-which `generate` calls once per token.
-"""
+"""The entropy behind each token, and one prompt pass for all samples of a prompt. TRL hands `generate` no further
+arguments, so both are forward hooks on the causal language model, which it calls once per token."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,46 +24,19 @@ ROW_INPUTS = ("input_ids", "attention_mask", "position_ids")
 
 @dataclass
 class GenerationRecord:
-    """
-    What one call of `generate` did.
+    """What one call of `generate` did. Padding tokens of the prompt are not counted, except where the model gets no
+    two-dimensional attention mask (a static cache)."""
 
-    The counts are those of the prompt: a token that is padding is not counted, except where the model gets no
-    two-dimensional attention mask (a static cache).
-
-    Args:
-        entropies (`list[torch.Tensor]`):
-            For each sampling step the entropy of every row in nats, `(B,)`.
-        prefill_rows (`int`, *optional*, defaults to `0`):
-            Rows that were asked for.
-        encoded_rows (`int`, *optional*, defaults to `0`):
-            Rows that the model encoded.
-        prefill_tokens (`int`, *optional*, defaults to `0`):
-            Tokens of the rows that were asked for.
-        encoded_tokens (`int`, *optional*, defaults to `0`):
-            Tokens of the rows that the model encoded.
-    """
-
-    entropies: list[torch.Tensor] = field(default_factory=list)
-    prefill_rows: int = 0
-    encoded_rows: int = 0
-    prefill_tokens: int = 0
-    encoded_tokens: int = 0
+    entropies: list[torch.Tensor] = field(default_factory=list)  # per sampling step, `(B,)` in nats
+    prefill_rows: int = 0  # that were asked for
+    encoded_rows: int = 0  # that the model encoded
+    prefill_tokens: int = 0  # of the rows that were asked for
+    encoded_tokens: int = 0  # of the rows that the model encoded
 
     def token_entropies(self, lengths: list[int]) -> list[list[float]]:
-        """
-        Entropies of the distributions that the kept tokens were sampled from.
-
-        Args:
-            lengths (`list[int]`):
-                Tokens kept of each row's completion. They are its first: what a row gets after its end is padding, and
-                with sharded weights a process takes part in steps of which it keeps nothing.
-
-        Returns:
-            `list[list[float]]`: One number per kept token, `[B][lengths_i]`.
-
-        Raises:
-            ValueError: If the record has other rows, or fewer steps than a row has tokens.
-        """
+        """Entropies of the first tokens of each row's completion, `[B][lengths_i]`: what follows a row's end is
+        padding, and with sharded weights a process takes part in steps of which it keeps nothing. ValueError if the
+        record has other rows, or fewer steps than a row has tokens."""
         most = max(lengths, default=0)
         if most == 0:
             return [[] for _ in lengths]
@@ -84,32 +54,17 @@ def recorded(
     model: nn.Module, *, temperature: float, entropies: bool = True, share_prefill: bool = True
 ) -> Iterator[GenerationRecord]:
     """
-    Record one call of `model.generate`, and let it encode equal prompts once.
+    Record one call of `model.generate`, also within a module around it, and let it encode equal prompts once.
 
     Sharing changes the numbers only by rounding, as another batch size does. A prompt pass that is not understood
     entirely is left as it is: with a cache that is filled or is no plain `DynamicCache` of full or sliding-window
     attention, with row inputs besides token ids, attention mask and positions, of a multimodal or encoder-decoder
     model, and with active dropout, whose noise would be shared as well.
 
-    With `prefill_chunk_size`, a last chunk of a single token cannot be told from a step, and shifts the entropies by
-    one: record entropies with the prompt in one piece.
-
-    Args:
-        model (`torch.nn.Module`):
-            The model whose `generate` is called, or any module around it (PEFT, data parallel).
-        temperature (`float`):
-            Sampling temperature.
-        entropies (`bool`, *optional*, defaults to `True`):
-            Whether to record the entropy of `softmax(logits / temperature)` at each step, without what `generate` may
-            do to the distribution besides (top-k, top-p, penalties).
-        share_prefill (`bool`, *optional*, defaults to `True`):
-            Whether to encode each distinct row of the prompt batch once and copy its logits and its cache to all rows.
-
-    Yields:
-        [`GenerationRecord`]: Complete once `generate` has returned.
-
-    Raises:
-        ValueError: If the temperature is not positive.
+    Entropies are those of `softmax(logits / temperature)`, without top-k, top-p or penalties. With
+    `prefill_chunk_size`, a last chunk of a single token cannot be told from a step, and shifts them by one: record
+    them with the prompt in one piece. The record is complete once `generate` has returned. ValueError if the
+    temperature is not positive.
     """
     if not temperature > 0:
         raise ValueError(f"`temperature` must be positive, got {temperature}.")
@@ -127,18 +82,7 @@ def recorded(
 
 
 def row_entropies(logits: torch.Tensor, *, temperature: float) -> torch.Tensor:
-    """
-    Entropy of the distribution `softmax(logits / temperature)` of each row, accumulated in float32.
-
-    Args:
-        logits (`torch.Tensor`):
-            Logits `(B, V)` of any floating type; minus infinity is probability zero.
-        temperature (`float`):
-            Sampling temperature.
-
-    Returns:
-        `torch.Tensor`: Entropies in nats, `(B,)`.
-    """
+    """Entropy in nats `(B,)` of `softmax(logits / temperature)`, in float32; minus infinity is probability zero."""
     parts = [
         torch.special.entr((part.float() / temperature).softmax(dim=-1)).sum(dim=-1)
         for part in logits.split(ENTROPY_ROWS)
@@ -147,20 +91,8 @@ def row_entropies(logits: torch.Tensor, *, temperature: float) -> torch.Tensor:
 
 
 def complete(model: Any, prompt_ids: list[list[int]], config: GenerationConfig) -> list[list[int]]:
-    """
-    Continue a batch of prompts by `generate`.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or `PeftModel`):
-            The model.
-        prompt_ids (`list[list[int]]`):
-            Token ids of each row's prompt, `[B][P_i]`.
-        config ([`~transformers.GenerationConfig`]):
-            What `generate` is given. Its `pad_token_id` is one token, its `eos_token_id` a list of them.
-
-    Returns:
-        `list[list[int]]`: Sampled tokens up to the first end token, which is included, `[B][T_i]`.
-    """
+    """Continue prompts by `generate`, up to the first end token, which is included: `[B][T_i]`. The `pad_token_id` of
+    `config` is one token, its `eos_token_id` a list."""
     longest = max(len(ids) for ids in prompt_ids)
     padding = [longest - len(ids) for ids in prompt_ids]
     rows = [[config.pad_token_id] * n + ids for n, ids in zip(padding, prompt_ids, strict=True)]
@@ -175,12 +107,9 @@ def complete(model: Any, prompt_ids: list[list[int]], config: GenerationConfig) 
 
 
 class _Hooks:
-    """
-    The two hooks around every forward pass of one `generate`, and what they hand to each other.
-
-    With a static cache `generate` compiles the steps. The hooks stay outside: a list that grows would be a reason to
-    compile each step again, and results of a compiled step may be overwritten by the next.
-    """
+    """The two hooks around every forward pass of one `generate`, and what they hand to each other. With a static cache
+    `generate` compiles the steps. The hooks stay outside: a list that grows would be a reason to compile each step
+    again, and results of a compiled step may be overwritten by the next."""
 
     def __init__(self, *, temperature: float, entropies: bool, share_prefill: bool) -> None:
         self.record = GenerationRecord()
@@ -276,17 +205,7 @@ def _row_inputs(kwargs: dict[str, Any]) -> list[str]:
 
 
 def _first_of_each(kwargs: dict[str, Any]) -> tuple[list[int], list[int]] | None:
-    """
-    Find rows of the batch that are equal in every input.
-
-    Args:
-        kwargs (`dict[str, Any]`):
-            Arguments of the forward pass.
-
-    Returns:
-        `tuple[list[int], list[int]]`, *optional*: The first row of each kind `[U]`, and for each row its kind `[B]`;
-        `None` if no two rows are equal.
-    """
+    """The first row of each kind, equal in all inputs, `[U]`, and each row's kind `[B]`; `None` if none are equal."""
     table = torch.cat([kwargs[name].long() for name in _row_inputs(kwargs)], dim=1).cpu().numpy()  # (B, ...)
     keys = [row.tobytes() for row in table]
     first_rows: dict[bytes, int] = {}

@@ -19,10 +19,6 @@ class Sampler:
 
     `prefix_tokens_asked` and `prefix_tokens_encoded` count the tokens of the prefixes of all samples, and those that a
     forward pass was spent on; `seconds` adds up the time for main rows and for extra ones.
-
-    Args:
-        policy ([`~trl_explore.rows.policy.Policy`]):
-            The trainer whose current policy is sampled.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -113,18 +109,8 @@ class Sampler:
         return [[next(done) for _ in range(n)] for n in counts]  # type: ignore[misc]
 
     def token_logprobs(self, prefixes: list[list[int]], completion_ids: list[list[int]]) -> list[list[float]]:
-        """
-        Log-probabilities of completions under the current policy; every process calls it with as many rows.
-
-        Args:
-            prefixes (`list[list[int]]`):
-                Tokens that each completion is conditioned on, `[R][P_i]`.
-            completion_ids (`list[list[int]]`):
-                Tokens of the completions, `[R][T_i]`.
-
-        Returns:
-            `list[list[float]]`: `[R][T_i]`, at the sampling temperature.
-        """
+        """Log-probabilities `[R][T_i]` of completions behind prefixes under the current policy, at the sampling
+        temperature; every process calls it with as many rows."""
         logprobs, _ = self._forward(prefixes, completion_ids)
         return [row[: len(ids)] for row, ids in zip(logprobs.tolist(), completion_ids, strict=True)]
 
@@ -199,13 +185,7 @@ class Sampler:
 
 @contextmanager
 def without_dropout(model: torch.nn.Module) -> Iterator[None]:
-    """
-    What is measured is the distribution that was sampled from: LoRA's dropout would blur it, and draw numbers.
-
-    Args:
-        model (`torch.nn.Module`):
-            The model. All but its linear layers are in evaluation mode meanwhile.
-    """
+    """All but linear layers in evaluation mode: LoRA's dropout would blur what was sampled from, and draw numbers."""
     # Linear layers know no dropout, and those of bitsandbytes repack their weights in evaluation mode: on a CPU they
     # cannot be trained any more then.
     modules = [module for module in model.modules() if module.training and not isinstance(module, torch.nn.Linear)]

@@ -17,22 +17,7 @@ _held: dict[str, IO[str]] = {}
 
 
 def serve_command(model: str, *, backend: str, port: int = 8000, max_model_len: int | None = None) -> str:
-    """
-    The command that starts a server which a trainer can use.
-
-    Args:
-        model (`str`):
-            Name or folder of the model.
-        backend (`str`):
-            How weights travel, `"nccl"` or `"file"`.
-        port (`int`, *optional*, defaults to `8000`):
-            Port of the server.
-        max_model_len (`int`, *optional*):
-            Smallest context that is needed; by default the model's own.
-
-    Returns:
-        `str`: The command for a shell.
-    """
+    """The shell command of a server that a trainer can use; the context needed is by default the model's own."""
     length = "" if max_model_len is None else f" --max-model-len {max_model_len}"
     return (
         f"VLLM_SERVER_DEV_MODE=1 vllm serve {model} --port {port}{length} --weight-transfer-config "
@@ -41,20 +26,8 @@ def serve_command(model: str, *, backend: str, port: int = 8000, max_model_len: 
 
 
 def wait_until_healthy(url: str, *, seconds: float, command: str) -> None:
-    """
-    Wait for a server that may still be loading its model.
-
-    Args:
-        url (`str`):
-            Address of the server.
-        seconds (`float`):
-            Longest time to wait.
-        command (`str`):
-            Command that starts it, for the error message.
-
-    Raises:
-        ConnectionError: If nothing that is a vLLM server answers in time.
-    """
+    """Wait for a server that may still be loading its model. ConnectionError, with the `command` that starts it, if
+    nothing that is a vLLM server answers in time."""
     deadline, found = time.monotonic() + seconds, "nothing answers there"
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({})) if _is_local(url) else None
     while True:
@@ -86,26 +59,8 @@ def check_server(
     url: str,
     command: str,
 ) -> None:
-    """
-    Compare a server with what a run needs.
-
-    Args:
-        info (`dict`):
-            `vllm_config` of the server's `/server_info`.
-        served (`dict`, *optional*):
-            Configuration of the model that it serves, where that can be read here.
-        trained (`dict`):
-            Configuration of the model that is trained.
-        backend (`str`):
-            How weights are to travel, `"nccl"` or `"file"`.
-        url (`str`):
-            Address of the server, for the error message.
-        command (`str`):
-            Command that starts a server that would do.
-
-    Raises:
-        ValueError: For the first thing that does not fit, with the command that mends it.
-    """
+    """ValueError, with the `command` that mends it, for the first of a server's settings (`vllm_config` of its
+    `/server_info`; its model's configuration, where that can be read here) that does not fit the run."""
     for name in SIZES if served is not None else ():
         if served is not None and served.get(name) != trained.get(name):
             raise ValueError(
@@ -123,22 +78,7 @@ def check_server(
 
 
 def check_vocabulary(ours: str, theirs: str, *, url: str, command: str) -> None:
-    """
-    Compare what the same tokens mean on both sides, spaces apart.
-
-    Args:
-        ours (`str`):
-            Text of some tokens by the trainer's tokenizer.
-        theirs (`str`):
-            Text of the same tokens by the server's.
-        url (`str`):
-            Address of the server, for the error message.
-        command (`str`):
-            Command that starts a server that would do.
-
-    Raises:
-        ValueError: If they differ.
-    """
+    """ValueError if the same tokens do not mean the same text on both sides, spaces apart."""
     ours, theirs = "".join(ours.split()), "".join(theirs.split())
     if ours != theirs:
         place = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), 0)
@@ -150,16 +90,8 @@ def check_vocabulary(ours: str, theirs: str, *, url: str, command: str) -> None:
 
 
 def hold(url: str) -> None:
-    """
-    Take a server for the trainers of this process, until the process ends.
-
-    Args:
-        url (`str`):
-            Address of the server.
-
-    Raises:
-        RuntimeError: If another process on this machine has it, or there is no safe place for a lock.
-    """
+    """Take a server for the trainers of this process, until it ends. RuntimeError if another process on this machine
+    has it, or there is no safe place for a lock."""
     import fcntl  # the configuration of every trainer imports this module, also on systems without file locks
 
     name = _lock_name(url)
@@ -191,13 +123,7 @@ def hold(url: str) -> None:
 
 
 def release(url: str) -> None:
-    """
-    Let go of a server that this process holds.
-
-    Args:
-        url (`str`):
-            Address of the server.
-    """
+    """Let go of a server that this process holds."""
     _held.pop(_lock_name(url)).close()
 
 

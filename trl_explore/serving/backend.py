@@ -47,12 +47,8 @@ class Answer(NamedTuple):
 
 
 class ServerClient(VLLMClient):
-    """
-    TRL's client, which sends weights through files if asked to, and stops the run where a server is lost.
-
-    TRL's repeats a request for a minute. A server that was restarted meanwhile would answer from the weights that it
-    finds on its disk, unnoticed; here only what a closed idle connection breaks is repeated, at once.
-    """
+    """TRL's client, with weights through files if asked to. TRL's repeats a request for a minute, when a restarted
+    server would answer from the weights on its disk; here only what a closed idle connection broke is repeated."""
 
     def __init__(self, base_url: str, *, command: str, weight_sync: str, folder: Path, **kwargs):
         self.command, self.weight_sync, self.folder = command, weight_sync, folder
@@ -111,12 +107,8 @@ class ServerClient(VLLMClient):
 
 
 class ServedGeneration(VLLMGeneration):
-    """
-    TRL's vLLM backend with as many samples and tokens per prompt as asked, from every process by itself.
-
-    Every process has a client of its own. TRL's gathers all prompts on one process, for which all of them must have
-    equally many and call equally often; in a tool loop they do not.
-    """
+    """TRL's vLLM backend with as many samples and tokens per prompt as asked, and a client on every process. TRL's one
+    client needs equally many prompts and calls from all, which a tool loop does not have."""
 
     vllm_client: ServerClient
     max_served_length: int | None = None
@@ -202,16 +194,7 @@ class ServedGeneration(VLLMGeneration):
         return prompts, [a.token_ids for a in flat], [[[p] for p in a.logprobs] for a in flat], None
 
     def complete(self, asked: list[Request]) -> list[list[Answer]]:
-        """
-        Continue prefixes; weights must have been synchronised.
-
-        Args:
-            asked (`list[Request]`):
-                Requests of this process; may be empty.
-
-        Returns:
-            `list[list[Answer]]`: `[R][num_samples_i]`.
-        """
+        """Continue this process's prefixes, maybe none: `[R][num_samples_i]`; weights must have been synchronised."""
         if not asked:
             return []
         self.check_lengths(asked)

@@ -19,26 +19,15 @@ class FileInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class FileUpdateInfo(WeightTransferUpdateInfo):
-    """
-    What a trainer asks for.
+    """What a trainer asks for."""
 
-    Args:
-        path (`str`):
-            A complete safetensors file that this process can read.
-        names (`list[str]`):
-            Names of its tensors.
-    """
-
-    path: str
-    names: list[str]
+    path: str  # a complete safetensors file that this process can read
+    names: list[str]  # of its tensors
 
 
 class FileEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
-    """
-    Loads weights from safetensors files: for CPU servers, and for servers that share no GPU network with the trainer.
-
-    A file that cannot be used is refused before the model is touched: the server goes on with the weights it has.
-    """
+    """Loads weights from safetensors files: for CPU servers, and for servers without a GPU network to the trainer. A
+    file that cannot be used is refused before the model is touched: the server goes on with the weights it has."""
 
     init_info_cls = FileInitInfo
     update_info_cls = FileUpdateInfo

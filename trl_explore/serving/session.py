@@ -12,17 +12,7 @@ MASKED_FRACTION = 0.1  # of the rows of a batch; above it the user is told
 
 
 class Serving:
-    """
-    Samples from vLLM, with the weights of the step.
-
-    Args:
-        policy ([`~trl_explore.rows.policy.Policy`]):
-            The trainer.
-        backend ([`ServedGeneration`]):
-            Its vLLM backend.
-        sync_weights (`Callable[[], None]`):
-            Sends the weights unless those of this step were sent.
-    """
+    """Samples from vLLM, with the weights of the step: `sync_weights` sends them unless they were sent."""
 
     def __init__(self, policy: Policy, backend: ServedGeneration, sync_weights: Callable[[], None]) -> None:
         self.policy, self.backend, self.sync_weights = policy, backend, sync_weights
@@ -69,13 +59,7 @@ class Serving:
 
 
 def warn_about_sampling(args) -> None:
-    """
-    Tell a user of vLLM about options that harm a run without an error.
-
-    Args:
-        args ([`~trl.GRPOConfig`]):
-            The configuration.
-    """
+    """Tell a user of vLLM about options that harm a run without an error."""
     cuts = {"top_p": args.top_p < 1, "top_k": args.top_k > 0, "min_p": bool(args.min_p)}
     if args.vllm_importance_sampling_correction and any(cuts.values()):
         named = ", ".join(f"`{name}={vars(args)[name]}`" for name, cut in cuts.items() if cut)

@@ -129,18 +129,7 @@ class Actions(Mode):
 
 
 def check_actions(tools: list[Any], where: str) -> None:
-    """
-    Actions are tool calls: there must be more than one that can be made.
-
-    Args:
-        tools (`list`):
-            Tools of an environment.
-        where (`str`):
-            Which environment of several, for the error message.
-
-    Raises:
-        ValueError: If all calls are equal, or there is no tool.
-    """
+    """Actions are tool calls: ValueError, saying `where`, if all calls are equal, or there is no tool."""
     if len(tools) > 1 or any(inspect.signature(tool).parameters for tool in tools):
         return
     found = f"only {tools[0].__name__!r}, without parameters" if tools else "none"

@@ -1,8 +1,5 @@
-"""Sequential sampling: prompts that carry what was drafted before, lists taken apart, and how diverse a group is.
-
-After SESA (https://huggingface.co/papers/2510.15502), section 3.1 and algorithm 1. Drafts are short texts that go into
-the next prompt, so they are text here; what is trained is token ids again.
-"""
+"""Sequential sampling in text: prompts that carry what was drafted before, lists taken apart, how diverse a group is.
+After SESA (https://huggingface.co/papers/2510.15502), section 3.1 and algorithm 1."""
 
 import math
 import re
@@ -20,20 +17,7 @@ LIST_MARK = re.compile(r"^\s*(?:\(?\d{1,3}[.):]|[-*])\s+")
 
 
 def check_template(field: str, template: str, *, required: Sequence[str]) -> None:
-    """
-    Check that a template has its slots.
-
-    Args:
-        field (`str`):
-            Name of the configuration field, for the error message.
-        template (`str`):
-            The template.
-        required (`Sequence[str]`):
-            Slots that it must have, such as `"problem"`.
-
-    Raises:
-        ValueError: Naming the field and the slot that is missing.
-    """
+    """ValueError, naming the field and the slot, if a template lacks one such as `"problem"`."""
     missing = [f"{{{slot}}}" for slot in required if f"{{{slot}}}" not in template]
     if missing:
         raise ValueError(
@@ -43,39 +27,13 @@ def check_template(field: str, template: str, *, required: Sequence[str]) -> Non
 
 
 def fill_template(template: str, slots: Mapping[str, str]) -> str:
-    """
-    Put texts into the slots of a template, once: a slot's name inside a text stays as it is.
-
-    Args:
-        template (`str`):
-            Text with slots such as `{problem}`; other braces are left alone.
-        slots (`Mapping[str, str]`):
-            Texts by slot.
-
-    Returns:
-        `str`: The text.
-    """
+    """Put texts into slots such as `{problem}`, once: other braces, also inside a text, stay as they are."""
     return SLOT.sub(lambda match: slots.get(match[1], match[0]), template)
 
 
 def fill_prompt(prompt: Prompt, template: str, slots: Mapping[str, str]) -> Prompt:
-    """
-    Wrap a data-set prompt into a template.
-
-    Args:
-        prompt (`str` or `list[dict]`):
-            A plain prompt, or a conversation that ends with a text message of the user.
-        template (`str`):
-            The template; `{problem}` stands for the prompt, in a conversation for its last message.
-        slots (`Mapping[str, str]`):
-            Texts of the other slots.
-
-    Returns:
-        `str` or `list[dict]`: A prompt of the same kind; the one given is left alone.
-
-    Raises:
-        ValueError: If a conversation does not end with a text message.
-    """
+    """A copy of a plain prompt, or of a conversation that ends with a text message of the user (else a ValueError),
+    with it, or that message, as `{problem}` in the template."""
     if isinstance(prompt, str):
         return fill_template(template, {**slots, "problem": prompt})
     *before, last = prompt
@@ -88,18 +46,7 @@ def fill_prompt(prompt: Prompt, template: str, slots: Mapping[str, str]) -> Prom
 
 
 def newest_that_fit(sketches: Sequence[str], fits: Callable[[Sequence[str]], bool]) -> list[str]:
-    """
-    Drop the oldest sketches until the rest fits.
-
-    Args:
-        sketches (`Sequence[str]`):
-            Sketches, oldest first.
-        fits (`Callable[[Sequence[str]], bool]`):
-            Whether some of them fit; if they do, fewer do too.
-
-    Returns:
-        `list[str]`: The newest ones; empty if not even one fits.
-    """
+    """Drop the oldest sketches, which come first, until the rest fits; if some fit, fewer do too."""
     for first in range(len(sketches)):
         if fits(sketches[first:]):
             return list(sketches[first:])
@@ -107,72 +54,27 @@ def newest_that_fit(sketches: Sequence[str], fits: Callable[[Sequence[str]], boo
 
 
 def split_thoughts(text: str, *, opened: bool = False) -> tuple[str, str]:
-    """
-    Tell what a model says from what it thinks, between `<think>` and `</think>`.
-
-    Args:
-        text (`str`):
-            One response, or its beginning.
-        opened (`bool`, *optional*, defaults to `False`):
-            Whether the prompt has begun a thought already, as some chat templates do. Without it, an end tag that
-            nothing opened ends such a thought all the same.
-
-    Returns:
-        `tuple[str, str]`: The text up to the end of its last whole thought, blanks behind it included, empty if there
-        is none; and what is said: the text without thoughts, one that does not end included.
-    """
+    """The text to the end of its last whole `<think>` thought, with blanks behind it; and what is said: the text
+    without thoughts, an unended one included. `opened`: the prompt began one. An unopened end tag ends one too."""
     said = THOUGHT.sub("", THINK * opened + text).rpartition(END_THINK)[2]
     behind = text.rpartition(END_THINK)[2].lstrip() if END_THINK in text else text
     return text[: len(text) - len(behind)], said
 
 
 def split_candidates(text: str, *, separator: str) -> list[str]:
-    """
-    Take a list of candidates apart.
-
-    Args:
-        text (`str`):
-            One response.
-        separator (`str`):
-            What stands between candidates.
-
-    Returns:
-        `list[str]`: Candidates in order, without numbering, bullets and empty ones; with duplicates.
-    """
+    """Candidates of one response in order, without numbering, bullets and empty ones; with duplicates."""
     parts = (LIST_MARK.sub("", part).strip() for part in text.split(separator))
     return [part for part in parts if part]
 
 
 def first_distinct(texts: Sequence[str], most: int) -> list[str]:
-    """
-    The first texts that do not repeat an earlier one.
-
-    Args:
-        texts (`Sequence[str]`):
-            Texts.
-        most (`int`):
-            How many of them at most.
-
-    Returns:
-        `list[str]`: Different texts, in order.
-    """
+    """The first different texts, in order."""
     return list(dict.fromkeys(texts))[:most]
 
 
 def other_prompts(prompts: Sequence[Hashable], order: Sequence[int]) -> list[int]:
-    """
-    Give every prompt another one, whose sketches it is shown.
-
-    Args:
-        prompts (`Sequence[Hashable]`):
-            Prompts, `[P]`; some may be equal.
-        order (`Sequence[int]`):
-            The places 0 to P - 1 in any order, which decides who gets whom.
-
-    Returns:
-        `list[int]`: For each prompt the place of one that differs from it, `[P]`; its own place only if all are
-        equal. Every place occurs once, unless more than half of the prompts are equal.
-    """
+    """For each of P prompts the place of one that differs from it, its own only if all are equal; `order` (0 to P - 1)
+    decides who gets whom. Every place occurs once, unless more than half of the prompts are equal."""
     groups: dict[Hashable, list[int]] = {}
     for place in order:
         groups.setdefault(prompts[place], []).append(place)
@@ -189,16 +91,7 @@ def other_prompts(prompts: Sequence[Hashable], order: Sequence[int]) -> list[int
 
 
 def mean_similarity(texts: Sequence[str]) -> float:
-    """
-    How alike texts are on average over all pairs.
-
-    Args:
-        texts (`Sequence[str]`):
-            Texts; one alone is like nothing.
-
-    Returns:
-        `float`: Mean of `difflib`'s ratio, in [0, 1]; 1 if all are equal.
-    """
+    """Mean of `difflib`'s ratio over all pairs, in [0, 1]: 1 if all are equal; one text alone is like nothing."""
     pairs = list(combinations(texts, 2))
     if not pairs:
         return 0.0
@@ -206,17 +99,8 @@ def mean_similarity(texts: Sequence[str]) -> float:
 
 
 def diversity(drafts: Sequence[Sequence[str]]) -> dict[str, float]:
-    """
-    How different the drafts of each list are, as sums over lists that can be added up further.
-
-    Args:
-        drafts (`Sequence[Sequence[str]]`):
-            Drafts of each list.
-
-    Returns:
-        `dict[str, float]`: Number of `lists`; their shares of `distinct` and `empty` drafts and their mean
-        `similarity`; and the number of `duplicates` of earlier drafts.
-    """
+    """Sums that can be added up further: number of `lists`; their shares of `distinct` and `empty` drafts and their
+    mean `similarity`; and the number of `duplicates` of earlier drafts."""
     return {
         "lists": len(drafts),
         "distinct": sum(len(set(texts)) / len(texts) for texts in drafts if texts),

@@ -78,11 +78,9 @@ class Lists(Mode):
         )
 
     def _list_candidates(self, prompts: list[Prompt]) -> tuple[list[list[int]], list[list[str]], int]:
-        """
-        Prompts that ask for lists, the candidates of each with duplicates, and the tokens they cost. A list that ends
-        too early is continued: its distinct candidates are put into the model's mouth, behind what it thought before
-        the first of them, each round in one call for all prompts.
-        """
+        """Prompts that ask for lists, the candidates of each with duplicates, and the tokens they cost. A list that
+        ends too early is continued: its distinct candidates are put into the model's mouth, behind what it thought
+        before the first of them, each round in one call for all prompts."""
         args, size = self.args, self.size
         asked = self.policy.encode_prompts(
             [fill_prompt(prompt, args.candidate_template, {"num_candidates": str(size)}) for prompt in prompts]

@@ -13,22 +13,11 @@ Chooser = Callable[[list[list[int]]], Rollout]
 
 class Mode:
     """
-    A way to sample the rows of a batch one after another.
+    A way to sample the rows of a batch one after another; `num_explored` of a prompt's `group_size` explore.
 
     `metrics`, `columns` and `drawn` are of the last batch: sums over the prompts of this process, columns of the
-    completions table, and per row what was not drawn behind the row's own context.
-
-    Args:
-        policy ([`~trl_explore.rows.policy.Policy`]):
-            The trainer.
-        sample ([`~trl_explore.sampling.sampler.Sampler`]):
-            Samples beside the main rows.
-        group_size (`int`):
-            Rows of a prompt.
-        num_explored (`int`):
-            Rows of a prompt that explore; the others are sampled as in GRPO.
-        context_length (`float`):
-            Most tokens of a prompt with what follows it.
+    completions table, and per row what was not drawn behind the row's own context. A prompt with what follows it has
+    at most `context_length` tokens.
     """
 
     max_drawn = 1  # parts of a row that were drawn behind another context

@@ -9,20 +9,10 @@ from trl_explore.sampling.sampler import Sampler
 
 @dataclass
 class Drawn:
-    """
-    Tokens of a row that were drawn behind another context.
+    """Tokens of a row that were drawn behind another context."""
 
-    Args:
-        start (`int`):
-            Place of the first of them in the row's completion.
-        context (`list[int]`):
-            Tokens that the sampler saw before.
-        token_ids (`list[int]`):
-            The tokens.
-    """
-
-    start: int
-    context: list[int]
+    start: int  # place of the first of them in the row's completion
+    context: list[int]  # what the sampler saw before
     token_ids: list[int]
 
 
@@ -34,27 +24,9 @@ def likelihood_ratios(
     *,
     max_drawn: int,
 ) -> torch.Tensor:
-    """
-    `pi(token | own context) / pi(token | context it was drawn behind)` under the current policy.
-
-    Beyond the paper of SESA, whose reviewers asked for it. Every process calls it with as many rows; it costs
-    `1 + max_drawn` forward passes without gradients.
-
-    Args:
-        sample ([`~trl_explore.sampling.sampler.Sampler`]):
-            Knows log-probabilities under the current policy.
-        prompt_ids (`list[list[int]]`):
-            Prompts that the rows are trained under, `[B][P_i]`.
-        completion_ids (`list[list[int]]`):
-            Completions, `[B][T_i]`.
-        drawn (`list[list[Drawn]]`):
-            Per row, what was not drawn behind the row's own context.
-        max_drawn (`int`):
-            Most parts of a row; the same on all processes.
-
-    Returns:
-        `torch.Tensor`: Shape `(B, T)`; 1 where both contexts are the same, and on padding.
-    """
+    """`pi(token | own context) / pi(token | context it was drawn behind)` under the current policy, `(B, T)`; 1 where
+    both are the same, and on padding. Beyond SESA's paper, whose reviewers asked for it. Every process calls it with
+    as many rows and the same `max_drawn`, the most parts of a row; it costs `1 + max_drawn` forward passes."""
     own = sample.token_logprobs(prompt_ids, completion_ids)
     ratios = torch.ones(len(own), max(map(len, own)))
     for part in range(max_drawn):

@@ -13,13 +13,7 @@ SOLUTIONS_FILE = "solutions.jsonl"
 
 
 class ReplayBuffer:
-    """
-    Solutions in memory and in a file of the run.
-
-    Args:
-        policy ([`~trl_explore.rows.policy.Policy`]):
-            The trainer; `replay_*` of its configuration say what is kept.
-    """
+    """Solutions in memory and in a file of the run; `replay_*` of the configuration say what is kept."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy, self.args = policy, policy.args

@@ -7,20 +7,7 @@ from trl_explore.trees.search import Limits, Tree, frontier
 
 
 def tree_counts(searched: Sequence[Tree], trained: Sequence[Tree], limits: Limits) -> dict[str, float]:
-    """
-    Sums over the trees of one process.
-
-    Args:
-        searched (`Sequence[Tree]`):
-            Trees as the search left them.
-        trained (`Sequence[Tree]`):
-            The same trees with the rows that are trained, cached solutions in their places.
-        limits ([`~trl_explore.trees.search.Limits`]):
-            Their limits.
-
-    Returns:
-        `dict[str, float]`: The sums, by name.
-    """
+    """Sums over a process's trees: as the search left them, and as trained, with cached solutions in place."""
     grown = [tree for tree in searched if tree.reason != "replayed"]
     rows = [(tree, tree.nodes[row]) for tree in trained for row in tree.rows]
     return {
@@ -63,15 +50,6 @@ AVERAGES = {
 
 
 def tree_metrics(total: dict[str, float]) -> dict[str, float]:
-    """
-    Averages over the trees of all processes.
-
-    Args:
-        total (`dict[str, float]`):
-            What [`tree_counts`] gives, added up over processes, and prefix tokens `asked` and `encoded`.
-
-    Returns:
-        `dict[str, float]`: The metrics of `trainers/README.md`; one whose divisor is 0 is left out.
-    """
+    """Metrics of [`tree_counts`] and prefix tokens `asked` and `encoded`, all summed; none whose divisor is 0."""
     averages = {name: total[part] / total[whole] for name, (part, whole) in AVERAGES.items() if total[whole]}
     return {**averages, "sampled_tokens": total["generated"], "trained_tokens": total["trained"]}

@@ -18,28 +18,8 @@ def tree_record(
     q_temperature: float,
     q_max: float,
 ) -> dict[str, Any]:
-    """
-    Write a tree down.
-
-    Args:
-        tree ([`~trl_explore.trees.search.Tree`]):
-            A finished tree.
-        step (`int`):
-            Optimiser step at which it was grown.
-        index (`int`):
-            Position of its prompt in the process's generation batch.
-        decode (`Callable[[list[int]], str]`):
-            Tokens to text.
-        reward_weights (`Sequence[float]`):
-            Weights of the reward functions, `[F]`.
-        q_temperature (`float`):
-            See [`~trl_explore.trees.credit.node_credit`].
-        q_max (`float`):
-            See [`~trl_explore.trees.credit.node_credit`].
-
-    Returns:
-        `dict`: Facts about the tree, and its nodes in order of creation. JSON has no NaN: what is not known is `None`.
-    """
+    """A finished tree for JSON, nodes in order of creation; `index` is its prompt's place in the process's batch. JSON
+    has no NaN: what is not known is `None`."""
     outcomes = [o for row in tree.rows if (o := tree.nodes[row].outcome) is not None]
     place = {node: position for position, node in enumerate(tree.rows)}
     nodes = []

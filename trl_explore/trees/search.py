@@ -1,9 +1,5 @@
-"""Monte Carlo tree search over completions: the loop that grows all trees of a batch, and the names of its parts.
-
-The language model enters through one callable that is given the prefixes of all trees at once.
-
-After DeepSearch (https://huggingface.co/papers/2509.25454), sections 2.1-2.3.
-"""
+"""Monte Carlo tree search over completions: the loop that grows all trees of a batch. After DeepSearch
+(https://huggingface.co/papers/2509.25454), sections 2.1-2.3."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -70,34 +66,12 @@ def search(
     any_active: Callable[[bool], bool] = bool,
 ) -> list[Tree]:
     """
-    Grow one tree per prompt, all in lock-step: one sampling call and one scoring call per iteration for all of them.
+    Grow one tree per prompt, all in lock-step: one call of `sample_fn` and one of `value_fn` per iteration for all,
+    also where a process has nothing to ask; `any_active` says whether any process's tree still grows, and all call it
+    equally often. Prompts in `skip` get direct rollouts only, from `direct_fn`, which need not know entropies.
 
-    Args:
-        roots (`Sequence[list[int]]`):
-            Tokens of the prompts, `[P][P_i]`.
-        sample_fn ([`~trl_explore.rows.rollouts.Sampler`]):
-            Samples continuations of the prefixes of all trees; also called without any.
-        value_fn (`Callable[[list[Leaf]], list[Verdict]]`):
-            Scores the completions of all trees; also called without any.
-        limits ([`Limits`]):
-            Shape and budget of each tree.
-        select_fn (`Callable[[Tree, Limits], int | None]`, *optional*, defaults to [`select`]):
-            Chooses the node that comes after a terminal one was reached.
-        uct_coef (`float`, *optional*, defaults to `2.0`):
-            Weight of the exploration bonus on the way down.
-        decay_min (`float`, *optional*, defaults to `0.1`):
-            Smallest decay factor of the backup.
-        skip (`Sequence[bool]`, *optional*):
-            Prompts that get direct rollouts only, `[P]`; none by default.
-        direct_fn ([`~trl_explore.rows.rollouts.Sampler`], *optional*, defaults to `sample_fn`):
-            Samples the direct rollouts. No choice looks at their entropies, so it need not know them.
-        any_active (`Callable[[bool], bool]`, *optional*):
-            Given whether a tree of this process still grows, tells whether one of any process does, so that all make
-            the same number of calls. Every process calls it equally often.
-
-    Returns:
-        `list[Tree]`: Finished trees with exactly `limits.num_results` results each, `[P]`: where the search ended with
-        fewer, scored terminal nodes that still wait fill them up, and then direct rollouts from the root.
+    Each finished tree has exactly `limits.num_results` results: where the search ended with fewer, scored terminal
+    nodes that still wait fill them up, and then direct rollouts from the root.
     """
     trees = [Tree.plant(list(prompt_ids)) for prompt_ids in roots]
     for i, skipped in enumerate(skip):

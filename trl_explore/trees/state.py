@@ -1,8 +1,5 @@
-"""The state of a search tree, and the limits that it grows in.
-
-A tree belongs to one prompt. A node holds a chunk of sampled tokens; the path from the root to a terminal node is a
-completion. Nothing here changes: a function that grows a tree returns a new one that shares its unchanged nodes.
-"""
+"""A search tree and its limits. A node holds a chunk of sampled tokens; the path from the root to a terminal node is a
+completion. Nothing here changes: a function that grows a tree returns a new one that shares unchanged nodes."""
 
 import math
 from collections.abc import Mapping
@@ -15,66 +12,26 @@ NO_PARENT = -1
 
 
 class Node(NamedTuple):
-    """
-    A chunk of a completion: a tuple, since a search makes and changes thousands of them.
-
-    Args:
-        index (`int`):
-            Position in the tree, in order of creation; the root has 0.
-        parent (`int`):
-            Index of the parent, -1 for the root.
-        depth (`int`):
-            Number of chunks from the root to this node; the root has 0.
-        token_ids (`list[int]`):
-            Sampled tokens, an end-of-sequence token included; empty for the root.
-        length (`int`):
-            Tokens of the completion so far, from the root to the end of this node.
-        entropy (`float`):
-            Mean entropy of the distributions its tokens were drawn from, in nats, at least 0; see [`mean_entropy`].
-        total_entropy (`float`):
-            Sum of the token entropies of the completion so far, from the root to the end of this node.
-        terminal (`bool`):
-            Whether the completion ends here.
-        finished (`bool`):
-            Whether it ends with an end-of-sequence token; `False` on a terminal node that a limit cut off.
-        iteration (`int`):
-            Iteration of the tree in which it was sampled, from 1; 0 for the root.
-        direct (`bool`):
-            Whether it is a whole completion drawn from the root beside the search, to fill up the rows.
-        children (`tuple[int, ...]`):
-            Indices of its children.
-        visits (`int`):
-            Visit count N, at least 0.
-        value (`float`):
-            Sum of the decayed outcomes backed up through it.
-        outcome (`float`, *optional*):
-            +1, -1 or the incomplete score of a terminal node; `None` where it could not be scored.
-        rewards (`tuple[float, ...]`):
-            The reward functions' own values for a terminal node, `[F]`.
-        extra (`Mapping[str, Any]`):
-            What the reward functions logged beside, by column.
-        logprobs (`list[float]`, *optional*):
-            Log-probabilities of its tokens under the sampler, where the backend reports them.
-    """
+    """A chunk of a completion: a tuple, since a search makes and changes thousands of them."""
 
     index: int  # type: ignore[assignment]  # of the node; nobody asks a node for `tuple.index`
-    parent: int
-    depth: int
-    token_ids: list[int]
-    length: int = 0
-    entropy: float = 0.0
-    total_entropy: float = 0.0
-    terminal: bool = False
-    finished: bool = False
-    iteration: int = 0
-    direct: bool = False
+    parent: int  # -1 for the root
+    depth: int  # chunks from the root, which has 0
+    token_ids: list[int]  # an end-of-sequence token included; empty for the root
+    length: int = 0  # tokens from the root to the end of this node
+    entropy: float = 0.0  # mean over its tokens in nats, at least 0
+    total_entropy: float = 0.0  # sum of the token entropies from the root to the end of this node
+    terminal: bool = False  # the completion ends here
+    finished: bool = False  # with an end-of-sequence token; not where a limit cut it off
+    iteration: int = 0  # in which it was sampled, from 1; 0 for the root
+    direct: bool = False  # a whole completion drawn from the root beside the search, to fill up the rows
     children: tuple[int, ...] = ()
     visits: int = 0
-    value: float = 0.0
-    outcome: float | None = None
-    rewards: tuple[float, ...] = ()
-    extra: Mapping[str, Any] = MappingProxyType({})
-    logprobs: list[float | None] | None = None
+    value: float = 0.0  # sum of the decayed outcomes backed up through it
+    outcome: float | None = None  # of a terminal node: +1, -1 or the incomplete score; `None` where unscorable
+    rewards: tuple[float, ...] = ()  # the reward functions' own values for a terminal node, `[F]`
+    extra: Mapping[str, Any] = MappingProxyType({})  # what the reward functions logged, by column
+    logprobs: list[float | None] | None = None  # under the sampler, where the backend reports them
 
     @property
     def q(self) -> float:
@@ -84,33 +41,15 @@ class Node(NamedTuple):
 
 @dataclass(frozen=True)
 class Tree:
-    """
-    The search tree of one prompt.
-
-    Args:
-        prompt_ids (`list[int]`):
-            Tokens of the prompt.
-        nodes (`tuple[Node, ...]`):
-            Nodes in order of creation, the root first.
-        results (`tuple[int, ...]`):
-            Terminal nodes whose trajectories were backed up, in that order: the training rows.
-        current (`int`, *optional*):
-            Node that the next iteration visits; `None` once the search has ended.
-        iterations (`int`):
-            Iterations so far.
-        generated_tokens (`int`):
-            Tokens sampled for this tree, direct rollouts included.
-        reason (`str`):
-            Why the search ended: `"complete"`, `"iterations"`, `"tokens"`, `"empty frontier"` or `"replayed"`.
-    """
+    """The search tree of one prompt."""
 
     prompt_ids: list[int]
-    nodes: tuple[Node, ...]
-    results: tuple[int, ...] = ()
-    current: int | None = ROOT
+    nodes: tuple[Node, ...]  # in order of creation, the root first
+    results: tuple[int, ...] = ()  # terminal nodes whose trajectories were backed up, in that order: the training rows
+    current: int | None = ROOT  # node that the next iteration visits; `None` once the search has ended
     iterations: int = 0
-    generated_tokens: int = 0
-    reason: str = ""
+    generated_tokens: int = 0  # direct rollouts included
+    reason: str = ""  # of its end: "complete", "iterations", "tokens", "empty frontier" or "replayed"
 
     @classmethod
     def plant(cls, prompt_ids: list[int]) -> "Tree":
@@ -153,39 +92,17 @@ class Tree:
 
 @dataclass(frozen=True)
 class Limits:
-    """
-    Shape and budget of the trees.
+    """Shape and budget of each tree."""
 
-    Args:
-        num_results (`int`):
-            Trajectories G that each tree ends with.
-        width (`int`):
-            Children per node.
-        max_depth (`int`):
-            Depth at which a node is terminal.
-        node_length (`int`):
-            Most tokens per node.
-        max_completion_length (`int`):
-            Most tokens from the root to a terminal node.
-        max_iterations (`int`):
-            Most iterations per tree.
-        max_tokens (`int`, *optional*):
-            Most tokens that the search may sample per tree; `None` sets no limit. Direct rollouts come on top.
-        min_width (`int`, *optional*, defaults to `1`):
-            Fewest children per node where the width shrinks with depth.
-        width_decay (`int`, *optional*, defaults to `0`):
-            Children fewer per `max_depth / width` levels of depth; 0 keeps the width.
-    """
-
-    num_results: int
-    width: int
-    max_depth: int
-    node_length: int
-    max_completion_length: int
+    num_results: int  # trajectories G that it ends with
+    width: int  # children per node
+    max_depth: int  # at which a node is terminal
+    node_length: int  # most tokens per node
+    max_completion_length: int  # most tokens from the root to a terminal node
     max_iterations: int
-    max_tokens: int | None = None
-    min_width: int = 1
-    width_decay: int = 0
+    max_tokens: int | None = None  # that the search may sample, direct rollouts on top; `None` sets no limit
+    min_width: int = 1  # where the width shrinks with depth
+    width_decay: int = 0  # children fewer per `max_depth / width` levels of depth; 0 keeps the width
 
     def width_at(self, depth: int) -> int:
         """Children of a node at `depth`."""
