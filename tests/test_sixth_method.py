@@ -16,7 +16,7 @@ from world import TINY, Tiny, assert_same, make_dataset, make_trainer, saved_mod
 from trl_explore.cli import main
 from trl_explore.compare.settings import read_comparison
 from trl_explore.methods import METHODS, Method
-from trl_explore.names import explain_unknown_fields
+from trl_explore.names import explain_fields
 from trl_explore.trainers import DeepGRPOConfig, DeepGRPOTrainer, ExplorationConfig, ExplorationTrainer
 
 PAPER = {"title": "Half Is Enough", "id": "2601.00001", "citation": "@misc{half, title = {Half}}"}
@@ -32,7 +32,7 @@ SIXTH = Method(
 TINY[SIXTH.name] = Tiny(dict(max_full_length=4), dict(max_full_length=1000), "halved/rows")
 
 
-@explain_unknown_fields
+@explain_fields
 @dataclass
 class HalvedConfig(ExplorationConfig):
     max_full_length: int = field(default=6, metadata={"help": "Tokens from which on a reward counts half."})
