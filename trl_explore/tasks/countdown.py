@@ -185,7 +185,7 @@ def read_answer(problem: str, answer: str) -> Solution | None:
 
 
 def _reduce(tokens: list[str], pool: Counter[str]) -> list[tuple[Fraction, str, Fraction, Fraction]]:
-    """Operations `(a, op, b, result)` of an expression whose numbers are taken out of `pool`; empty if it is not valid."""
+    """Operations `(a, op, b, result)` of an expression whose numbers leave `pool`; empty if it is not valid."""
     # Operators wait on a stack: deep nesting costs no recursion.
     operators, values = ["("], list[Fraction]()
     operations: list[tuple[Fraction, str, Fraction, Fraction]] = []

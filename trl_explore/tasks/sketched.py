@@ -28,8 +28,8 @@ class SketchedTask(HeldOutTask):
     name: str
     num_candidates: int  # answers in a list, and the most sketches of one problem
     warm_start_steps: int  # supervised steps until a tiny model has converged
-    # Shares of plain answers, sketches, answers that follow one, and lists in the demonstrations. Lists pad their whole
-    # batch to their length: 0 where `mode` needs none.
+    # Shares of plain answers, sketches, answers that follow one, and lists in the demonstrations. Lists are long and
+    # their batches are padded: 0 where `mode` needs none.
     format_weights: tuple[float, float, float, float]
     mode: ClassVar[str]  # the mode of `SESAConfig` that suits the task
 
