@@ -56,7 +56,7 @@ SEPARATORS = re.compile(r"[\s\-\u2010-\u2015\u2212]+")  # white space and every 
 @dataclass(frozen=True)
 class PathTask(SketchedTask):
     """Path Exploration with invented places, `k-a-m`; a sketch is the province, `k`. Demonstrations name places by a
-    Zipf law, treasure or not: a model trained on them names a few most of the time, and rarely one that is rewarded."""
+    Zipf law, treasure or not: a model trained on them mostly names a few, and rarely one that is rewarded."""
 
     name: str
     num_provinces: int
