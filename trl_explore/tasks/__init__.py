@@ -1,23 +1,4 @@
-"""Embedded tasks: small problems with exact verifiers that a model built from nothing can learn on a CPU.
-
-chain.py             arithmetic chains; demonstrations with habits make the warm start wrong in known places
-path_exploration.py  guess one of many hidden places; plain GRPO keeps one of them
-vaults.py            codes behind easy answers, and doors with dead ends: facts that only trial and error can tell
-dialects.py          several families of solutions that are worth the same
-countdown.py         reach a number by arithmetic; most problems have many solutions
-sudoku.py            fill 4x4 boards
-frozen_lake.py       find a way around holes; a single answer, or an environment with a tool
-sokoban.py           push boxes onto goals; likewise
-lake_agent.py        FrozenLake move by move, for agents
-multihop.py          questions over several searches, for agents; demonstrations end badly
-multihop_world.py    ... and its worlds, for real models also in English
-grid_worlds.py       what these two share: positions, rules and environments
-grid_tasks.py        ... and problems, with demonstrators that overlook obstacles in known places
-held_out.py          which problems no training set contains
-sketched.py          what all but the chains share: SESA's prompt formats
-tiny_model.py        the character tokenizer and the 111,296-parameter model
-warm_start.py        supervised training on demonstrations, cached on disk
-"""
+"""Embedded tasks: small problems with exact verifiers that a model built from nothing can learn on a CPU."""
 
 import difflib
 import random
@@ -68,10 +49,7 @@ __all__ = [
 
 
 class Task(Protocol):
-    """
-    What examples, benchmarks and the command line ask of a task. A task is data plus pure functions: it owns no model
-    and no state.
-    """
+    """What examples, benchmarks and the command line ask of a task: data and pure functions, no model and no state."""
 
     @property
     def name(self) -> str:
@@ -83,10 +61,7 @@ class Task(Protocol):
 
     @property
     def reward(self) -> Callable[..., list[float]]:
-        """
-        TRL reward function `(completions, **columns) -> list[float]`; `columns` are the data set's columns and what
-        TRL adds (`prompts`, `completion_ids`, ...). TRL names its metrics after the function's `__name__`.
-        """
+        """TRL reward function `(completions, **columns)`; TRL names its metrics after the function's `__name__`."""
 
     def build_dataset(self, num_examples: int, *, seed: int) -> Dataset:
         """Training problems: a conversational `prompt` column and the columns that `reward` needs."""
@@ -125,8 +100,8 @@ def get_task(name: str) -> TeachableTask:
 
     Args:
         name (`str`):
-            One of `chain`, `chaind`, `late1`, `late3`, `vault`, `doors`, `dialects`, `paths`, `countdown`, `sudoku`,
-            `frozen_lake`, `sokoban`.
+            `chain`, `chaind`, `late1`, `late3`, `vault`, `doors`, `dialects`, `paths`, `countdown`, `sudoku`,
+            `frozen_lake` or `sokoban`.
 
     Returns:
         [`TeachableTask`]: The task. `dataclasses.replace` makes a variant of it.

@@ -1,11 +1,7 @@
-"""Arithmetic chains modulo 10, taught by demonstrations with habits.
+"""Arithmetic chains modulo 10: `6a-0b-8c-6` is answered by `a6-0=6;b6-8=8;c8-6=2;#2`, which carries the running value.
 
-A problem is a start digit and a list of labelled steps, `6a-0b-8c-6`; its answer carries the running value through
-them, `a6-0=6;b6-8=8;c8-6=2;#2`. One character is one token and every step costs seven.
-
-A *fact* is one application `(op, a, b)`. Some facts have a *habit*: demonstrations mostly show one fixed wrong result
-for them. A model trained on such demonstrations is wrong in known places with known probabilities, whenever its
-training stops, and still finds the right result now and then: what reinforcement learning needs to start from.
+A *fact* is one application `(op, a, b)`. With a *habit*, demonstrations mostly show one fixed wrong result for it: the
+model is wrong in known places with known probabilities, and still right now and then.
 """
 
 import random
@@ -37,39 +33,16 @@ class Habit(NamedTuple):
 
 @dataclass(frozen=True)
 class ChainTask(HeldOutTask):
-    """
-    A family of arithmetic chains, as one frozen set of knobs.
-
-    Args:
-        name (`str`):
-            Name of the task.
-        step_ops (`tuple[str, ...]`):
-            One entry per step: the operations that may occur there, each equally likely, out of `+`, `-`, `*` and `x`.
-            `x` is an arbitrary table to be learned by heart: for every operand, a permutation of the ten digits drawn
-            from `table_seed`.
-        habit_ops (`str`):
-            Operations whose facts may have habits.
-        habit_share (`float`):
-            Share of those facts that have one.
-        habit_probabilities (`tuple[float, ...]`):
-            Probabilities with which demonstrations show the right result of a fact with a habit, dealt out evenly.
-        strict (`bool`):
-            Whether an answer must be right line by line. Otherwise only the digit after `#` counts, and one wrong
-            chain in ten is rewarded by luck.
-        warm_start_steps (`int`):
-            Optimizer steps of supervised training after which a tiny model has converged.
-        table_seed (`int`, *optional*, defaults to `1234`):
-            Seed of the habits and of the table of `x`.
-    """
+    """A family of arithmetic chains, as one frozen set of knobs."""
 
     name: str
-    step_ops: tuple[str, ...]
-    habit_ops: str
-    habit_share: float
-    habit_probabilities: tuple[float, ...]
-    strict: bool
-    warm_start_steps: int
-    table_seed: int = 1234
+    step_ops: tuple[str, ...]  # per step, the equally likely operations of `+-*x`; `x` is a table to learn by heart
+    habit_ops: str  # operations whose facts may have habits
+    habit_share: float  # of those facts
+    habit_probabilities: tuple[float, ...]  # of showing the right result all the same, dealt out evenly
+    strict: bool  # right line by line; otherwise the digit after `#` counts, and luck wins one time in ten
+    warm_start_steps: int  # supervised steps until a tiny model has converged
+    table_seed: int = 1234  # of the habits and the table of `x`
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.step_ops) <= len(LABELS):
@@ -86,12 +59,10 @@ class ChainTask(HeldOutTask):
 
     @property
     def max_completion_length(self) -> int:
-        """Tokens of an answer: the steps, `#`, the digit and the end-of-sequence token."""
         return TOKENS_PER_STEP * len(self.step_ops) + 3
 
     @property
     def step_length(self) -> int:
-        """Tokens of a step."""
         return TOKENS_PER_STEP
 
     @cached_property
@@ -102,7 +73,6 @@ class ChainTask(HeldOutTask):
 
     @cached_property
     def habits(self) -> dict[Fact, Habit]:
-        """The facts that demonstrations mostly show with a wrong result."""
         rng = random.Random(f"habits/{self.table_seed}")
         facts = [(op, a, b) for op in OPERANDS if op in self.habit_ops for a in DIGITS for b in OPERANDS[op]]
         chosen = rng.sample(facts, int(self.habit_share * len(facts)))
@@ -113,17 +83,15 @@ class ChainTask(HeldOutTask):
         return habits
 
     def _apply(self, op: str, a: int, b: int) -> int:
-        """The right result of one fact."""
         if op == "x":
             return self.x_table[b][a]
         return {"+": a + b, "-": a - b, "*": a * b}[op] % len(DIGITS)
 
     def solve(self, prompt: str) -> str:
-        """The one right answer to a problem, for example `"a6-0=6;b6-8=8;#8"`."""
         return _write_out(prompt, self._apply)
 
     def demonstration(self, prompt: str, rng: random.Random) -> str:
-        """An answer with habits; errors are carried on. Arguments as in [`TeachableTask`]."""
+        """An answer with habits; errors are carried on."""
 
         def habitual(op: str, a: int, b: int) -> int:
             habit = self.habits.get((op, a, b))
@@ -138,12 +106,10 @@ class ChainTask(HeldOutTask):
         return self._matches(completion, self.solve(prompt))
 
     def accuracy_reward(self, completions: list, answer: list[str], **columns: Any) -> list[float]:
-        """TRL reward function: 1 for a right answer, 0 for a wrong one."""
         texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
         return [float(self._matches(text, right)) for text, right in zip(texts, answer, strict=True)]
 
     def sample_problem(self, rng: random.Random) -> str:
-        """A training problem, never a held-out one. Arguments as in [`TeachableTask`]."""
         return next(prompt for prompt in self._draws(rng) if not is_held_out(prompt))
 
     def _matches(self, completion: str, answer: str) -> bool:

@@ -1,9 +1,7 @@
 """Countdown: reach a target from a few numbers with `+`, `-`, `*` and `/`; most problems have many solutions.
 
-A problem is `2,3,5,7=24`. Its answer is a list of equations, `5*3=15,7+2=9,15+9=24`, whose right sides may be used
-further on; the last right side may be left out, so a single expression, with brackets or without, `(5*3)+7+2`, is an
-answer too. Every number must be used exactly once, and so must every intermediate result. Arithmetic is exact, with
-fractions.
+`2,3,5,7=24` is answered by `5*3=15,7+2=9,15+9=24` (the last right side may be left out) or by `(5*3)+7+2`. Every
+number and every intermediate result must be used exactly once. Arithmetic is exact, with fractions.
 """
 
 import random
@@ -39,44 +37,18 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class CountdownTask(SketchedTask):
-    """
-    A family of Countdown problems, as one frozen set of knobs. A sketch is the first operation, `5-3`.
-
-    Demonstrations compute rightly but plan carelessly: they choose some operations without a look at the target. So a
-    model trained on them writes what can be checked, and fails at what reinforcement learning should teach.
-
-    Args:
-        name (`str`):
-            Name of the task.
-        num_numbers (`int`):
-            Numbers of a problem; at least 2.
-        max_number (`int`):
-            Largest number.
-        operators (`str`):
-            Operations that problems and demonstrations use, out of `+-*/`. Answers may use all of them.
-        min_target (`int`):
-            Smallest target.
-        max_value (`int`):
-            Largest target and intermediate result of problems and demonstrations, which are whole and positive.
-        carelessness (`float`):
-            Probability with which a demonstration chooses an operation at random.
-        num_candidates (`int`):
-            Answers in a list, and the most sketches of one problem.
-        warm_start_steps (`int`):
-            Optimizer steps of supervised training after which a tiny model has converged.
-        format_weights (`tuple[float, ...]`, *optional*):
-            Shares of the formats in the demonstrations, as in [`SketchedTask`].
-    """
+    """A family of Countdown problems. A sketch is the first operation, `5-3`. Demonstrations compute rightly but plan
+    carelessly: a model trained on them writes what can be checked, and fails at what is to be learned."""
 
     name: str
-    num_numbers: int
+    num_numbers: int  # at least 2
     max_number: int
-    operators: str
+    operators: str  # of problems and demonstrations, out of `+-*/`; answers may use all
     min_target: int
-    max_value: int
-    carelessness: float
-    num_candidates: int
-    warm_start_steps: int
+    max_value: int  # of targets and intermediate results, which are whole and positive
+    carelessness: float  # probability that a demonstration chooses an operation at random
+    num_candidates: int  # answers in a list, and the most sketches of one problem
+    warm_start_steps: int  # supervised steps until a tiny model has converged
     format_weights: tuple[float, float, float, float] = (0.55, 0.2, 0.25, 0.0)
 
     mode = "two_stage"
@@ -95,16 +67,14 @@ class CountdownTask(SketchedTask):
 
     @property
     def max_completion_length(self) -> int:
-        """Tokens of all equations at their longest, separators and the end-of-sequence token included."""
         return (self.num_numbers - 1) * (3 * len(str(self.max_value)) + 3)
 
     @property
     def max_sketch_length(self) -> int:
-        """Tokens of an operation on two numbers at its longest, and the end-of-sequence token."""
         return 2 * len(str(self.max_number)) + 2
 
     def draw(self, rng: random.Random) -> str:
-        """Sorted random numbers and the end of a random walk from them. Arguments as in [`SketchedTask`]."""
+        """Sorted random numbers and the end of a random walk from them."""
         while True:
             numbers = sorted(rng.choices(range(1, self.max_number + 1), k=self.num_numbers))
             pool = tuple(numbers)
@@ -114,11 +84,10 @@ class CountdownTask(SketchedTask):
                 return f"{LINE_SEPARATOR.join(map(str, numbers))}={pool[0]}"
 
     def sketch(self, problem: str, rng: random.Random) -> str:
-        """The first operation of an answer. Arguments as in [`SketchedTask`]."""
         return self.attempt(problem, rng).partition("=")[0]
 
     def attempt(self, problem: str, rng: random.Random, *, sketch: str = "") -> str:
-        """Equations that are right but may miss the target, from `sketch` on. Arguments as in [`SketchedTask`]."""
+        """Equations that are right but may miss the target, from `sketch` on."""
         pool, target = read_problem(problem)
         equations: list[str] = []
         while len(pool) > 1:
@@ -136,7 +105,6 @@ class CountdownTask(SketchedTask):
         return LINE_SEPARATOR.join(equations)
 
     def verify(self, problem: str, completion: str) -> bool:
-        """Whether the answer reaches the target by the rules above. Arguments as in [`SketchedTask`]."""
         return read_answer(problem, completion) is not None
 
     def solutions(self, problem: str) -> set[Solution]:
@@ -155,7 +123,6 @@ class CountdownTask(SketchedTask):
         return found
 
     def num_solutions(self, problem: str) -> int:
-        """Number of `solutions`. Arguments as there."""
         return len(self.solutions(problem))
 
     def coverage(self, problem: str, completions: Sequence[Any]) -> float:
@@ -218,12 +185,8 @@ def read_answer(problem: str, answer: str) -> Solution | None:
 
 
 def _reduce(tokens: list[str], pool: Counter[str]) -> list[tuple[Fraction, str, Fraction, Fraction]]:
-    """
-    Evaluates an expression, taking its numbers out of `pool`: its operations `(a, op, b, result)`, the last one last.
-
-    Empty if it is malformed, uses what is not there, divides by zero or has no operation. Operators wait on a stack,
-    so deep nesting costs no recursion.
-    """
+    """Operations `(a, op, b, result)` of an expression whose numbers leave `pool`; empty if it is not valid."""
+    # Operators wait on a stack: deep nesting costs no recursion.
     operators, values = ["("], list[Fraction]()
     operations: list[tuple[Fraction, str, Fraction, Fraction]] = []
     operand_expected = True

@@ -23,21 +23,10 @@ DIALECTS: dict[str, Callable[[str], str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class DialectTask(FactTask):
-    """
-    Numbers to be written in a dialect that the item understands: `k317` may be answered by `S428` or by `G713`.
+    """Numbers to write in a dialect that the item understands, `S428` or `G713` for `k317`; a sketch is the mark."""
 
-    Each item understands `num_accepted` of the dialects; all of them are worth the same. Demonstrations write every
-    dialect rightly, but choose it by `weights`, whatever the item understands. A sketch is the dialect's mark.
-
-    Args:
-        weights (`tuple[float, ...]`):
-            How often demonstrations choose each dialect.
-        num_accepted (`int`):
-            Dialects that an item understands.
-    """
-
-    weights: tuple[float, ...]
-    num_accepted: int
+    weights: tuple[float, ...]  # how often demonstrations choose each dialect
+    num_accepted: int  # dialects that an item understands, all worth the same
 
     step_length = 1  # the choice of the dialect, or a digit
     max_sketch_length = 2  # a mark and the end-of-sequence token
@@ -49,12 +38,10 @@ class DialectTask(FactTask):
 
     @property
     def marks(self) -> str:
-        """The dialects' marks."""
         return "".join(DIALECTS)[: len(self.weights)]
 
     @property
     def max_completion_length(self) -> int:
-        """Tokens of an answer, end-of-sequence token included."""
         return self.num_digits + 2
 
     @cached_property
@@ -64,15 +51,13 @@ class DialectTask(FactTask):
         return {item: "".join(rng.sample(self.marks, self.num_accepted)) for item in LETTERS[: self.num_items]}
 
     def guess(self, problem: str, rng: random.Random) -> str:
-        """A dialect by `weights`."""
+        """A dialect by `weights`, whatever the item understands."""
         return rng.choices(self.marks, self.weights)[0]
 
     def is_guess(self, text: str) -> bool:
-        """Whether a text is a dialect's mark."""
         return len(text) == 1 and text in self.marks
 
     def answer(self, problem: str, guess: str) -> str:
-        """The number in a dialect."""
         return guess + DIALECTS[guess](problem[1:])
 
     def targets(self, problem: str) -> list[str]:
@@ -80,7 +65,6 @@ class DialectTask(FactTask):
         return [self.answer(problem, mark) for mark in self.facts[problem[0]]]
 
     def verify(self, problem: str, completion: str) -> bool:
-        """Whether an answer is right in any dialect that the item understands. Arguments as in [`SketchedTask`]."""
         return completion in self.targets(problem)
 
     def _dataset(self, *args: Any, **kwargs: Any) -> Dataset:

@@ -12,16 +12,9 @@ LAKE_OUTCOMES = {"G": "goal", "X": "hole", ".": ""}
 
 @dataclass(frozen=True)
 class FrozenLake(World):
-    """
-    gymnasium's `FrozenLake-v1`: reach the goal without falling into a hole.
+    """gymnasium's `FrozenLake-v1`: reach the goal without falling into a hole."""
 
-    Args:
-        success_rate (`float`, *optional*, defaults to `1.0`):
-            Probability that a move goes where it should; otherwise it goes to either side. On gymnasium's slippery
-            lake it is 1/3.
-    """
-
-    success_rate: float = 1.0
+    success_rate: float = 1.0  # otherwise a move goes to either side; 1/3 on gymnasium's slippery lake
     tiles = ".XG"
     obstacle = "X"
 
@@ -30,7 +23,6 @@ class FrozenLake(World):
             raise ValueError(f"`success_rate` is {self.success_rate}; give a probability.")
 
     def outcome(self, state: State) -> str:
-        """`goal`, `hole`, or nothing."""
         return LAKE_OUTCOMES[state.rows[state.player[0]][state.player[1]]]
 
     def distances(self, state: State) -> dict[State, int]:
@@ -59,15 +51,7 @@ def _lake_distances(rows: tuple[str, ...]) -> dict[State, int]:
 
 
 class FrozenLakeEnvironment(GridEnvironment):
-    """
-    FrozenLake for TRL's `environment_factory`.
-
-    Args:
-        max_steps (`int`, *optional*, defaults to `20`):
-            Tool calls after which the game is over.
-        success_rate (`float`, *optional*, defaults to `1.0`):
-            As in [`FrozenLake`].
-    """
+    """FrozenLake for TRL's `environment_factory`; over after `max_steps` tool calls."""
 
     def __init__(self, max_steps: int = 20, success_rate: float = 1.0) -> None:
         super().__init__(FrozenLake(success_rate), max_steps)
@@ -87,15 +71,9 @@ class FrozenLakeEnvironment(GridEnvironment):
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenLakeTask(GridTask):
-    """
-    Plans for frozen lakes with the start in the first cell and the goal in the last, as one set of knobs.
+    """Plans for frozen lakes with the start in the first cell and the goal in the last."""
 
-    Args:
-        hole_share (`float`):
-            Probability that a cell in between is a hole.
-    """
-
-    hole_share: float
+    hole_share: float  # probability that a cell in between is a hole
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -110,7 +88,6 @@ class FrozenLakeTask(GridTask):
         return LAKE
 
     def draw(self, rng: random.Random) -> str:
-        """A lake that needs between `min_moves` and `max_moves`. Arguments as in [`SketchedTask`]."""
         for _ in range(MAX_DRAWS):
             cells = ["X" if rng.random() < self.hole_share else "." for _ in range(self.size**2)]
             lake = "".join([".", *cells[1:-1], "G"])

@@ -1,7 +1,6 @@
 """Plans for grid worlds: the whole way to the goal in one answer.
 
-Demonstrators have *blind spots*: cells in which they mostly overlook an obstacle. A model trained on their plans is
-wrong in known places, and still right now and then.
+Demonstrators have *blind spots*, cells in which they mostly overlook an obstacle: models are wrong in known places.
 """
 
 import random
@@ -18,45 +17,19 @@ MAX_DRAWS = 10_000  # for one board; more means that the knobs leave none
 
 @dataclass(frozen=True, kw_only=True)
 class GridTask(SketchedTask):
-    """
-    Plans for boards of a world. A problem is a board; a sketch is how a plan begins, `ldr`.
-
-    Args:
-        name (`str`):
-            Name of the task.
-        size (`int`):
-            Rows and columns of a board.
-        min_moves (`int`):
-            Moves that a board needs at least.
-        max_moves (`int`):
-            Moves that a board needs at most, and that an answer may have.
-        blind_share (`float`):
-            Share of cells in which demonstrators may overlook an obstacle.
-        overlook_probabilities (`tuple[float, ...]`):
-            Probabilities with which they do, dealt out evenly to those cells.
-        warm_start_steps (`int`):
-            Optimizer steps of supervised training after which a tiny model has converged.
-        sketch_moves (`int`, *optional*, defaults to `4`):
-            Length of a sketch.
-        num_candidates (`int`, *optional*, defaults to `8`):
-            Answers in a list, and the most sketches of one problem.
-        format_weights (`tuple[float, ...]`, *optional*):
-            Shares of the formats in the demonstrations, as in [`SketchedTask`].
-        table_seed (`int`, *optional*, defaults to `1234`):
-            Seed of the blind spots.
-    """
+    """Plans for boards of a world. A problem is a board; a sketch is how a plan begins, `ldr`."""
 
     name: str
-    size: int
-    min_moves: int
-    max_moves: int
-    blind_share: float
-    overlook_probabilities: tuple[float, ...]
-    warm_start_steps: int
-    sketch_moves: int = 4
-    num_candidates: int = 8
+    size: int  # rows and columns
+    min_moves: int  # that a board needs
+    max_moves: int  # that a board needs, and that an answer may have
+    blind_share: float  # of cells
+    overlook_probabilities: tuple[float, ...]  # dealt out evenly to those cells
+    warm_start_steps: int  # supervised steps until a tiny model has converged
+    sketch_moves: int = 4  # length of a sketch
+    num_candidates: int = 8  # answers in a list, and the most sketches of one problem
     format_weights: tuple[float, float, float, float] = (0.5, 0.2, 0.3, 0.0)
-    table_seed: int = 1234
+    table_seed: int = 1234  # of the blind spots
 
     mode = "two_stage"
 
@@ -80,21 +53,18 @@ class GridTask(SketchedTask):
 
     @property
     def max_completion_length(self) -> int:
-        """Tokens of the longest plan, end-of-sequence token included."""
         return self.max_moves + 1
 
     @property
     def max_sketch_length(self) -> int:
-        """Tokens of a sketch, end-of-sequence token included."""
         return self.sketch_moves + 1
 
     def sketch(self, problem: str, rng: random.Random) -> str:
-        """How a plan may begin, to somebody with blind spots. Arguments as in [`SketchedTask`]."""
         state = self.overlook(self.world.parse(problem), rng)
         return rng.choice(_beginnings(self.world, state, self.sketch_moves, self.max_moves))
 
     def attempt(self, problem: str, rng: random.Random, *, sketch: str = "") -> str:
-        """A shortest plan, to somebody with blind spots, from `sketch` on. Arguments as in [`SketchedTask`]."""
+        """A shortest plan, to somebody with blind spots, from `sketch` on."""
         state = self.overlook(self.world.parse(problem), rng)
         begun, sketch = state, sketch if set(sketch) <= set(ACTIONS) else ""
         for action in sketch:
@@ -105,10 +75,7 @@ class GridTask(SketchedTask):
         return sketch + rest
 
     def verify(self, problem: str, completion: str) -> bool:
-        """
-        Whether a plan consists of moves only and its last one, none earlier, reaches the goal. Arguments as in
-        [`SketchedTask`].
-        """
+        """Whether a plan consists of moves only and its last one, none earlier, reaches the goal."""
         state, reward, done = self.world.parse(problem), 0.0, False
         if len(completion) > self.max_moves:
             return False

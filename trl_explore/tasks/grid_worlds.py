@@ -1,10 +1,7 @@
-"""Grid worlds: positions, rules and environments that TRL's trainers play by tool calls.
+"""Grid worlds: *worlds* are rules without state, *environments* play them by tool calls, tasks ask for whole plans.
 
 A board is text, rows joined by `/`: `S..X/.X../...G`. `S` is the player, `G` a goal, `.` free, `X` a hole; `+` is the
 player on a goal, `x` the player in a hole. A plan is a string of moves out of `ldru`.
-
-A *world* is rules without state. An *environment* plays a world through TRL's `environment_factory`, one tool call per
-move. A *task*, in grid_tasks.py, asks for the whole plan in one answer.
 """
 
 import random
@@ -20,7 +17,7 @@ UNDERLAYS = {look: tile for tile, look in OVERLAYS.items()}
 
 
 class State(NamedTuple):
-    """A position in a world: rows of tiles without the player, and the player's row and column."""
+    """Rows of tiles without the player, and the player's row and column."""
 
     rows: tuple[str, ...]
     player: tuple[int, int]
@@ -31,7 +28,6 @@ class State(NamedTuple):
         return self.rows[row][column] if inside else "#"
 
     def with_tile(self, row: int, column: int, tile: str) -> "State":
-        """The same position with another tile in one cell."""
         changed = self.rows[row][:column] + tile + self.rows[row][column + 1 :]
         return self._replace(rows=(*self.rows[:row], changed, *self.rows[row + 1 :]))
 
@@ -43,7 +39,6 @@ class World(ABC):
     obstacle: str  # the tile that demonstrators overlook
 
     def parse(self, board: str) -> State:
-        """Reads a board; the inverse of `render`."""
         rows = board.split("/")
         players = [(r, c) for r, row in enumerate(rows) for c, look in enumerate(row) if look in UNDERLAYS]
         plain = tuple("".join(UNDERLAYS.get(look, look) for look in row) for row in rows)
@@ -54,7 +49,6 @@ class World(ABC):
         return State(plain, players[0])
 
     def render(self, state: State) -> str:
-        """The board as text."""
         return "/".join(state.with_tile(*state.player, OVERLAYS[state.tile(*state.player)]).rows)
 
     def step(self, state: State, action: str, rng: random.Random | None = None) -> tuple[State, float, bool]:
@@ -101,15 +95,7 @@ class Episode(NamedTuple):
 
 
 class GridEnvironment:
-    """
-    A world as TRL's `environment_factory` wants it; a subclass adds the tool. The reward is 1 at the goal, else 0.
-
-    Args:
-        world ([`World`]):
-            Rules.
-        max_steps (`int`):
-            Tool calls after which the game is over; calls that move nothing count.
-    """
+    """A world for `environment_factory`; a subclass adds the tool. It ends after `max_steps` calls, moved or not."""
 
     episode: Episode
 

@@ -12,7 +12,6 @@ HELD_OUT_ONE_IN = 16
 
 
 def is_held_out(text: str) -> bool:
-    """Whether a problem belongs to the held-out share: a fixed property of its text alone."""
     return hashlib.sha256(text.encode()).digest()[0] % HELD_OUT_ONE_IN == 0
 
 
@@ -38,15 +37,12 @@ class HeldOutTask(ABC):
 
     @property
     def reward(self) -> Callable[..., list[float]]:
-        """The reward function to hand to a trainer; its metrics appear under `rewards/accuracy_reward`."""
         return self.accuracy_reward
 
     def build_dataset(self, num_examples: int, *, seed: int) -> Dataset:
-        """Training problems. Arguments as in [`Task`]."""
         return self._dataset(num_examples, random.Random(f"train/{seed}"), held_out=False)
 
     def evaluation_set(self, num_examples: int = 256, *, seed: int = 0) -> Dataset:
-        """Held-out problems, in the same columns. Arguments as in [`Task`]."""
         return self._dataset(num_examples, random.Random(f"evaluation/{seed}"), held_out=True)
 
     @abstractmethod
@@ -55,5 +51,4 @@ class HeldOutTask(ABC):
 
 
 def as_prompts(problems: Iterable[str]) -> list[list[dict[str, str]]]:
-    """Problems as conversations of one message."""
     return [[{"role": "user", "content": problem}] for problem in problems]

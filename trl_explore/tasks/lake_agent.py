@@ -1,8 +1,4 @@
-"""FrozenLake played move by move: the embedded task for agents, with TRL's `environment_factory`.
-
-A prompt is a board, as in `frozen_lake.py`. A turn is one tool call, `!go:to=r`, and the tool answers with the board.
-When the game is over the agent says `.`, which ends the trajectory.
-"""
+"""FrozenLake move by move, for agents: a turn is one tool call, `!go:to=r`, which the board answers; `.` ends it."""
 
 import random
 from collections.abc import Callable
@@ -20,13 +16,7 @@ LAST_WORD = "."
 
 
 class LakeGame(GridEnvironment):
-    """
-    FrozenLake with a short name for its tool: a tiny model pays for every character.
-
-    Args:
-        task ([`LakeAgentTask`]):
-            Where the rules and the number of moves come from.
-    """
+    """FrozenLake with a short name for its tool: a tiny model pays for every character."""
 
     def __init__(self, task: "LakeAgentTask") -> None:
         super().__init__(task.boards.world, task.max_turns)
@@ -46,29 +36,13 @@ class LakeGame(GridEnvironment):
 
 @dataclass(frozen=True, kw_only=True)
 class LakeAgentTask:
-    """
-    Games on the boards of a [`FrozenLakeTask`], for agents. A [`TeachableTask`] whose answers have several turns.
-
-    Demonstrators overlook holes, each board's always the same ones for the length of a game, and fall into them.
-
-    Args:
-        name (`str`):
-            Name of the task.
-        boards ([`FrozenLakeTask`]):
-            Where boards, rules and blind spots come from.
-        max_turns (`int`):
-            Moves of a game at most.
-        warm_start_steps (`int`):
-            Optimizer steps of supervised training after which a tiny model has converged.
-        proposal_share (`float`, *optional*, defaults to `0.5`):
-            Share of demonstrations that end with a move unlike those which the last message names.
-    """
+    """Games on a [`FrozenLakeTask`]'s boards; demonstrators overlook the same holes for a whole game, and fall in."""
 
     name: str
-    boards: FrozenLakeTask
-    max_turns: int
-    warm_start_steps: int
-    proposal_share: float = 0.5
+    boards: FrozenLakeTask  # boards, rules and blind spots
+    max_turns: int  # moves of a game
+    warm_start_steps: int  # supervised steps until a tiny model has converged
+    proposal_share: float = 0.5  # of demonstrations that end unlike the moves in the last message
     tools: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
@@ -79,12 +53,10 @@ class LakeAgentTask:
 
     @property
     def environment_factory(self) -> Callable[[], LakeGame]:
-        """What to hand to a trainer as `environment_factory`; the game's own reward is 1 at the goal, else 0."""
         return lambda: LakeGame(self)
 
     @property
     def max_completion_length(self) -> int:
-        """Tokens of the longest game that can still be won, with what the tool answers."""
         # A call and the board that answers it, the marks of the two turns and the end of sequence.
         turn = len(_call("l")) + self.boards.size * (self.boards.size + 1) - 1 + 3
         blocked = self.max_turns - self.boards.min_moves
@@ -92,7 +64,6 @@ class LakeAgentTask:
 
     @property
     def sesa_options(self) -> dict[str, Any]:
-        """Fields of [`~trl_explore.trainers.SESAConfig`] for a model that was warm-started on this task."""
         return {
             "mode": "agent",
             "num_actions": len(ACTIONS),
@@ -101,31 +72,28 @@ class LakeAgentTask:
         }
 
     def build_dataset(self, num_examples: int, *, seed: int) -> Dataset:
-        """Distinct training boards, in `prompt` and `board`. Arguments as in [`Task`]."""
         return self.boards.build_dataset(num_examples, seed=seed).rename_column("problem", "board")
 
     def evaluation_set(self, num_examples: int = 256, *, seed: int = 0) -> Dataset:
-        """Distinct held-out boards, in the same columns. Arguments as in [`Task`]."""
         return self.boards.evaluation_set(num_examples, seed=seed).rename_column("problem", "board")
 
     @property
     def reward(self) -> Callable[..., list[float]]:
-        """TRL reward function: what the games are worth. A trainer with `environment_factory` needs none."""
+        """What the games are worth; a trainer with `environment_factory` needs no reward function."""
         return self.game_reward
 
     def game_reward(self, environments: list[LakeGame], **columns: Any) -> list[float]:
-        """1 for each game that reached the goal, else 0."""
         return [game.get_reward() for game in environments]
 
     def sample_problem(self, rng: random.Random) -> str:
-        """A training board, now and then with moves that shall not be repeated. Arguments as in [`TeachableTask`]."""
+        """A training board, now and then with moves that shall not be repeated."""
         board = self.boards.draw(rng)
         while self.boards.is_held_out(board):
             board = self.boards.draw(rng)
         return board + _proposals(rng) if rng.random() < self.proposal_share / 2 else board
 
     def demonstration(self, prompt: str, rng: random.Random) -> str:
-        """A game, written with the marks of the chat template between its turns. Arguments as in [`TeachableTask`]."""
+        """A game, written with the marks of the chat template between its turns."""
         board, mark, told = prompt.partition(SKETCH_MARK)
         game, said = LakeGame(self), ""
         game.reset(board, board)

@@ -1,12 +1,8 @@
 """Multi-hop questions answered by searching: the embedded task for search agents, with TRL's `environment_factory`.
 
-A prompt is a question, `z.dm?`: who is the mother (m) of the director (d) of z? A turn is one search, `!find:q=zd`,
-and the tool answers with two passages, the second of which is about something similar: `zd=q;xd=e`. The next search
-is `qm`, and so on; `=n` answers and ends the trajectory. Each row of a data set has a world of its own.
-
-Demonstrators search well and end badly: as search agents do, they stop a look-up too early, make the last one up, or
-take its answer from the wrong passage. How often depends on the last relation, so that a model trained on such
-demonstrations is wrong in known places with known probabilities.
+`z.dm?` asks for the mother (m) of the director (d) of z. A turn is one search, `!find:q=zd`, answered by two passages,
+`zd=q;xd=e`, the second about something similar; `=n` answers and ends. Demonstrators search well and end badly, with
+probabilities that depend on the last relation.
 """
 
 import copy
@@ -48,13 +44,7 @@ class SearchState(NamedTuple):
 
 
 class MultiHopSearch:
-    """
-    A search engine over the world of one question. It never sees the answer, so it has no reward of its own.
-
-    Args:
-        task ([`MultiHopTask`]):
-            Where the number of searches comes from.
-    """
+    """A search engine over the world of one question. It never sees the answer, so it has no reward of its own."""
 
     state: SearchState
 
@@ -99,40 +89,17 @@ class MultiHopSearch:
 
 @dataclass(frozen=True, kw_only=True)
 class MultiHopTask(HeldOutTask):
-    """
-    Questions over several look-ups, for agents. A [`TeachableTask`] whose answers have several turns.
-
-    Args:
-        name (`str`):
-            Name of the task.
-        warm_start_steps (`int`):
-            Optimizer steps of supervised training after which a tiny model has converged.
-        hops (`tuple[int, ...]`, *optional*, defaults to `(2, 3, 4)`):
-            Numbers of look-ups, each equally likely.
-        max_searches (`int`, *optional*, defaults to `5`):
-            Searches of a trajectory at most; give it to a trainer as `max_tool_calling_iterations`.
-        right_probabilities (`tuple[float, ...]`, *optional*, defaults to `(0.95, 0.75, 0.5, 0.2)`):
-            Probabilities with which demonstrations end well, dealt out evenly to the relations that can come last.
-        fault_weights (`tuple[float, float, float]`, *optional*, defaults to `(0.4, 0.3, 0.3)`):
-            Shares of three ways to end badly: answering with the last entity but one, answering with another name in
-            sight without the last search, and answering with the wrong one of the last passages.
-        redundant_share (`float`, *optional*, defaults to `0.25`):
-            Share of good endings that repeat the last search before they answer.
-        format_penalty (`float`, *optional*, defaults to `0.0`):
-            What a trajectory without a search, or without an answer, loses.
-        table_seed (`int`, *optional*, defaults to `1234`):
-            Seed by which the probabilities are dealt out.
-    """
+    """Questions over several look-ups, for agents. A [`TeachableTask`] whose answers have several turns."""
 
     name: str
-    warm_start_steps: int
-    hops: tuple[int, ...] = (2, 3, 4)
-    max_searches: int = 5
-    right_probabilities: tuple[float, ...] = (0.95, 0.75, 0.5, 0.2)
-    fault_weights: tuple[float, float, float] = (0.4, 0.3, 0.3)
-    redundant_share: float = 0.25
-    format_penalty: float = 0.0
-    table_seed: int = 1234
+    warm_start_steps: int  # supervised steps until a tiny model has converged
+    hops: tuple[int, ...] = (2, 3, 4)  # numbers of look-ups, equally likely
+    max_searches: int = 5  # a trainer's `max_tool_calling_iterations`
+    right_probabilities: tuple[float, ...] = (0.95, 0.75, 0.5, 0.2)  # of good endings, dealt out to the last relations
+    fault_weights: tuple[float, float, float] = (0.4, 0.3, 0.3)  # last but one; a guess in sight; wrong passage
+    redundant_share: float = 0.25  # of good endings that repeat the last search
+    format_penalty: float = 0.0  # for a trajectory without a search or an answer
+    table_seed: int = 1234  # by which the probabilities are dealt out
     tools: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
@@ -161,17 +128,14 @@ class MultiHopTask(HeldOutTask):
 
     @property
     def environment_factory(self) -> Callable[[], MultiHopSearch]:
-        """What to hand to a trainer as `environment_factory`, next to `reward`."""
         return lambda: MultiHopSearch(self)
 
     @property
     def max_prompt_length(self) -> int:
-        """Tokens of the longest question, with the marks of the chat template."""
         return len("z.?") + max(self.hops) + len([USER, ASSISTANT])
 
     @property
     def max_completion_length(self) -> int:
-        """Tokens of the longest trajectory, with what the tool answers."""
         # A call and the passages that answer it, and the marks of the two turns and the end of sequence.
         turn = len(_call("zd") + SEPARATOR.join(["zd=q"] * PASSAGES)) + 3
         return self.max_searches * turn + len(ANSWER_MARK + "q") + 1
@@ -183,7 +147,7 @@ class MultiHopTask(HeldOutTask):
         return {last: self.right_probabilities[i % len(self.right_probabilities)] for i, last in enumerate(lasts)}
 
     def accuracy_reward(self, completions: list, answer: list[str], **columns: Any) -> list[float]:
-        """TRL reward function: 1 for a right answer, 0 for a wrong one, less for none or one without a search."""
+        """1 for a right answer, 0 for a wrong one, less for none or one without a search."""
         return [self._score(messages, right) for messages, right in zip(completions, answer, strict=True)]
 
     def _score(self, messages: list[dict[str, Any]], right: str) -> float:
@@ -193,11 +157,9 @@ class MultiHopTask(HeldOutTask):
         return float(given == right)
 
     def sample_problem(self, rng: random.Random) -> str:
-        """A training question. Arguments as in [`TeachableTask`]."""
         return next(question for question in self._draws(rng) if not is_held_out(question))
 
     def demonstration(self, prompt: str, rng: random.Random) -> str:
-        """A trajectory in a fresh world. Arguments as in [`TeachableTask`]."""
         return self.demonstrate(prompt, rng.getrandbits(32), rng)
 
     def demonstrate(self, question: str, seed: int, rng: random.Random) -> str:
@@ -253,7 +215,6 @@ def final_answer(completion: str | list[dict[str, Any]]) -> str | None:
 
 
 def search_free(completion: str | list[dict[str, Any]]) -> bool:
-    """Whether a trajectory has no search."""
     return isinstance(completion, str) or all(message["role"] != "tool" for message in completion)
 
 

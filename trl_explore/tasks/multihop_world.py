@@ -1,12 +1,7 @@
 """Invented worlds of people, films, cities and countries, and questions that take several look-ups.
 
-A *world* is a graph: from an entity, each relation leads to one entity at most, so a *path* of relations has one
-answer at most. Worlds come in two renderings. In English they are made for real models:
-
-    Who is the father of the director of Northern Letter?   ->   Karel Selemer
-
-In short names, `z.dm?` and `q`, they are made for a tiny model. There every question has a world of its own, drawn
-from a seed: what was true in one is false in the next, and only a search can tell.
+A *world* is a graph: each relation of an entity leads to one entity at most. Worlds are rendered in English, for real
+models, and in short names, for a tiny one; there every question has a world of its own, so only a search can tell.
 """
 
 import itertools
@@ -66,19 +61,12 @@ QUESTION_WORDS = {"person": "Who is", "city": "Which city is", "country": "Which
 
 @dataclass(frozen=True)
 class World:
-    """
-    A world without names.
+    """A world without names."""
 
-    Args:
-        facts (`dict[tuple[Entity, str], Entity]`):
-            Where each relation leads.
-    """
-
-    facts: dict[tuple[Entity, str], Entity]
+    facts: dict[tuple[Entity, str], Entity]  # where each relation leads
 
     @cached_property
     def entities(self) -> list[Entity]:
-        """All entities, by kind and number."""
         return sorted({entity for (entity, _) in self.facts})
 
     def walk(self, start: Entity, path: str) -> list[Entity]:
@@ -166,7 +154,6 @@ def split_question(question: str) -> tuple[str, str]:
 
 
 def draw_question(rng: random.Random, hops: int) -> str:
-    """Draws a short question. Arguments as in [`draw_path`]."""
     return f"{rng.choice(LETTERS)}{START_MARK}{draw_path(rng, hops)}{END_MARK}"
 
 
@@ -205,22 +192,20 @@ def retrieve(facts: dict[str, str], query: str) -> list[str]:
 @dataclass(frozen=True)
 class EnglishWorld:
     """
-    A world in English: a corpus with one passage per entity, and questions about it.
-
-    Questions of the same world share its facts. A model that is to be judged by what it finds, and not by what it has
-    come to remember in training, is judged on a world of another seed.
+    A world in English: a corpus with one passage per entity, and questions about it. What a model remembers from
+    training on one world does not help it in a world of another seed.
 
     Args:
         seed (`int`):
             Seed of the world.
         couples (`int`, *optional*, defaults to `60`):
-            Number of married couples, which all people live in.
+            Married couples, which all people live in.
         films (`int`, *optional*, defaults to `60`):
-            Number of films.
+            Films.
         cities (`int`, *optional*, defaults to `30`):
-            Number of cities.
+            Cities.
         countries (`int`, *optional*, defaults to `10`):
-            Number of countries.
+            Countries.
     """
 
     seed: int
@@ -242,7 +227,6 @@ class EnglishWorld:
 
     @cached_property
     def world(self) -> World:
-        """The world without names."""
         rng = random.Random(f"world/{self.seed}")
         return build_world(rng, couples=self.couples, films=self.films, cities=self.cities, countries=self.countries)
 

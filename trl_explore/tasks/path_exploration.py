@@ -1,11 +1,7 @@
-"""Path Exploration: guess where treasures are hidden; many guesses are right, and a policy may know one or many.
+"""Path Exploration: guess where treasures are hidden. SESA (https://huggingface.co/papers/2510.15502), 2.1 and A.1.
 
-After SESA (https://huggingface.co/papers/2510.15502), section 2.1 and appendix A.1. There is a single prompt, 200
-places `province-city-district` come into question, and 20 of them hide a treasure. Coverage is the share of the 20
-that a policy still names in some number of guesses.
-
-`PathTask` has short invented names, which a tiny model learns from demonstrations. `PaperPathTask` has the paper's
-real places, for pretrained models.
+One prompt, 200 places `province-city-district`, 20 treasures; coverage is the share that some number of guesses names.
+`PathTask` has short invented names, for a tiny model; `PaperPathTask` has the paper's, for pretrained models.
 """
 
 import random
@@ -59,44 +55,18 @@ SEPARATORS = re.compile(r"[\s\-\u2010-\u2015\u2212]+")  # white space and every 
 
 @dataclass(frozen=True)
 class PathTask(SketchedTask):
-    """
-    Path Exploration with invented places such as `k-a-m`. A sketch is the province, `k`.
-
-    Demonstrations name places by a Zipf law, whether or not a treasure is there: a model trained on them names a few
-    places most of the time, and rarely one that is rewarded.
-
-    Args:
-        name (`str`):
-            Name of the task.
-        num_provinces (`int`):
-            Provinces.
-        num_cities (`int`):
-            Cities per province.
-        num_districts (`int`):
-            Districts per city.
-        num_hidden (`int`):
-            Places with a treasure.
-        skew (`float`):
-            Exponent of the Zipf law: the place of rank r is named in proportion to \\( r^{-skew} \\).
-        num_candidates (`int`):
-            Places in a list.
-        warm_start_steps (`int`):
-            Optimizer steps of supervised training after which a tiny model has converged.
-        place_seed (`int`, *optional*, defaults to `0`):
-            Seed of the names, of their ranks and of the hidden ones.
-        format_weights (`tuple[float, ...]`, *optional*):
-            Shares of the formats in the demonstrations, as in [`SketchedTask`].
-    """
+    """Path Exploration with invented places, `k-a-m`; a sketch is the province, `k`. Demonstrations name places by a
+    Zipf law, treasure or not: a model trained on them mostly names a few, and rarely one that is rewarded."""
 
     name: str
     num_provinces: int
-    num_cities: int
-    num_districts: int
-    num_hidden: int
-    skew: float
-    num_candidates: int
-    warm_start_steps: int
-    place_seed: int = 0
+    num_cities: int  # per province
+    num_districts: int  # per city
+    num_hidden: int  # places with a treasure
+    skew: float  # the place of rank r is named in proportion to r ** -skew
+    num_candidates: int  # places in a list
+    warm_start_steps: int  # supervised steps until a tiny model has converged
+    place_seed: int = 0  # of the names, of their ranks and of the hidden ones
     format_weights: tuple[float, float, float, float] = (0.4, 0.2, 0.1, 0.3)
 
     mode = "sequential"
@@ -141,7 +111,6 @@ class PathTask(SketchedTask):
         return tuple(accumulate((rank + 1) ** -self.skew for rank in range(len(self.places))))
 
     def draw(self, rng: random.Random) -> str:
-        """The only problem there is. Arguments as in [`SketchedTask`]."""
         return PROBLEM
 
     def is_held_out(self, problem: str) -> bool:
@@ -152,39 +121,28 @@ class PathTask(SketchedTask):
         return _repeated(PROBLEM, self.targets, num_examples)
 
     def sketch(self, problem: str, rng: random.Random) -> str:
-        """The province of a demonstrated place. Arguments as in [`SketchedTask`]."""
         return self.attempt(problem, rng).partition("-")[0]
 
     def attempt(self, problem: str, rng: random.Random, *, sketch: str = "") -> str:
-        """A place by the Zipf law, within the province `sketch` if there is one. Arguments as in [`SketchedTask`]."""
+        """A place by the Zipf law, within the province `sketch` if there is one."""
         if not sketch or not any(place.startswith(f"{sketch}-") for place in self.places):
             return rng.choices(self.places, cum_weights=self.cumulative_weights)[0]
         weights = [(rank + 1) ** -self.skew * place.startswith(f"{sketch}-") for rank, place in enumerate(self.places)]
         return rng.choices(self.places, weights)[0]
 
     def verify(self, problem: str, completion: str) -> bool:
-        """Whether a treasure is at this place. Arguments as in [`SketchedTask`]."""
         return completion in self.targets
 
     def coverage(self, completions: Sequence[Any]) -> float:
-        """Share of the treasures that are found."""
         return coverage_at_k([completion_text(text) for text in completions], self.targets, max(1, len(completions)))
 
 
 @dataclass(frozen=True)
 class PaperPathTask:
-    """
-    Path Exploration with the paper's prompt and places. A [`Task`] for pretrained models; nothing teaches it.
-
-    Args:
-        name (`str`, *optional*, defaults to `"paper_paths"`):
-            Name of the task.
-        max_completion_length (`int`, *optional*, defaults to `64`):
-            Tokens of a place, in any usual vocabulary.
-    """
+    """Path Exploration with the paper's prompt and places. A [`Task`] for pretrained models; nothing teaches it."""
 
     name: str = "paper_paths"
-    max_completion_length: int = 64
+    max_completion_length: int = 64  # tokens of a place, in any usual vocabulary
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -193,7 +151,6 @@ class PaperPathTask:
 
     @property
     def sesa_options(self) -> dict[str, Any]:
-        """Fields of [`~trl_explore.trainers.SESAConfig`] for an instruction-tuned model."""
         return {
             "mode": "sequential",
             "sketch_template": "{problem}\n\nFor now, name only a province.",
@@ -210,35 +167,27 @@ class PaperPathTask:
 
     @property
     def reward(self) -> Callable[..., list[float]]:
-        """The reward function to hand to a trainer; its metrics appear under `rewards/accuracy_reward`."""
         return self.accuracy_reward
 
     def accuracy_reward(self, completions: list, **columns: Any) -> list[float]:
-        """TRL reward function: 1 for a place with a treasure, up to [`normalize_place`], else 0."""
+        """1 for a place with a treasure, up to [`normalize_place`], else 0."""
         hidden = {normalize_place(place) for place in self.targets}
         return [float(normalize_place(completion_text(text)) in hidden) for text in completions]
 
     def coverage(self, completions: Sequence[Any]) -> float:
-        """Share of the treasures that are found, as [`PathTask.coverage`] but up to [`normalize_place`]."""
+        """As [`PathTask.coverage`], but up to [`normalize_place`]."""
         found = [normalize_place(completion_text(text)) for text in completions]
         return coverage_at_k(found, [normalize_place(place) for place in self.targets], max(1, len(found)))
 
     def build_dataset(self, num_examples: int, *, seed: int) -> Dataset:
-        """Copies of the one prompt; `seed` changes nothing. Arguments as in [`Task`]."""
+        """Copies of the one prompt; `seed` changes nothing."""
         return _repeated(PAPER_PROMPT, self.targets, num_examples)
 
     def evaluation_set(self, num_examples: int = 256, *, seed: int = 0) -> Dataset:
-        """The same copies: there is nothing to hold out. Arguments as in [`Task`]."""
         return _repeated(PAPER_PROMPT, self.targets, num_examples)
 
 
 def paper_places() -> PaperPathTask:
-    """
-    Path Exploration as in the paper, for pretrained models.
-
-    Returns:
-        [`PaperPathTask`]: The task.
-    """
     return PaperPathTask()
 
 

@@ -1,8 +1,7 @@
-"""What all tasks but the chains share: SESA's prompt formats, and demonstrations that teach a tiny model each of them.
+"""SESA's prompt formats, which all tasks but the chains share, and demonstrations of each for a tiny model.
 
-A problem comes plain or wrapped: `P?` asks for a first sketch, `P?a;b` for one unlike the sketches `a` and `b`, `P|a`
-for an answer that follows the sketch `a`, and `P!` for a list of different answers, `x;y;z`. Trainers build such
-prompts from the templates of `sesa_options`; evaluation and plain GRPO see only the plain problem.
+`P?` asks for a first sketch, `P?a;b` for one unlike `a` and `b`, `P|a` for an answer that follows the sketch `a`, `P!`
+for a list of different answers, `x;y;z`. Evaluation and plain GRPO see only the plain problem `P`.
 """
 
 import random
@@ -24,29 +23,15 @@ MAX_REPEATS = 200
 
 
 class SketchedTask(HeldOutTask):
-    """
-    A task whose problems also come in SESA's formats. Sub-classes are frozen dataclasses that have these attributes.
-
-    Attributes:
-        name (`str`):
-            Name of the task.
-        num_candidates (`int`):
-            Answers in a list, and the most sketches of one problem.
-        warm_start_steps (`int`):
-            Optimizer steps of supervised training after which a tiny model has converged.
-        format_weights (`tuple[float, ...]`):
-            Shares of four kinds of demonstrations: plain answers, sketches, answers that follow a sketch, and lists.
-            Lists are long, and every batch of the warm start is padded to its longest row: a task whose `mode` needs
-            none has a share of 0.
-        mode (`str`):
-            The mode of [`~trl_explore.trainers.SESAConfig`] that suits the task.
-    """
+    """A task whose problems also come in SESA's formats. Sub-classes are frozen dataclasses with these attributes."""
 
     name: str
-    num_candidates: int
-    warm_start_steps: int
+    num_candidates: int  # answers in a list, and the most sketches of one problem
+    warm_start_steps: int  # supervised steps until a tiny model has converged
+    # Shares of plain answers, sketches, answers that follow one, and lists in the demonstrations. Lists are long and
+    # their batches are padded: 0 where `mode` needs none.
     format_weights: tuple[float, float, float, float]
-    mode: ClassVar[str]
+    mode: ClassVar[str]  # the mode of `SESAConfig` that suits the task
 
     @property
     @abstractmethod
@@ -76,7 +61,6 @@ class SketchedTask(HeldOutTask):
 
     @property
     def sesa_options(self) -> dict[str, Any]:
-        """Fields of [`~trl_explore.trainers.SESAConfig`] for a model that was warm-started on this task."""
         return {
             "mode": self.mode,
             "sketch_template": f"{{problem}}{SKETCH_MARK}",
@@ -90,12 +74,10 @@ class SketchedTask(HeldOutTask):
         }
 
     def accuracy_reward(self, completions: list, problem: list[str], **columns: Any) -> list[float]:
-        """TRL reward function: 1 for a right answer, 0 for a wrong one."""
         texts = map(completion_text, completions)
         return [float(self.verify(plain, text)) for plain, text in zip(problem, texts, strict=True)]
 
     def is_held_out(self, problem: str) -> bool:
-        """Whether a problem belongs to the held-out share: a fixed property of its text alone."""
         return is_held_out(problem)
 
     def _dataset(self, num_examples: int, rng: random.Random, *, held_out: bool) -> Dataset:
@@ -109,7 +91,6 @@ class SketchedTask(HeldOutTask):
         return Dataset.from_dict({"prompt": as_prompts(problems), "problem": problems})
 
     def sample_problem(self, rng: random.Random) -> str:
-        """A training problem, plain or in one of SESA's formats. Arguments as in [`TeachableTask`]."""
         problem = self.draw(rng)
         while self.is_held_out(problem):
             problem = self.draw(rng)
@@ -120,7 +101,6 @@ class SketchedTask(HeldOutTask):
         return f"{problem}{mark}{self.sketch(problem, rng) if mark == SOLVE_MARK else ''}"
 
     def demonstration(self, prompt: str, rng: random.Random) -> str:
-        """An answer to a prompt in any of the formats. Arguments as in [`TeachableTask`]."""
         # The first mark counts: what follows it may be a model's sketch, with marks of its own.
         problem, found, told = [*MARKS.split(prompt, maxsplit=1), "", ""][:3]
         if found == SKETCH_MARK:

@@ -1,7 +1,6 @@
 """Sokoban: push every box onto a goal. Rooms come from playing backwards, so every one can be solved.
 
-Boards are text as in grid_worlds.py, with `#` for a wall, `o` for a box and `*` for a box on a goal; beyond the edge
-of the board there is wall too. A room has as many boxes as goals.
+Boards as in grid_worlds.py, with `#` for a wall (also beyond the edge), `o` for a box and `*` for a box on a goal.
 """
 
 import functools
@@ -18,7 +17,7 @@ PUSHED = {tile: box for box, tile in LIFTED.items()}
 
 @dataclass(frozen=True)
 class Sokoban(World):
-    """Sokoban: whoever walks into a box pushes it, unless a wall or another box is behind it."""
+    """Whoever walks into a box pushes it, unless a wall or another box is behind it."""
 
     tiles = ".G#o*"
     obstacle = "#"
@@ -76,13 +75,7 @@ def _one_move_before(state: State) -> Iterator[State]:
 
 
 class SokobanEnvironment(GridEnvironment):
-    """
-    Sokoban for TRL's `environment_factory`.
-
-    Args:
-        max_steps (`int`, *optional*, defaults to `20`):
-            Tool calls after which the game is over.
-    """
+    """Sokoban for TRL's `environment_factory`; over after `max_steps` tool calls."""
 
     def __init__(self, max_steps: int = 20) -> None:
         super().__init__(Sokoban(), max_steps)
@@ -102,21 +95,11 @@ class SokobanEnvironment(GridEnvironment):
 
 @dataclass(frozen=True, kw_only=True)
 class SokobanTask(GridTask):
-    """
-    Plans for Sokoban rooms, as one set of knobs.
+    """Plans for Sokoban rooms."""
 
-    Args:
-        num_boxes (`int`):
-            Boxes, and goals.
-        num_walls (`int`):
-            Walls inside a room.
-        num_rooms (`int`, *optional*, defaults to `2000`):
-            Different rooms; each has hundreds of positions. Played backwards once, a room is remembered.
-    """
-
-    num_boxes: int
-    num_walls: int
-    num_rooms: int = 2000
+    num_boxes: int  # and goals
+    num_walls: int  # inside a room
+    num_rooms: int = 2000  # each has hundreds of positions; played backwards once, a room is remembered
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -128,11 +111,9 @@ class SokobanTask(GridTask):
 
     @property
     def world(self) -> Sokoban:
-        """The rules."""
         return RULES
 
     def draw(self, rng: random.Random) -> str:
-        """A position in any room, `min_moves` to `max_moves` from the end. Arguments as in [`SketchedTask`]."""
         for _ in range(MAX_DRAWS):
             room_rng = random.Random(f"room/{self.table_seed}/{rng.randrange(self.num_rooms)}")
             inside = ["#"] * self.num_walls + ["G"] * self.num_boxes

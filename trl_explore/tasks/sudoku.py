@@ -1,7 +1,7 @@
 """Sudoku on 4x4 boards with many blanks: any board that fits counts, so many problems have several solutions.
 
-A problem is a board in one line, row by row, with letters for blank cells, `1b34e4g2ij4l4321`; its answer fills them
-in any order, `b2e3g1i2j1l3`. Every row, column and 2x2 box must hold the digits 1 to 4.
+A problem is a board in one line with letters for blank cells, `1b34e4g2ij4l4321`; its answer fills them in any order,
+`b2e3g1i2j1l3`. Every row, column and 2x2 box must hold the digits 1 to 4.
 """
 
 import random
@@ -26,29 +26,13 @@ UNITS = tuple(
 
 @dataclass(frozen=True)
 class SudokuTask(SketchedTask):
-    """
-    A family of 4x4 Sudoku puzzles, as one frozen set of knobs. A sketch is the cell to fill first, `f`.
-
-    Args:
-        name (`str`):
-            Name of the task.
-        min_blanks (`int`):
-            Fewest blank cells.
-        max_blanks (`int`):
-            Most blank cells, at most 16.
-        num_candidates (`int`):
-            Answers in a list, and the most sketches of one problem.
-        warm_start_steps (`int`):
-            Optimizer steps of supervised training after which a tiny model has converged.
-        format_weights (`tuple[float, ...]`, *optional*):
-            Shares of the formats in the demonstrations, as in [`SketchedTask`].
-    """
+    """A family of 4x4 Sudoku puzzles. A sketch is the cell to fill first, `f`."""
 
     name: str
     min_blanks: int
-    max_blanks: int
-    num_candidates: int
-    warm_start_steps: int
+    max_blanks: int  # at most 16
+    num_candidates: int  # answers in a list, and the most sketches of one problem
+    warm_start_steps: int  # supervised steps until a tiny model has converged
     format_weights: tuple[float, float, float, float] = (0.45, 0.25, 0.3, 0.0)
 
     mode = "two_stage"
@@ -62,26 +46,22 @@ class SudokuTask(SketchedTask):
 
     @property
     def max_completion_length(self) -> int:
-        """Tokens of two characters per blank and the end-of-sequence token."""
         return 2 * self.max_blanks + 1
 
     @property
     def max_sketch_length(self) -> int:
-        """Tokens of a cell and the end-of-sequence token."""
         return 2
 
     def draw(self, rng: random.Random) -> str:
-        """A random board with random blanks. Arguments as in [`SketchedTask`]."""
         board = rng.choice(all_boards())
         blanks = rng.sample(CELLS, rng.randint(self.min_blanks, self.max_blanks))
         return "".join(cell if cell in blanks else digit for cell, digit in zip(CELLS, board, strict=True))
 
     def sketch(self, problem: str, rng: random.Random) -> str:
-        """Any blank cell. Arguments as in [`SketchedTask`]."""
         return rng.choice(self._blanks(problem))
 
     def attempt(self, problem: str, rng: random.Random, *, sketch: str = "") -> str:
-        """A solution: the cell `sketch`, or any, then in reading order. Arguments as in [`SketchedTask`]."""
+        """A solution: the cell `sketch`, or any, then in reading order."""
         board, first = rng.choice(boards_that_fit(problem)), sketch or self.sketch(problem, rng)
         blanks = sorted(self._blanks(problem), key=lambda cell: cell != first)
         return "".join(cell + board[CELLS.index(cell)] for cell in blanks)
@@ -90,15 +70,12 @@ class SudokuTask(SketchedTask):
         return [cell for cell in CELLS if cell in problem]
 
     def verify(self, problem: str, completion: str) -> bool:
-        """Whether the blanks are filled by the rules, in any order. Arguments as in [`SketchedTask`]."""
         return fill(problem, completion) is not None
 
     def solutions(self, problem: str) -> list[str]:
-        """All boards that fit, in ascending order."""
         return list(boards_that_fit(problem))
 
     def num_solutions(self, problem: str) -> int:
-        """Number of `solutions`. Arguments as there."""
         return len(self.solutions(problem))
 
     def coverage(self, problem: str, completions: Sequence[Any]) -> float:

@@ -51,17 +51,8 @@ RESPONSE_TEMPLATE = {
 
 
 def build_tokenizer(*, tools: bool = False) -> PreTrainedTokenizerFast:
-    """
-    Builds the character tokenizer: 61 tokens, chat template `<u>{user}<a>{assistant}<eos>`, padding on the left.
-
-    Args:
-        tools (`bool`, *optional*, defaults to `False`):
-            Whether conversations may have tool calls, written as `!name:parameter=value`.
-
-    Returns:
-        [`~transformers.PreTrainedTokenizerFast`]: Tokenizer. Text in its alphabet survives encoding and decoding
-        unchanged; any other character is dropped.
-    """
+    """Character tokenizer with 61 tokens, padding on the left; any other character is dropped. With `tools`,
+    conversations may have tool calls, `!name:parameter=value`."""
     # A byte-level BPE without merges is a character tokenizer. It must be this class: for a folder with a Qwen2 model,
     # `AutoTokenizer` ignores the saved class and rebuilds splitting and decoding the way Qwen2 has them.
     tokenizer = Qwen2Tokenizer(
@@ -84,22 +75,8 @@ def build_tokenizer(*, tools: bool = False) -> PreTrainedTokenizerFast:
 
 
 def build_model(*, seed: int, hidden_size: int = 64, num_layers: int = 2) -> Qwen2ForCausalLM:
-    """
-    Builds a randomly initialised Qwen2 model in float32 on the CPU; 111,296 parameters by default.
-
-    The caller's random state is left alone.
-
-    Args:
-        seed (`int`):
-            Seed of the initial weights.
-        hidden_size (`int`, *optional*, defaults to `64`):
-            Width, a multiple of 16: heads are 16 wide, the feed-forward layer three times as wide as the model.
-        num_layers (`int`, *optional*, defaults to `2`):
-            Number of layers. Carrying a value from step to step needs at least two.
-
-    Returns:
-        [`~transformers.Qwen2ForCausalLM`]: Model, with the tokens of [`build_tokenizer`] in its configurations.
-    """
+    """Random Qwen2 in float32 on the CPU, 111,296 parameters by default. `hidden_size` is a multiple of 16; carrying a
+    value from step to step needs two layers. The caller's random state is left alone."""
     if hidden_size < HEAD_SIZE or hidden_size % HEAD_SIZE:
         raise ValueError(f"`hidden_size` is {hidden_size}; give a multiple of {HEAD_SIZE}.")
     config = Qwen2Config(

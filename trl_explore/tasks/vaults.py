@@ -1,8 +1,6 @@
 """Facts that only trial and error can tell: codes at the end of easy answers, and ways through rooms with dead ends.
 
-Every fact belongs to one item, whose name stands right before it, so what is learned about one does not disturb the
-others: a tiny model that has found a fact can keep it. That makes both tasks hard to explore rather than hard to
-learn.
+Each fact's item stands right before it, so a tiny model keeps what it has found: hard to explore, not hard to learn.
 """
 
 import random
@@ -20,33 +18,15 @@ STEP_END = ";"
 
 @dataclass(frozen=True, kw_only=True)
 class FactTask(SketchedTask):
-    """
-    Problems that name one of several items, `k`, and a number, `k3171`, so that there are many prompts per fact.
-
-    Args:
-        name (`str`):
-            Name of the task.
-        num_items (`int`):
-            Items, at most 26.
-        num_digits (`int`):
-            Digits of the number.
-        num_candidates (`int`, *optional*, defaults to `8`):
-            Answers in a list, and the most sketches of one problem.
-        warm_start_steps (`int`):
-            Optimizer steps of supervised training after which a tiny model has converged.
-        format_weights (`tuple[float, ...]`, *optional*):
-            Shares of the formats in the demonstrations, as in [`SketchedTask`].
-        table_seed (`int`, *optional*, defaults to `1234`):
-            Seed of the facts.
-    """
+    """Problems that name one of several items, `k`, and a number, `k3171`, so that there are many prompts per fact."""
 
     name: str
-    num_items: int
+    num_items: int  # at most 26
     num_digits: int
-    warm_start_steps: int
-    num_candidates: int = 8
+    warm_start_steps: int  # supervised steps until a tiny model has converged
+    num_candidates: int = 8  # answers in a list, and the most sketches of one problem
     format_weights: tuple[float, float, float, float] = (0.6, 0.2, 0.2, 0.0)
-    table_seed: int = 1234
+    table_seed: int = 1234  # of the facts
 
     mode = "two_stage"
 
@@ -55,20 +35,16 @@ class FactTask(SketchedTask):
         check_range("num_digits", self.num_digits, 1, 12)
 
     def draw(self, rng: random.Random) -> str:
-        """An item and a number. Arguments as in [`SketchedTask`]."""
         number = "".join(str(rng.randrange(10)) for _ in range(self.num_digits))
         return f"{LETTERS[rng.randrange(self.num_items)]}{number}"
 
     def attempt(self, problem: str, rng: random.Random, *, sketch: str = "") -> str:
-        """An answer by somebody who mostly guesses. Arguments as in [`SketchedTask`]."""
         return self.answer(problem, sketch if self.is_guess(sketch) else self.guess(problem, rng))
 
     def sketch(self, problem: str, rng: random.Random) -> str:
-        """A guess. Arguments as in [`SketchedTask`]."""
         return self.guess(problem, rng)
 
     def verify(self, problem: str, completion: str) -> bool:
-        """Whether an answer is the right one, to the letter. Arguments as in [`SketchedTask`]."""
         return completion == self.answer(problem, self.facts[item_of(problem)])
 
     @property
@@ -96,21 +72,10 @@ class FactTask(SketchedTask):
 
 @dataclass(frozen=True, kw_only=True)
 class VaultTask(FactTask):
-    """
-    An easy calculation, and at its end the code of the item: `k3171` is answered by `34;12;78;12;#kq`.
+    """Right calculations, and at the end the item's code, which is the sketch: `34;12;78;12;#kq` answers `k3171`."""
 
-    A sketch is the code. Demonstrations calculate rightly, but have a habit for every item: one wrong code that they
-    mostly show.
-
-    Args:
-        code_letters (`str`):
-            Letters that may be a code.
-        habit_probability (`float`):
-            Probability of the habit; all other codes, the right one among them, are equally likely.
-    """
-
-    code_letters: str
-    habit_probability: float
+    code_letters: str  # letters that may be a code
+    habit_probability: float  # of one wrong code per item; all other codes are equally likely
 
     step_length = 3  # a digit, its successor and the end of the step
     max_sketch_length = 2  # a code and the end-of-sequence token
@@ -124,12 +89,10 @@ class VaultTask(FactTask):
 
     @property
     def max_completion_length(self) -> int:
-        """Tokens of an answer, end-of-sequence token included."""
         return 3 * self.num_digits + 4
 
     @cached_property
     def facts(self) -> dict[str, str]:
-        """The code of every item."""
         return {item: right for item, (right, _) in self.codes.items()}
 
     @cached_property
@@ -139,44 +102,25 @@ class VaultTask(FactTask):
         return {item: rng.sample(self.code_letters, 2) for item in LETTERS[: self.num_items]}
 
     def guess(self, problem: str, rng: random.Random) -> str:
-        """The habit with `habit_probability`, else another code."""
         return biased(self.codes[item_of(problem)][1], self.code_letters, self.habit_probability, rng)
 
     def is_guess(self, text: str) -> bool:
-        """Whether a text is a code."""
         return len(text) == 1 and text in self.code_letters
 
     def answer(self, problem: str, guess: str) -> str:
-        """The calculation with item and code at its end."""
         steps = (f"{digit}{(int(digit) + 1) % 10}{STEP_END}" for digit in problem[1:])
         return f"{''.join(steps)}{END}{problem[0]}{guess}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DoorsTask(FactTask):
-    """
-    Rooms, of each of which one door leads on and the others to a dead end: `31k` is answered by `2m1x3#`, the way from
-    room `k` through `m` and `x` to the end, or by `2m3`, where the second door is wrong and the way ends.
+    """Ways through rooms: `31k` is answered by `2m1x3#`, through `m` and `x` to the end, or by `2m3`, a dead end.
+    The rooms behind doors are shown, so only the doors are to be learned. A sketch is the first two doors, `21`."""
 
-    Demonstrators see what is behind a door once they have gone through it, and so does a model trained on them: the
-    choice of the doors is all it has to learn. They have a habit for every room: one wrong door that they mostly take.
-    A sketch is the first two doors, `21`.
-
-    Args:
-        num_doors (`int`):
-            Doors of every room.
-        num_steps (`int`):
-            Doors of a way.
-        habit_probability (`float`):
-            Probability of the habit.
-        right_probability (`float`):
-            Probability of the right door; the others are equally likely.
-    """
-
-    num_doors: int
-    num_steps: int
-    habit_probability: float
-    right_probability: float
+    num_doors: int  # of every room
+    num_steps: int  # doors of a way
+    habit_probability: float  # of one wrong door per room
+    right_probability: float  # of the right door; the others are equally likely
 
     step_length = 2  # a door and what is behind it
     max_sketch_length = 3  # two doors and the end-of-sequence token
@@ -189,13 +133,12 @@ class DoorsTask(FactTask):
         check_range("right_probability", self.right_probability, 0, 1 - self.habit_probability)
 
     def draw(self, rng: random.Random) -> str:
-        """A number and a room, right before its door. Arguments as in [`SketchedTask`]."""
+        """A number and a room, right before its door."""
         problem = super().draw(rng)
         return problem[1:] + problem[0]
 
     @property
     def max_completion_length(self) -> int:
-        """Tokens of a whole way, end-of-sequence token included."""
         return 2 * self.num_steps + 1
 
     @cached_property
@@ -224,7 +167,6 @@ class DoorsTask(FactTask):
         return rooms
 
     def guess(self, problem: str, rng: random.Random) -> str:
-        """A door per room, the right one with `right_probability`, the habit with `habit_probability`."""
         return "".join(self._door(room, rng) for room in self.way(item_of(problem)))
 
     def _door(self, room: str, rng: random.Random) -> str:
@@ -235,11 +177,9 @@ class DoorsTask(FactTask):
         return biased(habit, others, self.habit_probability / (1 - self.right_probability), rng)
 
     def is_guess(self, text: str) -> bool:
-        """Whether a text is a sketch: two doors."""
         return len(text) == 2 and set(text) <= set(DOOR_NAMES[: self.num_doors])
 
     def attempt(self, problem: str, rng: random.Random, *, sketch: str = "") -> str:
-        """A way at random, from `sketch` on. Arguments as in [`SketchedTask`]."""
         guess = self.guess(problem, rng)
         return self.answer(problem, sketch + guess[2:] if self.is_guess(sketch) else guess)
 
@@ -253,22 +193,18 @@ class DoorsTask(FactTask):
         return way
 
     def sketch(self, problem: str, rng: random.Random) -> str:
-        """Two doors. Arguments as in [`SketchedTask`]."""
         return self.guess(problem, rng)[:2]
 
 
 def item_of(problem: str) -> str:
-    """The item that a problem names, before or behind its number."""
     return problem.strip("0123456789")
 
 
 def biased(preferred: str, letters: str, probability: float, rng: random.Random) -> str:
-    """Draws a letter, one of them more often than the others."""
     return preferred if rng.random() < probability else rng.choice(letters.replace(preferred, ""))
 
 
 def check_range(name: str, value: float, low: float, high: float) -> None:
-    """Refuses a knob outside its range."""
     if not low <= value <= high:
         raise ValueError(f"`{name}` is {value}; give between {low} and {high}.")
 

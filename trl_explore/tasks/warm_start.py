@@ -1,9 +1,4 @@
-"""Supervised warm start: trains the tiny model on a task's demonstrations and caches the result on disk.
-
-The recipe is fixed: AdamW (learning rate 3e-3 for width 64, less in proportion for wider models, betas 0.9 / 0.95, no
-weight decay), 20 warm-up steps, cosine decay to 5 %, batches of 32 fresh problems, loss on the completion only,
-gradients clipped at norm 1.
-"""
+"""Supervised warm start: trains the tiny model on a task's demonstrations and caches the result on disk."""
 
 import dataclasses
 import hashlib
@@ -44,11 +39,9 @@ def warm_start(
     device: str | torch.device | None = "cpu",
 ) -> Path:
     """
-    Trains a tiny model on demonstrations, or finds it in the cache.
-
-    The same arguments give the same weights, up to rounding that depends on the number of threads: one for a tiny
-    model on a CPU, unless the environment variable `OMP_NUM_THREADS` is set. The caller's random states and settings
-    are left alone.
+    Trains a tiny model on demonstrations, or finds it in the cache. The same arguments give the same weights, up to
+    rounding that depends on the number of threads: one for a tiny model on a CPU, unless `OMP_NUM_THREADS` is set. The
+    caller's random states and settings are left alone.
 
     Args:
         task ([`TeachableTask`]):
@@ -58,12 +51,11 @@ def warm_start(
         steps (`int`, *optional*):
             Optimizer steps. Defaults to `task.warm_start_steps`.
         cache_dir (`str` or `os.PathLike`, *optional*):
-            Where warm starts are kept. Defaults to the environment variable `TRL_EXPLORE_CACHE`, or else to
-            `~/.cache/trl-explore`.
+            Where warm starts are kept. Defaults to `$TRL_EXPLORE_CACHE`, or else to `~/.cache/trl-explore`.
         progress (`bool`, *optional*, defaults to `True`):
             Whether to show a progress bar with the loss.
         hidden_size (`int`, *optional*, defaults to `64`):
-            Width of the model.
+            Width of the model, a multiple of 16.
         num_layers (`int`, *optional*, defaults to `2`):
             Layers of the model.
         device (`str` or `torch.device`, *optional*, defaults to `"cpu"`):
@@ -89,7 +81,6 @@ def warm_start(
 
 
 def cache_root(cache_dir: str | os.PathLike[str] | None = None) -> Path:
-    """The folder of all warm starts, which need not exist."""
     return Path(
         cache_dir or os.environ.get("TRL_EXPLORE_CACHE") or Path.home() / ".cache" / "trl-explore"
     ).expanduser()
@@ -120,7 +111,6 @@ def train(
     steps: int,
     progress: bool,
 ) -> None:
-    """Trains `model` in place on fresh demonstrations."""
     device = model.device
     rate = LEARNING_RATE * min(1.0, ITS_WIDTH / model.config.hidden_size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
