@@ -67,27 +67,8 @@ def learning_curves(
     title: str = "",
     suffixes: Sequence[str] = (),
 ) -> Path:
-    """
-    Draw one panel per clock and metric, one line per arm: the mean over its seeds, in a band that is the mean's 95 %
-    t-interval; with two seeds, which have a useless one, from the lower to the higher.
-
-    Args:
-        runs (`Sequence[dict]`):
-            Runs with `arm`, `seed` and `points` (see [`~trl_explore.compare.run.Run`]).
-        path (`str` or `Path`):
-            The file; its suffix decides the format, such as `.png` or `.svg`.
-        metrics (`Sequence[str]`, *optional*):
-            Metrics of the points, one row of panels each.
-        clocks (`Sequence[str]`, *optional*, defaults to `("tokens", "seconds")`):
-            Costs of the points, one column of panels each.
-        title (`str`, *optional*):
-            Title of the figure.
-        suffixes (`Sequence[str]`, *optional*):
-            Further formats to write beside the file, such as `[".svg"]`.
-
-    Returns:
-        `Path`: The file.
-    """
+    """Draw a panel per clock and metric, a line per arm: the mean over its seeds, in its 95 % t-interval; with two
+    seeds, from the lower to the higher. The suffix of `path` decides the format; `suffixes` are written beside it."""
     import matplotlib
 
     matplotlib.use("Agg")

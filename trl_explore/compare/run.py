@@ -75,15 +75,8 @@ def of_step(logs: Mapping[str, Any] | None) -> bool:
 
 
 class CostCallback(TrainerCallback):
-    """
-    Counts the cost of training steps and stops at a budget.
-
-    It reads TRL's logs, so `logging_steps` must be 1 and a generation batch one optimiser step.
-
-    Args:
-        budget ([`Budget`]):
-            When to stop.
-    """
+    """Counts the cost of training steps and stops at a budget. It reads TRL's logs: `logging_steps` must be 1, and a
+    generation batch one optimiser step."""
 
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
@@ -382,47 +375,8 @@ def train_arm(
     callbacks: Sequence[TrainerCallback | Callable[[Any], TrainerCallback]] = (),
     resume: bool = False,
 ) -> Run:
-    """
-    Train one arm on an embedded task and evaluate it on held-out problems along the way. Of agents the mean reward of
-    sampled trajectories is measured, as `eval/success`.
-
-    Args:
-        arm ([`~trl_explore.compare.settings.Arm`]):
-            Method and options.
-        task ([`~trl_explore.tasks.Task`]):
-            The embedded task.
-        start (`str` or `Path`):
-            Folder of the warm-started model.
-        output_dir (`str` or `Path`):
-            Where checkpoints go.
-        seed (`int`):
-            Seed of data, sampling and training.
-        budget ([`~trl_explore.compare.settings.Budget`]):
-            When to stop.
-        evaluate_every (`int`):
-            Optimiser steps between evaluations; beginning and end are always evaluated.
-        num_eval (`int`, *optional*, defaults to `128`):
-            Held-out problems.
-        num_samples (`int`, *optional*, defaults to `8`):
-            Samples per held-out problem; of agents four.
-        k (`tuple[int, ...]`, *optional*, defaults to `(1, 8)`):
-            Values of k for pass@k.
-        num_train (`int`, *optional*):
-            Training problems. Defaults to 4000, of agents to 2000.
-        evaluation_options (`dict`, *optional*):
-            Further arguments of [`~trl_explore.evaluation.callbacks.PassAtKCallback`], such as `coverage_k`.
-        options (`Mapping`, *optional*):
-            Configuration fields for every arm, over [`~trl_explore.compare.tasks.common_options`].
-        progress (`tqdm`, *optional*):
-            A bar over the token budget.
-        callbacks (`Sequence[TrainerCallback or Callable]`, *optional*):
-            Further callbacks, or functions that make one for the trainer that they are given.
-        resume (`bool`, *optional*, defaults to `False`):
-            Whether to continue from the newest checkpoint in `output_dir`, if there is one.
-
-    Returns:
-        [`Run`]: What it had learned at which cost.
-    """
+    """Train one arm on an embedded task from the model in `start`, evaluating on held-out problems on the way and at
+    both ends; of agents, `eval/success` is the mean reward of four samples. `options` are over `common_options`."""
     agent, rows, costs = task.name in AGENTS, task.evaluation_set(num_eval), CostCallback(budget)
     settings = {**common_options(task, seed=seed), "max_steps": budget.steps}
     if agent:
@@ -457,24 +411,8 @@ def train_missing(
     train: Callable[[Arm, int], Run],
     shown: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """
-    Train the arms and seeds that a file does not hold yet; an interrupted comparison goes on where it stopped.
-
-    Args:
-        arms (`Sequence[Arm]`):
-            Arms.
-        seeds (`Sequence[int]`):
-            Seeds.
-        kept (`Path`):
-            JSON file of the runs so far.
-        train (`Callable[[Arm, int], Run]`):
-            Trains one arm on one seed.
-        shown (`Sequence[str]`, *optional*):
-            Beginnings of the names of logged metrics to print after each run.
-
-    Returns:
-        `list[dict]`: The runs of these arms and seeds, as [`~trl_explore.compare.clocks.comparison_table`] takes them.
-    """
+    """Train the arms and seeds that the JSON file `kept` lacks, and return the runs of all of them; an interrupted
+    comparison goes on where it stopped. `shown` are beginnings of metric names to print after each run."""
     kept.parent.mkdir(parents=True, exist_ok=True)
     runs = json.loads(kept.read_text()) if kept.is_file() else []
     for seed in seeds:

@@ -54,43 +54,21 @@ class Cost:
 
 @dataclass(frozen=True)
 class Arm:
-    """
-    One side of a comparison.
+    """One side of a comparison."""
 
-    Args:
-        name (`str`):
-            Label in tables and plots.
-        method (`str`):
-            A name of `trl_explore.methods.METHODS`, such as `"grpo"` or `"tree_grpo"`.
-        options (`dict`):
-            Configuration fields that differ from the comparison's common ones.
-    """
-
-    name: str
-    method: str
-    options: dict[str, Any] = field(default_factory=dict)
+    name: str  # label in tables and plots
+    method: str  # of `trl_explore.methods.METHODS`
+    options: dict[str, Any] = field(default_factory=dict)  # configuration fields that differ from the common ones
 
 
 @dataclass
 class Budget:
-    """
-    When to stop; whichever is reached first.
+    """When to stop; whichever is reached first."""
 
-    Args:
-        tokens (`float`, *optional*):
-            Generated tokens, of extra streams too.
-        cpu_seconds (`float`, *optional*):
-            CPU seconds of training steps.
-        steps (`int`, *optional*):
-            Optimiser steps.
-        seconds (`float`, *optional*):
-            Wall seconds of training steps.
-    """
-
-    tokens: float = float("inf")
-    cpu_seconds: float = float("inf")
-    steps: int = 100_000
-    seconds: float = float("inf")
+    tokens: float = float("inf")  # generated ones, of extra streams too
+    cpu_seconds: float = float("inf")  # of training steps
+    steps: int = 100_000  # of the optimiser
+    seconds: float = float("inf")  # wall time of training steps
 
     def is_spent(self, cost: "Cost") -> bool:
         """Whether `cost` has reached any of them."""

@@ -164,12 +164,7 @@ class PassAtKCallback(TrainerCallback):
         self.trainer.control.should_log = should_log
 
     def evaluate(self) -> dict[str, float]:
-        """
-        Evaluates the current model without logging; every process must call it.
-
-        Returns:
-            `dict[str, float]`: The metrics under their logged names, equal on all processes.
-        """
+        """Metrics of the current model under their logged names, the same everywhere; every process calls it."""
         accelerator, rows = self.trainer.accelerator, self.samples.rows
         rank, num_ranks = accelerator.process_index, accelerator.num_processes
         # Sharded models wait for each other in every forward pass, so each rank takes as many rows: some come twice.

@@ -25,11 +25,8 @@ Record = dict[str, Any]
 
 
 def encode_prompts(prompts: Sequence[Any], tokenizer: "PreTrainedTokenizerBase", **template: Any) -> list[list[int]]:
-    """
-    Tokens `[P][P_i]` of plain prompts or conversations, as training encodes them.
-
-    Conversations are joined by empty lines where the tokenizer has no chat template and none is given in `template`.
-    """
+    """Tokens `[P][P_i]` of plain prompts or conversations, as training encodes them; without a chat template, messages
+    are joined by empty lines."""
     encoded: list[list[int]] = []
     for prompt in prompts:
         if not isinstance(prompt, str) and (template or tokenizer.chat_template is not None):
@@ -52,12 +49,8 @@ def collect_completions(
     path: Path | None = None,
     progress: bool = True,
 ) -> list[Record]:
-    """
-    Sample completions of every prompt, but those that the file at `path` has; a `FileRefusedError` if it is of others.
-
-    Each record has the prompt's `index`; `completions`, `completion_ids` and `truncated` of its samples; and
-    `seconds`. `source` is what else they depend on, as JSON values: the model's weights.
-    """
+    """Completions of every prompt, continued from the file at `path`; a `FileRefusedError` if it is of other settings.
+    `source` is what else they depend on, as JSON values: the model's weights."""
     prompt_ids = encode_prompts(prompts, tokenizer)
     tokens = digest(json.dumps(ids).encode() for ids in prompt_ids)
     settings = {**source, "num_prompts": len(prompts), "prompts": tokens, **asdict(sampling)}

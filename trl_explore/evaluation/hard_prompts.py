@@ -1,9 +1,5 @@
-"""Which prompts of a data set a model rarely solves: the filter between the rounds of DeepSearch.
-
-Adaptive training of [DeepSearch](https://huggingface.co/papers/2509.25454): each round trains on the prompts whose
-Pass1@K, the share of K samples that are correct, is below a threshold. Measuring is what takes long, so the pass rates
-can be kept in a file that an interrupted call continues.
-"""
+"""Which prompts a model rarely solves: the filter between the rounds of DeepSearch, which train on prompts whose share
+of correct samples among K (Pass1@K) is below a threshold (https://huggingface.co/papers/2509.25454)."""
 
 import json
 import tempfile

@@ -10,34 +10,8 @@ PART = 1000  # resamples at a time; bounds the memory for large data sets
 def bootstrap_interval(
     values: Sequence[float], *, level: float = 0.95, num_resamples: int = 10_000, seed: int = 0
 ) -> tuple[float, float]:
-    """
-    Percentile bootstrap interval of a mean over prompts.
-
-    The prompts are drawn anew with replacement, each with the value that its samples gave it. Where all prompts have
-    the same value, the interval has no width: such data cannot tell how much it would vary.
-
-    Args:
-        values (`Sequence[float]`):
-            One value per prompt, of shape `(P,)`. Not empty.
-        level (`float`, *optional*, defaults to `0.95`):
-            Share of the resampled means that lie inside. In `(0, 1)`.
-        num_resamples (`int`, *optional*, defaults to `10_000`):
-            How often the prompts are drawn anew. Rounded up to thousands.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the draws.
-
-    Returns:
-        `tuple[float, float]`: Lower and upper end.
-
-    Raises:
-        `ValueError`: If there is no value, or `level` is outside its range.
-
-    Example:
-    ```python
-    >>> bootstrap_interval([0.0, 1.0] * 50)
-    (0.4, 0.6)
-    ```
-    """
+    """Percentile bootstrap interval of the mean of one value per prompt, `(P,)`, which are drawn anew with
+    replacement. It has no width where all are equal. `ValueError` for no value or a `level` outside `(0, 1)`."""
     if len(values) == 0:
         raise ValueError("values is empty: an interval needs at least one prompt.")
     # Prompts of equal values are interchangeable, and how often each value is drawn is multinomial: with few samples
@@ -64,31 +38,8 @@ def crossed_interval(
     num_resamples: int = 10_000,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """
-    Percentile bootstrap interval of a mean over seeds and prompts, where every seed met the same prompts.
-
-    Seeds and prompts are drawn anew with replacement, independently of each other; prompts that have something in
-    common, and so rise and fall together, as a group. Few seeds make it too narrow: Student's interval over their
-    means is the honest one where it is wider.
-
-    Args:
-        values (`np.ndarray`):
-            One value per seed and prompt, of shape `(S, P)`. Not empty.
-        groups (`Sequence[Hashable]`, *optional*):
-            Group of each prompt, of length P. `None` where each is by itself.
-        level (`float`, *optional*, defaults to `0.95`):
-            Share of the resampled means that lie inside. In `(0, 1)`.
-        num_resamples (`int`, *optional*, defaults to `10_000`):
-            How often both are drawn anew.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the draws.
-
-    Returns:
-        `tuple[float, float]`: Lower and upper end.
-
-    Raises:
-        `ValueError`: If there is no value, or `level` is outside its range.
-    """
+    """Bootstrap interval of a mean over seeds and prompts, `(S, P)`, both drawn anew, independently; prompts of one of
+    `groups` together. Few seeds make it too narrow: take Student's over the seeds' means where that is wider."""
     if values.ndim != 2 or not values.size:
         raise ValueError(f"values must have shape (seeds, prompts) and not be empty, got {values.shape}.")
     random = np.random.default_rng(seed)

@@ -17,51 +17,18 @@ FOLDER = Path(__file__).parent / "benchmarks"
 
 @dataclass(frozen=True)
 class Preset:
-    r"""
-    How to evaluate on a data set, as `trl_explore/evaluation/benchmarks/*.yaml` and a user's own YAML file say it.
+    """How to evaluate on a data set, as `benchmarks/*.yaml` here and a user's own YAML file say it."""
 
-    Args:
-        path (`str`):
-            Hub name, folder or file of the data set.
-        question (`Sequence[str]`):
-            Columns that make up the question, in their order; empty cells are left out.
-        answer (`str`):
-            Column of the gold answer: text, a number, a list of answers all of which are wanted, or the letter of the
-            right one of `choices`. With `wrong_answers`, the text of the right choice.
-        config (`str`, *optional*):
-            Configuration of the data set.
-        split (`str`, *optional*, defaults to `"test"`):
-            Split to evaluate on.
-        choices (`str`, *optional*):
-            Column with the list of choices, which get the letters A, B, ...
-        wrong_answers (`Sequence[str]`, *optional*, defaults to `()`):
-            Columns of wrong choices, one each. They and the right one are shuffled, for equal questions equally.
-        instruction (`str`, *optional*, defaults to `""`):
-            Text behind the question, after an empty line.
-        system_prompt (`str`, *optional*):
-            Message before the question.
-        reward (`str`, *optional*, defaults to `"accuracy_reward"`):
-            Reward function that grades an answer, as `trl-explore train` names it.
-        num_samples (`int`, *optional*, defaults to `4`):
-            Recommended samples per prompt.
-        temperature (`float`, *optional*, defaults to `0.6`):
-            Recommended sampling temperature.
-        top_p (`float`, *optional*, defaults to `0.95`):
-            Recommended probability mass that is sampled from.
-        max_new_tokens (`int`, *optional*, defaults to `4096`):
-            Recommended bound of the completion's tokens.
-    """
-
-    path: str
-    question: Sequence[str]
-    answer: str
+    path: str  # hub name, folder or file
+    question: Sequence[str]  # columns of the question, in their order; empty cells are left out
+    answer: str  # column: text, number, list (all wanted), letter; with `wrong_answers` the right text
     config: str | None = None
     split: str = "test"
-    choices: str | None = None
-    wrong_answers: Sequence[str] = ()
-    instruction: str = ""
+    choices: str | None = None  # column with the list of choices, which get the letters A, B, ...
+    wrong_answers: Sequence[str] = ()  # a column each; shuffled with the right one, equal questions equally
+    instruction: str = ""  # behind the question, after an empty line
     system_prompt: str | None = None
-    reward: str = "accuracy_reward"
+    reward: str = "accuracy_reward"  # as `trl-explore train` names it
     num_samples: int = 4
     temperature: float = 0.6
     top_p: float = 0.95

@@ -26,33 +26,14 @@ MAX_CONCURRENT_REQUESTS = 64
 
 @dataclass(frozen=True)
 class Sampling:
-    """
-    How completions are drawn.
+    """How completions are drawn; a value outside its range is a `ValueError`."""
 
-    Args:
-        num_samples (`int`, *optional*, defaults to `1`):
-            Completions per prompt.
-        temperature (`float`, *optional*, defaults to `1.0`):
-            Sampling temperature; 0 decodes greedily, one completion per prompt.
-        top_p (`float`, *optional*, defaults to `1.0`):
-            Probability mass that is sampled from. In `(0, 1]`.
-        top_k (`int`, *optional*, defaults to `0`):
-            Tokens that are sampled from; 0 for all.
-        max_new_tokens (`int`, *optional*, defaults to `1024`):
-            Most tokens per completion.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the draws. Non-negative.
-
-    Raises:
-        `ValueError`: If a value is outside its range.
-    """
-
-    num_samples: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    max_new_tokens: int = 1024
-    seed: int = 0
+    num_samples: int = 1  # completions per prompt
+    temperature: float = 1.0  # 0 decodes greedily, one completion per prompt
+    top_p: float = 1.0  # in (0, 1]
+    top_k: int = 0  # 0 for all tokens
+    max_new_tokens: int = 1024  # per completion
+    seed: int = 0  # not negative
 
     def __post_init__(self) -> None:
         if self.num_samples < 1 or self.max_new_tokens < 1:
@@ -76,18 +57,8 @@ class PromptSampler(Protocol):
     """What draws completions for [`~trl_explore.evaluation.evaluate.evaluate`]."""
 
     def __call__(self, prompts: dict[int, list[int]], sampling: Sampling) -> Iterator[tuple[int, list[Continuation]]]:
-        """
-        Sample completions of every prompt, and hand each prompt's over as soon as they are there.
-
-        Args:
-            prompts (`dict[int, list[int]]`):
-                Token ids of each prompt, by its position in the data set.
-            sampling ([`Sampling`]):
-                How.
-
-        Yields:
-            `tuple[int, list[Continuation]]`: A position and `num_samples` completions, in any order of positions.
-        """
+        """Yield each prompt's position and its `num_samples` completions as soon as they are there, in any order;
+        `prompts` are token ids by position in the data set."""
         ...
 
 
@@ -117,20 +88,8 @@ def undisturbed(model: nn.Module, *, seed: int) -> Iterator[None]:
 
 
 class TransformersSampler:
-    """
-    Samples with `generate`, which encodes a prompt once for all its samples.
-
-    The positions of a batch and the seed decide its samples: a continued evaluation draws what an uninterrupted one
-    does, except for the rest of a batch that was cut in two.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or `PeftModel`):
-            The model, on the device where it shall run. It is left as it was.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            Its tokenizer.
-        batch_size (`int`, *optional*, defaults to `64`):
-            Completions per `generate` call; at least one prompt's are sampled together.
-    """
+    """Samples with `generate`, `batch_size` completions at once, at least one prompt's. Positions and seed decide the
+    samples of a batch: a continued evaluation draws the same, but for the rest of a batch that was cut in two."""
 
     def __init__(
         self, model: "PreTrainedModel | PeftModel", tokenizer: "PreTrainedTokenizerBase", *, batch_size: int = 64
@@ -172,22 +131,8 @@ class TransformersSampler:
 
 
 class VLLMSampler:
-    """
-    Samples with vLLM in this process. The seed is the engine's, one of `options`.
-
-    Args:
-        model (`str`):
-            Hub name or folder of the model.
-        adapter (`str`, *optional*):
-            Folder of an adapter on it.
-        batch_size (`int`, *optional*, defaults to `1024`):
-            Completions that are handed over together, when the last of them has ended.
-        **options:
-            What `vllm.LLM` takes.
-
-    Raises:
-        `ImportError`: If vLLM is not installed.
-    """
+    """Samples with vLLM in this process, `batch_size` completions at a time; `adapter` is a folder. `options` are
+    those of `vllm.LLM`, the seed among them. `ImportError` without vLLM."""
 
     def __init__(self, model: str, *, adapter: str | None = None, batch_size: int = 1024, **options: Any) -> None:
         try:
@@ -227,20 +172,9 @@ class VLLMSampler:
 
 
 class ServerSampler:
-    """
-    Samples with a vLLM server, many prompts at a time. The server's own seed decides: with a seed per request, vLLM is
-    slower, and on CPUs its engine ends at a long prompt.
-
-    Args:
-        base_url (`str`):
-            Address of the server, for example `http://127.0.0.1:8000`.
-        model (`str`):
-            Name of the model or adapter, as the server lists it.
-
-    Raises:
-        `ConnectionError`: If nothing answers there.
-        `ValueError`: If the server does not list the model.
-    """
+    """Samples with a vLLM server, whose own seed decides: one per request is slower, and on CPUs ends its engine at a
+    long prompt. `ConnectionError` if nothing answers, `ValueError` if the server does not list the model or
+    adapter."""
 
     def __init__(self, base_url: str, model: str) -> None:
         self.base_url, self.model = base_url.rstrip("/").removesuffix("/v1"), model

@@ -19,10 +19,8 @@ def equal_rewards(
     per_function: bool = False,
     tolerance: float = 1e-6,
 ) -> torch.Tensor:
-    """Mask `(N,)` of rows whose group's rewards `(N, F)` are all equal, so that GRPO has nothing to compare; NaN
-    compares with nothing. Rounding leaves advantages of up to 1e-3 there, which a look at the advantages does not tell
-    from small ones; `tolerance` is relative to the size of what is summed. `per_function` is for advantages that are
-    formed per function and then summed: then each function's rewards must be equal, not only their totals."""
+    """Mask `(N,)` of rows whose group's rewards `(N, F)` are all equal (`per_function`: equal in each function), up to
+    a relative `tolerance`; NaN compares with nothing. Advantages cannot tell: rounding leaves up to 1e-3 there."""
     terms = rewards_per_func * weights.to(rewards_per_func.device)
     values = terms if per_function else combine_rewards(rewards_per_func, weights).unsqueeze(1)
     sizes = terms.abs() if per_function else terms.abs().nansum(dim=1, keepdim=True)

@@ -34,18 +34,13 @@ class Pass:
 
 
 class Policy(Protocol):
-    """
-    The trainer as its parts see it. [`~trl_explore.trainers.ExplorationTrainer`] is one.
-
-    `model` is the model as it is trained. `exploration_generator` is for everything that is drawn beside the main
-    stream, which the global generator samples.
-    """
+    """The trainer as its parts see it. [`~trl_explore.trainers.ExplorationTrainer`] is one."""
 
     args: Any
     accelerator: Any
-    model: Any
+    model: Any  # as it is trained
     eos_token_ids: list[int]
-    exploration_generator: torch.Generator
+    exploration_generator: torch.Generator  # draws everything beside the main stream
 
     @property
     def tokenizer(self) -> Any:

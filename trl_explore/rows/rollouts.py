@@ -11,25 +11,12 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Continuation:
-    """
-    Tokens sampled after a prefix.
+    """Tokens sampled after a prefix."""
 
-    Args:
-        token_ids (`list[int]`):
-            Sampled tokens, the end-of-sequence token included where one was sampled. Never empty.
-        logprobs (`list[float]`, *optional*):
-            Log-probability of each sampled token under the sampler, where the backend reports it; `None` for a token
-            without one.
-        entropies (`list[float]`, *optional*):
-            Entropy of the distribution that each token was drawn from, in nats, where it was asked for.
-        finished (`bool`, *optional*, defaults to `True`):
-            Whether the continuation ended with an end-of-sequence token, and not because its budget ran out.
-    """
-
-    token_ids: list[int]
-    logprobs: list[float | None] | None = None
-    finished: bool = True
-    entropies: list[float] | None = None
+    token_ids: list[int]  # with the end-of-sequence token, where one was sampled; never empty
+    logprobs: list[float | None] | None = None  # under the sampler; `None` where the backend reports none
+    finished: bool = True  # by an end-of-sequence token, not by the end of its budget
+    entropies: list[float] | None = None  # of the distribution that each token was drawn from, in nats
 
 
 class Sampler(Protocol):
@@ -38,20 +25,8 @@ class Sampler(Protocol):
     def __call__(
         self, prefixes: list[list[int]], num_samples: int | Sequence[int], max_new_tokens: int | Sequence[int]
     ) -> list[list[Continuation]]:
-        """
-        Sample continuations of every prefix.
-
-        Args:
-            prefixes (`list[list[int]]`):
-                Token ids of each request's prompt and partial completion, `[R][T_i]`.
-            num_samples (`int` or `Sequence[int]`):
-                Continuations per request.
-            max_new_tokens (`int` or `Sequence[int]`):
-                Budget of new tokens per request.
-
-        Returns:
-            `list[list[Continuation]]`: `[R][num_samples_i]`.
-        """
+        """Continuations `[R][num_samples_i]` of prefixes `[R][T_i]` (prompt and partial completion), each of at most
+        `max_new_tokens` new tokens."""
         ...
 
 
@@ -68,64 +43,28 @@ def per_request(value: int | Sequence[int], num_requests: int, *, name: str) -> 
 
 @dataclass
 class Rollout:
-    """
-    Completions sampled for the prompts of a batch, exactly one per row.
+    """Completions sampled for the prompts of a batch, exactly one per row."""
 
-    Args:
-        completion_ids (`list[list[int]]`):
-            Completion tokens `[B][T_i]`.
-        logprobs (`list[list[float]]`, *optional*):
-            Log-probabilities under the sampler, `[B][T_i]`, where the backend reports them.
-        loss_mask (`list[list[int]]`, *optional*):
-            1 where a token is trained, 0 where it only conditions, `[B][T_i]`; all are trained by default.
-        known_rewards (`list[list[float]]`, *optional*):
-            Rewards `[F]` of rows that the method scored while sampling, `[B]`; no row is scored twice.
-        extra (`Sequence[Mapping[str, Any]]`, *optional*):
-            What the reward functions logged beside then, by column, `[B]`.
-    """
-
-    completion_ids: list[list[int]]
-    logprobs: list[list[float | None]] | None = None
-    loss_mask: list[list[int]] | None = None
-    known_rewards: list[list[float]] | None = None
-    extra: Sequence[Mapping[str, Any]] | None = None
+    completion_ids: list[list[int]]  # `[B][T_i]`
+    logprobs: list[list[float | None]] | None = None  # under the sampler, `[B][T_i]`
+    loss_mask: list[list[int]] | None = None  # 1 trained, 0 only conditions, `[B][T_i]`; all are trained by default
+    known_rewards: list[list[float]] | None = None  # `[B][F]` where scored while sampling; no row is scored twice
+    extra: Sequence[Mapping[str, Any]] | None = None  # what the reward functions logged then, by column, `[B]`
 
 
 @dataclass
 class Rows:
-    """
-    Ragged training rows that are already sampled, in groups of `group_size` consecutive siblings.
+    """Ragged training rows that are already sampled, in groups of `group_size` consecutive siblings."""
 
-    Args:
-        examples (`list[dict]`):
-            The data-set example behind each row; its columns reach the reward functions as for the main rows. `[B]`.
-        prompt_ids (`list[list[int]]`):
-            Prompt tokens `[B][P_i]`.
-        completion_ids (`list[list[int]]`):
-            Completion tokens, shared prefix and new suffix, `[B][T_i]`.
-        loss_mask (`list[list[int]]`):
-            1 where a token is trained, 0 where it only conditions, `[B][T_i]`.
-        group_size (`int`):
-            Siblings per group; advantages are normalised inside a group.
-        logprobs (`list[list[float]]`, *optional*):
-            Log-probabilities under the sampler, `[B][T_i]`.
-        known_rewards (`list[list[float] | None]`):
-            Rewards `[F]` of rows that were scored before; `None` asks the reward functions. `[B]`.
-        completions (`list[list[dict] | None]`):
-            What rows of several turns say, as messages; `None` leaves it to TRL to decode the tokens. `[B]`.
-        parents (`list[int | None]`):
-            Main row of the same process that each row leaves; `None` where it is of an earlier batch. `[B]`.
-    """
-
-    examples: list[dict[str, Any]]
-    prompt_ids: list[list[int]]
-    completion_ids: list[list[int]]
-    loss_mask: list[list[int]]
-    group_size: int
-    logprobs: list[list[float | None]] | None = None
-    known_rewards: list[list[float] | None] = field(default_factory=list)
-    completions: list[list[dict[str, Any]] | None] = field(default_factory=list)
-    parents: list[int | None] = field(default_factory=list)
+    examples: list[dict[str, Any]]  # the data-set example behind each row, for the reward functions, `[B]`
+    prompt_ids: list[list[int]]  # `[B][P_i]`
+    completion_ids: list[list[int]]  # shared prefix and new suffix, `[B][T_i]`
+    loss_mask: list[list[int]]  # 1 trained, 0 only conditions, `[B][T_i]`
+    group_size: int  # advantages are normalised inside a group
+    logprobs: list[list[float | None]] | None = None  # under the sampler, `[B][T_i]`
+    known_rewards: list[list[float] | None] = field(default_factory=list)  # [F] per row; `None`: ask the functions
+    completions: list[list[dict[str, Any]] | None] = field(default_factory=list)  # messages, `[B]`; `None`: decoded
+    parents: list[int | None] = field(default_factory=list)  # main row here that each leaves; `None`: earlier batch
 
     def __post_init__(self) -> None:
         if not self.known_rewards:
@@ -152,22 +91,8 @@ class Rows:
         return len(self.completion_ids)
 
     def padded(self, num_rows: int, *, example: dict[str, Any], token_id: int, num_rewards: int) -> "Rows":
-        """
-        Append rows that train nothing, so that every process scores the same number.
-
-        Args:
-            num_rows (`int`):
-                Number of rows wanted, a multiple of the group size.
-            example (`dict`):
-                Any example of this process, so that the rows have its columns.
-            token_id (`int`):
-                An end-of-sequence token, the only token of the appended completions.
-            num_rewards (`int`):
-                Number of reward functions F; the appended rows count as unscorable (NaN) for each.
-
-        Returns:
-            [`Rows`]: These rows followed by the appended ones, whose loss mask is 0.
-        """
+        """These rows and others that train nothing (loss mask 0, one end-of-sequence `token_id`, NaN rewards), up to
+        `num_rows`, a multiple of the group size: every process scores as many. `example` only gives them columns."""
         extra = num_rows - len(self)
         return replace(
             self,

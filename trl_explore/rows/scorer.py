@@ -20,27 +20,13 @@ MOST_UNSCORED_PROMPTS = 8
 
 @dataclass
 class ScoredRows:
-    """
-    Rows of an extra stream after TRL has scored them.
+    """Rows of an extra stream after TRL has scored them."""
 
-    Args:
-        rows (`dict`):
-            What TRL's loss receives, padded to the same number of rows on every process.
-        real (`torch.Tensor`):
-            Boolean mask of shape `(B,)`: `False` on rows that only pad.
-        rewards (`torch.Tensor`):
-            Total reward of the real rows of this process, shape `(B_real,)`; NaN where unscorable.
-        success_rewards (`torch.Tensor`):
-            Reward that decides whether each of them succeeded, shape `(B_real,)`; NaN where it is not known.
-        logged (`dict`):
-            What the completions table says of the real rows of all processes; empty without `log_completions`.
-    """
-
-    rows: RowDict
-    real: torch.Tensor
-    rewards: torch.Tensor
-    success_rewards: torch.Tensor
-    logged: Logs = field(default_factory=dict)
+    rows: RowDict  # what TRL's loss receives, padded to the same B on every process
+    real: torch.Tensor  # mask `(B,)`: `False` on rows that only pad
+    rewards: torch.Tensor  # total per real row of this process, `(B_real,)`; NaN where unscorable
+    success_rewards: torch.Tensor  # decides about success, `(B_real,)`; NaN where not known
+    logged: Logs = field(default_factory=dict)  # of the real rows of all processes; empty without `log_completions`
 
 
 class Scorer:
@@ -56,12 +42,11 @@ class Scorer:
         """
         Let TRL score rows that are already sampled: rewards, advantages among siblings, old and reference log-probs.
 
-        Reward functions see each row once, with its example's columns; rows whose rewards are known are not scored
-        again. What TRL logs meanwhile is logged under `name/`.
+        Reward functions see each row once, and no row whose rewards are known. Every process calls it.
 
         Args:
             name (`str`):
-                Name of the stream, the prefix of its metrics.
+                Name of the stream; what TRL logs meanwhile is logged under `name/`.
             rows ([`Rows`]):
                 Rows of this process, in whole groups; may be empty.
 
@@ -101,8 +86,7 @@ class Scorer:
         """
         Rewards of completions while they are being sampled; rows made of them need not be scored again.
 
-        Every process calls it equally often; a process may have no completion. Reward functions see what they would
-        see for training rows.
+        Every process calls it equally often, also without completions. Functions see what they see for training rows.
 
         Args:
             examples (`list[dict]`):
@@ -114,14 +98,11 @@ class Scorer:
             environments (`list`, *optional*):
                 The environment after each of them, `[R]`.
             keep_metrics (`bool`, *optional*, defaults to `True`):
-                Whether metrics that reward functions log of them are logged as the main rows' are.
+                Whether to log the metrics that reward functions log of them.
 
         Returns:
-            `tuple[list[list[float]], list[dict]]`: Rewards per function, `[R][F]`, NaN where one returned `None`; and
-            what the functions logged with `log_extra`, by column, `[R]`.
-
-        Raises:
-            ValueError: If a reward function logs another number of values than there are completions.
+            `tuple[list[list[float]], list[dict]]`: Rewards `[R][F]`, NaN where a function returned `None`; and what
+            functions logged with `log_extra`, by column, `[R]`; a `ValueError` where these are not R values.
         """
         num_rows = self.policy.ranks.most(len(completion_ids))
         if num_rows == 0:

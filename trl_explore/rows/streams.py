@@ -123,13 +123,9 @@ def split_stream(
     max_rows: int,
     together: bool = False,
 ) -> list:
-    """
-    Deal a stream's rows out to `num_steps` micro-batches, each a list of parts of at most `max_rows` rows.
-
-    Rows of `keep`, `(B,)`, are dealt in turn, so that siblings spread evenly; with `together`, rows of one prompt go
-    to one micro-batch while there is room. Up to `num_rows`, the same on every process, copies that are masked out of
-    the loss fill up, because every process must run the same forward passes.
-    """
+    """Deal rows of `keep`, `(B,)`, in turn to `num_steps` micro-batches, each a list of parts of at most `max_rows`
+    rows; with `together`, rows of one prompt stay in one while there is room. Copies outside the loss fill up to
+    `num_rows`, the same on every process, because all must run the same forward passes."""
     if num_rows == 0:
         return [[] for _ in range(num_steps)]
     rows_per_step = math.ceil(num_rows / num_steps)
