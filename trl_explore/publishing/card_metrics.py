@@ -29,36 +29,15 @@ class Metric(NamedTuple):
 
 
 def logged_metrics(method: str, history: Iterable[Mapping[str, Any]]) -> list[str]:
-    """
-    What the training curves show: the method's main metrics, and those of evaluations, as far as they were logged.
-
-    Args:
-        method (`str`):
-            Name of the method.
-        history (`Iterable[Mapping[str, Any]]`):
-            The trainer's `state.log_history`.
-
-    Returns:
-        `list[str]`: Names of metrics.
-    """
+    """Names of what the training curves show: the method's main metrics and the evaluations', as far as they were
+    logged."""
     names = dict.fromkeys(name for entry in history for name, value in entry.items() if _is_number(value))
     main = {**COMMON_METRICS, **METHODS[method].metrics}
     return [name for name in main if name in names] + [name for name in names if _EVALUATED.match(name)]
 
 
 def metric_rows(method: str, history: Sequence[Mapping[str, Any]]) -> list[Metric]:
-    """
-    First and last values of the method's main metrics.
-
-    Args:
-        method (`str`):
-            Name of the method.
-        history (`Sequence[Mapping[str, Any]]`):
-            The trainer's `state.log_history`.
-
-    Returns:
-        `list[Metric]`: Those that were logged while training.
-    """
+    """First and last values of the method's main metrics that were logged while training."""
     rows = []
     for name, meaning in ({**COMMON_METRICS, **METHODS[method].metrics}).items():
         values = [entry[name] for entry in history if _is_number(entry.get(name))]
@@ -68,16 +47,8 @@ def metric_rows(method: str, history: Sequence[Mapping[str, Any]]) -> list[Metri
 
 
 def training_seconds(history: Iterable[Mapping[str, Any]]) -> float:
-    """
-    Time that the steps of a run took, also of one that was interrupted and resumed.
-
-    Args:
-        history (`Iterable[Mapping[str, Any]]`):
-            The trainer's `state.log_history`, in which `step_time` is a mean over the steps since the entry before.
-
-    Returns:
-        `float`: Seconds, without evaluation and saving; 0 where nothing was logged.
-    """
+    """Seconds that a run's steps took, also one interrupted and resumed, without evaluation and saving; `step_time` in
+    the log is a mean over the steps since the entry before."""
     seconds, before = 0.0, 0
     for entry in history:
         if _is_number(entry.get("step_time")):
@@ -87,17 +58,8 @@ def training_seconds(history: Iterable[Mapping[str, Any]]) -> float:
 
 
 def evaluation_results(history: Iterable[Mapping[str, Any]]) -> tuple[dict[str, float], int]:
-    """
-    The newest evaluation in a log.
-
-    Args:
-        history (`Iterable[Mapping[str, Any]]`):
-            The trainer's `state.log_history`.
-
-    Returns:
-        `tuple[dict[str, float], int]`: Values by name (`"pass@1"`, `"maj@8"`, `"greedy accuracy"`, `"reward"`), and
-        the step; nothing and 0 where there was none.
-    """
+    """Values by name (`"pass@1"`, `"maj@8"`, `"greedy accuracy"`, `"reward"`) and step of the newest evaluation in a
+    log; nothing and 0 where there was none."""
     results: dict[str, float] = {}
     newest = 0
     for entry in history:

@@ -1,8 +1,5 @@
-"""Model cards: what is known about a training run in, the text of its `README.md` out.
-
-The templates are `model_cards/<method>.md`. Names, values and whatever else comes from a user or a model is text to
-them, never Markdown or HTML.
-"""
+"""Model cards from `model_cards/<method>.md` and what is known about a run. Whatever comes from a user or a model is
+text to the templates, never Markdown or HTML."""
 
 import html
 import json
@@ -124,16 +121,7 @@ def model_card(facts: TrainingFacts) -> "ModelCard":
 
 
 def citation(card: str) -> str:
-    """
-    The BibTeX entry that a template holds.
-
-    Args:
-        card (`str`):
-            Stem of the template.
-
-    Returns:
-        `str`: Its block `citation`; empty where it has none.
-    """
+    """A template's block `citation`, its BibTeX entry; empty where it has none."""
     template = _template(card)
     block = template.blocks.get("citation")
     return "".join(block(template.new_context())).strip() if block else ""

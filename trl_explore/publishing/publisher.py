@@ -30,19 +30,9 @@ STAGE = "_hub"  # folder in `output_dir` that holds what is being sent; the unde
 
 
 class Publisher:
-    """
-    Publishes what a trainer trained together with a card of its method.
-
-    What is sent is put together in a folder of its own first: training goes on beside a push, and a push that failed
-    can be repeated with the command that the error shows. A push that fails while training is one warning, and the
-    next one sends everything again.
-
-    Args:
-        trainer ([`~trl_explore.trainers.ExplorationTrainer`]):
-            The trainer.
-        args ([`~trl.GRPOConfig`]):
-            Its configuration.
-    """
+    """Publishes what a trainer trained with a card of its method. What is sent lies in a folder of its own: training
+    goes on beside a push. One that fails while training is a warning, and the next sends everything; the error shows a
+    command."""
 
     def __init__(self, trainer: Any, args: Any) -> None:
         self.trainer, self.args = trainer, args

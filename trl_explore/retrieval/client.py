@@ -40,9 +40,9 @@ class HTTPRetriever:
         url (`str`):
             Where to, for example `"http://127.0.0.1:8000/retrieve"`.
         timeout (`float`, *optional*, defaults to `10.0`):
-            Seconds to wait for the connection, and for each part of the answer.
+            Seconds to wait for the connection, and for each part of the answer. Positive.
         retries (`int`, *optional*, defaults to `3`):
-            Further tries after one that failed in a way that may pass: no connection, no answer, HTTP 408, 429, 5xx.
+            Further tries after a failure that may pass: no connection, no answer, HTTP 408, 429, 5xx.
         backoff (`float`, *optional*, defaults to `0.5`):
             Seconds before the first further try; they double with each one.
 
@@ -119,6 +119,8 @@ class CachedRetriever(Shared):
     """
     A retriever that remembers what it was asked, for groups of rollouts that ask the same; usable from many threads.
 
+    `hits` counts queries answered from memory or by an equal one of the same call, `misses` those that went on.
+
     Args:
         retriever ([`~trl_explore.retrieval.index.Retriever`]):
             Where misses go, all those of one call together. What it raises is not remembered.
@@ -126,12 +128,6 @@ class CachedRetriever(Shared):
             Results that are kept; those not asked for longest go first. Positive.
         max_bytes (`int`, *optional*, defaults to `268435456`):
             Bytes of their texts, those of the queries included; the same. Positive.
-
-    Attributes:
-        hits (`int`):
-            Queries answered from memory, or by an equal query of the same call.
-        misses (`int`):
-            Queries that went on.
     """
 
     def __init__(self, retriever: Retriever, max_size: int = 10_000, *, max_bytes: int = 256 * 2**20) -> None:
@@ -176,8 +172,9 @@ class SearchTool(Shared):
     """
     A search engine for agents: pass its method to a trainer, `tools=[SearchTool(retriever).search]`.
 
-    A search that fails raises, which TRL shows to the model as an observation: it may try again, or answer. What it
-    says itself (empty queries, no results) is an answer. Usable from many threads.
+    A search that fails raises, which TRL shows to the model as an observation: it may try again, or answer. Empty
+    queries and no results are answered. Usable from many threads. It counts `calls` and `failures`; `down` says why
+    the engine is no longer asked, until [`~SearchTool.reset`].
 
     Args:
         retriever ([`~trl_explore.retrieval.index.Retriever`]):
@@ -192,20 +189,6 @@ class SearchTool(Shared):
             Seconds after which a search has failed, retries included; the search itself goes on in its thread.
         max_failures (`int`, *optional*, defaults to `32`):
             Failures in a row after which the engine counts as down. Positive.
-
-    Attributes:
-        calls (`int`):
-            Searches so far.
-        failures (`int`):
-            Those that failed.
-        down (`RetrieverDown` or `None`):
-            Why the engine is no longer asked; [`~SearchTool.reset`] has it asked again.
-
-    Example:
-    ```python
-    >>> tool = SearchTool(CachedRetriever(HTTPRetriever("http://127.0.0.1:8000/retrieve")))
-    >>> trainer = GRPOTrainer(..., tools=[tool.search])
-    ```
     """
 
     def __init__(

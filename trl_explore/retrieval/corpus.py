@@ -26,24 +26,12 @@ class Corpus(Protocol):
 
 @dataclass(frozen=True)
 class Passage:
-    """
-    A passage that was found.
-
-    Args:
-        id (`str`):
-            Its id in the corpus.
-        title (`str`):
-            Title on one line; empty if there is none.
-        text (`str`):
-            The passage without its title.
-        score (`float`):
-            How well it fits the query; higher is better, comparable only between results of one retriever.
-    """
+    """A passage that was found."""
 
     id: str
-    title: str
-    text: str
-    score: float
+    title: str  # on one line; empty if there is none
+    text: str  # without the title
+    score: float  # higher is better; comparable only between results of one retriever
 
     @property
     def contents(self) -> str:
@@ -52,10 +40,8 @@ class Passage:
 
 
 def read_passage(row: Mapping[str, Any], *, default_id: str, score: float = 0.0) -> Passage:
-    """
-    Passage of a row: `text` and `title`, or Search-R1's `contents`, whose first line may be the title in quotes.
-    `default_id` stands for an `id` that is missing.
-    """
+    """Passage of a row: `text` and `title`, or Search-R1's `contents`, whose first line may be the title in quotes.
+    `default_id` stands for an `id` that is missing."""
     title, text = row.get("title"), row.get("text")
     if text is None:
         text = row.get("contents")
@@ -71,19 +57,8 @@ def read_passage(row: Mapping[str, Any], *, default_id: str, score: float = 0.0)
 
 
 def load_corpus(path: str | Path) -> "Dataset":
-    """
-    Load and check a corpus.
-
-    Args:
-        path (`str` or `Path`):
-            A `.jsonl` or `.parquet` file with one passage per row: see [`read_passage`].
-
-    Returns:
-        [`~datasets.Dataset`]: The rows as they are in the file, on disk rather than in memory.
-
-    Raises:
-        ValueError: If the file cannot be read, is empty, or has a row without text; it names the place and a remedy.
-    """
+    """Rows of a `.jsonl` or `.parquet` file as [`read_passage`] takes them, on disk rather than in memory.
+    `ValueError` with place and remedy if it cannot be read, is empty or has a row without text."""
     import datasets
 
     path = Path(path).expanduser()

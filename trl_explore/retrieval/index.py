@@ -94,13 +94,12 @@ class BM25Retriever(Shared):
 
     Args:
         corpus ([`Corpus`]):
-            Passages.
+            Passages; a `ValueError` if there are none, or no words.
         index (`str` or `Path`, *optional*):
-            Folder of an index that [`~BM25Retriever.save`] wrote for this corpus, instead of building one.
+            Folder that [`~BM25Retriever.save`] wrote for this corpus (else a `ValueError`), instead of building one.
 
     Raises:
         ImportError: Without the extra `retrieval`.
-        ValueError: If the corpus is empty or without words, or the index is not its.
     """
 
     def __init__(self, corpus: Corpus, *, index: str | Path | None = None) -> None:
@@ -121,18 +120,8 @@ class BM25Retriever(Shared):
         self._index.index(tokens, show_progress=False)
 
     def search(self, queries: list[str], top_k: int) -> list[list[Passage]]:
-        """
-        See [`Retriever`]. Passages without any word of the query are not results; ties go to the earlier passage.
-
-        Args:
-            queries (`list[str]`):
-                Queries.
-            top_k (`int`):
-                Passages per query, at most.
-
-        Returns:
-            `list[list[Passage]]`: Passages of each query.
-        """
+        """See [`Retriever`]. Passages without any word of the query are not results; ties go to the earlier
+        passage."""
         top_k = _check_search(self.corpus, top_k)
         results = []
         for words in _words(queries):
@@ -168,7 +157,7 @@ class DenseRetriever(Shared):
 
     Args:
         corpus ([`Corpus`]):
-            Passages.
+            Passages; a `ValueError` if there are none.
         encoder (`Callable[[list[str]], array]`):
             Vectors of texts, of shape (texts, dimensions). One call at a time.
         query_prefix (`str`, *optional*, defaults to `""`):
@@ -178,13 +167,10 @@ class DenseRetriever(Shared):
         batch_size (`int`, *optional*, defaults to `1024`):
             Passages given to the encoder at once while the index is built.
         index (`str` or `Path`, *optional*):
-            Folder of an index that [`~DenseRetriever.save`] wrote for this corpus and encoder, instead of building
-            one.
+            Folder that [`~DenseRetriever.save`] wrote for this corpus and encoder (else a `ValueError`).
 
     Raises:
         ImportError: Without the extra `dense`.
-        ValueError: If the corpus is empty, the encoder gives no vectors, or the index is not of this corpus and
-            encoder.
     """
 
     def __init__(
@@ -231,28 +217,8 @@ class DenseRetriever(Shared):
         batch_size: int = 64,
         index: str | Path | None = None,
     ) -> "DenseRetriever":
-        """
-        Search with a model of sentence-transformers.
-
-        Args:
-            name (`str`):
-                Hub name or folder, for example `"intfloat/e5-base-v2"`.
-            corpus ([`Corpus`]):
-                Passages.
-            device (`str`, *optional*):
-                Where the model runs; sentence-transformers chooses when not given, and takes a GPU it sees.
-            query_prefix (`str`, *optional*, defaults to `"query: "`):
-                Put before every query; E5's.
-            passage_prefix (`str`, *optional*, defaults to `"passage: "`):
-                Put before every passage; E5's.
-            batch_size (`int`, *optional*, defaults to `64`):
-                Texts per forward pass.
-            index (`str` or `Path`, *optional*):
-                Folder of a saved index.
-
-        Returns:
-            [`DenseRetriever`]: The retriever.
-        """
+        """Search with a model of sentence-transformers, a Hub name or folder such as `"intfloat/e5-base-v2"`, whose
+        prefixes are the defaults. Without a `device` the library chooses, and takes a GPU it sees."""
         try:
             from sentence_transformers import SentenceTransformer
         except ImportError as error:
@@ -306,25 +272,9 @@ class DenseRetriever(Shared):
 
 
 def load_retriever(kind: str, corpus_path: str, *, index: str | None, model: str) -> BM25Retriever | DenseRetriever:
-    """
-    Load a corpus and its index; an index that is not there is built and saved.
-
-    Args:
-        kind (`str`):
-            `"bm25"` or `"dense"`.
-        corpus_path (`str`):
-            File of the corpus.
-        index (`str` or `None`):
-            Folder of the index; without one it is built and not kept.
-        model (`str`):
-            Model of sentence-transformers, for `"dense"`.
-
-    Returns:
-        `BM25Retriever` or `DenseRetriever`: The retriever.
-
-    Raises:
-        ImportError: If the extra is missing; ValueError or OSError: if a file is missing or unfit.
-    """
+    """Load a corpus and its index (`kind` `"bm25"` or `"dense"`); an index folder that is not there is built and
+    saved, and without one it is built and not kept. `ImportError` without the extra, `ValueError` or `OSError` for
+    unfit files."""
     corpus = load_corpus(corpus_path)
     folder = Path(index).expanduser() if index else None
     saved = folder if folder and has_index(folder) else None

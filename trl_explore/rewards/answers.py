@@ -65,27 +65,15 @@ def _answer_and_source(text: str) -> tuple[str, str] | None:
 
 
 def extract_answer(text: str) -> str | None:
-    r"""
-    Final answer of a text: what stands in its last `\boxed{...}` or after its last `#### `, whichever comes last.
-
-    Args:
-        text (`str`):
-            Any text. A `\boxed{` that is never closed (truncation) and a `####` at the end of its line do not count.
-
-    Returns:
-        `str` or `None`: The answer without the mark, stripped; `None` if the text marks no answer.
-    """
+    r"""What stands in the last `\boxed{...}` or after the last `#### `, whichever comes last, stripped; `None` without
+    a mark. A `\boxed{` that is never closed (truncation) and a `####` at the end of its line do not count."""
     return (_answer_and_source(text) or (None,))[0]
 
 
 def parse_number(text: str) -> Fraction | None:
-    r"""
-    Exact value of a text that is one number and nothing else.
-
-    Read as numbers: `1000`, `1,000`, `1{,}000`, `1000.0`, `-0.5`, `.5`, `1e3`, `1/2`, `\frac{1}{2}`, each with a
-    currency sign (`$42`, `\$42`, `€42`, `£42`), dollar signs around it (`$42$`) or a full stop behind it. A percentage
-    is no number here, because it can mean two: see [`answers_match`].
-    """
+    r"""Exact value of a text that is one number and nothing else: `1000`, `1,000`, `1{,}000`, `-0.5`, `.5`, `1e3`,
+    `1/2`, `\frac{1}{2}`, also with a currency sign, dollar signs around it or a full stop. No percentages: they can
+    mean two."""
     if len(text) > 100:
         return None
     text = re.sub(r"^(?:[\s$€£]|\\\$)+|(?:[\s.$€£]|\\\$)+$", "", text.replace("\u2212", "-"))
@@ -136,15 +124,11 @@ def _expressions(answer: str, source: str) -> list:
 
 
 def answers_match(prediction: str, gold: str, *, rel_tol: float = 1e-6) -> bool | None:
-    r"""
-    Whether a completion's final answer equals the gold one.
-
-    The answer of either text is the marked one (see [`extract_answer`]), else the whole text. Two whole numbers are
-    compared exactly, other numbers up to `rel_tol`, everything else by math-verify, for which a percentage `42\%`
-    equals both `42` and `0.42`. A prediction without a mark is what math-verify finds in its last 2,000 characters (a
-    formula, else the last number). Predictions over 500 characters, and those that would keep sympy busy for ever
-    (`9^{9^9}`, exponents of five digits, factorials of large numbers), are only right when they repeat the gold text.
-    """
+    r"""Whether a completion's final answer (see [`extract_answer`], else the whole text) equals the gold one; `None`
+    where the gold one cannot be read. Whole numbers are compared exactly, others up to `rel_tol`, the rest by
+    math-verify, for which `42\%` equals `42` and `0.42`; without a mark it searches the last 2,000 characters.
+    Predictions over 500 characters, or that keep sympy busy for ever (`9^{9^9}`), are only right when they repeat the
+    gold text."""
     gold_answer, gold_source = _answer_and_source(gold) or (gold.strip(), gold)
     gold_number = parse_number(gold_answer)
     marked = _answer_and_source(prediction)
@@ -180,9 +164,8 @@ def accuracy_reward(
     r"""
     Reward function that is 1.0 where the final answer of a completion is right and 0.0 where it is wrong.
 
-    Beyond TRL's function of this name it accepts plain completions, GSM8K's `#### 42`, either column name and bare
-    numbers. [`answers_match`] says what counts as equal. No model output makes it raise; math-verify's timeouts bound
-    the time in the main thread, and limits on what it is given do elsewhere.
+    Beyond TRL's it takes plain completions, GSM8K's `#### 42` and bare numbers; [`answers_match`] says what is equal.
+    No model output makes it raise; its time is bounded, by timeouts in the main thread, elsewhere by input limits.
 
     Args:
         completions (`list[str]` or `list[list[dict]]`):
@@ -191,11 +174,9 @@ def accuracy_reward(
             Gold answers, bare or at the end of a text: TRL's column.
         answer (`list`, *optional*):
             The same under GSM8K's column name; only used where there is no `solution`.
-        **kwargs:
-            The other columns and TRL's arguments, unused.
 
     Returns:
-        `list[float | None]`: 1.0 or 0.0; `None` where the gold answer is missing or cannot be read, which TRL skips.
+        `list[float | None]`: `None` where the gold answer is missing or cannot be read, which TRL skips.
 
     Raises:
         `ValueError`: If the data set has neither column.
@@ -222,50 +203,16 @@ def accuracy_reward(
 def multiple_choice_reward(
     completions: Sequence[str | list[dict[str, Any]]], answer: list[str], **kwargs: Any
 ) -> list[float]:
-    r"""
-    Reward function that is 1.0 where a completion chooses the right letter, as [`choice_letter`] reads it.
-
-    Args:
-        completions (`list[str]` or `list[list[dict]]`):
-            Completions, plain or as messages.
-        answer (`list[str]`):
-            Letters of the right choices.
-        **kwargs:
-            The other columns and TRL's arguments, unused.
-
-    Returns:
-        `list[float]`: 1.0 or 0.0 per completion.
-
-    Example:
-    ```python
-    >>> multiple_choice_reward([r"so \boxed{C}", "The answer is (B)."], answer=["C", "D"])
-    [1.0, 0.0]
-    ```
-    """
+    """Reward function that is 1.0 where a completion chooses the right letter, as [`choice_letter`] reads it, else
+    0.0."""
     chosen = [choice_letter(completion_text(completion)) for completion in completions]
     return [float(letter == gold.strip().upper()) for letter, gold in zip(chosen, answer, strict=True)]
 
 
 def format_reward(completions: Sequence[str | list[dict[str, Any]]], **kwargs: Any) -> list[float]:
-    r"""
-    Reward function that is 1.0 where a completion ends with exactly one final answer, marked by `\boxed{}` or `####`.
-
-    The mark must be the only one, hold something, and be followed by nothing but white space, full stops and the end
-    of a formula (`$`, `\)`, `\]`). A box on the `####` line is part of that mark: `#### \boxed{42}` is one answer.
-
-    Args:
-        completions (`list[str]` or `list[list[dict]]`):
-            Completions, plain or as messages.
-
-    Returns:
-        `list[float]`: 1.0 or 0.0 per completion.
-
-    Example:
-    ```python
-    >>> format_reward([r"It is $\boxed{42}$.", r"\boxed{41} or \boxed{42}", "It is 42."])
-    [1.0, 0.0, 0.0]
-    ```
-    """
+    r"""Reward function that is 1.0 where a completion ends with its only answer mark, `\boxed{}` or `####`, which must
+    hold something; only white space, full stops and a formula's end may follow. `#### \boxed{42}` is one mark. Else
+    0.0."""
     rewards = []
     for completion in completions:
         text = completion_text(completion)

@@ -102,52 +102,16 @@ def _rewards(
 def f1_reward(
     completions: Sequence[Completion], answer: Sequence[Any] | None = None, **kwargs: Any
 ) -> list[float | None]:
-    """
-    Reward function: [`f1_score`] of what stands in the last complete `<answer>` of the model's last turn.
-
-    Args:
-        completions (`list[str]` or `list[list[dict]]`):
-            Completions: one text, in which `<information>` is the environment's, or messages of several turns.
-        answer (`list`):
-            Gold answers of each row: a text or a list of texts.
-        **kwargs:
-            The other columns and TRL's arguments, unused.
-
-    Returns:
-        `list[float | None]`: Rewards; 0 without a complete tag, `None` where the gold answer is `None`.
-
-    Raises:
-        ValueError: If the data set has no column `answer`.
-
-    Example:
-    ```python
-    >>> f1_reward(["<answer>Paris, France</answer>", "Paris"], answer=["Paris", ["Paris", "Lutetia"]])
-    [0.6666666666666666, 0.0]
-    ```
-    """
+    """Reward function: [`f1_score`] of the last complete `<answer>` of the model's last turn; 0 without one, `None`
+    where the gold answer (a text or a list of texts) is `None`. `ValueError` without a column `answer`."""
     return _rewards(completions, answer, lambda completion, gold: f1_score(_answer(completion), gold))
 
 
 def exact_match_reward(
     completions: Sequence[Completion], answer: Sequence[Any] | None = None, **kwargs: Any
 ) -> list[float | None]:
-    """
-    Reward function: [`exact_match`] of what stands in the last complete `<answer>` of the model's last turn.
-
-    Args:
-        completions (`list[str]` or `list[list[dict]]`):
-            Completions, as in [`f1_reward`].
-        answer (`list`):
-            Gold answers of each row: a text or a list of texts.
-        **kwargs:
-            The other columns and TRL's arguments, unused.
-
-    Returns:
-        `list[float | None]`: 1.0 or 0.0; `None` where the gold answer is `None`.
-
-    Raises:
-        ValueError: If the data set has no column `answer`.
-    """
+    """Reward function: [`exact_match`] of the last complete `<answer>` of the model's last turn, as in
+    [`f1_reward`]."""
     return _rewards(completions, answer, lambda completion, gold: exact_match(_answer(completion), gold))
 
 
@@ -215,26 +179,21 @@ def make_search_reward(
     require_thinking: bool = False,
     trust_information: bool = False,
 ) -> Callable[..., list[float | None]]:
-    r"""
+    """
     Reward of BranPO's search agents (https://huggingface.co/papers/2602.03719, appendix A.3).
 
     A trajectory that breaks the format, or answers without a search, gets the penalty, every other one the score of
-    its answer. Two formats are known:
+    its answer. So does what was cut short, or has anything the paper's prompt (table 6) does not ask for.
 
     - Tags: each turn is `<thinking>...</thinking><search>...</search>`, the last one
-      `<thinking>...</thinking><answer>...</answer>`, with nothing else. Turns are the assistant's messages; in a
-      completion that is one text, with `trust_information=True`, what stands between
-      `<information>...</information>`.
-    - Tool calls, as TRL gives them: every message of the assistant but the last one calls a tool that exists, which
-      counts as a search; the last one holds exactly one `<answer>`. Thinking is a tag or the template's own.
-      Messages without any search, by tool or tag, are judged like this as well.
-
-    A trajectory cut short has no answer and breaks the format. So does anything the paper's prompt (table 6) does not
-    ask for, such as a second answer.
+      `<thinking>...</thinking><answer>...</answer>`. Turns are the assistant's messages, or the parts between
+      `<information>...</information>` of one text, with `trust_information=True`.
+    - Tool calls, as TRL gives them: every message of the assistant but the last calls a tool that exists; the last one
+      holds exactly one `<answer>`. Thinking is a tag or the template's own. So are messages without any search judged.
 
     Args:
         score (`str`, *optional*, defaults to `"f1"`):
-            `"f1"` for [`f1_score`], `"em"` for [`exact_match`].
+            `"f1"` for [`f1_score`], `"em"` for [`exact_match`]; a `ValueError` otherwise.
         format_penalty (`float`, *optional*, defaults to `-0.5`):
             Reward of a trajectory that breaks the format; the paper's.
         require_search (`bool`, *optional*, defaults to `True`):
@@ -242,14 +201,11 @@ def make_search_reward(
         require_thinking (`bool`, *optional*, defaults to `False`):
             Whether a turn without thinking breaks it; the paper's tags require it.
         trust_information (`bool`, *optional*, defaults to `False`):
-            Whether `<information>` in a completion that is one text is the environment's, as where a `rollout_func`
-            writes search results into the text. By default the model wrote it, and it breaks the format.
+            Whether `<information>` in one text is the environment's, as where a `rollout_func` writes it. By default
+            the model wrote it, and it breaks the format.
 
     Returns:
         `Callable`: A reward function `search_reward(completions, answer, **kwargs)`; see [`f1_reward`].
-
-    Raises:
-        ValueError: For an unknown score.
     """
     if score not in SCORES:
         raise ValueError(f"score={score!r} must be one of {', '.join(SCORES)}.")
