@@ -754,18 +754,8 @@ class ExplorationTrainer(GRPOTrainer):
 
 def watch(trainer: Any, method: str, seen: Callable[..., None]) -> Callable[[], None]:
     """
-    Watch what any GRPO trainer scores or computes the loss of.
-
-    Args:
-        trainer ([`~trl.GRPOTrainer`]):
-            The trainer.
-        method (`str`):
-            `"scored"` or `"loss"`.
-        seen (`Callable[..., None]`):
-            Gets TRL's arguments, (rows) or (model, rows), and behind them what TRL made of them.
-
-    Returns:
-        `Callable[[], None]`: Ends it.
+    Watch what any GRPO trainer scores (`method="scored"`) or computes the loss of (`"loss"`): `seen` gets TRL's
+    arguments, (rows) or (model, rows), and behind them what TRL made of them. Returns what ends it.
     """
     name, own = {
         "scored": ("_generate_and_score_completions", trainer._generate_and_score_completions),

@@ -164,18 +164,7 @@ class ExplorationConfig(GRPOConfig):
         return self.generation_batch_size or self.per_device_train_batch_size * steps
 
     def check_stage(self, field: str, places: int) -> None:
-        """
-        Check how many rows a stage of sampling can have.
-
-        Args:
-            field (`str`):
-                Name of the field that says how many are sampled from each place.
-            places (`int`):
-                Most places of a generation batch.
-
-        Raises:
-            ValueError: If they are absurdly many.
-        """
+        """Raise where a stage of sampling would have absurdly many rows: `field` from each of so many places."""
         number = vars(self)[field]
         if number * places > MOST_STAGE_ROWS:
             raise ValueError(
@@ -203,17 +192,8 @@ class ExplorationConfig(GRPOConfig):
 
 def upgrade_config(args: GRPOConfig, config_class: type[C]) -> C:
     """
-    Turn a plain `GRPOConfig` into a method's configuration with the method's defaults.
-
-    Args:
-        args ([`~trl.GRPOConfig`]):
-            Any GRPO configuration.
-        config_class (`type`):
-            The method's configuration class.
-
-    Returns:
-        `config_class`: `args` itself where it is one already; else a configuration with the same values. Its
-        `__post_init__` does not run again: the values it derives (batch sizes, devices) are already there.
+    A plain `GRPOConfig` as a method's configuration, with the method's defaults. Its `__post_init__` does not run
+    again: the values it derives (batch sizes, devices) are already there.
     """
     if isinstance(args, config_class):
         return args

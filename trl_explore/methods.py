@@ -14,47 +14,21 @@ def _no_options(task: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Method:
-    """
-    One method.
+    """One method."""
 
-    Args:
-        name (`str`):
-            Its name on the command line, and the stem of its files.
-        title (`str`):
-            Its name in tables, pictures and checkpoints.
-        trainer (`str`):
-            Its trainer: a class of `trl_explore.trainers`, or an import path `module:Class`.
-        config (`str`):
-            Its configuration, likewise.
-        tags (`tuple[str, ...]`, *optional*):
-            Tags of its models on the Hub.
-        paper (`Mapping[str, str]`, *optional*):
-            `title` and `id` (arXiv) of its paper, GRPO's if it has none; and `citation` (BibTeX), unless that is a
-            block of its card.
-        card (`str`, *optional*, defaults to `"base"`):
-            Stem of its template in `model_cards/`.
-        metrics (`Mapping[str, str]`, *optional*):
-            Main metrics that it logs beside GRPO's, and what each means, for the card.
-        options (`Callable[[Any], dict[str, Any] | None]`, *optional*):
-            Fields of its configuration that fit an embedded task and the tiny model that was taught it, or `None`
-            where it does not suit the task.
-        needs_tools (`bool`, *optional*, defaults to `False`):
-            Whether it has nothing to do where no tools are.
-        style (`tuple[str, str]`, *optional*):
-            Colour and marker in pictures. Without a style it takes one that is left.
-    """
-
-    name: str
-    title: str
-    trainer: str
-    config: str
-    tags: tuple[str, ...] = OURS
+    name: str  # on the command line, and the stem of its files
+    title: str  # in tables, pictures and checkpoints
+    trainer: str  # a class of `trl_explore.trainers`, or an import path `module:Class`
+    config: str  # likewise
+    tags: tuple[str, ...] = OURS  # of its models on the Hub
+    # `title` and `id` (arXiv), GRPO's if it has none; and `citation` (BibTeX), unless that is a block of its card.
     paper: Mapping[str, str] = field(default_factory=dict)
-    card: str = "base"
-    metrics: Mapping[str, str] = field(default_factory=dict)
+    card: str = "base"  # stem of its template in `model_cards/`
+    metrics: Mapping[str, str] = field(default_factory=dict)  # beside GRPO's, and what each means, for the card
+    # Fields that fit an embedded task and the tiny model that was taught it; `None` where it does not suit the task.
     options: Callable[[Any], dict[str, Any] | None] = _no_options
-    needs_tools: bool = False
-    style: tuple[str, str] | None = None
+    needs_tools: bool = False  # whether it has nothing to do where no tools are
+    style: tuple[str, str] | None = None  # colour and marker in pictures; without, one that is left
 
     @property
     def trainer_class(self) -> Any:

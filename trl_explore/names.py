@@ -15,20 +15,7 @@ MARKUP = re.compile(r"\[`~?(?:\w+\.)*(\w+)`\]|`")
 
 
 def unknown_name(kind: str, name: str, choices: Iterable[str]) -> str:
-    """
-    Message for a name that is none of the choices.
-
-    Args:
-        kind (`str`):
-            What was named, for example `"method"`.
-        name (`str`):
-            The unknown name.
-        choices (`Iterable[str]`):
-            The names that exist.
-
-    Returns:
-        `str`: A sentence with the nearest name, or with all of them where none is near and they are few.
-    """
+    """Message for a name that is none of the choices: the nearest one, or all of them where they are few."""
     known = sorted(choices)
     near = difflib.get_close_matches(name, known, n=1)
     if near:
@@ -42,15 +29,8 @@ def unknown_name(kind: str, name: str, choices: Iterable[str]) -> str:
 
 def explain_fields(cls: T) -> T:
     """
-    Class decorator for a dataclass: the help of a field on the command line is its entry in the docstring, and an
-    unknown keyword names the nearest field instead of just failing.
-
-    Args:
-        cls (`type`):
-            The dataclass, whose docstring lists its own fields under `Args:` in this format.
-
-    Returns:
-        `type`: The same class.
+    Decorator for a dataclass whose docstring lists its own fields under `Args:`: an entry is the help of its field on
+    the command line, and an unknown keyword names the nearest field instead of just failing.
     """
     init: Callable[..., None] = cls.__init__  # type: ignore[misc]
     names = {f.name for f in fields(cls) if f.init}

@@ -35,8 +35,36 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def maj_at_k(answers: Sequence[Hashable | None], correct: Sequence[bool | float], k: int) -> float:
-    """Expected correctness of a majority vote over `k` of the samples, exact over all subsets. Ties are drawn by lot;
-    a sample without an answer (`None`) takes up its place, never wins; an answer is worth the mean of its samples."""
+    r"""
+    Expected correctness of a majority vote over `k` of the given samples, exact over all subsets of size `k`.
+
+    The most frequent answer of a subset wins, and of several equally frequent ones each with the same probability.
+    A sample without an answer takes up its place but never wins: a subset without any answer is wrong.
+
+    The expectation needs no enumeration: for each answer and each number of votes it could win with, the subsets in
+    which the other answers have fewer votes, or as many, are counted answer by answer.
+
+    Args:
+        answers (`Sequence` of `Hashable` or `None`):
+            Answer of each sample, of shape `(N,)`; `None` for no answer.
+        correct (`Sequence[bool]` or `Sequence[float]`):
+            Whether each sample is correct, parallel to `answers`. Where samples of the same answer differ (another
+            reward played a part), the answer is worth their mean.
+        k (`int`):
+            Number of votes. In `[1, N]`.
+
+    Returns:
+        `float`: The expectation, in `[0, 1]`.
+
+    Raises:
+        `ValueError`: If the lengths differ or `k` is outside its range.
+
+    Example:
+    ```python
+    >>> maj_at_k(["a", "a", "b"], [True, True, False], 2)  # {a, a} wins, {a, b} twice is a tie
+    0.6666666666666666
+    ```
+    """
     if len(answers) != len(correct):
         raise ValueError(f"correct must have one entry per answer, got {len(correct)} for {len(answers)} answers.")
     _check_k(k, len(answers))
@@ -78,8 +106,29 @@ def _win_probability(count: int, others: list[int], num_blank: int, k: int, tota
 
 
 def coverage_at_k(candidates: Sequence[Hashable], targets: Iterable[Hashable], k: int) -> float:
-    """Share of the distinct `targets` among the first `k` candidates, repeated ones included; there may be fewer than
-    `k`. `ValueError` if there is no target or `k` is less than 1."""
+    """
+    Share of the distinct targets that are among the first `k` candidates.
+
+    Args:
+        candidates (`Sequence[Hashable]`):
+            Candidates in order of preference; repeated ones take up their places. May be fewer than `k`.
+        targets (`Iterable[Hashable]`):
+            What should be found. Not empty; repeated targets count once.
+        k (`int`):
+            How many candidates count. At least 1.
+
+    Returns:
+        `float`: The share, in `[0, 1]`.
+
+    Raises:
+        `ValueError`: If there is no target or `k` is less than 1.
+
+    Example:
+    ```python
+    >>> coverage_at_k(["a", "a", "b"], {"a", "b"}, 2)
+    0.5
+    ```
+    """
     wanted = set(targets)
     if not wanted:
         raise ValueError("targets is empty, and a share of nothing is undefined: leave prompts without targets out.")

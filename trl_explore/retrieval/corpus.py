@@ -57,8 +57,19 @@ def read_passage(row: Mapping[str, Any], *, default_id: str, score: float = 0.0)
 
 
 def load_corpus(path: str | Path) -> "Dataset":
-    """Rows of a `.jsonl` or `.parquet` file as [`read_passage`] takes them, on disk rather than in memory.
-    `ValueError` with place and remedy if it cannot be read, is empty or has a row without text."""
+    """
+    Load and check a corpus.
+
+    Args:
+        path (`str` or `Path`):
+            A `.jsonl` or `.parquet` file with one passage per row: see [`read_passage`].
+
+    Returns:
+        [`~datasets.Dataset`]: The rows as they are in the file, on disk rather than in memory.
+
+    Raises:
+        ValueError: If the file cannot be read, is empty, or has a row without text; it names the place and a remedy.
+    """
     import datasets
 
     path = Path(path).expanduser()

@@ -203,16 +203,50 @@ def accuracy_reward(
 def multiple_choice_reward(
     completions: Sequence[str | list[dict[str, Any]]], answer: list[str], **kwargs: Any
 ) -> list[float]:
-    """Reward function that is 1.0 where a completion chooses the right letter, as [`choice_letter`] reads it, else
-    0.0."""
+    r"""
+    Reward function that is 1.0 where a completion chooses the right letter, as [`choice_letter`] reads it.
+
+    Args:
+        completions (`list[str]` or `list[list[dict]]`):
+            Completions, plain or as messages.
+        answer (`list[str]`):
+            Letters of the right choices.
+        **kwargs:
+            The other columns and TRL's arguments, unused.
+
+    Returns:
+        `list[float]`: 1.0 or 0.0 per completion.
+
+    Example:
+    ```python
+    >>> multiple_choice_reward([r"so \boxed{C}", "The answer is (B)."], answer=["C", "D"])
+    [1.0, 0.0]
+    ```
+    """
     chosen = [choice_letter(completion_text(completion)) for completion in completions]
     return [float(letter == gold.strip().upper()) for letter, gold in zip(chosen, answer, strict=True)]
 
 
 def format_reward(completions: Sequence[str | list[dict[str, Any]]], **kwargs: Any) -> list[float]:
-    r"""Reward function that is 1.0 where a completion ends with its only answer mark, `\boxed{}` or `####`, which must
-    hold something; only white space, full stops and a formula's end may follow. `#### \boxed{42}` is one mark. Else
-    0.0."""
+    r"""
+    Reward function that is 1.0 where a completion ends with exactly one final answer, marked by `\boxed{}` or `####`.
+
+    The mark must be the only one, hold something, and be followed by nothing but white space, full stops and the end
+    of a formula (`$`, `\)`, `\]`). A box on the `####` line is part of that mark: `#### \boxed{42}` is one answer.
+
+    Args:
+        completions (`list[str]` or `list[list[dict]]`):
+            Completions, plain or as messages.
+
+    Returns:
+        `list[float]`: 1.0 or 0.0 per completion.
+
+    Example:
+    ```python
+    >>> format_reward([r"It is $\boxed{42}$.", r"\boxed{41} or \boxed{42}", "It is 42."])
+    [1.0, 0.0, 0.0]
+    ```
+    """
     rewards = []
     for completion in completions:
         text = completion_text(completion)

@@ -102,16 +102,52 @@ def _rewards(
 def f1_reward(
     completions: Sequence[Completion], answer: Sequence[Any] | None = None, **kwargs: Any
 ) -> list[float | None]:
-    """Reward function: [`f1_score`] of the last complete `<answer>` of the model's last turn; 0 without one, `None`
-    where the gold answer (a text or a list of texts) is `None`. `ValueError` without a column `answer`."""
+    """
+    Reward function: [`f1_score`] of what stands in the last complete `<answer>` of the model's last turn.
+
+    Args:
+        completions (`list[str]` or `list[list[dict]]`):
+            Completions: one text, in which `<information>` is the environment's, or messages of several turns.
+        answer (`list`):
+            Gold answers of each row: a text or a list of texts.
+        **kwargs:
+            The other columns and TRL's arguments, unused.
+
+    Returns:
+        `list[float | None]`: Rewards; 0 without a complete tag, `None` where the gold answer is `None`.
+
+    Raises:
+        ValueError: If the data set has no column `answer`.
+
+    Example:
+    ```python
+    >>> f1_reward(["<answer>Paris, France</answer>", "Paris"], answer=["Paris", ["Paris", "Lutetia"]])
+    [0.6666666666666666, 0.0]
+    ```
+    """
     return _rewards(completions, answer, lambda completion, gold: f1_score(_answer(completion), gold))
 
 
 def exact_match_reward(
     completions: Sequence[Completion], answer: Sequence[Any] | None = None, **kwargs: Any
 ) -> list[float | None]:
-    """Reward function: [`exact_match`] of the last complete `<answer>` of the model's last turn, as in
-    [`f1_reward`]."""
+    """
+    Reward function: [`exact_match`] of what stands in the last complete `<answer>` of the model's last turn.
+
+    Args:
+        completions (`list[str]` or `list[list[dict]]`):
+            Completions, as in [`f1_reward`].
+        answer (`list`):
+            Gold answers of each row: a text or a list of texts.
+        **kwargs:
+            The other columns and TRL's arguments, unused.
+
+    Returns:
+        `list[float | None]`: 1.0 or 0.0; `None` where the gold answer is `None`.
+
+    Raises:
+        ValueError: If the data set has no column `answer`.
+    """
     return _rewards(completions, answer, lambda completion, gold: exact_match(_answer(completion), gold))
 
 

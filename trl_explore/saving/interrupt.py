@@ -17,21 +17,8 @@ class InterruptCallback(TrainerCallback):
     Turns the first Ctrl-C during training into a resumable checkpoint and an orderly stop.
 
     The handler lives from the beginning to the end of training. `Trainer.train` skips `on_train_end` when it raises,
-    so callers that go on afterwards call [`~InterruptCallback.restore`] in a `finally`.
-
-    Attributes:
-        interrupted (`bool`):
-            Whether Ctrl-C was pressed, on this rank or (after the next step) on any other.
-
-    Example:
-
-    ```python
-    interrupt = InterruptCallback()
-    trainer.add_callback(interrupt)
-    trainer.train()
-    if interrupt.interrupted:
-        print("stopped at step", trainer.state.global_step)
-    ```
+    so callers that go on afterwards call [`~InterruptCallback.restore`] in a `finally`. `interrupted` says whether
+    Ctrl-C was pressed, on this rank or (after the next step) on any other.
     """
 
     def __init__(self) -> None:

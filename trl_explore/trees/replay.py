@@ -21,19 +21,11 @@ Entry = tuple[Sequence[int], Sequence[int]]  # ids of a prompt, ids of one compl
 
 class SolutionCache:
     """
-    Correct completions of prompts that are rarely solved.
+    Correct completions of prompts that are rarely solved: up to `solutions_per_prompt` each, at least 1, where a share
+    of successes in `[0, 1]` was at most `threshold`; at 0 nothing is kept. Another value is a `ValueError`.
 
     The newest completions of a prompt are kept, because they are the nearest to what the model samples now. One that
     is found again keeps its place.
-
-    Args:
-        solutions_per_prompt (`int`):
-            Most completions kept for a prompt. At least 1.
-        threshold (`float`):
-            Largest share of successes at which a prompt is hard. In `[0, 1]`; at 0 nothing is kept.
-
-    Raises:
-        `ValueError`: If an argument is outside its range.
     """
 
     def __init__(self, *, solutions_per_prompt: int, threshold: float) -> None:
