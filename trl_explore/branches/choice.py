@@ -47,12 +47,7 @@ def recursion_depth(
 
 
 def fork_depths(
-    num_turns: int,
-    number: int,
-    *,
-    nearest: int = 1,
-    selection: str = "tail",
-    generator: torch.Generator | None = None,
+    num_turns: int, number: int, *, nearest: int = 1, selection: str = "tail", generator: torch.Generator | None = None
 ) -> list[int]:
     """Depths to leave a trajectory at, `nearest` (1: the last response) to `num_turns`, so maybe fewer than `number`:
     the smallest (`"tail"`, algorithm 1) or different ones in any order (`"random"`); else ValueError."""

@@ -405,11 +405,7 @@ def train_arm(
 
 
 def train_missing(
-    arms: Sequence[Arm],
-    seeds: Sequence[int],
-    kept: Path,
-    train: Callable[[Arm, int], Run],
-    shown: Sequence[str] = (),
+    arms: Sequence[Arm], seeds: Sequence[int], kept: Path, train: Callable[[Arm, int], Run], shown: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
     """Train the arms and seeds that the JSON file `kept` lacks, and return the runs of all of them; an interrupted
     comparison goes on where it stopped. `shown` are beginnings of metric names to print after each run."""

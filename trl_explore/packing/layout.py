@@ -75,10 +75,7 @@ class PackedRows:
 
 
 def computed_tokens(
-    prompt_ids: torch.Tensor,
-    prompt_mask: torch.Tensor,
-    completion_ids: torch.Tensor,
-    completion_mask: torch.Tensor,
+    prompt_ids: torch.Tensor, prompt_mask: torch.Tensor, completion_ids: torch.Tensor, completion_mask: torch.Tensor
 ) -> list[list[int]]:
     """Tokens of rows that a model has to see, `[B][L_i]`: all but padding and last ones, which predict nothing that is
     asked; none for rows without a token in `completion_mask`. Prompts are padded left, completions right."""

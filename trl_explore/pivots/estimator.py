@@ -68,11 +68,7 @@ class SuccessEstimator:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs, as plain numbers and lists."""
-        return {
-            "weight": self.weight,
-            "bias": self.bias,
-            "buffer": [list(pair) for pair in self._buffer],
-        }
+        return {"weight": self.weight, "bias": self.bias, "buffer": [list(pair) for pair in self._buffer]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what [`~SuccessEstimator.state_dict`] returned; a smaller buffer keeps the newest pairs."""

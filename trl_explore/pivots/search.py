@@ -172,12 +172,7 @@ class PivotSearch:
         return solved
 
     def metrics(
-        self,
-        branchings: list[Branching],
-        solved: list[bool | None],
-        scored: ScoredRows | None,
-        *,
-        main_tokens: int,
+        self, branchings: list[Branching], solved: list[bool | None], scored: ScoredRows | None, *, main_tokens: int
     ) -> dict[str, float]:
         """What is logged of a batch's pivots; every process calls it."""
         branches = [branch for b in branchings for branch in b.branches]

@@ -209,10 +209,7 @@ class Scorer:
 
     def _padded(self, rows: Rows, num_rows: int) -> Rows:
         return rows.padded(
-            num_rows,
-            example=self.any_example,
-            token_id=self.policy.eos_token_ids[0],
-            num_rewards=len(self.names),
+            num_rows, example=self.any_example, token_id=self.policy.eos_token_ids[0], num_rewards=len(self.names)
         )
 
     def _log_real_rows(self, rows: Rows, scoring: Pass, *, all_rows: int) -> None:

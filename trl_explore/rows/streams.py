@@ -115,13 +115,7 @@ def trim_padding(rows: RowDict) -> RowDict:
 
 
 def split_stream(
-    rows: RowDict,
-    keep: torch.Tensor,
-    *,
-    num_rows: int,
-    num_steps: int,
-    max_rows: int,
-    together: bool = False,
+    rows: RowDict, keep: torch.Tensor, *, num_rows: int, num_steps: int, max_rows: int, together: bool = False
 ) -> list:
     """Deal rows of `keep`, `(B,)`, in turn to `num_steps` micro-batches, each a list of parts of at most `max_rows`
     rows; with `together`, rows of one prompt stay in one while there is room. Copies outside the loss fill up to

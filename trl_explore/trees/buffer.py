@@ -33,10 +33,7 @@ class ReplayBuffer:
         return [s for s in self.solutions.get(prompt_ids) if len(s) <= self.args.max_completion_length]
 
     def replace(
-        self,
-        trees: list[Tree],
-        cached: list[list[list[int]]],
-        score: Callable[[list[Leaf]], list[Verdict]],
+        self, trees: list[Tree], cached: list[list[list[int]]], score: Callable[[list[Leaf]], list[Verdict]]
     ) -> list[Tree]:
         """Put cached solutions in the place of failures among direct rollouts; they are scored like any completion."""
         placed: list[tuple[int, int]] = []

@@ -83,14 +83,11 @@ def search(
             break
         num_nodes = {i: len(trees[i].nodes) for i in visits}
         trees = _sample_children(trees, visits, sample_fn, limits)
-        trees = _score(trees, {i: _terminal_since(trees[i], num_nodes[i]) for i in visits}, value_fn)
+        new = {i: [node.index for node in trees[i].nodes[n:] if node.terminal] for i, n in num_nodes.items()}
+        trees = _score(trees, new, value_fn)
         for i, node in visits.items():
             trees[i] = _advance(trees[i], node, limits, select_fn=select_fn, uct_coef=uct_coef, decay_min=decay_min)
     return _fill(trees, direct_fn or sample_fn, value_fn, limits, decay_min=decay_min, any_active=any_active)
-
-
-def _terminal_since(tree: Tree, num_nodes: int) -> list[int]:
-    return [node.index for node in tree.nodes[num_nodes:] if node.terminal]
 
 
 def _sample_children(trees: list[Tree], visits: dict[int, int], sample_fn: Sampler, limits: Limits) -> list[Tree]:
@@ -180,9 +177,7 @@ def _fill(
     if not any_active(bool(missing)):
         return trees
     sampled = sample_fn(
-        [trees[i].prompt_ids for i in missing],
-        list(missing.values()),
-        [limits.max_completion_length] * len(missing),
+        [trees[i].prompt_ids for i in missing], list(missing.values()), [limits.max_completion_length] * len(missing)
     )
     first = {i: len(trees[i].nodes) for i in missing}
     for i, continuations in zip(missing, sampled, strict=True):

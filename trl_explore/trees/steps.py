@@ -34,7 +34,6 @@ def select(
 ) -> int | None:
     """Global frontier selection (Eq. 9): the node with the best [`frontier_score`], the oldest of equal ones. Without
     a frontier, the parent of the best terminal node that is left over; `None` where there is none either."""
-
     weights = dict(quality_weight=quality_weight, entropy_weight=entropy_weight, depth_weight=depth_weight)
     of_siblings: dict[int, float] = {}  # what siblings have in common, computed once
 
