@@ -148,14 +148,14 @@ def kept_branches(trainer, monkeypatch):
     sampled, kept = [], {}
     score = trainer.branches.score
 
-    def leave(requests):
-        branches = Forks.leave(trainer.forks, requests)
+    def branched(requests):
+        branches = Forks.branch(trainer.forks, requests)
         for branch in branches:  # instances are used again, by later calls
             branch.steps = branch.environment.episode.steps if branch.environment else 0
         return branches
 
     monkeypatch.setattr(
-        trainer.forks, "leave", lambda requests: sampled.append((requests, leave(requests))) or sampled[-1][1]
+        trainer.forks, "branch", lambda requests: sampled.append((requests, branched(requests))) or sampled[-1][1]
     )
     monkeypatch.setattr(trainer.branches, "score", lambda own, *rest: kept.update(own) or score(own, *rest))
     output = one_batch(trainer)

@@ -18,7 +18,6 @@ from trl_explore.gradients.novelty import (
 )
 
 from .base import ExplorationTrainer, Requires
-from .config import ExplorationConfig
 from .g2rl_config import G2RLConfig
 
 
@@ -29,7 +28,7 @@ class GradientGuided(ExplorationTrainer):
     """
 
     num_generations: int
-    config_class: type[ExplorationConfig] = G2RLConfig
+    config_class = G2RLConfig
     requires = Requires(features=True, vision=False)
     _warned = False
     _novelty: torch.Tensor | None = None  # of the main rows of all processes, `(N,)`

@@ -165,10 +165,10 @@ class TreeGRPOTrainer(ExplorationTrainer):
 
     def _log_trees(self, searched: list[Tree], trees: list[Tree], seconds: float) -> None:
         prefixes = {"asked": self.sample.prefix_tokens_asked, "encoded": self.sample.prefix_tokens_encoded}
-        told = tree_metrics(self.ranks.summed(tree_counts(searched, trees, self.limits) | prefixes))
-        told |= {f"{name}_seconds": spent for name, spent in self._seconds.items()}
-        told["own_seconds"] = seconds - sum(self._seconds.values())
-        for name, value in told.items():
+        metrics = tree_metrics(self.ranks.summed(tree_counts(searched, trees, self.limits) | prefixes))
+        metrics |= {f"{name}_seconds": spent for name, spent in self._seconds.items()}
+        metrics["own_seconds"] = seconds - sum(self._seconds.values())
+        for name, value in metrics.items():
             self.log_metric(f"tree/{name}", value)
 
     def completion_columns(self) -> dict[str, list[Any]]:

@@ -104,7 +104,7 @@ class Forks:
 
     # ------------------------------------------------------------------------------------------------------ branches
 
-    def leave(self, requests: list[tuple[int, int, int]]) -> list[Branch]:
+    def branch(self, requests: list[tuple[int, int, int]]) -> list[Branch]:
         """
         Continue trajectories otherwise, all of them in one batched rollout.
 

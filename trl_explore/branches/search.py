@@ -90,7 +90,7 @@ class BranchSearch:
                 for row, plan in enumerate(plans)
                 if row not in kept and number < len(plan.depths)
             ]
-            branches = self.forks.leave(requests)
+            branches = self.forks.branch(requests)
             complete = [branch for branch in branches if branch.complete]
             self.forks.judge(complete, self.scorer)
             for row, own in itertools.groupby(complete, key=lambda branch: branch.row):
@@ -188,11 +188,11 @@ class BranchSearch:
             }
         )
         names = ("branched", "contrastive", "redundant")
-        told = {f"branch/{name}_fraction": total[name] / total["rows"] for name in names}
+        metrics = {f"branch/{name}_fraction": total[name] / total["rows"] for name in names}
         if kept_rows := total["contrastive"] + total["redundant"]:
-            told["branch/depth"] = total["depth"] / kept_rows
-        told["branch/sampled_tokens"] = total["tokens"]
-        told["branch/token_ratio"] = total["tokens"] / (total["tokens"] + total["main_tokens"])
-        told["branch/incomplete"] = total["incomplete"]
-        told["agent/turns"] = total["turns"] / total["rows"]
-        return told
+            metrics["branch/depth"] = total["depth"] / kept_rows
+        metrics["branch/sampled_tokens"] = total["tokens"]
+        metrics["branch/token_ratio"] = total["tokens"] / (total["tokens"] + total["main_tokens"])
+        metrics["branch/incomplete"] = total["incomplete"]
+        metrics["agent/turns"] = total["turns"] / total["rows"]
+        return metrics

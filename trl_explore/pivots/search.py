@@ -191,7 +191,7 @@ class PivotSearch:
             "main_tokens": main_tokens,
         }
         total = {name: self.policy.ranks.gathered(value).sum().item() for name, value in own.items()}
-        told = {
+        metrics = {
             "tried": total["tried"],
             "success_weight": self.estimator.weight,
             "success_bias": self.estimator.bias,
@@ -199,12 +199,12 @@ class PivotSearch:
             "sampled_tokens": total["tokens"],
         }
         if total["known"]:
-            told["recovered_fraction"] = total["recovered"] / total["known"]
+            metrics["recovered_fraction"] = total["recovered"] / total["known"]
         if total["tried"]:
-            told["informative_fraction"] = total["informative"] / total["tried"]
-            told["mean_depth"] = total["depth"] / total["tried"]
-            told["mean_suffix_length"] = total["tokens"] / total["branches"]
-        return told
+            metrics["informative_fraction"] = total["informative"] / total["tried"]
+            metrics["mean_depth"] = total["depth"] / total["tried"]
+            metrics["mean_suffix_length"] = total["tokens"] / total["branches"]
+        return metrics
 
 
 def check_columns(example: dict[str, Any]) -> None:

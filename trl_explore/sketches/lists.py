@@ -96,9 +96,9 @@ class Lists(Mode):
             lists = self.sample([begun[i] for i in short], 1, [room[i] for i in short], main_stream=True)
             for i, (continuation,) in zip(short, lists, strict=True):
                 text = self._text_and_thoughts(continuation.token_ids)
-                thought, said = split_thoughts(text, opened=self._begins_thought(begun[i]))
+                thought, answer = split_thoughts(text, opened=self._begins_thought(begun[i]))
                 # A list that was cut off may end within a candidate: whole ones have a separator behind them.
-                whole = said if continuation.finished else said.rpartition(args.candidate_separator)[0]
+                whole = answer if continuation.finished else answer.rpartition(args.candidate_separator)[0]
                 texts = split_candidates(whole, separator=args.candidate_separator)
                 if not found[i]:
                     asked[i] = asked[i] + self.encode(thought)
