@@ -17,10 +17,10 @@ from pathlib import Path
 
 import torch
 import transformers
+from benchmarks.arms import train_arm
 from transformers import TrainerCallback
 
 from trl_explore.compare.plots import learning_curves
-from trl_explore.compare.run import train_arm
 from trl_explore.compare.settings import Arm, Budget
 from trl_explore.tasks import get_task
 from trl_explore.tasks.warm_start import warm_start
@@ -104,7 +104,7 @@ def main():
             print(f"{run.arm:22s} {point['tokens']:9,.0f} {values}  {ratio:6.2f}")
     try:
         path = learning_curves(
-            [asdict(run) for run in runs], output / "recovery.png", metrics=metrics, clocks=("tokens",),
+            [asdict(run) for run in runs], output / "recovery.png", metrics=metrics, costs=("tokens",),
             title=f"recovery from collapse on {task.name}",
         )  # fmt: skip
     except ImportError:

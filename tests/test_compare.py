@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from trl_explore.cli.compare import TASK_NAMES
-from trl_explore.compare.clocks import interval, mean_curve, paired_values, t_95
+from trl_explore.compare.costs import interval, mean_curve, paired_values, t_95
 from trl_explore.compare.folder import ComparisonFolder, differences
 from trl_explore.compare.report import markdown_table, rich_table, summarize, write_report
 from trl_explore.compare.settings import read_comparison
@@ -71,7 +71,7 @@ def test_the_mean_curve_can_have_its_interval():
 
 
 def test_arms_are_paired_by_seed_at_the_same_cost():
-    pairs = paired_values(RUNS, "deep | <b>", "GRPO", clock="tokens", reading=100, metric="eval/greedy_accuracy")
+    pairs = paired_values(RUNS, "deep | <b>", "GRPO", cost="tokens", reading=100, metric="eval/greedy_accuracy")
     assert [value for pair in pairs for value in pair] == pytest.approx([0.7, 0.5, 0.5, 0.7])
 
 
@@ -129,20 +129,20 @@ def test_the_files_are_a_table_a_long_csv_and_two_pictures(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("budget", "use_cpu", "clock"),
+    ("budget", "use_cpu", "cost"),
     [
         ({"tokens": 100}, True, "CPU seconds of training"),
         ({"seconds": 100}, True, "seconds of training"),
         ({"tokens": 100}, False, "seconds of training"),
     ],
 )
-def test_on_a_cpu_the_picture_shows_cpu_seconds(budget, use_cpu, clock, tmp_path):
+def test_on_a_cpu_the_picture_shows_cpu_seconds(budget, use_cpu, cost, tmp_path):
     import matplotlib
 
     common = {"use_cpu": use_cpu, "bf16": False}
     with matplotlib.rc_context({"svg.fonttype": "none"}):
         write_report(RUNS, read_comparison({**DOCUMENT, "budget": budget, "common": common}), tmp_path)
-    assert f">{clock}<" in (tmp_path / "curves.svg").read_text()
+    assert f">{cost}<" in (tmp_path / "curves.svg").read_text()
 
 
 def test_a_comparison_reads_its_own_document_back():
@@ -222,7 +222,7 @@ def test_the_documented_files_are_comparisons():
     own, embedded = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", section, re.DOTALL))
     own["common"] |= {"use_cpu": True, "bf16": False}  # a configuration asks for a GPU that knows bfloat16
     comparison = read_comparison(own)
-    assert (comparison.clock, comparison.amount, comparison.seeds) == ("tokens", 2e6, (0, 1, 2))
+    assert (comparison.unit, comparison.amount, comparison.seeds) == ("tokens", 2e6, (0, 1, 2))
     assert [arm.name for arm in comparison.arms] == ["GRPO", "DEEP-GRPO"]
     assert read_comparison(embedded).arms[2].options["pivot_selection"] == "root"
     assert tuple(ALL_TASKS) == TASK_NAMES

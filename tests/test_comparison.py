@@ -1,13 +1,14 @@
 """Budgets, costs and curves of a run; pictures."""
 
 import io
+import runpy
 
 import pytest
+from commands import EXAMPLES
 from tqdm import tqdm
 from transformers import TrainerCallback
 
 from trl_explore.compare.plots import arm_styles, learning_curves
-from trl_explore.compare.run import train_arm
 from trl_explore.compare.settings import Arm, Budget
 from trl_explore.methods import METHODS
 from trl_explore.tasks import get_task
@@ -17,6 +18,7 @@ TASK = get_task("chain")
 SMALL = dict(per_device_train_batch_size=16, num_generations=4)
 DEEP = Arm("DEEP-GRPO", "deep_grpo", dict(segment_delimiters=[";"], num_branches=2, max_pivots_per_batch=2))
 GRPO = Arm("GRPO", "grpo")
+train_arm = runpy.run_path(EXAMPLES / "benchmarks" / "arms.py")["train_arm"]
 
 
 @pytest.fixture(scope="module")

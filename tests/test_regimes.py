@@ -12,9 +12,8 @@ import yaml
 from commands import EXAMPLES
 from transformers import TrainerCallback
 
-from trl_explore.compare.clocks import mean_along
+from trl_explore.compare.costs import mean_along
 from trl_explore.compare.run import CostCallback, Run
-from trl_explore.evaluation.intervals import crossed_interval
 from trl_explore.tasks.tiny_model import build_model
 
 BENCHMARKS = EXAMPLES / "benchmarks"
@@ -119,7 +118,8 @@ def test_the_mean_along_a_curve_tells_which_rose_earlier():
         mean_along(early, "t", 21, "m")
 
 
-def test_the_crossed_interval_covers_seeds_and_prompts():
+def test_the_crossed_interval_covers_seeds_and_prompts(modules):
+    crossed_interval = modules[2].crossed_interval
     random = np.random.default_rng(0)
     covered = 0
     for number in range(200):
@@ -132,7 +132,8 @@ def test_the_crossed_interval_covers_seeds_and_prompts():
         crossed_interval(np.zeros(3))
 
 
-def test_prompts_of_one_group_are_drawn_together():
+def test_prompts_of_one_group_are_drawn_together(modules):
+    crossed_interval = modules[2].crossed_interval
     values = np.repeat([[0.0, 1.0]], 3, axis=0).repeat(10, axis=1)  # (3, 20): ten prompts of each of two facts
     low, high = crossed_interval(values)
     assert 0.2 < low < 0.4 < 0.6 < high < 0.8
@@ -206,16 +207,16 @@ def test_effects_are_paired_and_as_wide_as_seeds_and_problems_make_them(regimes,
     # Of four problems, GRPO solves one and two on its two seeds, the other arm two and four.
     rows = made(results, "verdict", regime.arms, [[0.2, 0.5], [0.2, 0.5], [0.5, 1.0], [0.5, 1.0]])
     found = report.Results(regime, rows)
-    by_end = found.effect("G2RL", "GRPO", metric="greedy_accuracy", clock="tokens", along=False)
+    by_end = found.effect("G2RL", "GRPO", metric="greedy_accuracy", cost="tokens", along=False)
     assert by_end.mean == 37.5 and by_end.high - by_end.mean >= 12.7 * 12.5 / 1.0001 and not by_end.clear
-    level = found.effect("G2RL", "GRPO", metric="pass_at_16", clock="tokens")
+    level = found.effect("G2RL", "GRPO", metric="pass_at_16", cost="tokens")
     assert (level.mean, level.low, level.high) == (0, 0, 0)  # one problem sometimes, another always, two never
-    along = found.effect("G2RL", "GRPO", metric="greedy_accuracy", clock="step")
+    along = found.effect("G2RL", "GRPO", metric="greedy_accuracy", cost="step")
     assert along.mean == pytest.approx(18.75)
-    assert found.effect("G2RL", "G2RL, shuffled", metric="greedy_accuracy", clock="step").mean == 0
-    assert found.effect("SESA", "GRPO", metric="greedy_accuracy", clock="step") is None
+    assert found.effect("G2RL", "G2RL, shuffled", metric="greedy_accuracy", cost="step").mean == 0
+    assert found.effect("SESA", "GRPO", metric="greedy_accuracy", cost="step") is None
     one = report.Results(regime, [row for row in rows if row["seed"] == 0])
-    single = one.effect("G2RL", "GRPO", metric="greedy_accuracy", clock="step")
+    single = one.effect("G2RL", "GRPO", metric="greedy_accuracy", cost="step")
     assert str(single) == "+12.5 (one seed)" and not single.clear
 
 

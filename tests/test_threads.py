@@ -1,17 +1,18 @@
 """How many threads tiny models get: one on a CPU, in every command and in the functions that make and measure them."""
 
 import dataclasses
+import runpy
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from commands import EXAMPLES
 from transformers import TrainerCallback
 from world import contains_answer, make_dataset, make_model, make_tokenizer, saved_model
 
 from trl_explore.cli import main
-from trl_explore.compare.run import train_arm
 from trl_explore.compare.settings import Arm, Budget
 from trl_explore.evaluation.evaluate import evaluate
 from trl_explore.evaluation.samplers import Sampling
@@ -125,6 +126,7 @@ def test_an_arm_of_a_comparison_trains_with_one_thread_and_leaves_their_number(w
         def on_step_end(self, args, state, control, **kwargs):
             noted.append(torch.get_num_threads())
 
+    train_arm = runpy.run_path(EXAMPLES / "benchmarks" / "arms.py")["train_arm"]
     arm = Arm("GRPO", "grpo", {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 4})
     train_arm(
         arm,

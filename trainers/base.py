@@ -563,7 +563,7 @@ class ExplorationTrainer(GRPOTrainer):
             self.sample.note_seconds("main", time.perf_counter() - start)
             return rollout
 
-        if self.forks is not None and self.forks.branching:
+        if self.forks is not None and self.forks.in_branches:
             return self.forks.continued(contexts)
         if not self.is_training:
             self._rollout = None

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trl_explore.pivots.choice import Branching
+from trl_explore.pivots.choice import BranchPoint
 from trl_explore.pivots.estimator import SuccessEstimator
 from trl_explore.pivots.search import PivotSearch, check_columns
 from trl_explore.rows.rollouts import Continuation, Rollout
@@ -47,8 +47,8 @@ class DeepGRPOTrainer(ExplorationTrainer):
     method = "deep_grpo"
     config_class = DeepGRPOConfig
     requires = Requires(samples=True, extra_rows=True)
-    _branchings: list[Branching]  # those whose branches are trained with this batch
-    _queue: list[Branching]  # those that wait for their branches
+    _points: list[BranchPoint]  # those whose branches are trained with this batch
+    _queue: list[BranchPoint]  # those that wait for their branches
     _pivot_depths: dict[int | None, float]  # of the first pivot of each main row that has one
     _recovered: dict[int | None, bool]  # whether a branch of the row succeeded
 
@@ -63,35 +63,35 @@ class DeepGRPOTrainer(ExplorationTrainer):
         self._own_seconds = time.perf_counter() - start
         self._pivot_depths = {b.row: b.depth for b in reversed(chosen)}
         if not self.args.deferred_branching:
-            self._branchings = chosen
+            self._points = chosen
             self.pivots.branch(chosen, self.sample, self.pivots.budget(self.main_completion_ids))
             return
         check_columns(self.main_examples[0])
         # What was sampled together with this batch is trained now; this batch's pivots go with the next one.
-        self._branchings, self._queue = self._queue, chosen
-        for branching in self._branchings:
-            branching.row = None
+        self._points, self._queue = self._queue, chosen
+        for point in self._points:
+            point.row = None
 
     def extra_streams(
         self, output: RowDict, examples: list[dict[str, Any]], rewards: torch.Tensor
     ) -> dict[str, tuple[ScoredRows, float]]:
-        start, branchings = time.perf_counter(), self._branchings
-        rows = self.pivots.rows(branchings)
+        start, points = time.perf_counter(), self._points
+        rows = self.pivots.rows(points)
         self._own_seconds += time.perf_counter() - start
 
         scored = self.scorer.score("aux", rows)
         start = time.perf_counter()
-        solved = self.pivots.learn(branchings, scored)
+        solved = self.pivots.learn(points, scored)
         self._recovered = {}
-        for branching, ok in zip(branchings, solved, strict=True):
+        for point, ok in zip(points, solved, strict=True):
             if ok is not None:
-                self._recovered[branching.row] = ok or self._recovered.get(branching.row, False)
+                self._recovered[point.row] = ok or self._recovered.get(point.row, False)
         self._own_seconds += time.perf_counter() - start
-        metrics = self.pivots.metrics(branchings, solved, scored, main_tokens=sum(map(len, self.main_completion_ids)))
+        metrics = self.pivots.metrics(points, solved, scored, main_tokens=sum(map(len, self.main_completion_ids)))
         for name, value in {**metrics, "own_seconds": self._own_seconds}.items():
             self.log_metric(f"pivots/{name}", value)
         if self.args.hard_states_file is not None:
-            unrecovered = [b for b, ok in zip(branchings, solved, strict=True) if ok is False]
+            unrecovered = [b for b, ok in zip(points, solved, strict=True) if ok is False]
             self.hard_states.append(self.ranks.objects([self._hard_state(b) for b in unrecovered]))
         return {} if scored is None else {"aux": (scored, self.args.aux_loss_weight)}
 
@@ -103,9 +103,9 @@ class DeepGRPOTrainer(ExplorationTrainer):
         logprobs = sampled.logprobs or [None] * len(sampled.completion_ids)
         branches = zip(sampled.completion_ids[len(prompt_ids) :], logprobs[len(prompt_ids) :], strict=True)
         most = self.pivots.budget(sampled.completion_ids[: len(prompt_ids)])
-        for branching in self._queue:
-            budget = max(1, most - len(branching.prefix_ids))  # without a limit, the batch of the pivot had another
-            branching.branches = [
+        for point in self._queue:
+            budget = max(1, most - len(point.prefix_ids))  # without a limit, the batch of the pivot had another
+            point.branches = [
                 Continuation(ids[:budget], logprobs=values and values[:budget])
                 for ids, values in itertools.islice(branches, self.args.num_branches)
             ]
@@ -121,7 +121,7 @@ class DeepGRPOTrainer(ExplorationTrainer):
             buffer_size=args.estimator_buffer_size, l2=args.estimator_l2, min_samples=args.estimator_min_samples
         )
         self.pivots: PivotSearch = PivotSearch(self, self.scorer, self.estimator)
-        self._branchings, self._queue, self._pivot_depths, self._recovered = [], [], {}, {}
+        self._points, self._queue, self._pivot_depths, self._recovered = [], [], {}, {}
         self._own_seconds = 0.0
         file = args.hard_states_file and path_inside(args.output_dir, args.hard_states_file, field="hard_states_file")
         self.hard_states: MethodFile = MethodFile(file, writes=self.accelerator.is_main_process)
@@ -138,14 +138,14 @@ class DeepGRPOTrainer(ExplorationTrainer):
         own = [self.args.hard_states_file] if self.args.hard_states_file else []
         return [*super().method_files(), *own]
 
-    def _hard_state(self, branching: Branching) -> dict[str, Any]:
+    def _hard_state(self, point: BranchPoint) -> dict[str, Any]:
         return {
             "step": self.state.global_step,
-            "prompt": branching.example["prompt"],
-            "prefix": self.tokenizer.decode(branching.prefix_ids),
-            "prompt_ids": branching.prompt_ids,
-            "prefix_ids": branching.prefix_ids,
-            "depth": branching.depth,
+            "prompt": point.example["prompt"],
+            "prefix": self.tokenizer.decode(point.prefix_ids),
+            "prompt_ids": point.prompt_ids,
+            "prefix_ids": point.prefix_ids,
+            "depth": point.depth,
         }
 
     def exploration_state(self) -> dict[str, Any]:
@@ -164,5 +164,5 @@ class DeepGRPOTrainer(ExplorationTrainer):
         self.pivots.shared_generator.set_state(state["shared_generator"])
         self.pivots.num_batches = state["num_generation_batches"]
         queue = state["queue"] if self.args.deferred_branching else []
-        self._queue = [Branching(from_plain(example), *fields) for example, *fields in queue]
+        self._queue = [BranchPoint(from_plain(example), *fields) for example, *fields in queue]
         self.hard_states.cut_back(state["hard_states_bytes"])

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 import transformers
+from arms import train_arm
 
-from trl_explore.compare.clocks import comparison_table
+from trl_explore.compare.costs import comparison_table
 from trl_explore.compare.plots import learning_curves
-from trl_explore.compare.run import train_arm
 from trl_explore.compare.settings import Arm, Budget
 from trl_explore.gradients.callback import GeometryCallback
 from trl_explore.tasks import get_task
@@ -80,8 +80,8 @@ def main():
             kept.write_text(json.dumps(runs))
             print({k: round(v, 3) for k, v in run.points[-1].items()}, arm.name, seed, flush=True)
     runs = [run for run in runs if run["arm"] in {arm.name for arm in arms} and run["seed"] in args.seeds]
-    for clock in ("tokens", "cpu_seconds", "step"):
-        print("\n" + comparison_table(runs, clock, METRICS))
+    for cost in ("tokens", "cpu_seconds", "step"):
+        print("\n" + comparison_table(runs, cost, METRICS))
     print("\ngeometry, first and last quarter of training: mean over seeds")
     for arm in arms:
         line = ""
@@ -95,7 +95,7 @@ def main():
             line += f"  {name} {first:.3f} -> {last:.3f}"
         print(f"  {arm.name:20s}{line}")
     try:
-        path = learning_curves(runs, output / "curves.png", clocks=("tokens", "cpu_seconds"))
+        path = learning_curves(runs, output / "curves.png", costs=("tokens", "cpu_seconds"))
     except ImportError:
         path = "no picture: pip install matplotlib"
     print(f"\n{path}")

@@ -5,7 +5,7 @@
 Every seed has its own warm start, from which all arms begin; they share the learning rate, the batch and the held-out
 problems. Prints accuracy at equal CPU seconds, at equal generated tokens and at equal optimiser steps (linear
 interpolation between evaluations), the mean over seeds with a 95 % t-interval, and each arm's paired difference to
-GRPO. The three clocks disagree: name the one you quote.
+GRPO. The three costs disagree: name the one you quote.
 """
 
 import argparse
@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 import transformers
+from arms import train_arm
 
-from trl_explore.compare.clocks import comparison_table
-from trl_explore.compare.run import train_arm
+from trl_explore.compare.costs import comparison_table
 from trl_explore.compare.settings import Arm, Budget
 from trl_explore.tasks import get_task
 from trl_explore.tasks.warm_start import warm_start
@@ -80,8 +80,8 @@ def main():
             (output / "runs.json").write_text(json.dumps(runs))
             last = run.points[-1]
             print({k: round(v, 3) for k, v in last.items()}, arm.name, seed, flush=True)
-    for clock in ("cpu_seconds", "tokens", "step"):
-        print("\n" + comparison_table(runs, clock, METRICS))
+    for cost in ("cpu_seconds", "tokens", "step"):
+        print("\n" + comparison_table(runs, cost, METRICS))
     print("\nper step, median over the run")
     for arm in arms:
         steps = [step for run in runs if run["arm"] == arm.name for step in run["steps"]]

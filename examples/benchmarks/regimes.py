@@ -34,7 +34,7 @@ from typing import Any
 import yaml
 from regimes_results import MOST_SAMPLES, Row, read_results, settings_of, to_rows, to_runs, write_results
 
-from trl_explore.compare.clocks import mean_along
+from trl_explore.compare.costs import mean_along
 from trl_explore.compare.run import Run
 from trl_explore.names import unknown_name
 from trl_explore.runs.inputs import UsageError
@@ -220,13 +220,13 @@ def _entry(arm: Arm, name: str, options: Mapping[str, Any], value: Any) -> Arm:
 
 def _best(regime: Regime, stage: str, tried: list[Arm], rows: list[Row], name: str) -> Arm:
     """The one whose curves were highest on average, up to where the run of the stage that got least far stopped."""
-    clock = "step" if stage.startswith("admission") else "tokens"
+    cost = "step" if stage.startswith("admission") else "tokens"
     runs = to_runs(rows, stage)
-    reading = min(run.points[-1][clock] for run in runs)
+    reading = min(run.points[-1][cost] for run in runs)
 
     def height(arm: Arm) -> float:
         own = [run for run in runs if run.arm == arm["name"]]
-        return statistics.mean(mean_along(run.points, clock, reading, f"eval/{regime.metric}") for run in own)
+        return statistics.mean(mean_along(run.points, cost, reading, f"eval/{regime.metric}") for run in own)
 
     return {**max(tried, key=height), "name": name}
 

@@ -6,7 +6,7 @@ seeds and problems, where problems about the same fact are drawn together.
 
 import json
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,14 +16,13 @@ import numpy as np
 from regimes import Arm, Regime, asked_for
 from regimes_results import COSTS, Row, read_results, timed_alike, to_runs
 
-from trl_explore.compare.clocks import interval, mean_along, value_at
+from trl_explore.compare.costs import interval, mean_along, value_at
 from trl_explore.compare.run import TRAINING, Run
 from trl_explore.compare.settings import Comparison, read_comparison
-from trl_explore.evaluation.intervals import crossed_interval
 from trl_explore.evaluation.metrics import pass_at_k
 from trl_explore.tasks.vaults import FactTask, item_of
 
-CLOCKS = {
+COST_NAMES = {
     "step": "optimizer steps",
     "tokens": "generated tokens",
     "trained_tokens": "tokens in the loss",
@@ -39,6 +38,27 @@ of one fact together). **Bold** ones exclude 0. Tokens in the loss count rows wi
 computes them, and not for branches, where they are left out. Seconds are those of runs in one sitting on the first
 fresh seed, for as many tokens, where all arms have one.
 """
+
+
+def crossed_interval(
+    values: np.ndarray,
+    *,
+    groups: Sequence[Hashable] | None = None,
+    num_resamples: int = 10_000,
+    seed: int = 0,
+) -> tuple[float, float]:
+    """95 % bootstrap interval of a mean over seeds and prompts, `(S, P)`, both drawn anew, independently; prompts of
+    one of `groups` together. Few seeds make it too narrow: take Student's over the seeds' means where that is wider."""
+    if values.ndim != 2 or not values.size:
+        raise ValueError(f"values must have shape (seeds, prompts) and not be empty, got {values.shape}.")
+    random = np.random.default_rng(seed)
+    names = list(range(values.shape[1])) if groups is None else list(groups)
+    members = np.array([[name == other for name in names] for other in dict.fromkeys(names)], dtype=float)  # (G, P)
+    seeds, drawn = (random.multinomial(n, np.full(n, 1 / n), num_resamples) for n in (len(values), len(members)))
+    prompts = drawn @ members  # (R, P)
+    means = ((seeds / len(values) @ values) * prompts).sum(axis=1) / prompts.sum(axis=1)
+    low, high = np.quantile(means, [0.025, 0.975])
+    return float(low), float(high)
 
 
 @dataclass(frozen=True)
@@ -103,16 +123,16 @@ class Results:
         return list(self.comparison.metrics)
 
     @property
-    def clocks(self) -> dict[str, str]:
-        """Costs that may be equal: where a GPU computes, its seconds are the clock's."""
+    def costs(self) -> dict[str, str]:
+        """Costs that may be equal: where a GPU computes, its seconds are those of the wall."""
         if self.regime.comparison.get("common", {}).get("use_cpu", True):
-            return CLOCKS
-        return {name: text for name, text in CLOCKS.items() if name != "cpu_seconds"} | {"seconds": "seconds"}
+            return COST_NAMES
+        return {name: text for name, text in COST_NAMES.items() if name != "cpu_seconds"} | {"seconds": "seconds"}
 
     @property
     def seconds(self) -> str:
-        """The clock of what is compute-matched."""
-        return list(self.clocks)[-1]
+        """The cost that is equal where runs are compute-matched."""
+        return list(self.costs)[-1]
 
     def facts(self) -> list[Hashable] | None:
         """The item that each held-out problem is about, where there are such."""
@@ -122,7 +142,7 @@ class Results:
         return [item_of(problem) for problem in task.evaluation_set(self.comparison.num_eval)["problem"]]
 
     def effect(
-        self, arm: str, base: str, *, metric: str, clock: str, along: bool = True, stage: str = "verdict"
+        self, arm: str, base: str, *, metric: str, cost: str, along: bool = True, stage: str = "verdict"
     ) -> Effect | None:
         """
         What one arm has more than another at equal cost.
@@ -134,7 +154,7 @@ class Results:
                 The other.
             metric (`str`):
                 What is compared.
-            clock (`str`):
+            cost (`str`):
                 Which cost is equal: as much as the run among theirs that got least far.
             along (`bool`, *optional*, defaults to `True`):
                 Whether the means along both curves are compared, or their ends.
@@ -150,9 +170,9 @@ class Results:
         if not seeds:
             return None
         pairs = [(by_arm[arm][seed], by_arm[base][seed]) for seed in seeds]
-        reading = min(run.points[-1][clock] for pair in pairs for run in pair)
+        reading = min(run.points[-1][cost] for pair in pairs for run in pair)
         read = mean_along if along else value_at
-        values = [[read(self.curve(run, metric), clock, reading, metric) for run in pair] for pair in pairs]
+        values = [[read(self.curve(run, metric), cost, reading, metric) for run in pair] for pair in pairs]
         gaps = 100 * np.array([ours - theirs for ours, theirs in values])  # (S, P)
         mean, half = interval(gaps.mean(axis=1).tolist())
         if half is None:
@@ -178,7 +198,7 @@ class Results:
     def admission(self) -> Effect | None:
         """What four times the samples per prompt add to plain GRPO at equal steps."""
         more, metric = self.regime.arms[1]["name"], self.regime.metric
-        return self.effect(more, self.base, metric=metric, clock="step", stage="admission")
+        return self.effect(more, self.base, metric=metric, cost="step", stage="admission")
 
     @property
     def admitted(self) -> bool:
@@ -231,22 +251,22 @@ def table(results: Results) -> list[str]:
         cells = [f"{v:.2f}" if name == "train/entropy" else f"{100 * v:.1f}" for name, v in values.items()]
         cells += [f"{np.mean([end[name] for end in ends]):,.0f}" for name in COSTS]
         lines.append(f"| {arm['name']} | {results.settings(arm)} | {' | '.join(cells)} | {len(ends)} |")
-    clocks = list(results.clocks.items())
-    kinds = [(regime.metric, clock, True) for clock, _ in clocks] + [(m, "tokens", False) for m in results.metrics]
-    titles = [f"{label(regime.metric)} along, equal {text}" for _, text in clocks]
+    costs = list(results.costs.items())
+    kinds = [(regime.metric, cost, True) for cost, _ in costs] + [(m, "tokens", False) for m in results.metrics]
+    titles = [f"{label(regime.metric)} along, equal {text}" for _, text in costs]
     titles += [f"{label(metric)} at the end, equal generated tokens" for metric in results.metrics]
     lines += ["", f"| difference | {' | '.join(titles)} |", f"| --- |{' --- |' * len(kinds)}"]
     pairs = [(arm["name"], results.base) for arm in shown[1:]]
     pairs += [(arm["of"], arm["name"]) for arm in shown if arm["role"] == "control"]
     for ours, theirs in pairs:
-        found = [results.effect(ours, theirs, metric=m, clock=c, along=along) for m, c, along in kinds]
+        found = [results.effect(ours, theirs, metric=m, cost=c, along=along) for m, c, along in kinds]
         lines.append(f"| {ours} - {theirs} | {' | '.join(map(str, found))} |")
     return [*lines, ""]
 
 
 def verdicts(results: list[Results]) -> list[str]:
     """
-    What each method does to GRPO and to its controls, in one sentence per clock.
+    What each method does to GRPO and to its controls, in one sentence per cost.
 
     Args:
         results (`list`):
@@ -259,18 +279,16 @@ def verdicts(results: list[Results]) -> list[str]:
     if not admitted:
         return []
     seconds = admitted[0].seconds
-    duration = admitted[0].clocks[seconds]
+    duration = admitted[0].costs[seconds]
     head = " | ".join(f"{of.regime.name}: {label(of.regime.metric)}" for of in admitted)
     cells, sentences = [], []
     for method in dict.fromkeys(arm["name"] for of in admitted for arm in of.regime.arms if arm["role"] == "method"):
         found = {
-            clock: {
-                of.regime.name: of.effect(method, of.base, metric=of.regime.metric, clock=clock) for of in admitted
-            }
-            for clock in ("tokens", seconds)
+            cost: {of.regime.name: of.effect(method, of.base, metric=of.regime.metric, cost=cost) for of in admitted}
+            for cost in ("tokens", seconds)
         }
         controls = {
-            f"{of.regime.name}, {arm['name']}": of.effect(method, arm["name"], metric=of.regime.metric, clock="tokens")
+            f"{of.regime.name}, {arm['name']}": of.effect(method, arm["name"], metric=of.regime.metric, cost="tokens")
             for of in admitted
             for arm in of.regime.arms
             if arm.get("of") == method
@@ -330,15 +348,15 @@ def picture(results: list[Results], path: Path) -> None:
     seconds = results[0].seconds
     panels = {
         "tokens": "generated tokens (sample-matched)",
-        seconds: f"{results[0].clocks[seconds]} (compute-matched)",
+        seconds: f"{results[0].costs[seconds]} (compute-matched)",
     }
     size = (2.2 * len(results) + 2.5, 1.6 * len(methods) + 2.5)
     figure, axes = pyplot.subplots(len(panels), 1, figsize=size)
-    for axis, (clock, title) in zip(axes, panels.items(), strict=True):
+    for axis, (cost, title) in zip(axes, panels.items(), strict=True):
         grid = np.full((len(methods), len(results)), np.nan)
         for column, of_regime in enumerate(results):
             for row, method in enumerate(methods):
-                found = of_regime.effect(method, of_regime.base, metric=of_regime.regime.metric, clock=clock)
+                found = of_regime.effect(method, of_regime.base, metric=of_regime.regime.metric, cost=cost)
                 if found is not None:
                     grid[row, column] = found.mean
                     text = str(found).strip("*").replace(" ", "\n", 1)

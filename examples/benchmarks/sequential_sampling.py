@@ -18,10 +18,10 @@ from pathlib import Path
 
 import torch
 import transformers
+from arms import train_arm
 
-from trl_explore.compare.clocks import comparison_table
+from trl_explore.compare.costs import comparison_table
 from trl_explore.compare.plots import learning_curves
-from trl_explore.compare.run import train_arm
 from trl_explore.compare.settings import Arm, Budget
 from trl_explore.tasks import get_task
 from trl_explore.tasks.warm_start import warm_start
@@ -89,8 +89,8 @@ def main():
             kept.write_text(json.dumps(runs))
             print({k: round(v, 3) for k, v in run.points[-1].items()}, arm.name, seed, flush=True)
     runs = [run for run in runs if run["arm"] in {arm.name for arm in arms} and run["seed"] in args.seeds]
-    for clock in ("tokens", "cpu_seconds", "step"):
-        print("\n" + comparison_table(runs, clock, metrics))
+    for cost in ("tokens", "cpu_seconds", "step"):
+        print("\n" + comparison_table(runs, cost, metrics))
     print("\npass@16 / pass@1 along each run")
     for run in runs:
         ratios = [p["eval/pass_at_16"] / p["eval/pass_at_1"] for p in run["points"] if p["eval/pass_at_1"]]
@@ -103,7 +103,7 @@ def main():
         print(f"  {arm.name:16s} CPU s {seconds:.3f}  " + " ".join(f"{k[7:]} {v:.3g}" for k, v in found.items()))
     try:
         names = list(metrics.values())
-        path = learning_curves(runs, output / "curves.png", metrics=names, clocks=("tokens", "cpu_seconds"))
+        path = learning_curves(runs, output / "curves.png", metrics=names, costs=("tokens", "cpu_seconds"))
     except ImportError:
         path = "no picture: pip install matplotlib"
     print(f"\n{path}")

@@ -28,7 +28,7 @@ from accelerate.utils.other import get_free_port
 from datasets import Dataset
 from transformers import PrinterCallback, Qwen2ForCausalLM, TrainerCallback
 
-from trl_explore.compare.clocks import interval
+from trl_explore.compare.costs import interval
 from trl_explore.compare.run import CostCallback
 from trl_explore.compare.settings import Budget
 from trl_explore.methods import METHODS

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 import transformers
+from arms import train_arm
 
-from trl_explore.compare.clocks import comparison_table
+from trl_explore.compare.costs import comparison_table
 from trl_explore.compare.plots import learning_curves
-from trl_explore.compare.run import train_arm
 from trl_explore.compare.settings import Arm, Budget
 from trl_explore.tasks import get_task
 from trl_explore.tasks.warm_start import warm_start
@@ -79,8 +79,8 @@ def main():
             runs.append(asdict(run))
             (output / "runs.json").write_text(json.dumps(runs))
             print({k: round(v, 3) for k, v in run.points[-1].items()}, arm.name, seed, flush=True)
-    for clock in ("tokens", "cpu_seconds", "step"):
-        print("\n" + comparison_table(runs, clock, METRICS))
+    for cost in ("tokens", "cpu_seconds", "step"):
+        print("\n" + comparison_table(runs, cost, METRICS))
     print("\nper step, median over the run")
     for arm in arms:
         steps = [step for run in runs if run["arm"] == arm.name for step in run["steps"]]
@@ -92,7 +92,7 @@ def main():
         print("".join(f", {k.removeprefix('tree/')} {v:.3g}" for k, v in found.items() if "seconds" not in k))
     try:
         path = learning_curves(
-            runs, output / "curves.png", clocks=("tokens", "cpu_seconds"), title=f"tree search on {task.name}"
+            runs, output / "curves.png", costs=("tokens", "cpu_seconds"), title=f"tree search on {task.name}"
         )
     except ImportError:
         path = "no picture: pip install matplotlib"

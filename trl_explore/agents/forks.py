@@ -39,7 +39,7 @@ class Forks:
         self._starts: list[int] = []  # turns that the branches of the tool loop begin with
 
     @property
-    def branching(self) -> bool:
+    def in_branches(self) -> bool:
         """Whether the tool loop is at work on branches."""
         return self._stopped is not None
 
@@ -199,15 +199,15 @@ class Forks:
                 {},
             )
         for i, branch in enumerate(branches):
-            told, ids, mask = completions[i], completion_ids[i], masks[i][len(branch.loss_mask) :]
+            messages, ids, mask = completions[i], completion_ids[i], masks[i][len(branch.loss_mask) :]
             if i in stopped:
                 # The call that it was not allowed has no answer, as in a main row at its last turn.
-                while told[-1]["role"] == "tool":
-                    told.pop()
+                while messages[-1]["role"] == "tool":
+                    messages.pop()
                 while mask and not mask[-1]:
                     mask.pop()
             assert branch.messages is not None
-            branch.messages = branch.messages[:-1] + told
+            branch.messages = branch.messages[:-1] + messages
             branch.num_sampled += sum(mask)
             branch.loss_mask = branch.loss_mask + mask
             branch.completion_ids = ids[: len(branch.loss_mask)]

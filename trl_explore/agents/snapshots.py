@@ -57,13 +57,13 @@ def choose_state(environment: Any, wanted: str) -> str:
     return "replay"
 
 
-def take(environment: Any, way: str) -> Any:
+def take(environment: Any, kind: str) -> Any:
     """The state now: a copy of the environment, what its own `snapshot` returned, or `None` for `"replay"`.
     RuntimeError if it cannot be had."""
-    if way == "replay":
+    if kind == "replay":
         return None
     try:
-        return environment.snapshot() if way == "snapshot" else copy.deepcopy(environment)
+        return environment.snapshot() if kind == "snapshot" else copy.deepcopy(environment)
     except Exception as error:
         raise RuntimeError(
             f"the state of a {type(environment).__name__} could not be kept ({type(error).__name__}: {error}). Define "
@@ -83,13 +83,13 @@ def check_replay(environment: Any, tool: str, now: Any, then: Any) -> None:
         )
 
 
-def explain_wrong_state(environment: Any, tool: str, now: Any, then: Any, *, way: str, replaced: bool) -> str:
+def explain_wrong_state(environment: Any, tool: str, now: Any, then: Any, *, kept_by: str, replaced: bool) -> str:
     """A warning that an environment that went back to a turn did not answer as it had after it, and what else can be
     done; `replaced` if calls are replayed from now on."""
     kind = type(environment).__name__
     cause = (
-        f"the tool `{tool}` of a {kind} that went back to an earlier turn by {way} answered {str(now)[:200]!r}, but "
-        f"{str(then)[:200]!r} in the rollout. Either some of its state lies outside of it, as in a session of a "
+        f"the tool `{tool}` of a {kind} that went back to an earlier turn by {kept_by} answered {str(now)[:200]!r}, "
+        f"but {str(then)[:200]!r} in the rollout. Either some of its state lies outside of it, as in a session of a "
         "server, or its answers depend on chance. "
     )
     if replaced:

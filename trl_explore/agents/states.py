@@ -33,7 +33,7 @@ class KeptStates:
         self._agreed: Counter[tuple[Any, str]] = Counter()  # trajectories on which a tool answered as before
         self._checked = True  # whether the states of this batch are
         self._trusted: set[Any] = set()  # environments that are not checked any more
-        self._chosen: set[Any] = set()  # environments whose way is chosen after a `reset`
+        self._chosen: set[Any] = set()  # environments whose kind of state is chosen after a `reset`
 
     def begin(self, examples: list[dict[str, Any]], num_rows: int) -> None:
         """A batch is about to be rolled out."""
@@ -115,7 +115,7 @@ class KeptStates:
             replaced = self.wanted == "auto" and self._kinds[name] == "copy"
             if name in wrong:
                 warnings.warn(
-                    explain_wrong_state(*wrong[name], way=self._kinds[name], replaced=replaced), stacklevel=2
+                    explain_wrong_state(*wrong[name], kept_by=self._kinds[name], replaced=replaced), stacklevel=2
                 )
             if found[str(i)]:
                 if replaced:

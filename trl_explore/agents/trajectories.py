@@ -27,8 +27,8 @@ class Trajectory:
         """Copies of the completion's messages before a turn, which count from 0."""
         if not self.messages:
             return []
-        said = [place for place, message in enumerate(self.messages) if message["role"] == "assistant"]
-        return copy.deepcopy(self.messages[: said[turn]])
+        assistant = [place for place, message in enumerate(self.messages) if message["role"] == "assistant"]
+        return copy.deepcopy(self.messages[: assistant[turn]])
 
 
 @dataclass

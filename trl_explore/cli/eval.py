@@ -305,5 +305,5 @@ def _report(results: dict[str, Any], answered: list[str]) -> None:
         voted = any(metric.startswith("maj") for metric in entry["metrics"])
         if voted and entry["unanswered"] and name not in answered:
             share = f"{100 * entry['unanswered']:.1f} %"
-            told = f"maj@k votes on marked answers, such as \\boxed{{7}}, and {share} of the samples mark none."
-            print(f"{visible_text(name)}: {told}")
+            note = f"maj@k votes on marked answers, such as \\boxed{{7}}, and {share} of the samples mark none."
+            print(f"{visible_text(name)}: {note}")

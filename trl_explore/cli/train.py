@@ -157,17 +157,17 @@ def _save_and_push(trainer: "GRPOTrainer", output_dir: str, data: Any) -> int:
     from huggingface_hub import constants
 
     say = trainer.accelerator.print
-    said = f"Trained {trainer.state.global_step} steps; model saved to {output_dir}"
+    report = f"Trained {trainer.state.global_step} steps; model saved to {output_dir}"
     if not trainer.args.push_to_hub:
         trainer.save_model(output_dir)
-        say(said)
+        say(report)
         return 0
     try:
         trainer.push_to_hub(dataset_name=data)  # saves first
     except HubError as error:
-        say(said)
+        say(report)
         print(f"trl-explore: error: {visible_text(str(error))}", file=sys.stderr)
         return 1
-    say(said)
+    say(report)
     say(f"Pushed to {constants.ENDPOINT}/{trainer.hub_model_id}")
     return 0

@@ -5,7 +5,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from trl_explore.compare.clocks import mean_curve
+from trl_explore.compare.costs import mean_curve
 from trl_explore.methods import METHODS
 
 LABELS = {
@@ -41,12 +41,12 @@ def arm_styles(arms: Iterable[str]) -> dict[str, tuple[str, str]]:
     return {name: styles[name] if name in styles else next(others) for name in names}
 
 
-def _draw_panel(panel: Any, runs: Sequence[dict[str, Any]], clock: str, metric: str) -> None:
+def _draw_panel(panel: Any, runs: Sequence[dict[str, Any]], cost: str, metric: str) -> None:
     scale = metric_label(metric)[1]
     for arm, (colour, marker) in arm_styles(run["arm"] for run in runs).items():
         curves = [[p for p in run["points"] if metric in p] for run in runs if run["arm"] == arm]
         band = len(curves) >= INTERVAL_SEEDS
-        readings, *values = zip(*mean_curve(curves, clock, metric, t_interval=band), strict=True)
+        readings, *values = zip(*mean_curve(curves, cost, metric, t_interval=band), strict=True)
         mean, low, high = ([scale * value for value in column] for column in values)
         if scale == 100:  # a share is none or all at most, whatever the interval says
             low, high = [max(value, 0) for value in low], [min(value, 100) for value in high]
@@ -63,11 +63,11 @@ def learning_curves(
     path: str | Path,
     *,
     metrics: Sequence[str] = ("eval/greedy_accuracy", "eval/pass_at_1", "eval/pass_at_8"),
-    clocks: Sequence[str] = ("tokens", "seconds"),
+    costs: Sequence[str] = ("tokens", "seconds"),
     title: str = "",
     suffixes: Sequence[str] = (),
 ) -> Path:
-    """Draw a panel per clock and metric, a line per arm: the mean over its seeds, in its 95 % t-interval; with two
+    """Draw a panel per cost and metric, a line per arm: the mean over its seeds, in its 95 % t-interval; with two
     seeds, from the lower to the higher. The suffix of `path` decides the format; `suffixes` are written beside it."""
     import matplotlib
 
@@ -75,17 +75,17 @@ def learning_curves(
     import matplotlib.pyplot as plt
     from matplotlib.ticker import EngFormatter
 
-    size = (5.2 * len(clocks), 2.7 * len(metrics) + 0.9)
+    size = (5.2 * len(costs), 2.7 * len(metrics) + 0.9)
     figure, axes = plt.subplots(
-        len(metrics), len(clocks), figsize=size, squeeze=False, sharex="col", sharey="row", layout="constrained"
+        len(metrics), len(costs), figsize=size, squeeze=False, sharex="col", sharey="row", layout="constrained"
     )
     for row, metric in zip(axes, metrics, strict=True):
-        for panel, clock in zip(row, clocks, strict=True):
-            _draw_panel(panel, runs, clock, metric)
+        for panel, cost in zip(row, costs, strict=True):
+            _draw_panel(panel, runs, cost, metric)
         label, scale = metric_label(metric)
         row[0].set_ylabel(f"{label} (%)" if scale == 100 else label)
-    for panel, clock in zip(axes[-1], clocks, strict=True):
-        panel.set_xlabel(LABELS.get(clock, clock))
+    for panel, cost in zip(axes[-1], costs, strict=True):
+        panel.set_xlabel(LABELS.get(cost, cost))
         panel.xaxis.set_major_formatter(EngFormatter(sep=""))  # 20k, not 20000
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(6, len(labels)), frameon=False)

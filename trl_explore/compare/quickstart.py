@@ -60,7 +60,7 @@ def clear(mean: float, half: float | None) -> str:
 def verdicts(runs: Sequence[Mapping[str, Any]], comparison: "Comparison") -> list[str]:
     """What was found about each method, a sentence each, as the regimes of the benchmark are judged: differences to
     the first arm in the first metric, a share, by the mean along the curve."""
-    from trl_explore.compare.clocks import interval, mean_along, paired_values
+    from trl_explore.compare.costs import interval, mean_along, paired_values
     from trl_explore.compare.plots import metric_label
     from trl_explore.compare.report import equal_cost, summarize
 
@@ -74,11 +74,11 @@ def verdicts(runs: Sequence[Mapping[str, Any]], comparison: "Comparison") -> lis
         end = row.cells[0].difference
         assert end is not None
         # Not wall seconds: other runs, and other work, are on the machine too.
-        spent = paired_values(runs, row.arm, base.arm, clock=comparison.cost, reading=reading, metric="cpu_seconds")
+        spent = paired_values(runs, row.arm, base.arm, cost=comparison.cost, reading=reading, metric="cpu_seconds")
         ours, theirs = (sum(column) for column in zip(*spent, strict=True))
         sentences.append(
             f"{row.arm} - {base.arm} on these seeds, points of {metric_label(metric)[0]} for as many "
-            f"{comparison.clock}: {clear(*gap)} on average along the curve, {clear(*end)} at the end, "
+            f"{comparison.unit}: {clear(*gap)} on average along the curve, {clear(*end)} at the end, "
             f"in {ours / theirs:.1f} times the CPU seconds."
         )
     return sentences

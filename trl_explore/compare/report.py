@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trl_explore.compare.clocks import common_reading, comparison_table, interval, paired_values
+from trl_explore.compare.costs import common_reading, interval, paired_values
 from trl_explore.compare.plots import LABELS, learning_curves, metric_label
 from trl_explore.compare.run import TRAINING
 from trl_explore.compare.settings import Comparison
@@ -52,12 +52,12 @@ class Row:
 
 def summarize(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> list[Row]:
     """All arms of runs with the same seeds at the same cost, in order."""
-    clock, reading = comparison.cost, equal_cost(runs, comparison)
+    cost, reading = comparison.cost, equal_cost(runs, comparison)
     base = comparison.arms[0].name
     rows = []
     for name in (arm.name for arm in comparison.arms):
         pairs = {
-            metric: paired_values(runs, name, base, clock=clock, reading=reading, metric=metric)
+            metric: paired_values(runs, name, base, cost=cost, reading=reading, metric=metric)
             for metric in ("tokens", "seconds", "step", *(f"eval/{metric}" for metric in comparison.metrics))
         }
         values = {metric: interval([ours for ours, _ in known]) for metric, known in pairs.items()}
@@ -141,22 +141,11 @@ def write_report(runs: Sequence[dict[str, Any]], comparison: Comparison, folder:
     subject = comparison.subject
     title = f"task {subject['task']}" if "task" in subject else str(subject["model_name_or_path"])
     # On a CPU other work, and other runs of this comparison, make wall seconds longer.
-    on_cpu = comparison.common.get("use_cpu") and comparison.clock != "seconds"
-    clocks = ("tokens", "cpu_seconds" if on_cpu else "seconds")
+    on_cpu = comparison.common.get("use_cpu") and comparison.unit != "seconds"
+    costs = ("tokens", "cpu_seconds" if on_cpu else "seconds")
     picture = folder / f"{CURVES}.png"
     try:
-        learning_curves(runs, picture, metrics=metrics, clocks=clocks, title=title, suffixes=[".svg"])
+        learning_curves(runs, picture, metrics=metrics, costs=costs, title=title, suffixes=[".svg"])
     except ModuleNotFoundError:  # matplotlib
         return files
     return [*files, picture, picture.with_suffix(".svg")]
-
-
-def report(runs: list[dict[str, Any]], label: str, folder: str | Path) -> None:
-    """Prints an example's runs at equal tokens, CPU seconds and steps, `eval/success` under a label; draws curves."""
-    for clock in ("tokens", "cpu_seconds", "step"):
-        print("\n" + comparison_table(runs, clock, {label: "eval/success"}))
-    try:
-        clocks = ("tokens", "cpu_seconds")
-        print(f"\n{learning_curves(runs, Path(folder) / 'curves.png', metrics=['eval/success'], clocks=clocks)}")
-    except ImportError:
-        print("\nno picture: pip install matplotlib")

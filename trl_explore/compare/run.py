@@ -1,14 +1,14 @@
 """One run: its trainer, what it costs, its curve, and both in its checkpoints.
 
-`train_run` trains one arm of a comparison, `train_arm` one of an example on an embedded task. Costs are generated and
-trained tokens, process CPU seconds, wall seconds and optimiser steps of training; evaluation counts towards none.
+Costs are generated and trained tokens, process CPU seconds, wall seconds and optimiser steps of training; evaluation
+counts towards none.
 """
 
 import itertools
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -17,17 +17,15 @@ from typing import Any
 from transformers import PrinterCallback, TrainerCallback
 
 from trl_explore.compare.settings import Arm, Budget, Comparison, Cost, run_arguments
-from trl_explore.compare.tasks import common_options
 from trl_explore.evaluation.callbacks import PassAtKCallback, undisturbed
 from trl_explore.methods import METHODS
 from trl_explore.rows.streams import loss_mask
 from trl_explore.runs.arguments import RunArguments, trainer_arguments
 from trl_explore.runs.inputs import UsageError, load_train_and_eval
-from trl_explore.runs.threads import few_threads
 from trl_explore.saving.checkpoints import last_complete_checkpoint
 from trl_explore.saving.interrupt import InterruptCallback
 from trl_explore.saving.whole_files import whole_file
-from trl_explore.tasks import AGENTS, LAKE_AGENT, Task
+from trl_explore.tasks import AGENTS, LAKE_AGENT
 from trl_explore.tasks.tiny_model import build_tokenizer
 from trl_explore.trainers.base import watch
 
@@ -115,10 +113,10 @@ class CostCallback(TrainerCallback):
 
 class Curve(TrainerCallback):
     """The points of a run. They go with its cost into every checkpoint, so that a resumed run keeps its curve and what
-    is left of its budget, `amount` of `clock`, which a bar shows. It is called after `costs`."""
+    is left of its budget, `amount` of `unit`, which a bar shows. It is called after `costs`."""
 
-    def __init__(self, costs: CostCallback, clock: str, amount: float, bar: Any = None) -> None:
-        self.costs, self.clock, self.amount = costs, clock, amount
+    def __init__(self, costs: CostCallback, unit: str, amount: float, bar: Any = None) -> None:
+        self.costs, self.unit, self.amount = costs, unit, amount
         self.bar, self.bar_start = bar, 0 if bar is None else bar.n
         self.points: list[dict[str, Any]] = []
 
@@ -153,7 +151,7 @@ class Curve(TrainerCallback):
         return None
 
     def _position(self) -> int:
-        return self.bar_start + int(min(vars(self.costs.cost)[self.clock], self.amount))
+        return self.bar_start + int(min(vars(self.costs.cost)[self.unit], self.amount))
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if self.bar is not None and of_step(logs):
@@ -172,7 +170,7 @@ class Milestones(Curve):
 
     def share(self, cost: Mapping[str, float]) -> int:
         """How many of the evaluations after the first are due at a cost."""
-        return int(min(1.0, cost[self.clock] / self.amount) * self.comparison.evaluations)
+        return int(min(1.0, cost[self.unit] / self.amount) * self.comparison.evaluations)
 
     @property
     def due(self) -> bool:
@@ -207,34 +205,6 @@ class Milestones(Curve):
     def on_train_end(self, args, state, control, **kwargs):
         if self.finished(state) and self.points[-1]["step"] < self.costs.cost.step:
             self.measure()
-
-
-class SteadyCurve(Curve):
-    """An example's curve: every so many steps, by a callback called before or, where agents play, the trainer."""
-
-    def __init__(self, costs: CostCallback, evaluation: PassAtKCallback | None, bar: Any) -> None:
-        super().__init__(costs, "tokens", costs.budget.tokens, bar)
-        self.evaluation, self.seen = evaluation, 0
-
-    def _look(self) -> None:
-        entries = [] if self.evaluation is None else self.evaluation.history[self.seen :]
-        for entry in entries:
-            self.note(entry)
-        self.seen += len(entries)
-
-    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
-        if self.evaluation is None:
-            self.note({"eval/success": metrics["eval_reward"]})
-
-    def on_save(self, args, state, control, **kwargs):
-        self._look()
-        self.write(args, state)
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        self._look()
-
-    def on_train_end(self, args, state, control, **kwargs):
-        self._look()
 
 
 # ------------------------------------------------------------------------------------------------ trainers of the runs
@@ -354,71 +324,3 @@ def train_run(
     if not milestones.finished(trainer.state):
         raise Interrupted
     return Run(arm.name, seed, milestones.points, costs.history)
-
-
-def train_arm(
-    arm: Arm,
-    task: Task,
-    start: str | Path,
-    *,
-    output_dir: str | Path,
-    seed: int,
-    budget: Budget,
-    evaluate_every: int,
-    num_eval: int = 128,
-    num_samples: int = 8,
-    k: tuple[int, ...] = (1, 8),
-    num_train: int | None = None,
-    evaluation_options: dict[str, Any] | None = None,
-    options: Mapping[str, Any] | None = None,
-    progress: Any = None,
-    callbacks: Sequence[TrainerCallback | Callable[[Any], TrainerCallback]] = (),
-    resume: bool = False,
-) -> Run:
-    """Train one arm on an embedded task from the model in `start`, evaluating on held-out problems on the way and at
-    both ends; of agents, `eval/success` is the mean reward of four samples. `options` are over `common_options`."""
-    agent, rows, costs = task.name in AGENTS, task.evaluation_set(num_eval), CostCallback(budget)
-    settings = {**common_options(task, seed=seed), "max_steps": budget.steps}
-    if agent:
-        settings |= {"eval_strategy": "steps", "eval_steps": evaluate_every, "eval_on_start": True, **AGENT_EVALUATION}
-    config = METHODS[arm.method].config_class(
-        output_dir=str(output_dir), **{**settings, **(options or {}), **arm.options}
-    )
-    given = [callback for callback in callbacks if isinstance(callback, TrainerCallback)]
-    trainer = task_trainer(arm, task, start, config, num_train=num_train, rows=rows, callbacks=[costs, *given])
-    for callback in callbacks:
-        if not isinstance(callback, TrainerCallback):
-            trainer.add_callback(callback(trainer))
-    evaluation = None
-    if not agent:
-        sampling = dict(num_samples=num_samples, k=k, every=evaluate_every, batch_size=512, seed=EVALUATION_SEED)
-        evaluation = PassAtKCallback(trainer, rows, **{**sampling, **(evaluation_options or {})})
-        trainer.add_callback(evaluation)
-    curve = SteadyCurve(costs, evaluation, progress)
-    trainer.add_callback(curve)
-    trainer.remove_callback(PrinterCallback)  # a line of 50 metrics per step would bury the progress bar
-    with few_threads(trainer.model, trainer.accelerator.device):
-        trainer.train(resume_from_checkpoint=curve.restore(output_dir) if resume else None)
-        if agent and curve.points[-1]["step"] < costs.cost.step:
-            trainer.evaluate()
-    return Run(arm.name, seed, curve.points, costs.history)
-
-
-def train_missing(
-    arms: Sequence[Arm], seeds: Sequence[int], kept: Path, train: Callable[[Arm, int], Run], shown: Sequence[str] = ()
-) -> list[dict[str, Any]]:
-    """Train the arms and seeds that the JSON file `kept` lacks, and return the runs of all of them; an interrupted
-    comparison goes on where it stopped. `shown` are beginnings of metric names to print after each run."""
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    runs = json.loads(kept.read_text()) if kept.is_file() else []
-    for seed in seeds:
-        for arm in arms:
-            if any((run["arm"], run["seed"]) == (arm.name, seed) for run in runs):
-                continue
-            run = train(arm, seed)
-            runs.append(asdict(run))
-            kept.write_text(json.dumps(runs))
-            last = {name: round(value, 3) for name, value in run.steps[-1].items() if name.startswith(tuple(shown))}
-            print(arm.name, seed, [round(point["eval/success"], 3) for point in run.points], last, flush=True)
-    names = {arm.name for arm in arms}
-    return [run for run in runs if run["arm"] in names and run["seed"] in seeds]

@@ -18,7 +18,7 @@ from trl_explore.tasks import AGENTS
 from trl_explore.tasks.tiny_model import HEAD_SIZE
 from trl_explore.visible_text import visible_text
 
-CLOCKS = {"tokens": "tokens", "seconds": "seconds", "steps": "step"}  # and what costs call it
+COST_OF_UNIT = {"tokens": "tokens", "seconds": "seconds", "steps": "step"}  # and what costs call it
 METRICS = ("greedy_accuracy", "reward", "pass_at_1", "pass_at_8", "maj_at_8", "coverage_at_8")
 COUNTED = re.compile(r"(pass|maj|coverage)_at_([1-9]\d*)")
 # What the comparison itself decides; the others of its kind come from these.
@@ -81,7 +81,7 @@ class Comparison:
     """Everything that decides what a comparison computes."""
 
     subject: dict[str, Any]  # fields of `trl-explore train`; or only `task`, an embedded one
-    clock: str  # what is equal for all arms: "tokens", "seconds" or "steps"
+    unit: str  # what is equal for all arms: "tokens", "seconds" or "steps"
     amount: float  # of it for each run
     seeds: tuple[int, ...]
     arms: tuple[Arm, ...]  # with every option filled in; differences are to the first
@@ -102,13 +102,13 @@ class Comparison:
     @property
     def budget(self) -> Budget:
         """When a run stops."""
-        amount: Any = int(self.amount) if self.clock == "steps" else self.amount
-        return Budget(**{self.clock: amount})
+        amount: Any = int(self.amount) if self.unit == "steps" else self.amount
+        return Budget(**{self.unit: amount})
 
     @property
     def cost(self) -> str:
-        """The cost that `clock` counts, a field of [`~trl_explore.compare.settings.Cost`]."""
-        return CLOCKS[self.clock]
+        """The cost that `unit` counts, a field of [`~trl_explore.compare.settings.Cost`]."""
+        return COST_OF_UNIT[self.unit]
 
     @property
     def num_samples(self) -> int:
@@ -126,7 +126,7 @@ class Comparison:
         optional["model_size"] = self.model_size or None
         return {
             **self.subject,
-            "budget": {self.clock: self.amount},
+            "budget": {self.unit: self.amount},
             "seeds": list(self.seeds),
             "metrics": list(self.metrics),
             "evaluations": self.evaluations,
@@ -146,18 +146,18 @@ def read_comparison(document: Mapping[str, Any]) -> Comparison:
     """Check a comparison's document, flags in it, and fill it in. UsageError names field, value and remedy."""
     named = [spec.name for cls in (TrainArguments, ModelConfig, DatasetMixtureConfig) for spec in fields(cls)]
     subject_names = {"task", *named} - {"method"}
-    own = {spec.name for spec in fields(Comparison)} - {"subject", "clock", "amount"} | {"budget"}
+    own = {spec.name for spec in fields(Comparison)} - {"subject", "unit", "amount"} | {"budget"}
     for name in document:
         if name not in own | subject_names:
             raise UsageError(_unknown_top_level(str(name), own | subject_names))
     subject = {name: value for name, value in document.items() if name in subject_names}
     task = _find_task(subject)
-    clock, amount = _read_budget(document.get("budget"))
+    unit, amount = _read_budget(document.get("budget"))
     common = read_mapping("common", document.get("common"))
     threshold = document.get("success_threshold")
     comparison = Comparison(
         subject=subject,
-        clock=clock,
+        unit=unit,
         amount=amount,
         seeds=_read_seeds(document.get("seeds", [0])),
         arms=_read_arms(document.get("arms"), task, common),
@@ -197,16 +197,16 @@ def _read_budget(given: Any) -> tuple[str, float]:
         raise UsageError(f"budget is missing: say what is equal for all arms, tokens, seconds or steps, {example}")
     budget = read_mapping("budget", given)
     for name in budget:
-        if name not in CLOCKS:
-            raise UsageError(f"budget: {unknown_name('field', str(name), CLOCKS)}")
+        if name not in COST_OF_UNIT:
+            raise UsageError(f"budget: {unknown_name('field', str(name), COST_OF_UNIT)}")
     if len(budget) != 1:
         raise UsageError(f"budget={budget}: give one of tokens, seconds and steps, {example}")
-    ((clock, text),) = budget.items()
-    amount = read_number(f"budget.{clock}", text)
-    if not 0 < amount < math.inf or clock == "steps" and not amount.is_integer():
-        whole = "a whole number of steps" if clock == "steps" else "positive and finite"
-        raise UsageError(f"budget.{clock}={text}: it must be {whole}, {example}")
-    return clock, amount
+    ((unit, text),) = budget.items()
+    amount = read_number(f"budget.{unit}", text)
+    if not 0 < amount < math.inf or unit == "steps" and not amount.is_integer():
+        whole = "a whole number of steps" if unit == "steps" else "positive and finite"
+        raise UsageError(f"budget.{unit}={text}: it must be {whole}, {example}")
+    return unit, amount
 
 
 def _read_seeds(given: Any) -> tuple[int, ...]:

@@ -207,9 +207,9 @@ def carry_out(
 def _train(folder: ComparisonFolder, processes: int | None) -> None:
     comparison, left = folder.comparison, len(folder.missing())
     done = folder.num_runs - left
-    unit = {"tokens": "tok", "seconds": "s", "steps": "step"}[comparison.clock]
+    unit = {"tokens": "tok", "seconds": "s", "steps": "step"}[comparison.unit]
     print(
-        f"{folder.num_runs} runs of {comparison.amount:,.0f} {comparison.clock} each"
+        f"{folder.num_runs} runs of {comparison.amount:,.0f} {comparison.unit} each"
         f"{f', {done} of them done' if done else ''}: "
         f"{', '.join(arm.name for arm in comparison.arms)}; seeds {', '.join(map(str, comparison.seeds))}"
     )

@@ -1,6 +1,6 @@
 """Bootstrap intervals: how much a benchmark's value depends on which prompts, and seeds, happen to be in it."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -28,24 +28,3 @@ def _ends(means: np.ndarray, level: float) -> tuple[float, float]:
         raise ValueError(f"level must be between 0 and 1, got {level}; 0.95 is usual.")
     low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
-
-
-def crossed_interval(
-    values: np.ndarray,
-    *,
-    groups: Sequence[Hashable] | None = None,
-    level: float = 0.95,
-    num_resamples: int = 10_000,
-    seed: int = 0,
-) -> tuple[float, float]:
-    """Bootstrap interval of a mean over seeds and prompts, `(S, P)`, both drawn anew, independently; prompts of one of
-    `groups` together. Few seeds make it too narrow: take Student's over the seeds' means where that is wider."""
-    if values.ndim != 2 or not values.size:
-        raise ValueError(f"values must have shape (seeds, prompts) and not be empty, got {values.shape}.")
-    random = np.random.default_rng(seed)
-    names = list(range(values.shape[1])) if groups is None else list(groups)
-    members = np.array([[name == other for name in names] for other in dict.fromkeys(names)], dtype=float)  # (G, P)
-    seeds, drawn = (random.multinomial(n, np.full(n, 1 / n), num_resamples) for n in (len(values), len(members)))
-    prompts = drawn @ members  # (R, P)
-    means = ((seeds / len(values) @ values) * prompts).sum(axis=1) / prompts.sum(axis=1)
-    return _ends(means, level)

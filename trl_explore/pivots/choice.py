@@ -34,7 +34,7 @@ class Pivot:
 
 
 @dataclass
-class Branching:
+class BranchPoint:
     """One pivot of the batch and what was sampled from it."""
 
     example: dict[str, Any]

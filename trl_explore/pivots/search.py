@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from trl_explore.pivots.choice import (
-    Branching,
+    BranchPoint,
     Pivot,
     draw_pivots,
     drop_empty_end,
@@ -39,7 +39,7 @@ class PivotSearch:
 
     def choose(
         self, examples: list[dict[str, Any]], prompt_ids: list[list[int]], completion_ids: list[list[int]]
-    ) -> list[Branching]:
+    ) -> list[BranchPoint]:
         """Where the failed completions of a batch are left; every process calls it."""
         most = self.budget(completion_ids)
         rewards = self.scorer.success()
@@ -60,7 +60,7 @@ class PivotSearch:
         if self.args.max_pivots_per_batch is not None:
             pivots = self._capped(pivots, self.args.max_pivots_per_batch)
         return [
-            Branching(
+            BranchPoint(
                 example=dict(examples[p.row]),
                 prompt_ids=prompt_ids[p.row],
                 prefix_ids=completion_ids[p.row][: p.start],
@@ -128,19 +128,19 @@ class PivotSearch:
         first = sum(len(of_process) for of_process in per_process[: self.policy.ranks.index])
         return [pivot for i, pivot in enumerate(pivots, start=first) if i in kept]
 
-    def branch(self, branchings: list[Branching], sample: Sampler, most: int) -> None:
+    def branch(self, points: list[BranchPoint], sample: Sampler, most: int) -> None:
         """Sample the branches, all of them in one call, to completions of at most so many tokens."""
         continuations = sample(
-            [b.prompt_ids + b.prefix_ids for b in branchings],
+            [b.prompt_ids + b.prefix_ids for b in points],
             self.args.num_branches,
-            [most - len(b.prefix_ids) for b in branchings],
+            [most - len(b.prefix_ids) for b in points],
         )
-        for branching, branches in zip(branchings, continuations, strict=True):
-            branching.branches = branches
+        for point, branches in zip(points, continuations, strict=True):
+            point.branches = branches
 
-    def rows(self, branchings: list[Branching]) -> Rows:
+    def rows(self, points: list[BranchPoint]) -> Rows:
         """Branches as rows of training; their prefixes only condition (Eq. 4)."""
-        pairs = [(b, branch) for b in branchings for branch in b.branches]
+        pairs = [(b, branch) for b in points for branch in b.branches]
         # The sampler saw the prefixes as prompts; they are not trained.
         logprobs = [[*[0.0] * len(b.prefix_ids), *(branch.logprobs or [])] for b, branch in pairs]
         return Rows(
@@ -153,7 +153,7 @@ class PivotSearch:
             logprobs=logprobs if self.policy.serving is not None else None,
         )
 
-    def learn(self, branchings: list[Branching], scored: ScoredRows | None) -> list[bool | None]:
+    def learn(self, points: list[BranchPoint], scored: ScoredRows | None) -> list[bool | None]:
         """Teach the estimator which pivots were recovered; all processes see all outcomes, in the same order. `None`
         is a pivot none of whose branches could be scored."""
         self.num_batches += 1
@@ -163,7 +163,7 @@ class PivotSearch:
             success = success.view(-1, self.args.num_branches)
             unknown = scored.success_rewards.isnan().view(-1, self.args.num_branches).all(dim=1).tolist()
             solved = [None if u else ok for ok, u in zip(success.any(dim=1).tolist(), unknown, strict=True)]
-        known = [(b.depth, int(ok)) for b, ok in zip(branchings, solved, strict=True) if ok is not None]
+        known = [(b.depth, int(ok)) for b, ok in zip(points, solved, strict=True) if ok is not None]
         outcomes = self.policy.ranks.objects(known)
         if outcomes:
             self.estimator.add(*zip(*outcomes, strict=True))
@@ -172,20 +172,20 @@ class PivotSearch:
         return solved
 
     def metrics(
-        self, branchings: list[Branching], solved: list[bool | None], scored: ScoredRows | None, *, main_tokens: int
+        self, points: list[BranchPoint], solved: list[bool | None], scored: ScoredRows | None, *, main_tokens: int
     ) -> dict[str, float]:
         """What is logged of a batch's pivots; every process calls it."""
-        branches = [branch for b in branchings for branch in b.branches]
+        branches = [branch for b in points for branch in b.branches]
         spread = 0
         if scored is not None:
             advantages = scored.rows["advantages"][: len(scored.rewards)]
             spread = int(advantages.view(-1, self.args.num_branches).any(dim=1).sum())
         own = {
-            "tried": len(branchings),
+            "tried": len(points),
             "known": sum(ok is not None for ok in solved),
             "recovered": sum(ok is True for ok in solved),
             "informative": spread,
-            "depth": sum(b.depth for b in branchings),
+            "depth": sum(b.depth for b in points),
             "branches": len(branches),
             "tokens": sum(len(branch.token_ids) for branch in branches),
             "main_tokens": main_tokens,

@@ -15,22 +15,22 @@ def t_95(count: int) -> float:
     return float(f"{stdtrit(count - 1, 0.975):.4g}")
 
 
-def value_at(points: Points, clock: str, reading: float, metric: str) -> float | None:
+def value_at(points: Points, cost: str, reading: float, metric: str) -> float | None:
     """A learning curve read linearly between its two nearest points; `None` before the first and after the last."""
     for before, after in zip(points, points[1:], strict=False):
-        if before[clock] <= reading <= after[clock]:
-            share = (reading - before[clock]) / max(after[clock] - before[clock], 1e-9)
+        if before[cost] <= reading <= after[cost]:
+            share = (reading - before[cost]) / max(after[cost] - before[cost], 1e-9)
             return before[metric] + share * (after[metric] - before[metric])
     return None
 
 
-def mean_along(points: Points, clock: str, reading: float, metric: str) -> float:
+def mean_along(points: Points, cost: str, reading: float, metric: str) -> float:
     """Mean height of a learning curve, with straight lines between its points, up to a cost that is positive and not
     beyond its end: of two that end alike, the one that rose earlier has more."""
-    end = value_at(points, clock, reading, metric)
+    end = value_at(points, cost, reading, metric)
     if end is None:
-        raise ValueError(f"`reading` is {reading}, but the curve is known up to {points[-1][clock]} {clock}.")
-    known = [(point[clock], point[metric]) for point in points if point[clock] < reading] + [(reading, end)]
+        raise ValueError(f"`reading` is {reading}, but the curve is known up to {points[-1][cost]} {cost}.")
+    known = [(point[cost], point[metric]) for point in points if point[cost] < reading] + [(reading, end)]
     parts = [(after - before) * (low + high) / 2 for (before, low), (after, high) in pairwise(known)]
     return sum(parts) / (reading - known[0][0])
 
@@ -50,13 +50,13 @@ def mean_with_interval(values: Sequence[float]) -> str:
 
 
 def mean_curve(
-    curves: Sequence[Points], clock: str, metric: str, *, t_interval: bool = False
+    curves: Sequence[Points], cost: str, metric: str, *, t_interval: bool = False
 ) -> list[tuple[float, float, float, float]]:
     """The mean of several seeds' curves, wherever one was measured and all can be read: cost, mean, and lowest and
     highest, or with `t_interval` the ends of the mean's 95 % interval, which needs two curves."""
     mean = []
-    for reading in sorted({point[clock] for points in curves for point in points}):
-        values = [value_at(points, clock, reading, metric) for points in curves]
+    for reading in sorted({point[cost] for points in curves for point in points}):
+        values = [value_at(points, cost, reading, metric) for points in curves]
         known = [value for value in values if value is not None]
         if len(known) == len(curves):
             middle, half = interval(known)
@@ -65,31 +65,31 @@ def mean_curve(
     return mean
 
 
-def common_reading(runs: Sequence[Mapping[str, Any]], clock: str) -> float:
-    """Where the run that got least far on the clock stopped: the last cost at which all can be read."""
-    return min(run["points"][-1][clock] for run in runs)
+def common_reading(runs: Sequence[Mapping[str, Any]], cost: str) -> float:
+    """Where the run that got least far stopped: the last cost at which all can be read."""
+    return min(run["points"][-1][cost] for run in runs)
 
 
 def paired_values(
-    runs: Sequence[Mapping[str, Any]], arm: str, base: str, *, clock: str, reading: float, metric: str
+    runs: Sequence[Mapping[str, Any]], arm: str, base: str, *, cost: str, reading: float, metric: str
 ) -> list[tuple[float, float]]:
     """A metric of `arm` and `base` at the same cost, for the seeds on which both can be read."""
     points = {(run["arm"], run["seed"]): run["points"] for run in runs}
     seeds = sorted({run["seed"] for run in runs})
-    pairs = [[value_at(points[name, seed], clock, reading, metric) for name in (arm, base)] for seed in seeds]
+    pairs = [[value_at(points[name, seed], cost, reading, metric) for name in (arm, base)] for seed in seeds]
     return [(ours, theirs) for ours, theirs in pairs if ours is not None and theirs is not None]
 
 
-def comparison_table(runs: Sequence[Mapping[str, Any]], clock: str, metrics: Mapping[str, str]) -> str:
-    """All arms where the one that got least far on the clock stopped, and their paired differences to the first arm,
+def comparison_table(runs: Sequence[Mapping[str, Any]], cost: str, metrics: Mapping[str, str]) -> str:
+    """All arms where the one that got least far stopped, and their paired differences to the first arm,
     as text; `metrics` of the points by label, and the same seeds for every arm."""
     names = list(dict.fromkeys(run["arm"] for run in runs))
-    num_seeds, reading = len({run["seed"] for run in runs}), common_reading(runs, clock)
-    lines = [f"at equal {clock}: {reading:,.0f}      (mean ± 95 % interval over {num_seeds} seeds; per seed)"]
+    num_seeds, reading = len({run["seed"] for run in runs}), common_reading(runs, cost)
+    lines = [f"at equal {cost}: {reading:,.0f}      (mean ± 95 % interval over {num_seeds} seeds; per seed)"]
     for name in names:
         cells = []
         for label, metric in metrics.items():
-            known = paired_values(runs, name, names[0], clock=clock, reading=reading, metric=metric)
+            known = paired_values(runs, name, names[0], cost=cost, reading=reading, metric=metric)
             gap = mean_with_interval([ours - base for ours, base in known]) if name != names[0] else ""
             each = "/".join(f"{100 * ours:.0f}" for ours, _ in known)
             against = f"[vs {names[0]} {gap}]" if gap else ""

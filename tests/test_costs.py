@@ -2,7 +2,7 @@
 
 import pytest
 
-from trl_explore.compare.clocks import comparison_table, mean_with_interval, value_at
+from trl_explore.compare.costs import comparison_table, mean_with_interval, value_at
 
 CURVE = [{"tokens": 0, "acc": 0.2}, {"tokens": 100, "acc": 0.4}, {"tokens": 300, "acc": 0.8}]
 
