@@ -48,7 +48,7 @@ def crossed_interval(
     seed: int = 0,
 ) -> tuple[float, float]:
     """95 % bootstrap interval of a mean over seeds and prompts, `(S, P)`, both drawn anew, independently; prompts of
-    one of `groups` together. Few seeds make it too narrow: take Student's over the seeds' means where that is wider."""
+    one of `groups` together. Few seeds make it too narrow: where Student's over the seeds is wider, take that."""
     if values.ndim != 2 or not values.size:
         raise ValueError(f"values must have shape (seeds, prompts) and not be empty, got {values.shape}.")
     random = np.random.default_rng(seed)
