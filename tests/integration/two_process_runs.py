@@ -138,7 +138,7 @@ def main(folder):
 
         def search(self, output):
             super().search(output)
-            self.counts.append(len(self._branchings))
+            self.counts.append(len(self._points))
 
     options = dict(
         **CUTS, **{**SPANNING, "max_steps": 6}, steps_per_generation=1, max_pivots_per_batch=3, reward_funcs=counting
