@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from transformers import GenerationConfig
 from transformers.trainer_utils import HubStrategy
 from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id
@@ -38,6 +39,7 @@ from trl_explore.rows.scorer import ScoredRows, Scorer
 from trl_explore.rows.streams import RowDict
 from trl_explore.rows.table import CompletionsTable, empty_logs, printed_visibly
 from trl_explore.rows.training import StreamTraining
+from trl_explore.sampling.generation import generating_model
 from trl_explore.sampling.sampler import Sampler
 from trl_explore.serving.backend import ServedGeneration, our_backend
 from trl_explore.serving.session import Serving, warn_about_sampling
@@ -390,6 +392,11 @@ class ExplorationTrainer(GRPOTrainer):
                 return super()._generate_single_turn(prefixes, None, {}, 1)[0]
         finally:
             self.generation_config = config
+
+    @contextmanager
+    def generating(self) -> Iterator[tuple[Any, GenerationConfig]]:
+        with self.packing.own_attention(), generating_model(self, generation_kwargs=self.generation_kwargs) as model:
+            yield model, self.generation_config
 
     def forward(self, model, ids, mask, width, **options):
         return self._get_per_token_logps_and_entropies(model, ids, mask, width, **options)[:2]

@@ -75,6 +75,7 @@ CHECKS = (
     one_of("shared_prefix_training", ("off", "on", "auto")),
     at_least(1, "packed_token_budget", optional=True, words=", or None for one sequence of any length"),
     at_least(1, "sampling_batch_size", optional=True, words=", or None for a single call"),
+    at_least(0, "path_cache_tokens", words="; 0 keeps nothing"),
 )
 
 
@@ -98,7 +99,7 @@ def check_training_values(args: GRPOConfig) -> None:
 @dataclass
 class ExplorationConfig(GRPOConfig):
     r"""
-    Base of the exploration configurations: every field of [`~trl.GRPOConfig`], and seven that all methods share.
+    Base of the exploration configurations: every field of [`~trl.GRPOConfig`], and eight that all methods share.
 
     Args:
         drop_zero_advantage (`bool`, *optional*, defaults to `False`):
@@ -111,6 +112,10 @@ class ExplorationConfig(GRPOConfig):
         sampling_batch_size (`int`, *optional*):
             Rows per `generate` call for extra samples (transformers backend). `None` samples a whole stage in a single
             call; lower it if that call runs out of memory.
+        path_cache_tokens (`int`, *optional*, defaults to `65536`):
+            Most tokens whose keys and values are kept while a rollout grows from them (transformers backend): a search
+            or a chain of sketches then encodes nothing twice. The samples are the same up to rounding. What was used
+            longest ago makes room. Grows as needed; `0` keeps nothing.
         vllm_weight_sync (`str`, *optional*, defaults to `"auto"`):
             How weights travel to a vLLM server: `"nccl"`, `"file"`, or `"auto"`. `"nccl"` is between GPUs (TRL's way),
             `"file"` through files in `output_dir`, for servers on CPUs or without a common GPU network; `"auto"` is
@@ -133,6 +138,7 @@ class ExplorationConfig(GRPOConfig):
     drop_zero_advantage: bool = False
     success_reward: str | None = None
     sampling_batch_size: int | None = None
+    path_cache_tokens: int = 65_536
     vllm_weight_sync: str = "auto"
     shared_prefix_training: str = "off"
     packed_token_budget: int | None = None

@@ -70,18 +70,19 @@ class TreeGRPOTrainer(ExplorationTrainer):
         self.sample.prefix_tokens_asked = self.sample.prefix_tokens_encoded = 0
         roots = prompt_ids[:: self.num_generations]
         cached = [self.replay.usable(root) for root in roots]
-        searched = trees = search(
-            roots,
-            self._sample_nodes,
-            self._score_leaves,
-            limits=self.limits,
-            select_fn=self._select_fn,
-            uct_coef=self.args.uct_coef,
-            decay_min=self.args.q_decay_min,
-            skip=[bool(solutions) for solutions in cached],
-            direct_fn=partial(self._sample_nodes, entropies=False),
-            any_active=lambda here: bool(self.ranks.gathered(here).any()),
-        )
+        with self.sample.rollout():
+            searched = trees = search(
+                roots,
+                self._sample_nodes,
+                self._score_leaves,
+                limits=self.limits,
+                select_fn=self._select_fn,
+                uct_coef=self.args.uct_coef,
+                decay_min=self.args.q_decay_min,
+                skip=[bool(solutions) for solutions in cached],
+                direct_fn=partial(self._sample_nodes, entropies=False),
+                any_active=lambda here: bool(self.ranks.gathered(here).any()),
+            )
         if self.args.replay_buffer:
             trees = self.replay.replace(trees, cached, self._score_leaves)
             self.replay.remember(searched)

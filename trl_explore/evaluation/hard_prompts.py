@@ -19,6 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl_explore.evaluation.policy import PolicySamples
 from trl_explore.evaluation.samplers import seed_at, undisturbed
 from trl_explore.rewards.success import is_success
+from trl_explore.sampling.generation import generating_model
 from trl_explore.saving.fingerprints import digest, tokenizer_fingerprint, weight_probes
 from trl_explore.saving.records import check_same, read_records, write_records
 from trl_explore.saving.whole_files import append_lines
@@ -285,7 +286,7 @@ def _depends_on(samples: PolicySamples, settings: dict[str, Any]) -> dict[str, A
     rows = [{name: value for name, value in row.items() if name != PASS_RATE} for row in samples.rows]
     tokenizer = trainer.processing_class
     template = [tokenizer.chat_template, trainer.chat_template, trainer.chat_template_kwargs]
-    with samples.generating_model() as model:
+    with generating_model(trainer) as model:
         weights = digest(weight_probes(model))
     return {
         "num_prompts": len(rows),

@@ -2,23 +2,19 @@
 
 import asyncio
 import functools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import GenerationConfig, ProcessorMixin
 from trl import apply_chat_template
 from trl.chat_template_utils import parse_response
-from trl.distributed import DistributedBackend
-from trl.models import unwrap_model_for_generation
 from trl.trainer.utils import get_callable_name, is_async_callable
 
 from trl_explore.evaluation.completions import encode_prompts
 from trl_explore.evaluation.grading import Graded, Grader
 from trl_explore.rewards.success import check_success_reward
-from trl_explore.sampling.generation import complete
+from trl_explore.sampling.generation import complete, generating_model
 
 
 class PolicySamples:
@@ -81,26 +77,12 @@ class PolicySamples:
         """Sample completions of rows and grade them; every process must call it, with equally many rows."""
         graded: list[Graded] = []
         size = max(1, self.batch_size // num_samples)
-        with self.generating_model() as model:
+        with generating_model(self.trainer) as model:
             for start in range(0, len(indices), size):
                 rows = [self.rows[index] for index in indices[start : start + size]]
                 completion_ids, completions = self._complete(model, rows, num_samples, greedy=greedy)
                 graded += self.grade(rows, completions, completion_ids)
         return graded
-
-    @contextmanager
-    def generating_model(self) -> Iterator[Any]:
-        """The trainer's model with all its parameters, without gradients; every process must enter."""
-        trainer = self.trainer
-        unwrapped = unwrap_model_for_generation(
-            trainer.model_wrapped,
-            trainer.accelerator,
-            gather_deepspeed3_params=trainer.args.ds3_gather_for_generation,
-            gradient_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs,
-        )
-        full = DistributedBackend(trainer.accelerator).summon_full_params(trainer.model_wrapped, recurse=False)
-        with unwrapped as model, torch.no_grad(), full:
-            yield model
 
     def _complete(
         self, model: Any, rows: list[dict], num_samples: int, *, greedy: bool

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from transformers import ProcessorMixin
+from transformers import GenerationConfig, ProcessorMixin
 
 from trl_explore.rows.ranks import Ranks
 from trl_explore.rows.rollouts import Rows
@@ -59,6 +59,10 @@ class Policy(Protocol):
 
     def generate(self, prefixes: list[list[int]], max_new_tokens: int) -> list[list[int]]:
         """One continuation of each prefix by TRL's own generation in transformers."""
+        ...
+
+    def generating(self) -> AbstractContextManager[tuple[Any, GenerationConfig]]:
+        """The model as TRL generates with it in transformers, and its sampling options; every process enters."""
         ...
 
     def forward(

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from transformers import DynamicCache, GenerationConfig, GenerationMixin
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from trl.distributed import DistributedBackend
+from trl.models import unwrap_model_for_generation
 
 # Rows whose probabilities exist at the same time: with a large vocabulary, those of a whole batch would fill a device.
 ENTROPY_ROWS = 64
@@ -69,16 +71,37 @@ def recorded(
     if not temperature > 0:
         raise ValueError(f"`temperature` must be positive, got {temperature}.")
     hooks = _Hooks(temperature=temperature, entropies=entropies, share_prefill=share_prefill)
-    language_model = next(module for module in model.modules() if isinstance(module, GenerationMixin))
+    inner = language_model(model)
     handles = [
-        language_model.register_forward_pre_hook(hooks.before, with_kwargs=True),
-        language_model.register_forward_hook(hooks.after),
+        inner.register_forward_pre_hook(hooks.before, with_kwargs=True),
+        inner.register_forward_hook(hooks.after),
     ]
     try:
         yield hooks.record
     finally:
         for handle in handles:
             handle.remove()
+
+
+def language_model(model: nn.Module) -> Any:
+    """The causal language model in a module, which may have adapters around it."""
+    return next(module for module in model.modules() if isinstance(module, GenerationMixin))
+
+
+@contextmanager
+def generating_model(trainer: Any, **options: Any) -> Iterator[Any]:
+    """The trainer's model with all its parameters, without gradients; every process must enter. `options` are those of
+    TRL's `unwrap_model_for_generation`."""
+    unwrapped = unwrap_model_for_generation(
+        trainer.model_wrapped,
+        trainer.accelerator,
+        gather_deepspeed3_params=trainer.args.ds3_gather_for_generation,
+        gradient_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs,
+        **options,
+    )
+    full = DistributedBackend(trainer.accelerator).summon_full_params(trainer.model_wrapped, recurse=False)
+    with unwrapped as model, torch.no_grad(), full:
+        yield model
 
 
 def row_entropies(logits: torch.Tensor, *, temperature: float) -> torch.Tensor:
@@ -188,11 +211,11 @@ def _is_understood(model: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
         and cache.get_seq_length() == 0
         # Multimodal models keep state of the batch outside the cache.
         and model.config.get_text_config(decoder=True) is model.config
-        and not _has_dropout(model)
+        and not has_dropout(model)
     )
 
 
-def _has_dropout(model: Any) -> bool:
+def has_dropout(model: Any) -> bool:
     """TRL generates in training mode, with dropout where the model or an adapter has it."""
     in_attention = model.training and model.config.to_dict().get("attention_dropout")
     return bool(in_attention) or any(isinstance(m, nn.Dropout) and m.training and m.p > 0 for m in model.modules())

@@ -1,16 +1,21 @@
 """Sampling from the current policy through TRL's own generation, for whatever prefixes a method asks for."""
 
 import time
+import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
+from accelerate.utils import DistributedType
 
 from trl_explore.rows.policy import Policy
 from trl_explore.rows.rollouts import Continuation, per_request
 from trl_explore.rows.streams import kept_randomness
 from trl_explore.sampling.generation import recorded
+from trl_explore.sampling.paths import PathCache, effective_options, why_not
 from trl_explore.serving.backend import Request
+
+SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)  # `generate` keeps step there
 
 
 class Sampler:
@@ -26,6 +31,42 @@ class Sampler:
         self.batch_size: int | None = policy.args.sampling_batch_size
         self.prefix_tokens_asked = self.prefix_tokens_encoded = 0
         self.seconds: dict[str, float] = {}
+        self.paths: PathCache | None = None
+        self._left: ExitStack | None = None  # what ends the rollout that `paths` belongs to
+        self._warned = False
+
+    @contextmanager
+    def rollout(self) -> Iterator[None]:
+        """While it lasts, all samples are of one policy, and what that computed for a prefix is kept: see
+        [`~trl_explore.sampling.paths.PathCache`]. Every process must enter."""
+        args, kind = self.policy.args, self.policy.accelerator.distributed_type
+        served = self.policy.serving is not None or args.use_transformers_continuous_batching
+        with ExitStack() as self._left:
+            if args.path_cache_tokens and not served and kind not in SHARDED:
+                model, config = self._left.enter_context(self.policy.generating())
+                options = effective_options(model, config)
+                unfit = why_not(model, options)
+                if unfit is None:
+                    self.paths = PathCache(model, options, args.path_cache_tokens)
+                    self._left.callback(self._forget_paths)
+                else:
+                    self._without_paths(unfit)
+            yield
+
+    def _forget_paths(self) -> None:
+        self.paths = None
+
+    def _without_paths(self, reason: str) -> None:
+        """The rest of the rollout is sampled by `generate`, which encodes prefixes again."""
+        assert self._left is not None
+        self._left.close()
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"Prefixes are encoded again whenever they are continued, because of {reason}. To do so silently, set "
+                "`path_cache_tokens=0`.",
+                stacklevel=2,
+            )
 
     def __call__(
         self,
@@ -89,7 +130,7 @@ class Sampler:
                 part_budgets = [row_budgets[i] for i in part] or [1]
                 try:
                     ids, uncertainty = self._generate(
-                        [rows[i] for i in part] or [[eos_token_ids[0]]], max(part_budgets), entropies=entropies
+                        [rows[i] for i in part] or [[eos_token_ids[0]]], part_budgets, entropies=entropies
                     )
                 except torch.OutOfMemoryError as error:
                     error.add_note(
@@ -132,16 +173,24 @@ class Sampler:
         ]
 
     def _generate(
-        self, prefixes: list[list[int]], max_new_tokens: int, *, entropies: bool
+        self, prefixes: list[list[int]], budgets: list[int], *, entropies: bool
     ) -> tuple[list[list[int]], list[list[float]] | None]:
         args = self.policy.args
+        if self.paths is not None:
+            known = self.paths.encoded
+            found = self.paths.complete(prefixes, budgets, entropies=args.temperature if entropies else None)
+            if found is not None:
+                self.prefix_tokens_asked += sum(map(len, prefixes))
+                self.prefix_tokens_encoded += self.paths.encoded - known
+                return found
+            self._without_paths(f"`path_cache_tokens={args.path_cache_tokens}`, fewer than one call's prefixes have")
         by_hooks = not args.use_transformers_continuous_batching  # which schedules forward passes of its own
         beams = (args.generation_kwargs or {}).get("num_beams") or 1
         noted = entropies and beams == 1  # beams change places from token to token
         model = self.policy.accelerator.unwrap_model(self.policy.model)
         recording = recorded(model, temperature=args.temperature, entropies=noted) if by_hooks else nullcontext()
         with recording as record:
-            ids = self.policy.generate(prefixes, max_new_tokens)
+            ids = self.policy.generate(prefixes, max(budgets))
         if record is not None:
             self.prefix_tokens_asked += record.prefill_tokens
             self.prefix_tokens_encoded += record.encoded_tokens

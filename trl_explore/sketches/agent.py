@@ -48,7 +48,8 @@ class Actions(Mode):
         start = time.perf_counter()
         branches = [row % size < self.num_explored and turn.number < args.branch_depth for row in turn.rows]
         blocks = decision_blocks([row // size for row in turn.rows], contexts, branches)
-        proposed = self._propose(contexts, blocks)
+        with self.sample.rollout():
+            proposed = self._propose(contexts, blocks)
         spoken: dict[int, list[int]] = {}
         for block, proposals in zip(blocks, proposed, strict=True):
             actions = {proposal.action: proposal for proposal in reversed(proposals)}  # the first of equal ones

@@ -28,7 +28,8 @@ class Lists(Mode):
         start = time.perf_counter()
         size = self.size
         prompts = [example["prompt"] for example in examples[::size]]
-        asked, found, num_tokens = self._list_candidates(prompts)
+        with self.sample.rollout():
+            asked, found, num_tokens = self._list_candidates(prompts)
         distinct = [first_distinct(texts, size) for texts in found]
         # Under a prompt that begins a thought, an answer stands behind the end of it.
         before = [self.encode(NO_THOUGHT) if self._begins_thought(ids) else [] for ids in prompt_ids[::size]]

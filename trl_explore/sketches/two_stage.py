@@ -23,7 +23,8 @@ class TwoStage(Mode):
     def rollout(self, prompt_ids: list[list[int]], examples: list[dict[str, Any]], plain: Chooser) -> Rollout:
         start = time.perf_counter()
         size = self.size
-        sketches = self._draft([example["prompt"] for example in examples[::size]])
+        with self.sample.rollout():
+            sketches = self._draft([example["prompt"] for example in examples[::size]])
         if self.args.sketch_assignment == "shuffled":
             sketches = self._exchanged(sketches, prompt_ids[::size])
         draft_seconds = time.perf_counter() - start

@@ -1,0 +1,338 @@
+"""Keys and values of sampled paths, kept while a rollout grows from them: nothing is encoded twice.
+
+A search asks for continuations of what it has just sampled. `generate` would encode the whole path again with every
+call, and take longer to be set up than a tiny model takes to answer. A [`PathCache`] keeps what the model computed for
+every token, found by the tokens before it, and decodes in a loop of its own with transformers' logits processors.
+"""
+
+import copy
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.cache_utils import DynamicLayer
+
+from trl_explore.sampling.generation import has_dropout, language_model, row_entropies
+
+FIRST_SLOTS = 1024
+# What the loop below does as `generate` does; with anything else that is set, `generate` samples.
+OPTIONS = {"do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "max_length"}
+OPTIONS |= {
+    "_from_model_config",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "disable_compile",
+    "use_cache",
+    "transformers_version",
+}
+ONE_IS_NONE = {"num_beams", "num_return_sequences", "length_penalty", "typical_p", "guidance_scale"}
+INPUTS = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache"}
+
+
+def effective_options(model: Any, config: GenerationConfig) -> GenerationConfig:
+    """A configuration with the model's own where it says nothing, as `generate` reads it."""
+    options = copy.deepcopy(config)
+    options.update(**language_model(model).generation_config.to_dict(), defaults_only=True, allow_custom_entries=True)
+    return options
+
+
+def why_not(model: Any, options: GenerationConfig) -> str | None:
+    """What stands against decoding a model in a loop of our own; `None` if nothing does."""
+    inner = language_model(model)
+    config = inner.config
+    missing = INPUTS - set(inspect.signature(inner.forward).parameters)
+    given = {
+        name for name, value in options.to_diff_dict().items() if value and not (name in ONE_IS_NONE and value == 1)
+    }
+    unknown = sorted(given - OPTIONS)
+    devices = {parameter.device for parameter in inner.parameters()}
+    if unknown:
+        return f"the sampling options {', '.join(unknown)}"
+    if config.is_encoder_decoder or config.get_text_config(decoder=True) is not config or missing:
+        return f"the inputs of {type(inner).__name__}"
+    if any(type(layer) is not DynamicLayer for layer in DynamicCache(config=config).layers):
+        return f"layers of {type(inner).__name__} that keep less, or more, than all keys and values"
+    if has_dropout(model):
+        return "dropout while sampling: set it to 0"
+    return "a model on several devices" if len(devices) > 1 else None
+
+
+class _Node:
+    """A token behind the tokens above it."""
+
+    __slots__ = ("children", "slot", "used")
+
+    def __init__(self, slot: int, used: int) -> None:
+        self.children: dict[int, _Node] = {}
+        self.slot, self.used = slot, used
+
+
+class PathCache:
+    """
+    Keys and values of the tokens that the model has seen behind each other, up to `limit` tokens; those that were used
+    longest ago make room. It belongs to one rollout: the weights must not change.
+
+    `asked` and `encoded` count prefix tokens: those of all rows, and those that the model was given.
+    """
+
+    def __init__(self, model: Any, options: GenerationConfig, limit: int) -> None:
+        self.model, self.options, self.limit = model, options, limit
+        self.device = next(model.parameters()).device
+        self.asked = self.encoded = 0
+        self._root, self._now = _Node(-1, 0), 0
+        self._pool: torch.Tensor | None = None  # `(slots, all keys and values of a token)`
+        self._shapes: list[tuple[int, int]] = []  # heads and their size, of keys and values of each layer in turn
+        self._free: list[int] = []
+        ends: Any = options.eos_token_id
+        self._ends = torch.tensor(ends if isinstance(ends, list) else [ends], device=self.device)
+        self._pad = options.pad_token_id
+        takes = inspect.signature(language_model(model).forward).parameters
+        self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+        self.warpers = _processors(options)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose keys and values are kept."""
+        return (0 if self._pool is None else len(self._pool)) - len(self._free)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the cache."""
+        return 0 if self._pool is None else self._pool.nbytes
+
+    @torch.no_grad()
+    def complete(
+        self, rows: Sequence[list[int]], budgets: Sequence[int], *, entropies: float | None = None
+    ) -> tuple[list[list[int]], list[list[float]] | None] | None:
+        """
+        One continuation of each row, up to the first end token, which is included, or the largest budget: the draws
+        are those of `generate`. `None` if the rows do not fit.
+
+        Args:
+            rows (`Sequence[list[int]]`):
+                Token ids `[B][P_i]`, at least one each. Equal ones are encoded once.
+            budgets (`Sequence[int]`):
+                Most new tokens of each row that may be continued later.
+            entropies (`float`, *optional*):
+                Temperature at which the entropy behind each token is noted.
+        """
+        paths: dict[tuple[int, ...], int] = {}
+        of_row = [paths.setdefault(tuple(row), len(paths)) for row in rows]
+        prefixes = list(paths)
+        if sum(map(len, prefixes)) > self.limit:
+            return None
+        self._now += 1
+        self.asked += sum(map(len, rows))
+        tips, cache, logits, mask = self._encode(prefixes)
+        picked = torch.tensor(of_row, device=self.device)
+        noted = [row_entropies(logits, temperature=entropies)[picked]] if entropies is not None else []
+        if len(prefixes) < len(rows):
+            cache.reorder_cache(picked)
+            logits, mask = logits[picked], mask[picked]
+        length = mask.shape[1]
+        history = None
+        if any(isinstance(warper, RepetitionPenaltyLogitsProcessor) for warper in self.warpers):
+            history = torch.tensor([[self._pad] * (length - len(row)) + row for row in rows], device=self.device)
+        unfinished, tokens = torch.ones(len(rows), dtype=torch.bool, device=self.device), []
+        positions = mask.sum(1, keepdim=True)
+        for step in range(max(budgets)):
+            if step:
+                mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
+                logits = self._forward(tokens[-1][:, None], mask, positions + step - 1, cache)
+                if entropies is not None:
+                    noted.append(row_entropies(logits, temperature=entropies))
+            scores = self.warpers(history, logits.float())
+            drawn = (
+                torch.multinomial(scores.softmax(-1), 1).squeeze(1) if self.options.do_sample else scores.argmax(-1)
+            )
+            drawn = torch.where(unfinished, drawn, self._pad)
+            tokens.append(drawn)
+            history = None if history is None else torch.cat([history, drawn[:, None]], dim=1)
+            unfinished &= ~torch.isin(drawn, self._ends)
+            if not unfinished.any():
+                break
+        ends = set(self._ends.tolist())
+        completions = [_up_to_end(row, ends) for row in torch.stack(tokens, dim=1).tolist()]
+        self._keep(
+            cache,
+            [(tips[of_row[i]], i, length, ids[: min(budgets[i], len(tokens) - 1)]) for i, ids in enumerate(completions)
+             if ids[-1] not in ends],  # what has ended is not continued
+        )  # fmt: skip
+        if entropies is None:
+            return completions, None
+        values = torch.stack(noted, dim=1).tolist()
+        return completions, [row[: len(ids)] for row, ids in zip(values, completions, strict=True)]
+
+    def _encode(self, prefixes: list[tuple[int, ...]]) -> tuple[list[_Node], DynamicCache, torch.Tensor, torch.Tensor]:
+        """The node of each prefix, and the model's answer to its last token: cache, logits `(U, V)`, mask `(U, L)`."""
+        known = [self._find(prefix) for prefix in prefixes]
+        short = [i for i, path in enumerate(known) if len(path) < len(prefixes[i]) - 1]
+        if short:
+            self._prefill([(prefixes[i][:-1], known[i]) for i in short])
+            for i in short:
+                known[i] = self._find(prefixes[i])
+        paths = [path[: len(prefix) - 1] for path, prefix in zip(known, prefixes, strict=True)]
+        width = max(map(len, prefixes))
+        cache = self._gathered(paths, width - 1)
+        lengths = torch.tensor([len(prefix) for prefix in prefixes], device=self.device)[:, None]
+        mask = (torch.arange(width, device=self.device) >= width - lengths).long()
+        last = torch.tensor([[prefix[-1]] for prefix in prefixes], device=self.device)
+        logits = self._forward(last, mask, lengths - 1, cache)
+        self.encoded += len(prefixes)
+        ends = [path[-1] if path else self._root for path in paths]
+        self._keep(cache, [(ends[i], i, width - 1, [prefix[-1]]) for i, prefix in enumerate(prefixes)])
+        tips = [end.children.get(prefix[-1], _Node(-1, self._now)) for end, prefix in zip(ends, prefixes, strict=True)]
+        return tips, cache, logits, mask
+
+    def _prefill(self, asked: list[tuple[tuple[int, ...], list[_Node]]]) -> None:
+        """Encode what is not kept of token sequences; all get as many new tokens as the one that lacks most."""
+        new = max(len(ids) - len(path) for ids, path in asked)
+        paths = [path[: max(0, len(ids) - new)] for ids, path in asked]
+        old = max(map(len, paths))
+        fresh = [ids[len(path) :] for (ids, _), path in zip(asked, paths, strict=True)]
+        inputs = torch.tensor([[self._pad] * (new - len(ids)) + list(ids) for ids in fresh], device=self.device)
+        lengths = torch.tensor([len(ids) for ids, _ in asked], device=self.device)[:, None]
+        mask = (torch.arange(old + new, device=self.device) >= old + new - lengths).long()
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, old:]
+        cache = self._gathered(paths, old)
+        self._forward(inputs, mask, positions, cache)
+        self.encoded += sum(map(len, fresh))
+        ends = [path[-1] if path else self._root for path in paths]
+        self._keep(cache, [(ends[i], i, old + new - len(ids), list(ids)) for i, ids in enumerate(fresh)])
+
+    def _forward(
+        self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: DynamicCache
+    ) -> torch.Tensor:
+        """Logits `(B, V)` behind the last tokens; `cache` grows."""
+        output = self.model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            **self._last_logits,
+        )
+        return output.logits[:, -1]
+
+    def _find(self, ids: Iterable[int]) -> list[_Node]:
+        """The nodes of the longest beginning that is kept, which is used now."""
+        node, path = self._root, []
+        for token in ids:
+            found = node.children.get(token)
+            if found is None:
+                break
+            node = found
+            node.used = self._now
+            path.append(node)
+        return path
+
+    # ---------------------------------------------------------------------------------------------------- the tensors
+
+    def _gathered(self, paths: list[list[_Node]], width: int) -> DynamicCache:
+        """A cache with a row per path, padded on the left."""
+        cache = DynamicCache()
+        if width == 0:
+            return cache
+        assert self._pool is not None
+        slots = [[0] * (width - len(path)) + [node.slot for node in path] for path in paths]
+        flat = self._pool[torch.tensor(slots, device=self.device).flatten()].view(len(paths), width, -1)
+        parts = flat.split([heads * size for heads, size in self._shapes], dim=-1)
+        states = [
+            part.view(len(paths), width, heads, size).transpose(1, 2)
+            for part, (heads, size) in zip(parts, self._shapes, strict=True)
+        ]
+        for layer, (keys, values) in enumerate(zip(states[::2], states[1::2], strict=True)):
+            cache.update(keys, values, layer)
+        return cache
+
+    def _keep(self, cache: DynamicCache, runs: list[tuple[_Node, int, int, list[int]]]) -> None:
+        """Put tokens below their nodes: node, row of the cache, place of the first token there, tokens."""
+        wanted = sum(len(ids) for *_, ids in runs)
+        if not wanted:
+            return
+        if self._pool is None:
+            states = [state for layer in cache.layers for state in (layer.keys, layer.values)]
+            self._shapes = [(state.shape[1], state.shape[3]) for state in states]
+            self._pool = states[0].new_empty(0, sum(heads * size for heads, size in self._shapes))
+        if len(self._free) < wanted:
+            self._make_room(wanted)
+        rows, places, slots = [], [], []
+        for node, row, place, ids in runs:
+            if node.slot < 0 and node is not self._root:  # above it something was not kept
+                continue
+            for offset, token in enumerate(ids):
+                child = node.children.get(token)
+                if child is None:
+                    if not self._free:
+                        break
+                    child = node.children[token] = _Node(self._free.pop(), self._now)
+                    rows.append(row)
+                    places.append(place + offset)
+                    slots.append(child.slot)
+                child.used = self._now
+                node = child
+        if not slots:
+            return
+        row_index, place_index, slot_index = torch.tensor([rows, places, slots], device=self.device)
+        states = [state for layer in cache.layers for state in (layer.keys, layer.values)]
+        self._pool[slot_index] = torch.cat([state[row_index, :, place_index].flatten(1) for state in states], dim=1)
+
+    def _make_room(self, wanted: int) -> None:
+        assert self._pool is not None
+        have = len(self._pool)
+        if have < self.limit:
+            size = min(self.limit, max(FIRST_SLOTS, 2 * have, have - len(self._free) + wanted))
+            self._pool = torch.cat([self._pool, self._pool.new_zeros(size - have, self._pool.shape[1])])
+            self._free += range(have, size)
+        if len(self._free) < wanted:
+            self._evict(max(wanted - len(self._free), self.limit // 4))
+
+    def _evict(self, number: int) -> None:
+        """Forget so many tokens, if there are as many that are not used now: those used longest ago, ends first."""
+        found, open_nodes = [], [(self._root, 0)]
+        while open_nodes:
+            node, depth = open_nodes.pop()
+            for token, child in node.children.items():
+                if child.used < self._now:
+                    found.append((child.used, -depth, token, node))
+                open_nodes.append((child, depth + 1))
+        # A node is used whenever one below it is, so that ends come first.
+        for _, _, token, parent in sorted(found, key=lambda entry: entry[:2])[:number]:
+            self._free.append(parent.children.pop(token).slot)
+
+
+def _processors(options: GenerationConfig) -> LogitsProcessorList:
+    """transformers' processors for the options, in the order of `generate`."""
+    processors = LogitsProcessorList()
+    if options.repetition_penalty not in (None, 1.0):
+        processors.append(RepetitionPenaltyLogitsProcessor(penalty=options.repetition_penalty))
+    if not options.do_sample:
+        return processors
+    if options.temperature not in (None, 1.0):
+        processors.append(TemperatureLogitsWarper(options.temperature))
+    if options.top_k:
+        processors.append(TopKLogitsWarper(top_k=options.top_k))
+    if options.top_p is not None and options.top_p < 1.0:
+        processors.append(TopPLogitsWarper(top_p=options.top_p))
+    if options.min_p is not None:
+        processors.append(MinPLogitsWarper(min_p=options.min_p))
+    return processors
+
+
+def _up_to_end(row: list[int], ends: set[int]) -> list[int]:
+    for place, token in enumerate(row):
+        if token in ends:
+            return row[: place + 1]
+    return row
