@@ -37,6 +37,7 @@ from trl_explore.trees.search import (
     select_uct,
     terminal_outcome,
     uct_score,
+    with_virtual_loss,
 )
 
 GOLDEN = {path.stem: json.loads(path.read_text()) for path in (Path(__file__).parent / "golden_trees").glob("*.json")}
@@ -469,6 +470,7 @@ def worlds(draw, *selections):
         max_tokens=draw(st.one_of(st.none(), st.integers(1, 60))),
         min_width=draw(st.integers(1, 2)),
         width_decay=draw(st.integers(0, 1)),
+        parallel=draw(st.integers(1, 3)),
     )
     return dict(
         limits=limits,
@@ -535,7 +537,7 @@ def test_invariants_of_any_search(world):
         assert all(row.terminal for row in rows)
         assert tree.iterations <= limits.max_iterations
         # At most one terminal node is backed up per visit of a node, while the search goes on.
-        assert tree.reason != "complete" or len(rows) <= tree.iterations
+        assert tree.reason != "complete" or len(rows) <= tree.iterations * limits.parallel
         # Nothing that was sampled and scored waits while more is sampled.
         assert not (any(row.direct for row in rows) and tree.candidates)
         if limits.max_tokens is not None:
@@ -562,6 +564,27 @@ def test_invariants_of_any_search(world):
     # One call per iteration for all trees, one more where rows are missing.
     fillers = any(node.direct for tree in trees for node in tree.nodes)
     assert len(calls) == max(tree.iterations for tree in trees) + fillers
+
+
+def test_several_nodes_of_a_tree_are_expanded_in_one_call():
+    limits = Limits(num_results=8, width=2, max_depth=9, node_length=1, max_completion_length=9, max_iterations=99)
+    world = dict(select_fn=select, seed=0, end=0.1, success=0.3, incomplete=-1.0, num_trees=4, skip=False)
+    calls = {k: grow_world({**world, "limits": replace(limits, parallel=k)})[1] for k in (1, 2, 4)}
+    assert len(calls[1]) > 1.5 * len(calls[2]) and len(calls[2]) > 1.2 * len(calls[4])
+    assert calls[1][0] == calls[4][0]  # there is only the root
+    for prefixes, _, _ in calls[4]:  # never the same node twice
+        assert len(set(prefixes)) == len(prefixes)
+
+
+def test_nodes_that_are_visited_now_count_as_failed_for_the_choice_of_others():
+    tree = expand(Tree.plant([1]), ROOT, sampled([1], [2]), LIMITS)
+    tree = expand(expand(tree, 1, sampled([3], [4]), LIMITS), 2, sampled([5], [6]), LIMITS)
+    first = select(tree, LIMITS)
+    beside = with_virtual_loss(tree, first)
+    second = select(beside, LIMITS)
+    assert (tree.nodes[first].parent, tree.nodes[second].parent) == (1, 2)  # another branch, not the sibling
+    assert (beside.nodes[1].visits, beside.nodes[1].value) == (tree.nodes[1].visits + 1, tree.nodes[1].value - 1)
+    assert select(tree, LIMITS) == first  # the tree itself is as it was
 
 
 @settings(max_examples=60, deadline=None)

@@ -13,7 +13,7 @@ CHECKS = (
     one_of("selection", ("global", "uct", "random")),
     one_of("depth_bonus", tuple(DEPTH_BONUSES)),
     one_of("advantage_normalization", ("mean", "mean_std")),
-    at_least(1, "expansion_width", "max_tree_depth", "min_expansion_width", "replay_solutions"),
+    at_least(1, "expansion_width", "max_tree_depth", "min_expansion_width", "replay_solutions", "parallel_expansions"),
     at_least(1, "node_length", "max_search_iterations", "max_tree_tokens", optional=True, words=", or None"),
     within("width_decay", "overlong_buffer", "uct_coef", "overlong_penalty", low=0, words="be at least 0, and finite"),
     within("quality_weight", "entropy_weight", "depth_weight", "success_threshold"),
@@ -41,6 +41,10 @@ class TreeGRPOConfig(ExplorationConfig):
             Depth at which a node ends its completion, at least 1.
         node_length (`int`, *optional*):
             Most tokens per node; `None`: 256, or an eighth of `max_completion_length` if less. 256 is the paper's.
+        parallel_expansions (`int`, *optional*, defaults to `1`):
+            Nodes of a tree that an iteration expands, at least 1. 1 is the paper's. More make fewer and larger
+            sampling calls: beside the node that the search goes on with the best others of the frontier are expanded,
+            chosen as if every visit that is under way had failed (virtual loss).
         max_search_iterations (`int`, *optional*):
             Most iterations per tree; `None`: as many as a search can need. Each is one sampling call; completions that
             wait, then direct rollouts fill the rows that are then missing. A search needs at most `num_generations`
@@ -115,6 +119,7 @@ class TreeGRPOConfig(ExplorationConfig):
     expansion_width: int = 8
     max_tree_depth: int = 64
     node_length: int | None = None
+    parallel_expansions: int = 1
     max_search_iterations: int | None = None
     max_tree_tokens: int | None = None
     success_threshold: float = 1.0
@@ -151,7 +156,8 @@ class TreeGRPOConfig(ExplorationConfig):
             path_inside(self.output_dir or ".", self.dump_trees, field="dump_trees", suffix="")
 
     def _check_sizes(self) -> None:
-        self.check_stage("expansion_width", max(1, self.rows_per_generation // (self.num_generations or 1)))
+        trees = max(1, self.rows_per_generation // (self.num_generations or 1))
+        self.check_stage("expansion_width", trees * self.parallel_expansions)
         budget = self.max_completion_length or 0
         if self.node_length is not None and self.node_length > budget:
             raise ValueError(
@@ -190,6 +196,7 @@ class TreeGRPOConfig(ExplorationConfig):
             max_tokens=self.max_tree_tokens,
             min_width=self.min_expansion_width,
             width_decay=self.width_decay,
+            parallel=self.parallel_expansions,
         )
         if self.max_search_iterations is None:
             limits = replace(limits, max_iterations=num_results * limits.deepest)

@@ -21,6 +21,7 @@ from trl_explore.trees.steps import (
     select,
     select_random,
     select_uct,
+    with_virtual_loss,
 )
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "select_uct",
     "terminal_outcome",
     "uct_score",
+    "with_virtual_loss",
 ]
 
 SelectFn = Callable[[Tree, Limits], int | None]
@@ -67,8 +69,9 @@ def search(
 ) -> list[Tree]:
     """
     Grow one tree per prompt, all in lock-step: one call of `sample_fn` and one of `value_fn` per iteration for all,
-    also where a process has nothing to ask; `any_active` says whether any process's tree still grows, and all call it
-    equally often. Prompts in `skip` get direct rollouts only, from `direct_fn`, which need not know entropies.
+    `limits.parallel` nodes of each, also where a process has nothing to ask; `any_active` says whether any process's
+    tree still grows, and all call it equally often. Prompts in `skip` get direct rollouts only, from `direct_fn`,
+    which need not know entropies.
 
     Each finished tree has exactly `limits.num_results` results: where the search ended with fewer, scored terminal
     nodes that still wait fill them up, and then direct rollouts from the root.
@@ -76,43 +79,48 @@ def search(
     trees = [Tree.plant(list(prompt_ids)) for prompt_ids in roots]
     for i, skipped in enumerate(skip):
         if skipped:
-            trees[i] = replace(trees[i], current=None, reason="replayed")
+            trees[i] = replace(trees[i], current=(), reason="replayed")
     while True:
-        visits = {i: tree.current for i, tree in enumerate(trees) if tree.current is not None}
+        visits = {i: tree.current for i, tree in enumerate(trees) if tree.current}
         if not any_active(bool(visits)):
             break
         num_nodes = {i: len(trees[i].nodes) for i in visits}
         trees = _sample_children(trees, visits, sample_fn, limits)
         new = {i: [node.index for node in trees[i].nodes[n:] if node.terminal] for i, n in num_nodes.items()}
         trees = _score(trees, new, value_fn)
-        for i, node in visits.items():
-            trees[i] = _advance(trees[i], node, limits, select_fn=select_fn, uct_coef=uct_coef, decay_min=decay_min)
+        for i, nodes in visits.items():
+            trees[i] = _advance(trees[i], nodes, limits, select_fn=select_fn, uct_coef=uct_coef, decay_min=decay_min)
     return _fill(trees, direct_fn or sample_fn, value_fn, limits, decay_min=decay_min, any_active=any_active)
 
 
-def _sample_children(trees: list[Tree], visits: dict[int, int], sample_fn: Sampler, limits: Limits) -> list[Tree]:
+def _sample_children(
+    trees: list[Tree], visits: dict[int, tuple[int, ...]], sample_fn: Sampler, limits: Limits
+) -> list[Tree]:
     trees = list(trees)
-    requests = {}  # by tree: most tokens per child, number of children
-    for i, node in visits.items():
-        budget, count = _request(trees[i], node, limits)
-        if count:
-            requests[i] = budget, count
+    requests = []  # tree, node, most tokens per child, number of children
+    for i, nodes in visits.items():
+        planned = 0
+        for node in nodes:
+            budget, count = _request(trees[i], node, limits, planned)
+            planned += budget * count
+            if count:
+                requests.append((i, node, budget, count))
     sampled = sample_fn(
-        [trees[i].prompt_ids + trees[i].completion_ids(visits[i]) for i in requests],
-        [count for _, count in requests.values()],
-        [budget for budget, _ in requests.values()],
+        [trees[i].prompt_ids + trees[i].completion_ids(node) for i, node, _, _ in requests],
+        [count for *_, count in requests],
+        [budget for _, _, budget, _ in requests],
     )
-    for i, continuations in zip(requests, sampled, strict=True):
-        trees[i] = expand(trees[i], visits[i], continuations, limits)
+    for (i, node, _, _), continuations in zip(requests, sampled, strict=True):
+        trees[i] = expand(trees[i], node, continuations, limits)
     return trees
 
 
-def _request(tree: Tree, index: int, limits: Limits) -> tuple[int, int]:
-    """Most tokens of a child of the node, and how many children it may still get."""
+def _request(tree: Tree, index: int, limits: Limits, planned: int = 0) -> tuple[int, int]:
+    """Most tokens of a child of the node, and how many children it may still get, with so many tokens `planned`."""
     budget = min(limits.node_length, limits.max_completion_length - tree.nodes[index].length)
     children = room(tree, tree.nodes[index], limits)
     if limits.max_tokens is not None:
-        children = min(children, (limits.max_tokens - tree.generated_tokens) // budget)
+        children = min(children, (limits.max_tokens - tree.generated_tokens - planned) // budget)
     return budget, max(children, 0)
 
 
@@ -128,25 +136,39 @@ def _score(trees: list[Tree], leaves: dict[int, list[int]], value_fn: ValueFn) -
     return trees
 
 
-def _advance(tree: Tree, node: int, limits: Limits, *, select_fn: SelectFn, uct_coef: float, decay_min: float) -> Tree:
-    """Back up one terminal child of the node just visited, if it has one, and choose the node to visit next."""
-    iterations = tree.iterations + 1
-    children = tree.nodes[node].children
-    candidates = _candidates_below(tree, node)
-    if candidates:
-        tree = backup(tree, choose_terminal(tree, candidates), decay_min=decay_min)
-    if len(tree.results) >= limits.num_results:
-        return replace(tree, current=None, iterations=iterations, reason="complete")
-    if iterations >= limits.max_iterations:
-        return replace(tree, current=None, iterations=iterations, reason="iterations")
+def _advance(
+    tree: Tree, nodes: tuple[int, ...], limits: Limits, *, select_fn: SelectFn, uct_coef: float, decay_min: float
+) -> Tree:
+    """Back up one terminal child of each node just visited, if it has one, and choose the nodes to visit next."""
+    tree = replace(tree, iterations=tree.iterations + 1)
+    for node in nodes:
+        if candidates := _candidates_below(tree, node):
+            tree = backup(tree, choose_terminal(tree, candidates), decay_min=decay_min)
+        if len(tree.results) >= limits.num_results:
+            return replace(tree, current=(), reason="complete")
+    if tree.iterations >= limits.max_iterations:
+        return replace(tree, current=(), reason="iterations")
+    seen, reason = tree, "empty frontier"  # `seen`: as if what is visited next had failed, for those that follow
+    following: list[int] = []
+    for node in [*nodes, *[None] * (limits.parallel - len(nodes))]:
+        chosen = _next(seen, node, limits, select_fn=select_fn, uct_coef=uct_coef)
+        if chosen is None or chosen in following:
+            continue
+        if not _candidates_below(tree, chosen) and _request(tree, chosen, limits)[1] == 0:
+            reason = "tokens"
+            continue
+        following.append(chosen)
+        seen = with_virtual_loss(seen, chosen) if limits.parallel > 1 else seen
+    return replace(tree, current=tuple(following), reason="" if following else reason)
+
+
+def _next(tree: Tree, node: int | None, limits: Limits, *, select_fn: SelectFn, uct_coef: float) -> int | None:
+    """Where the search goes on from a node, or, without one, beside the nodes that it goes on from."""
+    children = () if node is None else tree.nodes[node].children
     # There is no child at all where the token budget allowed none.
-    descend = children and not any(tree.nodes[child].terminal for child in children)
-    following = best_child(tree, children, coef=uct_coef) if descend else select_fn(tree, limits)
-    if following is None:
-        return replace(tree, current=None, iterations=iterations, reason="empty frontier")
-    if not _candidates_below(tree, following) and _request(tree, following, limits)[1] == 0:
-        return replace(tree, current=None, iterations=iterations, reason="tokens")
-    return replace(tree, current=following, iterations=iterations)
+    if children and not any(tree.nodes[child].terminal for child in children):
+        return best_child(tree, children, coef=uct_coef)
+    return select_fn(tree, limits)
 
 
 def _candidates_below(tree: Tree, node: int) -> list[int]:

@@ -46,7 +46,7 @@ class Tree:
     prompt_ids: list[int]
     nodes: tuple[Node, ...]  # in order of creation, the root first
     results: tuple[int, ...] = ()  # terminal nodes whose trajectories were backed up, in that order: the training rows
-    current: int | None = ROOT  # node that the next iteration visits; `None` once the search has ended
+    current: tuple[int, ...] = (ROOT,)  # nodes that the next iteration visits; none once the search has ended
     iterations: int = 0
     generated_tokens: int = 0  # direct rollouts included
     reason: str = ""  # of its end: "complete", "iterations", "tokens", "empty frontier" or "replayed"
@@ -102,6 +102,7 @@ class Limits:
     max_iterations: int
     max_tokens: int | None = None  # that the search may sample, direct rollouts on top; `None` sets no limit
     min_width: int = 1  # where the width shrinks with depth
+    parallel: int = 1  # nodes that an iteration visits
     width_decay: int = 0  # children fewer per `max_depth / width` levels of depth; 0 keeps the width
 
     def width_at(self, depth: int) -> int:

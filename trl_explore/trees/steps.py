@@ -160,6 +160,13 @@ def backup(tree: Tree, leaf: int, *, decay_min: float) -> Tree:
     return _with_nodes(tree, changed, results=results)
 
 
+def with_virtual_loss(tree: Tree, index: int) -> Tree:
+    """The tree as if a visit of a node had failed, for the choice of others to visit beside it."""
+    nodes = [tree.nodes[i] for i in (ROOT, *tree.path(index))]
+    failed = {node.index: node._replace(visits=node.visits + 1, value=node.value - 1.0) for node in nodes}
+    return _with_nodes(tree, failed | {index: failed[index]._replace(terminal=True)})
+
+
 def exchange(tree: Tree, row: int, token_ids: list[int], *, finished: bool) -> Tree:
     """Put another completion in the place of a result that is a direct rollout, as if that had never been scored. It
     is among the results again once it is backed up."""
