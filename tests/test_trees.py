@@ -572,8 +572,6 @@ def test_several_nodes_of_a_tree_are_expanded_in_one_call():
     calls = {k: grow_world({**world, "limits": replace(limits, parallel=k)})[1] for k in (1, 2, 4)}
     assert len(calls[1]) > 1.5 * len(calls[2]) and len(calls[2]) > 1.2 * len(calls[4])
     assert calls[1][0] == calls[4][0]  # there is only the root
-    for prefixes, _, _ in calls[4]:  # never the same node twice
-        assert len(set(prefixes)) == len(prefixes)
 
 
 def test_nodes_that_are_visited_now_count_as_failed_for_the_choice_of_others():

@@ -125,14 +125,15 @@ class Forks:
         counts = [number for _, _, number in requests]
         budgets = [self.policy.args.max_completion_length - start for start in starts]
         self.states.begin_branches()
-        first = self.sample(prefixes, counts, budgets)
-        branches = [
-            self._begin(row, turn, start, continuation)
-            for (row, turn, _), start, continuations in zip(requests, starts, first, strict=True)
-            for continuation in continuations
-        ]
-        if self.world.tools and branches:
-            self._use_tools(branches)
+        with self.sample.rollout():
+            first = self.sample(prefixes, counts, budgets)
+            branches = [
+                self._begin(row, turn, start, continuation)
+                for (row, turn, _), start, continuations in zip(requests, starts, first, strict=True)
+                for continuation in continuations
+            ]
+            if self.world.tools and branches:
+                self._use_tools(branches)
         for branch in branches:
             branch.complete = self._is_complete(branch)
         return branches

@@ -130,11 +130,9 @@ class PivotSearch:
 
     def branch(self, points: list[BranchPoint], sample: Sampler, most: int) -> None:
         """Sample the branches, all of them in one call, to completions of at most so many tokens."""
-        continuations = sample(
-            [b.prompt_ids + b.prefix_ids for b in points],
-            self.args.num_branches,
-            [most - len(b.prefix_ids) for b in points],
-        )
+        prefixes = [b.prompt_ids + b.prefix_ids for b in points]
+        with sample.rollout():
+            continuations = sample(prefixes, self.args.num_branches, [most - len(b.prefix_ids) for b in points])
         for point, branches in zip(points, continuations, strict=True):
             point.branches = branches
 

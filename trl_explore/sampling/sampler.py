@@ -198,8 +198,8 @@ class Sampler:
                 return ids, record.token_entropies([len(i) for i in ids])
         if not entropies:
             return ids, None
-        _, found = self._forward(prefixes, ids)
-        return ids, [row[: len(i)] for row, i in zip(found.tolist(), ids, strict=True)]
+        _, uncertain = self._forward(prefixes, ids)
+        return ids, [row[: len(i)] for row, i in zip(uncertain.tolist(), ids, strict=True)]
 
     def _forward(self, prefixes: list[list[int]], ids: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities and entropies of completions, `(R, T)`, meaningless on padding."""

@@ -140,18 +140,19 @@ def _advance(
     tree: Tree, nodes: tuple[int, ...], limits: Limits, *, select_fn: SelectFn, uct_coef: float, decay_min: float
 ) -> Tree:
     """Back up one terminal child of each node just visited, if it has one, and choose the nodes to visit next."""
-    tree = replace(tree, iterations=tree.iterations + 1)
+    iterations = tree.iterations + 1
     for node in nodes:
         if candidates := _candidates_below(tree, node):
             tree = backup(tree, choose_terminal(tree, candidates), decay_min=decay_min)
         if len(tree.results) >= limits.num_results:
-            return replace(tree, current=(), reason="complete")
-    if tree.iterations >= limits.max_iterations:
-        return replace(tree, current=(), reason="iterations")
+            return replace(tree, current=(), iterations=iterations, reason="complete")
+    if iterations >= limits.max_iterations:
+        return replace(tree, current=(), iterations=iterations, reason="iterations")
     seen, reason = tree, "empty frontier"  # `seen`: as if what is visited next had failed, for those that follow
     following: list[int] = []
-    for node in [*nodes, *[None] * (limits.parallel - len(nodes))]:
-        chosen = _next(seen, node, limits, select_fn=select_fn, uct_coef=uct_coef)
+    walkers: list[int | None] = [*nodes, *[None] * (limits.parallel - len(nodes))]
+    for walker in walkers:
+        chosen = _next(seen, walker, limits, select_fn=select_fn, uct_coef=uct_coef)
         if chosen is None or chosen in following:
             continue
         if not _candidates_below(tree, chosen) and _request(tree, chosen, limits)[1] == 0:
@@ -159,7 +160,7 @@ def _advance(
             continue
         following.append(chosen)
         seen = with_virtual_loss(seen, chosen) if limits.parallel > 1 else seen
-    return replace(tree, current=tuple(following), reason="" if following else reason)
+    return replace(tree, current=tuple(following), iterations=iterations, reason="" if following else reason)
 
 
 def _next(tree: Tree, node: int | None, limits: Limits, *, select_fn: SelectFn, uct_coef: float) -> int | None:
