@@ -16,7 +16,7 @@ import torch
 from commands import run_example
 from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
-from world import BOARDS, QUIET, assert_same, differ, make_agent, make_trainer, one_batch, parameters, trained
+from world import BOARDS, QUIET, assert_same, differ, make_agent, make_trainer, one_batch, parameters, says, trained
 
 from trl_explore.agents.forks import Forks
 from trl_explore.agents.snapshots import not_a_tool
@@ -116,7 +116,7 @@ class Voice:
 def voice(monkeypatch):
     def use(stops=0.3):
         speaker = Voice(stops)
-        monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", lambda *args, **kw: speaker(*args, **kw))
+        says(speaker, monkeypatch.setattr)
         return speaker
 
     return use

@@ -6,9 +6,8 @@ import pandas as pd
 import pytest
 import torch
 from test_branpo import Voice, agent
-from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
-from world import contains_answer, make_dataset, make_tokenizer, make_trainer
+from world import contains_answer, make_dataset, make_tokenizer, make_trainer, says
 
 from trl_explore.rows.table import printed_visibly
 from trl_explore.trainers import (
@@ -185,7 +184,7 @@ def test_agents_tell_the_proposals_that_they_took(tmp_path, monkeypatch):
     from world import make_agent
 
     speaker = Proposing(stops=0.0)
-    monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", lambda *args, **kw: speaker(*args, **kw))
+    says(speaker, monkeypatch.setattr)
     sizes = dict(per_device_train_batch_size=8, num_generations=4, max_completion_length=200, max_steps=1)
     sizes |= dict(environment_factory=Lake, max_tool_calling_iterations=3, log_completions=True)
     trainer = make_agent(SESATrainer, SESAConfig, tmp_path, **AGENT, **sizes)
@@ -212,7 +211,7 @@ def test_novelty_explains_the_shaped_reward(tmp_path):
 @pytest.fixture
 def branpo(tmp_path, monkeypatch):
     speaker = Voice(0.3)
-    monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", lambda *args, **kw: speaker(*args, **kw))
+    says(speaker, monkeypatch.setattr)
     trainer = agent(tmp_path, log_completions=True, max_steps=1, num_branches=1, branch_depth=1, branch_depth_hard=2)
     trainer.train()
     return trainer

@@ -1,6 +1,7 @@
 """SESA: reductions to GRPO, what the sampler is shown, what is trained, and its errors."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -77,7 +78,8 @@ class Watched(SESATrainer):
 
     def setup(self):
         super().setup()
-        self.mode.sample = self.noted
+        self.mode.sample = partial(self.noted)
+        self.mode.sample.rollout = self.sample.rollout
 
     def noted(self, prefixes, num_samples, max_new_tokens, **options):
         sampled = self.sample(prefixes, num_samples, max_new_tokens, **options)
@@ -234,7 +236,8 @@ class Listing(SESATrainer):
 
     def setup(self):
         super().setup()
-        self.mode.sample = self.noted
+        self.mode.sample = partial(self.noted)
+        self.mode.sample.rollout = self.sample.rollout
 
     def noted(self, prefixes, num_samples, max_new_tokens, **options):
         sampled = self.sample(prefixes, num_samples, max_new_tokens, **options)

@@ -5,6 +5,7 @@ import inspect
 import os
 import re
 import tempfile
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_explore.methods import METHODS
+from trl_explore.sampling.sampler import Sampler
 from trl_explore.tasks.tiny_model import build_model, build_tokenizer
 
 CHARACTERS = "0123456789+-=;. abcdefgh"
@@ -183,6 +185,12 @@ def make_agent(cls, config, folder, *, boards=BOARDS, plain_prompts=False, kinds
         },
         args=config(**{**defaults, **options}),
     )
+
+
+def says(sample, patch=setattr):
+    """Rows are what `sample` says in the place of TRL's generation; nothing is kept of a model that is not asked."""
+    patch(GRPOTrainer, "_generate_single_turn", lambda *args, **options: sample(*args, **options))
+    patch(Sampler, "rollout", lambda self: nullcontext())
 
 
 def one_batch(trainer):

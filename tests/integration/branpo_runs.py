@@ -4,8 +4,7 @@ import random
 from collections import Counter
 
 from test_branpo import LETTERS, Lake, odd_steps
-from trl import GRPOTrainer
-from world import make_agent, parameters
+from world import make_agent, parameters, says
 
 from trl_explore.trainers import BranPOConfig, BranPOTrainer
 
@@ -32,7 +31,7 @@ class SteadyVoice:
 
 def play(folder, rows_per_process):
     voice = SteadyVoice()
-    GRPOTrainer._generate_single_turn = lambda *args, **options: voice(*args, **options)
+    says(voice)
     trainer = make_agent(
         BranPOTrainer,
         BranPOConfig,

@@ -11,7 +11,7 @@ from accelerate.utils import gather_object
 from sharding import shard_on_cpu, whole
 from test_sixth_method import SIXTH
 from trl import GRPOTrainer
-from world import contains_answer, make_trainer, tiny_methods
+from world import contains_answer, make_trainer, says, tiny_methods
 
 from trl_explore.methods import METHODS
 
@@ -63,7 +63,7 @@ def play(method, folder, processes, **options):
     trainer_class, config_class, knobs = CASES[method]
     rows = WHOLE if trainer_class.requires.whole_groups else SPANNING
     sampling = SteadySampling()
-    GRPOTrainer._generate_single_turn = lambda *args: sampling(*args)
+    says(sampling)
     trainer = make_trainer(
         trainer_class,
         config_class,

@@ -6,7 +6,7 @@ from pathlib import Path
 import test_sesa_agent as lake
 from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
-from world import contains_answer, make_trainer, parameters
+from world import contains_answer, make_trainer, parameters, says
 
 from trl_explore.trainers import SESAConfig, SESATrainer, TreeGRPOConfig, TreeGRPOTrainer
 
@@ -104,7 +104,8 @@ def main(folder):
 
     # One rank's agents go on until the tool loop ends them, the other's mostly stop at once; holes break on one rank.
     voice = lake.Voice(stops=0.0 if rank == 0 else 0.7)
-    GRPOTrainer._generate_single_turn, heard = lambda *args, **kwargs: voice(*args, **kwargs), None
+    says(voice)
+    heard = None
     for name, options in (("agent", dict(branch_depth=2)), ("no branches", dict(branch_depth=0)), ("grpo", {})):
         lake.Lake.breaks = ("r",) if rank == 0 and name == "agent" else ()
         plain = name == "grpo"

@@ -20,6 +20,8 @@ import torch
 import two_process_runs
 from trl import GRPOTrainer
 
+from trl_explore.sampling.sampler import Sampler
+
 RUNS = {
     "two_process": two_process_runs.main,
     "group_two_process": group_two_process_runs.main,
@@ -35,9 +37,9 @@ RUNS = {
 def main(folder):
     torch.set_num_threads(1)
     gc.freeze()  # as in `conftest.py`
-    sample, results = GRPOTrainer._generate_single_turn, {}
+    own, results = (GRPOTrainer._generate_single_turn, Sampler.rollout), {}
     for name, run in RUNS.items():
-        GRPOTrainer._generate_single_turn = sample
+        GRPOTrainer._generate_single_turn, Sampler.rollout = own
         (folder / name).mkdir(exist_ok=True)
         results[name] = run(str(folder / name))
     (folder / f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(results))

@@ -101,6 +101,7 @@ SUMS = {
         TreeGRPOConfig,
         dict(TREES, **SPREAD, replay_buffer=True, replay_threshold=0.9, share_prefix_once=True),
     ),
+    "tree_grpo kept": (TreeGRPOTrainer, TreeGRPOConfig, dict(TREES, path_cache_tokens=10_000)),
     "sesa": (SESATrainer, SESAConfig, dict(SKETCHES, **REUSED, off_policy_correction=True)),
     "sesa sequential": (SESATrainer, SESAConfig, dict(SKETCHES, mode="sequential")),
     "g2rl": (G2RLTrainer, G2RLConfig, {}),
@@ -115,7 +116,8 @@ AGENTS = {
     "g2rl branpo": (GuidedBranPO, GuidedBranPOConfig, {}),
 }
 # Other options of what is run already.
-VARIANTS = {"base", "deep_grpo deferred", "tree_grpo replay", "sesa sequential", "grpo agent", "branpo replay"}
+VARIANTS = {"base", "deep_grpo deferred", "tree_grpo replay", "tree_grpo kept", "sesa sequential", "grpo agent"}
+VARIANTS |= {"branpo replay"}
 CASES = [*SUMS, *AGENTS]
 ON_TWO = [case for case in CASES if case not in {"base", "sesa sequential", "grpo agent", "branpo replay"}]
 # Groups of four over two processes with six rows each: the second group spans both.
@@ -136,8 +138,10 @@ COMMON = dict(
 
 def build(case, folder):
     options = dict(COMMON, per_device_train_batch_size=6) if spans(case) else COMMON
+    trainer_class, config_class, own = {**AGENTS, **SUMS}[case]
+    if config_class is not GRPOConfig:  # through TRL's seams, but for the case that is about what is kept
+        own = {"path_cache_tokens": 0, **own}
     if case in AGENTS:
-        trainer_class, config_class, own = AGENTS[case]
         boards = {"prompt": [[{"role": "user", "content": board}] for board in BOARDS], "board": BOARDS}
         return make_agent(
             trainer_class,
@@ -152,7 +156,6 @@ def build(case, folder):
             **options,
             **own,
         )
-    trainer_class, config_class, own = SUMS[case]
     sums = make_dataset()
     if "packed" in case:  # a start that is worth sharing
         sums = sums.map(lambda row: {"prompt": "1+2=3;" * 8 + row["prompt"]})

@@ -4,6 +4,7 @@ import pytest
 import torch
 from branpo_runs import play
 from trl import GRPOTrainer
+from world import says
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("two processes")]
 
@@ -11,7 +12,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("two processes")]
 def test_two_processes_end_where_one_does_on_the_same_rows(two_processes, tmp_path, monkeypatch):
     first, second = two_processes[0]["branpo"]["rank0"], two_processes[0]["branpo"]["rank1"]
     assert first == second
-    monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", GRPOTrainer._generate_single_turn)
+    says(GRPOTrainer._generate_single_turn, monkeypatch.setattr)  # what `play` puts there ends with the test
     expected, logged = play(tmp_path, 8)
     assert sum(log["branch/contrastive_fraction"] for log in logged) > 0
     for name, values in expected.items():

@@ -5,7 +5,7 @@ import pytest
 import torch
 from every_method_runs import CASES, SAMPLE, play
 from test_sixth_method import SIXTH
-from trl import GRPOTrainer
+from world import says
 
 from trl_explore.methods import METHODS
 
@@ -25,7 +25,7 @@ def results(two_processes):
 @pytest.fixture(autouse=True)
 def sampling_of_trl_and_a_sixth_method(monkeypatch):
     monkeypatch.setitem(METHODS, SIXTH.name, SIXTH)
-    monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", SAMPLE)
+    says(SAMPLE, monkeypatch.setattr)
 
 
 def assert_close(found, expected, tolerance):

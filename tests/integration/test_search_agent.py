@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from trl import GRPOTrainer
-from world import make_agent
+from world import make_agent, says
 
 from trl_explore.retrieval.client import CachedRetriever, HTTPRetriever, SearchTool
 from trl_explore.trainers import BranPOConfig, BranPOTrainer
@@ -44,7 +43,7 @@ def make(folder, address, **options):
 
 def test_the_run_stops_when_the_server_is_dead_and_can_go_on(served, tmp_path, monkeypatch):
     process, address, *_ = served
-    monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", searching)
+    says(searching, monkeypatch.setattr)
     trainer, tool = make(tmp_path / "out", address)
     step = trainer.training_step
 
@@ -67,7 +66,7 @@ def test_the_run_stops_when_the_server_is_dead_and_can_go_on(served, tmp_path, m
 
 def test_a_checkpoint_of_a_stopped_run_resumes(served, tmp_path, monkeypatch):
     _, address, *_ = served
-    monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", searching)
+    says(searching, monkeypatch.setattr)
     first, _ = make(tmp_path / "out", address, save_steps=2, max_steps=2)
     first.train()
     again, _ = make(tmp_path / "out", address)

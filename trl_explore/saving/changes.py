@@ -54,6 +54,7 @@ FREE = (
     "log_unique_prompts",
     "log_completions_hub_repo",
     "sampling_batch_size",
+    "path_cache_tokens",
     "shared_prefix_training",
     "packed_token_budget",
     "push_method_state",
