@@ -9,7 +9,7 @@ import pytest
 from commands import ROOT
 from test_branpo import Voice, agent
 from trl import GRPOTrainer
-from world import make_trainer
+from world import make_trainer, says
 
 from trl_explore.methods import METHODS
 from trl_explore.trainers import (
@@ -94,6 +94,7 @@ def test_deep_grpo_generates_what_the_formula_says(tmp_path, monkeypatch):
     total = sampled(monkeypatch)
     # One row per call: rows of one call are sampled up to the longest budget among them, and cut.
     options = dict(num_branches=3, segmentation="fixed", segment_length=2, max_steps=1, sampling_batch_size=1)
+    options["path_cache_tokens"] = 0  # all rows come through TRL's generation, where they are counted
     log = first_step(make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **options))
     formula = 8 * log["completions/mean_length"]
     formula += 8 * log["pivots/failure_fraction"] * 1 * 3 * log["pivots/mean_suffix_length"]
@@ -111,7 +112,8 @@ def test_a_tree_generates_at_most_what_the_formula_says(tmp_path):
 
 def test_sketches_cost_what_the_formula_says(tmp_path, monkeypatch):
     total = sampled(monkeypatch)
-    log = first_step(make_trainer(SESATrainer, SESAConfig, tmp_path, num_sketches=3, max_sketch_length=2, max_steps=1))
+    options = dict(num_sketches=3, max_sketch_length=2, max_steps=1, path_cache_tokens=0)
+    log = first_step(make_trainer(SESATrainer, SESAConfig, tmp_path, **options))
     assert log["sketch/tokens"] <= 2 * 3 * 2
     formula = 8 * log["completions/mean_length"] + log["sketch/tokens"]
     assert formula == log["sketch/sampled_tokens"] == sum(total)
@@ -119,7 +121,7 @@ def test_sketches_cost_what_the_formula_says(tmp_path, monkeypatch):
 
 def test_branpo_generates_and_trains_what_the_formula_says(tmp_path, monkeypatch):
     speaker = Voice(0.3)
-    monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", lambda *args, **kw: speaker(*args, **kw))
+    says(speaker, monkeypatch.setattr)
     total = sampled(monkeypatch)
     trainer = agent(tmp_path, max_steps=1, num_branches=1, branch_depth=1, branch_depth_hard=1, redundancy_tries=0)
     log = first_step(trainer)
