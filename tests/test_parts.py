@@ -259,24 +259,24 @@ def test_a_row_whose_environment_raised_gets_no_further_turn():
             encode_answers=None,
         )
         turns = Turns(StandIn(), world)
-        turns.begin([["p"], ["p"]])
         asked = []
+        with turns.of([["p"], ["p"]]):
 
-        def sample(contexts):
-            asked.append(contexts)
-            return [[6] for _ in contexts], None
+            def sample(contexts):
+                asked.append(contexts)
+                return [[6] for _ in contexts], None
 
-        assert turns.speak([[5], [5]], sample) == ([[6], [6]], None)
-        prompts = [[{"role": "user"}], [{"role": "user"}]]
-        turns.loop_begins(prompts, [[5], [5]], [[6], [6]])
-        try:
-            environments[0].move()
-        except OSError:
-            pass
-        for prompt in prompts:
-            prompt.append({"role": "tool", "content": "?"})
-        assert turns.speak([[5, 6, 7], [5, 6, 7]], sample) == ([[], [6]], None)
-        turns.note_failures()
+            assert turns.speak([[5], [5]], sample) == ([[6], [6]], None)
+            prompts = [[{"role": "user"}], [{"role": "user"}]]
+            turns.loop_begins(prompts, [[5], [5]], [[6], [6]])
+            try:
+                environments[0].move()
+            except OSError:
+                pass
+            for prompt in prompts:
+                prompt.append({"role": "tool", "content": "?"})
+            assert turns.speak([[5, 6, 7], [5, 6, 7]], sample) == ([[], [6]], None)
+            turns.note_failures()
     assert asked == [[[5], [5]], [[5, 6, 7]]] and turns.failed == [True, False]
     assert turns.known_rewards(None, num_rewards=2) == [[0.0, 0.0], None]
 

@@ -11,7 +11,7 @@ which further rows are trained); the answers given here are plain GRPO's.
 import copy
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ from trl_explore.rows.training import StreamTraining
 from trl_explore.sampling.generation import generating_model
 from trl_explore.sampling.sampler import Sampler
 from trl_explore.serving.backend import ServedGeneration, our_backend
-from trl_explore.serving.session import Serving, warn_about_sampling
+from trl_explore.serving.session import Serving
 
 from .config import ExplorationConfig, upgrade_config
 from .requires import Requires as Requires
@@ -71,10 +71,9 @@ class ExplorationTrainer(GRPOTrainer):
     """
     Base class of the exploration trainers; used by itself it is [`~trl.GRPOTrainer`].
 
-    What it changes with respect to GRPO is nothing by itself. It gives subclasses four hooks ([`rollout`],
-    [`shape_rewards`], [`assign_advantages`], [`extra_streams`]), a step to sample further rows in ([`search`]), parts
-    to do it with (`sample`, `scorer`, `ranks`), and it saves what a bit-exact resume needs, also off generation
-    boundaries.
+    It gives subclasses four hooks ([`rollout`], [`shape_rewards`], [`assign_advantages`], [`extra_streams`]), a step
+    to sample further rows in ([`search`]), parts to do it with (`sample`, `scorer`, `ranks`), and it saves what a
+    bit-exact resume needs, also off generation boundaries.
 
     The constructor takes what [`~trl.GRPOTrainer`] takes. `args` may be a plain [`~trl.GRPOConfig`], which gets the
     method's defaults. A subclass that samples rows itself refuses `rollout_func`, vision-language models, and, unless
@@ -141,16 +140,9 @@ class ExplorationTrainer(GRPOTrainer):
         args = upgrade_config(args, self.config_class)
         self.check(args, tools=tools, environment_factory=environment_factory)
         requires = self.requirements(args)
-        check_arguments(
-            type(self).__name__,
-            requires,
-            args,
-            samples_as_grpo=self._samples_as_grpo,
-            train_dataset=train_dataset,
-            tools=tools,
-            rollout_func=rollout_func,
-            environment_factory=environment_factory,
-        )
+        given = {"tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory}
+        options = {**given, "train_dataset": train_dataset, "samples_as_grpo": self._samples_as_grpo}
+        check_arguments(type(self).__name__, requires, args, **options)
         self.watch = ToolWatch()
         with our_backend(args):
             super().__init__(
@@ -164,10 +156,10 @@ class ExplorationTrainer(GRPOTrainer):
         self.exploration_generator = torch.Generator().manual_seed(args.seed + 7919 * (args.process_index + 1))
         self.saving.attach()
         if self.serving is not None:
-            warn_about_sampling(args)
-            self.serving.check_prompts(self.longest_prompt())
+            self.serving.check(self.longest_prompt())
         if args.shared_prefix_training != "off":
-            self._enable_packing()
+            refused = {"vision": self._is_vlm, "router_loss": self.aux_loss_enabled}
+            self.packing.enable(ref_model=self.ref_model, longest_prompt=self.longest_prompt, **refused)
         check_success_reward(args.success_reward, self.reward_func_names)
         if self._is_vlm and not (self._samples_as_grpo and requires.vision):
             raise ValueError(
@@ -185,14 +177,6 @@ class ExplorationTrainer(GRPOTrainer):
         """Whether GRPO samples all rows: then tools, environments, `rollout_func` and images are its own matter."""
         own, plain = type(self), ExplorationTrainer
         return (own.rollout, own.search, own.extra_streams) == (plain.rollout, plain.search, plain.extra_streams)
-
-    def _enable_packing(self) -> None:
-        unfit = None
-        if self._is_vlm:
-            unfit = "the rows of a vision-language model also share images: pass a text model"
-        elif self.aux_loss_enabled:
-            unfit = "the load-balancing loss counts every token of every row: set `router_aux_loss_coef=0.0`"
-        self.packing.enable(ref_model=self.ref_model, unfit=unfit, longest_prompt=self.longest_prompt)
 
     # ------------------------------------------------------------------ the four hooks, and what a method may define
 
@@ -303,10 +287,9 @@ class ExplorationTrainer(GRPOTrainer):
 
     def run_files(self) -> list[Path]:
         """What is there of the files that a run adds to: those of the method and the completions tables."""
-        folder = Path(self.args.output_dir)
         names = [*self.method_files(), *(["completions"] if self.args.log_completions else [])]
-        inside = [path for name in names for path in [folder / name, *sorted((folder / name).rglob("*"))]]
-        return [path for path in inside if path.is_file()]
+        found = [Path(self.args.output_dir) / name for name in names]
+        return [file for path in found for file in [path, *sorted(path.rglob("*"))] if file.is_file()]
 
     # ------------------------------------------------------------------------ parts, and what they see of the trainer
 
@@ -421,9 +404,8 @@ class ExplorationTrainer(GRPOTrainer):
     @contextmanager
     def running(self, other: Pass) -> Iterator[Pass]:
         own = vars(self)
-        names = ["current", "_logs", "_pending_extra_logs", "_pending_metrics"]
-        names += ["_entropy_bonus_enabled", "aux_loss_enabled"]
-        names += ["num_generations", "rollout_func", "environments", "environment_factories", "tools"]
+        names = ["current", "tools", "_logs", "_pending_extra_logs", "_pending_metrics", "_entropy_bonus_enabled"]
+        names += ["aux_loss_enabled", "num_generations", "rollout_func", "environments", "environment_factories"]
         before, metrics = {name: own[name] for name in names if name in own}, self._metrics["train"]
         tokens_seen = self.state.num_input_tokens_seen
         other.logs = empty_logs(self._logs)
@@ -473,15 +455,13 @@ class ExplorationTrainer(GRPOTrainer):
         if not self.is_training:
             return self._evaluated(inputs)
         self.main_examples, self.scorer.any_example = inputs, inputs[0]
-        self.streams.main_totals = None
-        self.sample.seconds = {}
+        self.streams.main_totals, self.sample.seconds = None, {}
         output = super()._generate_and_score_completions(inputs)
         if self.scorer.were_shaped(self.shaped_rewards):
             self.scorer.show_raw(self._metrics["train"], self._logs["rewards"])
         if self.serving is not None:
             self.serving.watch_correction(output)
-        drops = self.args.drop_zero_advantage
-        if drops:
+        if drops := self.args.drop_zero_advantage:
             level = self.scorer.level(self.shaped_rewards, group_size=self.num_generations or 1)
             output["advantages"] = output["advantages"].masked_fill(level, 0.0)
         self.search(output)
@@ -491,26 +471,22 @@ class ExplorationTrainer(GRPOTrainer):
         # The examples are copied: TRL writes into the dictionaries that it is given.
         streams = self.extra_streams(output, [dict(example) for example in inputs], self.scorer.totals())
         if self.log_completions:
-            self._fill_table(output, {name: scored for name, (scored, _) in streams.items()})
+            rows = {name: scored for name, (scored, _) in streams.items()}
+            origins = ["parent", "prefix_tokens"] if self.requires.extra_rows else []
+            self.table.add(self._logs, output, self.completion_columns(), rows, of_streams=origins)
         self.streams.prepare(output, streams)
         for name, seconds in self.sample.seconds.items():
             self.log_metric(f"generation/{name}_seconds", seconds)
         return output
 
     def _evaluated(self, inputs: list[dict[str, Any]]) -> RowDict:
-        own = self._logs if self.log_completions else None
-        if own is not None:
+        own = self._logs
+        if self.log_completions:
             self._logs = self.table.of_evaluation(own, self.state.global_step)
         try:
             return super()._generate_and_score_completions(inputs)
         finally:
-            if own is not None:
-                self._logs = own
-
-    def _fill_table(self, output: RowDict, streams: dict[str, ScoredRows]) -> None:
-        none = [float("nan")] * len(output["advantages"])
-        origins = {"parent": none, "prefix_tokens": none} if self.requires.extra_rows else {}
-        self.table.add(self._logs, output, {**self.completion_columns(), **origins}, streams)
+            self._logs = own
 
     def _generate(self, prompts):
         if self.current is not None and self.current.rows is not None:
@@ -527,13 +503,8 @@ class ExplorationTrainer(GRPOTrainer):
             if training:
                 self.forks.begin(self.main_examples, len(prompts))
         turns = self.turns if self.tools else None
-        if turns is not None:
-            turns.begin(prompts)
-        try:
+        with nullcontext() if turns is None else turns.of(prompts):
             result = super()._generate(prompts)
-        finally:
-            if turns is not None:
-                turns.end()
         self.packing.check_lengths(*result[:2])
         if self._rollout is not None and self._rollout.loss_mask is not None:
             result = (*result[:2], self._rollout.loss_mask, *result[3:])
@@ -546,11 +517,14 @@ class ExplorationTrainer(GRPOTrainer):
         return result
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
+        single_turn, rest = (
+            super()._generate_single_turn,
+            (images, multimodal_fields, num_generations, has_tool_images),
+        )
+
         def own(ids: list[list[int]]) -> Any:
             with self.packing.own_attention():
-                return super(ExplorationTrainer, self)._generate_single_turn(
-                    ids, images, multimodal_fields, num_generations, has_tool_images
-                )
+                return single_turn(ids, *rest)
 
         def sample(contexts: list[list[int]]) -> Spoken:
             rollout = self._rolled_out(contexts, own)
@@ -587,33 +561,28 @@ class ExplorationTrainer(GRPOTrainer):
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
         own, arguments = super()._get_per_token_logps_and_entropies, (model, input_ids, attention_mask, logits_to_keep)
-        if (
-            self.features is not None and self.features.waits
-        ):  # hidden states are watched row by row: nothing is packed
+        if self.features is not None and self.features.waits:  # watched row by row: nothing is packed
             return self.features.watched(partial(own, *arguments, *args, **kwargs), logits_to_keep)
         return self.packing(own, *arguments, *args, **kwargs)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        of_these = partial(super()._calculate_rewards, inputs, prompts, completions, completion_ids_list)
+
         def ask(reward_funcs: list[Any]) -> torch.Tensor:
             own, self.reward_funcs = self.reward_funcs, reward_funcs
             try:
-                return super(ExplorationTrainer, self)._calculate_rewards(
-                    inputs, prompts, completions, completion_ids_list
-                )
+                return of_these()
             finally:
                 self.reward_funcs = own
 
         if self.current is not None:
             assert self.current.rows is not None
-            self.current.rewards_per_func = self.scorer.rewards(
-                ask, self.reward_funcs, self.current.rows.known_rewards
-            )
+            known = self.current.rows.known_rewards
+            self.current.rewards_per_func = self.scorer.rewards(ask, self.reward_funcs, known)
             return self.current.rewards_per_func
         rewards = self.scorer.rewards(ask, self.reward_funcs, self._known_rewards())
         if self.turns is not None:
-            rewards, num_failed = self.turns.void_rewards(rewards)
-            if num_failed is not None:
-                self._metrics["train" if self.is_training else "eval"]["agent/environment_errors"].append(num_failed)
+            rewards = self.turns.void_rewards(rewards, self._metrics["train" if self.is_training else "eval"])
         if not self.is_training:
             return rewards
         self.scorer.stop_if_unscored(rewards, inputs[0], group_size=self.num_generations or 1)
@@ -705,38 +674,22 @@ class ExplorationTrainer(GRPOTrainer):
 
     # ------------------------------------------------------------------------------- seams into transformers: the Hub
 
-    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+    def init_hf_repo(self, token=None, private=None):
         """As in TRL; also makes the branch, and raises `HubError` or `ValueError` where nothing could be sent."""
         if self.is_world_process_zero():
             self.publisher.make_repo(super().init_hf_repo, token, private)
 
-    def create_model_card(  # type: ignore[override]  # as in TRL
-        self,
-        model_name: str | None = None,
-        dataset_name: str | list[str] | None = None,
-        tags: str | list[str] | None = None,
-    ) -> None:
+    def create_model_card(self, model_name=None, dataset_name=None, tags=None):  # type: ignore[override]  # as in TRL
         """As in TRL: `README.md` in `output_dir`, with the training curves beside it."""
         if self.is_world_process_zero():
             self.publisher.write_card(model_name, dataset_name, tags, method_tags=self._tag_names, paper=self._paper)
 
     def push_to_hub(
-        self,
-        commit_message: str | None = "End of training",
-        blocking: bool = True,
-        token: str | None = None,
-        revision: str | None = None,
-        private: bool | None = None,
-        **kwargs,
-    ) -> Any:
+        self, commit_message="End of training", blocking=True, token=None, revision=None, private=None, **kwargs
+    ):
         """
-        As in TRL: save the model in `output_dir` and publish it with its card; every process must call it.
-
-        Args:
-            revision (`str`, *optional*):
-                Branch; made if it is missing. Defaults to `args.hub_revision`, then to `main`.
-            private (`bool`, *optional*):
-                Whether a new repository is private. Defaults to `args.hub_private_repo`.
+        As in TRL: save the model in `output_dir` and publish it with its card; every process must call it. A branch
+        that is missing is made; `revision` and `private` default to `args.hub_revision` and `args.hub_private_repo`.
 
         Raises:
             HubError: If anything stands against it. The model is saved, and the message says how to send it.
@@ -764,10 +717,8 @@ def watch(trainer: Any, method: str, seen: Callable[..., None]) -> Callable[[], 
     Watch what any GRPO trainer scores (`method="scored"`) or computes the loss of (`"loss"`): `seen` gets TRL's
     arguments, (rows) or (model, rows), and behind them what TRL made of them. Returns what ends it.
     """
-    name, own = {
-        "scored": ("_generate_and_score_completions", trainer._generate_and_score_completions),
-        "loss": ("_compute_loss", trainer._compute_loss),
-    }[method]
+    name = {"scored": "_generate_and_score_completions", "loss": "_compute_loss"}[method]
+    own = getattr(trainer, name)
 
     def watched(*args: Any) -> Any:
         result = own(*args)
@@ -775,11 +726,7 @@ def watch(trainer: Any, method: str, seen: Callable[..., None]) -> Callable[[], 
         return result
 
     vars(trainer)[name] = watched
-
-    def end() -> None:
-        vars(trainer).pop(name, None)
-
-    return end
+    return lambda: vars(trainer).pop(name, None)
 
 
 def log_metric(trainer: Any, name: str, value: float) -> None:

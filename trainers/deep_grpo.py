@@ -54,8 +54,6 @@ class DeepGRPOTrainer(ExplorationTrainer):
 
     # ------------------------------------------------------------------------------------------------ the algorithm
 
-    # ------------------------------------------------------------------------------------------------ the algorithm
-
     def search(self, output: RowDict) -> None:
         super().search(output)
         start = time.perf_counter()

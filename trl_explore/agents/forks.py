@@ -231,13 +231,11 @@ class Forks:
         if world.factories is not None:
             others["names"] = [world.names[row] for row in rows]
         self._stopped, self._starts = stopped, [branch.turn for branch in branches]
-        self.turns.begin(rows, self._is_over)
         try:
-            with world.swapped(**others):
+            with self.turns.of(rows, self._is_over), world.swapped(**others):
                 yield stopped
         finally:
             self._stopped = None
-            self.turns.end()
 
     def _limited(self, function: Callable, place: int, branch: Branch) -> Callable:
         """A tool of a branch, of its own environment; it does nothing once the branch has used up its interactions."""

@@ -15,6 +15,10 @@ from trl_explore.rows.policy import Policy
 Spoken = tuple[list[list[int]], list[list[float | None]] | None]  # tokens and log-probabilities of a turn, per row
 
 
+def _never(row: int) -> bool:
+    return False
+
+
 class World:
     """
     What a trainer's tool loop works with: `attributes` of the trainer, by these names.
@@ -114,16 +118,16 @@ class Turns:
         self._any_failed = False  # on some process
         self._loop: ToolLoop | None = None
         self._prompts: list = []
-        self._stopped: Callable[[int], bool] = lambda row: False
+        self._stopped: Callable[[int], bool] = _never
 
-    def begin(self, prompts: list, stopped: Callable[[int], bool] | None = None) -> None:
-        """A batch, or branches of one, are about to be rolled out; `stopped` tells rows that may not go on."""
-        self._prompts, self._loop, self.turn = prompts, None, None
-        self._stopped = stopped or (lambda row: False)
-
-    def end(self) -> None:
-        """They have been."""
-        self.begin([])
+    @contextmanager
+    def of(self, prompts: list, stopped: Callable[[int], bool] = _never) -> Iterator[None]:
+        """A batch, or branches of one, are rolled out; `stopped` tells rows that may not go on."""
+        self._prompts, self._loop, self.turn, self._stopped = prompts, None, None, stopped
+        try:
+            yield
+        finally:
+            self._prompts, self._loop, self.turn, self._stopped = [], None, None, _never
 
     def loop_begins(self, prompts: list, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> None:
         """TRL's loop has all first turns."""
@@ -180,13 +184,14 @@ class Turns:
         zeros = [0.0] * num_rewards
         return [zeros if failed else reward for reward, failed in zip(rewards, self.failed, strict=True)]
 
-    def void_rewards(self, rewards: torch.Tensor) -> tuple[torch.Tensor, float | None]:
-        """Rewards `(N, F)` without those of rows whose environment raised, and their number, `None` without any."""
+    def void_rewards(self, rewards: torch.Tensor, metrics: dict[str, list[float]]) -> torch.Tensor:
+        """Rewards `(N, F)` without those of rows whose environment raised, whose number is logged."""
         if not self.world.environments:
-            return rewards, None
+            return rewards
         # `get_reward` may have failed only now.
         failed = self.policy.ranks.gather(torch.tensor(self._failures(), device=rewards.device))
-        return rewards.masked_fill(failed.unsqueeze(1), 0.0), failed.sum().item()
+        metrics["agent/environment_errors"].append(failed.sum().item())
+        return rewards.masked_fill(failed.unsqueeze(1), 0.0)
 
     def parse_turn(self, row: int, context: list[int], token_ids: list[int]) -> dict[str, Any]:
         """The message that TRL makes of a turn behind a context, with `tool_calls` where there are any."""

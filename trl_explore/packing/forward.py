@@ -40,13 +40,19 @@ class PackedForward:
         self.mode = "off"
         self.token_budget: int | None = None
 
-    def enable(self, *, ref_model: Any, unfit: str | None, longest_prompt: Callable[[], int | None]) -> None:
-        """Turn packing on as `shared_prefix_training` says; `unfit` is what about the trainer stands against it.
+    def enable(
+        self, *, ref_model: Any, longest_prompt: Callable[[], int | None], vision: bool, router_loss: bool
+    ) -> None:
+        """Turn packing on as `shared_prefix_training` says.
         ValueError: with `"on"` if it cannot be; always if `packed_token_budget` cannot hold a row."""
         args = self.policy.args
         try:
-            if unfit is not None:
-                raise ValueError(unfit)
+            if vision:
+                raise ValueError("the rows of a vision-language model also share images: pass a text model")
+            if router_loss:
+                raise ValueError(
+                    "the load-balancing loss counts every token of every row: set `router_aux_loss_coef=0.0`"
+                )
             self._check_options()
             for model in filter(None, (self.policy.model, ref_model)):
                 enable_packing(unwrapped(self.policy, model))

@@ -3,7 +3,7 @@
 import json
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -30,10 +30,18 @@ class CompletionsTable:
         self.evaluated: Logs = {}
         self._evaluated_at: int | None = None
 
-    def add(self, logs: Logs, output: RowDict, columns: dict[str, list[Any]], streams: dict[str, Any]) -> None:
+    def add(
+        self,
+        logs: Logs,
+        output: RowDict,
+        columns: dict[str, list[Any]],
+        streams: dict[str, Any],
+        of_streams: Sequence[str] = (),
+    ) -> None:
         """Put the rows of a generation batch into TRL's table, which has the main rows: the method's columns `[B]`,
-        and the streams' rows by name. Every process calls it."""
+        and the streams' rows by name, which alone have the columns `of_streams`. Every process calls it."""
         ranks = self.policy.ranks
+        columns = {**columns, **dict.fromkeys(of_streams, [math.nan] * len(output["advantages"]))}
         per_process = ranks.objects([columns])
         for name in columns:
             logs["extra"][name].extend(value for found in per_process for value in found[name])

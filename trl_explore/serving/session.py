@@ -18,8 +18,9 @@ class Serving:
         self.policy, self.backend, self.sync_weights = policy, backend, sync_weights
         self._warned = False
 
-    def check_prompts(self, longest: int | None) -> None:
+    def check(self, longest: int | None) -> None:
         """The longest prompt must fit; where tools or environments add to it, it is checked when it is sampled."""
+        warn_about_sampling(self.policy.args)
         if longest is not None:
             self.backend.check_lengths([Request([0] * longest, 1, self.policy.args.max_completion_length)])
 
@@ -67,12 +68,12 @@ def warn_about_sampling(args) -> None:
             f"{named}: vLLM reports the probabilities of the truncated distribution that it samples from, the trainer "
             "computes those of the whole one, so every importance ratio is biased. Sample without truncation, or set "
             "`vllm_importance_sampling_correction=False`.",
-            stacklevel=3,
+            stacklevel=4,
         )
     if "seed" in (args.generation_kwargs or {}):
         warnings.warn(
             f"`generation_kwargs` has `seed={args.generation_kwargs['seed']}`: vLLM then answers equal requests "
             "equally, so that the siblings of a group and the branches of a prefix become copies of each other. "
             "Leave `seed` out; `seed` of the configuration does not harm.",
-            stacklevel=3,
+            stacklevel=4,
         )
