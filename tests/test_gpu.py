@@ -4,10 +4,12 @@ import pytest
 import torch
 import yaml
 from peft import LoraConfig
+from test_packing import some_rows
 from trl import GRPOConfig, GRPOTrainer
 from world import assert_same, contains_answer, differ, make_model, make_trainer, parameters, trained
 
 from trl_explore.cli import main
+from trl_explore.packing.attention import _attend, masked_attention, num_compilations
 from trl_explore.trainers import (
     DeepGRPOConfig,
     DeepGRPOTrainer,
@@ -124,7 +126,22 @@ def test_shared_prefixes_end_in_the_same_parameters(tmp_path, options):
         )
     (expected, _), (got, log) = results
     assert_same(got, expected, tolerance=1e-2 if "bf16" in options else 1e-4)
-    assert log[0]["packing/packed"] == 1.0
+    assert log[0]["packing/packed"] == 1.0 and log[-1]["packing/compilations"] > 0
+
+
+def test_new_lengths_compile_nothing():
+    """Forward and backward, after a first length and a second."""
+    torch.compiler.reset()
+    module, counts = torch.nn.Identity(), []
+    for rows in some_rows(5, device="cuda"):
+        size = rows.input_ids.size(1)
+        parts = [torch.randn(1, 4, size, 32, device="cuda", requires_grad=True) for _ in range(3)]
+        out, _ = _attend(module, *parts, None, original="sdpa", packed_rows=rows, sliding_window=size // 2)
+        out.sum().backward()
+        counts.append(num_compilations())
+        expected = masked_attention(*parts, rows.trie, scale=32**-0.5, window=size // 2)
+        torch.testing.assert_close(out.transpose(1, 2), expected, rtol=0, atol=1e-2)
+    assert counts[0] == counts[1] < counts[2] == counts[-1]  # the first two are of one length
 
 
 def test_a_comparison_builds_teaches_and_trains_a_model_in_bf16(tmp_path, monkeypatch):

@@ -1,14 +1,17 @@
 """Rows that share prefixes as one sequence: the trie, its attention, and micro-batches that suit it."""
 
+import random
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
-from trl_explore.packing.attention import _TreeAttention, block_mask, masked_attention, spans
+from trl_explore.packing.attention import BLOCK, _TreeAttention, block_mask, masked_attention, num_compilations, spans
 from trl_explore.packing.layout import (
     Segment,
+    bucket,
     build_trie,
     check_fits,
     computed_tokens,
@@ -112,14 +115,14 @@ def test_the_model_sees_all_but_padding_and_last_tokens():
 
 def test_no_row_is_a_sequence_of_padding():
     ids = torch.zeros(0, 4, dtype=torch.long)
-    rows = pack_rows(ids[:, :2], ids[:, :2], ids[:, 2:], ids[:, 2:], multiple_of=8)
+    rows = pack_rows(ids[:, :2], ids[:, :2], ids[:, 2:], ids[:, 2:], block=4)
     assert rows.input_ids.tolist() == [[0] * 8] and rows.labels.tolist() == [[-100]] and rows.token_ratio == 0
     assert rows.unpack(torch.tensor([[0.5]])).shape == (0, 2)
 
 
 def test_padding_is_seen_by_no_row():
     ids, mask = torch.tensor([[5, 6, 7, 8]]), torch.ones(1, 4, dtype=torch.long)
-    rows = pack_rows(ids[:, :2], mask[:, :2], ids[:, 2:], mask[:, 2:], multiple_of=8)
+    rows = pack_rows(ids[:, :2], mask[:, :2], ids[:, 2:], mask[:, 2:], block=4)
     assert rows.input_ids.tolist() == [[5, 6, 7, 0, 0, 0, 0, 0]] and rows.token_ratio == 4 / 3
     assert spans(rows.trie) == [(slice(0, 3), slice(0, 3), True), (slice(3, 8), slice(3, 8), True)]
 
@@ -130,7 +133,7 @@ def test_flex_attention_sees_what_masks_of_segments_show(window):
     ids = torch.randint(5, 29, (4, 400), generator=generator)
     ids[1, :150], ids[2, :300], ids[3, :302] = ids[0, :150], ids[0, :300], ids[2, :302]
     mask = torch.ones_like(ids)
-    rows = pack_rows(ids[:, :50], mask[:, :50], ids[:, 50:], mask[:, 50:], min_saved=1, multiple_of=128)
+    rows = pack_rows(ids[:, :50], mask[:, :50], ids[:, 50:], mask[:, 50:], min_saved=1, block=128)
     parts = [torch.randn(1, 2, rows.input_ids.size(1), 8, generator=generator) for _ in range(3)]
     blocks = block_mask(rows, window)
     expected = masked_attention(*parts, rows.trie, scale=0.5, window=window)
@@ -149,6 +152,46 @@ def test_flex_attention_sees_what_masks_of_segments_show(window):
         assert torch.equal(asked, pairs.any(dim=2)) and torch.equal(whole, pairs.all(dim=2)) and whole.any()
     else:
         assert asked.sum() < torch.ones_like(asked).tril().sum()
+
+
+@given(length=st.integers(1, 200_000))
+def test_a_bucket_adds_less_than_an_eighth_to_whole_blocks(length):
+    blocks = max(-(-length // BLOCK), 2)
+    size = bucket(length, BLOCK)
+    assert size % BLOCK == 0 and 0 <= size - blocks * BLOCK < blocks * BLOCK / 8
+    assert size == bucket(size, BLOCK)
+
+
+def some_rows(number, device="cpu"):
+    """Micro-batches of completions that share their prompt, of other lengths each."""
+    chance = random.Random(0)
+    generator = torch.Generator(device).manual_seed(0)
+    for _ in range(number):
+        prompt, completion = chance.randrange(20, 900), chance.randrange(20, 900)
+        ids = torch.randint(5, 29, (8, prompt + completion), device=device, generator=generator)
+        ids[:, :prompt] = ids[0, :prompt]
+        mask = torch.ones_like(ids)
+        yield pack_rows(ids[:, :prompt], mask[:, :prompt], ids[:, prompt:], mask[:, prompt:], block=BLOCK)
+
+
+def test_two_hundred_batches_have_few_lengths():
+    rows = list(some_rows(200))
+    assert len({-(-r.num_unique // BLOCK) for r in rows}) > 50  # without buckets
+    assert len({r.input_ids.size(1) for r in rows}) <= 15 + 8 + 8  # up to 2048, 4096 and 8192 tokens
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_new_lengths_compile_nothing(window):
+    """As torch traces attention, for a backend that compiles nothing: one graph of a length, and one of any."""
+    torch.compiler.reset()
+    compiled, before = torch.compile(flex_attention, backend=lambda graph, inputs: graph.forward), num_compilations()
+    lengths = set()
+    for i, rows in enumerate(some_rows(5)):
+        lengths.add(rows.input_ids.size(1))
+        parts = [torch.randn(1, 1, rows.input_ids.size(1), 8) for _ in range(3)]
+        compiled(*parts, scale=0.5, block_mask=block_mask(rows, window and window + i))
+        assert num_compilations() - before == min(len(lengths), 2)
+    assert len(lengths) > 2
 
 
 def test_merging_many_parts_rounds_no_more_than_one_attention():

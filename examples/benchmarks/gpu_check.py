@@ -5,8 +5,9 @@
     python examples/benchmarks/gpu_check.py --device cpu --tiny # the same code with a tiny model
 
 Weights are random, prompts made up, and a reward is the parity of a completion's tokens: nothing can be learned here.
-BranPO is an agent with a trivial tool, beside GRPO with the same tool. What is done is kept in `--output`, and a run
-goes on where an earlier one ended; the table shows all of it.
+BranPO is an agent with a trivial tool, beside GRPO with the same tool. `tree_grpo_packed` computes shared
+prefixes once, on a GPU with compiled attention, of which a few graphs serve all lengths. What is done is kept in
+`--output`, and a run goes on where an earlier one ended; the table shows all of it.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from trl_explore.methods import METHODS
 from trl_explore.tasks.tiny_model import VOCAB_SIZE, build_tokenizer
 
 # Each method beside the GRPO that it is compared with: an agent's turns are another task than single completions.
-BESIDE = {name: "grpo" for name in ("grpo", "deep_grpo", "tree_grpo", "sesa", "g2rl")}
+BESIDE = {name: "grpo" for name in ("grpo", "deep_grpo", "tree_grpo", "tree_grpo_packed", "sesa", "g2rl")}
 BESIDE |= {"grpo_agent": "grpo_agent", "branpo": "grpo_agent"}
 STEPS = 6
 
@@ -87,9 +88,11 @@ def calls_on_its_own(tokenizer):
 
 def options_of(name, length, batch):
     """The method's own settings; lengths are shares of a completion's."""
+    tree = dict(expansion_width=4, node_length=length // 4)
     return {
         "deep_grpo": dict(segmentation="fixed", segment_length=length // 8, max_pivots_per_batch=batch // 4),
-        "tree_grpo": dict(expansion_width=4, node_length=length // 4),
+        "tree_grpo": tree,
+        "tree_grpo_packed": dict(tree, shared_prefix_training="on"),
         "sesa": dict(max_sketch_length=length // 4),
     }.get(name, {})
 
@@ -98,7 +101,7 @@ def check(name, args):
     """Train `name` for a few steps; what it took."""
     length, rows, accumulation = (24, 8, 1) if args.tiny else (args.max_completion_length, 16, 4)
     agent = BESIDE[name] == "grpo_agent"
-    method = METHODS["grpo" if name == "grpo_agent" else name]
+    method = METHODS[name.removesuffix("_agent").removesuffix("_packed")]
     on_gpu = args.device == "cuda"
     tokenizer = build_tokenizer(tools=agent)
     config: GRPOConfig = method.config_class(
@@ -144,13 +147,15 @@ def check(name, args):
         "tokens": costs.cost.tokens,
         "finite": all(abs(loss) < float("inf") for loss in losses),
         "failed_calls": max(entry.get("tools/failure_frequency", 1.0) for entry in costs.history),
+        "compilations": max(entry.get("packing/compilations", 0.0) for entry in costs.history),
     }
 
 
 def table(found):
     lines = [
-        f"| {STEPS} steps | seconds per step | times GRPO | peak GiB | times GRPO | tokens sampled | losses finite |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        f"| {STEPS} steps | seconds per step | times GRPO | peak GiB | times GRPO | tokens sampled | graphs compiled "
+        "| losses finite |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name in (name for name in BESIDE if name in found):
         ours, plain = found[name], found.get(BESIDE[name])
@@ -159,7 +164,8 @@ def table(found):
         if ours["memory"] is not None:
             memory, more = f"{ours['memory']:.2f}", f"{ours['memory'] / plain['memory']:.2f}" if plain else "-"
         cells = [name, f"{ours['seconds']:.3f}", slower, memory, more, f"{ours['tokens']:.0f}"]
-        lines.append("| " + " | ".join([*cells, "yes" if ours["finite"] else "NO"]) + " |")
+        cells += [f"{ours['compilations']:.0f}", "yes" if ours["finite"] else "NO"]
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

@@ -97,6 +97,8 @@ def _attend(
     if query.device.type == "cuda" and query.size(-1) >= 16:  # the least that FlexAttention takes there
         from transformers.integrations.flex_attention import flex_attention_forward
 
+        # Compiled for one length, then for any: torch makes what changes dynamic. To ask for it beforehand fails:
+        # `mark_dynamic` on the mask's lengths, which are plain numbers, and `dynamic=True` on `softcap`, which is one.
         mask = block_mask(packed_rows, window)
         return flex_attention_forward(module, query, key, value, mask, scaling=scale, softcap=softcap)
     if window is not None and window > int(packed_rows.position_ids.max()):
@@ -208,7 +210,7 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def block_mask(rows: PackedRows, window: int | None) -> Any:
-    """FlexAttention's mask of rows padded to a multiple of 128; `window` as in [`masked_attention`]."""
+    """FlexAttention's mask of rows padded to whole blocks; `window` as in [`masked_attention`]."""
     if window in rows.block_masks:
         return rows.block_masks[window]
     from torch.nn.attention.flex_attention import BlockMask
@@ -216,11 +218,12 @@ def block_mask(rows: PackedRows, window: int | None) -> Any:
     device, depths = rows.input_ids.device, rows.position_ids[0]
     lengths = torch.tensor([s.stop - s.start for s in rows.trie.segments], device=device)
     ends = torch.tensor([s.end for s in rows.trie.segments], device=device).repeat_interleave(lengths)  # (S,)
+    beyond = None if window is None else depths - window  # a tensor: each number would be a graph of its own
 
     def sees(batch, head, q, k):
         # Descendants of a segment stand in one piece, from the segment itself to its end.
         seen = (k <= q) & (q < ends[k])
-        return seen if window is None else seen & (depths[q] - depths[k] < window)
+        return seen if beyond is None else seen & (beyond[q] < depths[k])
 
     # The same for blocks, out of the extremes of each: a mask over all pairs of tokens grows with their square.
     first = torch.arange(0, len(depths), BLOCK, device=device)
@@ -237,6 +240,13 @@ def block_mask(rows: PackedRows, window: int | None) -> Any:
     )
     rows.block_masks[window] = mask
     return mask
+
+
+def num_compilations() -> int:
+    """Graphs that torch has compiled in this process so far."""
+    from torch._dynamo.utils import counters  # slow to import
+
+    return counters["stats"]["unique_graphs"]
 
 
 def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,7 +10,7 @@ from accelerate import DistributedType
 from peft import PeftModel
 from trl.trainer.utils import split_tensor_dict
 
-from trl_explore.packing.attention import BLOCK, NO_MASK, enable_packing, own_attention
+from trl_explore.packing.attention import BLOCK, NO_MASK, enable_packing, num_compilations, own_attention
 from trl_explore.packing.layout import (
     MIN_SAVED,
     PackedRows,
@@ -182,7 +182,7 @@ class PackedForward:
     ) -> tuple[Any, Any, None] | None:
         """Log-probabilities and entropies `(B, T)`; `None` where TRL's own pass is to compute them."""
         sides = _sides(ids, mask, width)
-        options: dict[str, Any] = dict(min_saved=self.min_saved, multiple_of=BLOCK if ids.is_cuda else 1)
+        options: dict[str, Any] = dict(min_saved=self.min_saved, block=BLOCK if ids.is_cuda else None)
         sequences = [pack_rows(*(side[rows] for side in sides), **options) for rows in packs]
         ratio = sum(rows.num_tokens for rows in sequences) / max(sum(rows.num_unique for rows in sequences), 1)
         # TRL's own pass is one, and its tokens are not bounded: more sequences are packed whatever they share.
@@ -192,6 +192,8 @@ class PackedForward:
             self.policy.log_metric("packing/token_ratio", ratio)
             self.policy.log_metric("packing/packed", packed)
             self.policy.log_metric("packing/sequences", len([rows for rows in packs if rows]))
+            if ids.is_cuda:  # where attention is compiled
+                self.policy.log_metric("packing/compilations", num_compilations())
         if not packed:
             return None
         order = torch.tensor([i for rows in packs for i in rows], device=ids.device).argsort()

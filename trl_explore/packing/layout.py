@@ -133,15 +133,15 @@ def pack_rows(
     completion_mask: torch.Tensor,
     *,
     min_saved: int = MIN_SAVED,
-    multiple_of: int = 1,
+    block: int | None = None,
 ) -> PackedRows:
-    """Lay the [`computed_tokens`] of rows out, what they share once; `multiple_of` pads S with tokens that no row
-    sees. Without a row, the sequence is one token of padding."""
+    """Lay the [`computed_tokens`] of rows out, what they share once; `block` pads S to a [`bucket`] with tokens that
+    no row sees. Without a row, the sequence is padding."""
     rows = computed_tokens(prompt_ids, prompt_mask, completion_ids, completion_mask)
     lengths = completion_mask.sum(dim=1).tolist()
     trie = build_trie(rows, min_saved=min_saved)
     num_unique = len(trie.tokens)
-    trie = _padded(trie, math.ceil(max(num_unique, 1) / multiple_of) * multiple_of)
+    trie = _padded(trie, bucket(num_unique, block) if block else max(num_unique, 1))
 
     # A position and the token that it predicts, as one number; equal pairs are scored once.
     vocab = int(completion_ids.max()) + 1 if len(rows) else 1
@@ -165,6 +165,14 @@ def pack_rows(
         num_tokens=int(prompt_mask.sum() + completion_mask.sum()),
         num_unique=num_unique,
     )
+
+
+def bucket(length: int, block: int) -> int:
+    """The next of few lengths, in whole blocks: up to 16 any number of them, then eight steps to every doubling, which
+    add less than an eighth. Two at least: torch compiles a dimension of size 1 by itself."""
+    blocks = max(math.ceil(length / block), 2)
+    step = max(2 ** (blocks.bit_length() - 1) // 8, 1)
+    return math.ceil(blocks / step) * step * block
 
 
 def _padded(trie: Trie, size: int) -> Trie:
