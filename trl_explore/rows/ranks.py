@@ -17,7 +17,8 @@ class Ranks:
 
     def gathered(self, value: float) -> torch.Tensor:
         """One number per process, float64 of shape `(num_processes,)`."""
-        return gather(torch.tensor([float(value)], dtype=torch.float64, device=self.device))
+        own = torch.tensor([float(value)], dtype=torch.float64, device=self.device)
+        return gather(own) if self.number > 1 else own
 
     def summed(self, values: dict[str, float]) -> dict[str, float]:
         """Numbers added up over all processes, in one call; every process has the same names."""
@@ -26,7 +27,7 @@ class Ranks:
 
     def most(self, value: int) -> int:
         """The largest of the processes' numbers."""
-        return int(self.gathered(value).max())
+        return int(self.gathered(value).max()) if self.number > 1 else value
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows of all processes `(N, ...)`, the same number from each."""

@@ -110,7 +110,7 @@ def row_entropies(logits: torch.Tensor, *, temperature: float) -> torch.Tensor:
         torch.special.entr((part.float() / temperature).softmax(dim=-1)).sum(dim=-1)
         for part in logits.split(ENTROPY_ROWS)
     ]
-    return torch.cat(parts)  # (B,)
+    return torch.cat(parts) if len(parts) > 1 else parts[0]  # (B,)
 
 
 def complete(model: Any, prompt_ids: list[list[int]], config: GenerationConfig) -> list[list[int]]:

@@ -139,9 +139,7 @@ class PathCache:
         tips, cache, logits, mask = self._encode(prefixes)
         picked = torch.tensor(of_row, device=self.device)
         noted = [row_entropies(logits, temperature=entropies)[picked]] if entropies is not None else []
-        if len(prefixes) < len(rows):
-            cache.reorder_cache(picked)  # type: ignore[arg-type]
-            logits, mask = logits[picked], mask[picked]
+        logits = logits[picked]
         length = mask.shape[1]
         history = None
         if any(isinstance(warper, RepetitionPenaltyLogitsProcessor) for warper in self.warpers):
@@ -151,6 +149,9 @@ class PathCache:
         positions = mask.sum(1, keepdim=True)
         most = max(budgets)
         for step in range(most):
+            if step == 1 and len(prefixes) < len(rows):
+                cache.reorder_cache(picked)  # type: ignore[arg-type]
+                mask, positions = mask[picked], positions[picked]
             if step:
                 mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
                 logits = self._forward(tokens[-1][:, None], mask, positions + step - 1, cache)
@@ -160,11 +161,10 @@ class PathCache:
             drawn = (
                 torch.multinomial(scores.softmax(-1), 1).squeeze(1) if self.options.do_sample else scores.argmax(-1)
             )
-            drawn = torch.where(unfinished, drawn, self._pad)
-            tokens.append(drawn)
-            history = None if history is None else torch.cat([history, drawn[:, None]], dim=1)
+            tokens.append(torch.where(unfinished, drawn, self._pad) if step else drawn)
+            history = None if history is None else torch.cat([history, tokens[-1][:, None]], dim=1)
             if step + 1 < most:
-                unfinished &= ~torch.isin(drawn, self._ends)
+                unfinished &= ~torch.isin(tokens[-1], self._ends)
                 if not unfinished.any():
                     break
         ends = set(self._ends.tolist())
@@ -259,8 +259,11 @@ class PathCache:
             part.view(len(paths), width, heads, size).transpose(1, 2)
             for part, (heads, size) in zip(parts, self._shapes, strict=True)
         ]
-        for layer, (keys, values) in enumerate(zip(states[::2], states[1::2], strict=True)):
-            cache.update(keys, values, layer)
+        for keys, values in zip(states[::2], states[1::2], strict=True):
+            layer = DynamicLayer()
+            layer.lazy_initialization(keys, values)
+            layer.keys, layer.values = keys, values  # `update` would copy them once more
+            cache.layers.append(layer)
         return cache
 
     def _keep(self, cache: DynamicCache, runs: list[tuple[_Node, int, int, list[int]]]) -> None:
