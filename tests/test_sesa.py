@@ -115,6 +115,27 @@ def test_every_sketch_is_shown_the_ones_before_it_and_every_solution_its_own(tmp
     assert prompts == {tuple(make_tokenizer()(problem)["input_ids"]) for problem in problems}
 
 
+@pytest.mark.parametrize("chains, num_sketches", [(2, 4), (3, 4), (4, 4), (2, 3)])
+def test_parallel_sketches_are_shown_those_of_their_own_chain(tmp_path, chains, num_sketches):
+    options = dict(num_sketches=num_sketches, parallel_sketches=chains)
+    trainer = make_trainer(Watched, SESAConfig, tmp_path, **SHORT, **options)
+    first_batch(trainer)
+    problems = [trainer.main_examples[g * 4]["prompt"] for g in range(2)]
+    steps = [range(first, min(first + chains, num_sketches)) for first in range(0, num_sketches, chains)]
+    assert [len(asked) for asked in trainer.asked] == [2 * len(places) for places in steps]
+    drafts = [{}, {}]
+    for places, asked, answered in zip(steps, trainer.asked, trainer.answered, strict=True):
+        rows = iter(zip(asked, answered, strict=True))
+        for g in range(2):
+            for place in places:
+                prompt, (answer,) = next(rows)
+                told = ";".join(drafts[g][j] for j in range(place) if j % chains == place % chains and drafts[g][j])
+                assert prompt == (f"{problems[g]}b{told}" if told else f"{problems[g]}a")
+                drafts[g][place] = answer
+    shown = trainer.completion_columns()["sketch"]
+    assert shown == [drafts[i // 4][i % num_sketches] for i in range(8)]
+
+
 @pytest.mark.parametrize("size", [8, 24])
 def test_shuffled_sketches_are_those_of_another_prompt(tmp_path, size):
     options = dict(SHORT, per_device_train_batch_size=size, num_sketches=3)
@@ -447,6 +468,10 @@ ERRORS = {
     "num_sketches=5` must be between 0 .* `num_generations=4`": dict(num_sketches=5),
     "num_sketches=3` must be between 0 .* `max_trajectories=2`": dict(num_sketches=3, max_trajectories=2),
     "num_sketches=1` must be between 0 .* `max_trajectories=0`": dict(num_sketches=1, max_trajectories=0),
+    "parallel_sketches=0` must be at least 1": dict(parallel_sketches=0),
+    "parallel_sketches=3` chains need a sketch each.*num_sketches` .now 2": dict(parallel_sketches=3, num_sketches=2),
+    "parallel_sketches=5` chains need a sketch each": dict(parallel_sketches=5),
+    "parallel_sketches=2` has no meaning with `mode='agent'": dict(parallel_sketches=2, mode="agent"),
     "max_trajectories=5` must be between 0 .*`num_generations=4`": dict(max_trajectories=5),
     "max_trajectories=2` has no meaning with `mode='sequential'": dict(max_trajectories=2, mode="sequential"),
     "max_sketch_length=0` must be at least 1": dict(max_sketch_length=0),

@@ -26,7 +26,7 @@ CHECKS = (
     one_of("mode", ("two_stage", "sequential", "agent")),
     one_of("sketch_assignment", ("own", "shuffled")),
     one_of("off_policy_scope", ("all", "negative")),
-    at_least(1, "max_sketch_length"),
+    at_least(1, "max_sketch_length", "parallel_sketches"),
     at_least(1, "max_lists", "max_list_length", "context_length", optional=True, words=", or None"),
     within("off_policy_cap", above=0, words="be positive and finite"),
     within("success_threshold"),
@@ -57,6 +57,10 @@ class SESAConfig(ExplorationConfig):
         num_sketches (`int`, *optional*):
             Sketches per prompt; `None`: `max_trajectories`, 0: plain GRPO. With `mode="two_stage"`, at most
             `max_trajectories`, which share them in turn.
+        parallel_sketches (`int`, *optional*, defaults to `1`):
+            Chains of sketches per prompt that are drafted side by side; 1 is the paper's. With `mode="two_stage"`, from
+            1 to `num_sketches`. A sketch is shown those before it in its own chain only, so that a step drafts as many
+            sketches as there are chains: fewer and larger sampling calls, and sketches that know less of each other.
         sketch_assignment (`str`, *optional*, defaults to `"own"`):
             Sketches shown: the prompt's `"own"`, or the control `"shuffled"`. With `mode="two_stage"`, what the
             solutions of a prompt are conditioned on. The control that a comparison needs takes sketches of another
@@ -118,6 +122,7 @@ class SESAConfig(ExplorationConfig):
 
     mode: str = "two_stage"
     num_sketches: int | None = None
+    parallel_sketches: int = 1
     sketch_assignment: str = "own"
     max_sketch_length: int = 64
     sketch_template: str = SKETCH_TEMPLATE
@@ -156,6 +161,11 @@ class SESAConfig(ExplorationConfig):
                 f"`sketch_assignment={self.sketch_assignment!r}` has no meaning with `mode={self.mode!r}`, which "
                 "writes no sketches: set `mode='two_stage'`, or leave it out."
             )
+        if self.parallel_sketches > 1 and self.mode != "two_stage":
+            raise ValueError(
+                f"`parallel_sketches={self.parallel_sketches}` has no meaning with `mode={self.mode!r}`, which writes no "
+                "sketches: set `mode='two_stage'`, or leave it out."
+            )
         if self.max_trajectories is not None and self.mode == "sequential":
             raise ValueError(
                 f"`max_trajectories={self.max_trajectories}` has no meaning with `mode='sequential'`, where a list "
@@ -176,6 +186,11 @@ class SESAConfig(ExplorationConfig):
             raise ValueError(
                 f"`num_sketches={self.num_sketches}` must be between 0 (plain GRPO) and `{bound}={most}`, "
                 "which solve one sketch each."
+            )
+        if self.parallel_sketches > max(1, most if self.num_sketches is None else self.num_sketches):
+            raise ValueError(
+                f"`parallel_sketches={self.parallel_sketches}` chains need a sketch each: raise `num_sketches` (now "
+                f"{most if self.num_sketches is None else self.num_sketches}), or lower it."
             )
         if self.num_actions < 2 or self.branch_depth < 0:
             raise ValueError(

@@ -61,23 +61,27 @@ class TwoStage(Mode):
         return Rollout(rollout.completion_ids, logprobs)
 
     def _draft(self, prompts: list[Prompt]) -> list[list[str]]:
-        """Sketches of every prompt, `[P][num_sketches]`: step j is one call for all of them."""
-        args = self.args
+        """Sketches of every prompt, `[P][num_sketches]`: each step is one call for all of them, in which the
+        `parallel_sketches` chains of a prompt get one more each."""
+        chains = self.args.parallel_sketches
         drafts: list[list[str]] = [[] for _ in prompts]
         num_tokens = num_dropped = 0
-        for _ in range(self.num_sketches):
-            shown = [[sketch for sketch in earlier if sketch] for earlier in drafts]
+        for first in range(0, self.num_sketches, chains):
+            places = range(first, min(first + chains, self.num_sketches))
+            steps = [(i, place) for i in range(len(prompts)) for place in places]
+            shown = [[sketch for sketch in drafts[i][place % chains :: chains] if sketch] for i, place in steps]
             asked = self.policy.encode_prompts(
-                [self._sketch_prompt(prompt, some) for prompt, some in zip(prompts, shown, strict=True)]
+                [self._sketch_prompt(prompts[i], some) for (i, _), some in zip(steps, shown, strict=True)]
             )
-            for i, ids in enumerate(asked):
+            for row, ids in enumerate(asked):
                 if len(ids) > self._sketch_room:
-                    kept = newest_that_fit(shown[i], partial(self._fits, prompts[i]))
-                    num_dropped += len(shown[i]) - len(kept)
-                    asked[i] = self.policy.encode_prompts([self._sketch_prompt(prompts[i], kept)])[0]
-            sampled = self.sample(asked, 1, args.max_sketch_length)
-            for earlier, (continuation,) in zip(drafts, sampled, strict=True):
-                earlier.append(self.text(continuation.token_ids))
+                    prompt = prompts[steps[row][0]]
+                    kept = newest_that_fit(shown[row], partial(self._fits, prompt))
+                    num_dropped += len(shown[row]) - len(kept)
+                    asked[row] = self.policy.encode_prompts([self._sketch_prompt(prompt, kept)])[0]
+            sampled = self.sample(asked, 1, self.args.max_sketch_length)
+            for (i, _), (continuation,) in zip(steps, sampled, strict=True):
+                drafts[i].append(self.text(continuation.token_ids))
                 num_tokens += len(continuation.token_ids)
         self.metrics = {"tokens": num_tokens, "dropped": num_dropped, **diversity(drafts)}
         return drafts
