@@ -1,7 +1,7 @@
 """G2RL: reductions to GRPO, features against autograd, what is shaped and logged, composition, and its errors."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -154,12 +154,43 @@ def test_features_are_autograds(tmp_path, options, more):
         torch.testing.assert_close(trainer.found[i], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_features_cost_no_pass_where_trl_makes_one(tmp_path):
+def test_features_cost_no_pass_of_their_own(tmp_path):
     for options in PASSES.values():
         batches = options.get("steps_per_generation", 1)  # of 8 rows each
         _, plain = batch_of(make_trainer(GRPOTrainer, GRPOConfig, tmp_path, **options))
         _, ours = batch_of(make_trainer(G2RLTrainer, G2RLConfig, tmp_path, **options))
-        assert (plain, ours) == ((0, 1) if batches == 1 else (2, 2))
+        assert (plain, ours) == ((0, 0) if batches == 1 else (2, 2))
+
+
+class Elsewhere(G2RLTrainer):
+    """Samples behind other prompts than it trains."""
+
+    def rollout(self, prompt_ids, plain):
+        return plain([ids[-1:] for ids in prompt_ids])
+
+
+@pytest.mark.parametrize(
+    "trainer_class, options",
+    [
+        (Elsewhere, {}),
+        (G2RLTrainer, dict(generation_kwargs={"num_beams": 2})),
+        (G2RLTrainer, dict(generation_kwargs={"use_cache": False})),
+        (G2RLTrainer, dict(bf16=True)),
+    ],
+)
+def test_features_cost_a_pass_where_sampling_shows_other_hidden_states(tmp_path, trainer_class, options):
+    assert batch_of(make_trainer(trainer_class, G2RLConfig, tmp_path, **options))[1] == 1
+
+
+@pytest.mark.parametrize("options", [{}, dict(mask_truncated_completions=True), dict(cast_lm_head_to_fp32=True)])
+def test_features_seen_while_sampling_are_those_of_a_pass(tmp_path, options):
+    trainer = make_trainer(Watched, G2RLConfig, tmp_path, **options)
+    _, passes = batch_of(trainer)
+    rows = replace(trainer.rows, features=[])
+    trainer.features.run(rows)
+    assert passes == 0
+    again = torch.cat(rows.features)
+    torch.testing.assert_close(trainer.found.nan_to_num(), again.nan_to_num(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("options", PASSES.values(), ids=PASSES.keys())

@@ -540,7 +540,12 @@ class ExplorationTrainer(GRPOTrainer):
 
         def plain(ids: list[list[int]]) -> Rollout:
             start = time.perf_counter()
-            rollout = Rollout(*own(ids))
+            if self.features is None:
+                rollout = Rollout(*own(ids))
+            else:
+                with self.features.generating(ids) as seen:
+                    rollout = Rollout(*own(ids))
+                    seen.completion_ids = rollout.completion_ids
             self.sample.note_seconds("main", time.perf_counter() - start)
             return rollout
 

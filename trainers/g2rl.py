@@ -116,7 +116,7 @@ class G2RLTrainer(GradientGuided):
     Reasoning](https://huggingface.co/papers/2512.15687). What changes with respect to GRPO, per generation batch:
 
     1. The feature of a completion is the mean gradient of its tokens' log-probabilities at the input of the LM head,
-       read off a forward pass without gradients.
+       read off the hidden states that they were drawn from, while they are sampled or in a forward pass.
     2. A completion is novel if its feature is not explained by those of its group, the better ones counting more.
     3. Rewards, mapped to +1 and -1, are scaled by `1 + novelty_weight * novelty` and clipped. The rest is GRPO.
 

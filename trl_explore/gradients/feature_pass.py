@@ -1,4 +1,4 @@
-"""Gradient features of the main rows, where possible out of the forward pass that TRL makes anyway."""
+"""Gradient features of the main rows, where possible out of forward passes that are made anyway."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +14,10 @@ from trl_explore.gradients.features import lm_head_of, sequence_features
 from trl_explore.packing.forward import unwrapped
 from trl_explore.rows.policy import tokenizer_of
 from trl_explore.rows.streams import kept_randomness
-from trl_explore.sampling.sampler import without_dropout
+from trl_explore.sampling.generation import has_dropout
+from trl_explore.sampling.sampler import SHARDED, without_dropout
+
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
@@ -27,19 +30,62 @@ class FeatureRows:
     features: list[torch.Tensor] = field(default_factory=list)  # so far, in parts `(b, D)`
 
 
+@dataclass
+class Generated:
+    """What the backbone showed while rows were sampled."""
+
+    contexts: list[list[int]]  # `[B][P_i]`
+    completion_ids: list[list[int]] = field(default_factory=list)  # `[B][T_i]`
+    states: list[torch.Tensor] = field(default_factory=list)  # that token t was drawn from, `[T](B, D)`
+
+
 class FeaturePass:
-    """Gradient features of a trainer's rows, by a hook on the backbone that sees the hidden states: in TRL's pass for
-    old log-probabilities where it makes one without dropout, otherwise in one more without gradients."""
+    """Gradient features of a trainer's rows, by a hook on the backbone that sees the hidden states: while `generate`
+    samples the rows, in TRL's pass for old log-probabilities, or else in one more pass without gradients. Neither of
+    the first two with dropout."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self.seconds = 0.0
         self._rows: FeatureRows | None = None
+        self._generated: Generated | None = None
         self._old_logprobs_follow = False
 
     def check_head(self) -> None:
         """Raise where the model has no LM head that features could be taken from."""
         lm_head_of(unwrapped(self.trainer, self.trainer.model), temperature=self.trainer.args.temperature)
+
+    @contextmanager
+    def generating(self, contexts: list[list[int]]) -> Iterator[Generated]:
+        """While TRL samples behind contexts; the completions are then put into what this gives."""
+        generated = self._generated = Generated(contexts)
+        trainer, args = self.trainer, self.trainer.args
+        model = unwrapped(trainer, trainer.model)
+        accelerator, options = trainer.accelerator, trainer.generation_config
+        precise = accelerator.mixed_precision == "no" or model.dtype == PRECISIONS.get(accelerator.mixed_precision)
+        if (
+            args.use_vllm
+            or args.use_transformers_continuous_batching
+            or accelerator.distributed_type in SHARDED
+            or (options.num_beams or 1) > 1
+            or options.cache_implementation
+            or not precise  # the loss sees other hidden states than `generate`, which knows no autocast
+            or has_dropout(model)
+        ):
+            yield generated
+            return
+
+        def note(module: Any, args: Any, output: Any) -> None:
+            hidden = output.last_hidden_state
+            if hidden.shape[1] > 1:  # the prompts, in one part or several
+                generated.states.clear()
+            generated.states.append(hidden[:, -1].clone())
+
+        handle = model.base_model.register_forward_hook(note)
+        try:
+            yield generated
+        finally:
+            handle.remove()
 
     def begin(self, prompt_ids: list[list[int]], completion_ids: list[list[int]], mask: Any) -> None:
         """A generation batch was sampled: its rows, and which of their tokens are trained where not all are."""
@@ -52,6 +98,14 @@ class FeaturePass:
             ]
         self._rows = FeatureRows(prompt_ids, completion_ids, loss_mask)
         self.seconds = 0.0
+        seen, self._generated = self._generated, None
+        if (
+            mask is None
+            and seen is not None
+            and (seen.contexts, seen.completion_ids) == (prompt_ids, completion_ids)
+            and len(seen.states) == max(map(len, completion_ids))
+        ):
+            self._add(self._rows, torch.stack(seen.states, dim=1))
         # As in `_generate_and_score_completions`: old log-probabilities, where steps and rollouts do not align.
         every = args.steps_per_generation * args.num_iterations
         self._old_logprobs_follow = args.gradient_accumulation_steps % every != 0 or (
@@ -61,7 +115,7 @@ class FeaturePass:
     @property
     def waits(self) -> bool:
         """Whether the next log-probabilities that TRL computes are the old ones of the rows."""
-        return self._rows is not None and self._old_logprobs_follow
+        return self._rows is not None and not self._rows.features and self._old_logprobs_follow
 
     def watched(self, own_pass: Callable[[], Any], width: int) -> Any:
         """What TRL's pass over the rows returns; features are taken on the way."""
@@ -119,33 +173,36 @@ class FeaturePass:
     def watching(self, rows: FeatureRows, width: int) -> Iterator[None]:
         """Turn the hidden states of every forward pass into features of the next rows, and forget them. Completions
         take `width` columns at the end of a batch."""
-        trainer, model = self.trainer, unwrapped(self.trainer, self.trainer.model)
-        in_fp32 = trainer.args.cast_lm_head_to_fp32
 
         def record(module: Any, args: Any, output: Any) -> None:
-            start = time.perf_counter()
-            hidden = output.last_hidden_state[:, -width - 1 : -1]  # the position before a token is where it was drawn
-            hidden = hidden.float() if in_fp32 else hidden
-            first = sum(map(len, rows.features))
-            part = slice(first, first + len(hidden))
-            ids, mask = torch.zeros(2, len(hidden), width, dtype=torch.long, device=hidden.device)
-            for row, (tokens, real) in enumerate(zip(rows.completion_ids[part], rows.loss_mask[part], strict=True)):
-                ids[row, : len(tokens)] = torch.tensor(tokens, device=hidden.device)
-                mask[row, : len(real)] = torch.tensor(real, device=hidden.device)
-            layer = model.get_output_embeddings()
-            bias = [layer.bias] if getattr(layer, "bias", None) is not None else []
-            precision = torch.autocast(hidden.device.type, enabled=False) if in_fp32 else nullcontext()
-            with torch.no_grad(), precision, maybe_gather_lm_head_ctx(layer.weight, *bias):
-                head = lm_head_of(model, temperature=trainer.args.temperature)
-                found = sequence_features(hidden, ids, mask, head)
-            rows.features.append(found.features.to(trainer.accelerator.device))
-            self.seconds += time.perf_counter() - start
+            self._add(rows, output.last_hidden_state[:, -width - 1 : -1])  # the position before a token drew it
 
-        handle = model.base_model.register_forward_hook(record)
+        handle = unwrapped(self.trainer, self.trainer.model).base_model.register_forward_hook(record)
         try:
             yield
         finally:
             handle.remove()
+
+    def _add(self, rows: FeatureRows, hidden: torch.Tensor) -> None:
+        """Features of the next rows, from the hidden states `(b, T, D)` that their tokens were drawn from."""
+        start = time.perf_counter()
+        trainer, model = self.trainer, unwrapped(self.trainer, self.trainer.model)
+        in_fp32 = trainer.args.cast_lm_head_to_fp32
+        hidden = hidden.float() if in_fp32 else hidden
+        first, width = sum(map(len, rows.features)), hidden.shape[1]
+        part = slice(first, first + len(hidden))
+        ids, mask = (
+            torch.tensor([row + [0] * (width - len(row)) for row in values[part]], device=hidden.device)
+            for values in (rows.completion_ids, rows.loss_mask)
+        )
+        layer = model.get_output_embeddings()
+        bias = [layer.bias] if getattr(layer, "bias", None) is not None else []
+        precision = torch.autocast(hidden.device.type, enabled=False) if in_fp32 else nullcontext()
+        with torch.no_grad(), precision, maybe_gather_lm_head_ctx(layer.weight, *bias):
+            head = lm_head_of(model, temperature=trainer.args.temperature)
+            found = sequence_features(hidden, ids, mask, head)
+        rows.features.append(found.features.to(trainer.accelerator.device))
+        self.seconds += time.perf_counter() - start
 
 
 def random_state(device: torch.device) -> torch.Tensor:
