@@ -145,7 +145,8 @@ class PathCache:
         length = mask.shape[1]
         history = None
         if any(isinstance(warper, RepetitionPenaltyLogitsProcessor) for warper in self.warpers):
-            history = torch.tensor([[self._pad] * (length - len(row)) + row for row in rows], device=self.device)
+            # `generate` does not count padding as said.
+            history = torch.tensor([[row[0]] * (length - len(row)) + row for row in rows], device=self.device)
         unfinished = torch.ones(len(rows), dtype=torch.bool, device=self.device)
         tokens: list[torch.Tensor] = []
         positions = mask.sum(1, keepdim=True)
