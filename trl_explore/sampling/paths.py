@@ -45,6 +45,8 @@ def effective_options(model: Any, config: GenerationConfig) -> GenerationConfig:
     """A configuration with the model's own where it says nothing, as `generate` reads it."""
     options = copy.deepcopy(config)
     options.update(**language_model(model).generation_config.to_dict(), defaults_only=True, allow_custom_entries=True)
+    if options.top_k is None:
+        options.top_k = 50  # of the defaults of `generate` the one that does something
     return options
 
 
