@@ -1,5 +1,10 @@
 """Kept prefixes: token for token what `generate` samples, nothing encoded twice, and what `generate` does instead."""
 
+import copy
+import functools
+import re
+import warnings
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,10 +25,23 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
-from world import make_model
+from world import BOARDS, assert_same, contains_answer, differ, make_agent, make_model, make_trainer, parameters
 
 from trl_explore.sampling.generation import complete, recorded
 from trl_explore.sampling.paths import PathCache, effective_options, why_not
+from trl_explore.tasks.tiny_model import build_model, build_tokenizer
+from trl_explore.trainers import (
+    BranPOConfig,
+    BranPOTrainer,
+    DeepGRPOConfig,
+    DeepGRPOTrainer,
+    ExplorationConfig,
+    ExplorationTrainer,
+    SESAConfig,
+    SESATrainer,
+    TreeGRPOConfig,
+    TreeGRPOTrainer,
+)
 
 PAD, EOS, NEVER = 0, 1, 1000
 SIZE = dict(
@@ -266,7 +284,7 @@ def test_those_used_longest_ago_make_room_and_ends_go_first():
     assert 1 < encoded <= 6
 
 
-@pytest.mark.parametrize("limit", [60, 70, 90])
+@pytest.mark.parametrize("limit", [70, 80, 90])
 def test_what_made_room_is_encoded_again(limit):
     model = untied()
     paths, whole = kept(model, limit=limit), kept(model)
@@ -413,3 +431,284 @@ def test_options_that_change_nothing_are_no_obstacle():
     model = make_model()
     nothing = dict(typical_p=1.0, num_beams=1, no_repeat_ngram_size=0, num_return_sequences=1, top_p=1.0)
     assert why_not(model, effective_options(model, sampling(**nothing))) is None
+
+
+# ------------------------------------------------------------------------------------------------------ the sampler
+
+
+def plain_trainer(folder, **options):
+    return make_trainer(ExplorationTrainer, ExplorationConfig, folder, model=make_model(), **options)
+
+
+def searched(sampler, calls=3, **options):
+    """Continuations of some rows and of what was said, all within one rollout."""
+    found, prefixes = [], [SHORT, LONG, LONGEST]
+    torch.manual_seed(0)
+    with sampler.rollout():
+        for _ in range(calls):
+            groups = sampler(prefixes, [2, 1, 3][: len(prefixes)], [5, 2, 7][: len(prefixes)], **options)
+            found.append(groups)
+            prefixes = [p + g[0].token_ids for p, g in zip(prefixes, groups, strict=True) if not g[0].finished]
+    return found
+
+
+@pytest.mark.parametrize("batch_size", [None, 2])
+@pytest.mark.parametrize("main_stream", [True, False])
+def test_the_sampler_gives_the_same_and_encodes_less(tmp_path, batch_size, main_stream):
+    own, plain = (
+        plain_trainer(tmp_path, path_cache_tokens=tokens, sampling_batch_size=batch_size).sample for tokens in (999, 0)
+    )
+    found, expected = (searched(sampler, main_stream=main_stream, entropies=True) for sampler in (own, plain))
+    ours = [continuation for groups in found for group in groups for continuation in group]
+    theirs = [continuation for groups in expected for group in groups for continuation in group]
+    assert [c.token_ids for c in ours] == [c.token_ids for c in theirs]
+    assert [c.finished for c in ours] == [c.finished for c in theirs]
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.entropies == pytest.approx(b.entropies, abs=1e-5)
+    assert own.prefix_tokens_asked == plain.prefix_tokens_asked
+    assert own.prefix_tokens_encoded < plain.prefix_tokens_encoded
+
+
+def test_paths_are_kept_for_a_rollout(tmp_path):
+    sampler = plain_trainer(tmp_path).sample
+    assert sampler.paths is None
+    for _ in range(2):
+        with sampler.rollout():
+            assert sampler.paths.num_tokens == 0
+            sampler([LONG], 2, 4)
+            assert sampler.paths.num_tokens > 0
+        assert sampler.paths is None
+    assert not sampler.policy.model._forward_hooks
+
+
+@pytest.mark.parametrize(
+    "options", [dict(path_cache_tokens=0), dict(use_transformers_continuous_batching=True)], ids=["off", "batching"]
+)
+def test_nothing_is_kept_and_nothing_is_said(tmp_path, options):
+    sampler = plain_trainer(tmp_path, **options).sample
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Prefixes are encoded again")
+        with sampler.rollout():
+            assert sampler.paths is None
+
+
+def test_paths_are_gone_when_sampling_raises(tmp_path):
+    trainer = plain_trainer(tmp_path)
+    with pytest.raises(IndexError), trainer.sample.rollout():
+        assert trainer.sample.paths is not None
+        trainer.sample([[10**6]], 1, 2)  # no token
+    assert trainer.sample.paths is None
+    [[continuation]] = trainer.sample([LONG], 1, 4)
+    assert continuation.token_ids
+
+
+def test_paths_are_gone_when_a_reward_function_raises_in_a_search(tmp_path):
+    def broken(completions, **columns):
+        assert trainer.sample.paths is not None
+        raise KeyError("broken")
+
+    trainer = make_trainer(TreeGRPOTrainer, TreeGRPOConfig, tmp_path, model=make_model(), reward_funcs=broken, **TREES)
+    with pytest.raises(KeyError):
+        trainer.train()
+    assert trainer.sample.paths is None
+
+
+def test_where_a_call_does_not_fit_the_rest_of_the_rollout_is_sampled_by_generate(tmp_path):
+    bounded, plain = (plain_trainer(tmp_path, path_cache_tokens=tokens) for tokens in (15, 0))
+    sampler = bounded.sample
+    with pytest.warns(UserWarning, match="path_cache_tokens=15") as caught, sampler.rollout():
+        torch.manual_seed(0)
+        found = [sampler([SHORT], 2, 4, main_stream=True)]
+        assert sampler.paths is not None
+        found += [sampler([LONG, LONGEST], 2, 4, main_stream=True, entropies=True) for _ in range(2)]
+        assert sampler.paths is None
+    assert sum("encoded again" in str(warning.message) for warning in caught) == 1
+    torch.manual_seed(0)
+    expected = [plain.sample([SHORT], 2, 4, main_stream=True)]
+    expected += [plain.sample([LONG, LONGEST], 2, 4, main_stream=True, entropies=True) for _ in range(2)]
+    assert found == expected
+
+
+# ------------------------------------------------------------------------------------------------------- the methods
+
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+TREES = dict(expansion_width=3, node_length=2)
+DRAFTS = dict(
+    max_sketch_length=4,
+    sketch_template="{problem}a",
+    next_sketch_template="{problem}b{sketches}",
+    sketch_separator=";",
+    solve_template="{sketch} {problem}",
+    candidate_template="{problem}c",
+    candidate_separator="+",
+)
+METHODS = {
+    "trees": (TreeGRPOTrainer, TreeGRPOConfig, TREES),
+    "trees, three nodes at once": (TreeGRPOTrainer, TreeGRPOConfig, dict(TREES, parallel_expansions=3)),
+    "lists": (SESATrainer, SESAConfig, dict(DRAFTS, mode="sequential")),
+    "two stages": (SESATrainer, SESAConfig, DRAFTS),
+    "pivots": (DeepGRPOTrainer, DeepGRPOConfig, dict(num_branches=3, segmentation="fixed", segment_length=2)),
+    "branches": (BranPOTrainer, BranPOConfig, {}),
+}
+SETTINGS = {
+    "as it is": {},
+    "parts": dict(sampling_batch_size=3),
+    "checkpointing": dict(gradient_checkpointing=True),
+    "adapters": dict(peft_config=LORA),
+    "packing": dict(shared_prefix_training="on"),
+    "options": dict(temperature=0.8, top_k=9, top_p=0.95, repetition_penalty=1.2),
+}
+# Times, and what the cache is for.
+NOT_COMPARED = re.compile("time|seconds|runtime|per_second|encoded")
+
+
+def run(cls, config, folder, *, make=make_trainer, reward=contains_answer, **options):
+    """A trainer after two steps, and every completion that was scored."""
+    said = []
+
+    def listening(completions, **columns):
+        said.append(copy.deepcopy(completions))
+        return reward(completions=completions, **columns)
+
+    trainer = make(
+        cls, config, folder, **{"model": make_model(), "max_steps": 2, "reward_funcs": listening, **options}
+    )
+    before = parameters(trainer)
+    trainer.train()
+    assert differ(before, parameters(trainer)) and trainer.sample.paths is None
+    return trainer, said
+
+
+def logged(trainer):
+    logs = trainer.state.log_history
+    return [{name: value for name, value in log.items() if not NOT_COMPARED.search(name)} for log in logs]
+
+
+def assert_same_run(run, expected):
+    (ours, said), (theirs, heard) = run, expected
+    assert said == heard and ours.main_completion_ids == theirs.main_completion_ids
+    for own, plain in zip(logged(ours), logged(theirs), strict=True):
+        assert own == pytest.approx(plain, abs=1e-5, nan_ok=True)
+    assert_same(parameters(ours), parameters(theirs))
+
+
+def with_and_without(*args, **options):
+    """Runs with kept prefixes, which nothing stands against, and without."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Prefixes are encoded again")
+        return [run(*args, path_cache_tokens=tokens, **options) for tokens in (65_536, 0)]
+
+
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_methods_train_the_same_with_kept_prefixes(tmp_path, method, setting):
+    cls, config, options = method
+    own, plain = with_and_without(cls, config, tmp_path, **options, **setting)
+    assert_same_run(own, plain)
+    assert own[0].sample.prefix_tokens_asked == plain[0].sample.prefix_tokens_asked
+    assert own[0].sample.prefix_tokens_encoded <= plain[0].sample.prefix_tokens_encoded
+
+
+@pytest.mark.parametrize("method", ["trees", "two stages"])
+def test_methods_encode_less_with_kept_prefixes(tmp_path, method):
+    cls, config, options = METHODS[method]
+    (own, _), (plain, _) = with_and_without(cls, config, tmp_path, **options)
+    assert own.sample.prefix_tokens_encoded < 0.75 * plain.sample.prefix_tokens_encoded
+
+
+def warned_run(*args, **options):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = run(*args, **options)
+    return found, [text for text in map(str, (w.message for w in caught)) if "encoded again" in text]
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "options"),
+    [
+        (sliding_qwen2, "layers of Qwen2ForCausalLM", {}),
+        (make_model, "no_repeat_ngram_size", dict(generation_kwargs=dict(no_repeat_ngram_size=2))),
+        (make_model, "num_beams", dict(generation_kwargs=dict(num_beams=2))),
+        (functools.partial(make_model, attention_dropout=0.1), "dropout", {}),
+        (make_model, "dropout", dict(peft_config=LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj"]))),
+        (make_model, "path_cache_tokens=9", dict(path_cache_tokens=9)),
+    ],
+    ids=["windows", "n-grams", "beams", "dropout", "dropout of adapters", "bound"],
+)
+def test_what_is_refused_is_said_once_and_trains_as_without(tmp_path, model, words, options):
+    options = {**TREES, **options}
+    found, said = warned_run(TreeGRPOTrainer, TreeGRPOConfig, tmp_path, model=model(), **options)
+    options["path_cache_tokens"] = 0
+    expected, silent = warned_run(TreeGRPOTrainer, TreeGRPOConfig, tmp_path, model=model(), **options)
+    assert len(said) == 1 and words in said[0] and silent == []
+    assert_same_run(found, expected)
+
+
+# -------------------------------------------------------------------------------------------------------- the agents
+
+
+class Walk:
+    """An environment whose answers tell what was done before."""
+
+    def reset(self, board, prompt="", **columns):
+        self.steps = []
+
+    def at(self, by: str) -> str:
+        """
+        Goes on.
+
+        Args:
+            by: How far.
+
+        Returns:
+            The steps so far.
+        """
+        self.steps.append(by)
+        return "+".join(self.steps)
+
+
+@functools.cache
+def talker():
+    """Weights of a model that has learned to call a tool, by a digit that it likes, or to say a last word."""
+    model, tokenizer = build_model(seed=0, hidden_size=32, num_layers=1), build_tokenizer(tools=True)
+    turns = [*(f"!at:by={digit}<eos>" for digit in "1234"), ".<eos>"]
+    texts = [f"<u>{told}<a>{turn}" for told in (BOARDS[0], "3+1") for turn in turns]
+    rows = [tokenizer(text, return_tensors="pt")["input_ids"] for text in texts]
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        loss = sum(model(input_ids=ids, labels=ids).loss for ids in rows)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def parity(environments, **columns):
+    """1 for an odd sum of steps."""
+    return [float(sum(int(step) for step in environment.steps if step.isdigit()) % 2) for environment in environments]
+
+
+AGENTS = {
+    "actions": (SESATrainer, SESAConfig, dict(mode="agent", action_template="{problem}?{actions}", num_actions=3)),
+    "branches": (BranPOTrainer, BranPOConfig, dict(beta=0.0)),
+}
+
+
+@pytest.mark.parametrize("setting", [{}, dict(sampling_batch_size=3)], ids=["as it is", "parts"])
+@pytest.mark.parametrize("method", AGENTS.values(), ids=AGENTS)
+def test_agents_train_the_same_with_kept_prefixes(tmp_path, method, setting):
+    cls, config, options = method
+    sizes = dict(per_device_train_batch_size=8, num_generations=4, max_completion_length=64)
+    sizes |= dict(max_tool_calling_iterations=3, environment_factory=Walk)
+
+    def make(*args, **options):
+        model = build_model(seed=0, hidden_size=32, num_layers=1)
+        model.load_state_dict(talker())
+        return make_agent(*args, **{**options, "model": model})
+
+    options = {**sizes, **options, **setting, "make": make, "reward": parity}
+    own, plain = with_and_without(cls, config, tmp_path, **options)
+    assert_same_run(own, plain)
+    calls = [sum(message["role"] == "tool" for message in row) for rows in own[1] for row in rows]
+    assert max(calls) >= 3 and sum(calls) > len(calls)  # several turns are the rule
+    assert own[0].sample.prefix_tokens_encoded < plain[0].sample.prefix_tokens_encoded
