@@ -102,7 +102,9 @@ class PathCache:
         self._pad = options.pad_token_id
         takes = inspect.signature(language_model(model).forward).parameters
         self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
-        self._sdpa = language_model(model).config._attn_implementation == "sdpa"
+        config = language_model(model).config
+        # Alibi's positions are made of the usual mask.
+        self._sdpa = config._attn_implementation == "sdpa" and not config.to_dict().get("alibi")
         self.warpers = _processors(options)
 
     @property
