@@ -11,6 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
     GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
@@ -77,13 +81,29 @@ def gpt2():
     return GPT2LMHeadModel(GPT2Config(**size, initializer_range=0.3)).eval()
 
 
+def falcon():
+    """Positions are distances, added to attention scores, which the attention mask counts."""
+    torch.manual_seed(0)
+    size = dict(vocab_size=29, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, eos_token_id=EOS)
+    return FalconForCausalLM(FalconConfig(**size, bos_token_id=None, alibi=True, initializer_range=0.3)).eval()
+
+
+def deepseek():
+    """Keys and values have different sizes."""
+    torch.manual_seed(0)
+    heads = dict(q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=6)
+    return DeepseekV3ForCausalLM(
+        DeepseekV3Config(**{**SIZE, "num_key_value_heads": 2}, **heads, first_k_dense_replace=2)
+    ).eval()
+
+
 def with_adapters():
     """Adapters that change what the model says, in training mode as in a trainer."""
     lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
     return get_peft_model(make_model(num_hidden_layers=2), lora).train()
 
 
-every_model = pytest.mark.parametrize("make", [make_model, untied, llama, gpt2, with_adapters])
+every_model = pytest.mark.parametrize("make", [make_model, untied, llama, gpt2, falcon, deepseek, with_adapters])
 
 
 def sampling(*, ends=(EOS,), do_sample=True, **options):
