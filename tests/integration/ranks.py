@@ -14,6 +14,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import branpo_runs
 import every_method_runs
 import group_two_process_runs
+import kept_prefix_runs
 import measuring_runs
 import packed_runs
 import torch
@@ -29,8 +30,10 @@ RUNS = {
     "measuring": measuring_runs.main,
     "every_method": every_method_runs.main,
     "packed": packed_runs.main,
+    "kept prefixes": kept_prefix_runs.main,
     "sharded": every_method_runs.sharded,  # from here on every trainer is
     "packed sharded": packed_runs.sharded,
+    "kept prefixes sharded": kept_prefix_runs.sharded,
 }
 
 

@@ -45,6 +45,8 @@ def effective_options(model: Any, config: GenerationConfig) -> GenerationConfig:
     """A configuration with the model's own where it says nothing, as `generate` reads it."""
     options = copy.deepcopy(config)
     options.update(**language_model(model).generation_config.to_dict(), defaults_only=True, allow_custom_entries=True)
+    if options.top_k is None:
+        options.top_k = 50  # of the defaults of `generate` the one that does something
     return options
 
 
@@ -100,7 +102,9 @@ class PathCache:
         self._pad = options.pad_token_id
         takes = inspect.signature(language_model(model).forward).parameters
         self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
-        self._sdpa = language_model(model).config._attn_implementation == "sdpa"
+        config = language_model(model).config
+        # Alibi's positions are made of the usual mask.
+        self._sdpa = config._attn_implementation == "sdpa" and not config.to_dict().get("alibi")
         self.warpers = _processors(options)
 
     @property
@@ -143,7 +147,8 @@ class PathCache:
         length = mask.shape[1]
         history = None
         if any(isinstance(warper, RepetitionPenaltyLogitsProcessor) for warper in self.warpers):
-            history = torch.tensor([[self._pad] * (length - len(row)) + row for row in rows], device=self.device)
+            # `generate` does not count padding as said.
+            history = torch.tensor([[row[0]] * (length - len(row)) + row for row in rows], device=self.device)
         unfinished = torch.ones(len(rows), dtype=torch.bool, device=self.device)
         tokens: list[torch.Tensor] = []
         positions = mask.sum(1, keepdim=True)
