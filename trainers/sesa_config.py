@@ -58,8 +58,8 @@ class SESAConfig(ExplorationConfig):
             Sketches per prompt; `None`: `max_trajectories`, 0: plain GRPO. With `mode="two_stage"`, at most
             `max_trajectories`, which share them in turn.
         parallel_sketches (`int`, *optional*, defaults to `1`):
-            Chains of sketches per prompt that are drafted side by side; 1 is the paper's. With `mode="two_stage"`, from
-            1 to `num_sketches`. A sketch is shown those before it in its own chain only, so that a step drafts as many
+            Chains of sketches per prompt that are drafted side by side; 1 is the paper's. With `mode="two_stage"`, up
+            to `num_sketches`. A sketch is shown those before it in its own chain only, so that a step drafts as many
             sketches as there are chains: fewer and larger sampling calls, and sketches that know less of each other.
         sketch_assignment (`str`, *optional*, defaults to `"own"`):
             Sketches shown: the prompt's `"own"`, or the control `"shuffled"`. With `mode="two_stage"`, what the
@@ -163,8 +163,8 @@ class SESAConfig(ExplorationConfig):
             )
         if self.parallel_sketches > 1 and self.mode != "two_stage":
             raise ValueError(
-                f"`parallel_sketches={self.parallel_sketches}` has no meaning with `mode={self.mode!r}`, which writes no "
-                "sketches: set `mode='two_stage'`, or leave it out."
+                f"`parallel_sketches={self.parallel_sketches}` has no meaning with `mode={self.mode!r}`, which writes "
+                "no sketches: set `mode='two_stage'`, or leave it out."
             )
         if self.max_trajectories is not None and self.mode == "sequential":
             raise ValueError(

@@ -98,7 +98,7 @@ class PathCache:
         self._shapes: list[tuple[int, int]] = []  # heads and their size, of keys and values of each layer in turn
         self._free: list[int] = []
         ends: Any = options.eos_token_id
-        self._ends = torch.tensor(ends if isinstance(ends, list) else [ends], device=self.device)
+        self._ends = set(ends if isinstance(ends, list) else [ends])
         self._pad = options.pad_token_id
         takes = inspect.signature(language_model(model).forward).parameters
         self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
@@ -141,48 +141,61 @@ class PathCache:
         self._now += 1
         self.asked += sum(map(len, rows))
         tips, cache, logits, mask = self._encode(prefixes)
-        picked = torch.tensor(of_row, device=self.device)
-        noted = [row_entropies(logits, temperature=entropies)[picked]] if entropies is not None else []
-        logits = logits[picked]
         length = mask.shape[1]
         history = None
         if any(isinstance(warper, RepetitionPenaltyLogitsProcessor) for warper in self.warpers):
             # `generate` does not count padding as said.
             history = torch.tensor([[row[0]] * (length - len(row)) + row for row in rows], device=self.device)
-        unfinished = torch.ones(len(rows), dtype=torch.bool, device=self.device)
-        tokens: list[torch.Tensor] = []
+        completions: list[list[int]] = [[] for _ in rows]
+        noted: list[list[float]] = [[] for _ in rows]
         positions = mask.sum(1, keepdim=True)
-        most = max(budgets)
-        for step in range(most):
-            if step == 1 and len(prefixes) < len(rows):
-                cache.reorder_cache(picked)  # type: ignore[arg-type]
-                mask, positions = mask[picked], positions[picked]
+        going = list(range(len(rows)))  # what each row of `logits` and `history` continues
+        uncertain = row_entropies(logits, temperature=entropies) if entropies is not None else None
+        drawn, picked = logits, None  # `picked`: rows of the cache that those come from, if they are others
+        if len(prefixes) < len(rows):
+            picked = torch.tensor(of_row, device=self.device)
+            logits, uncertain = logits[picked], None if uncertain is None else uncertain[picked]
+        for step in range(max(budgets)):
             if step:
-                mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
-                logits = self._forward(tokens[-1][:, None], mask, positions + step - 1, cache)
-                if entropies is not None:
-                    noted.append(row_entropies(logits, temperature=entropies))
-            scores = self.warpers(history, logits.float())  # type: ignore[arg-type]
-            drawn = (
-                torch.multinomial(scores.softmax(-1), 1).squeeze(1) if self.options.do_sample else scores.argmax(-1)
-            )
-            tokens.append(torch.where(unfinished, drawn, self._pad) if step else drawn)
-            history = None if history is None else torch.cat([history, tokens[-1][:, None]], dim=1)
-            if step + 1 < most:
-                unfinished &= ~torch.isin(tokens[-1], self._ends)
-                if not unfinished.any():
+                still = [place for place, row in enumerate(going) if completions[row][-1] not in self._ends]
+                if not still:
                     break
-        ends = set(self._ends.tolist())
-        completions = [_up_to_end(row, ends) for row in torch.stack(tokens, dim=1).tolist()]
+                if 2 * len(still) <= len(going):  # a cache is copied a few times, for half the rows or less
+                    kept = torch.tensor(still, device=self.device)
+                    going, drawn = [going[place] for place in still], drawn[kept]
+                    history = None if history is None else history[kept]
+                    picked = kept if picked is None else picked[kept]
+                if picked is not None:
+                    cache.reorder_cache(picked)  # type: ignore[arg-type]
+                    mask, positions, picked = mask[picked], positions[picked], None
+                mask = torch.cat([mask, mask.new_ones(len(going), 1)], dim=1)
+                logits = self._forward(drawn[:, None], mask, positions + step - 1, cache)
+                uncertain = row_entropies(logits, temperature=entropies) if entropies is not None else None
+            drawn = self._drawn(self.warpers(history, logits.float()), going, len(rows))  # type: ignore[arg-type]
+            history = None if history is None else torch.cat([history, drawn[:, None]], dim=1)
+            values = [0.0] * len(going) if uncertain is None else uncertain.tolist()
+            for row, token, value in zip(going, drawn.tolist(), values, strict=True):
+                if not completions[row] or completions[row][-1] not in self._ends:
+                    completions[row].append(token)
+                    noted[row].append(value)
+        fed = [(place, row, completions[row]) for place, row in enumerate(going)]
         self._keep(
             cache,
-            [(tips[of_row[i]], i, length, ids[: min(budgets[i], len(tokens) - 1)]) for i, ids in enumerate(completions)
-             if ids[-1] not in ends],  # what has ended is not continued
+            [(tips[of_row[row]], place, length, ids[: min(budgets[row], len(ids) - 1)]) for place, row, ids in fed
+             if ids[-1] not in self._ends],  # what has ended is not continued
         )  # fmt: skip
-        if entropies is None:
-            return completions, None
-        values = torch.stack(noted, dim=1).tolist()
-        return completions, [row[: len(ids)] for row, ids in zip(values, completions, strict=True)]
+        return completions, None if entropies is None else noted
+
+    def _drawn(self, scores: torch.Tensor, going: list[int], num_rows: int) -> torch.Tensor:
+        """A token for each row that goes on, from as many random numbers as all rows would take."""
+        if not self.options.do_sample:
+            return scores.argmax(-1)
+        probs = scores.softmax(-1)
+        if len(going) == num_rows:
+            return torch.multinomial(probs, 1).squeeze(1)
+        rows = torch.tensor(going, device=self.device)
+        of_all = probs.new_ones(num_rows, probs.shape[1]).index_copy_(0, rows, probs)
+        return torch.multinomial(of_all, 1).squeeze(1)[rows]
 
     def _encode(self, prefixes: list[tuple[int, ...]]) -> tuple[list[_Node], DynamicCache, torch.Tensor, torch.Tensor]:
         """The node of each prefix, and the model's answer to its last token: cache, logits `(U, V)`, mask `(U, L)`."""
@@ -349,10 +362,3 @@ def _processors(options: GenerationConfig) -> LogitsProcessorList:
     if options.min_p is not None:
         processors.append(MinPLogitsWarper(min_p=options.min_p))
     return processors
-
-
-def _up_to_end(row: list[int], ends: set[int]) -> list[int]:
-    for place, token in enumerate(row):
-        if token in ends:
-            return row[: place + 1]
-    return row
