@@ -455,7 +455,7 @@ class ExplorationTrainer(GRPOTrainer):
         if not self.is_training:
             return self._evaluated(inputs)
         self.main_examples, self.scorer.any_example = inputs, inputs[0]
-        self.streams.main_totals, self.sample.seconds = None, {}
+        self.streams.main_totals, self.sample.metrics = None, {}
         output = super()._generate_and_score_completions(inputs)
         if self.scorer.were_shaped(self.shaped_rewards):
             self.scorer.show_raw(self._metrics["train"], self._logs["rewards"])
@@ -475,8 +475,8 @@ class ExplorationTrainer(GRPOTrainer):
             origins = ["parent", "prefix_tokens"] if self.requires.extra_rows else []
             self.table.add(self._logs, output, self.completion_columns(), rows, of_streams=origins)
         self.streams.prepare(output, streams)
-        for name, seconds in self.sample.seconds.items():
-            self.log_metric(f"generation/{name}_seconds", seconds)
+        for name, value in self.sample.metrics.items():
+            self.log_metric(f"generation/{name}", value)
         return output
 
     def _evaluated(self, inputs: list[dict[str, Any]]) -> RowDict:

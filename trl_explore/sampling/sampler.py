@@ -23,14 +23,15 @@ class Sampler:
     Continues any token prefixes, as many times and as far as asked.
 
     `prefix_tokens_asked` and `prefix_tokens_encoded` count the tokens of the prefixes of all samples, and those that a
-    forward pass was spent on; `seconds` adds up the time for main rows and for extra ones.
+    forward pass was spent on; `metrics` are those of a generation batch: time for main rows and for extra ones, and
+    the largest size of what a rollout kept.
     """
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.batch_size: int | None = policy.args.sampling_batch_size
         self.prefix_tokens_asked = self.prefix_tokens_encoded = 0
-        self.seconds: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
         self.paths: PathCache | None = None
         self._left: ExitStack | None = None  # what ends the rollout that `paths` belongs to
         self._warned = False
@@ -54,6 +55,9 @@ class Sampler:
             yield
 
     def _forget_paths(self) -> None:
+        assert self.paths is not None
+        megabytes = self.paths.num_bytes / 2**20
+        self.metrics["cache_megabytes"] = max(megabytes, self.metrics.get("cache_megabytes", 0.0))
         self.paths = None
 
     def _without_paths(self, reason: str) -> None:
@@ -157,7 +161,8 @@ class Sampler:
 
     def note_seconds(self, stream: str, seconds: float) -> None:
         """Time for sampling, added up over the calls of a generation batch, to be logged at its end."""
-        self.seconds[stream] = self.seconds.get(stream, 0.0) + seconds
+        name = f"{stream}_seconds"
+        self.metrics[name] = self.metrics.get(name, 0.0) + seconds
 
     def _sample_served(self, asked: list[Request], *, main_stream: bool) -> list[list[Continuation]]:
         assert self.policy.serving is not None
