@@ -506,8 +506,8 @@ class ExplorationTrainer(GRPOTrainer):
         with nullcontext() if turns is None else turns.of(prompts):
             result = super()._generate(prompts)
         self.packing.check_lengths(*result[:2])
-        if self._rollout is not None and self._rollout.loss_mask is not None:
-            result = (*result[:2], self._rollout.loss_mask, *result[3:])
+        if self._rollout is not None and (mask := self._rollout.loss_mask) is not None:
+            result = (*result[:2], mask, *result[3:])
         if turns is not None:
             turns.note_failures()
         if self.forks is not None and training:
@@ -540,12 +540,7 @@ class ExplorationTrainer(GRPOTrainer):
 
         def plain(ids: list[list[int]]) -> Rollout:
             start = time.perf_counter()
-            if self.features is None:
-                rollout = Rollout(*own(ids))
-            else:
-                with self.features.generating(ids) as seen:
-                    rollout = Rollout(*own(ids))
-                    seen.completion_ids = rollout.completion_ids
+            rollout = Rollout(*(own(ids) if self.features is None else self.features.sampled(own, ids)))
             self.sample.note_seconds("main", time.perf_counter() - start)
             return rollout
 

@@ -35,8 +35,8 @@ class Generated:
     """What the backbone showed while rows were sampled."""
 
     contexts: list[list[int]]  # `[B][P_i]`
-    completion_ids: list[list[int]] = field(default_factory=list)  # `[B][T_i]`
-    states: list[torch.Tensor] = field(default_factory=list)  # that token t was drawn from, `[T](B, D)`
+    completion_ids: list[list[int]]  # `[B][T_i]`
+    states: list[torch.Tensor]  # that token t was drawn from, `[T](B, D)`
 
 
 class FeaturePass:
@@ -55,10 +55,8 @@ class FeaturePass:
         """Raise where the model has no LM head that features could be taken from."""
         lm_head_of(unwrapped(self.trainer, self.trainer.model), temperature=self.trainer.args.temperature)
 
-    @contextmanager
-    def generating(self, contexts: list[list[int]]) -> Iterator[Generated]:
-        """While TRL samples behind contexts; the completions are then put into what this gives."""
-        generated = self._generated = Generated(contexts)
+    def sampled(self, sample: Callable[[list[list[int]]], Any], contexts: list[list[int]]) -> Any:
+        """What `sample`, TRL's own sampling, makes of contexts; the states that tokens are drawn from are noted."""
         trainer, args = self.trainer, self.trainer.args
         model = unwrapped(trainer, trainer.model)
         accelerator, options = trainer.accelerator, trainer.generation_config
@@ -72,20 +70,22 @@ class FeaturePass:
             or not precise  # the loss sees other hidden states than `generate`, which knows no autocast
             or has_dropout(model)
         ):
-            yield generated
-            return
+            return sample(contexts)
+        states: list[torch.Tensor] = []
 
         def note(module: Any, args: Any, output: Any) -> None:
             hidden = output.last_hidden_state
             if hidden.shape[1] > 1:  # the prompts, in one part or several
-                generated.states.clear()
-            generated.states.append(hidden[:, -1].clone())
+                states.clear()
+            states.append(hidden[:, -1].clone())
 
         handle = model.base_model.register_forward_hook(note)
         try:
-            yield generated
+            result = sample(contexts)
         finally:
             handle.remove()
+        self._generated = Generated(contexts, result[0], states)
+        return result
 
     def begin(self, prompt_ids: list[list[int]], completion_ids: list[list[int]], mask: Any) -> None:
         """A generation batch was sampled: its rows, and which of their tokens are trained where not all are."""
