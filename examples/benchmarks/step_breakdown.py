@@ -1,182 +1,190 @@
-"""Where a step of DEEP-GRPO or of tree search spends its time, beside plain GRPO on the same model and data.
+"""What a generated token costs with every method beside plain GRPO, and where a step spends its time.
 
-    python examples/benchmarks/step_breakdown.py                      # the quick-start's tiny model, CPU
-    python examples/benchmarks/step_breakdown.py --method tree_grpo
-    python examples/benchmarks/step_breakdown.py --half_billion       # Qwen2.5-0.5B's shape with random weights, CUDA
+    python examples/benchmarks/step_breakdown.py                          # the embedded task `doors`, CPU
+    python examples/benchmarks/step_breakdown.py vault --methods tree_grpo sesa
+    python examples/benchmarks/step_breakdown.py rare_hop                 # an agent's task: BranPO
+    python examples/benchmarks/step_breakdown.py doors --path_cache_tokens 0
+    python examples/benchmarks/step_breakdown.py --half_billion           # Qwen2.5-0.5B's shape, random weights, CUDA
 
-Rounds of the two trainers alternate in one process, so that a machine that drifts slows both; figures are medians over
-the steps of all rounds, ratios are per pair of rounds. `own work` is what the method itself does (segmenting,
-estimator, pivots, splicing rows; selecting, expanding, backing up), in percent of the step.
+All start from one model, which plain GRPO trained for `--grpo_steps`, and take turns, so that a machine that drifts slows
+all: figures are medians over the steps of all rounds, ratios are within a round, with the smallest and the largest.
+Seconds are CPU seconds of the process, on a GPU those of the wall. Trees have `--expansion_width` children per node.
 """
 
 import argparse
 import statistics
 import tempfile
-import time
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+from transformers import AutoModelForCausalLM, PrinterCallback, Qwen2Config
 
-from trl_explore.compare.tasks import common_options
-from trl_explore.tasks import get_task
+from trl_explore.compare.run import CostCallback, task_trainer
+from trl_explore.compare.settings import Arm, Budget
+from trl_explore.compare.tasks import common_options, find_task, task_options
+from trl_explore.methods import METHODS
 from trl_explore.tasks.tiny_model import build_tokenizer
 from trl_explore.tasks.warm_start import warm_start
-from trl_explore.trainers import DeepGRPOConfig, DeepGRPOTrainer, TreeGRPOConfig, TreeGRPOTrainer
 
-LABELS = {
-    "deep_grpo": {
-        "main generation": "generation/main_seconds",
-        "branch generation": "generation/extra_seconds",
-        "own work": "pivots/own_seconds",
-    },
-    "tree_grpo": {
-        "sampling nodes": "tree/sampling_seconds",
-        "scoring leaves": "tree/scoring_seconds",
-        "own work": "tree/own_seconds",
-    },
+PARALLEL = {"tree_grpo": "parallel_expansions", "sesa": "parallel_sketches"}
+LARGE = {
+    "deep_grpo": dict(segmentation="fixed", segment_length=50, max_pivots_per_batch=16),
+    "tree_grpo": dict(node_length=64),
+    "sesa": dict(max_sketch_length=64),
+    "g2rl": {},
 }
-TRAINERS = {"deep_grpo": (DeepGRPOTrainer, DeepGRPOConfig), "tree_grpo": (TreeGRPOTrainer, TreeGRPOConfig)}
 
 
-class StepClock(TrainerCallback):
-    """Wall seconds of each optimiser step; the first of a run is a warm-up."""
-
-    def __init__(self):
-        self.seconds = []
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        self.start = time.perf_counter()
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.seconds.append(time.perf_counter() - self.start)
+def tiny_trainer(task: Any, start: str | Path, arm: Arm, config: Any, **more: Any) -> Any:
+    """A trainer of the tiny model on an embedded task."""
+    return task_trainer(arm, task, start, config, num_train=512, **more)
 
 
-def tiny_setting(args):
-    """The quick-start: warm-started tiny model, 16 prompts x 8, pivots as the quick-start has them."""
-    task = get_task("chain")
-    start = warm_start(task, seed=args.seed)
-    config = common_options(task, seed=args.seed)
-    method = {
-        "deep_grpo": dict(max_pivots_per_batch=16, segment_delimiters=[";"]),
-        "tree_grpo": dict(node_length=7),
-    }[args.method]
-    method["sampling_batch_size"] = args.sampling_batch_size
-    make = lambda: AutoModelForCausalLM.from_pretrained(start)  # noqa: E731
-    return (
-        make,
-        AutoTokenizer.from_pretrained(start),
-        task.build_dataset(2000, seed=1),
-        task.reward,
-        config,
-        method,
-        None,
-    )
-
-
-def half_billion_setting(args):
+def half_billion_trainer(arm: Arm, config: Any, **more: Any) -> Any:
     """Qwen2.5-0.5B's shape, bf16, LoRA, 8 prompts x 8 of up to 512 tokens. Rewards are a coin per completion."""
     from peft import LoraConfig
 
     shape = dict(vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24)
     heads = dict(num_attention_heads=14, num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=True)
+    torch.manual_seed(0)
     model_config = Qwen2Config(**shape, **heads, eos_token_id=1, pad_token_id=0)
-
-    def make():
-        torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(model_config, dtype=torch.bfloat16).cuda()
 
     def coin(completion_ids, **kwargs):
         return [float(sum(ids) % 4 == 0) for ids in completion_ids]
 
-    tokenizer = build_tokenizer()
-    data = Dataset.from_dict({"prompt": ["1+2=" * 16] * 512})
-    config = dict(
-        per_device_train_batch_size=8,
-        gradient_accumulation_steps=8,
-        num_generations=8,
-        max_completion_length=512,
-        learning_rate=1e-6,
-        bf16=True,
-        report_to=[],
-        logging_steps=1,
-        save_strategy="no",
-        disable_tqdm=True,
-        seed=args.seed,
+    return METHODS[arm.method].trainer_class(
+        model=AutoModelForCausalLM.from_config(model_config, dtype=torch.bfloat16).cuda(),
+        reward_funcs=coin,
+        args=config,
+        train_dataset=Dataset.from_dict({"prompt": ["1+2=" * 16] * 512}),
+        processing_class=build_tokenizer(),
+        peft_config=LoraConfig(r=16, target_modules="all-linear"),
+        **more,
     )
-    method = {
-        "deep_grpo": dict(segmentation="fixed", segment_length=50, max_pivots_per_batch=args.max_pivots),
-        "tree_grpo": dict(node_length=64),
-    }[args.method]
-    method["sampling_batch_size"] = args.sampling_batch_size
-    return make, tokenizer, data, coin, config, method, LoraConfig(r=16, target_modules="all-linear")
 
 
-def run(trainer_class, config_class, setting, options, steps):
-    make, tokenizer, data, reward, config, _, peft_config = setting
-    clock = StepClock()
+def trained(make: Any, arm: Arm, options: dict[str, Any], *, save_to: Path | None = None) -> list[dict[str, float]]:
+    """Costs and logs of each step but the first, which is a warm-up."""
+    costs = CostCallback(Budget(steps=options["max_steps"]))
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = trainer_class(
-            model=make(),
-            reward_funcs=reward,
-            args=config_class(output_dir=folder, **{**config, **options, "max_steps": steps}),
-            train_dataset=data,
-            processing_class=tokenizer,
-            peft_config=peft_config,
-            callbacks=[clock],
-        )
+        config = METHODS[arm.method].config_class(output_dir=folder, **{**options, **arm.options})
+        trainer = make(arm, config, callbacks=[costs])
+        trainer.remove_callback(PrinterCallback)
         trainer.train()
-    logs = [entry for entry in trainer.state.log_history if "step_time" in entry and "train_runtime" not in entry]
-    peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else float("nan")
-    return clock.seconds[1:], logs[1:], peak
+        if save_to is not None:
+            trainer.save_model(str(save_to))
+    clock = "seconds" if torch.cuda.is_available() else "cpu_seconds"
+    steps = []
+    for before, after in zip(costs.history, costs.history[1:], strict=False):
+        tokens = after["tokens"] - before["tokens"]
+        steps.append({**after, "step": after[clock] - before[clock], "tokens": tokens})
+    return steps
 
 
-def main():
-    parser = argparse.ArgumentParser()
+def arms_of(task: Any, args: argparse.Namespace) -> list[Arm]:
+    """GRPO, the methods that suit the task, and those with more in parallel."""
+    if args.half_billion:
+        own: dict[str, Any] = dict(LARGE)
+    else:
+        own = {name: METHODS[name].options(task) for name in METHODS if name != "grpo"}
+        own = {name: options for name, options in own.items() if options is not None}
+    base = "grpo"
+    if task is not None and "branpo" in own:  # whole trajectories of an agent: BranPO without branches is GRPO
+        base, none = "branpo", dict(num_branches=0, num_branches_solved=0, redundancy_tries=0)
+        arms = [Arm("GRPO", base, {**own["branpo"], **none})]
+    else:
+        arms = [Arm("GRPO", base, {})]
+    for name, options in own.items():
+        if args.methods and name not in args.methods:
+            continue
+        options = {**options, "path_cache_tokens": args.path_cache_tokens}
+        if name == "tree_grpo":
+            options["expansion_width"] = args.expansion_width
+        arms.append(Arm(METHODS[name].title, name, options))
+        for number in args.parallel if name in PARALLEL and options.get("mode", "two_stage") == "two_stage" else ():
+            arms.append(Arm(f"{METHODS[name].title}, {number} parallel", name, {**options, PARALLEL[name]: number}))
+    return arms
+
+
+def report(arms: list[Arm], rounds: list[dict[str, list[dict[str, float]]]]) -> None:
+    """Prints a table over methods, then the shares of a step."""
+    print("\n| | microseconds per token | times GRPO's | tokens per step | prompt passes | cache, MB |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for arm in arms:
+        steps = [step for found in rounds for step in found[arm.name]]
+        price = {name: [1e6 * s["step"] / s["tokens"] for s in steps] for name, steps in
+                 ((i, found[arm.name]) for i, found in enumerate(rounds))}  # fmt: skip
+        base = [statistics.median(1e6 * s["step"] / s["tokens"] for s in found["GRPO"]) for found in rounds]
+        ratios = [statistics.median(price[i]) / base[i] for i in range(len(rounds))]
+        spread = f"{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]"
+        every = [value for values in price.values() for value in values]
+        encoded = [s["tree/encoded_fraction"] for s in steps if "tree/encoded_fraction" in s]
+        cache = [s["generation/cache_megabytes"] for s in steps if "generation/cache_megabytes" in s]
+        print(
+            f"| {arm.name} | {statistics.median(every):.1f} | {spread if arm.name != 'GRPO' else 1} "
+            f"| {statistics.median(s['tokens'] for s in steps):,.0f} "
+            f"| {f'{statistics.median(encoded):.3f}' if encoded else ''} "
+            f"| {f'{max(cache):.1f}' if cache else ''} |"
+        )
+    for arm in arms:
+        steps = [step for found in rounds for step in found[arm.name]]
+        names = sorted({name for step in steps for name in step if name.endswith("_seconds") and "/" in name})
+        shares = {n: statistics.median(100 * s.get(n, 0.0) / s["step_time"] for s in steps) for n in names}
+        print(f"{arm.name}: percent of a step: " + ", ".join(f"{name} {share:.1f}" for name, share in shares.items()))
+
+
+def main() -> None:
+    """Trains all arms in turn, and reports."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", nargs="?", default="doors")
     parser.add_argument("--half_billion", action="store_true")
-    parser.add_argument("--method", choices=TRAINERS, default="deep_grpo")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--max_pivots", type=int, default=16)
-    parser.add_argument("--sampling_batch_size", type=int, default=None)
+    parser.add_argument("--methods", nargs="*", choices=[name for name in METHODS if name != "grpo"])
+    parser.add_argument(
+        "--parallel", nargs="*", type=int, default=[], help="also so many expansions, chains of sketches"
+    )
+    parser.add_argument("--expansion_width", type=int, default=4)
+    parser.add_argument("--path_cache_tokens", type=int, default=65536)
+    parser.add_argument("--grpo_steps", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     transformers.utils.logging.set_verbosity_error()
-    setting = (half_billion_setting if args.half_billion else tiny_setting)(args)
-    seconds, logs, peaks = {"grpo": [], "method": []}, [], {}
-    ratios = []
-    for _ in range(args.rounds):
-        plain, _, peaks["grpo"] = run(GRPOTrainer, GRPOConfig, setting, {}, args.steps)
-        ours, our_logs, peaks["method"] = run(*TRAINERS[args.method], setting, setting[5], args.steps)
-        seconds["grpo"] += plain
-        seconds["method"] += ours
-        logs += our_logs
-        ratios.append(statistics.median(ours) / statistics.median(plain))
-
-    step = statistics.median(seconds["method"])
-    print(f"\nstep GRPO            {statistics.median(seconds['grpo']):8.3f} s   (n={len(seconds['grpo'])})")
-    spread = f"{min(ratios):.2f}-{max(ratios):.2f}"
-    print(f"step {args.method:15s} {step:8.3f} s   ratio {statistics.median(ratios):.2f} ({spread})")
-    for label, key in LABELS[args.method].items():
-        value = statistics.median([entry.get(key, 0.0) for entry in logs])
-        print(f"  {label:18s} {value:8.3f} s   {100 * value / step:5.1f} % of the step")
-    own = LABELS[args.method]["own work"]
-    shares = [100 * entry[own] / entry["step_time"] for entry in logs]
-    print(f"  own work / step      median {statistics.median(shares):.2f} %, largest {max(shares):.2f} %")
-    counted = [key for key in logs[0] if key.startswith(own.split("/")[0]) and "seconds" not in key]
-    for key in counted:
-        values = [entry[key] for entry in logs if key in entry]
-        print(f"  {key:28s} {statistics.median(values):8.3f}")
+    task = None if args.half_billion else find_task(args.task)
+    arms = arms_of(task, args)
+    with tempfile.TemporaryDirectory() as folder:
+        if task is None:
+            make: Any = half_billion_trainer
+            options = dict(per_device_train_batch_size=8, gradient_accumulation_steps=8, max_completion_length=512)
+            options |= dict(num_generations=8, learning_rate=1e-6, bf16=True, report_to=[], save_strategy="no")
+        else:
+            options = {**common_options(task, seed=args.seed), **task_options(task)}
+            make = partial(tiny_trainer, task, warm_start(task, seed=args.seed))
+            if args.grpo_steps:
+                faster = {**options, "learning_rate": 1e-3, "scale_rewards": "none", "max_steps": args.grpo_steps}
+                trained(make, arms[0], faster, save_to=Path(folder))
+                make = partial(tiny_trainer, task, folder)
+        rounds = []
+        for number in range(args.rounds):
+            own = {
+                **options,
+                "logging_steps": 1,
+                "disable_tqdm": True,
+                "max_steps": args.steps,
+                "seed": args.seed + number,
+            }
+            rounds.append({arm.name: trained(make, arm, own) for arm in arms})
+        report(arms, rounds)
     if torch.cuda.is_available():
-        print(f"peak memory          GRPO {peaks['grpo']:.2f} GiB, {args.method} {peaks['method']:.2f} GiB")
+        print(f"peak memory of the last run {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
 
 
 if __name__ == "__main__":
