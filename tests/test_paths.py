@@ -26,6 +26,8 @@ from transformers import (
     MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -227,17 +229,25 @@ def test_entropies_are_those_of_the_recorded_path(make, temperature):
         rows = going_on(rows, completions, budgets, place)
 
 
-def test_in_bfloat16_what_was_kept_says_what_encoding_it_again_says():
-    model = untied().to(torch.bfloat16)
+def without_positions_in_the_first_layer():
+    torch.manual_seed(0)
+    return SmolLM3ForCausalLM(SmolLM3Config(**SIZE, no_rope_layers=[0, 1])).eval()
+
+
+@pytest.mark.parametrize("mixed", [True, False], ids=["mixed precision", "bfloat16"])
+@pytest.mark.parametrize("make", [untied, gpt2, without_positions_in_the_first_layer])
+def test_in_bfloat16_what_was_kept_says_what_encoding_it_again_says(make, mixed):
+    model = make() if mixed else make().to(torch.bfloat16)
     paths, rows = kept(model), PROMPTS
-    for place in range(4):
-        completions, entropies = drawn(paths, rows, [6] * len(rows), seed=place, entropies=1.0)
-        assert all(0 <= token < model.config.vocab_size for ids in completions for token in ids)
-        assert all(1 <= len(ids) <= 6 and EOS not in ids[:-1] for ids in completions)
-        _, again = drawn(kept(model), rows, [1] * len(rows), entropies=1.0)
-        assert [row[0] for row in entropies] == pytest.approx([row[0] for row in again], abs=0.05)
-        rows = going_on(rows, completions, [6] * len(rows), place)
-    assert paths.num_bytes >= paths.num_tokens * 2 * 2 * model.config.num_key_value_heads * 8 * 2
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=mixed):
+        for place in range(4):
+            completions, entropies = drawn(paths, rows, [6] * len(rows), seed=place, entropies=1.0)
+            assert all(0 <= token < model.config.vocab_size for ids in completions for token in ids)
+            assert all(1 <= len(ids) <= 6 and EOS not in ids[:-1] for ids in completions)
+            _, again = drawn(kept(model), rows, [1] * len(rows), entropies=1.0)
+            assert [row[0] for row in entropies] == pytest.approx([row[0] for row in again], abs=0.05)
+            rows = going_on(rows, completions, [6] * len(rows), place)
+    assert paths.encoded < paths.asked / 2
 
 
 # --------------------------------------------------------------------------------------------------- what is encoded
@@ -533,20 +543,36 @@ def test_paths_are_gone_when_a_reward_function_raises_in_a_search(tmp_path):
     assert trainer.sample.paths is None
 
 
-def test_where_a_call_does_not_fit_the_rest_of_the_rollout_is_sampled_by_generate(tmp_path):
-    bounded, plain = (plain_trainer(tmp_path, path_cache_tokens=tokens) for tokens in (15, 0))
-    sampler = bounded.sample
-    with pytest.warns(UserWarning, match="path_cache_tokens=15") as caught, sampler.rollout():
+@pytest.mark.parametrize(("batch_size", "entropies"), [(None, True), (2, False)])
+def test_where_a_call_does_not_fit_the_rest_of_the_rollout_is_sampled_by_generate(tmp_path, batch_size, entropies):
+    own, plain = (
+        plain_trainer(tmp_path, path_cache_tokens=tokens, sampling_batch_size=batch_size) for tokens in (15, 0)
+    )
+
+    def sampled(trainer):
         torch.manual_seed(0)
-        found = [sampler([SHORT], 2, 4, main_stream=True)]
-        assert sampler.paths is not None
-        found += [sampler([LONG, LONGEST], 2, 4, main_stream=True, entropies=True) for _ in range(2)]
-        assert sampler.paths is None
+        with trainer.sample.rollout():
+            found = [trainer.sample([SHORT], 2, 4, main_stream=True)]
+            kept = trainer.sample.paths is not None
+            for _ in range(2):
+                prefixes = [LONG, LONG + SHORT, LONGEST + LONG]
+                found.append(trainer.sample(prefixes, 2, [3, 4, 5], main_stream=True, entropies=entropies))
+            assert trainer.sample.paths is None
+        return found, kept
+
+    with pytest.warns(UserWarning, match="path_cache_tokens=15") as caught:
+        found, kept = sampled(own)
     assert sum("encoded again" in str(warning.message) for warning in caught) == 1
-    torch.manual_seed(0)
-    expected = [plain.sample([SHORT], 2, 4, main_stream=True)]
-    expected += [plain.sample([LONG, LONGEST], 2, 4, main_stream=True, entropies=True) for _ in range(2)]
-    assert found == expected
+    assert kept and found == sampled(plain)[0]
+
+
+def test_checkpointing_is_off_within_a_rollout_and_on_behind_it(tmp_path):
+    trainer = plain_trainer(tmp_path, gradient_checkpointing=True)
+    model = trainer.model.train()
+    model.gradient_checkpointing_enable()
+    with trainer.sample.rollout():
+        assert not model.is_gradient_checkpointing and not torch.is_grad_enabled()
+    assert model.is_gradient_checkpointing and torch.is_grad_enabled()
 
 
 # ------------------------------------------------------------------------------------------------------- the methods
@@ -627,6 +653,14 @@ def test_methods_train_the_same_with_kept_prefixes(tmp_path, method, setting):
     assert_same_run(own, plain)
     assert own[0].sample.prefix_tokens_asked == plain[0].sample.prefix_tokens_asked
     assert own[0].sample.prefix_tokens_encoded <= plain[0].sample.prefix_tokens_encoded
+
+
+def test_mixed_precision_trains_with_kept_prefixes(tmp_path):
+    cls, config, options = METHODS["trees"]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Prefixes are encoded again")
+        trainer, said = run(cls, config, tmp_path, **options, bf16=True)
+    assert trainer.model.dtype == torch.float32 and len(said) > 2
 
 
 @pytest.mark.parametrize("method", ["trees", "two stages"])

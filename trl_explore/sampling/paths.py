@@ -315,7 +315,8 @@ class PathCache:
         row_index, place_index, slot_index = torch.tensor([rows, places, slots], device=self.device)
         new = [state[row_index, :, place_index].flatten(1) for state in _states(cache)]
         assert self._pool is not None
-        self._pool[slot_index] = torch.cat(new, dim=1)
+        # In mixed precision, keys with rotary positions are float32 and others are not.
+        self._pool[slot_index] = torch.cat(new, dim=1).to(self._pool.dtype)
 
     def _make_room(self, wanted: int) -> None:
         assert self._pool is not None
