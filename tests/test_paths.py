@@ -605,7 +605,7 @@ SETTINGS = {
     "options": dict(temperature=0.8, top_k=9, top_p=0.95, repetition_penalty=1.2),
 }
 # Times, and what the cache is for.
-NOT_COMPARED = re.compile("time|seconds|runtime|per_second|encoded")
+NOT_COMPARED = re.compile("megabytes|time|seconds|runtime|per_second|encoded")
 
 
 def run(cls, config, folder, *, make=make_trainer, reward=contains_answer, **options):

@@ -6,8 +6,8 @@
     python examples/benchmarks/step_breakdown.py doors --path_cache_tokens 0
     python examples/benchmarks/step_breakdown.py --half_billion           # Qwen2.5-0.5B's shape, random weights, CUDA
 
-All start from one model, which plain GRPO trained for `--grpo_steps`, and take turns, so that a machine that drifts slows
-all: figures are medians over the steps of all rounds, ratios are within a round, with the smallest and the largest.
+All start from one model, which plain GRPO trained for `--grpo_steps`, and take turns, so that a machine that drifts
+slows all: figures are medians over the steps of all rounds, ratios are within a round, with smallest and largest.
 Seconds are CPU seconds of the process, on a GPU those of the wall. Trees have `--expansion_width` children per node.
 """
 
@@ -94,16 +94,12 @@ def arms_of(task: Any, args: argparse.Namespace) -> list[Arm]:
     else:
         own = {name: METHODS[name].options(task) for name in METHODS if name != "grpo"}
         own = {name: options for name, options in own.items() if options is not None}
-    base = "grpo"
-    if task is not None and "branpo" in own:  # whole trajectories of an agent: BranPO without branches is GRPO
-        base, none = "branpo", dict(num_branches=0, num_branches_solved=0, redundancy_tries=0)
-        arms = [Arm("GRPO", base, {**own["branpo"], **none})]
-    else:
-        arms = [Arm("GRPO", base, {})]
+    # As many rows for all, also where an agent's methods have fewer than GRPO.
+    arms = [Arm("GRPO", "grpo", own.get("branpo", {}))]
     for name, options in own.items():
         if args.methods and name not in args.methods:
             continue
-        options = {**options, "path_cache_tokens": args.path_cache_tokens}
+        options = {**options, **own.get("branpo", {}), "path_cache_tokens": args.path_cache_tokens}
         if name == "tree_grpo":
             options["expansion_width"] = args.expansion_width
         arms.append(Arm(METHODS[name].title, name, options))

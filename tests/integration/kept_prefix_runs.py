@@ -8,7 +8,7 @@ from world import contains_answer, make_trainer
 
 from trl_explore.trainers import TreeGRPOConfig, TreeGRPOTrainer
 
-NOT_COMPARED = re.compile("time|seconds|per_second|encoded")
+NOT_COMPARED = re.compile("megabytes|time|seconds|per_second|encoded")
 
 
 def searched(folder, tokens):
