@@ -8,7 +8,12 @@ FrozenLake; rewards are parities, so nothing can be learned. In each round every
 ratios are to plain GRPO's step in the same round, and to its seconds per generated token: a method that samples more
 in a step (branches, sketches, trees) also trains more, or discards it. `GRPOTrainer` here is TRL's with the weight
 transfer of this package, since TRL's own needs GPUs; for agents it is `BranPOTrainer` without branches, which equals
-it. Needs vLLM: `make .venv-vllm/.installed` builds an environment for a CPU.
+it.
+
+Each step of the server's engine gives every request in flight one token, and takes about as long for one request as
+for thirty: what a method pays for is engine steps per token, which are the fewer, the more requests are in flight.
+More are with more prompts per generation batch, and with `parallel_expansions` and `parallel_sketches`. Needs vLLM:
+`make .venv-vllm/.installed` builds an environment for a CPU.
 """
 
 import argparse
@@ -20,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from pathlib import Path
 
 import torch
@@ -40,11 +46,18 @@ from trl_explore.trainers import ExplorationConfig, ExplorationTrainer
 
 # Name, method, what it is compared with, own settings.
 AGENT = "GRPO agent"
+TREES = dict(expansion_width=4, node_length=8)
+SKETCHES = dict(max_sketch_length=8)
 WAYS = {
     "GRPO": ("grpo", "GRPO", {}),
     "DEEP-GRPO": ("deep_grpo", "GRPO", dict(segmentation="fixed", segment_length=8, num_branches=4)),
-    "TreeGRPO": ("tree_grpo", "GRPO", dict(expansion_width=4, node_length=8)),
-    "SESA": ("sesa", "GRPO", dict(max_sketch_length=8)),
+    "TreeGRPO": ("tree_grpo", "GRPO", TREES),
+    "TreeGRPO, 2 nodes at once": ("tree_grpo", "GRPO", dict(TREES, parallel_expansions=2)),
+    "TreeGRPO, 4 nodes at once": ("tree_grpo", "GRPO", dict(TREES, parallel_expansions=4)),
+    "TreeGRPO, 3x prompts": ("tree_grpo", "GRPO", dict(TREES, per_device_train_batch_size=96)),
+    "SESA": ("sesa", "GRPO", SKETCHES),
+    "SESA, 4 chains": ("sesa", "GRPO", dict(SKETCHES, parallel_sketches=4)),
+    "SESA, 3x prompts": ("sesa", "GRPO", dict(SKETCHES, per_device_train_batch_size=96)),
     "G2RL": ("g2rl", "GRPO", {}),
     AGENT: ("branpo", AGENT, dict(num_branches=0, num_branches_solved=0, redundancy_tries=0)),
     "BranPO agent": ("branpo", AGENT, dict(success_threshold=0.5)),
@@ -91,8 +104,16 @@ class StepClock(TrainerCallback):
         self.seconds.append(time.perf_counter() - self.started)
 
 
+def counted(port):
+    """Steps of the server's engine so far, and tokens that it generated."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    values = {line.split("{")[0]: float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("vllm:")}
+    return values["vllm:iteration_tokens_total_count"], values["vllm:generation_tokens_total"]
+
+
 def run(name, models, port, args, seed):
-    """Median seconds and mean tokens of a step."""
+    """Median seconds and mean tokens of a step, and engine steps and tokens of the run."""
     method, beside, own = WAYS[name]
     row = METHODS[method]
     classes = (row.config_class, row.trainer_class)
@@ -115,7 +136,6 @@ def run(name, models, port, args, seed):
             vllm_mode="server",
             vllm_server_host="127.0.0.1",
             vllm_server_port=port,
-            per_device_train_batch_size=32,
             num_generations=8,
             learning_rate=1e-6,
             max_steps=args.steps + 1,
@@ -126,15 +146,17 @@ def run(name, models, port, args, seed):
             save_strategy="no",
             disable_tqdm=True,
             seed=seed,
-            **{"max_completion_length": 32, **own},
+            **{"max_completion_length": 32, "per_device_train_batch_size": 32, **own},
         ),
         callbacks=[clock, costs],
         **data,
     )
     trainer.remove_callback(PrinterCallback)
+    before = counted(port)
     trainer.train()
+    engine = [now - then for now, then in zip(counted(port), before, strict=True)]
     tokens = [after["tokens"] - before["tokens"] for before, after in itertools.pairwise(costs.history)]
-    return statistics.median(clock.seconds[1:]), statistics.fmean(tokens)  # the first step also warms up
+    return statistics.median(clock.seconds[1:]), statistics.fmean(tokens), *engine  # the first step also warms up
 
 
 def shown(values, form):
@@ -166,20 +188,21 @@ def main():
             for number in range(args.rounds):
                 for name in WAYS:
                     found[name].append(run(name, models, port, args, args.seed + number))
-                    print(number, name, "{:.3f} s, {:.0f} tokens".format(*found[name][-1]), flush=True)
+                    print(number, name, "{:.3f} s, {:.0f} tokens".format(*found[name][-1][:2]), flush=True)
         finally:
             server.terminate()
             server.wait(30)
     print(f"\nmean ± 95 % interval of {args.rounds} rounds\n")
-    print("| a step | seconds | tokens | seconds / GRPO's | seconds per token / GRPO's |")
-    print("| --- | --- | --- | --- | --- |")
+    print("| a step | seconds | tokens | per token: seconds / GRPO's | engine steps / GRPO's | requests in flight |")
+    print("| --- | --- | --- | --- | --- | --- |")
     for name, (_, beside, _) in WAYS.items():
         pairs = list(zip(found[name], found[beside], strict=True))
         cells = [
-            shown([seconds for seconds, _ in found[name]], "{:.3f}"),
-            f"{statistics.fmean(tokens for _, tokens in found[name]):.0f}",
-            shown([ours[0] / plain[0] for ours, plain in pairs], "{:.2f}"),
+            shown([seconds for seconds, *_ in found[name]], "{:.3f}"),
+            f"{statistics.fmean(tokens for _, tokens, *_ in found[name]):.0f}",
             shown([ours[0] / ours[1] / (plain[0] / plain[1]) for ours, plain in pairs], "{:.2f}"),
+            shown([ours[2] / ours[3] / (plain[2] / plain[3]) for ours, plain in pairs], "{:.2f}"),
+            f"{statistics.fmean(tokens / steps for *_, steps, tokens in found[name]):.0f}",
         ]
         print("| " + " | ".join([name, *cells]) + " |")
 
