@@ -14,6 +14,7 @@ from world import saved_model
 
 from trl_explore.cli import main
 from trl_explore.cli.train import parse_train_arguments
+from trl_explore.compare.settings import read_comparison
 from trl_explore.methods import METHODS
 
 CONFIGS = EXAMPLES / "configs"
@@ -42,6 +43,14 @@ def from_script(name, monkeypatch, *flags):
 
 def test_every_example_script_has_a_file():
     assert {path.stem for path in CONFIGS.glob("*.yaml")} == SCRIPTS.keys()
+
+
+@pytest.mark.parametrize("knob", ["parallel_expansions", "parallel_sketches"])
+def test_a_comparison_of_one_knob_changes_nothing_else(knob):
+    arms = read_comparison(yaml.safe_load((EXAMPLES / "benchmarks" / f"{knob}.yaml").read_text())).arms
+    (first, *others), grpo = arms[:-1], arms[-1]
+    assert [arm.options for arm in others] == [{**first.options, knob: number} for number in (2, 4)]
+    assert (first.method != "grpo", grpo.method) == (True, "grpo")
 
 
 @pytest.mark.parametrize("name", ON_THE_COMMAND_LINE)
