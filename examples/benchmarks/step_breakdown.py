@@ -4,6 +4,7 @@
     python examples/benchmarks/step_breakdown.py vault --methods tree_grpo sesa
     python examples/benchmarks/step_breakdown.py rare_hop                 # an agent's task: BranPO
     python examples/benchmarks/step_breakdown.py doors --path_cache_tokens 0
+    python examples/benchmarks/step_breakdown.py --long_prompts           # 384 tokens, six layers, random weights
     python examples/benchmarks/step_breakdown.py --half_billion           # Qwen2.5-0.5B's shape, random weights, CUDA
 
 All start from one model, which plain GRPO trained for `--grpo_steps`, and take turns, so that a machine that drifts
@@ -31,12 +32,34 @@ from trl_explore.tasks.tiny_model import build_tokenizer
 from trl_explore.tasks.warm_start import warm_start
 
 PARALLEL = {"tree_grpo": "parallel_expansions", "sesa": "parallel_sketches"}
-LARGE = {
-    "deep_grpo": dict(segmentation="fixed", segment_length=50, max_pivots_per_batch=16),
-    "tree_grpo": dict(node_length=64),
-    "sesa": dict(max_sketch_length=64),
-    "g2rl": {},
+# Of random models: an eighth of a completion for a step, a node and a sketch.
+RANDOM = {
+    "deep_grpo": lambda length: dict(segmentation="fixed", segment_length=length // 8, max_pivots_per_batch=16),
+    "tree_grpo": lambda length: dict(node_length=length // 8),
+    "sesa": lambda length: dict(max_sketch_length=length // 8),
+    "g2rl": lambda length: {},
 }
+ENDS = dict(eos_token_id=1, pad_token_id=0)
+LONG_PROMPTS = Qwen2Config(
+    vocab_size=64,
+    hidden_size=64,
+    intermediate_size=256,
+    num_hidden_layers=6,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    **ENDS,
+)
+HALF_BILLION = Qwen2Config(
+    vocab_size=151_936,
+    hidden_size=896,
+    intermediate_size=4864,
+    num_hidden_layers=24,
+    num_attention_heads=14,
+    num_key_value_heads=2,
+    max_position_embeddings=4096,
+    tie_word_embeddings=True,
+    **ENDS,
+)
 
 
 def tiny_trainer(task: Any, start: str | Path, arm: Arm, config: Any, **more: Any) -> Any:
@@ -44,25 +67,23 @@ def tiny_trainer(task: Any, start: str | Path, arm: Arm, config: Any, **more: An
     return task_trainer(arm, task, start, config, num_train=512, **more)
 
 
-def half_billion_trainer(arm: Arm, config: Any, **more: Any) -> Any:
-    """Qwen2.5-0.5B's shape, bf16, LoRA, 8 prompts x 8 of up to 512 tokens. Rewards are a coin per completion."""
+def random_trainer(shape: Qwen2Config, prompt: str, arm: Arm, config: Any, **more: Any) -> Any:
+    """A trainer of random weights, in bfloat16 with LoRA on a GPU. Rewards are a coin per completion."""
     from peft import LoraConfig
-
-    shape = dict(vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24)
-    heads = dict(num_attention_heads=14, num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=True)
-    torch.manual_seed(0)
-    model_config = Qwen2Config(**shape, **heads, eos_token_id=1, pad_token_id=0)
 
     def coin(completion_ids, **kwargs):
         return [float(sum(ids) % 4 == 0) for ids in completion_ids]
 
+    torch.manual_seed(0)
+    on_gpu = config.bf16
+    model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16 if on_gpu else torch.float32)
     return METHODS[arm.method].trainer_class(
-        model=AutoModelForCausalLM.from_config(model_config, dtype=torch.bfloat16).cuda(),
+        model=model.cuda() if on_gpu else model,
         reward_funcs=coin,
         args=config,
-        train_dataset=Dataset.from_dict({"prompt": ["1+2=" * 16] * 512}),
+        train_dataset=Dataset.from_dict({"prompt": [prompt] * 512}),
         processing_class=build_tokenizer(),
-        peft_config=LoraConfig(r=16, target_modules="all-linear"),
+        peft_config=LoraConfig(r=16, target_modules="all-linear") if on_gpu else None,
         **more,
     )
 
@@ -89,8 +110,8 @@ def trained(make: Any, arm: Arm, options: dict[str, Any], *, save_to: Path | Non
 
 def arms_of(task: Any, args: argparse.Namespace) -> list[Arm]:
     """GRPO, the methods that suit the task, and those with more in parallel."""
-    if args.half_billion:
-        own: dict[str, Any] = dict(LARGE)
+    if task is None:
+        own: dict[str, Any] = {name: options(512 if args.half_billion else 64) for name, options in RANDOM.items()}
     else:
         own = {name: METHODS[name].options(task) for name in METHODS if name != "grpo"}
         own = {name: options for name, options in own.items() if options is not None}
@@ -139,6 +160,7 @@ def main() -> None:
     """Trains all arms in turn, and reports."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", nargs="?", default="doors")
+    parser.add_argument("--long_prompts", action="store_true")
     parser.add_argument("--half_billion", action="store_true")
     parser.add_argument("--methods", nargs="*", choices=[name for name in METHODS if name != "grpo"])
     parser.add_argument(
@@ -154,13 +176,18 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     transformers.utils.logging.set_verbosity_error()
-    task = None if args.half_billion else find_task(args.task)
+    task = None if args.half_billion or args.long_prompts else find_task(args.task)
     arms = arms_of(task, args)
     with tempfile.TemporaryDirectory() as folder:
         if task is None:
-            make: Any = half_billion_trainer
-            options = dict(per_device_train_batch_size=8, gradient_accumulation_steps=8, max_completion_length=512)
-            options |= dict(num_generations=8, learning_rate=1e-6, bf16=True, report_to=[], save_strategy="no")
+            options: dict[str, Any] = dict(num_generations=8, learning_rate=1e-6, report_to=[], save_strategy="no")
+            if args.half_billion:
+                make: Any = partial(random_trainer, HALF_BILLION, "1+2=" * 16)
+                options |= dict(per_device_train_batch_size=8, gradient_accumulation_steps=8)
+                options |= dict(max_completion_length=512, bf16=True)
+            else:
+                make = partial(random_trainer, LONG_PROMPTS, "1+2=" * 96)
+                options |= dict(per_device_train_batch_size=64, max_completion_length=64, use_cpu=True, bf16=False)
         else:
             options = {**common_options(task, seed=args.seed), **task_options(task)}
             make = partial(tiny_trainer, task, warm_start(task, seed=args.seed))
