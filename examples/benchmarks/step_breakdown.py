@@ -13,6 +13,7 @@ Seconds are CPU seconds of the process, on a GPU those of the wall. Trees have `
 """
 
 import argparse
+import copy
 import statistics
 import tempfile
 from functools import partial
@@ -76,6 +77,7 @@ def random_trainer(shape: Qwen2Config, prompt: str, arm: Arm, config: Any, **mor
 
     torch.manual_seed(0)
     on_gpu = config.bf16
+    shape = copy.deepcopy(shape)  # a trainer writes into it
     model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16 if on_gpu else torch.float32)
     return METHODS[arm.method].trainer_class(
         model=model.cuda() if on_gpu else model,
@@ -187,7 +189,8 @@ def main() -> None:
                 options |= dict(max_completion_length=512, bf16=True)
             else:
                 make = partial(random_trainer, LONG_PROMPTS, "1+2=" * 96)
-                options |= dict(per_device_train_batch_size=64, max_completion_length=64, use_cpu=True, bf16=False)
+                options |= dict(per_device_train_batch_size=64, max_completion_length=64, gradient_checkpointing=False)
+                options |= dict(use_cpu=True, bf16=False)
         else:
             options = {**common_options(task, seed=args.seed), **task_options(task)}
             make = partial(tiny_trainer, task, warm_start(task, seed=args.seed))
