@@ -78,6 +78,7 @@ class SESATrainer(ExplorationTrainer):
             self.main_completion_ids,
             self.mode.drawn,
             max_drawn=self.mode.max_drawn,
+            rows=self.mode.apart(len(self.main_completion_ids)),
         )
         ratios = ratios.to(advantages.device)
         mask = output["completion_mask"] * output.get("tool_mask", 1)

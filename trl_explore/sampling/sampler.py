@@ -156,7 +156,7 @@ class Sampler:
     def token_logprobs(self, prefixes: list[list[int]], completion_ids: list[list[int]]) -> list[list[float]]:
         """Log-probabilities `[R][T_i]` of completions behind prefixes under the current policy, at the sampling
         temperature; every process calls it with as many rows."""
-        logprobs, _ = self._forward(prefixes, completion_ids)
+        logprobs, _ = self._forward(prefixes, completion_ids, entropies=False)
         return [row[: len(ids)] for row, ids in zip(logprobs.tolist(), completion_ids, strict=True)]
 
     def note_seconds(self, stream: str, seconds: float) -> None:
@@ -206,7 +206,9 @@ class Sampler:
         _, uncertain = self._forward(prefixes, ids)
         return ids, [row[: len(i)] for row, i in zip(uncertain.tolist(), ids, strict=True)]
 
-    def _forward(self, prefixes: list[list[int]], ids: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _forward(
+        self, prefixes: list[list[int]], ids: list[list[int]], *, entropies: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities and entropies of completions, `(R, T)`, meaningless on padding."""
         device, pad_id = self.policy.accelerator.device, self.policy.tokenizer.pad_token_id
         longest = max(len(i) for i in ids)
@@ -226,7 +228,7 @@ class Sampler:
                 torch.tensor(real, device=device),
                 longest,
                 batch_size=self.policy.args.per_device_train_batch_size,
-                compute_entropy=True,
+                compute_entropy=entropies,
             )
 
     @contextmanager

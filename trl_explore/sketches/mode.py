@@ -35,6 +35,10 @@ class Mode:
         """One completion, or turn, per row; `plain` is GRPO's own sampling."""
         raise NotImplementedError
 
+    def apart(self, num_rows: int) -> list[int]:
+        """Rows that may have been drawn behind another context, as many on every process."""
+        return list(range(num_rows))
+
     def text(self, token_ids: list[int]) -> str:
         """What tokens say, without special ones."""
         return self.policy.tokenizer.decode(token_ids, skip_special_tokens=True).strip()

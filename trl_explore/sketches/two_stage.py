@@ -60,6 +60,9 @@ class TwoStage(Mode):
         ]
         return Rollout(rollout.completion_ids, logprobs)
 
+    def apart(self, num_rows: int) -> list[int]:
+        return [row for row in range(num_rows) if row % self.size < self.num_explored]
+
     def _draft(self, prompts: list[Prompt]) -> list[list[str]]:
         """Sketches of every prompt, `[P][num_sketches]`: each step is one call for all of them, in which the
         `parallel_sketches` chains of a prompt get one more each."""

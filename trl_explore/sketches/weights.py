@@ -23,21 +23,23 @@ def likelihood_ratios(
     drawn: list[list[Drawn]],
     *,
     max_drawn: int,
+    rows: list[int],
 ) -> torch.Tensor:
     """`pi(token | own context) / pi(token | context it was drawn behind)` under the current policy, `(B, T)`; 1 where
     both are the same, and on padding. Beyond SESA's paper, whose reviewers asked for it. Every process calls it with
-    as many rows and the same `max_drawn`, the most parts of a row; it costs `1 + max_drawn` forward passes."""
-    own = sample.token_logprobs(prompt_ids, completion_ids)
-    ratios = torch.ones(len(own), max(map(len, own)))
+    as many `rows`, which may have such parts, and the same `max_drawn`, the most parts of a row; it costs
+    `1 + max_drawn` forward passes over them."""
+    own = sample.token_logprobs([prompt_ids[row] for row in rows], [completion_ids[row] for row in rows])
+    ratios = torch.ones(len(completion_ids), max(map(len, completion_ids)))
     for part in range(max_drawn):
-        found = [parts[part] if part < len(parts) else None for parts in drawn]
+        found = [drawn[row][part] if part < len(drawn[row]) else None for row in rows]
         # Rows without such a part still fill the batch, so that every process has as many rows.
-        contexts = [prompt if d is None else d.context for d, prompt in zip(found, prompt_ids, strict=True)]
-        tokens = [ids[:1] if d is None else d.token_ids for d, ids in zip(found, completion_ids, strict=True)]
+        contexts = [prompt_ids[row] if d is None else d.context for d, row in zip(found, rows, strict=True)]
+        tokens = [completion_ids[row][:1] if d is None else d.token_ids for d, row in zip(found, rows, strict=True)]
         there = sample.token_logprobs(contexts, tokens)
-        for row, d in enumerate(found):
+        for row, d, before, behind in zip(rows, found, own, there, strict=True):
             if d is not None:
-                here = own[row][d.start : d.start + len(d.token_ids)]  # TRL cuts what is too long
-                log_ratio = torch.tensor(here) - torch.tensor(there[row][: len(here)])
+                here = before[d.start : d.start + len(d.token_ids)]  # TRL cuts what is too long
+                log_ratio = torch.tensor(here) - torch.tensor(behind[: len(here)])
                 ratios[row, d.start : d.start + len(here)] = log_ratio.exp()
     return ratios
