@@ -651,8 +651,9 @@ def test_methods_train_the_same_with_kept_prefixes(tmp_path, method, setting):
     cls, config, options = method
     own, plain = with_and_without(cls, config, tmp_path, **options, **setting)
     assert_same_run(own, plain)
-    assert own[0].sample.prefix_tokens_asked == plain[0].sample.prefix_tokens_asked
-    assert own[0].sample.prefix_tokens_encoded <= plain[0].sample.prefix_tokens_encoded
+    if method is not METHODS["two stages"]:  # whose solutions are asked for with the sketches then
+        assert own[0].sample.prefix_tokens_asked == plain[0].sample.prefix_tokens_asked
+        assert own[0].sample.prefix_tokens_encoded <= plain[0].sample.prefix_tokens_encoded
 
 
 def test_mixed_precision_trains_with_kept_prefixes(tmp_path):
@@ -667,7 +668,8 @@ def test_mixed_precision_trains_with_kept_prefixes(tmp_path):
 def test_methods_encode_less_with_kept_prefixes(tmp_path, method):
     cls, config, options = METHODS[method]
     (own, _), (plain, _) = with_and_without(cls, config, tmp_path, **options)
-    assert own.sample.prefix_tokens_encoded < 0.75 * plain.sample.prefix_tokens_encoded
+    kept, again = (part.sample.prefix_tokens_encoded / part.sample.prefix_tokens_asked for part in (own, plain))
+    assert kept < 0.75 * again
 
 
 def warned_run(*args, **options):

@@ -21,10 +21,15 @@ class TwoStage(Mode):
         self.num_sketches = num_sketches
 
     def rollout(self, prompt_ids: list[list[int]], examples: list[dict[str, Any]], plain: Chooser) -> Rollout:
+        with self.sample.rollout():
+            return self._drafted_and_solved(prompt_ids, examples, plain)
+
+    def _drafted_and_solved(
+        self, prompt_ids: list[list[int]], examples: list[dict[str, Any]], plain: Chooser
+    ) -> Rollout:
         start = time.perf_counter()
         size = self.size
-        with self.sample.rollout():
-            sketches = self._draft([example["prompt"] for example in examples[::size]])
+        sketches = self._draft([example["prompt"] for example in examples[::size]])
         if self.args.sketch_assignment == "shuffled":
             sketches = self._exchanged(sketches, prompt_ids[::size])
         draft_seconds = time.perf_counter() - start
@@ -45,7 +50,7 @@ class TwoStage(Mode):
         too_long = [len(ids) + self.args.max_completion_length > self.context_length for ids in solve_ids]
         solve_ids = [p if long else s for p, s, long in zip(prompt_ids, solve_ids, too_long, strict=True)]
         self.columns = {"sketch": ["" if long else sketch for sketch, long in zip(rows, too_long, strict=True)]}
-        rollout = plain(solve_ids)
+        rollout = self._solved(solve_ids, plain)
         self.drawn = [[Drawn(0, context, ids)] for context, ids in zip(solve_ids, rollout.completion_ids, strict=True)]
         self.metrics |= {
             "drafting_seconds": draft_seconds,
@@ -59,6 +64,13 @@ class TwoStage(Mode):
             for known, seen, prompt in zip(rollout.logprobs, solve_ids, prompt_ids, strict=True)
         ]
         return Rollout(rollout.completion_ids, logprobs)
+
+    def _solved(self, solve_ids: list[list[int]], plain: Chooser) -> Rollout:
+        """Completions, as GRPO samples them; where prefixes are kept, what rows have in common is encoded once."""
+        most = self.args.max_completion_length
+        if self.sample.paths is None or self.sample.batch_size is not None or most is None:
+            return plain(solve_ids)
+        return Rollout([one.token_ids for (one,) in self.sample(solve_ids, 1, most, main_stream=True)])
 
     def apart(self, num_rows: int) -> list[int]:
         return [row for row in range(num_rows) if row % self.size < self.num_explored]
