@@ -5,6 +5,7 @@ response needs one sum over its tokens in the space of the vocabulary and one pr
 logits of a few tokens at a time give that sum, the log-probabilities and the entropies in one pass.
 """
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -158,23 +159,45 @@ def sequence_features(
     with torch.autocast(device.type, enabled=False):  # the logits' type is chosen above, the rest stays in float32
         for start in range(0, len(mask), size):
             residuals = features.new_zeros(min(size, len(mask) - start), vocabulary)
-            for row, residual in enumerate(residuals, start):
-                for tile in columns[row].split(size):
-                    token_residuals, log_probs[row, tile], entropies[row, tile] = score_tokens(
-                        hidden[row, tile].to(dtype), token_ids[row, tile], projection
-                    )
-                    residual += token_residuals.mul_(mask[row, tile, None]).sum(0)
+            parts = [
+                (row, p) for row in range(start, start + len(residuals)) for p in columns[row].split(size) if len(p)
+            ]
+            for tile in _tiles(parts, size):
+                # A product for each response: what it gives does not depend on the others of its tile.
+                logits = [hidden[row, part].to(dtype) @ projection.weight.T for row, part in tile]
+                rows = torch.cat([part.new_full(part.shape, row) for row, part in tile])
+                places = torch.cat([part for _, part in tile])
+                token_residuals, log_probs[rows, places], entropies[rows, places] = score_tokens(
+                    torch.cat(logits) if len(logits) > 1 else logits[0], token_ids[rows, places], projection
+                )
+                counted = token_residuals.mul_(mask[rows, places, None]).split([len(part) for _, part in tile])
+                for (row, _), of_part in zip(tile, counted, strict=True):
+                    residuals[row - start] += of_part.sum(0)
             features[start : start + size] = project(residuals, head.weight, max_tile_bytes=max_tile_bytes)
     features *= head.scale / mask.sum(1, keepdim=True).clamp(min=1)
     return SequenceFeatures(features, log_probs, entropies)
 
 
+def _tiles(parts: list[tuple[int, torch.Tensor]], size: int) -> Iterator[list[tuple[int, torch.Tensor]]]:
+    """Parts of responses, as many in a row as have `size` tokens together."""
+    tile: list[tuple[int, torch.Tensor]] = []
+    room = size
+    for row, places in parts:
+        if len(places) > room:
+            yield tile
+            tile, room = [], size
+        tile.append((row, places))
+        room -= len(places)
+    if tile:
+        yield tile
+
+
 def score_tokens(
-    hidden: torch.Tensor, tokens: torch.Tensor, head: LMHead
+    logits: torch.Tensor, tokens: torch.Tensor, head: LMHead
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Residuals `(T, V)` (`temperature` times the gradient of the log-probabilities in the scaled logits before
-    soft-capping: one-hot minus probabilities for a plain head), log-probabilities and entropies `(T,)`."""
-    logits = hidden @ head.weight.T  # (T, V)
+    """Of products with the head's weight `(T, V)`: residuals `(T, V)` (`temperature` times the gradient of the
+    log-probabilities in the scaled logits before soft-capping: one-hot minus probabilities for a plain head),
+    log-probabilities and entropies `(T,)`."""
     if head.bias is not None:
         logits += head.bias
     logits = logits.float().mul_(head.scale)
