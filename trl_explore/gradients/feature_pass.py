@@ -57,19 +57,13 @@ class FeaturePass:
 
     def sampled(self, sample: Callable[[list[list[int]]], Any], contexts: list[list[int]]) -> Any:
         """What `sample`, TRL's own sampling, makes of contexts; the states that tokens are drawn from are noted."""
-        trainer, args = self.trainer, self.trainer.args
-        model = unwrapped(trainer, trainer.model)
-        accelerator, options = trainer.accelerator, trainer.generation_config
+        trainer, args, accelerator = self.trainer, self.trainer.args, self.trainer.accelerator
+        if args.use_vllm or args.use_transformers_continuous_batching or accelerator.distributed_type in SHARDED:
+            return sample(contexts)
+        model, options = unwrapped(trainer, trainer.model), trainer.generation_config
         precise = accelerator.mixed_precision == "no" or model.dtype == PRECISIONS.get(accelerator.mixed_precision)
-        if (
-            args.use_vllm
-            or args.use_transformers_continuous_batching
-            or accelerator.distributed_type in SHARDED
-            or (options.num_beams or 1) > 1
-            or options.cache_implementation
-            or not precise  # the loss sees other hidden states than `generate`, which knows no autocast
-            or has_dropout(model)
-        ):
+        # Without `precise`, the loss sees other hidden states than `generate`, which knows no autocast.
+        if (options.num_beams or 1) > 1 or options.cache_implementation or not precise or has_dropout(model):
             return sample(contexts)
         states: list[torch.Tensor] = []
 
