@@ -160,7 +160,7 @@ class PathCache:
                 still = [place for place, row in enumerate(going) if completions[row][-1] not in self._ends]
                 if not still:
                     break
-                if 2 * len(still) <= len(going):  # a cache is copied a few times, for half the rows or less
+                if 4 * len(still) <= 3 * len(going):  # a cache is copied a few times, and not for a row or two
                     kept = torch.tensor(still, device=self.device)
                     going, drawn = [going[place] for place in still], drawn[kept]
                     history = None if history is None else history[kept]
