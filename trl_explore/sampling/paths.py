@@ -201,38 +201,39 @@ class PathCache:
         """The node of each prefix, and the model's answer to its last token: cache, logits `(U, V)`, mask `(U, L)`."""
         known = [self._find(prefix) for prefix in prefixes]
         short = [i for i, path in enumerate(known) if len(path) < len(prefixes[i]) - 1]
-        if short:
-            self._prefill([(prefixes[i][:-1], known[i]) for i in short])
-            for i in short:
-                known[i] = self._find(prefixes[i])
-        paths = [path[: len(prefix) - 1] for path, prefix in zip(known, prefixes, strict=True)]
-        width = max(map(len, prefixes))
-        cache = self._gathered(paths, width - 1)
-        lengths = torch.tensor([len(prefix) for prefix in prefixes], device=self.device)[:, None]
-        mask = (torch.arange(width, device=self.device) >= width - lengths).long()
-        last = torch.tensor([[prefix[-1]] for prefix in prefixes], device=self.device)
-        logits = self._forward(last, mask, lengths - 1, cache)
-        self.encoded += len(prefixes)
-        ends = [path[-1] if path else self._root for path in paths]
-        self._keep(cache, [(ends[i], i, width - 1, [prefix[-1]]) for i, prefix in enumerate(prefixes)])
-        tips = [end.children.get(prefix[-1], _Node(-1, self._now)) for end, prefix in zip(ends, prefixes, strict=True)]
-        return tips, cache, logits, mask
+        if 0 < len(short) < len(prefixes):  # the others would be encoded again with them
+            self._encode_behind([(prefixes[i][:-1], known[i]) for i in short])
+            known = [self._find(prefix) for prefix in prefixes]
+        return self._encode_behind(list(zip(prefixes, known, strict=True)))
 
-    def _prefill(self, asked: list[tuple[tuple[int, ...], list[_Node]]]) -> None:
-        """Encode what is not kept of token sequences; all get as many new tokens as the one that lacks most."""
-        new = max(len(ids) - len(path) for ids, path in asked)
+    def _encode_behind(
+        self, asked: list[tuple[tuple[int, ...], list[_Node]]]
+    ) -> tuple[list[_Node], DynamicCache, torch.Tensor, torch.Tensor]:
+        """Encode what is not kept of token sequences, at least the last token; all get as many new tokens as the one
+        that lacks most."""
+        new = max(max(1, len(ids) - len(path)) for ids, path in asked)
         paths = [path[: max(0, len(ids) - new)] for ids, path in asked]
         old = max(map(len, paths))
         fresh = [ids[len(path) :] for (ids, _), path in zip(asked, paths, strict=True)]
         inputs = torch.tensor([[self._pad] * (new - len(ids)) + list(ids) for ids in fresh], device=self.device)
         lengths = torch.tensor([len(ids) for ids, _ in asked], device=self.device)[:, None]
         mask = (torch.arange(old + new, device=self.device) >= old + new - lengths).long()
-        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, old:]
+        positions = lengths - 1 if new == 1 else (mask.cumsum(1) - 1).clamp(min=0)[:, old:]
         cache = self._gathered(paths, old)
-        self._forward(inputs, mask, positions, cache)
+        logits = self._forward(inputs, mask, positions, cache)
         self.encoded += sum(map(len, fresh))
         ends = [path[-1] if path else self._root for path in paths]
         self._keep(cache, [(ends[i], i, old + new - len(ids), list(ids)) for i, ids in enumerate(fresh)])
+        return [self._below(end, ids) for end, ids in zip(ends, fresh, strict=True)], cache, logits, mask
+
+    def _below(self, node: _Node, ids: Iterable[int]) -> _Node:
+        """The node at the end of tokens below a node; one without a place where they are not kept."""
+        for token in ids:
+            found = node.children.get(token)
+            if found is None:
+                return _Node(-1, self._now)
+            node = found
+        return node
 
     def _forward(
         self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: DynamicCache
