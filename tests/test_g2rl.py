@@ -182,6 +182,16 @@ def test_features_cost_a_pass_where_sampling_shows_other_hidden_states(tmp_path,
     assert batch_of(make_trainer(trainer_class, G2RLConfig, tmp_path, **options))[1] == 1
 
 
+def test_features_cost_a_pass_where_rows_are_sampled_in_several_calls(tmp_path, monkeypatch):
+    sample = GRPOTrainer._generate_single_turn
+
+    def one_by_one(trainer, contexts, *others):
+        return [sample(trainer, [context], *others)[0][0] for context in contexts], None
+
+    monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", one_by_one)
+    assert batch_of(make_trainer(G2RLTrainer, G2RLConfig, tmp_path))[1] == 1
+
+
 @pytest.mark.parametrize("options", [{}, dict(mask_truncated_completions=True), dict(cast_lm_head_to_fp32=True)])
 def test_features_seen_while_sampling_are_those_of_a_pass(tmp_path, options):
     trainer = make_trainer(Watched, G2RLConfig, tmp_path, **options)

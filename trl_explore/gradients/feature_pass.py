@@ -98,6 +98,7 @@ class FeaturePass:
             and seen is not None
             and (seen.contexts, seen.completion_ids) == (prompt_ids, completion_ids)
             and len(seen.states) == max(map(len, completion_ids))
+            and len(seen.states[0]) == len(completion_ids)  # not where rows were sampled in several calls
         ):
             self._add(self._rows, torch.stack(seen.states, dim=1))
         # As in `_generate_and_score_completions`: old log-probabilities, where steps and rollouts do not align.
