@@ -41,6 +41,7 @@ from trl_explore.rows.table import CompletionsTable, empty_logs, printed_visibly
 from trl_explore.rows.training import StreamTraining
 from trl_explore.sampling.generation import generating_model
 from trl_explore.sampling.sampler import Sampler
+from trl_explore.selection.need import Need
 from trl_explore.serving.backend import ServedGeneration, our_backend
 from trl_explore.serving.session import Serving
 
@@ -91,6 +92,7 @@ class ExplorationTrainer(GRPOTrainer):
     _tag_names: Any = FromRow(lambda row: [*row.tags])
     _paper: Any = FromRow(lambda r: {"citation": citation(r.card), **r.paper} if r.paper else GRPOTrainer._paper)
     dataset_names: list[str] = []  # of the training data, for the card
+    plain_columns: dict[str, Any] = {}  # of `completion_columns`, for rows that GRPO sampled
 
     # Class-level defaults: objects made without `__init__` behave as plain GRPO.
     args: Any
@@ -309,9 +311,15 @@ class ExplorationTrainer(GRPOTrainer):
         return Scorer(self, self.reward_func_names, self.reward_weights)
 
     @cached_property
+    def need(self) -> Need | None:
+        """Chooses prompts to explore; `None`: all are."""
+        return Need(self, self.scorer, self.sample) if self.args.explores_some else None
+
+    @cached_property
     def streams(self) -> StreamTraining:
         """Trains the rows of further streams."""
-        return StreamTraining(self, pooled=self.requires.pooled, together=self.packing.mode != "off")
+        pooled = self.requires.pooled or (self._chosen is not None and self._chosen.adds)
+        return StreamTraining(self, pooled=pooled, together=self.packing.mode != "off")
 
     @cached_property
     def table(self) -> CompletionsTable:
@@ -347,6 +355,10 @@ class ExplorationTrainer(GRPOTrainer):
         """Whether rows are sampled to be trained, and not to be evaluated."""
         assert self.model is not None
         return self.model.training
+
+    @property
+    def progress(self) -> float:
+        return self.state.global_step / max(self.state.max_steps, 1)
 
     def log_metric(self, name: str, value: float) -> None:
         """Log a training metric, `noun/stat`, averaged over the logging interval; equal on all processes."""
@@ -465,15 +477,23 @@ class ExplorationTrainer(GRPOTrainer):
             level = self.scorer.level(self.shaped_rewards, group_size=self.num_generations or 1)
             output["advantages"] = output["advantages"].masked_fill(level, 0.0)
         self.search(output)
-        output["advantages"] = self.assign_advantages(output)
+        need, credit, main_ids = self._chosen, self._credit_of, self.main_completion_ids
+        output["advantages"] = (
+            self.assign_advantages(output) if need is None else need.credit(output, main_ids, credit)
+        )
         if drops:
             output = self.streams.drop_level(output)
         # The examples are copied: TRL writes into the dictionaries that it is given.
         streams = self.extra_streams(output, [dict(example) for example in inputs], self.scorer.totals())
+        streams |= {} if need is None else need.streams(credit)
         if self.log_completions:
             rows = {name: scored for name, (scored, _) in streams.items()}
-            origins = ["parent", "prefix_tokens"] if self.requires.extra_rows else []
-            self.table.add(self._logs, output, self.completion_columns(), rows, of_streams=origins)
+            origins = (
+                ["parent", "prefix_tokens"] if self.requires.extra_rows or (need is not None and need.adds) else []
+            )
+            columns = self.completion_columns()
+            columns = columns if need is None else need.columns(columns, self.plain_columns, len(inputs))
+            self.table.add(self._logs, output, columns, rows, of_streams=origins)
         self.streams.prepare(output, streams)
         for name, value in self.sample.metrics.items():
             self.log_metric(f"generation/{name}", value)
@@ -551,8 +571,25 @@ class ExplorationTrainer(GRPOTrainer):
             return Rollout(*own(contexts))
         if self.forks is not None:
             self.forks.before_turn()
-        self._rollout = self.rollout(contexts, plain)
+        if self._chosen is None:
+            self._rollout = self.rollout(contexts, plain)
+            return self._rollout
+
+        def explored(rows: list[int], again: Chooser) -> Rollout:
+            self.main_examples = [self.main_examples[row] for row in rows]
+            return self.rollout([contexts[row] for row in rows], again)
+
+        self._rollout = self._chosen.rollout(contexts, self.main_examples, plain, explored)
         return self._rollout
+
+    @property
+    def _chosen(self) -> Need | None:
+        """What chooses the prompts whose main rows the method samples itself; `None`: it does all."""
+        return self.need if self.requires.main_rows else None
+
+    def _credit_of(self, rows: RowDict, completion_ids: list[list[int]], deciding: torch.Tensor) -> torch.Tensor:
+        self.main_completion_ids, self.scorer.deciding = completion_ids, deciding
+        return self.assign_advantages(rows)
 
     def _tool_call_loop(self, prompts, prompt_ids, completion_ids, *args):
         if self.turns is not None:

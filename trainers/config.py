@@ -76,6 +76,9 @@ CHECKS = (
     at_least(1, "packed_token_budget", optional=True, words=", or None for one sequence of any length"),
     at_least(1, "sampling_batch_size", optional=True, words=", or None for a single call"),
     at_least(0, "path_cache_tokens", words="; 0 keeps nothing"),
+    one_of("explore_prompts", ("all", "unsolved")),
+    one_of("explore_into", ("replace", "add")),
+    within("explore_share_end", low=0, high=1, words="be in [0, 1]: the share of prompts explored at the end"),
 )
 
 
@@ -99,7 +102,7 @@ def check_training_values(args: GRPOConfig) -> None:
 @dataclass
 class ExplorationConfig(GRPOConfig):
     r"""
-    Base of the exploration configurations: every field of [`~trl.GRPOConfig`], and eight that all methods share.
+    Base of the exploration configurations: every field of [`~trl.GRPOConfig`], and eleven that all methods share.
 
     Args:
         drop_zero_advantage (`bool`, *optional*, defaults to `False`):
@@ -116,6 +119,17 @@ class ExplorationConfig(GRPOConfig):
             Most tokens whose keys and values are kept while a rollout grows from them (transformers backend): a search
             or a chain of sketches then encodes nothing twice. The samples are the same up to rounding. What was used
             longest ago makes room. Grows as needed; `0` keeps nothing.
+        explore_prompts (`str`, *optional*, defaults to `"all"`):
+            Which prompts are searched, sketched or branched: `"all"`, or `"unsolved"`, where a group is first sampled
+            as in GRPO, and explored if none of its completions reaches the method's `success_threshold`. All other
+            prompts are sampled and credited as in GRPO.
+        explore_into (`str`, *optional*, defaults to `"replace"`):
+            Where rows of a search or behind sketches go if their prompts were first sampled as in GRPO: into the place
+            of the failed group (`"replace"`), or beside it, averaged with it (`"add"`). DEEP-GRPO's and BranPO's
+            branches continue failed rows, and always go beside them.
+        explore_share_end (`float`, *optional*, defaults to `1.0`):
+            Share of the prompts that may be explored at the end of training, in [0, 1]; it falls linearly from 1.
+            Which ones, is drawn anew for every generation batch.
         vllm_weight_sync (`str`, *optional*, defaults to `"auto"`):
             How weights travel to a vLLM server: `"nccl"`, `"file"`, or `"auto"`. `"nccl"` is between GPUs (TRL's way),
             `"file"` through files in `output_dir`, for servers on CPUs or without a common GPU network; `"auto"` is
@@ -139,6 +153,9 @@ class ExplorationConfig(GRPOConfig):
     success_reward: str | None = None
     sampling_batch_size: int | None = None
     path_cache_tokens: int = 65_536
+    explore_prompts: str = "all"
+    explore_into: str = "replace"
+    explore_share_end: float = 1.0
     vllm_weight_sync: str = "auto"
     shared_prefix_training: str = "off"
     packed_token_budget: int | None = None
@@ -162,6 +179,11 @@ class ExplorationConfig(GRPOConfig):
         self._check_token_budget()
         if self.push_to_hub:
             check_repo_id(self.hub_model_id, self.output_dir or "trainer_output")
+
+    @property
+    def explores_some(self) -> bool:
+        """Whether some prompts are sampled as in GRPO only."""
+        return self.explore_prompts != "all" or self.explore_share_end < 1
 
     @property
     def rows_per_generation(self) -> int:

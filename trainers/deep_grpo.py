@@ -57,7 +57,9 @@ class DeepGRPOTrainer(ExplorationTrainer):
     def search(self, output: RowDict) -> None:
         super().search(output)
         start = time.perf_counter()
-        chosen = self.pivots.choose(self.main_examples, row_tokens(output)[0], self.main_completion_ids)
+        explored = None if self.need is None else self.need.explored(self.scorer.success())
+        prompt_ids = row_tokens(output)[0]
+        chosen = self.pivots.choose(self.main_examples, prompt_ids, self.main_completion_ids, explored)
         self._own_seconds = time.perf_counter() - start
         self._pivot_depths = {b.row: b.depth for b in reversed(chosen)}
         if not self.args.deferred_branching:

@@ -13,6 +13,7 @@ class Requires:
     """What a method says of itself; by default it samples as GRPO does."""
 
     samples: bool = False  # further rows, or main rows in its own way, at any time and on every process by itself
+    main_rows: bool = False  # main rows in its own way
     extra_rows: bool = False  # trains rows beside the main ones
     pooled: bool = False  # these are averaged with the main ones, as if they were one batch
     whole_groups: bool = False  # all completions of a prompt must be on one process
@@ -49,6 +50,12 @@ def check_arguments(
     if (tools or environment_factory is not None) and not (samples_as_grpo or requires.tools):
         field = "tools" if tools else "environment_factory"
         raise ValueError(f"{name} does not support `{field}` (multi-turn rollouts): remove it, or use GRPOTrainer.")
+    if samples_as_grpo and args.explores_some:
+        field = "explore_share_end" if args.explore_prompts == "all" else "explore_prompts"
+        raise ValueError(
+            f"`{field}={vars(args)[field]!r}` chooses prompts to search, sketch or branch, and {name} does none of "
+            "it: leave it out, or use another trainer."
+        )
     options = args.generation_kwargs or {}
     beams, copies = (options.get(key) or 1 for key in ("num_beams", "num_return_sequences"))
     if copies > 1:

@@ -59,7 +59,8 @@ class TreeGRPOTrainer(ExplorationTrainer):
     method = "tree_grpo"
     num_generations: int
     config_class = TreeGRPOConfig
-    requires = Requires(samples=True, whole_groups=True)
+    requires = Requires(samples=True, main_rows=True, whole_groups=True)
+    plain_columns = {"origin": "plain", "depth": 0, "node_values": []}
     _trees: list[Tree]  # of the batch
 
     # ------------------------------------------------------------------------------------------------ the algorithm

@@ -48,6 +48,11 @@ class Policy(Protocol):
         ...
 
     @property
+    def progress(self) -> float:
+        """How much of the training is over, from 0 to 1."""
+        ...
+
+    @property
     def ranks(self) -> Ranks:
         """The processes of the run."""
         ...
