@@ -123,7 +123,7 @@ class Need:
         return Rollout(
             self._put(rollout.completion_ids, found.completion_ids),
             rollout.logprobs and self._put(rollout.logprobs, found.logprobs or blank),
-            found.loss_mask and self._put(whole, found.loss_mask),
+            None if found.loss_mask is None else self._put(whole, found.loss_mask),
             self._put(rollout.known_rewards, found.known_rewards),
             self._put(rollout.extra, found.extra or [{} for _ in self.rows]),
         )
