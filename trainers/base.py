@@ -32,6 +32,7 @@ from trl_explore.packing.forward import PackedForward
 from trl_explore.publishing.cards import citation
 from trl_explore.publishing.publisher import Publisher
 from trl_explore.rewards.success import check_success_reward
+from trl_explore.rows.advantages import has_signal
 from trl_explore.rows.policy import Pass
 from trl_explore.rows.ranks import Ranks
 from trl_explore.rows.rollouts import Rollout, Rows
@@ -42,6 +43,8 @@ from trl_explore.rows.training import StreamTraining
 from trl_explore.sampling.generation import generating_model
 from trl_explore.sampling.sampler import Sampler
 from trl_explore.selection.need import Need
+from trl_explore.selection.order import PromptOrder
+from trl_explore.selection.rounds import Rounds
 from trl_explore.serving.backend import ServedGeneration, our_backend
 from trl_explore.serving.session import Serving
 
@@ -316,6 +319,17 @@ class ExplorationTrainer(GRPOTrainer):
         return Need(self, self.scorer, self.sample) if self.args.explores_some else None
 
     @cached_property
+    def rounds(self) -> Rounds | None:
+        """Chooses the prompts of batches; `None`: the data loader does, and all groups are trained."""
+        args, data = self.args, self.train_dataset
+        if args.dynamic_sampling == "off" and args.explore_threshold is None:
+            return None
+        if args.dynamic_sampling != "refill" and args.explore_threshold is None:
+            return Rounds(self, self.scorer, None)
+        data = self._remove_unused_columns(data, "training") if args.remove_unused_columns else data
+        return Rounds(self, self.scorer, PromptOrder(data, shuffle=bool(self.shuffle_dataset), seed=args.seed))
+
+    @cached_property
     def streams(self) -> StreamTraining:
         """Trains the rows of further streams."""
         pooled = self.requires.pooled or (self._chosen is not None and self._chosen.adds)
@@ -466,14 +480,33 @@ class ExplorationTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs):
         if not self.is_training:
             return self._evaluated(inputs)
-        self.main_examples, self.scorer.any_example = inputs, inputs[0]
         self.streams.main_totals, self.sample.metrics = None, {}
+        keep = None
+        if self.rounds is None:
+            output, streams = self._round(inputs)
+        else:
+            self._logs = self.table.begin(self._logs)
+            output, streams, keep = self.rounds.batch(inputs, self._round)
+        if self.args.drop_zero_advantage:
+            signal = has_signal(output["advantages"])
+            keep = signal if keep is None else keep & signal
+        elif keep is not None and self.ranks.gather(keep).all():
+            keep = None
+        output = output if keep is None else self.streams.drop(output, keep)
+        self.streams.prepare(output, streams)
+        for name, value in self.sample.metrics.items():
+            self.log_metric(f"generation/{name}", value)
+        return output
+
+    def _round(self, inputs: list[dict[str, Any]]) -> tuple[RowDict, dict[str, tuple[ScoredRows, float]]]:
+        """Main rows with their advantages, and the streams beside them."""
+        self.main_examples, self.scorer.any_example = inputs, inputs[0]
         output = super()._generate_and_score_completions(inputs)
         if self.scorer.were_shaped(self.shaped_rewards):
             self.scorer.show_raw(self._metrics["train"], self._logs["rewards"])
         if self.serving is not None:
             self.serving.watch_correction(output)
-        if drops := self.args.drop_zero_advantage:
+        if self.args.drop_zero_advantage:
             level = self.scorer.level(self.shaped_rewards, group_size=self.num_generations or 1)
             output["advantages"] = output["advantages"].masked_fill(level, 0.0)
         self.search(output)
@@ -481,8 +514,6 @@ class ExplorationTrainer(GRPOTrainer):
         output["advantages"] = (
             self.assign_advantages(output) if need is None else need.credit(output, main_ids, credit)
         )
-        if drops:
-            output = self.streams.drop_level(output)
         # The examples are copied: TRL writes into the dictionaries that it is given.
         streams = self.extra_streams(output, [dict(example) for example in inputs], self.scorer.totals())
         streams |= {} if need is None else need.streams(credit)
@@ -491,13 +522,13 @@ class ExplorationTrainer(GRPOTrainer):
             origins = (
                 ["parent", "prefix_tokens"] if self.requires.extra_rows or (need is not None and need.adds) else []
             )
-            columns = self.completion_columns()
-            columns = columns if need is None else need.columns(columns, self.plain_columns, len(inputs))
-            self.table.add(self._logs, output, columns, rows, of_streams=origins)
-        self.streams.prepare(output, streams)
-        for name, value in self.sample.metrics.items():
-            self.log_metric(f"generation/{name}", value)
-        return output
+            self.table.add(self._logs, output, self._row_columns(len(inputs)), rows, of_streams=origins)
+        return output, streams
+
+    def _row_columns(self, num_rows: int) -> dict[str, list[Any]]:
+        columns, need = self.completion_columns(), self._chosen
+        columns = columns if need is None else need.columns(columns, self.plain_columns, num_rows)
+        return columns if self.rounds is None else {**columns, "contrast": self.rounds.contrast().tolist()}
 
     def _evaluated(self, inputs: list[dict[str, Any]]) -> RowDict:
         own = self._logs
@@ -674,6 +705,8 @@ class ExplorationTrainer(GRPOTrainer):
 
     def _get_train_sampler(self, dataset=None):
         self.saving.sampler = super()._get_train_sampler(dataset)
+        if self.rounds is not None and self.rounds.order is not None:
+            self.rounds.order.begin()
         return self.saving.sampler
 
     def _init_training_state(self, max_steps, num_update_steps_per_epoch, *args, **kwargs):

@@ -76,6 +76,9 @@ CHECKS = (
     at_least(1, "packed_token_budget", optional=True, words=", or None for one sequence of any length"),
     at_least(1, "sampling_batch_size", optional=True, words=", or None for a single call"),
     at_least(0, "path_cache_tokens", words="; 0 keeps nothing"),
+    one_of("dynamic_sampling", ("off", "filter", "refill")),
+    at_least(1, "max_sampling_rounds", words=", the first round"),
+    within("explore_threshold", low=0, high=1 - 1e-9, optional=True, words="be in [0, 1), or None to pass over none"),
     one_of("explore_prompts", ("all", "unsolved")),
     one_of("explore_into", ("replace", "add")),
     within("explore_share_end", low=0, high=1, words="be in [0, 1]: the share of prompts explored at the end"),
@@ -102,7 +105,7 @@ def check_training_values(args: GRPOConfig) -> None:
 @dataclass
 class ExplorationConfig(GRPOConfig):
     r"""
-    Base of the exploration configurations: every field of [`~trl.GRPOConfig`], and eleven that all methods share.
+    Base of the exploration configurations: every field of [`~trl.GRPOConfig`], and fourteen that all methods share.
 
     Args:
         drop_zero_advantage (`bool`, *optional*, defaults to `False`):
@@ -119,6 +122,16 @@ class ExplorationConfig(GRPOConfig):
             Most tokens whose keys and values are kept while a rollout grows from them (transformers backend): a search
             or a chain of sketches then encodes nothing twice. The samples are the same up to rounding. What was used
             longest ago makes room. Grows as needed; `0` keeps nothing.
+        dynamic_sampling (`str`, *optional*, defaults to `"off"`):
+            What becomes of groups whose rewards, before any shaping, are all equal: they stay (`"off"`, GRPO), leave
+            the loss and its normaliser (`"filter"`), or make room for groups of other prompts, which are sampled in
+            further rounds (`"refill"`, as in DAPO). Branches from groups that left are trained all the same.
+        max_sampling_rounds (`int`, *optional*, defaults to `10`):
+            Most rounds of sampling per generation batch with `dynamic_sampling="refill"`, the first included. Groups
+            that are still missing then train nothing.
+        explore_threshold (`float`, *optional*):
+            Prompts whose running success rate is over this, in [0, 1), are passed over in the order of the data. The
+            newest group counts as much as all before it, and a rate loses a tenth whenever its prompt is passed over.
         explore_prompts (`str`, *optional*, defaults to `"all"`):
             Which prompts are searched, sketched or branched: `"all"`, or `"unsolved"`, where a group is first sampled
             as in GRPO, and explored if none of its completions reaches the method's `success_threshold`. All other
@@ -153,6 +166,9 @@ class ExplorationConfig(GRPOConfig):
     success_reward: str | None = None
     sampling_batch_size: int | None = None
     path_cache_tokens: int = 65_536
+    dynamic_sampling: str = "off"
+    max_sampling_rounds: int = 10
+    explore_threshold: float | None = None
     explore_prompts: str = "all"
     explore_into: str = "replace"
     explore_share_end: float = 1.0

@@ -56,6 +56,7 @@ def check_arguments(
             f"`{field}={vars(args)[field]!r}` chooses prompts to search, sketch or branch, and {name} does none of "
             "it: leave it out, or use another trainer."
         )
+    _check_order(name, args, train_dataset)
     options = args.generation_kwargs or {}
     beams, copies = (options.get(key) or 1 for key in ("num_beams", "num_return_sequences"))
     if copies > 1:
@@ -76,9 +77,11 @@ def check_arguments(
     if args.use_vllm and requires.samples:
         _check_vllm(name, args)
     rows = args.per_device_train_batch_size * args.steps_per_generation
-    if requires.whole_groups and rows % args.num_generations:
+    refills = args.dynamic_sampling == "refill"
+    who = f"{name} with `dynamic_sampling='refill'`" if refills else name
+    if (requires.whole_groups or refills) and rows % args.num_generations:
         raise ValueError(
-            f"{name} needs all completions of a prompt on one process, but its {args.num_generations} would span "
+            f"{who} needs all completions of a prompt on one process, but its {args.num_generations} would span "
             f"several: `per_device_train_batch_size={args.per_device_train_batch_size}` times "
             f"`steps_per_generation={args.steps_per_generation}` must be a multiple of "
             f"`num_generations={args.num_generations}`. Change one of the three."
@@ -90,6 +93,22 @@ def check_arguments(
                 f"`train_dataset` has no `prompt` column, only {columns}: rename the column that holds the "
                 "prompts with `dataset.rename_column(..., 'prompt')`."
             )
+
+
+def _check_order(name: str, args: Any, train_dataset: Any) -> None:
+    """Raise where prompts are to be chosen and cannot be."""
+    if not isinstance(train_dataset, IterableDataset):
+        return
+    if args.dynamic_sampling == "refill":
+        raise ValueError(
+            f"`dynamic_sampling='refill'` takes further prompts out of the order of the data, and `train_dataset` is "
+            f"a stream: {name} cannot go ahead in it. Load it whole, or set `dynamic_sampling='filter'`."
+        )
+    if args.explore_threshold is not None:
+        raise ValueError(
+            f"`explore_threshold={args.explore_threshold}` passes over prompts by their place in the data, and "
+            "`train_dataset` is a stream: load it whole, or leave the field out."
+        )
 
 
 def _check_vllm(name: str, args: Any) -> None:

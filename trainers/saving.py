@@ -223,6 +223,8 @@ class Saving:
             "generator": self.trainer.exploration_generator.get_state(),
             "method": self.trainer.exploration_state(),
         }
+        if self.trainer.rounds is not None:
+            state["rounds"] = self.trainer.rounds.state()
         save_state(state, folder, rank=self.accelerator.process_index)
 
     def _settings(self) -> dict[str, Any]:
@@ -289,6 +291,8 @@ class Saving:
         self.trainer._metrics["train"].update(state["metrics"])
         if self._knows_method:
             self.trainer.load_exploration_state(state["method"])
+        if self.trainer.rounds is not None and "rounds" in state:
+            self.trainer.rounds.load_state(state["rounds"])
         if state["table"] is not None:
             self._load_table(state["table"])
         if not self._goes_on:
@@ -309,6 +313,8 @@ class Saving:
 
     def _load_table(self, state: dict[str, Any]) -> None:
         if self.trainer.log_completions:
+            if self.trainer.rounds is not None:
+                self.trainer._logs = self.trainer.table.begin(self.trainer._logs)
             self.trainer.table.load_state(state, self.trainer._logs, self.trainer.state.global_step)
 
 
