@@ -9,6 +9,7 @@ which further rows are trained); the answers given here are plain GRPO's.
 """
 
 import copy
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -26,6 +27,8 @@ from trl.trainer.utils import get_config_model_id
 from trl_explore.agents.forks import Forks
 from trl_explore.agents.turns import Spoken, Turns, World, guarded_factories
 from trl_explore.agents.watch import ToolWatch
+from trl_explore.credit.checks import check_text_only
+from trl_explore.credit.part import Credit
 from trl_explore.gradients.feature_pass import FeaturePass
 from trl_explore.methods import FromRow
 from trl_explore.packing.forward import PackedForward
@@ -165,6 +168,8 @@ class ExplorationTrainer(GRPOTrainer):
             raise ValueError(
                 f"{type(self).__name__} does not support vision-language models: pass a text model or use GRPOTrainer."
             )
+        if self._is_vlm:
+            check_text_only(args)
         if requires.turns:
             loop, encode_answers = self._tool_call_loop, self._get_tool_suffix_ids
             self.turns = Turns(self, World(self, TOOL_LOOP, loop=loop, encode_answers=encode_answers))
@@ -307,6 +312,11 @@ class ExplorationTrainer(GRPOTrainer):
     def scorer(self) -> Scorer:
         """Scores further rows, and judges completions while they are sampled."""
         return Scorer(self, self.reward_func_names, self.reward_weights)
+
+    @cached_property
+    def credit(self) -> Credit:
+        """Gives main rows their advantages where they are not GRPO's."""
+        return Credit(self, self.scorer)
 
     @cached_property
     def streams(self) -> StreamTraining:
@@ -464,10 +474,12 @@ class ExplorationTrainer(GRPOTrainer):
         if drops := self.args.drop_zero_advantage:
             level = self.scorer.level(self.shaped_rewards, group_size=self.num_generations or 1)
             output["advantages"] = output["advantages"].masked_fill(level, 0.0)
+        output["advantages"] = self.credit.assigned(output, self.shaped_rewards)
         self.search(output)
         output["advantages"] = self.assign_advantages(output)
         if drops:
             output = self.streams.drop_level(output)
+        self.credit.temper(output)
         # The examples are copied: TRL writes into the dictionaries that it is given.
         streams = self.extra_streams(output, [dict(example) for example in inputs], self.scorer.totals())
         if self.log_completions:
@@ -563,7 +575,9 @@ class ExplorationTrainer(GRPOTrainer):
         own, arguments = super()._get_per_token_logps_and_entropies, (model, input_ids, attention_mask, logits_to_keep)
         if self.features is not None and self.features.waits:  # watched row by row: nothing is packed
             return self.features.watched(partial(own, *arguments, *args, **kwargs), logits_to_keep)
-        return self.packing(own, *arguments, *args, **kwargs)
+        found = self.packing(own, *arguments, *args, **kwargs)
+        self.credit.penalise(found[0])
+        return found
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         of_these = partial(super()._calculate_rewards, inputs, prompts, completions, completion_ids_list)
@@ -587,6 +601,7 @@ class ExplorationTrainer(GRPOTrainer):
             return rewards
         self.scorer.stop_if_unscored(rewards, inputs[0], group_size=self.num_generations or 1)
         self.scorer.rewards_per_func, self.main_completion_ids = rewards, completion_ids_list
+        self.credit.completions = completions
         self.shaped_rewards = self.shape_rewards(rewards.clone())
         return self.shaped_rewards
 
@@ -608,14 +623,17 @@ class ExplorationTrainer(GRPOTrainer):
         accumulated = self.current_gradient_accumulation_steps
         extra = self.streams.backward(model, self._step % self.args.steps_per_generation, num_accumulated=accumulated)
         # With the advantages, beta scales what TRL sums over tokens, and neither entropy bonus nor router loss.
-        scale, beta = self.streams.main_scale(inputs), self.beta
+        scale, own = self.streams.main_scale(inputs), (self.beta, self.epsilon_low, self.epsilon_high)
         if scale != 1.0:
             inputs = {**inputs, "advantages": inputs["advantages"] * scale}
-        self.beta = beta * scale
+        self.beta = self.beta * scale
+        if "kl_cov" in inputs:
+            inputs = self.credit.before_loss(inputs, scale=scale)
+            self.epsilon_low = self.epsilon_high = math.inf
         try:
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         finally:
-            self.beta = beta
+            self.beta, self.epsilon_low, self.epsilon_high = own
         return loss if extra is None else loss + extra
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
