@@ -17,6 +17,10 @@ def odd(completion_ids, **columns):
     return [float(sum(ids) % 2) for ids in completion_ids]
 
 
+def odd_but_for_the_first_group(completion_ids, **columns):
+    return [1.0] * 4 + odd(completion_ids[4:])
+
+
 def make(folder, cls=ExplorationTrainer, config=ExplorationConfig, **options):
     return make_trainer(cls, config, folder, **{"reward_funcs": odd, "loss_type": "grpo", **options})
 
@@ -148,7 +152,7 @@ def gradients(trainer, loss):
 MORE = {
     "": {},
     "packed": dict(shared_prefix_training="on"),
-    "scaled": dict(drop_zero_advantage=True),
+    "scaled": dict(drop_zero_advantage=True, reward_funcs=odd_but_for_the_first_group),
     "tree": dict(cls=TreeGRPOTrainer, config=TreeGRPOConfig, expansion_width=3, node_length=2),
 }
 
@@ -162,7 +166,9 @@ def test_the_gradient_is_that_of_the_authors_loss(tmp_path, loss_type, more):
     output = one_batch(trainer)
     moved(trainer)
     before = {name: value.clone() for name, value in output.items()}
+    assert (trainer.streams.main_scale(output) != 1) == (more == "scaled")
     found = gradients(trainer, trainer.compute_loss(trainer.model, output))
+    assert trainer._metrics["train"].get("packing/packed", [0]) == [more == "packed"]
     loss, ratios = authors_loss(trainer, output, coef=0.7)
     expected = gradients(trainer, loss)
     for name, value in expected.items():
@@ -199,17 +205,15 @@ def test_the_clip_is_back_after_the_loss_and_in_evaluation(tmp_path):
 
 def test_rows_of_further_streams_keep_their_clip(tmp_path):
     cls, config, options = tiny_methods()["deep_grpo"]
-    trainer = make(tmp_path, cls, config, **{**options, **KL, "max_steps": 2})
-    seen = []
-    own = trainer._compute_loss
+    seen = set()
 
-    def noted(model, rows):
-        seen.append((trainer.current is None, trainer.epsilon_high))
-        return own(model, rows)
+    class Noting(cls):
+        def _compute_loss(self, model, rows):
+            seen.add((self.current is None, self.epsilon_high))
+            return super()._compute_loss(model, rows)
 
-    trainer._compute_loss = noted
-    trainer.train()
-    assert set(seen) == {(True, float("inf")), (False, 0.2)}
+    make(tmp_path, Noting, config, **{**options, **KL, "max_steps": 2}).train()
+    assert seen == {(True, float("inf")), (False, 0.2)}
 
 
 @pytest.mark.parametrize("options", [dict(num_iterations=2), dict(steps_per_generation=2)], ids=str)
