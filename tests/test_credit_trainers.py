@@ -317,7 +317,9 @@ def test_prompts_with_a_branch_of_branpo_have_its_credit_and_others_this_one(tmp
         return [1.0 if b == BOARDS[0] else float(s % 2) for b, s in zip(board, steps, strict=True)]
 
     voice(0.3)
-    options = dict(advantage="pkpo", passk_k=2, num_branches_solved=0, reward_funcs=[solved_or_odd])
+    options = dict(
+        advantage="pkpo", passk_k=2, num_branches_solved=0, redundancy_tries=0, reward_funcs=[solved_or_odd]
+    )
     trainer = agent(tmp_path, **options)
     output = one_batch(trainer)
     own = pkpo(trainer.scorer.totals().view(-1, 4), k=2).flatten()
