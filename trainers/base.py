@@ -627,11 +627,11 @@ class ExplorationTrainer(GRPOTrainer):
         if scale != 1.0:
             inputs = {**inputs, "advantages": inputs["advantages"] * scale}
         self.beta = self.beta * scale
-        if "kl_cov" in inputs:
-            inputs = self.credit.before_loss(inputs, scale=scale)
+        if "kl_cov" in inputs:  # its penalty takes the place of the clip
             self.epsilon_low = self.epsilon_high = math.inf
         try:
-            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            with self.credit.loss_of(inputs, scale=scale) as rows:
+                loss = super().compute_loss(model, rows, return_outputs, num_items_in_batch)
         finally:
             self.beta, self.epsilon_low, self.epsilon_high = own
         return loss if extra is None else loss + extra

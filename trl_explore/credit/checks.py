@@ -75,4 +75,4 @@ def check_text_only(args: Any) -> None:
 def refuse(args: Any, names: Iterable[str], why: str) -> None:
     """Raise for the first of some fields."""
     for name in names:
-        raise ValueError(f"`{name}={vars(args)[name]!r}` {why}: leave `{name}` out, or use another trainer.")
+        raise ValueError(f"`{name}={vars(args)[name]!r}` {why}: leave `{name}` out.")

@@ -2,6 +2,8 @@
 
 import hashlib
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -136,21 +138,24 @@ class Credit:
         chosen[places[order[: num_largest(per_process, number, process=ranks.index)]]] = True
         return chosen
 
-    def before_loss(self, rows: RowDict, *, scale: float) -> RowDict:
-        """A micro-batch of main rows whose loss is computed next, with advantages that are multiplied by `scale`; what
-        is buffered stays as it is."""
-        self._in_loss = {**rows}, scale
-        return self._in_loss[0]
+    @contextmanager
+    def loss_of(self, rows: RowDict, *, scale: float) -> Iterator[RowDict]:
+        """Rows for TRL's loss of a main micro-batch, whose advantages and loss are multiplied by `scale`. Where KL-Cov
+        marked tokens they are a copy, which [`penalise`] writes into: what is buffered is trained again."""
+        self._in_loss = ({**rows}, scale) if "kl_cov" in rows else None
+        try:
+            yield rows if self._in_loss is None else self._in_loss[0]
+        finally:
+            self._in_loss = None
 
     def penalise(self, logprobs: torch.Tensor) -> None:
-        """The loss of these rows has its log-probabilities `(B, T)`: put KL-Cov's penalty into the advantages, which
-        it reads next."""
+        """Log-probabilities `(B, T)` were computed: in the loss of marked rows, which reads advantages only now, the
+        penalty goes into these."""
         if self._in_loss is None:
             return
-        (rows, scale), self._in_loss = self._in_loss, None
+        rows, scale = self._in_loss
         log_ratios = logprobs.detach() - rows["old_per_token_logps"]
-        coef = self.policy.args.kl_cov_coef * scale
-        wide = _wide(rows["advantages"], rows["kl_cov"])
+        wide, coef = _wide(rows["advantages"], rows["kl_cov"]), self.policy.args.kl_cov_coef * scale
         rows["advantages"] = with_penalty(wide, log_ratios, rows["kl_cov"], coef=coef)
 
     # --------------------------------------------------------------------------------------------------------- state
