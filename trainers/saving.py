@@ -222,8 +222,9 @@ class Saving:
             "table": self._table_state(),
             "generator": self.trainer.exploration_generator.get_state(),
             "method": self.trainer.exploration_state(),
-            "credit": self.trainer.credit.state(),
         }
+        if self.trainer.credit.counts:
+            state["credit"] = self.trainer.credit.state()
         save_state(state, folder, rank=self.accelerator.process_index)
 
     def _settings(self) -> dict[str, Any]:
@@ -290,7 +291,7 @@ class Saving:
         self.trainer._metrics["train"].update(state["metrics"])
         if self._knows_method:
             self.trainer.load_exploration_state(state["method"])
-        if "credit" in state:  # not of an earlier version
+        if "credit" in state:
             self.trainer.credit.load_state(state["credit"])
         if state["table"] is not None:
             self._load_table(state["table"])
