@@ -144,24 +144,23 @@ class ExplorationConfig(GRPOConfig):
             [`~trl_explore.saving.checkpoints.load_state`] reads the state. Whole checkpoints, which
             `hub_strategy="checkpoint"` and `"all_checkpoints"` ask for, always hold it: they are sent to be resumed.
         advantage (`str`, *optional*, defaults to `"grpo"`):
-            What a main row's reward is worth: `"grpo"`, `"maxrl"`, `"passk"`, `"pkpo"`, `"pkpo_loo"` or
-            `"unlikeliness"`. `"maxrl"` divides by the group's mean instead of its deviation (rewards of at least 0);
-            `"passk"` (0 or 1) and `"pkpo"` (any rewards) credit the success of `passk_k` completions together,
-            `"pkpo_loo"` with a baseline; `"unlikeliness"` discounts what the model was likely to say anyway.
-            `scale_rewards` acts on the first and the last.
+            What a main row's reward is worth; `"grpo"` is TRL's. `"maxrl"` divides by the group's mean instead of its
+            deviation (rewards of at least 0); `"passk"` (0 or 1) and `"pkpo"` (any rewards) credit the success of
+            `passk_k` completions together, `"pkpo_loo"` with a baseline; `"unlikeliness"` discounts what the model was
+            likely to say anyway. `scale_rewards` acts on the first and the last.
         passk_k (`int`, *optional*, defaults to `4`):
             Completions that are to succeed together, at most `num_generations`. With 1, `"passk"` is GRPO with the
             deviation of the population.
         unlikeliness_beta (`float`, *optional*, defaults to `0.25`):
-            Share of its reward that a group's likeliest completion loses, nearly, in [0, 1]; 0: GRPO. Less likely ones
-            lose less, by their rank. Acts on positive rewards.
+            Share of a reward that `"unlikeliness"` takes at most, in [0, 1]; 0: GRPO. The likeliest completion of a
+            group loses nearly that, others less, by their rank. Acts on positive rewards.
         count_bonus (`float`, *optional*, defaults to `0.0`):
             Advantage for rare final answers, times this; 0: none. Groups without success learn from it, too.
             Completions without an answer that can be read get nothing.
         count_bonus_scope (`str`, *optional*, defaults to `"history"`):
-            What an answer is rare among: `"history"` (all of its prompt, up to this batch) or `"batch"`. `"history"`
-            is kept in checkpoints, and compared with the group's mean; `"batch"` takes from answers that others of
-            the group give, too.
+            What an answer is rare among: `"history"` or `"batch"`. `"history"` is all answers to the prompt before
+            this batch; it is kept in checkpoints, and compared with the group's mean. `"batch"` takes from answers
+            that others of the group give, too.
         clip_cov (`float`, *optional*, defaults to `0.0`):
             Share of a generation batch's tokens that get advantage 0; 0: none. They are drawn from those with a
             covariance of advantage and log-probability between `clip_cov_low` and `clip_cov_high`. The authors' is
@@ -171,8 +170,8 @@ class ExplorationConfig(GRPOConfig):
         clip_cov_high (`float`, *optional*, defaults to `5.0`):
             Covariance below which a token may be clipped.
         kl_cov (`float`, *optional*, defaults to `0.0`):
-            Share of a generation batch's tokens, those with the largest covariance, that get a penalty for moving; 0:
-            none. With it no ratio is clipped. It needs several updates per generation batch. The authors' are 2e-3
+            Share of a generation batch's tokens that get a penalty for moving; 0: none. They are those with the
+            largest covariance, and with it no ratio is clipped. It needs several updates per generation batch. The authors' are 2e-3
             (7B) and 2e-4 (32B).
         kl_cov_coef (`float`, *optional*, defaults to `1.0`):
             Weight of that penalty, `|log ratio|`.
