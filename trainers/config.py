@@ -171,8 +171,8 @@ class ExplorationConfig(GRPOConfig):
             Covariance below which a token may be clipped.
         kl_cov (`float`, *optional*, defaults to `0.0`):
             Share of a generation batch's tokens that get a penalty for moving; 0: none. They are those with the
-            largest covariance, and with it no ratio is clipped. It needs several updates per generation batch. The authors' are 2e-3
-            (7B) and 2e-4 (32B).
+            largest covariance, and with it no ratio is clipped. It needs several updates per generation batch. The
+            authors' are 2e-3 (7B) and 2e-4 (32B).
         kl_cov_coef (`float`, *optional*, defaults to `1.0`):
             Weight of that penalty, `|log ratio|`.
     """
