@@ -42,10 +42,12 @@ def first_even(completions, prompts, **kwargs):
     return [float(i % 2 and int(prompt[0]) % 2 == 0) for i, prompt in enumerate(prompts)]
 
 
+def tokens_of(output, part):
+    return [ids[mask.bool()].tolist() for ids, mask in zip(output[f"{part}_ids"], output[f"{part}_mask"], strict=True)]
+
+
 def prompts_of(trainer, output):
-    return [
-        trainer.tokenizer.decode(ids[mask.bool()]) for ids, mask in zip(output["prompt_ids"], output["prompt_mask"], strict=False)
-    ]
+    return [trainer.tokenizer.decode(ids) for ids in tokens_of(output, "prompt")]
 
 
 # ---------------------------------------------------------------------------------------------------------- the order
@@ -186,15 +188,13 @@ def test_rows_are_those_of_their_rounds(tmp_path):
 
     def noting(inputs):
         result = own(inputs)
-        rounds.append(
-            [ids[mask.bool()].tolist() for ids, mask in zip(result[0]["completion_ids"], result[0]["completion_mask"], strict=False)]
-        )
+        rounds.append(tokens_of(result[0], "completion"))
         return result
 
     trainer._round = noting
     trainer.rounds.order.begin(11)
     output = trainer._generate_and_score_completions(trainer.main_examples)
-    rows = [ids[mask.bool()].tolist() for ids, mask in zip(output["completion_ids"], output["completion_mask"], strict=False)]
+    rows = tokens_of(output, "completion")
     assert prompts_of(trainer, output)[::4] == ["2+1=", "2+0="]  # 1+5= made room
     assert rows == rounds[1] + rounds[0][4:]
 
@@ -253,7 +253,7 @@ def test_the_table_has_the_rows_of_all_rounds(tmp_path):
         assert (table["contrast"] == groups).all()
 
 
-# ---------------------------------------------------------------------------------------------------- explore_threshold
+# --------------------------------------------------------------------------------------------------- explore_threshold
 
 
 def test_solved_prompts_are_sampled_less(tmp_path):

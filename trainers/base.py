@@ -9,6 +9,7 @@ which further rows are trained); the answers given here are plain GRPO's.
 """
 
 import copy
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -26,6 +27,8 @@ from trl.trainer.utils import get_config_model_id
 from trl_explore.agents.forks import Forks
 from trl_explore.agents.turns import Spoken, Turns, World, guarded_factories
 from trl_explore.agents.watch import ToolWatch
+from trl_explore.credit.checks import check_text_only
+from trl_explore.credit.part import Credit
 from trl_explore.gradients.feature_pass import FeaturePass
 from trl_explore.methods import FromRow
 from trl_explore.packing.forward import PackedForward
@@ -170,6 +173,8 @@ class ExplorationTrainer(GRPOTrainer):
             raise ValueError(
                 f"{type(self).__name__} does not support vision-language models: pass a text model or use GRPOTrainer."
             )
+        if self._is_vlm:
+            check_text_only(args)
         if requires.turns:
             loop, encode_answers = self._tool_call_loop, self._get_tool_suffix_ids
             self.turns = Turns(self, World(self, TOOL_LOOP, loop=loop, encode_answers=encode_answers))
@@ -328,6 +333,11 @@ class ExplorationTrainer(GRPOTrainer):
             return Rounds(self, self.scorer, None)
         data = self._remove_unused_columns(data, "training") if args.remove_unused_columns else data
         return Rounds(self, self.scorer, PromptOrder(data, shuffle=bool(self.shuffle_dataset), seed=args.seed))
+
+    @cached_property
+    def credit(self) -> Credit:
+        """Gives main rows their advantages where they are not GRPO's."""
+        return Credit(self, self.scorer)
 
     @cached_property
     def streams(self) -> StreamTraining:
@@ -493,6 +503,7 @@ class ExplorationTrainer(GRPOTrainer):
         elif keep is not None and self.ranks.gather(keep).all():
             keep = None
         output = output if keep is None else self.streams.drop(output, keep)
+        self.credit.temper(output)
         self.streams.prepare(output, streams)
         for name, value in self.sample.metrics.items():
             self.log_metric(f"generation/{name}", value)
@@ -509,6 +520,7 @@ class ExplorationTrainer(GRPOTrainer):
         if self.args.drop_zero_advantage:
             level = self.scorer.level(self.shaped_rewards, group_size=self.num_generations or 1)
             output["advantages"] = output["advantages"].masked_fill(level, 0.0)
+        output["advantages"] = self.credit.assigned(output, self.shaped_rewards)
         self.search(output)
         need, credit, main_ids = self._chosen, self._credit_of, self.main_completion_ids
         output["advantages"] = (
@@ -631,7 +643,9 @@ class ExplorationTrainer(GRPOTrainer):
         own, arguments = super()._get_per_token_logps_and_entropies, (model, input_ids, attention_mask, logits_to_keep)
         if self.features is not None and self.features.waits:  # watched row by row: nothing is packed
             return self.features.watched(partial(own, *arguments, *args, **kwargs), logits_to_keep)
-        return self.packing(own, *arguments, *args, **kwargs)
+        found = self.packing(own, *arguments, *args, **kwargs)
+        self.credit.penalise(found[0])
+        return found
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         of_these = partial(super()._calculate_rewards, inputs, prompts, completions, completion_ids_list)
@@ -655,6 +669,7 @@ class ExplorationTrainer(GRPOTrainer):
             return rewards
         self.scorer.stop_if_unscored(rewards, inputs[0], group_size=self.num_generations or 1)
         self.scorer.rewards_per_func, self.main_completion_ids = rewards, completion_ids_list
+        self.credit.completions = completions
         self.shaped_rewards = self.shape_rewards(rewards.clone())
         return self.shaped_rewards
 
@@ -676,14 +691,17 @@ class ExplorationTrainer(GRPOTrainer):
         accumulated = self.current_gradient_accumulation_steps
         extra = self.streams.backward(model, self._step % self.args.steps_per_generation, num_accumulated=accumulated)
         # With the advantages, beta scales what TRL sums over tokens, and neither entropy bonus nor router loss.
-        scale, beta = self.streams.main_scale(inputs), self.beta
+        scale, own = self.streams.main_scale(inputs), (self.beta, self.epsilon_low, self.epsilon_high)
         if scale != 1.0:
             inputs = {**inputs, "advantages": inputs["advantages"] * scale}
-        self.beta = beta * scale
+        self.beta = self.beta * scale
+        if "kl_cov" in inputs:  # its penalty takes the place of the clip
+            self.epsilon_low = self.epsilon_high = math.inf
         try:
-            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            with self.credit.loss_of(inputs, scale=scale) as rows:
+                loss = super().compute_loss(model, rows, return_outputs, num_items_in_batch)
         finally:
-            self.beta = beta
+            self.beta, self.epsilon_low, self.epsilon_high = own
         return loss if extra is None else loss + extra
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from trl import GRPOConfig
 
+from trl_explore.credit.checks import SCOPES, check_advantage, check_covariance
 from trl_explore.names import explain_fields, unknown_name
 from trl_explore.publishing.hub import check_repo_id
 from trl_explore.serving.agreement import WEIGHT_SYNCS
@@ -82,6 +83,15 @@ CHECKS = (
     one_of("explore_prompts", ("all", "unsolved")),
     one_of("explore_into", ("replace", "add")),
     within("explore_share_end", low=0, high=1, words="be in [0, 1]: the share of prompts explored at the end"),
+    at_least(1, "passk_k", words=" completion"),
+    check_advantage,
+    within("unlikeliness_beta", low=0, high=1, words="be in [0, 1]; 0 discounts nothing"),
+    within("count_bonus", low=0, words="be at least 0 (no bonus) and finite"),
+    one_of("count_bonus_scope", SCOPES),
+    within("clip_cov", "kl_cov", low=0, high=1, words="be a share of tokens in [0, 1]; 0 leaves all as they are"),
+    within("clip_cov_low", "clip_cov_high"),
+    within("kl_cov_coef", low=0, words="be at least 0, and finite"),
+    check_covariance,
 )
 
 
@@ -105,7 +115,7 @@ def check_training_values(args: GRPOConfig) -> None:
 @dataclass
 class ExplorationConfig(GRPOConfig):
     r"""
-    Base of the exploration configurations: every field of [`~trl.GRPOConfig`], and fourteen that all methods share.
+    Base of the exploration configurations: every field of [`~trl.GRPOConfig`], and those that all methods share.
 
     Args:
         drop_zero_advantage (`bool`, *optional*, defaults to `False`):
@@ -160,6 +170,38 @@ class ExplorationConfig(GRPOConfig):
             and the files that it writes into `output_dir`, such as dumped trees, which hold prompts and completions.
             [`~trl_explore.saving.checkpoints.load_state`] reads the state. Whole checkpoints, which
             `hub_strategy="checkpoint"` and `"all_checkpoints"` ask for, always hold it: they are sent to be resumed.
+        advantage (`str`, *optional*, defaults to `"grpo"`):
+            What a main row's reward is worth; `"grpo"` is TRL's. `"maxrl"` divides by the group's mean instead of its
+            deviation (rewards of at least 0); `"passk"` (0 or 1) and `"pkpo"` (any rewards) credit the success of
+            `passk_k` completions together, `"pkpo_loo"` with a baseline; `"unlikeliness"` discounts what the model was
+            likely to say anyway. `scale_rewards` acts on the first and the last.
+        passk_k (`int`, *optional*, defaults to `4`):
+            Completions that are to succeed together, at most `num_generations`. With 1, `"passk"` is GRPO with the
+            deviation of the population.
+        unlikeliness_beta (`float`, *optional*, defaults to `0.25`):
+            Share of a reward that `"unlikeliness"` takes at most, in [0, 1]; 0: GRPO. The likeliest completion of a
+            group loses nearly that, others less, by their rank. Acts on positive rewards.
+        count_bonus (`float`, *optional*, defaults to `0.0`):
+            Advantage for rare final answers, times this; 0: none. Groups without success learn from it, too.
+            Completions without an answer that can be read get nothing.
+        count_bonus_scope (`str`, *optional*, defaults to `"history"`):
+            What an answer is rare among: `"history"` or `"batch"`. `"history"` is all answers to the prompt before
+            this batch; it is kept in checkpoints, and compared with the group's mean. `"batch"` takes from answers
+            that others of the group give, too.
+        clip_cov (`float`, *optional*, defaults to `0.0`):
+            Share of a generation batch's tokens that get advantage 0; 0: none. They are drawn from those with a
+            covariance of advantage and log-probability between `clip_cov_low` and `clip_cov_high`. The authors' is
+            2e-4.
+        clip_cov_low (`float`, *optional*, defaults to `1.0`):
+            Covariance above which a token may be clipped.
+        clip_cov_high (`float`, *optional*, defaults to `5.0`):
+            Covariance below which a token may be clipped.
+        kl_cov (`float`, *optional*, defaults to `0.0`):
+            Share of a generation batch's tokens that get a penalty for moving; 0: none. They are those with the
+            largest covariance, and with it no ratio is clipped. It needs several updates per generation batch. The
+            authors' are 2e-3 (7B) and 2e-4 (32B).
+        kl_cov_coef (`float`, *optional*, defaults to `1.0`):
+            Weight of that penalty, `|log ratio|`.
     """
 
     drop_zero_advantage: bool = False
@@ -176,6 +218,16 @@ class ExplorationConfig(GRPOConfig):
     shared_prefix_training: str = "off"
     packed_token_budget: int | None = None
     push_method_state: bool = False
+    advantage: str = "grpo"
+    passk_k: int = 4
+    unlikeliness_beta: float = 0.25
+    count_bonus: float = 0.0
+    count_bonus_scope: str = "history"
+    clip_cov: float = 0.0
+    clip_cov_low: float = 1.0
+    clip_cov_high: float = 5.0
+    kl_cov: float = 0.0
+    kl_cov_coef: float = 1.0
 
     def __post_init__(self) -> None:
         self.validate()

@@ -5,6 +5,7 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 
+from trl_explore.credit.checks import check_updates
 from trl_explore.rows.streams import check_loss_type
 
 
@@ -42,6 +43,7 @@ def check_arguments(
 ) -> None:
     """Raise `ValueError` or `NotImplementedError` where a trainer cannot work with what it is given."""
     check_loss_type(args.loss_type)
+    check_updates(args)
     if rollout_func is not None and not samples_as_grpo:
         raise ValueError(
             f"`rollout_func` cannot be combined with {name}, which samples rollouts itself: remove it, or use "

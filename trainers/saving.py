@@ -225,6 +225,8 @@ class Saving:
         }
         if self.trainer.rounds is not None:
             state["rounds"] = self.trainer.rounds.state()
+        if self.trainer.credit.counts:
+            state["credit"] = self.trainer.credit.state()
         save_state(state, folder, rank=self.accelerator.process_index)
 
     def _settings(self) -> dict[str, Any]:
@@ -293,6 +295,8 @@ class Saving:
             self.trainer.load_exploration_state(state["method"])
         if self.trainer.rounds is not None and "rounds" in state:
             self.trainer.rounds.load_state(state["rounds"])
+        if "credit" in state:
+            self.trainer.credit.load_state(state["credit"])
         if state["table"] is not None:
             self._load_table(state["table"])
         if not self._goes_on:

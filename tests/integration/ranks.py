@@ -13,6 +13,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import branpo_runs
 import chosen_prompt_runs
+import credit_runs
 import every_method_runs
 import group_two_process_runs
 import kept_prefix_runs
@@ -31,6 +32,7 @@ RUNS = {
     "measuring": measuring_runs.main,
     "every_method": every_method_runs.main,
     "packed": packed_runs.main,
+    "credit": credit_runs.main,
     "kept prefixes": kept_prefix_runs.main,
     "chosen prompts": chosen_prompt_runs.main,
     "sharded": every_method_runs.sharded,  # from here on every trainer is
