@@ -504,6 +504,8 @@ class ExplorationTrainer(GRPOTrainer):
             keep = None
         output = output if keep is None else self.streams.drop(output, keep)
         self.credit.temper(output)
+        if self.log_completions and self.rounds is None:
+            self.table.show_advantages(self._logs, output)
         self.streams.prepare(output, streams)
         for name, value in self.sample.metrics.items():
             self.log_metric(f"generation/{name}", value)

@@ -52,10 +52,6 @@ class CompletionsTable:
         per_process = ranks.objects([columns])
         for name in columns:
             logs["extra"][name].extend(value for found in per_process for value in found[name])
-        advantages = ranks.gather(_row_advantages(output)).tolist()
-        for _ in advantages:  # those that TRL has logged
-            logs["advantages"].pop()
-        logs["advantages"].extend(advantages)
         found = {
             name: {
                 **scored.logged,
@@ -66,12 +62,20 @@ class CompletionsTable:
         if not self._in_rounds:
             self.streams = found
             return
+        self.show_advantages(logs, output)
         num_rows = len(output["advantages"])
         for name, logged in found.items():
             parents = [self._place(parent, num_rows) for parent in logged["extra"]["parent"]]
             logged["extra"] = {**logged["extra"], "parent": parents}
             self.streams[name] = _joined_logs(self.streams[name], logged) if name in self.streams else logged
         self._before += num_rows * ranks.number
+
+    def show_advantages(self, logs: Logs, output: RowDict) -> None:
+        """Put the advantages that the newest main rows are trained with in the place of TRL's."""
+        advantages = self.policy.ranks.gather(_row_advantages(output)).tolist()
+        for _ in advantages:
+            logs["advantages"].pop()
+        logs["advantages"].extend(advantages)
 
     def _place(self, parent: float, num_rows: int) -> float:
         """Where a main row stands if rounds of fewer rows were sampled before."""
