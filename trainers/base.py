@@ -327,9 +327,9 @@ class ExplorationTrainer(GRPOTrainer):
     def rounds(self) -> Rounds | None:
         """Chooses the prompts of batches; `None`: the data loader does, and all groups are trained."""
         args, data = self.args, self.train_dataset
-        if args.dynamic_sampling == "off" and args.explore_threshold is None:
+        if not (args.orders_prompts or args.dynamic_sampling == "filter"):
             return None
-        if args.dynamic_sampling != "refill" and args.explore_threshold is None:
+        if not args.orders_prompts:
             return Rounds(self, self.scorer, None)
         data = self._remove_unused_columns(data, "training") if args.remove_unused_columns else data
         return Rounds(self, self.scorer, PromptOrder(data, shuffle=bool(self.shuffle_dataset), seed=args.seed))
@@ -523,6 +523,8 @@ class ExplorationTrainer(GRPOTrainer):
             level = self.scorer.level(self.shaped_rewards, group_size=self.num_generations or 1)
             output["advantages"] = output["advantages"].masked_fill(level, 0.0)
         output["advantages"] = self.credit.assigned(output, self.shaped_rewards)
+        if self.rounds is not None:
+            output["advantages"] = self.rounds.advantages(output["advantages"], self.shaped_rewards)
         self.search(output)
         need, credit, main_ids = self._chosen, self._credit_of, self.main_completion_ids
         output["advantages"] = (
@@ -542,7 +544,7 @@ class ExplorationTrainer(GRPOTrainer):
     def _row_columns(self, num_rows: int) -> dict[str, list[Any]]:
         columns, need = self.completion_columns(), self._chosen
         columns = columns if need is None else need.columns(columns, self.plain_columns, num_rows)
-        return columns if self.rounds is None else {**columns, "contrast": self.rounds.contrast().tolist()}
+        return columns if self.rounds is None else {**columns, **self.rounds.columns()}
 
     def _evaluated(self, inputs: list[dict[str, Any]]) -> RowDict:
         own = self._logs
@@ -582,10 +584,8 @@ class ExplorationTrainer(GRPOTrainer):
         return result
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
-        single_turn, rest = (
-            super()._generate_single_turn,
-            (images, multimodal_fields, num_generations, has_tool_images),
-        )
+        size = 1 if self.rounds is not None and self.rounds.rows_of else num_generations
+        single_turn, rest = super()._generate_single_turn, (images, multimodal_fields, size, has_tool_images)
 
         def own(ids: list[list[int]]) -> Any:
             with self.packing.own_attention():

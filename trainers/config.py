@@ -11,6 +11,7 @@ from trl import GRPOConfig
 from trl_explore.credit.checks import SCOPES, check_advantage, check_covariance
 from trl_explore.names import explain_fields, unknown_name
 from trl_explore.publishing.hub import check_repo_id
+from trl_explore.selection.budget import GAINS, check_budget
 from trl_explore.serving.agreement import WEIGHT_SYNCS
 
 # Rows of one stage of sampling that no real run comes near: what asks for more is a slip that would run for ever.
@@ -80,6 +81,9 @@ CHECKS = (
     one_of("dynamic_sampling", ("off", "filter", "refill")),
     at_least(1, "max_sampling_rounds", words=", the first round"),
     within("explore_threshold", low=0, high=1 - 1e-9, optional=True, words="be in [0, 1), or None to pass over none"),
+    one_of("budget", ("uniform", *GAINS)),
+    at_least(2, "min_generations", words=": one row has nothing to be compared with"),
+    check_budget,
     one_of("explore_prompts", ("all", "unsolved")),
     one_of("explore_into", ("replace", "add")),
     within("explore_share_end", low=0, high=1, words="be in [0, 1]: the share of prompts explored at the end"),
@@ -142,6 +146,14 @@ class ExplorationConfig(GRPOConfig):
         explore_threshold (`float`, *optional*):
             Prompts whose running success rate is over this, in [0, 1), are passed over in the order of the data. The
             newest group counts as much as all before it, and a rate loses a tenth whenever its prompt is passed over.
+        budget (`str`, *optional*, defaults to `"uniform"`):
+            How the rows of a generation batch are spread over its prompts: `num_generations` each (`"uniform"`), or by
+            their running success rates, where contrast is likely and worth most (`"knapsack"`), or where the
+            gradient varies most (`"vip"`). Prompts that were never sampled get `num_generations`; all weigh the same.
+        min_generations (`int`, *optional*, defaults to `2`):
+            Fewest rows of a prompt with a `budget`, from 2 to `num_generations`.
+        max_generations (`int`, *optional*):
+            Most rows of a prompt with a `budget`; `None`: twice `num_generations`.
         explore_prompts (`str`, *optional*, defaults to `"all"`):
             Which prompts are searched, sketched or branched: `"all"`, or `"unsolved"`, where a group is first sampled
             as in GRPO, and explored if none of its completions reaches the method's `success_threshold`. All other
@@ -211,6 +223,9 @@ class ExplorationConfig(GRPOConfig):
     dynamic_sampling: str = "off"
     max_sampling_rounds: int = 10
     explore_threshold: float | None = None
+    budget: str = "uniform"
+    min_generations: int = 2
+    max_generations: int | None = None
     explore_prompts: str = "all"
     explore_into: str = "replace"
     explore_share_end: float = 1.0
@@ -247,6 +262,11 @@ class ExplorationConfig(GRPOConfig):
         self._check_token_budget()
         if self.push_to_hub:
             check_repo_id(self.hub_model_id, self.output_dir or "trainer_output")
+
+    @property
+    def orders_prompts(self) -> bool:
+        """Whether prompts are taken as they are needed, and not as the data loader brings them."""
+        return self.dynamic_sampling == "refill" or self.explore_threshold is not None or self.budget != "uniform"
 
     @property
     def explores_some(self) -> bool:

@@ -59,6 +59,11 @@ def check_arguments(
             "it: leave it out, or use another trainer."
         )
     _check_order(name, args, train_dataset)
+    if args.budget != "uniform" and (requires.whole_groups or requires.features):
+        raise ValueError(
+            f"`budget={args.budget!r}` gives prompts unequally many rows, and {name} compares groups of one size: "
+            "leave it out, or use ExplorationTrainer or DeepGRPOTrainer."
+        )
     options = args.generation_kwargs or {}
     beams, copies = (options.get(key) or 1 for key in ("num_beams", "num_return_sequences"))
     if copies > 1:
@@ -79,9 +84,11 @@ def check_arguments(
     if args.use_vllm and requires.samples:
         _check_vllm(name, args)
     rows = args.per_device_train_batch_size * args.steps_per_generation
-    refills = args.dynamic_sampling == "refill"
-    who = f"{name} with `dynamic_sampling='refill'`" if refills else name
-    if (requires.whole_groups or refills) and rows % args.num_generations:
+    who = name
+    if args.dynamic_sampling == "refill" or args.budget != "uniform":
+        field = "dynamic_sampling" if args.dynamic_sampling == "refill" else "budget"
+        who = f"{name} with `{field}={vars(args)[field]!r}`"
+    if (requires.whole_groups or who != name) and rows % args.num_generations:
         raise ValueError(
             f"{who} needs all completions of a prompt on one process, but its {args.num_generations} would span "
             f"several: `per_device_train_batch_size={args.per_device_train_batch_size}` times "
@@ -106,11 +113,12 @@ def _check_order(name: str, args: Any, train_dataset: Any) -> None:
             f"`dynamic_sampling='refill'` takes further prompts out of the order of the data, and `train_dataset` is "
             f"a stream: {name} cannot go ahead in it. Load it whole, or set `dynamic_sampling='filter'`."
         )
-    if args.explore_threshold is not None:
-        raise ValueError(
-            f"`explore_threshold={args.explore_threshold}` passes over prompts by their place in the data, and "
-            "`train_dataset` is a stream: load it whole, or leave the field out."
-        )
+    for field in ("explore_threshold", "budget"):
+        if vars(args)[field] not in (None, "uniform"):
+            raise ValueError(
+                f"`{field}={vars(args)[field]!r}` knows prompts by their place in the data, and `train_dataset` is a "
+                "stream: load it whole, or leave the field out."
+            )
 
 
 def _check_vllm(name: str, args: Any) -> None:

@@ -5,11 +5,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from trl.trainer.utils import nanstd
 
 from trl_explore.rewards.success import succeeded
 from trl_explore.rows.policy import Policy
 from trl_explore.rows.scorer import ScoredRows, Scorer
 from trl_explore.rows.streams import RowDict, loss_mask, merge_rows, select_rows
+from trl_explore.selection.budget import allocate, unequal_advantages
 from trl_explore.selection.order import PromptOrder
 from trl_explore.selection.solved import SuccessRates
 
@@ -30,6 +32,7 @@ class Rounds:
         self.size: int = policy.args.num_generations
         self.solved = SuccessRates()
         self.counts = {"prompts_seen": 0, "discarded_tokens": 0, "skipped_prompts": 0}  # over the run
+        self.rows_of: list[int] = []  # rows of each prompt of this process, where these are not as many for all
         self._warned = False
 
     def batch(self, inputs: list[dict[str, Any]], play: Round) -> tuple[RowDict, Streams, torch.Tensor | None]:
@@ -38,6 +41,7 @@ class Rounds:
         places: list[int] = []
         if self.order is not None:
             places = self._taken([number] * self.policy.ranks.number)
+            self.rows_of = self._allocated(places)
             inputs = self._rows(places)
         output, streams = play(inputs)
         self._note(places, number)
@@ -103,12 +107,37 @@ class Rounds:
 
     def _rows(self, places: list[int]) -> list[dict[str, Any]]:
         assert self.order is not None
-        return [dict(self.order.data[place]) for place in places for _ in range(self.size)]
+        counts = self.rows_of or [self.size] * len(places)
+        return [dict(self.order.data[p]) for p, n in zip(places, counts, strict=True) for _ in range(n)]
+
+    def _allocated(self, places: list[int]) -> list[int]:
+        args, size = self.args, self.size
+        if args.budget == "uniform":
+            return []
+        rates = [self.solved.rates.get(place) for place in places]
+        high = args.max_generations or 2 * size
+        counts = allocate(rates, kind=args.budget, usual=size, low=args.min_generations, high=high)
+        moved = self.policy.ranks.summed({"rows": sum(max(n - size, 0) for n in counts), "all": size * len(places)})
+        self.policy.log_metric("selection/moved_rows", moved["rows"] / moved["all"])
+        return counts
+
+    def advantages(self, of_grpo: torch.Tensor, rewards_per_func: torch.Tensor) -> torch.Tensor:
+        """Advantages `(B,)` of main rows, where prompts have unequally many, from the rewards `(N, F)` of all."""
+        if not self.rows_of:
+            return of_grpo
+        totals = self.scorer.totals(rewards_per_func)
+        options: dict[str, Any] = {"scale": self.args.scale_rewards, "usual": self.size}
+        own = self.policy.ranks.local(totals)
+        return unequal_advantages(own, self.rows_of, deviation=nanstd(totals).item(), **options)
 
     def contrast(self) -> torch.Tensor:
         """Rows `(B,)` of this process whose group has different rewards, before any shaping."""
         assert self.scorer.rewards_per_func is not None
         return ~self.scorer.level(self.scorer.rewards_per_func, group_size=self.size)
+
+    def columns(self) -> dict[str, list[Any]]:
+        """What the completions table says of the main rows of a round."""
+        return {} if self.args.dynamic_sampling == "off" else {"contrast": self.contrast().tolist()}
 
     def _missing(self, kept: torch.Tensor, number: int) -> int:
         return number - int(kept.sum()) // self.size
@@ -119,12 +148,17 @@ class Rounds:
 
     def _note(self, places: list[int], number: int) -> None:
         """What the prompts of a round tell of their success rates."""
-        if self.args.explore_threshold is None:
+        if self.args.explore_threshold is None and self.args.budget == "uniform":
             return
-        deciding = self.policy.ranks.local(self.scorer.success()).view(-1, self.size)[:number]
-        ok = succeeded(deciding, threshold=vars(self.args).get("success_threshold", 1.0)).sum(dim=1)
-        known = (~deciding.isnan()).sum(dim=1)
-        own = [(p, k / n) for p, k, n in zip(places, ok.tolist(), known.tolist(), strict=True) if n]
+        counts = self.rows_of or [self.size] * number
+        deciding = self.policy.ranks.local(self.scorer.success())[: sum(counts)].split(counts)
+        threshold = vars(self.args).get("success_threshold", 1.0)
+        known = [group[~group.isnan()] for group in deciding]
+        own = [
+            (place, succeeded(group, threshold=threshold).float().mean().item())
+            for place, group in zip(places, known, strict=True)
+            if len(group)
+        ]
         self.solved.note(self.policy.ranks.objects(own))
 
     def _refilled(self, others: list[RowDict], keep: torch.Tensor) -> tuple[RowDict, torch.Tensor]:
