@@ -7,6 +7,15 @@ from sharding import whole
 from test_explore_prompts import ALL, UNSOLVED
 from world import make_trainer
 
+from trl_explore.trainers import ExplorationConfig, ExplorationTrainer
+
+FIELDS = {
+    "filter": dict(dynamic_sampling="filter"),
+    "refill": dict(dynamic_sampling="refill", max_sampling_rounds=4),
+    "threshold": dict(explore_threshold=0.3),
+    "knapsack": dict(budget="knapsack"),
+}
+
 
 def by_process(completions, **columns):
     return [1.0 - torch.distributed.get_rank()] * len(completions)
@@ -31,6 +40,24 @@ def play(case, folder, into, **told):
     return {"parameters": whole(trainer), "shares": shares, "folder": str(Path(folder) / name)}
 
 
+def contrast(completions, prompts, **columns):
+    """The second process has groups without contrast."""
+    second = torch.distributed.get_rank()
+    return [float(i % 2 and not (second and int(p[0]) % 2)) for i, p in enumerate(prompts)]
+
+
+def select(name, folder, **told):
+    options = dict(FIELDS[name], max_steps=6, save_strategy="steps", save_steps=3, steps_per_generation=2)
+    trainer = make_trainer(
+        ExplorationTrainer, ExplorationConfig, Path(folder) / name, reward_funcs=contrast, **options
+    )
+    trainer.train(**told)
+    logs = [log for log in trainer.state.log_history if "reward" in log]
+    found = {key: [log[key] for log in logs if key in log] for key in ("selection/rounds", "selection/missing_groups")}
+    state = trainer.rounds.state()
+    return {"parameters": whole(trainer), "logs": found, "state": state, "folder": str(Path(folder) / name)}
+
+
 def main(folder):
     found = {}
     for case in ALL:
@@ -39,4 +66,9 @@ def main(folder):
             torch.distributed.barrier()
             again = play(case, folder, into, resume_from_checkpoint=run["folder"] + "/checkpoint-2")
             found[f"{case} {into}"] = {**run, "resumed": again["parameters"]}
+    for name in FIELDS:
+        run = select(name, folder)
+        torch.distributed.barrier()
+        again = select(name, folder, resume_from_checkpoint=run["folder"] + "/checkpoint-3")
+        found[name] = {**run, "resumed": again["parameters"]}
     return found
