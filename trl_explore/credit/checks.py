@@ -68,6 +68,7 @@ def check_text_only(args: Any) -> None:
         "count_bonus": args.count_bonus > 0,
         "clip_cov": args.clip_cov > 0,
         "kl_cov": args.kl_cov > 0,
+        "dynamic_sampling": args.dynamic_sampling == "refill",
     }
     refuse(args, (name for name, used in in_use.items() if used), "looks at tokens, and not at a prompt's images")
 
