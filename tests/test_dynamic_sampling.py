@@ -181,17 +181,15 @@ def test_other_prompts_take_the_place_of_those_without_contrast(tmp_path):
 
 
 def test_rows_are_those_of_their_rounds(tmp_path):
-    trainer = make_trainer(*PLAIN, tmp_path, reward_funcs=first_even, dynamic_sampling="refill", shuffle_dataset=False)
-    one_batch(trainer)
     rounds = []
-    own = trainer._round
 
-    def noting(inputs):
-        result = own(inputs)
-        rounds.append(tokens_of(result[0], "completion"))
-        return result
+    def noting(completions, prompts, completion_ids, **columns):
+        rounds.append(completion_ids)
+        return first_even(completions, prompts)
 
-    trainer._round = noting
+    trainer = make_trainer(*PLAIN, tmp_path, reward_funcs=noting, dynamic_sampling="refill", shuffle_dataset=False)
+    one_batch(trainer)
+    rounds.clear()
     trainer.rounds.order.begin(11)
     output = trainer._generate_and_score_completions(trainer.main_examples)
     rows = tokens_of(output, "completion")
@@ -257,13 +255,13 @@ def test_the_table_has_the_rows_of_all_rounds(tmp_path):
 
 
 def test_solved_prompts_are_sampled_less(tmp_path):
+    asked = []
+
     def low(completions, prompts, **kwargs):
+        asked.extend(prompts[::4])
         return [float(int(prompt[0]) < 3) for prompt in prompts]
 
     trainer = make_trainer(*PLAIN, tmp_path, reward_funcs=low, explore_threshold=0.5, max_steps=40)
-    asked = []
-    own = trainer._round
-    trainer._round = lambda inputs: (asked.extend(row["prompt"] for row in inputs[::4]), own(inputs))[1]
     trainer.train()
     solved = sum(int(prompt[0]) < 3 for prompt in asked)
     assert solved < 0.4 * len(asked)

@@ -35,7 +35,7 @@ from trl_explore.packing.forward import PackedForward
 from trl_explore.publishing.cards import citation
 from trl_explore.publishing.publisher import Publisher
 from trl_explore.rewards.success import check_success_reward
-from trl_explore.rows.advantages import has_signal
+from trl_explore.rows.batch import Batch, Chooser
 from trl_explore.rows.policy import Pass
 from trl_explore.rows.ranks import Ranks
 from trl_explore.rows.rollouts import Rollout, Rows
@@ -46,8 +46,7 @@ from trl_explore.rows.training import StreamTraining
 from trl_explore.sampling.generation import generating_model
 from trl_explore.sampling.sampler import Sampler
 from trl_explore.selection.need import Need
-from trl_explore.selection.order import PromptOrder
-from trl_explore.selection.rounds import Rounds
+from trl_explore.selection.rounds import Rounds, rounds_of
 from trl_explore.serving.backend import ServedGeneration, our_backend
 from trl_explore.serving.session import Serving
 
@@ -55,8 +54,6 @@ from .config import ExplorationConfig, upgrade_config
 from .requires import Requires as Requires
 from .requires import check_arguments
 from .saving import Saving
-
-Chooser = Callable[[list[list[int]]], Rollout]
 
 # What TRL's tool loop works with, under the names of [`~trl_explore.agents.turns.World`].
 TOOL_LOOP = {
@@ -326,13 +323,14 @@ class ExplorationTrainer(GRPOTrainer):
     @cached_property
     def rounds(self) -> Rounds | None:
         """Chooses the prompts of batches; `None`: the data loader does, and all groups are trained."""
-        args, data = self.args, self.train_dataset
-        if not (args.orders_prompts or args.dynamic_sampling == "filter"):
-            return None
-        if not args.orders_prompts:
-            return Rounds(self, self.scorer, None)
+        data, args = self.train_dataset, self.args
         data = self._remove_unused_columns(data, "training") if args.remove_unused_columns else data
-        return Rounds(self, self.scorer, PromptOrder(data, shuffle=bool(self.shuffle_dataset), seed=args.seed))
+        return rounds_of(self, self.scorer, data, shuffle=bool(self.shuffle_dataset))
+
+    @cached_property
+    def batch(self) -> Batch:
+        """Makes rows to train of what TRL samples and scores."""
+        return Batch(self)
 
     @cached_property
     def credit(self) -> Credit:
@@ -342,7 +340,7 @@ class ExplorationTrainer(GRPOTrainer):
     @cached_property
     def streams(self) -> StreamTraining:
         """Trains the rows of further streams."""
-        pooled = self.requires.pooled or (self._chosen is not None and self._chosen.adds)
+        pooled = self.requires.pooled or (self.batch.need is not None and self.batch.need.adds)
         return StreamTraining(self, pooled=pooled, together=self.packing.mode != "off")
 
     @cached_property
@@ -379,10 +377,6 @@ class ExplorationTrainer(GRPOTrainer):
         """Whether rows are sampled to be trained, and not to be evaluated."""
         assert self.model is not None
         return self.model.training
-
-    @property
-    def progress(self) -> float:
-        return self.state.global_step / max(self.state.max_steps, 1)
 
     def log_metric(self, name: str, value: float) -> None:
         """Log a training metric, `noun/stat`, averaged over the logging interval; equal on all processes."""
@@ -490,61 +484,10 @@ class ExplorationTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs):
         if not self.is_training:
             return self._evaluated(inputs)
-        self.streams.main_totals, self.sample.metrics = None, {}
-        keep = None
-        if self.rounds is None:
-            output, streams = self._round(inputs)
-        else:
-            self._logs = self.table.begin(self._logs)
-            output, streams, keep = self.rounds.batch(inputs, self._round)
-        if self.args.drop_zero_advantage:
-            signal = has_signal(output["advantages"])
-            keep = signal if keep is None else keep & signal
-        elif keep is not None and self.ranks.gather(keep).all():
-            keep = None
-        output = output if keep is None else self.streams.drop(output, keep)
-        self.credit.temper(output)
-        if self.log_completions and self.rounds is None:
-            self.table.show_advantages(self._logs, output)
-        self.streams.prepare(output, streams)
-        for name, value in self.sample.metrics.items():
-            self.log_metric(f"generation/{name}", value)
-        return output
-
-    def _round(self, inputs: list[dict[str, Any]]) -> tuple[RowDict, dict[str, tuple[ScoredRows, float]]]:
-        """Main rows with their advantages, and the streams beside them."""
-        self.main_examples, self.scorer.any_example = inputs, inputs[0]
-        output = super()._generate_and_score_completions(inputs)
-        if self.scorer.were_shaped(self.shaped_rewards):
-            self.scorer.show_raw(self._metrics["train"], self._logs["rewards"])
-        if self.serving is not None:
-            self.serving.watch_correction(output)
-        if self.args.drop_zero_advantage:
-            level = self.scorer.level(self.shaped_rewards, group_size=self.num_generations or 1)
-            output["advantages"] = output["advantages"].masked_fill(level, 0.0)
-        output["advantages"] = self.credit.assigned(output, self.shaped_rewards)
         if self.rounds is not None:
-            output["advantages"] = self.rounds.advantages(output["advantages"], self.shaped_rewards)
-        self.search(output)
-        need, credit, main_ids = self._chosen, self._credit_of, self.main_completion_ids
-        output["advantages"] = (
-            self.assign_advantages(output) if need is None else need.credit(output, main_ids, credit)
-        )
-        # The examples are copied: TRL writes into the dictionaries that it is given.
-        streams = self.extra_streams(output, [dict(example) for example in inputs], self.scorer.totals())
-        streams |= {} if need is None else need.streams(credit)
-        if self.log_completions:
-            rows = {name: scored for name, (scored, _) in streams.items()}
-            origins = (
-                ["parent", "prefix_tokens"] if self.requires.extra_rows or (need is not None and need.adds) else []
-            )
-            self.table.add(self._logs, output, self._row_columns(len(inputs)), rows, of_streams=origins)
-        return output, streams
-
-    def _row_columns(self, num_rows: int) -> dict[str, list[Any]]:
-        columns, need = self.completion_columns(), self._chosen
-        columns = columns if need is None else need.columns(columns, self.plain_columns, num_rows)
-        return columns if self.rounds is None else {**columns, **self.rounds.columns()}
+            self._logs = self.table.begin(self._logs)
+        own = super()._generate_and_score_completions
+        return self.batch.run(inputs, own, self._logs, self._metrics["train"])
 
     def _evaluated(self, inputs: list[dict[str, Any]]) -> RowDict:
         own = self._logs
@@ -616,25 +559,8 @@ class ExplorationTrainer(GRPOTrainer):
             return Rollout(*own(contexts))
         if self.forks is not None:
             self.forks.before_turn()
-        if self._chosen is None:
-            self._rollout = self.rollout(contexts, plain)
-            return self._rollout
-
-        def explored(rows: list[int], again: Chooser) -> Rollout:
-            self.main_examples = [self.main_examples[row] for row in rows]
-            return self.rollout([contexts[row] for row in rows], again)
-
-        self._rollout = self._chosen.rollout(contexts, self.main_examples, plain, explored)
+        self._rollout = self.batch.rolled_out(contexts, plain)
         return self._rollout
-
-    @property
-    def _chosen(self) -> Need | None:
-        """What chooses the prompts whose main rows the method samples itself; `None`: it does all."""
-        return self.need if self.requires.main_rows else None
-
-    def _credit_of(self, rows: RowDict, completion_ids: list[list[int]], deciding: torch.Tensor) -> torch.Tensor:
-        self.main_completion_ids, self.scorer.deciding = completion_ids, deciding
-        return self.assign_advantages(rows)
 
     def _tool_call_loop(self, prompts, prompt_ids, completion_ids, *args):
         if self.turns is not None:

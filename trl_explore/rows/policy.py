@@ -39,17 +39,13 @@ class Policy(Protocol):
     args: Any
     accelerator: Any
     model: Any  # as it is trained
+    state: Any  # transformers': how far the training is
     eos_token_ids: list[int]
     exploration_generator: torch.Generator  # draws everything beside the main stream
 
     @property
     def tokenizer(self) -> Any:
         """The tokenizer, also where images are processed."""
-        ...
-
-    @property
-    def progress(self) -> float:
-        """How much of the training is over, from 0 to 1."""
         ...
 
     @property

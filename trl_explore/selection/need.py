@@ -44,7 +44,7 @@ class Need:
     def explored(self, deciding: torch.Tensor) -> torch.Tensor:
         """Mask `(N,)` of the main rows of explored prompts, by the reward `(N,)` that decides about success; groups
         are consecutive. Every process calls it once per generation batch."""
-        args = self.args
+        args, state = self.args, self.policy.state
         groups = deciding.view(-1, self.size)
         mask = torch.ones_like(groups[:, 0], dtype=torch.bool)
         if args.explore_prompts == "unsolved":
@@ -53,7 +53,7 @@ class Need:
         if args.explore_share_end < 1:
             own = torch.rand(len(deciding) // self.policy.ranks.number, generator=self.policy.exploration_generator)
             drawn = self.policy.ranks.gather(own.to(deciding.device)).view(-1, self.size)[:, 0]
-            mask &= drawn < share_at(self.policy.progress, args.explore_share_end)
+            mask &= drawn < share_at(state.global_step / max(state.max_steps, 1), args.explore_share_end)
         self.policy.log_metric("explore_share", mask.float().mean().item())
         return mask.repeat_interleave(self.size)
 

@@ -206,3 +206,11 @@ class Rounds:
             "set `dynamic_sampling='filter'`. This is said once.",
             stacklevel=2,
         )
+
+
+def rounds_of(policy: Policy, scorer: Scorer, data: Any, *, shuffle: bool) -> Rounds | None:
+    """What chooses the prompts of batches out of `data`, as the configuration says; `None`: the data loader does."""
+    args = policy.args
+    if not args.orders_prompts:
+        return Rounds(policy, scorer, None) if args.dynamic_sampling == "filter" else None
+    return Rounds(policy, scorer, PromptOrder(data, shuffle=shuffle, seed=args.seed))
