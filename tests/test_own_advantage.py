@@ -301,7 +301,7 @@ def test_what_suits_the_parent_on_a_task_suits_the_subclass(workdir):
         ({"method": OWN, "options": {"positive_wait": 1}}, f"unknown field of {OWN} 'positive_wait'; did you mean"),
         (
             {"method": "grpo", "options": {"path_cache_tokens": 0}},
-            "path_cache_tokens is a field of trl-explore's trainers, but grpo is TRL's own: make the method of GRPO `exp",
+            "path_cache_tokens is a field of trl-explore's trainers, but grpo is TRL's own: make the method of GRPO",
         ),
     ],
 )
