@@ -20,7 +20,7 @@ from trl_explore.cli import main
 from trl_explore.cli.train import parse_train_arguments
 from trl_explore.compare.settings import read_comparison
 from trl_explore.methods import METHODS
-from trl_explore.runs.inputs import find_method
+from trl_explore.runs.methods import find_method
 from trl_explore.trainers import ExplorationConfig
 
 PAGE = (ROOT / "trainers" / "README.md").read_text().split("\n## Your own advantage in twenty lines\n")[1]

@@ -21,7 +21,8 @@ from trl_explore.runs.arguments import (
     read_config,
     trainer_arguments,
 )
-from trl_explore.runs.inputs import UsageError, check_output_dir, find_checkpoint, find_method, flag_of, is_import_path
+from trl_explore.runs.inputs import UsageError, check_output_dir, find_checkpoint, is_import_path
+from trl_explore.runs.methods import find_method, flag_of
 from trl_explore.visible_text import visible_text
 
 if TYPE_CHECKING:
@@ -58,22 +59,22 @@ def _split_arguments(argv: list[str]) -> tuple[Method, list[str], dict[str, Any]
     given, flags = scout.parse_known_args(argv)
     config = read_config(given.config)
     of_file = {name: config.pop(name, None) for name in ("method", "trainer")}
-    named = {"method": given.method, "trainer": given.trainer} if given.method or given.trainer else of_file
-    method, trainer = named["method"], named["trainer"]
-    if method and trainer:
-        raise UsageError(
-            f"method={method!r} and trainer={trainer!r}: give one of the two, a trainer stands for a method"
-        )
-    if trainer is None and method is None:
+    of_flags = {name: vars(given)[name] for name in of_file}
+    named = {name: str(value) for name, value in of_flags.items() if value}
+    named = named or {name: str(value) for name, value in of_file.items() if value}
+    if not named:
         raise UsageError(
             f"no method: pass --method with one of {', '.join(METHODS)}, or --trainer my_module.MyTrainer"
         )
-    if trainer is not None and not is_import_path(str(trainer)):
+    if len(named) == 2:
+        both = " and ".join(f"{name}={value!r}" for name, value in named.items())
+        raise UsageError(f"{both}: give one of the two, a trainer stands for a method")
+    ((kind, name),) = named.items()
+    if kind == "trainer" and not is_import_path(name):
         raise UsageError(
-            f"trainer={trainer!r} is no import path, such as my_module.MyTrainer; methods are named with --method"
+            f"trainer={name!r} is no import path, such as my_module.MyTrainer; methods are named with --method"
         )
-    row = find_method(str(trainer or method), "trainer" if trainer else "method")
-    return row, flags, config | {"method": row.name} | ({"trainer": row.name} if trainer else {})
+    return find_method(name, kind), flags, config | {"method": name, kind: name}
 
 
 def parse_train_arguments(argv: list[str]) -> RunArguments:

@@ -20,7 +20,8 @@ from trl_explore.compare.settings import Arm, Budget, Comparison, Cost, run_argu
 from trl_explore.evaluation.callbacks import PassAtKCallback, undisturbed
 from trl_explore.rows.streams import loss_mask
 from trl_explore.runs.arguments import RunArguments, trainer_arguments
-from trl_explore.runs.inputs import UsageError, find_method, load_train_and_eval
+from trl_explore.runs.inputs import UsageError, load_train_and_eval
+from trl_explore.runs.methods import find_method
 from trl_explore.saving.checkpoints import last_complete_checkpoint
 from trl_explore.saving.interrupt import InterruptCallback
 from trl_explore.saving.whole_files import whole_file

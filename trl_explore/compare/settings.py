@@ -12,7 +12,8 @@ from trl_explore.compare import tasks
 from trl_explore.methods import METHODS
 from trl_explore.names import unknown_name
 from trl_explore.runs.arguments import RunArguments, TrainArguments, build_arguments, is_shared, methods_with
-from trl_explore.runs.inputs import UsageError, find_method
+from trl_explore.runs.inputs import UsageError
+from trl_explore.runs.methods import find_method
 from trl_explore.runs.yaml_values import read_count, read_mapping, read_number
 from trl_explore.tasks import AGENTS
 from trl_explore.tasks.tiny_model import HEAD_SIZE

@@ -21,7 +21,7 @@ from trl_explore.compare.report import explanation, rich_table, write_report
 from trl_explore.compare.run import Interrupted, train_run
 from trl_explore.compare.settings import Arm, Comparison
 from trl_explore.methods import METHODS, Method
-from trl_explore.runs.inputs import find_method
+from trl_explore.runs.methods import find_method
 from trl_explore.runs.quiet import quiet
 from trl_explore.runs.workers import AT_WORK, Job, WorkerFailed, Workers, count_cores
 from trl_explore.saving.interrupt import InterruptCallback

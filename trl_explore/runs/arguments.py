@@ -11,14 +11,8 @@ from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
 from trl_explore.methods import METHODS
 from trl_explore.names import unknown_name
-from trl_explore.runs.inputs import (
-    UsageError,
-    check_model,
-    find_method,
-    flag_of,
-    load_reward_functions,
-    load_train_and_eval,
-)
+from trl_explore.runs.inputs import UsageError, check_model, load_reward_functions, load_train_and_eval
+from trl_explore.runs.methods import find_method, flag_of
 
 if TYPE_CHECKING:
     from trl import GRPOConfig

@@ -1,4 +1,4 @@
-"""What a run is made of, by name: the method, the data set, the reward functions, the model folder, the checkpoint."""
+"""What a run is made of, by name: the data set, the reward functions, the model folder, the checkpoint to resume."""
 
 import difflib
 import importlib
@@ -9,11 +9,9 @@ import reprlib
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trl_explore.methods import METHODS, Method
 from trl_explore.names import unknown_name
 from trl_explore.rewards.checks import checked
 
@@ -78,50 +76,9 @@ def check_model(name: str | None, *, revision: str | None, trust_remote_code: bo
     return name
 
 
-def find_method(name: str, field: str = "method") -> Method:
-    """
-    The row of a method; `field` is what names it.
-
-    Args:
-        name (`str`):
-            One of `METHODS`, or the import path of a trainer of one's own, which gets its parent's row under that name
-            and the title of its class.
-        field (`str`, *optional*, defaults to `"method"`):
-            What messages call the place where the name stands.
-    """
-    if name in METHODS:
-        return METHODS[name]
-    if not is_import_path(name):
-        example = "A trainer of your own is named by its import path, my_module.MyTrainer."
-        raise UsageError(f"{field}: {unknown_name('method', name, METHODS)} {example}")
-
-    path, cls = _import(field, name, "class", inspect.isclass)
-    from trl import GRPOConfig, GRPOTrainer
-
-    from trl_explore.trainers import ExplorationTrainer
-
-    if not inspect.isclass(cls) or not issubclass(cls, GRPOTrainer):
-        raise UsageError(f"{field}: {name!r} is no subclass of ExplorationTrainer, nor of TRL's GRPOTrainer")
-    method = cls.method if issubclass(cls, ExplorationTrainer) else "grpo"
-    if method not in METHODS:
-        raise UsageError(
-            f"{field}: {name!r} has method={method!r}, which is no method of trl-explore: leave that line out of the "
-            "class, so that it has its parent's"
-        )
-    # getattr: a subclass of TRL's own trainer may have none
-    config = getattr(cls, "config_class", GRPOConfig)
-    own = {"trainer": path, "config": f"{config.__module__}:{config.__qualname__}"}
-    return replace(METHODS[method], name=name, title=cls.__name__, plain=False, style=None, **own)
-
-
 def is_import_path(name: str) -> bool:
     """Whether a name is that of something in a module, `my_module.MyTrainer` or `my_module:MyTrainer`."""
     return "." in name or ":" in name
-
-
-def flag_of(name: str) -> str:
-    """The flag that names a method, or a trainer of one's own."""
-    return f"--trainer {name}" if is_import_path(name) else f"--method {name}"
 
 
 def load_train_and_eval(
@@ -221,7 +178,7 @@ def load_reward_functions(names: list[str] | None, model: str | None) -> list[st
         if name in named:
             rewards.append(_told(named[name]))
         elif is_import_path(name):
-            rewards.append(_told(_import("reward_funcs", name, "function", inspect.isfunction)[1]))
+            rewards.append(_told(import_named("reward_funcs", name, "function", inspect.isfunction)[1]))
         else:
             raise UsageError(
                 f"reward_funcs: {unknown_name('reward function', name, named)} "
@@ -276,7 +233,7 @@ def _named_rewards() -> dict[str, RewardFunction]:
     return trl_rewards | ours
 
 
-def _import(field: str, path: str, kind: str, is_one: Callable[[Any], bool]) -> tuple[str, Any]:
+def import_named(field: str, path: str, kind: str, is_one: Callable[[Any], bool]) -> tuple[str, Any]:
     """An import path, `module.name` or `module:name`, in the second form, and the function or class that it names."""
     module_name, _, name = path.partition(":") if ":" in path else path.rpartition(".")
     if os.getcwd() not in sys.path:  # installed commands, unlike scripts, do not see the working directory
