@@ -251,7 +251,7 @@ def test_named_rewards_come_from_this_package_and_from_trl(workdir):
         ({"max_completion_length": 0}, "`max_completion_length=0` must be at least 1 token."),
         ({"top_p": 0}, "`top_p=0.0` must be in (0, 1]"),
         ({"method": "g2rl", "temperature": 0}, "`temperature=0.0` must be positive"),
-        ({"config": "shared.yaml"}, "but --method grpo is TRL's own: leave it out, or use ExplorationTrainer from"),
+        ({"config": "shared.yaml"}, "but --method grpo is TRL's own: leave it out, or use --method exploration,"),
         ({"max_steps": "many"}, "--max_steps/--max-steps: invalid int value: 'many'"),
         ({"num_generations": 3}, "num_generations (3)"),
         ({"config": "missing.yaml"}, "--config missing.yaml: "),

@@ -90,7 +90,7 @@ class ExplorationTrainer(GRPOTrainer):
 
     config_class: type[ExplorationConfig] = ExplorationConfig
     requires = Requires()
-    method = "grpo"  # name of a row of `METHODS`
+    method = "exploration"  # name of a row of `METHODS`
     _name: Any = FromRow(lambda row: row.title)
     _tag_names: Any = FromRow(lambda row: [*row.tags])
     _paper: Any = FromRow(lambda r: {"citation": citation(r.card), **r.paper} if r.paper else GRPOTrainer._paper)

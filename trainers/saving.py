@@ -19,8 +19,8 @@ import torch
 from datasets import IterableDataset
 from torch.utils.data import Sampler
 from transformers import TrainerCallback, TrainingArguments
-from trl import GRPOTrainer
 
+from trl_explore.methods import METHODS
 from trl_explore.saving.changes import check_changes, compared_values
 from trl_explore.saving.checkpoints import (
     STATE_FILE,
@@ -248,7 +248,7 @@ class Saving:
                 f"{FORMAT}: go on with the version of trl-explore that wrote it, or {anew}."
             )
         self._knows_method = state["trainer"] == own
-        if not self._knows_method and state["trainer"] != GRPOTrainer._name:
+        if not self._knows_method and state["trainer"] != METHODS["exploration"].title:
             raise ValueError(
                 f"{checkpoint} was written by {state['trainer']}, whose state means nothing to {own}: go on "
                 f"with {state['trainer']}, or {anew}."

@@ -45,7 +45,7 @@ GAMES = {
     "sesa_agent": (SESATrainer, SESAConfig, GAME),
     "branpo_agent": (BranPOTrainer, BranPOConfig, dict(success_threshold=0.5)),
 }
-KINDS = [f"{name}_agent" if METHODS[name].needs_tools else name for name in METHODS if name != "grpo"]
+KINDS = [f"{name}_agent" if row.needs_tools else name for name, row in METHODS.items() if not row.plain]
 NAME = "sampling/sampling_logp_difference/mean"
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
 

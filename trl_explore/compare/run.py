@@ -18,10 +18,10 @@ from transformers import PrinterCallback, TrainerCallback
 
 from trl_explore.compare.settings import Arm, Budget, Comparison, Cost, run_arguments
 from trl_explore.evaluation.callbacks import PassAtKCallback, undisturbed
-from trl_explore.methods import METHODS
 from trl_explore.rows.streams import loss_mask
 from trl_explore.runs.arguments import RunArguments, trainer_arguments
 from trl_explore.runs.inputs import UsageError, load_train_and_eval
+from trl_explore.runs.methods import find_method
 from trl_explore.saving.checkpoints import last_complete_checkpoint
 from trl_explore.saving.interrupt import InterruptCallback
 from trl_explore.saving.whole_files import whole_file
@@ -215,7 +215,7 @@ def task_trainer(
 ) -> Any:
     """The trainer of an arm on an embedded task; `rows` are those that an agent is evaluated on."""
     agent = task.name in AGENTS
-    return METHODS[arm.method].trainer_class(
+    return find_method(arm.method).trainer_class(
         model=str(start),
         reward_funcs=[] if task is LAKE_AGENT else task.reward,  # its environment knows what a game is worth
         args=config,
@@ -251,7 +251,7 @@ def build_run(comparison: Comparison, arm: Arm, *, seed: int, folder: Path, star
     task = comparison.task
     if task is None:
         train, rows = held_out_split(comparison, arguments)
-        trainer = METHODS[arm.method].trainer_class(**{**trainer_arguments(arguments), "train_dataset": train})
+        trainer = find_method(arm.method).trainer_class(**{**trainer_arguments(arguments), "train_dataset": train})
         return trainer, sampled_metrics(comparison, trainer, rows)
     config, rows = arguments[1], task.evaluation_set(comparison.num_eval)
     if task.name in AGENTS:
