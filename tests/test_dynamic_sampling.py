@@ -304,6 +304,10 @@ def test_bad_values_are_named(tmp_path, options, message):
         make_trainer(*PLAIN, tmp_path, **options)
 
 
+def test_off_in_yaml_is_off(tmp_path):
+    assert make_trainer(*PLAIN, tmp_path, dynamic_sampling=False).args.dynamic_sampling == "off"
+
+
 @pytest.mark.parametrize("options", [dict(dynamic_sampling="refill"), dict(explore_threshold=0.5)])
 def test_a_stream_has_no_order_to_choose_from(tmp_path, options):
     with pytest.raises(ValueError, match="`train_dataset` is a stream"):

@@ -258,6 +258,8 @@ class ExplorationConfig(GRPOConfig):
         check_training_values(self)
         if isinstance(self.shared_prefix_training, bool):  # what `on` and `off` are in YAML
             self.shared_prefix_training = "on" if self.shared_prefix_training else "off"
+        if self.dynamic_sampling is False:
+            self.dynamic_sampling = "off"
         run_checks(self, CHECKS)
         self._check_token_budget()
         if self.push_to_hub:
