@@ -84,7 +84,8 @@ def parse_train_arguments(argv: list[str]) -> RunArguments:
 
 
 def method_help(row: Method) -> str:
-    """The fields that tell a method from others, and the few that every run needs; short defaults in brackets."""
+    """The fields that tell a method from others, and the few that every run needs; short defaults in brackets. Those
+    that all trainers of ours share are explained where they are all there is."""
     from trl import GRPOConfig
 
     from trl_explore.trainers import ExplorationConfig
@@ -94,10 +95,14 @@ def method_help(row: Method) -> str:
     plain, shared = ({spec.name for spec in fields(cls)} for cls in (GRPOConfig, ExplorationConfig))
     own = [spec for spec in fields(config) if spec.name not in plain | shared]
     common = [spec for spec in fields(config) if spec.name in shared - plain]
+    names = ", ".join(spec.name for spec in common)
     lines = [f"usage: trl-explore train {chosen} [--config RUN.yaml] [--FIELD VALUE ...]"]
     if own:
         lines += ["", f"Fields of {row.name}:", *map(_help_line, own)]
-    if common:
+    if own and common:
+        lines += ["", "Fields of all methods but grpo, explained by --method exploration --help:"]
+        lines += textwrap.wrap(names, 119, initial_indent="  ", subsequent_indent="  ")
+    elif common:
         lines += ["", "Fields of all methods but grpo:", *map(_help_line, common)]
     lines += ["", "Of all methods, with many more:", *(_help_line(of_run[name]) for name in FIRST_FIELDS)]
     return "\n".join([*lines, "", f"All fields, with TRL's: trl-explore train {chosen} --help-all"])
