@@ -9,6 +9,7 @@ import torch
 from trl import GRPOConfig, GRPOTrainer
 from world import always, assert_same, contains_answer, differ, make_trainer, never, one_batch, parameters, trained
 
+from trl_explore.compare.run import sampled_tokens
 from trl_explore.methods import METHODS
 from trl_explore.selection.need import share_at
 from trl_explore.trainers import (
@@ -153,6 +154,23 @@ def test_it_trains_and_resumes_where_it_was(tmp_path, case, into):
     for path in (tmp_path / "whole" / "completions").iterdir():
         table = pd.read_parquet(path)
         assert table["prompt"].notna().all()
+
+
+@pytest.mark.parametrize("into", ["replace", "add"])
+@pytest.mark.parametrize("case", OWN_ROWS)
+def test_a_comparison_pays_for_what_was_sampled_first(tmp_path, case, into):
+    trainer_class, config_class, own = OWN_ROWS[case]
+    asked = []
+
+    def noting(completion_ids, answer, **columns):
+        asked.append(sum(map(len, completion_ids)))
+        return odd_solved(completion_ids, answer)
+
+    options = dict(reward_funcs=noting, max_steps=1, explore_into=into, **UNSOLVED)
+    _, log = trained(trainer_class, config_class, tmp_path, **own, **options)
+    assert log[0]["explore/plain_tokens"] == asked[0]
+    method_tokens = log[0].get("tree/sampled_tokens", log[0].get("sketch/sampled_tokens"))
+    assert sampled_tokens(log[0], 8) == asked[0] + method_tokens
 
 
 def test_the_table_tells_which_rows_were_explored(tmp_path):

@@ -72,6 +72,16 @@ def of_step(logs: Mapping[str, Any] | None) -> bool:
     return logs is not None and "completions/mean_length" in logs and "train_runtime" not in logs
 
 
+def sampled_tokens(logs: Mapping[str, float], num_rows: int) -> float:
+    """Tokens of all completions that were sampled for a batch of so many main rows, also in vain, by a step's log."""
+    # Methods that sample other tokens than they train on say how many; what a round logs is averaged over the rounds.
+    rounds = logs.get("selection/rounds", 1.0)
+    main = logs.get("selection/sampled_tokens", logs["completions/mean_length"] * num_rows)
+    own = logs.get("tree/sampled_tokens", logs.get("sketch/sampled_tokens"))
+    others = ("explore/plain_tokens", "pivots/sampled_tokens", "branch/sampled_tokens")
+    return (main if own is None else own * rounds) + rounds * sum(logs.get(name, 0.0) for name in others)
+
+
 class CostCallback(TrainerCallback):
     """Counts the cost of training steps and stops at a budget. It reads TRL's logs: `logging_steps` must be 1, and a
     generation batch one optimiser step."""
@@ -101,10 +111,7 @@ class CostCallback(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not of_step(logs):
             return
-        # Methods that sample other tokens than they train on say how many.
-        main = logs["completions/mean_length"] * args.generation_batch_size
-        main = logs.get("tree/sampled_tokens", logs.get("sketch/sampled_tokens", main))
-        self.cost.tokens += main + logs.get("pivots/sampled_tokens", 0.0) + logs.get("branch/sampled_tokens", 0.0)
+        self.cost.tokens += sampled_tokens(logs, args.generation_batch_size)
         self.history.append({**asdict(self.cost), **{k: v for k, v in logs.items() if v is not None}})
         if self.budget.is_spent(self.cost):
             # The end of training is evaluated once; a save that is due at this step still happens.

@@ -76,6 +76,8 @@ class Need:
         self.any_explored = bool(mask.any())
         if not self.any_explored:
             return rollout
+        plain_tokens = ranks.summed({"plain": sum(map(len, rollout.completion_ids))})["plain"]
+        self.policy.log_metric("explore/plain_tokens", plain_tokens)
         chosen = [examples[row] for row in self.rows]
         with self.sample.forked_randomness():
             found = self._judged(own(self.rows, self._again), chosen)

@@ -71,10 +71,15 @@ class Rounds:
                 output, keep = self._refilled(others, keep)
                 streams = self._joined(found)
         own = {"kept": int(keep.sum()) // self.size, "sampled": sampled, "missing": shortage}
-        total = self.policy.ranks.summed({**own, "discarded": tokens - self._tokens(output, keep)})
+        total = self.policy.ranks.summed({**own, "tokens": tokens, "discarded": tokens - self._tokens(output, keep)})
         self.counts["discarded_tokens"] += int(total["discarded"])
         self._log(
-            {"rounds": rounds, "kept_groups": total["kept"] / total["sampled"], "missing_groups": total["missing"]}
+            {
+                "rounds": rounds,
+                "kept_groups": total["kept"] / total["sampled"],
+                "missing_groups": total["missing"],
+                "sampled_tokens": total["tokens"],
+            }
         )
         self._warn_of(int(total["missing"]), rounds)
         return output, streams, keep
