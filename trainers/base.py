@@ -27,7 +27,6 @@ from trl.trainer.utils import get_config_model_id
 from trl_explore.agents.forks import Forks
 from trl_explore.agents.turns import Spoken, Turns, World, guarded_factories
 from trl_explore.agents.watch import ToolWatch
-from trl_explore.credit.checks import check_text_only
 from trl_explore.credit.part import Credit
 from trl_explore.gradients.feature_pass import FeaturePass
 from trl_explore.methods import FromRow
@@ -52,7 +51,7 @@ from trl_explore.serving.session import Serving
 
 from .config import ExplorationConfig, upgrade_config
 from .requires import Requires as Requires
-from .requires import check_arguments
+from .requires import check_arguments, check_vision
 from .saving import Saving
 
 # What TRL's tool loop works with, under the names of [`~trl_explore.agents.turns.World`].
@@ -166,12 +165,8 @@ class ExplorationTrainer(GRPOTrainer):
             refused = {"vision": self._is_vlm, "router_loss": self.aux_loss_enabled}
             self.packing.enable(ref_model=self.ref_model, longest_prompt=self.longest_prompt, **refused)
         check_success_reward(args.success_reward, self.reward_func_names)
-        if self._is_vlm and not (self._samples_as_grpo and requires.vision):
-            raise ValueError(
-                f"{type(self).__name__} does not support vision-language models: pass a text model or use GRPOTrainer."
-            )
         if self._is_vlm:
-            check_text_only(args)
+            check_vision(type(self).__name__, args, taken=self._samples_as_grpo and requires.vision)
         if requires.turns:
             loop, encode_answers = self._tool_call_loop, self._get_tool_suffix_ids
             self.turns = Turns(self, World(self, TOOL_LOOP, loop=loop, encode_answers=encode_answers))
@@ -482,21 +477,16 @@ class ExplorationTrainer(GRPOTrainer):
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
     def _generate_and_score_completions(self, inputs):
-        if not self.is_training:
-            return self._evaluated(inputs)
-        if self.rounds is not None:
-            self._logs = self.table.begin(self._logs)
-        own = super()._generate_and_score_completions
-        return self.batch.run(inputs, own, self._logs, self._metrics["train"])
-
-    def _evaluated(self, inputs: list[dict[str, Any]]) -> RowDict:
-        own = self._logs
+        own, logs = super()._generate_and_score_completions, self._logs
+        if self.is_training:
+            self._logs = logs if self.rounds is None else self.table.begin(logs)
+            return self.batch.run(inputs, own, self._logs, self._metrics["train"])
         if self.log_completions:
-            self._logs = self.table.of_evaluation(own, self.state.global_step)
+            self._logs = self.table.of_evaluation(logs, self.state.global_step)
         try:
-            return super()._generate_and_score_completions(inputs)
+            return own(inputs)
         finally:
-            self._logs = own
+            self._logs = logs
 
     def _generate(self, prompts):
         if self.current is not None and self.current.rows is not None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 
-from trl_explore.credit.checks import check_updates
+from trl_explore.credit.checks import check_text_only, check_updates
 from trl_explore.rows.streams import check_loss_type
 
 
@@ -107,6 +107,13 @@ def check_arguments(
                 f"`train_dataset` has no `prompt` column, only {columns}: rename the column that holds the "
                 "prompts with `dataset.rename_column(..., 'prompt')`."
             )
+
+
+def check_vision(name: str, args: Any, *, taken: bool) -> None:
+    """Raise where a vision-language model is not `taken` by the trainer, or by what its fields ask for."""
+    if not taken:
+        raise ValueError(f"{name} does not support vision-language models: pass a text model or use GRPOTrainer.")
+    check_text_only(args)
 
 
 def _check_order(name: str, args: Any, train_dataset: Any) -> None:

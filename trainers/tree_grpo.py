@@ -156,8 +156,7 @@ class TreeGRPOTrainer(ExplorationTrainer):
         args = self.args
         self.limits = args.limits()
         self._select_fn = select_by(args.selection, **{name: vars(args)[name] for name in WEIGHTS})
-        self._trees = []
-        self._seconds = {"sampling": 0.0, "scoring": 0.0}
+        self._trees, self._seconds = [], {"sampling": 0.0, "scoring": 0.0}
         self._credit: dict[str, Any] = {"q_temperature": args.q_temperature, "q_max": args.q_max}
         self._noted: dict[str, Any] = {"reward_weights": self.reward_weights.tolist(), **self._credit}
         self.replay: ReplayBuffer = ReplayBuffer(self)
