@@ -170,6 +170,11 @@ def test_a_batch_without_contrast_trains_nothing(tmp_path, loss_type):
 # -------------------------------------------------------------------------------------------------------------- refill
 
 
+def test_columns_are_removed_where_transformers_would(tmp_path):
+    options = dict(reward_funcs=half, remove_unused_columns=True, dynamic_sampling="refill")
+    assert make_trainer(*PLAIN, tmp_path, **options).rounds.order.data.column_names == ["prompt"]
+
+
 def test_other_prompts_take_the_place_of_those_without_contrast(tmp_path):
     trainer = make_trainer(*PLAIN, tmp_path, reward_funcs=first_even, dynamic_sampling="refill", shuffle_dataset=False)
     assert prompts_of(trainer, one_batch(trainer))[::4] == ["0+0=", "0+1="]
