@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trl.trainer.utils import nanstd
 
+from trl_explore.agents.trajectories import turns
 from trl_explore.branches.choice import (
     branch_advantages,
     branch_count,
@@ -22,11 +23,10 @@ from trl_explore.branches.choice import (
     is_contrastive,
     is_success,
     recursion_depth,
-    relative_rewards,
     seeks_shorter,
     suffix_mask,
-    turns,
 )
+from trl_explore.rows.advantages import relative_rewards
 
 NAN = math.nan
 masks = st.lists(st.integers(0, 1), max_size=20)

@@ -16,6 +16,8 @@ from .deep_grpo import DeepGRPOTrainer
 from .deep_grpo_config import DeepGRPOConfig
 from .g2rl import G2RLTrainer, GradientGuided
 from .g2rl_config import G2RLConfig
+from .gigpo import GiGPOTrainer
+from .gigpo_config import GiGPOConfig
 from .sesa import SESATrainer
 from .sesa_config import SESAConfig
 from .tree_grpo import TreeGRPOTrainer
@@ -30,6 +32,8 @@ __all__ = [
     "ExplorationTrainer",
     "G2RLConfig",
     "G2RLTrainer",
+    "GiGPOConfig",
+    "GiGPOTrainer",
     "GradientGuided",
     "SESAConfig",
     "SESATrainer",

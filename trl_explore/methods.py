@@ -91,6 +91,12 @@ def _branches(task: Any) -> dict[str, Any] | None:
     return {"num_generations": 4, "per_device_train_batch_size": 32} if task.name in AGENTS else None
 
 
+def _agents(task: Any) -> dict[str, Any] | None:
+    from trl_explore.tasks import AGENTS
+
+    return {} if task.name in AGENTS else None
+
+
 # Okabe and Ito's colours, which the colour-blind can tell apart, without the yellow that white paper swallows; and
 # markers, which a printer can.
 ROWS = (
@@ -199,6 +205,23 @@ ROWS = (
         options=_branches,
         needs_tools=True,
         style=("#56B4E9", "P"),
+    ),
+    Method(
+        "gigpo",
+        "GiGPO",
+        "GiGPOTrainer",
+        "GiGPOConfig",
+        tags=(*OURS, "gigpo"),
+        paper={"title": "Group-in-Group Policy Optimization for LLM Agent Training", "id": "2505.10978"},
+        card="gigpo",
+        metrics={
+            "steps/shared_fraction": "steps whose state another step of the prompt has, too",
+            "steps/group_size": "steps per state",
+            "steps/mean_advantage": "mean size of a step's advantage",
+            "agent/turns": "responses per trajectory",
+        },
+        options=_agents,
+        needs_tools=True,
     ),
     Method("exploration", "Exploration", "ExplorationTrainer", "ExplorationConfig", plain=True),
     Method(

@@ -1,12 +1,18 @@
 """Trajectories of agents as they were rolled out, and other continuations of their prefixes."""
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
-from trl_explore.branches.choice import turns
-
 Message = dict[str, Any]
+
+
+def turns(loss_mask: Sequence[int]) -> list[tuple[int, int]]:
+    """Start and end (exclusive) of the model's responses, the maximal runs of ones."""
+    flips = [token for token, (left, right) in enumerate(pairwise([0, *loss_mask, 0])) if left != right]
+    return list(zip(flips[::2], flips[1::2], strict=True))
 
 
 @dataclass

@@ -8,24 +8,17 @@ discarded (truncated, crashed).
 import math
 import statistics
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
-from trl.trainer.utils import nanstd
 
 from trl_explore.gradients.novelty import check_choice
 from trl_explore.rewards.success import is_success
+from trl_explore.rows.advantages import relative_rewards
 
 DEFINITIONS = ("mean", "share")
 GROUPS = ("prompt", "trajectory")
 SELECTIONS = ("tail", "random")
 SCALES = ("group", "none")
-
-
-def turns(loss_mask: Sequence[int]) -> list[tuple[int, int]]:
-    """Start and end (exclusive) of the model's responses, the maximal runs of ones."""
-    flips = [token for token, (left, right) in enumerate(pairwise([0, *loss_mask, 0])) if left != right]
-    return list(zip(flips[::2], flips[1::2], strict=True))
 
 
 def branch_count(accuracy: float, *, num_branches: int = 2, num_branches_solved: int = 1) -> int:
@@ -103,16 +96,6 @@ def first_shorter(
         if count < original_turns and is_success(reward, threshold=threshold):
             return index
     return None
-
-
-def relative_rewards(rewards: Sequence[float], *, scale: str = "group", eps: float = 1e-4) -> list[float]:
-    """Advantages of one group, bit for bit GRPO's: in float32, in TRL's order of operations; `"group"` divides by the
-    sample standard deviation. 0 for NaN, which enters no statistic, and for all if fewer than two have a reward."""
-    values = torch.tensor(rewards, dtype=torch.float32)
-    advantages = values - values.nanmean()
-    if scale == "group":
-        advantages = advantages / (nanstd(values) + eps)  # NaN with a single reward
-    return advantages.nan_to_num(nan=0.0).tolist()
 
 
 def branch_advantages(

@@ -10,7 +10,7 @@ import torch
 from trl.trainer.utils import nanstd
 
 from trl_explore.agents.forks import Forks
-from trl_explore.agents.trajectories import Branch
+from trl_explore.agents.trajectories import Branch, turns
 from trl_explore.branches.choice import (
     branch_advantages,
     branch_count,
@@ -22,7 +22,6 @@ from trl_explore.branches.choice import (
     recursion_depth,
     seeks_shorter,
     suffix_mask,
-    turns,
 )
 from trl_explore.rows.policy import Policy
 from trl_explore.rows.rollouts import Rows

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+from trl.trainer.utils import nanstd
 
 
 def combine_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -39,6 +40,16 @@ def success_rewards(
     if success_reward is None:
         return combine_rewards(rewards_per_func, weights)
     return rewards_per_func[:, list(names).index(success_reward)]
+
+
+def relative_rewards(rewards: Sequence[float], *, scale: str = "group", eps: float = 1e-4) -> list[float]:
+    """Advantages of one group, bit for bit GRPO's: in float32, in TRL's order of operations; `"group"` divides by the
+    sample standard deviation. 0 for NaN, which enters no statistic, and for all if fewer than two have a reward."""
+    values = torch.tensor(rewards, dtype=torch.float32)
+    advantages = values - values.nanmean()
+    if scale == "group":
+        advantages = advantages / (nanstd(values) + eps)  # NaN with a single reward
+    return advantages.nan_to_num(nan=0.0).tolist()
 
 
 def has_signal(advantages: torch.Tensor, *, tolerance: float = 1e-8) -> torch.Tensor:

@@ -1,0 +1,344 @@
+"""GiGPO: states and step advantages by hand and by brute force, reductions to GRPO, what is credited, its errors."""
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig
+from test_branpo import Lake, Voice, make
+from trl import GRPOConfig, GRPOTrainer
+from world import assert_same, differ, make_trainer, one_batch, parameters, says, trained
+
+from trl_explore.rows.streams import loss_mask
+from trl_explore.steps.advantages import shuffled_states, step_advantages, step_returns
+from trl_explore.steps.states import equal_states, shown_tokens, similar_states
+from trl_explore.trainers import GiGPOConfig, GiGPOTrainer
+
+NAN = math.nan
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+
+
+# --------------------------------------------------------------------------------------------------------- the maths
+
+
+def test_two_ways_out_of_one_state():
+    """(a, b) with reward 1 and (a, c) with 0, discount 0.9: a is worth 0.45 or -0.45, b and c are alone."""
+    states = equal_states([["a", "b"], ["a", "c"]])
+    assert states == [[0, 1], [0, 2]]
+    found = step_advantages([1.0, 0.0], states, discount=0.9, scale="none")
+    episode = [0.5, -0.5]
+    both = [[own + step for step in row] for own, row in zip(episode, found, strict=True)]
+    np.testing.assert_allclose(both, [[0.95, 0.5], [-0.95, -0.5]], atol=1e-7)
+
+
+def test_of_two_successes_the_shorter_way_wins():
+    """a-b and a-c-b: from a the returns are 0.9 and 0.81, from b both are 1."""
+    found = step_advantages([1.0, 1.0], [[0, 1], [0, 2, 1]], discount=0.9, scale="none")
+    np.testing.assert_allclose(found[0], [0.045, 0], atol=1e-7)
+    np.testing.assert_allclose(found[1], [-0.045, 0, 0], atol=1e-7)
+
+
+def test_a_state_that_a_trajectory_comes_back_to_counts_twice():
+    """a-a with reward 1 beside a with reward 0: returns 0.5, 1 and 0, of mean 0.5."""
+    found = step_advantages([1.0, 0.0], [[0, 0], [0]], discount=0.5, scale="none")
+    np.testing.assert_allclose([*found[0], *found[1]], [0, 0.5, -0.5], atol=1e-7)
+
+
+def test_a_trajectory_without_a_reward_is_compared_with_nothing():
+    found = step_advantages([1.0, 0.0, NAN], [[0], [0], [0]], discount=0.9, scale="group")
+    std = np.std([1, 0], ddof=1) + 1e-4
+    np.testing.assert_allclose(found, [[0.5 / std], [-0.5 / std], [0]], rtol=1e-6)
+    assert step_advantages([NAN, NAN], [[0], [0]], discount=0.9, scale="group") == [[0], [0]]
+
+
+def test_equal_returns_are_worth_exactly_nothing():
+    found = step_advantages([0.7] * 3, [[0], [0], [0]], discount=0.95, scale="group")
+    assert found == [[0], [0], [0]]
+
+
+def test_returns_are_discounted_from_the_end():
+    assert step_returns(2.0, 3, discount=0.5) == [0.5, 1.0, 2.0]
+    assert step_returns(2.0, 0, discount=0.5) == []
+
+
+groups = st.lists(
+    st.tuples(st.sampled_from([0.0, 0.5, 1.0, NAN]), st.lists(st.integers(0, 3), max_size=4)), min_size=1, max_size=5
+)
+
+
+@given(groups, st.sampled_from([0.5, 0.9, 1.0]), st.sampled_from(["group", "none"]))
+@settings(deadline=None)
+def test_step_advantages_by_brute_force(rows, discount, scale):
+    rewards, states = [reward for reward, _ in rows], [own for _, own in rows]
+    found = step_advantages(rewards, states, discount=discount, scale=scale)
+    for row, own in enumerate(states):
+        for step, state in enumerate(own):
+            same = [
+                rewards[i] * discount ** (len(others) - 1 - k)
+                for i, others in enumerate(states)
+                for k, other in enumerate(others)
+                if other == state
+            ]
+            same = np.array([value for value in same if not math.isnan(value)])
+            value = rewards[row] * discount ** (len(own) - 1 - step)
+            expected = 0.0
+            if len(same) > 1 and not math.isnan(value):
+                expected = (value - same.mean()) / (np.std(same, ddof=1) + 1e-4 if scale == "group" else 1)
+            assert found[row][step] == pytest.approx(expected, abs=2e-3 if scale == "group" else 1e-6)
+
+
+def test_a_step_is_shown_what_stands_since_the_step_before():
+    steps = shown_tokens([7, 8], [1, 2, 5, 5, 3, 6], [1, 1, 0, 0, 1, 0])
+    assert steps == [(0, 2, [7, 8]), (4, 5, [5, 5])]
+    assert shown_tokens([7], [9, 1], [0, 1]) == [(1, 2, [9])]
+    assert shown_tokens([7], [1], [0]) == []
+
+
+def test_a_text_joins_the_first_state_that_it_is_similar_to():
+    """`abcdefghxy` shares eight of ten characters with the first text, and nine with the second alone."""
+    texts = [["abcdefghij"], ["abcdefghix"], ["abcdefghxy"], ["something else"]]
+    assert similar_states(texts, threshold=0.9) == [[0], [0], [1], [2]]
+    assert similar_states(texts, threshold=0.8) == [[0], [0], [0], [1]]
+    assert similar_states([texts[1], texts[0], texts[2]], threshold=0.9) == [[0], [0], [0]]  # another order
+    assert similar_states(texts, threshold=1.0) == equal_states(texts)
+
+
+def test_the_control_keeps_how_many_steps_a_state_has():
+    states = [[0, 1, 1], [0], [2, 1]]
+    mixed = shuffled_states(states, generator=torch.Generator().manual_seed(0))
+    assert [len(own) for own in mixed] == [3, 1, 2]
+    assert Counter(sum(mixed, [])) == Counter(sum(states, []))
+    assert mixed != states
+
+
+# -------------------------------------------------------------------------------------------------------- reductions
+
+SETTINGS = {
+    "plain": {},
+    "beta": dict(beta=0.1),
+    "two iterations": dict(num_iterations=2, max_steps=4),
+    "lora": dict(peft_config=LORA, gradient_accumulation_steps=2, steps_per_generation=4),
+    "grpo loss": dict(loss_type="grpo", scale_rewards="batch"),
+}
+
+
+@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS.keys())
+def test_without_weight_it_is_grpo_bit_for_bit(tmp_path, options):
+    expected, _ = trained(GRPOTrainer, GRPOConfig, tmp_path, **options)
+    got, log = trained(GiGPOTrainer, GiGPOConfig, tmp_path, **options, step_weight=0.0)
+    assert_same(got, expected)
+    assert not any(key.startswith("steps/") for entry in log for key in entry)
+
+
+def agent(folder, cls=GiGPOTrainer, config=GiGPOConfig, **options):
+    return make(cls, config, folder, **options)
+
+
+@pytest.fixture
+def voice(monkeypatch):
+    says(Voice(0.3), monkeypatch.setattr)
+
+
+@pytest.mark.parametrize("options", [{}, dict(peft_config=LORA, beta=0.1), dict(loss_type="dr_grpo")])
+def test_agents_without_weight_are_grpo_bit_for_bit(tmp_path, voice, options):
+    runs = []
+    for cls, config, own in ((GRPOTrainer, GRPOConfig, {}), (GiGPOTrainer, GiGPOConfig, dict(step_weight=0.0))):
+        torch.manual_seed(0)
+        trainer = agent(tmp_path, cls, config, **options, **own)
+        trainer.train()
+        runs.append(parameters(trainer))
+    assert_same(*runs)
+
+
+def test_where_no_state_is_shared_agents_are_grpo_bit_for_bit(tmp_path, voice, monkeypatch):
+    """Every answer counts the calls of its environment from another number, and every prompt is another board."""
+    counter = iter(range(10**6))
+
+    class Lone(Lake):
+        def reset(self, board, prompt="", **columns):
+            super().reset(board, prompt)
+            return f"game {next(counter)}"
+
+        def move(self, direction: str) -> str:
+            """
+            Moves.
+
+            Args:
+                direction: Where to.
+
+            Returns:
+                The board.
+            """
+            return f"{super().move(direction)} {next(counter)}"
+
+    runs = []
+    for cls, config in ((GRPOTrainer, GRPOConfig), (GiGPOTrainer, GiGPOConfig)):
+        counter = iter(range(10**6))
+        torch.manual_seed(0)
+        trainer = agent(tmp_path, cls, config, factory=Lone)
+        trainer.train()
+        runs.append(parameters(trainer))
+    assert_same(*runs)
+    assert trainer.state.log_history[0]["steps/shared_fraction"] == 0
+
+
+# -------------------------------------------------------------------------------------------------- what is credited
+
+
+def test_a_step_is_credited_beside_the_steps_from_the_same_board(tmp_path, voice):
+    """Against the boards that the environments showed, and not their tokens."""
+    shown = []  # per row: the answers before each of its steps but the first
+
+    class Seen(Lake):
+        def reset(self, board, prompt="", **columns):
+            shown.append(self.answers) if hasattr(self, "answers") else None
+            self.answers = []
+            return super().reset(board, prompt)
+
+        def move(self, direction: str) -> str:
+            """
+            Moves.
+
+            Args:
+                direction: Where to.
+
+            Returns:
+                The board.
+            """
+            self.answers.append(super().move(direction))
+            return self.answers[-1]
+
+    trainer = agent(tmp_path, factory=Seen, step_discount=0.9, step_scale="none", step_weight=2.0)
+    grpo = []
+    own = trainer.assign_advantages
+
+    def kept(output):
+        grpo.append(output["advantages"].clone())
+        return own(output)
+
+    trainer.assign_advantages = kept
+    output = one_batch(trainer)
+    rewards = trainer.scorer.totals().tolist()
+    mask = loss_mask(output)
+    advantages = output["advantages"] - grpo[0].unsqueeze(1)
+    some = 0.0
+    for group in ([0, 1, 2, 3], [4, 5, 6, 7]):
+        boards = {row: ["start", *trainer.environments[row].answers] for row in group}
+        spans = {row: [s for s in shown_tokens([], [0] * mask.shape[1], mask[row].tolist())] for row in group}
+        states = {row: boards[row][: len(spans[row])] for row in group}
+        for row in group:
+            for step, (start, stop, _) in enumerate(spans[row]):
+                returns = [
+                    rewards[other] * 0.9 ** (len(states[other]) - 1 - k)
+                    for other in group
+                    for k, state in enumerate(states[other])
+                    if state == states[row][step]
+                ]
+                expected = 2 * (rewards[row] * 0.9 ** (len(states[row]) - 1 - step) - np.mean(returns))
+                np.testing.assert_allclose(advantages[row, start:stop], expected, atol=1e-6)
+                some += abs(expected)
+    assert some > 0
+    assert not advantages[mask == 0].any()
+    assert trainer._metrics["train"]["agent/turns"][-1] == np.mean([len(row) for row in trainer._steps])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, dict(state_similarity=0.8), dict(step_states="shuffled"), dict(step_discount=1.0), dict(step_scale="none")],
+    ids=str,
+)
+def test_each_knob_changes_what_agents_learn(tmp_path, voice, options):
+    runs = []
+    for own in (dict(step_weight=0.0), {}, options)[: 3 if options else 2]:
+        torch.manual_seed(0)
+        trainer = agent(tmp_path, **own)
+        trainer.train()
+        runs.append(parameters(trainer))
+    log = trainer.state.log_history[0]
+    assert differ(runs[-1], runs[-2])
+    assert 0 < log["steps/shared_fraction"] <= 1 and log["steps/group_size"] > 1 and log["steps/mean_advantage"] > 0
+
+
+def test_similar_states_make_larger_groups(tmp_path, voice):
+    sizes = []
+    for similarity in (None, 0.8, 0.01):
+        torch.manual_seed(0)
+        trainer = agent(tmp_path, state_similarity=similarity, max_steps=1)
+        trainer.train()
+        sizes.append(trainer.state.log_history[0]["steps/group_size"])
+    assert sizes[0] < sizes[1] < sizes[2]
+
+
+def test_truncated_completions_that_are_masked_are_compared_with_nothing(tmp_path, voice):
+    trainer = agent(tmp_path, max_completion_length=40, mask_truncated_completions=True)
+    output = one_batch(trainer)
+    masked = ~loss_mask(output).bool().any(dim=1)
+    assert masked.any() and not masked.all()
+    assert [len(row) == 0 for row in trainer._steps] == masked.tolist()
+
+
+def test_an_own_rollout_tells_steps_from_observations_by_its_mask(tmp_path):
+    """Two answers of one token around an observation that is 3 or 4, by turns; the second half of a group is right."""
+
+    def rollout(prompts, trainer):
+        ids = [[6, 3 + i % 2, 7, 1] for i in range(len(prompts))]
+        mask = [[1, 0, 1, 1]] * len(prompts)
+        prompt_ids = [trainer._tokenizer(prompt)["input_ids"] for prompt in prompts]
+        return {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": None, "env_mask": mask}
+
+    def second_half(completions, **columns):
+        return [float(i % 4 > 1) for i in range(len(completions))]
+
+    trainer = make_trainer(
+        *(GiGPOTrainer, GiGPOConfig, tmp_path),
+        rollout_func=rollout,
+        reward_funcs=second_half,
+        step_scale="none",
+        scale_rewards="none",
+        step_discount=0.5,
+    )
+    output = one_batch(trainer)
+    # From the prompt the returns are 0 or 0.5, of mean 0.25; from each observation 0 and 1.
+    own = [[-0.75, -0.5, -1, -1]] * 2 + [[0.75, 0.5, 1, 1]] * 2
+    torch.testing.assert_close(output["advantages"], torch.tensor(own * 2))
+
+
+def test_the_table_tells_the_advantages_of_steps(tmp_path, voice):
+    trainer = agent(tmp_path, log_completions=True, max_steps=1)
+    trainer.train()
+    rows = trainer.completion_columns()["step_advantages"]
+    assert len(rows) == 8 and any(value for row in rows for value in row)
+
+
+# -------------------------------------------------------------------------------------------------------- its limits
+
+
+def test_without_tools_it_says_that_there_is_one_step(tmp_path):
+    with pytest.warns(UserWarning, match="neither `tools` nor"):
+        make_trainer(GiGPOTrainer, GiGPOConfig, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (dict(step_weight=-1.0), "`step_weight=-1.0` must be at least 0"),
+        (dict(step_weight=NAN), "`step_weight=nan` must"),
+        (dict(step_discount=0.0), r"`step_discount=0.0` must be in \(0, 1\]"),
+        (dict(step_discount=1.1), r"`step_discount=1.1` must be in \(0, 1\]"),
+        (dict(step_scale="batch"), "`step_scale`: .*'batch'"),
+        (dict(state_similarity=0.0), "`state_similarity=0.0` must"),
+        (dict(step_states="random"), "`step_states`: .*'random'"),
+    ],
+)
+def test_bad_values_are_refused(tmp_path, options, match):
+    with pytest.raises(ValueError, match=match):
+        GiGPOConfig(str(tmp_path), use_cpu=True, **options)
+
+
+def test_exploring_by_need_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="GiGPOTrainer does none of it"):
+        make_trainer(GiGPOTrainer, GiGPOConfig, tmp_path, explore_prompts="unsolved")

@@ -1,0 +1,53 @@
+"""The knobs of GiGPO."""
+
+from dataclasses import dataclass
+
+from trl_explore.names import explain_fields
+from trl_explore.steps.advantages import SCALES
+
+from .config import ExplorationConfig, one_of, run_checks, within
+
+STATES = ("shown", "shuffled")
+CHECKS = (
+    one_of("step_scale", SCALES),
+    one_of("step_states", STATES),
+    within("step_weight", low=0, words="be at least 0 (episode advantages alone, as GRPO) and finite"),
+    within("step_discount", above=0, high=1, words="be in (0, 1]; 1 does not prefer shorter ways"),
+    within("state_similarity", above=0, high=1, optional=True, words="be in (0, 1], or None for equal texts only"),
+)
+
+
+@explain_fields
+@dataclass
+class GiGPOConfig(ExplorationConfig):
+    r"""
+    Configuration of [`GiGPOTrainer`]: every field of [`~trl.GRPOConfig`] and the knobs of GiGPO.
+
+    Fields of GRPO keep TRL's defaults. A *step* is one response of the model in a trajectory of several; its *state*
+    is what was shown to the model before it: the prompt, or what its tools answered last.
+
+    Args:
+        step_weight (`float`, *optional*, defaults to `1.0`):
+            Weight of a step's advantage beside its trajectory's (omega of Eq. 8); 0 gives GRPO.
+        step_discount (`float`, *optional*, defaults to `0.95`):
+            Factor on the reward per step between a step and the end (gamma of Eq. 5), in (0, 1].
+        step_scale (`str`, *optional*, defaults to `"group"`):
+            What the returns of a state are divided by: their standard deviation (`"group"`), or nothing (`"none"`).
+            The advantage of the trajectory follows TRL's `scale_rewards`.
+        state_similarity (`float`, *optional*):
+            Share of matching characters from which two states are one, in (0, 1]. By default only equal ones are. For
+            observations that hardly ever repeat, as search results; the authors take 0.9.
+        step_states (`str`, *optional*, defaults to `"shown"`):
+            `"shown"`, or the control `"shuffled"`. The control that a comparison needs deals the states of a prompt
+            out to its steps at random, so that they say nothing.
+    """
+
+    step_weight: float = 1.0
+    step_discount: float = 0.95
+    step_scale: str = "group"
+    state_similarity: float | None = None
+    step_states: str = "shown"
+
+    def validate(self) -> None:
+        super().validate()
+        run_checks(self, CHECKS)
