@@ -366,8 +366,8 @@ def test_several_processes_are_refused(workdir, monkeypatch, capsys):
     ("task", "methods"),
     [
         ("countdown", ["grpo", "deep_grpo", "tree_grpo", "sesa", "g2rl"]),
-        ("multi_hop", ["branpo"]),
-        ("lake_agent", ["sesa"]),
+        ("multi_hop", ["branpo", "gigpo"]),
+        ("lake_agent", ["sesa", "gigpo"]),
     ],
 )
 def test_all_methods_train_on_the_tasks_that_suit_them(task, methods, workdir):

@@ -20,8 +20,9 @@ from trl_explore.methods import METHODS
 CONFIGS = EXAMPLES / "configs"
 # An agent's script is named after its agent, and its data are not on the command line.
 SCRIPTS = {row.name: f"{row.name}.py" for row in METHODS.values() if not row.plain}
-SCRIPTS |= {"branpo": "branpo_search_agent.py"}
+SCRIPTS |= {"branpo": "branpo_search_agent.py", "gigpo": "gigpo_sokoban_agent.py"}
 ON_THE_COMMAND_LINE = [name for name in SCRIPTS if not METHODS[name].needs_tools]
+AGENTS = [name for name in SCRIPTS if METHODS[name].needs_tools]
 SECTION = (EXAMPLES / "README.md").read_text().split("\n## Configurations\n")[1].split("\n## ")[0]
 
 # Made up, in the columns of the real ones.
@@ -78,10 +79,11 @@ def test_the_file_says_what_the_script_does(name, monkeypatch):
     assert (ours.method, ours.reward_funcs) == (name, ["accuracy_reward"])
 
 
-def test_the_agents_file_is_its_scripts_own_defaults(monkeypatch):
-    file = CONFIGS / "branpo.yaml"
+@pytest.mark.parametrize("name", AGENTS)
+def test_an_agents_file_is_its_scripts_own_defaults(name, monkeypatch):
+    file = CONFIGS / f"{name}.yaml"
     for expected, found in zip(
-        from_script("branpo", monkeypatch), from_script("branpo", monkeypatch, "--config", str(file)), strict=True
+        from_script(name, monkeypatch), from_script(name, monkeypatch, "--config", str(file)), strict=True
     ):
         assert values(found) == values(expected)
 
@@ -93,7 +95,7 @@ def test_the_files_first_lines_say_how_to_run_it(name):
     assert f"examples/configs/{name}.yaml" in command and command in SECTION
     memory = re.search(r"# Hardware: one GPU with (\d+) GB", text).group(1)
     assert re.search(rf"configs/{name}.yaml\).*\| {memory} GB", SECTION)
-    if name != "branpo":
+    if name in ON_THE_COMMAND_LINE:
         assert yaml.safe_load(text)["dataset_name"] in SECTION
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from commands import run_example
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig
@@ -16,6 +17,7 @@ from world import assert_same, differ, make_trainer, one_batch, parameters, says
 from trl_explore.rows.streams import loss_mask
 from trl_explore.steps.advantages import shuffled_states, step_advantages, step_returns
 from trl_explore.steps.states import equal_states, shown_tokens, similar_states
+from trl_explore.tasks.tiny_model import build_model, build_tokenizer
 from trl_explore.trainers import GiGPOConfig, GiGPOTrainer
 
 NAN = math.nan
@@ -342,3 +344,25 @@ def test_bad_values_are_refused(tmp_path, options, match):
 def test_exploring_by_need_is_refused(tmp_path):
     with pytest.raises(ValueError, match="GiGPOTrainer does none of it"):
         make_trainer(GiGPOTrainer, GiGPOConfig, tmp_path, explore_prompts="unsolved")
+
+
+def test_the_example_trains_offline(tmp_path, monkeypatch):
+    model = build_model(seed=0, hidden_size=16, num_layers=1)
+    model.config.max_position_embeddings = 2048
+    model.save_pretrained(tmp_path / "model")
+    build_tokenizer(tools=True).save_pretrained(tmp_path / "model")
+    options = [
+        "--model_name_or_path",
+        "model",
+        "--use_cpu",
+        "--bf16",
+        "false",
+        "--max_steps",
+        "1",
+        "--num_boards",
+        "8",
+    ]
+    options += ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "1", "--num_generations", "4"]
+    options += ["--max_completion_length", "32", "--output_dir", "out", "--report_to", "none", "--num_boards", "8"]
+    run_example("gigpo_sokoban_agent.py", *options, folder=tmp_path, monkeypatch=monkeypatch)
+    assert (tmp_path / "out" / "config.json").is_file()
