@@ -45,6 +45,8 @@ from trl_explore.trainers import (
     ExplorationTrainer,
     G2RLConfig,
     G2RLTrainer,
+    GiGPOConfig,
+    GiGPOTrainer,
     GradientGuided,
     SESAConfig,
     SESATrainer,
@@ -113,6 +115,7 @@ AGENTS = {
     "sesa agent": (SESATrainer, SESAConfig, dict(AGENT, branch_depth=2)),
     "branpo": (BranPOTrainer, BranPOConfig, REUSED),
     "branpo replay": (BranPOTrainer, BranPOConfig, dict(SPREAD, environment_state="replay")),
+    "gigpo": (GiGPOTrainer, GiGPOConfig, SPREAD),
     "g2rl branpo": (GuidedBranPO, GuidedBranPOConfig, {}),
 }
 # Other options of what is run already.

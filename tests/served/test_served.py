@@ -23,6 +23,8 @@ from trl_explore.trainers import (
     BranPOTrainer,
     ExplorationConfig,
     ExplorationTrainer,
+    GiGPOConfig,
+    GiGPOTrainer,
     SESAConfig,
     SESATrainer,
 )
@@ -51,6 +53,7 @@ SUMS["deep_grpo_deferred"] = (*SUMS["deep_grpo"][:2], dict(SUMS["deep_grpo"][2],
 GAMES = {
     "sesa_agent": (SESATrainer, SESAConfig, GAME),
     "branpo_agent": (BranPOTrainer, BranPOConfig, dict(success_threshold=0.5)),
+    "gigpo_agent": (GiGPOTrainer, GiGPOConfig, {}),
 }
 KINDS = [f"{name}_agent" if row.needs_tools else name for name, row in METHODS.items() if not row.plain]
 NAME = "sampling/sampling_logp_difference/mean"
