@@ -511,7 +511,7 @@ class ExplorationTrainer(GRPOTrainer):
         if turns is not None:
             turns.note_failures()
         if self.forks is not None and training:
-            self.forks.end(prompts, result[:4], save=self.saving.checkpoint_before_stopping)
+            self.forks.end(prompts, result[:5], save=self.saving.checkpoint_before_stopping)
         if self.features is not None and training:
             self.features.begin(*result[:3])
         return result

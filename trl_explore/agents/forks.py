@@ -9,7 +9,7 @@ from typing import Any
 
 from trl_explore.agents.environments import environment_error
 from trl_explore.agents.states import KeptStates
-from trl_explore.agents.trajectories import Branch, Trajectory
+from trl_explore.agents.trajectories import Branch, Fork, Trajectory
 from trl_explore.agents.turns import Turns, World
 from trl_explore.agents.watch import ToolWatch
 from trl_explore.rows.policy import Policy
@@ -20,7 +20,7 @@ from trl_explore.sampling.sampler import Sampler
 
 class Forks:
     """Leaves trajectories at any of their last turns, in sampled token ids. Environments go on from the state that
-    they had, if the method needs `states`: each branch has its own."""
+    they had: each branch has its own. With `keep_states` branches can be left in their turn."""
 
     def __init__(
         self,
@@ -30,13 +30,15 @@ class Forks:
         states: KeptStates,
         watch: ToolWatch,
         most_rounds: Callable[[], int | None],
+        *,
+        keep_states: bool = False,
     ) -> None:
         self.policy, self.turns, self.sample, self.states, self.watch = policy, turns, sample, states, watch
         self.world: World = turns.world
-        self.most_rounds = most_rounds
+        self.most_rounds, self.keep_states = most_rounds, keep_states
         self.trajectories: list[Trajectory] = []
         self._stopped: set[int] | None = None  # branches that may call no further tool; `None` outside branching
-        self._starts: list[int] = []  # turns that the branches of the tool loop begin with
+        self._branches: list[Branch] = []  # of the tool loop
 
     @property
     def in_branches(self) -> bool:
@@ -69,15 +71,17 @@ class Forks:
         `save` writes a checkpoint before the run is stopped, and says what to do next."""
         if self.world.tools:
             self._stop_if_all_failed(save)
-        prompt_ids, completion_ids, mask, completions = rows
+        prompt_ids, completion_ids, mask, completions, logprobs = rows
         self.trajectories = [
             Trajectory(
+                row=row,
                 prompt=prompts[row],
                 prompt_ids=prompt_ids[row],
                 completion_ids=ids,
                 loss_mask=[1] * len(ids) if mask is None else mask[row],
                 messages=completions[row] if self.world.tools else None,  # TRL decodes a single turn better than we
                 states=self.states.of_rows[row],
+                logprobs=None if logprobs is None else logprobs[row],
             )
             for row, ids in enumerate(completion_ids)
         ]
@@ -105,31 +109,35 @@ class Forks:
     # ------------------------------------------------------------------------------------------------------ branches
 
     def branch(self, requests: list[tuple[int, int, int]]) -> list[Branch]:
-        """
-        Continue trajectories otherwise, all of them in one batched rollout.
+        """Continue main rows otherwise from a turn: row, turn and number of continuations. See [`leave`]."""
+        return self.leave([Fork(self.trajectories[row], turn, number) for row, turn, number in requests])
 
-        Every process must call it equally often; a process may have no request. The main stream's random state is left
+    def leave(self, forks: list[Fork]) -> list[Branch]:
+        """
+        Continue trajectories otherwise, all of them in one batched rollout: what was sampled from the fork on is
+        sampled anew.
+
+        Every process must call it equally often; a process may have no fork. The main stream's random state is left
         as it was.
 
         Args:
-            requests (`list[tuple[int, int, int]]`):
-                Row, turn and number of continuations: what the row sampled from that turn on is sampled anew.
+            forks (`list[Fork]`):
+                Where trajectories are left.
 
         Returns:
-            `list[Branch]`: The continuations, in the order of the requests.
+            `list[Branch]`: The continuations, in the order of the forks.
         """
         self.states.check(self.trajectories, self.turns.failed)
-        asked = [(self.trajectories[row], turn) for row, turn, _ in requests]
-        starts = [trajectory.turns[turn][0] for trajectory, turn in asked]
-        prefixes = [t.prompt_ids + t.completion_ids[:start] for (t, _), start in zip(asked, starts, strict=True)]
-        counts = [number for _, _, number in requests]
+        starts = [fork.origin.turns[fork.turn][0] if fork.start is None else fork.start for fork in forks]
+        origins = [fork.origin for fork in forks]
+        prefixes = [t.prompt_ids + t.completion_ids[:start] for t, start in zip(origins, starts, strict=True)]
         budgets = [self.policy.args.max_completion_length - start for start in starts]
         self.states.begin_branches()
         with self.sample.rollout():
-            first = self.sample(prefixes, counts, budgets)
+            first = self.sample(prefixes, [fork.number for fork in forks], budgets)
             branches = [
-                self._begin(row, turn, start, continuation)
-                for (row, turn, _), start, continuations in zip(requests, starts, first, strict=True)
+                self._begin(fork, start, continuation)
+                for fork, start, continuations in zip(forks, starts, first, strict=True)
                 for continuation in continuations
             ]
             if self.world.tools and branches:
@@ -156,30 +164,41 @@ class Forks:
 
     def continued(self, contexts: list[list[int]]) -> Rollout:
         """The next turn of branches that are in the tool loop."""
-        assert self.turns.turn is not None
+        turn = self.turns.turn
+        assert turn is not None
+        if self.keep_states and self.world.environments:
+            for place in turn.rows:
+                branch = self._branches[place]
+                branch.states[branch.turn + turn.number] = self.states.taken(branch.row, branch.environment)
         # Other processes are at other turns: their tool loops are theirs.
-        sampled = self.sample(contexts, 1, self.turns.turn.budgets, collective=False)
+        sampled = self.sample(contexts, 1, turn.budgets, collective=False)
         served = self.policy.serving is not None
         logprobs = [continuation.logprobs or [] for (continuation,) in sampled] if served else None
         return Rollout([continuation.token_ids for (continuation,) in sampled], logprobs)
 
-    def _begin(self, row: int, turn: int, start: int, continuation: Continuation) -> Branch:
-        trajectory, token_ids = self.trajectories[row], continuation.token_ids
+    def _begin(self, fork: Fork, start: int, continuation: Continuation) -> Branch:
+        origin, token_ids = fork.origin, continuation.token_ids
         messages = None
-        if trajectory.messages is not None:
-            context = trajectory.prompt_ids + trajectory.completion_ids[:start]
-            messages = [*trajectory.messages_before(turn), self.turns.parse_turn(row, context, token_ids)]
+        if origin.messages is not None:
+            first = origin.turns[fork.turn][0]
+            turn = self.turns.parse_turn(
+                origin.row,
+                origin.prompt_ids + origin.completion_ids[:first],
+                origin.completion_ids[first:start] + token_ids,
+            )
+            messages = [*origin.messages_before(fork.turn), turn]
+        known = [0.0] * start if origin.logprobs is None else origin.logprobs[:start]
         return Branch(
-            row=row,
-            turn=turn,
+            origin=origin,
+            turn=fork.turn,
             start=start,
-            completion_ids=trajectory.completion_ids[:start] + token_ids,
-            loss_mask=trajectory.loss_mask[:start] + [1] * len(token_ids),
+            completion_ids=origin.completion_ids[:start] + token_ids,
+            loss_mask=origin.loss_mask[:start] + [1] * len(token_ids),
             messages=messages,
-            environment=self.states.at(row, turn, trajectory) if self.world.environments else None,
+            environment=self.states.at(origin, fork.turn) if self.world.environments else None,
             complete=False,
             num_sampled=len(token_ids),
-            logprobs=None if continuation.logprobs is None else [*[0.0] * start, *continuation.logprobs],
+            logprobs=None if continuation.logprobs is None else [*known, *continuation.logprobs],
         )
 
     def _use_tools(self, branches: list[Branch]) -> None:
@@ -187,12 +206,12 @@ class Forks:
         prompts, completions = [], []
         for branch in branches:
             assert branch.messages is not None
-            prompts.append(copy.deepcopy(self.trajectories[branch.row].prompt) + branch.messages[:-1])
+            prompts.append(copy.deepcopy(branch.origin.prompt) + branch.messages[:-1])
             completions.append([branch.messages[-1]])
         with self._branch_loop(branches) as stopped:
             masks, completions, completion_ids, logprobs, *_ = self.world.loop(
                 prompts,
-                [self.trajectories[branch.row].prompt_ids for branch in branches],
+                [branch.origin.prompt_ids for branch in branches],
                 [branch.completion_ids for branch in branches],
                 completions,
                 [list(branch.logprobs or []) for branch in branches] if self.policy.serving is not None else None,
@@ -230,12 +249,12 @@ class Forks:
             others["environments"] = [branch.environment for branch in branches]
         if world.factories is not None:
             others["names"] = [world.names[row] for row in rows]
-        self._stopped, self._starts = stopped, [branch.turn for branch in branches]
+        self._stopped, self._branches = stopped, branches
         try:
             with self.turns.of(rows, self._is_over), world.swapped(**others):
                 yield stopped
         finally:
-            self._stopped = None
+            self._stopped, self._branches = None, []
 
     def _limited(self, function: Callable, place: int, branch: Branch) -> Callable:
         """A tool of a branch, of its own environment; it does nothing once the branch has used up its interactions."""
@@ -253,7 +272,7 @@ class Forks:
         """Whether a branch has used up its interactions, all of its trajectory counted; unknown calls count too."""
         assert self._stopped is not None
         turn = self.turns.turn
-        if self._starts[place] + (turn.number if turn else 0) >= self.world.most_rounds:
+        if self._branches[place].turn + (turn.number if turn else 0) >= self.world.most_rounds:
             self._stopped.add(place)
         return place in self._stopped
 

@@ -43,7 +43,7 @@ class KeptStates:
         """Keep the environments of rows as they are, before a turn."""
         environments: list[Any] = self.world.environments or []
         for row in rows:
-            self.of_rows[row][turn] = self._taken(row, environments[row])
+            self.of_rows[row][turn] = self.taken(row, environments[row])
             # One more than asked for: TRL drops the last response of a row that has no room for it.
             self.of_rows[row].pop(turn - self.num_turns - 1, None)
 
@@ -51,7 +51,8 @@ class KeptStates:
         """Instances that branches had may be had by others."""
         self._num_used = {}
 
-    def _taken(self, row: int, environment: Any) -> Any:
+    def taken(self, row: int, environment: Any) -> Any:
+        """The state of the environment of a row, or of a branch of it, as it is now."""
         name, auto = self.world.names[row], self.wanted == "auto"
         if auto and name not in self._chosen and environment_error(environment) is None:
             # At construction it had not been reset: what it holds since then decides what can be copied.
@@ -79,8 +80,9 @@ class KeptStates:
     def _kind(self, row: int) -> str:
         return self._kinds[self.world.names[row]]
 
-    def at(self, row: int, turn: int, trajectory: Trajectory) -> Any:
-        """An environment of its own, in the state before a turn of a row."""
+    def at(self, trajectory: Trajectory, turn: int) -> Any:
+        """An environment of its own, in the state before a turn."""
+        row = trajectory.row
         kind, state = self._kind(row), trajectory.states.get(turn)
         if kind == "copy":
             environment = copy.deepcopy(state)
@@ -138,7 +140,7 @@ class KeptStates:
             return None
         for _ in range(2):  # the second time shows what the first one changed
             self._num_used = {}
-            environment = self.at(row, first, trajectory)
+            environment = self.at(trajectory, first)
             for tool, now, then in self._recalled(environment, row, messages):
                 if now != then:
                     return environment, tool, now, then

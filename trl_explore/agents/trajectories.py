@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,14 +17,16 @@ def turns(loss_mask: Sequence[int]) -> list[tuple[int, int]]:
 
 @dataclass
 class Trajectory:
-    """A main row as it was rolled out."""
+    """A main row, or a branch of one, as it was rolled out."""
 
+    row: int  # the main row
     prompt: Any  # as it was sampled from, with what the environment's `reset` observed
     prompt_ids: list[int]
     completion_ids: list[int]  # of the policy and of the tools, `[T]`
     loss_mask: list[int]  # 1 for tokens of the policy, `[T]`
     messages: list[Message] | None = None  # what the completion says; `None` where it is plain text
     states: dict[int, Any] = field(default_factory=dict)  # of the environment before each of the last turns, by turn
+    logprobs: list[float | None] | None = None  # `[T]`; `None` where the backend reports none
 
     def __post_init__(self) -> None:
         self.turns = turns(self.loss_mask)
@@ -37,12 +39,22 @@ class Trajectory:
         return copy.deepcopy(self.messages[: assistant[turn]])
 
 
+@dataclass(frozen=True)
+class Fork:
+    """Where a trajectory is left, and how often: before a turn, or inside it."""
+
+    origin: Trajectory
+    turn: int  # from 0
+    number: int  # of continuations
+    start: int | None = None  # tokens of the completion that stay; by default those before the turn
+
+
 @dataclass
 class Branch:
     """Another continuation of a trajectory's prefix."""
 
-    row: int  # main row that it leaves
-    turn: int  # that it starts with
+    origin: Trajectory  # that it leaves
+    turn: int  # that it starts with, or in
     start: int  # tokens of the completion before it
     completion_ids: list[int]  # prefix and continuation, `[T]`
     loss_mask: list[int]  # 1 for tokens of the policy, in the prefix too, `[T]`
@@ -50,5 +62,22 @@ class Branch:
     environment: Any  # as it is after the branch
     complete: bool  # not cut off, not at the limit of interactions, not by an exception
     num_sampled: int  # tokens that the policy sampled for it
-    logprobs: list[float | None] | None = None  # 0 in the prefix, `[T]`; `None` where the backend reports none
+    logprobs: list[float | None] | None = None  # of the prefix too, `[T]`; `None` where the backend reports none
     rewards: list[float] = field(default_factory=list)  # `[F]`, once it was judged
+    states: dict[int, Any] = field(default_factory=dict)  # of its environment before each turn, where they are kept
+
+    @property
+    def row(self) -> int:
+        """The main row that it comes from."""
+        return self.origin.row
+
+    def as_trajectory(self) -> Trajectory:
+        """What can be left in its turn."""
+        return replace(
+            self.origin,
+            completion_ids=self.completion_ids,
+            loss_mask=self.loss_mask,
+            messages=self.messages,
+            states={**{t: state for t, state in self.origin.states.items() if t <= self.turn}, **self.states},
+            logprobs=self.logprobs,
+        )
