@@ -21,6 +21,7 @@ CONFIGS = EXAMPLES / "configs"
 # An agent's script is named after its agent, and its data are not on the command line.
 SCRIPTS = {row.name: f"{row.name}.py" for row in METHODS.values() if not row.plain}
 SCRIPTS |= {"branpo": "branpo_search_agent.py", "gigpo": "gigpo_sokoban_agent.py"}
+SCRIPTS |= {"agent_tree_grpo": "agent_tree_grpo_search_agent.py"}
 ON_THE_COMMAND_LINE = [name for name in SCRIPTS if not METHODS[name].needs_tools]
 AGENTS = [name for name in SCRIPTS if METHODS[name].needs_tools]
 SECTION = (EXAMPLES / "README.md").read_text().split("\n## Configurations\n")[1].split("\n## ")[0]

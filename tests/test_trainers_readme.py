@@ -45,7 +45,7 @@ def own_defaults(config_class):
 @pytest.mark.parametrize("method", OURS)
 def test_every_knob_is_in_the_methods_table_with_its_default(method):
     title, config_class = SECTIONS.get(method, METHODS[method].title), METHODS[method].config_class
-    section = re.search(rf"^## {title}\b.*?^### Knobs\n(.*?)^### ", README, re.MULTILINE | re.DOTALL).group(1)
+    section = re.search(rf"^## {re.escape(title)}.*?^### Knobs\n(.*?)^### ", README, re.MULTILINE | re.DOTALL).group(1)
     rows = knob_rows(section)
     assert {name: value_of(default) for name, default, _ in rows} == own_defaults(config_class)
     assert [name for name, _, _ in rows] == list(config_class.__annotations__)

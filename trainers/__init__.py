@@ -8,6 +8,8 @@ from trl_explore.compat import check_trl_version
 
 check_trl_version(trl.__version__)
 
+from .agent_tree_grpo import AgentTreeGRPOTrainer
+from .agent_tree_grpo_config import AgentTreeGRPOConfig
 from .base import ExplorationTrainer
 from .branpo import BranPOTrainer
 from .branpo_config import BranPOConfig
@@ -24,6 +26,8 @@ from .tree_grpo import TreeGRPOTrainer
 from .tree_grpo_config import TreeGRPOConfig
 
 __all__ = [
+    "AgentTreeGRPOConfig",
+    "AgentTreeGRPOTrainer",
     "BranPOConfig",
     "BranPOTrainer",
     "DeepGRPOConfig",

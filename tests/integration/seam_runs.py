@@ -37,6 +37,8 @@ from trl import GRPOConfig, GRPOTrainer
 from world import BOARDS, make_agent, make_dataset, make_trainer, saved_model
 
 from trl_explore.trainers import (
+    AgentTreeGRPOConfig,
+    AgentTreeGRPOTrainer,
     BranPOConfig,
     BranPOTrainer,
     DeepGRPOConfig,
@@ -115,6 +117,7 @@ AGENTS = {
     "sesa agent": (SESATrainer, SESAConfig, dict(AGENT, branch_depth=2)),
     "branpo": (BranPOTrainer, BranPOConfig, REUSED),
     "branpo replay": (BranPOTrainer, BranPOConfig, dict(SPREAD, environment_state="replay")),
+    "agent_tree_grpo": (AgentTreeGRPOTrainer, AgentTreeGRPOConfig, dict(REUSED, num_rounds=2, leaves_per_tree=2)),
     "gigpo": (GiGPOTrainer, GiGPOConfig, SPREAD),
     "g2rl branpo": (GuidedBranPO, GuidedBranPOConfig, {}),
 }

@@ -19,6 +19,8 @@ from trl_explore.serving.agreement import release
 from trl_explore.tasks.lake_agent import LAKE_AGENT
 from trl_explore.tasks.tiny_model import build_model
 from trl_explore.trainers import (
+    AgentTreeGRPOConfig,
+    AgentTreeGRPOTrainer,
     BranPOConfig,
     BranPOTrainer,
     ExplorationConfig,
@@ -53,6 +55,7 @@ SUMS["deep_grpo_deferred"] = (*SUMS["deep_grpo"][:2], dict(SUMS["deep_grpo"][2],
 GAMES = {
     "sesa_agent": (SESATrainer, SESAConfig, GAME),
     "branpo_agent": (BranPOTrainer, BranPOConfig, dict(success_threshold=0.5)),
+    "agent_tree_grpo_agent": (AgentTreeGRPOTrainer, AgentTreeGRPOConfig, dict(num_rounds=2)),
     "gigpo_agent": (GiGPOTrainer, GiGPOConfig, {}),
 }
 KINDS = [f"{name}_agent" if row.needs_tools else name for name, row in METHODS.items() if not row.plain]

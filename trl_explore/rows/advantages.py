@@ -1,5 +1,6 @@
 """Rewards to one number per row, and which rows carry a learning signal."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -50,6 +51,14 @@ def relative_rewards(rewards: Sequence[float], *, scale: str = "group", eps: flo
     if scale == "group":
         advantages = advantages / (nanstd(values) + eps)  # NaN with a single reward
     return advantages.nan_to_num(nan=0.0).tolist()
+
+
+def contrasts(rewards: Sequence[float], *, scale: str = "group") -> list[float]:
+    """As [`relative_rewards`], and exactly 0 where all rewards are equal: rounding would leave up to 1e-3."""
+    known = [reward for reward in rewards if not math.isnan(reward)] or [0.0]
+    if max(known) - min(known) <= 1e-6 * max(map(abs, known)):
+        return [0.0] * len(rewards)
+    return relative_rewards(rewards, scale=scale)
 
 
 def has_signal(advantages: torch.Tensor, *, tolerance: float = 1e-8) -> torch.Tensor:

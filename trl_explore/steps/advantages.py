@@ -1,12 +1,11 @@
 """What a step is worth beside the other steps from its state, after GiGPO (https://huggingface.co/papers/2505.10978),
 section 4.2."""
 
-import math
 from collections.abc import Sequence
 
 import torch
 
-from trl_explore.rows.advantages import relative_rewards
+from trl_explore.rows.advantages import contrasts
 
 SCALES = ("group", "none")
 
@@ -43,10 +42,7 @@ def step_advantages(
             members.setdefault(state, []).append((row, step))
     for places in members.values():
         values = [returns[row][step] for row, step in places]
-        known = [value for value in values if not math.isnan(value)] or [0.0]
-        if max(known) - min(known) <= 1e-6 * max(map(abs, known)):  # rounding would leave up to 1e-3
-            continue
-        for (row, step), advantage in zip(places, relative_rewards(values, scale=scale), strict=True):
+        for (row, step), advantage in zip(places, contrasts(values, scale=scale), strict=True):
             advantages[row][step] = advantage
     return advantages
 
