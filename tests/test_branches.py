@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trl.trainer.utils import nanstd
 
-from trl_explore.agents.trajectories import turns
+from trl_explore.agents.trajectories import suffix_mask, turns
 from trl_explore.branches.choice import (
     branch_advantages,
     branch_count,
@@ -24,7 +24,6 @@ from trl_explore.branches.choice import (
     is_success,
     recursion_depth,
     seeks_shorter,
-    suffix_mask,
 )
 from trl_explore.rows.advantages import relative_rewards
 

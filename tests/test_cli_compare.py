@@ -366,7 +366,7 @@ def test_several_processes_are_refused(workdir, monkeypatch, capsys):
     ("task", "methods"),
     [
         ("countdown", ["grpo", "deep_grpo", "tree_grpo", "sesa", "g2rl"]),
-        ("multi_hop", ["branpo", "agent_tree_grpo", "gigpo"]),
+        ("multi_hop", ["deep_grpo", "branpo", "gigpo", "agent_tree_grpo"]),
         ("lake_agent", ["sesa", "gigpo"]),
     ],
 )

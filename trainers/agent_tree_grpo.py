@@ -1,6 +1,5 @@
 """Tree-GRPO: trajectories of agents grow into trees at random turns, whose leaves are compared twice."""
 
-import sys
 import time
 import warnings
 from typing import Any
@@ -9,7 +8,6 @@ import torch
 
 from trl_explore.agent_trees.search import AgentTrees
 from trl_explore.agents.forks import Forks
-from trl_explore.agents.states import KeptStates
 from trl_explore.agents.turns import Turns
 from trl_explore.rows.scorer import ScoredRows
 from trl_explore.rows.streams import RowDict
@@ -79,11 +77,7 @@ class AgentTreeGRPOTrainer(ExplorationTrainer):
         return {} if self._leaves is None else {"leaf": (self._leaves, 1.0)}
 
     def setup(self) -> None:
-        args = self.args
-        states = KeptStates(self, self.turns.world, wanted=args.environment_state, num_turns=sys.maxsize)
-        deep = args.num_rounds > 1
-        limit = args.max_tool_calling_iterations
-        self.forks = Forks(self, self.turns, self.sample, states, self.watch, lambda: limit, keep_states=deep)
+        self.forks = Forks(self, self.turns, self.sample, self.watch, keep_states=self.args.num_rounds > 1)
         self.trees: AgentTrees = AgentTrees(self, self.scorer, self.forks)
         super().setup()
         if not self.tools:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from trl_explore.agents.forks import Forks
-from trl_explore.agents.states import KeptStates
 from trl_explore.agents.trajectories import Trajectory
 from trl_explore.agents.turns import Turns
 from trl_explore.branches.search import REDUNDANCY_DEPTH, BranchSearch
@@ -103,8 +102,8 @@ class BranPOTrainer(ExplorationTrainer):
         args = self.args
         depths = args.branch_depth_hard, args.branch_depth, args.branch_depth_solved, REDUNDANCY_DEPTH
         num_turns = sys.maxsize if args.branch_selection == "random" else max(depths)
-        states = KeptStates(self, self.turns.world, wanted=args.environment_state, num_turns=num_turns)
-        self.forks = Forks(self, self.turns, self.sample, states, self.watch, self.interaction_limit)
+        limit = self.interaction_limit
+        self.forks = Forks(self, self.turns, self.sample, self.watch, num_turns=num_turns, most_rounds=limit)
         self.branches = BranchSearch(self, self.scorer, self.forks)
         super().setup()
         if not self.tools:

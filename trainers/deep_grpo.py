@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from trl_explore.agents.forks import Forks
 from trl_explore.pivots.choice import BranchPoint
 from trl_explore.pivots.estimator import SuccessEstimator
 from trl_explore.pivots.search import PivotSearch, check_columns
@@ -41,12 +42,13 @@ class DeepGRPOTrainer(ExplorationTrainer):
     3. The slope of the success estimator has a quadratic penalty, so that separable outcomes cannot diverge.
 
     The constructor takes what [`~trl.GRPOTrainer`] takes; `args` is a [`DeepGRPOConfig`] or a plain
-    [`~trl.GRPOConfig`]. Tools, environments, vision-language models and `rollout_func` are refused.
+    [`~trl.GRPOConfig`]. An agent with `tools` or an `environment_factory` is left before its turns, and inside the
+    last one; branches go on with their tools. Vision-language models and `rollout_func` are refused.
     """
 
     method = "deep_grpo"
     config_class = DeepGRPOConfig
-    requires = Requires(samples=True, extra_rows=True)
+    requires = Requires(samples=True, extra_rows=True, tools=True, turns=True, watched_tools=True)
     _points: list[BranchPoint]  # those whose branches are trained with this batch
     _queue: list[BranchPoint]  # those that wait for their branches
     _pivot_depths: dict[int | None, float]  # of the first pivot of each main row that has one
@@ -115,13 +117,24 @@ class DeepGRPOTrainer(ExplorationTrainer):
 
     # -------------------------------------------------------------------------------------- its parts, files and state
 
+    def check(self, args: Any, *, tools: Any, environment_factory: Any) -> None:
+        super().check(args, tools=tools, environment_factory=environment_factory)
+        if args.deferred_branching and (tools or environment_factory is not None):
+            raise ValueError(
+                "`deferred_branching=True` samples branches one batch later, when the environments of an agent are at "
+                "other tasks: set it to False."
+            )
+
     def setup(self) -> None:
         super().setup()
         args = self.args
         self.estimator = SuccessEstimator(
             buffer_size=args.estimator_buffer_size, l2=args.estimator_l2, min_samples=args.estimator_min_samples
         )
-        self.pivots: PivotSearch = PivotSearch(self, self.scorer, self.estimator)
+        if self.tools or self.environments:
+            assert self.turns is not None
+            self.forks = Forks(self, self.turns, self.sample, self.watch)
+        self.pivots: PivotSearch = PivotSearch(self, self.scorer, self.estimator, self.forks)
         self._points, self._queue, self._pivot_depths, self._recovered = [], [], {}, {}
         self._own_seconds = 0.0
         file = args.hard_states_file and path_inside(args.output_dir, args.hard_states_file, field="hard_states_file")

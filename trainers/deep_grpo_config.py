@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, field
 
+from trl_explore.agents.snapshots import STATES
 from trl_explore.names import explain_fields
 from trl_explore.saving.checkpoints import path_inside
 
@@ -11,6 +12,7 @@ from .config import ExplorationConfig, at_least, one_of, run_checks, within
 CHECKS = (
     one_of("segmentation", ("delimiter", "fixed")),
     one_of("pivot_selection", ("utility", "uniform", "root")),
+    one_of("environment_state", STATES),
     one_of("branch_from", ("failures", "failed_groups", "all")),
     at_least(2, "num_branches", words="; a branch's advantage is relative to its siblings"),
     at_least(1, "num_pivots", "estimator_buffer_size", "estimator_update_steps"),
@@ -75,6 +77,11 @@ class DeepGRPOConfig(ExplorationConfig):
         hard_states_file (`str`, *optional*):
             A `.jsonl` file inside `output_dir` for pivots without a successful branch. Each is appended as a JSON
             line, if any of its branches could be scored.
+        environment_state (`str`, *optional*, defaults to `"auto"`):
+            How an agent's environments go back: `"auto"`, `"snapshot"`, `"copy"` or `"replay"`. They return to a turn
+            by `"snapshot"` (they define `snapshot()` and `restore(state)`), `"copy"` (`copy.deepcopy` after every
+            turn), or `"replay"` (the calls of the prefix are made again and must be answered as before). `"auto"`
+            takes the first that is possible, and replays where copies turn out not to be separate.
     """
 
     success_threshold: float = 1.0
@@ -95,6 +102,7 @@ class DeepGRPOConfig(ExplorationConfig):
     estimator_l2: float = 1.0
     deferred_branching: bool = False
     hard_states_file: str | None = None
+    environment_state: str = "auto"
 
     def validate(self) -> None:
         super().validate()

@@ -52,6 +52,11 @@ def check_arguments(
     if (tools or environment_factory is not None) and not (samples_as_grpo or requires.tools):
         field = "tools" if tools else "environment_factory"
         raise ValueError(f"{name} does not support `{field}` (multi-turn rollouts): remove it, or use GRPOTrainer.")
+    if (tools or environment_factory is not None) and args.max_completion_length is None:
+        raise ValueError(
+            "`max_completion_length=None`: the turns of an agent and what its tools answer need a limit together. Set "
+            "a number."
+        )
     if samples_as_grpo and args.explores_some:
         field = "explore_share_end" if args.explore_prompts == "all" else "explore_prompts"
         raise ValueError(

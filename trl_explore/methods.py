@@ -59,9 +59,9 @@ def _load(path: str) -> Any:
 def _pivots(task: Any) -> dict[str, Any] | None:
     from trl_explore.tasks import AGENTS, ChainTask, FactTask
 
-    if task.name in AGENTS:
-        return None
     few = {"max_pivots_per_batch": 16, "sampling_batch_size": 64}
+    if task.name in AGENTS:  # beside turns, the last one may be left inside
+        return {**few, "segmentation": "fixed", "segment_length": 8}
     if isinstance(task, ChainTask):
         return {**few, "segment_delimiters": [";"]}
     length = task.step_length if isinstance(task, FactTask) else max(1, task.max_completion_length // 6)

@@ -115,6 +115,7 @@ SUMS = {
 AGENTS = {
     "grpo agent": (GRPOTrainer, GRPOConfig, {}),
     "sesa agent": (SESATrainer, SESAConfig, dict(AGENT, branch_depth=2)),
+    "deep_grpo agent": (DeepGRPOTrainer, DeepGRPOConfig, dict(CUTS, max_pivots_per_batch=6)),
     "branpo": (BranPOTrainer, BranPOConfig, REUSED),
     "branpo replay": (BranPOTrainer, BranPOConfig, dict(SPREAD, environment_state="replay")),
     "agent_tree_grpo": (AgentTreeGRPOTrainer, AgentTreeGRPOConfig, dict(REUSED, num_rounds=2, leaves_per_tree=2)),

@@ -23,6 +23,8 @@ from trl_explore.trainers import (
     AgentTreeGRPOTrainer,
     BranPOConfig,
     BranPOTrainer,
+    DeepGRPOConfig,
+    DeepGRPOTrainer,
     ExplorationConfig,
     ExplorationTrainer,
     GiGPOConfig,
@@ -53,6 +55,11 @@ for name in ("tree_grpo", "sesa"):
     )
 SUMS["deep_grpo_deferred"] = (*SUMS["deep_grpo"][:2], dict(SUMS["deep_grpo"][2], deferred_branching=True))
 GAMES = {
+    "deep_grpo_agent": (
+        DeepGRPOTrainer,
+        DeepGRPOConfig,
+        dict(num_branches=2, segmentation="fixed", segment_length=6, max_pivots_per_batch=6),
+    ),
     "sesa_agent": (SESATrainer, SESAConfig, GAME),
     "branpo_agent": (BranPOTrainer, BranPOConfig, dict(success_threshold=0.5)),
     "agent_tree_grpo_agent": (AgentTreeGRPOTrainer, AgentTreeGRPOConfig, dict(num_rounds=2)),

@@ -46,11 +46,10 @@ class AgentTrees:
     def grow(self, explored: list[bool]) -> None:
         """Expand the explored main rows `[B]`, round by round, and keep the leaves that are trained."""
         args, generator = self.args, self.policy.exploration_generator
-        failed = self.forks.turns.failed
         self.trees = {
             row: AgentTree([trajectory], [Span(0, len(trajectory.turns))])
             for row, trajectory in enumerate(self.forks.trajectories)
-            if explored[row] and not (failed and failed[row])
+            if explored[row] and not self.forks.has_failed(row)
         }
         self.num_sampled = self.num_dropped = 0
         for _ in range(args.num_rounds):

@@ -19,23 +19,25 @@ from trl_explore.sampling.sampler import Sampler
 
 
 class Forks:
-    """Leaves trajectories at any of their last turns, in sampled token ids. Environments go on from the state that
-    they had: each branch has its own. With `keep_states` branches can be left in their turn."""
+    """Leaves trajectories at any of their last `num_turns` turns, in sampled token ids. Environments go on from the
+    state that they had: each branch has its own. With `keep_states` branches can be left in their turn."""
 
     def __init__(
         self,
         policy: Policy,
         turns: Turns,
         sample: Sampler,
-        states: KeptStates,
         watch: ToolWatch,
-        most_rounds: Callable[[], int | None],
         *,
+        num_turns: int = sys.maxsize,
+        most_rounds: Callable[[], int | None] | None = None,
         keep_states: bool = False,
     ) -> None:
-        self.policy, self.turns, self.sample, self.states, self.watch = policy, turns, sample, states, watch
+        self.policy, self.turns, self.sample, self.watch = policy, turns, sample, watch
+        self.states = KeptStates(policy, turns.world, wanted=policy.args.environment_state, num_turns=num_turns)
         self.world: World = turns.world
-        self.most_rounds, self.keep_states = most_rounds, keep_states
+        self.most_rounds = most_rounds or (lambda: policy.args.max_tool_calling_iterations)
+        self.keep_states = keep_states
         self.trajectories: list[Trajectory] = []
         self._stopped: set[int] | None = None  # branches that may call no further tool; `None` outside branching
         self._branches: list[Branch] = []  # of the tool loop
@@ -146,8 +148,13 @@ class Forks:
             branch.complete = self._is_complete(branch)
         return branches
 
+    def has_failed(self, row: int) -> bool:
+        """Whether the environment of a main row has raised."""
+        return bool(self.turns.failed) and self.turns.failed[row]
+
     def judge(self, branches: list[Branch], scorer: Scorer) -> None:
-        """Score complete branches by the reward functions, into their `rewards`; every process calls it."""
+        """Score branches by the reward functions, into their `rewards`; every process calls it. One whose environment
+        raised gets 0 from each, as a main row does."""
         rewards, _ = scorer.judge(
             [self.example(branch.row) for branch in branches],
             [branch.completion_ids for branch in branches],
@@ -156,7 +163,7 @@ class Forks:
             keep_metrics=False,  # what reward functions log of branches is not the main rows'
         )
         for branch, values in zip(branches, rewards, strict=True):
-            branch.rewards = values
+            branch.rewards = values if environment_error(branch.environment) is None else [0.0] * len(values)
 
     def example(self, row: int) -> dict[str, Any]:
         """The data-set example behind a main row, with the prompt as it was sampled from."""

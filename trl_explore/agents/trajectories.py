@@ -15,6 +15,11 @@ def turns(loss_mask: Sequence[int]) -> list[tuple[int, int]]:
     return list(zip(flips[::2], flips[1::2], strict=True))
 
 
+def suffix_mask(loss_mask: Sequence[int], start: int) -> list[int]:
+    """Loss mask `[T]` of a branch from token `start`: the shared prefix is trained in the original's row only."""
+    return [0] * start + list(loss_mask[start:])
+
+
 @dataclass
 class Trajectory:
     """A main row, or a branch of one, as it was rolled out."""

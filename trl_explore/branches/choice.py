@@ -123,8 +123,3 @@ def credit(base: float, branch: float, start: int, *, num_tokens: int, redundant
     """Advantages `[T]` of an initial rollout (section 4.3): `base` before token `start`, `branch` from it on, masked
     where a shorter continuation has shown the suffix to be redundant (Eq. 14)."""
     return [base] * start + [0.0 if redundant else branch] * (num_tokens - start)
-
-
-def suffix_mask(loss_mask: Sequence[int], start: int) -> list[int]:
-    """Loss mask `[T]` of a branch from token `start`: the shared prefix is trained in the original's row only."""
-    return [0] * start + list(loss_mask[start:])

@@ -10,7 +10,7 @@ import torch
 from trl.trainer.utils import nanstd
 
 from trl_explore.agents.forks import Forks
-from trl_explore.agents.trajectories import Branch, turns
+from trl_explore.agents.trajectories import Branch, suffix_mask, turns
 from trl_explore.branches.choice import (
     branch_advantages,
     branch_count,
@@ -21,7 +21,6 @@ from trl_explore.branches.choice import (
     group_accuracy,
     recursion_depth,
     seeks_shorter,
-    suffix_mask,
 )
 from trl_explore.rows.policy import Policy
 from trl_explore.rows.rollouts import Rows
@@ -49,7 +48,6 @@ class BranchSearch:
     def plans(self, rewards: list[float], trained: list[bool]) -> list[Plan]:
         """Where every main row of this process is left (Eq. 15, 16 and section 4.4)."""
         args, size = self.args, self.args.num_generations
-        failed = self.forks.turns.failed
         lengths = [len(trajectory.turns) for trajectory in self.forks.trajectories]
         forks = partial(fork_depths, selection=args.branch_selection, generator=self.policy.exploration_generator)
         plans = []
@@ -58,7 +56,7 @@ class BranchSearch:
             accuracy = group_accuracy(group, definition=args.accuracy, threshold=args.success_threshold)
             longer = seeks_shorter(group, lengths[g : g + size], accuracy=accuracy, threshold=args.success_threshold)
             for row, reward in enumerate(group, g):
-                if math.isnan(reward) or not trained[row] or (failed and failed[row]):
+                if math.isnan(reward) or not trained[row] or self.forks.has_failed(row):
                     plans.append(Plan([], 0))
                 elif longer[row - g] and args.redundancy_tries:
                     plans.append(

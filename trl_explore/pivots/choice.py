@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from trl_explore.agents.trajectories import Branch
 from trl_explore.rewards.success import failed, succeeded
 from trl_explore.rows.rollouts import Continuation
 
@@ -43,6 +44,13 @@ class BranchPoint:
     depth: float  # relative, in (0, 1]
     branches: list[Continuation] = field(default_factory=list)  # the K continuations
     row: int | None = None  # of this process's batch; `None` once that is over
+    trajectories: list[Branch] = field(default_factory=list)  # the continuations, where it is an agent's
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the policy sampled for the branches."""
+        own = sum(branch.num_sampled for branch in self.trajectories)
+        return own or sum(len(branch.token_ids) for branch in self.branches)
 
     def record(self, step: int, decode: Callable[[list[int]], str]) -> dict[str, Any]:
         """The state to branch from, for a file."""
@@ -92,6 +100,12 @@ def token_texts(ids: Sequence[int], tokenizer: Decoder, *, cache: dict[int, str]
                 continue
         begin = i + 1
     return texts
+
+
+def turn_starts(turns: Sequence[tuple[int, int]], inside_last: Sequence[int]) -> list[int]:
+    """Starts of an agent's segments: its turns, start and end of each, and the segments of the last one, whose starts
+    `inside_last` count from its own."""
+    return [start for start, _ in turns[:-1]] + [turns[-1][0] + start for start in inside_last]
 
 
 def drop_empty_end(

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from trl_explore.agents.forks import Forks
+from trl_explore.agents.trajectories import Fork, suffix_mask
 from trl_explore.pivots.choice import (
     BranchPoint,
     Pivot,
@@ -15,11 +17,12 @@ from trl_explore.pivots.choice import (
     relative_depths,
     segment_delimiters,
     segment_fixed,
+    turn_starts,
 )
 from trl_explore.pivots.estimator import SuccessEstimator
 from trl_explore.rewards.success import failed, succeeded
 from trl_explore.rows.policy import Policy
-from trl_explore.rows.rollouts import Rows
+from trl_explore.rows.rollouts import Continuation, Rows
 from trl_explore.rows.scorer import ScoredRows, Scorer
 from trl_explore.sampling.sampler import Sampler
 from trl_explore.saving.plain_values import to_plain
@@ -28,8 +31,11 @@ from trl_explore.saving.plain_values import to_plain
 class PivotSearch:
     """Chooses pivots (Eq. 1) and samples branches from them."""
 
-    def __init__(self, policy: Policy, scorer: Scorer, estimator: SuccessEstimator) -> None:
+    def __init__(
+        self, policy: Policy, scorer: Scorer, estimator: SuccessEstimator, forks: Forks | None = None
+    ) -> None:
         self.policy, self.scorer, self.estimator, self.args = policy, scorer, estimator, policy.args
+        self.forks = forks  # of an agent; it may be left at its turns, and inside the last one
         # Equal on all processes: it decides which pivots of the whole batch are kept.
         self.shared_generator = torch.Generator().manual_seed(policy.args.seed)
         self.num_batches = 0
@@ -59,6 +65,7 @@ class PivotSearch:
         pivots = [
             p
             for row in self.policy.ranks.local(chosen).nonzero().squeeze(1).tolist()
+            if self.forks is None or not self.forks.has_failed(row)
             for p in self.draw(row, completion_ids[row], most)
         ]
         self._warn_without_cuts(int(chosen.sum()))
@@ -66,7 +73,7 @@ class PivotSearch:
             pivots = self._capped(pivots, self.args.max_pivots_per_batch)
         return [
             BranchPoint(
-                example=dict(examples[p.row]),
+                example=dict(examples[p.row]) if self.forks is None else self.forks.example(p.row),
                 prompt_ids=prompt_ids[p.row],
                 prefix_ids=completion_ids[p.row][: p.start],
                 depth=p.depth,
@@ -92,7 +99,7 @@ class PivotSearch:
     def draw(self, row: int, ids: list[int], most: int) -> list[Pivot]:
         """Pivots of one completion; none has more than `most` tokens."""
         starts = drop_empty_end(
-            self._segment(ids, most), ids, self.policy.tokenizer, end_ids=self.policy.eos_token_ids
+            self._starts(row, ids, most), ids, self.policy.tokenizer, end_ids=self.policy.eos_token_ids
         )
         depths = relative_depths(len(starts))
         self._num_cut += len(starts) > 1
@@ -108,6 +115,12 @@ class PivotSearch:
             probs = pivot_distribution(predicted, gamma=self.args.depth_bias, possible=possible)
         drawn = draw_pivots(probs, self.args.num_pivots, generator=self.policy.exploration_generator)
         return [Pivot(row, starts[t], float(depths[t])) for t in drawn]
+
+    def _starts(self, row: int, ids: list[int], most: int) -> list[int]:
+        if self.forks is None:
+            return self._segment(ids, most)
+        turns = self.forks.trajectories[row].turns
+        return turn_starts(turns, self._segment(ids[slice(*turns[-1])], most))
 
     def _segment(self, ids: list[int], most: int) -> list[int]:
         if self.args.segmentation == "fixed":
@@ -135,23 +148,45 @@ class PivotSearch:
 
     def branch(self, points: list[BranchPoint], sample: Sampler, most: int) -> None:
         """Sample the branches, all of them in one call, to completions of at most so many tokens."""
+        if self.forks is not None:
+            return self._branch_trajectories(points, self.forks)
         prefixes = [b.prompt_ids + b.prefix_ids for b in points]
         with sample.rollout():
             continuations = sample(prefixes, self.args.num_branches, [most - len(b.prefix_ids) for b in points])
         for point, branches in zip(points, continuations, strict=True):
             point.branches = branches
 
+    def _branch_trajectories(self, points: list[BranchPoint], forks: Forks) -> None:
+        """An agent goes on with its tools, from the state of its environment, and is judged where that stands."""
+        number, left = self.args.num_branches, []
+        for point in points:
+            assert point.row is not None
+            origin, start = forks.trajectories[point.row], len(point.prefix_ids)
+            turn = sum(first <= start for first, _ in origin.turns) - 1
+            left.append(Fork(origin, turn, number, start))
+        branches = forks.leave(left)
+        forks.judge(branches, self.scorer)
+        for i, point in enumerate(points):
+            point.trajectories = own = branches[i * number : (i + 1) * number]
+            point.branches = [
+                Continuation(b.completion_ids[b.start :], b.logprobs and b.logprobs[b.start :]) for b in own
+            ]
+
     def rows(self, points: list[BranchPoint]) -> Rows:
         """Branches as rows of training; their prefixes only condition (Eq. 4)."""
         pairs = [(b, branch) for b in points for branch in b.branches]
         # The sampler saw the prefixes as prompts; they are not trained.
         logprobs = [[*[0.0] * len(b.prefix_ids), *(branch.logprobs or [])] for b, branch in pairs]
+        agents = [trajectory for b in points for trajectory in b.trajectories]
         return Rows(
             examples=[dict(b.example) for b, _ in pairs],
             prompt_ids=[b.prompt_ids for b, _ in pairs],
             completion_ids=[b.prefix_ids + branch.token_ids for b, branch in pairs],
-            loss_mask=[[0] * len(b.prefix_ids) + [1] * len(branch.token_ids) for b, branch in pairs],
+            loss_mask=[suffix_mask(b.loss_mask, b.start) for b in agents]
+            or [[0] * len(b.prefix_ids) + [1] * len(branch.token_ids) for b, branch in pairs],
             group_size=self.args.num_branches,
+            known_rewards=[b.rewards for b in agents],
+            completions=[b.messages for b in agents],
             parents=[b.row for b, _ in pairs],
             logprobs=logprobs if self.policy.serving is not None else None,
         )
@@ -190,7 +225,7 @@ class PivotSearch:
             "informative": spread,
             "depth": sum(b.depth for b in points),
             "branches": len(branches),
-            "tokens": sum(len(branch.token_ids) for branch in branches),
+            "tokens": sum(b.num_sampled for b in points),
             "main_tokens": main_tokens,
         }
         total = {name: self.policy.ranks.gathered(value).sum().item() for name, value in own.items()}
