@@ -94,7 +94,7 @@ def test_without_expansions_it_is_grpo_bit_for_bit(tmp_path, options):
     expected, _ = trained(GRPOTrainer, GRPOConfig, tmp_path, **options)
     got, log = trained(AgentTreeGRPOTrainer, AgentTreeGRPOConfig, tmp_path, **options, **OFF)
     assert_same(got, expected)
-    assert not any(key.startswith("expansion/") for entry in log for key in entry)
+    assert not any(key.startswith("branch/") for entry in log for key in entry)
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_solved_prompts_that_are_not_explored_have_grpos_rows_and_advantages(tmp
     assert torch.equal(rows[0]["completion_ids"], rows[1]["completion_ids"])
     assert torch.equal(rows[0]["advantages"], rows[1]["advantages"])
     assert trainer._metrics["train"]["explore_share"] == [0.0]
-    assert "leaf" not in trainer.streams.steps
+    assert "branch" not in trainer.streams.steps
 
 
 # ----------------------------------------------------------------------------------------------- what is sampled
@@ -181,8 +181,8 @@ def test_branches_go_on_from_the_state_of_their_node(tmp_path, voice, factory, s
         origins["main" if origin.completion_ids == main.completion_ids else "branch"] += 1
     assert origins["main"] > 0 and (origins["branch"] > 0) == (rounds > 1)
     metrics = trainer._metrics["train"]
-    assert metrics["expansion/sampled_tokens"] == [sum(branch.num_sampled for branch, _ in judged)]
-    assert metrics["expansion/trees"] == [8] and 0 <= metrics["expansion/mean_depth"][0] < 1
+    assert metrics["branch/sampled_tokens"] == [sum(branch.num_sampled for branch, _ in judged)]
+    assert metrics["branch/trees"] == [8] and 0 <= metrics["branch/mean_depth"][0] < 1
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_each_knob_changes_what_agents_learn(tmp_path, voice, options):
         runs.append(parameters(trainer))
     assert differ(runs[-1], runs[-2])
     log = trainer.state.log_history[0]
-    assert 0 < log["expansion/token_ratio"] < 1 and log["expansion/contrast_fraction"] > 0 and "leaf/reward" in log
+    assert 0 < log["branch/token_ratio"] < 1 and log["branch/contrast_fraction"] > 0 and "branch/reward" in log
 
 
 def test_a_branch_whose_environment_raises_is_no_leaf(tmp_path, voice, monkeypatch):
@@ -243,7 +243,7 @@ def test_a_branch_whose_environment_raises_is_no_leaf(tmp_path, voice, monkeypat
     with pytest.warns(UserWarning, match="no ice to the u"):
         one_batch(trainer)
     sound = [row for row in range(8) if not trainer.turns.failed[row]]
-    dropped = trainer._metrics["train"]["expansion/dropped"][0]
+    dropped = trainer._metrics["train"]["branch/dropped"][0]
     assert sorted(trainer.trees.trees) == sound and 0 < len(sound) < 8 and dropped > 0
     assert sum(len(tree.branches) for tree in trainer.trees.trees.values()) == 4 * len(sound) - dropped
 

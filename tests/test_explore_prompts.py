@@ -13,6 +13,8 @@ from trl_explore.compare.run import sampled_tokens
 from trl_explore.methods import METHODS
 from trl_explore.selection.need import share_at
 from trl_explore.trainers import (
+    AgentTreeGRPOConfig,
+    AgentTreeGRPOTrainer,
     BranPOConfig,
     BranPOTrainer,
     DeepGRPOConfig,
@@ -41,6 +43,7 @@ OWN_ROWS = {
 BRANCHES = {
     "deep": (DeepGRPOTrainer, DeepGRPOConfig, dict(num_branches=3, segmentation="fixed", segment_length=2)),
     "branpo": (BranPOTrainer, BranPOConfig, {}),
+    "agents": (AgentTreeGRPOTrainer, AgentTreeGRPOConfig, {}),
 }
 ALL = {**OWN_ROWS, **BRANCHES}
 UNSOLVED = dict(explore_prompts="unsolved")
@@ -223,5 +226,6 @@ def test_bad_values_are_named(tmp_path, options, message):
 
 
 def test_every_method_that_explores_takes_it():
-    own = {row.name for row in METHODS.values() if row.name not in ("grpo", "g2rl", "exploration")}
+    # The others sample as GRPO does, and refuse it.
+    own = {row.name for row in METHODS.values() if not row.plain and row.trainer_class.requires.samples}
     assert own == {case[0].method for case in ALL.values()}

@@ -212,7 +212,7 @@ def test_what_samples_rows_itself_refuses_a_rollout_func(tmp_path, trainer_class
         make_trainer(trainer_class, config_class, tmp_path, rollout_func=dice)
 
 
-@pytest.mark.parametrize("trainer_class,config_class", [pair for pair in OWN if pair[0] is not BranPOTrainer])
+@pytest.mark.parametrize("trainer_class,config_class", [pair for pair in OWN if not pair[0].requires.tools])
 @pytest.mark.parametrize("field", ["tools", "environment_factory"])
 def test_what_samples_rows_itself_refuses_tools_unless_it_says_otherwise(tmp_path, trainer_class, config_class, field):
     given = {"tools": [move], "environment_factory": dict}[field]

@@ -64,7 +64,7 @@ class AgentTreeGRPOTrainer(ExplorationTrainer):
             explored = self.ranks.local(self.need.explored(self.scorer.success()))
         trees.grow(explored.tolist())
         trees.compare()
-        self.log_metric("expansion/seconds", time.perf_counter() - start)
+        self.log_metric("branch/seconds", time.perf_counter() - start)
         for name, value in trees.metrics().items():
             self.log_metric(name, value)
         self._leaves = trees.rows()
@@ -74,7 +74,7 @@ class AgentTreeGRPOTrainer(ExplorationTrainer):
         return self.trees.advantages(output) if self.args.num_expansions else advantages
 
     def extra_streams(self, output, examples, rewards):
-        return {} if self._leaves is None else {"leaf": (self._leaves, 1.0)}
+        return {} if self._leaves is None else {"branch": (self._leaves, 1.0)}
 
     def setup(self) -> None:
         self.forks = Forks(self, self.turns, self.sample, self.watch, keep_states=self.args.num_rounds > 1)

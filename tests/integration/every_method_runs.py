@@ -43,7 +43,7 @@ CREDIT = dict(advantage="unlikeliness", count_bonus=0.5, max_completion_length=2
 CREDIT |= dict(clip_cov=1.0, clip_cov_low=0.5, kl_cov=0.1, num_iterations=2, max_steps=6)
 CASES["grpo with credit"] = (ExplorationTrainer, ExplorationConfig, CREDIT)
 # Times, and a mean over micro-batches, of which one process and two have others.
-NOT_COMPARED = re.compile("time|seconds|(branch|leaf)/entropy")
+NOT_COMPARED = re.compile("time|seconds|branch/entropy")
 SAMPLE = GRPOTrainer._generate_single_turn
 
 

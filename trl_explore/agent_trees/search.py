@@ -100,7 +100,7 @@ class AgentTrees:
         """Branches as rows of training, each with its whole trajectory: a node is trained once per leaf behind it."""
         branches = [branch for _, tree in sorted(self.trees.items()) for branch in tree.branches]
         scored = self.scorer.score(
-            "leaf",
+            "branch",
             Rows(
                 examples=[self.forks.example(branch.row) for branch in branches],
                 prompt_ids=[branch.origin.prompt_ids for branch in branches],
@@ -146,11 +146,11 @@ class AgentTrees:
             }
         )
         return {
-            "expansion/trees": total["trees"],
-            "expansion/contrast_fraction": total["contrast"] / max(total["trees"], 1),
-            "expansion/mean_depth": total["depth"] / max(total["leaves"], 1),
-            "expansion/sampled_tokens": total["tokens"],
-            "expansion/token_ratio": total["tokens"] / (total["tokens"] + total["main_tokens"]),
-            "expansion/dropped": total["dropped"],
+            "branch/trees": total["trees"],
+            "branch/contrast_fraction": total["contrast"] / max(total["trees"], 1),
+            "branch/mean_depth": total["depth"] / max(total["leaves"], 1),
+            "branch/sampled_tokens": total["tokens"],
+            "branch/token_ratio": total["tokens"] / (total["tokens"] + total["main_tokens"]),
+            "branch/dropped": total["dropped"],
             "agent/turns": total["turns"] / total["rows"],
         }
