@@ -129,7 +129,8 @@ def step_of(checkpoint):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_trains_and_saves_a_model(method, workdir, model_folder, capfd):
-    assert main(["train", *flags(model_folder, method=method)]) == 0
+    own = {"evol_rl": dict(embedding_model="ngrams")}.get(method, {})
+    assert main(["train", *flags(model_folder, method=method, **own)]) == 0
     assert step_of("out/checkpoint-2") == 2
     AutoModelForCausalLM.from_pretrained("out")
     assert "Trained 2 steps; model saved to out" in capfd.readouterr().out

@@ -119,6 +119,7 @@ def test_every_method_trains_from_its_file(name, data, tmp_path, monkeypatch):
     small = dict(max_steps=1, per_device_train_batch_size=4, gradient_accumulation_steps=1, num_generations=4)
     small |= dict(max_completion_length=4, save_strategy="no", report_to="none", use_cpu="true", bf16="false")
     small |= {"tree_grpo": dict(node_length=2, overlong_buffer=0), "sesa": dict(max_sketch_length=2)}.get(name, {})
+    small |= {"evol_rl": dict(embedding_model="ngrams")}.get(name, {})
     small |= dict(model_name_or_path=saved_model(), output_dir=tmp_path, disable_tqdm="true")
     flags = [text for field, value in small.items() for text in (f"--{field}", str(value))]
     assert main(["train", "--config", str(CONFIGS / f"{name}.yaml"), *flags]) == 0

@@ -50,6 +50,11 @@ TINY = {
     "sesa": Tiny(dict(max_sketch_length=4), dict(solve_template="{problem}"), "sketch/tokens"),
     "g2rl": Tiny({}, dict(novelty_weight=0.0, reward_mapping="none"), "geometry/mean_novelty"),
     "branpo": Tiny({}, dict(num_branches=0, num_branches_solved=0, redundancy_tries=0), "branch/sampled_tokens"),
+    "evol_rl": Tiny(
+        dict(embedding_model="ngrams", correctness="reward"),
+        dict(novelty_band=0.0, correctness="reward"),
+        "votes/right_fraction",
+    ),
     "agent_tree_grpo": Tiny({}, dict(num_expansions=0), "branch/sampled_tokens"),
     "gigpo": Tiny({}, dict(step_weight=0.0), "steps/mean_advantage"),
 }

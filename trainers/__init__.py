@@ -16,6 +16,8 @@ from .branpo_config import BranPOConfig
 from .config import ExplorationConfig
 from .deep_grpo import DeepGRPOTrainer
 from .deep_grpo_config import DeepGRPOConfig
+from .evol_rl import EvolRLTrainer
+from .evol_rl_config import EvolRLConfig
 from .g2rl import G2RLTrainer, GradientGuided
 from .g2rl_config import G2RLConfig
 from .gigpo import GiGPOTrainer
@@ -32,6 +34,8 @@ __all__ = [
     "BranPOTrainer",
     "DeepGRPOConfig",
     "DeepGRPOTrainer",
+    "EvolRLConfig",
+    "EvolRLTrainer",
     "ExplorationConfig",
     "ExplorationTrainer",
     "G2RLConfig",

@@ -16,6 +16,7 @@ from trl_explore.gradients.novelty import (
     shuffle_in_groups,
     transform_novelty,
 )
+from trl_explore.rows.advantages import as_columns
 
 from .base import ExplorationTrainer, Requires
 from .g2rl_config import G2RLConfig
@@ -55,7 +56,11 @@ class GradientGuided(ExplorationTrainer):
         worth = deciding if args.reward_mapping == "binary" else self.scorer.totals(rewards_per_func)
         mapped = map_rewards(worth, args.reward_mapping, threshold=args.success_threshold)
         if self.features is None:
-            return rewards_per_func if args.reward_mapping == "none" else self._as_columns(mapped, rewards_per_func)
+            return (
+                rewards_per_func
+                if args.reward_mapping == "none"
+                else as_columns(mapped, rewards_per_func, self.reward_weights)
+            )
         known = mapped[~mapped.isnan()]
         if not self._warned and not torch.all((known == 1) | (known == -1)):
             self._warned = True
@@ -81,7 +86,7 @@ class GradientGuided(ExplorationTrainer):
         self._novelty = novelty.nu
         self.log_metric("geometry/unshaped_rows", (~(novelty.valid & enough)).sum().item())
         self.log_metric("geometry/feature_seconds", self.features.seconds)
-        return self._as_columns(shaped, rewards_per_func)
+        return as_columns(shaped, rewards_per_func, self.reward_weights)
 
     def _shuffled(self, nu: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
         # Every process draws for its own rows and is told of the others': a group may lie on several.
@@ -98,14 +103,6 @@ class GradientGuided(ExplorationTrainer):
             "novelty": self.ranks.local(self._novelty).tolist(),
             "shaped_reward": self.ranks.local(shaped).tolist(),
         }
-
-    def _as_columns(self, totals: torch.Tensor, rewards_per_func: torch.Tensor) -> torch.Tensor:
-        """Rewards per function whose weighted sum is `totals`."""
-        weights = self.reward_weights.to(totals.device)
-        column = int(weights.abs().argmax())
-        columns = torch.zeros_like(rewards_per_func).masked_fill(totals.isnan().unsqueeze(1), torch.nan)
-        columns[:, column] = totals / weights[column]
-        return columns
 
 
 class G2RLTrainer(GradientGuided):

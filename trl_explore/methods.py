@@ -97,6 +97,13 @@ def _agents(task: Any) -> dict[str, Any] | None:
     return {} if task.name in AGENTS else None
 
 
+def _without_a_model(task: Any) -> dict[str, Any] | None:
+    from trl_explore.tasks import AGENTS
+
+    # Answers of the embedded tasks are plans and formulas, of which no majority says which are right.
+    return None if task.name in AGENTS else {"embedding_model": "ngrams", "correctness": "reward"}
+
+
 # Okabe and Ito's colours, which the colour-blind can tell apart, without the yellow that white paper swallows; and
 # markers, which a printer can.
 ROWS = (
@@ -240,6 +247,25 @@ ROWS = (
         },
         options=_branches,
         needs_tools=True,
+    ),
+    Method(
+        "evol_rl",
+        "EVOL-RL",
+        "EvolRLTrainer",
+        "EvolRLConfig",
+        tags=(*OURS, "evol-rl"),
+        paper={
+            "title": "Evolving Language Models without Labels: Majority Drives Selection, Novelty Promotes Variation",
+            "id": "2509.15194",
+        },
+        card="evol_rl",
+        metrics={
+            "votes/answered_fraction": "completions with an answer, or a reward where rewards say what is right",
+            "votes/right_fraction": "completions that count as right",
+            "votes/right_reward": "mean reward of these",
+            "novelty/mean_similarity": "mean similarity of two completions of a prompt",
+        },
+        options=_without_a_model,
     ),
     Method("exploration", "Exploration", "ExplorationTrainer", "ExplorationConfig", plain=True),
     Method(

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trl_explore.rewards.answers import (
         accuracy_reward,
+        answered_reward,
         extract_answer,
         format_reward,
         multiple_choice_reward,
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "accuracy_reward",
+    "answered_reward",
     "exact_match_reward",
     "extract_answer",
     "f1_reward",

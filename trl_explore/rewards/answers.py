@@ -257,3 +257,23 @@ def format_reward(completions: Sequence[str | list[dict[str, Any]]], **kwargs: A
         ends = len(outer) == 1 and outer[0][2] and re.fullmatch(r"(\s|[.$]|\\[)\]])*", text[outer[0][1] :])
         rewards.append(1.0 if ends else 0.0)
     return rewards
+
+
+def answered_reward(completions: Sequence[str | list[dict[str, Any]]], **kwargs: Any) -> list[float]:
+    r"""
+    Reward function that is 1.0 where a final answer can be read, as majority votes read it: for data without labels.
+
+    Args:
+        completions (`list[str]` or `list[list[dict]]`):
+            Completions, plain or as messages.
+
+    Returns:
+        `list[float]`: 1.0 or 0.0 per completion.
+
+    Example:
+    ```python
+    >>> answered_reward([r"It is $\boxed{42}$.", "42", "It is 42."])
+    [1.0, 1.0, 0.0]
+    ```
+    """
+    return [float(answer_key(completion_text(completion)) is not None) for completion in completions]

@@ -13,6 +13,15 @@ def combine_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor) -> to
     return total.masked_fill(rewards_per_func.isnan().all(dim=1), torch.nan)
 
 
+def as_columns(totals: torch.Tensor, rewards_per_func: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Rewards `(N, F)` whose weighted sum is `totals`, `(N,)`: in the column of the largest weight; NaN stays NaN."""
+    weights = weights.to(totals.device)
+    column = int(weights.abs().argmax())
+    columns = torch.zeros_like(rewards_per_func).masked_fill(totals.isnan().unsqueeze(1), torch.nan)
+    columns[:, column] = totals / weights[column]
+    return columns
+
+
 def equal_rewards(
     rewards_per_func: torch.Tensor,
     weights: torch.Tensor,

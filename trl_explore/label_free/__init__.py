@@ -1,0 +1,1 @@
+"""Learning without labels: the majority's answer for right, and rewards for unusual reasoning."""
