@@ -225,6 +225,11 @@ def test_without_sentence_transformers_the_extra_is_named(tmp_path, monkeypatch)
         make_trainer(EvolRLTrainer, EvolRLConfig, tmp_path)
 
 
+def test_a_model_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ValueError, match="`embedding_model='no/such-model'` cannot be loaded"):
+        make_trainer(EvolRLTrainer, EvolRLConfig, tmp_path, embedding_model="no/such-model")
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [

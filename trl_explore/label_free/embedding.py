@@ -16,7 +16,7 @@ def reasoning(text: str) -> str:
 
 def make_embedder(name: str, *, device: Any, batch_size: int) -> Embedder:
     """A model of sentence-transformers by its name or folder, or `"ngrams"`: counts of three characters. ImportError
-    without the extra `dense`."""
+    without the extra `dense`, ValueError for a model that is not there."""
     if name == NGRAMS:
         return _count_ngrams
     try:
@@ -26,7 +26,13 @@ def make_embedder(name: str, *, device: Any, batch_size: int) -> Embedder:
             f"`embedding_model={name!r}` needs sentence-transformers: pip install 'trl-explore[dense]', or set "
             f"`embedding_model={NGRAMS!r}`, which compares characters."
         ) from error
-    model = SentenceTransformer(name, device=str(device))
+    try:
+        model = SentenceTransformer(name, device=str(device))
+    except OSError as error:
+        raise ValueError(
+            f"`embedding_model={name!r}` cannot be loaded ({str(error).splitlines()[0]}): give a name on the Hub or a "
+            f"folder, or set it to {NGRAMS!r}."
+        ) from error
 
     def embed(texts: list[str]) -> torch.Tensor:
         found = model.encode(texts, batch_size=batch_size, show_progress_bar=False, convert_to_tensor=True)
