@@ -62,6 +62,14 @@ def test_what_is_gone_is_said(path):
     assert difference(Seam(path, "here.py")) == "is not there"
 
 
+def test_what_somebody_put_in_its_place_is_let_be(monkeypatch):
+    def others(*args, **kwargs): ...
+
+    others.__module__ = "others"
+    monkeypatch.setattr(Theirs, "sample", others)
+    assert difference(Seam(f"{HERE}.sample", "here.py", takes=("prompts",), uses="encode")) is None
+
+
 def test_a_moved_seam_is_refused_by_name_with_the_versions_that_work():
     seams = (Seam(f"{HERE}.sample", "here.py"), Seam(f"{HERE}.gone", "here.py", since="1.15.0"))
     with pytest.raises(ImportError) as refused:
