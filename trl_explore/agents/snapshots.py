@@ -15,7 +15,7 @@ OWN = ("snapshot", "restore")
 
 
 class not_a_tool:
-    """A method that is no plain function of its class, nor a bound one of an instance (which TRL asked for up to 1.14):
+    """A method that is neither a plain function of its class nor, as TRL asks up to 1.14, a bound one of an instance:
     those are offered to the model, all but a few names."""
 
     def __init__(self, function: Callable) -> None:
