@@ -144,6 +144,11 @@ SEAMS = (
         keys="prompt completion rewards advantages extra",
     ),
     Seam(
+        "trl.trainer.grpo_trainer.print_prompt_completions_sample",
+        "rows/table.py",
+        takes=("prompts completions rewards advantages step num_samples extra",),
+    ),
+    Seam(
         "trl.models.unwrap_model_for_generation",
         "sampling/generation.py",
         takes=(
