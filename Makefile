@@ -91,7 +91,7 @@ $(TRL_VENV)/.installed: pyproject.toml constraints.txt constraints-oldest.txt
 	$(PYTHON) -m venv $(TRL_VENV)
 	grep -v '^trl==' $(if $(filter oldest,$(OTHERS)),constraints-oldest.txt,constraints.txt) > $(TRL_VENV)/constraints.txt
 	$(TRL_VENV)/bin/python -m pip install $(QUIET) -c $(TRL_VENV)/constraints.txt torch
-	$(TRL_VENV)/bin/python -m pip install $(QUIET) -c $(TRL_VENV)/constraints.txt "$(TRL_REQUIREMENT)" -e . triton "pytest<9.2" pytest-xdist hypothesis
+	$(TRL_VENV)/bin/python -m pip install $(QUIET) -c $(TRL_VENV)/constraints.txt "$(TRL_REQUIREMENT)" -e . triton pillow "pytest<9.2" pytest-xdist hypothesis
 	@touch $@
 
 test-trl: $(TRL_VENV)/.installed

@@ -158,7 +158,8 @@ def make_trainer(trainer_class=GRPOTrainer, config_class=GRPOConfig, output_dir=
         seed=3,
     )
     args = config_class(**{**config, **options})
-    set_seed(args.seed)  # adapters are drawn by the constructor, where TRL below 1.15 sets no seed
+    if "peft_config" in arguments:  # adapters are drawn by the constructor, where TRL below 1.15 sets no seed
+        set_seed(args.seed)
     return trainer_class(
         model=AutoModelForCausalLM.from_pretrained(saved_model()) if model is None else model, args=args, **arguments
     )
