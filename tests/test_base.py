@@ -740,7 +740,7 @@ def test_no_args_make_a_config_of_the_methods_class(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trainer = OnCPU(saved_model(), contains_answer, train_dataset=make_dataset())
     assert type(trainer.args) is ConfigOnCPU
-    assert trainer.args.output_dir == f"{Path(saved_model()).name}-GRPO"
+    assert trainer.args.output_dir == f"{Path(saved_model()).name}-Exploration"
 
 
 @pytest.mark.parametrize(

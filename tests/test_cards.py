@@ -27,7 +27,7 @@ from trl_explore.trainers import (
     SESAConfig,
 )
 
-TRAINERS = [row.trainer_class for row in METHODS.values() if row.name != "grpo"]
+TRAINERS = [row.trainer_class for row in METHODS.values() if not row.plain]
 HEADINGS = [
     "## Overview",
     "## Usage",
@@ -82,7 +82,18 @@ def test_the_check_of_metadata_finds_what_the_hub_refuses():
 
 def test_plain_grpo_has_a_card_too():
     text = model_card(facts(ExplorationTrainer, paper={}, tags=[])).text
-    assert "Nothing: this is plain GRPO." in text and "The method:" not in text
+    assert "`ExplorationTrainer` is plain GRPO: what differs is in the table below." in text
+    assert "The method:" not in text and "a subclass of" not in text
+
+
+def test_a_trainer_of_ones_own_has_its_parents_card_which_says_so():
+    class Mine(DeepGRPOTrainer):
+        pass
+
+    text = model_card(facts(Mine)).text
+    assert "with `Mine`, a subclass of `DeepGRPOTrainer` of trl-explore." in text
+    assert "What `Mine` changes beside that is in its own code" in text
+    assert "`DeepGRPOTrainer` of trl-explore" in (own := model_card(facts()).text) and "in its own code" not in own
 
 
 def test_the_metadata_survive_being_written_and_read():

@@ -39,6 +39,7 @@ from trl_explore.runs.inputs import (
     looks_like_path,
 )
 from trl_explore.saving.interrupt import InterruptCallback
+from trl_explore.trainers import ExplorationConfig
 
 ROWS = [{"prompt": [{"role": "user", "content": f"{i}+{i}="}], "answer": str(2 * i)} for i in range(8)]
 
@@ -253,7 +254,7 @@ def test_named_rewards_come_from_this_package_and_from_trl(workdir):
         ({"max_completion_length": 0}, "`max_completion_length=0` must be at least 1 token."),
         ({"top_p": 0}, "`top_p=0.0` must be in (0, 1]"),
         ({"method": "g2rl", "temperature": 0}, "`temperature=0.0` must be positive"),
-        ({"config": "shared.yaml"}, "but --method grpo is TRL's own: leave it out, or use ExplorationTrainer from"),
+        ({"config": "shared.yaml"}, "but --method grpo is TRL's own: leave it out, or use --method exploration,"),
         ({"max_steps": "many"}, "--max_steps/--max-steps: invalid int value: 'many'"),
         ({"num_generations": 3}, "num_generations (3)"),
         ({"config": "missing.yaml"}, "--config missing.yaml: "),
@@ -424,10 +425,12 @@ def test_the_example_runs_offline(workdir, model_folder, monkeypatch):
 def test_the_help_of_a_method_is_its_fields_and_a_few_that_every_run_needs(method, capsys):
     assert main(["train", "--method", method, "--help"]) == 0
     help_text = capsys.readouterr().out
-    own = {spec.name for spec in fields(METHODS[method].config_class)} - {spec.name for spec in fields(GRPOConfig)}
+    all_own = {spec.name for spec in fields(METHODS[method].config_class)} - {spec.name for spec in fields(GRPOConfig)}
+    own = all_own - ExplorationConfig.__annotations__.keys() or all_own
     shown = re.findall(r"^  --(\w+)", help_text, re.MULTILINE)
     assert own | {"dataset_name", "reward_funcs", "num_generations"} <= set(shown)
     assert not own or shown[0] in own
+    assert all_own <= set(re.findall(r"\w+", help_text))
     assert len(help_text.splitlines()) <= 60 and max(map(len, help_text.splitlines())) <= 119
     assert f"trl-explore train --method {method} --help-all" in help_text
 

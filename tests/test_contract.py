@@ -16,7 +16,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import utils
-from trl.trainer.utils import split_tensor_dict
+from trl.trainer.utils import RepeatSampler, split_tensor_dict
 from world import make_trainer
 
 from trl_explore.compat import SEAMS, check_trl_version, difference
@@ -46,6 +46,23 @@ def test_every_private_that_a_door_names_is_in_the_table():
 def test_seams_name_files_that_there_are():
     assert {seam.door for seam in SEAMS} <= {file.removeprefix("trl_explore/") for file in FILES}
     assert {seam.needed_by for seam in SEAMS} == {"", "use_vllm", "shared_prefix_training"}
+
+
+def test_the_loss_clips_by_the_trainers_own_bounds_and_reads_advantages_behind_log_probabilities():
+    # KL-Cov swaps the bounds, and writes into the advantages once the log-probabilities are known.
+    source = inspect.getsource(GRPOTrainer._compute_loss)
+    assert "torch.clamp(coef_1, 1 - self.epsilon_low, 1 + self.epsilon_high)" in source
+    places = [source.index(line) for line in ("self._get_per_token_logps_and_entropies(", 'inputs["advantages"]')]
+    assert places == sorted(places)
+
+
+def test_the_order_of_prompts_is_the_samplers():
+    sampler = RepeatSampler(range(7), mini_repeat_count=2, batch_size=3, repeat_count=2, shuffle=True, seed=5)
+    alone = RepeatSampler(range(7), mini_repeat_count=1, shuffle=True, seed=5)
+    for _ in range(2):
+        order = list(alone)
+        batches = [[place for place in order[start : start + 3] for _ in range(2)] for start in (0, 3)]
+        assert list(sampler) == batches[0] * 2 + batches[1] * 2
 
 
 @pytest.mark.parametrize("trainer_class", [ExplorationTrainer, DeepGRPOTrainer, TreeGRPOTrainer])

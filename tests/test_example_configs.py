@@ -19,7 +19,7 @@ from trl_explore.methods import METHODS
 
 CONFIGS = EXAMPLES / "configs"
 # An agent's script is named after its agent, and its data are not on the command line.
-SCRIPTS = {row.name: f"{row.name}.py" for row in METHODS.values() if row.name != "grpo"}
+SCRIPTS = {row.name: f"{row.name}.py" for row in METHODS.values() if not row.plain}
 SCRIPTS |= {"branpo": "branpo_search_agent.py"}
 ON_THE_COMMAND_LINE = [name for name in SCRIPTS if not METHODS[name].needs_tools]
 SECTION = (EXAMPLES / "README.md").read_text().split("\n## Configurations\n")[1].split("\n## ")[0]
@@ -51,6 +51,21 @@ def test_a_comparison_of_one_knob_changes_nothing_else(knob):
     (first, *others), grpo = arms[:-1], arms[-1]
     assert [arm.options for arm in others] == [{**first.options, knob: number} for number in (2, 4)]
     assert (first.method != "grpo", grpo.method) == (True, "grpo")
+
+
+def test_credit_and_selection_differ_from_grpo_in_their_own_fields():
+    """And the methods have what the regime of the same task picked for them."""
+    comparison = read_comparison(yaml.safe_load((EXAMPLES / "benchmarks" / "credit_and_selection.yaml").read_text()))
+    grpo, *others = comparison.arms
+    rivals = [arm for arm in others if arm.method == "exploration"]
+    own = [arm.options.keys() - grpo.options.keys() for arm in rivals]
+    assert all(grpo.options.items() <= arm.options.items() for arm in rivals)
+    advantages = [{"advantage"}, *[{"advantage", "passk_k"}] * 3, {"advantage"}]
+    assert own == [*advantages, {"clip_cov"}, {"dynamic_sampling"}, {"dynamic_sampling"}]
+    searches = ["deep_grpo", "deep_grpo", "tree_grpo", "tree_grpo", "sesa", "g2rl"]
+    assert [arm.method for arm in others[len(rivals) :]] == searches
+    regime = yaml.safe_load((EXAMPLES / "benchmarks" / "regimes" / "dead_ends.yaml").read_text())["comparison"]
+    assert comparison.task.name == regime["task"] and comparison.amount == float(regime["budget"]["tokens"])
 
 
 @pytest.mark.parametrize("name", ON_THE_COMMAND_LINE)

@@ -12,7 +12,7 @@ from trl import get_peft_config, get_quantization_config
 from trl_explore.methods import METHODS
 
 SCRIPT = EXAMPLES / "lora_single_gpu.sh"
-OURS = [name for name in METHODS if name != "grpo"]
+OURS = [name for name, row in METHODS.items() if not row.plain]
 
 
 def load_arithmetic():

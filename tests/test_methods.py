@@ -11,6 +11,7 @@ from trl_explore import trainers
 from trl_explore.methods import METHODS
 
 OURS = [row for row in METHODS.values() if row.name != "grpo"]
+EXPLORING = [row for row in OURS if not row.plain]
 
 
 def test_reading_the_rows_loads_neither_torch_nor_trl():
@@ -26,8 +27,13 @@ def test_every_row_names_an_exported_trainer_and_its_configuration():
     assert METHODS["grpo"].trainer_class is GRPOTrainer and METHODS["grpo"].config_class is GRPOConfig
 
 
+def test_plain_grpo_is_there_as_trls_and_with_the_fields_that_all_methods_share():
+    assert [row.name for row in METHODS.values() if row.plain] == ["exploration", "grpo"]
+    assert METHODS["exploration"].trainer_class is trainers.ExplorationTrainer
+
+
 def test_every_method_has_its_files_and_a_tiny_run():
-    for row in OURS:
+    for row in EXPLORING:
         assert (ROOT / "trainers" / f"{row.name}.py").is_file() and (ROOT / "model_cards" / f"{row.card}.md").is_file()
         assert (ROOT / "tests" / f"test_{row.name}.py").is_file()
         assert row.name in TINY, f"{row.name} needs a row in TINY of tests/world.py"

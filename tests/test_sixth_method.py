@@ -144,6 +144,6 @@ def test_a_subclass_may_still_name_itself(tmp_path):
         _name = "Mine"
 
     trainer = make_trainer(Mine, DeepGRPOConfig, tmp_path, segmentation="fixed", segment_length=2)
-    assert (trainer._name, DeepGRPOTrainer._name, ExplorationTrainer._name) == ("Mine", "DEEP-GRPO", "GRPO")
+    assert (trainer._name, DeepGRPOTrainer._name, ExplorationTrainer._name) == ("Mine", "DEEP-GRPO", "Exploration")
     assert trainer._tag_names == ["trl", "grpo", "trl-explore", "deep-grpo"]
     assert trainer._paper["id"] == "2602.14169" and ExplorationTrainer._paper == GRPOTrainer._paper

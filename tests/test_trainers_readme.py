@@ -25,7 +25,7 @@ from trl_explore.trainers import (
 
 README = (ROOT / "trainers" / "README.md").read_text()
 SECTIONS = {"tree_grpo": "DeepSearch"}  # the others are called as their method
-OURS = [name for name in METHODS if name != "grpo"]
+OURS = [name for name, row in METHODS.items() if not row.plain]
 
 
 def knob_rows(text):

@@ -328,7 +328,7 @@ def test_random_selection_takes_every_node_of_the_frontier_equally_often():
 def test_random_selection_ends_a_search_as_global_selection_does():
     ended = outcomes(expand(Tree.plant([9]), ROOT, sampled([EOS], [EOS]), LIMITS), n1=-1.0, n2=1.0)
     assert frontier(ended, LIMITS) == []
-    for tree, expected in ((ended, ROOT), (replace(ended, results=(1, 2)), None)):
+    for tree, expected in ((ended, ROOT), (ended._replace(results=(1, 2)), None)):
         assert select_random(tree, LIMITS) == select(tree, LIMITS) == expected
 
 
@@ -366,7 +366,7 @@ def test_completions_that_cannot_be_scored_count_for_nothing():
 def test_a_completion_that_takes_the_place_of_a_rollout_has_its_own_value():
     limits = Limits(num_results=3, width=3, max_depth=9, node_length=1, max_completion_length=4, max_iterations=9)
     rows = ([1, EOS], [2, 2, 2, 2], [3, EOS])
-    tree = expand(replace(Tree.plant([9]), reason="replayed"), ROOT, sampled(*rows), limits, direct=True)
+    tree = expand(Tree.plant([9])._replace(reason="replayed"), ROOT, sampled(*rows), limits, direct=True)
     tree = outcomes(tree, n1=-1.0, n2=-0.5, n3=1.0)
     for row in (1, 2, 3):
         tree = backup(tree, row, decay_min=0.1)
@@ -375,7 +375,7 @@ def test_a_completion_that_takes_the_place_of_a_rollout_has_its_own_value():
     other = backup(outcomes(other, n2=1.0), 2, decay_min=0.1)
     # What a tree with this rollout from the start is.
     fresh = expand(
-        replace(Tree.plant([9]), reason="replayed"), ROOT, sampled(rows[0], [4, 5], rows[2]), limits, direct=True
+        Tree.plant([9])._replace(reason="replayed"), ROOT, sampled(rows[0], [4, 5], rows[2]), limits, direct=True
     )
     fresh = outcomes(fresh, n1=-1.0, n2=1.0, n3=1.0)
     for row in (1, 3, 2):
@@ -410,10 +410,10 @@ def test_uniform_trees_can_be_skipped():
 def test_failures_that_were_cut_off_are_no_contrast_to_others(incomplete):
     limits = replace(LIMITS, max_depth=1, width=3)
     tree = outcomes(expand(Tree.plant([9]), ROOT, sampled([1, EOS], [2, 2], [3, EOS]), limits), n1=-1.0, n2=incomplete)
-    failed = replace(tree, results=(1, 2))
+    failed = tree._replace(results=(1, 2))
     assert is_uniform(failed) and tree_advantages(failed, skip_uniform=True) == [[0.0, 0.0], [0.0, 0.0]]
-    solved = replace(outcomes(tree, n3=1.0), results=(1, 2, 3))
-    assert not is_uniform(solved) and is_uniform(replace(solved, results=(3,)))
+    solved = outcomes(tree, n3=1.0)._replace(results=(1, 2, 3))
+    assert not is_uniform(solved) and is_uniform(solved._replace(results=(3,)))
     assert tree_advantages(solved, skip_uniform=True) == tree_advantages(solved)
 
 

@@ -55,7 +55,7 @@ TINY = {
 
 def tiny_methods(methods=METHODS, **more):
     """Trainer, configuration and tiny options of each method but plain GRPO, over which come those of one test."""
-    ours = [row for row in methods.values() if row.name != "grpo"]
+    ours = [row for row in methods.values() if not row.plain]
     return {r.name: (r.trainer_class, r.config_class, {**TINY[r.name].options, **more.get(r.name, {})}) for r in ours}
 
 

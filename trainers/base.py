@@ -9,6 +9,7 @@ which further rows are trained); the answers given here are plain GRPO's.
 """
 
 import copy
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -26,12 +27,14 @@ from trl.trainer.utils import get_config_model_id
 from trl_explore.agents.forks import Forks
 from trl_explore.agents.turns import Spoken, Turns, World, guarded_factories
 from trl_explore.agents.watch import ToolWatch
+from trl_explore.credit.part import Credit
 from trl_explore.gradients.feature_pass import FeaturePass
 from trl_explore.methods import FromRow
 from trl_explore.packing.forward import PackedForward
 from trl_explore.publishing.cards import citation
 from trl_explore.publishing.publisher import Publisher
 from trl_explore.rewards.success import check_success_reward
+from trl_explore.rows.batch import Batch, Chooser
 from trl_explore.rows.policy import Pass
 from trl_explore.rows.ranks import Ranks
 from trl_explore.rows.rollouts import Rollout, Rows
@@ -41,15 +44,15 @@ from trl_explore.rows.table import CompletionsTable, empty_logs, printed_visibly
 from trl_explore.rows.training import StreamTraining
 from trl_explore.sampling.generation import generating_model
 from trl_explore.sampling.sampler import Sampler
+from trl_explore.selection.need import Need
+from trl_explore.selection.rounds import Rounds, rounds_of
 from trl_explore.serving.backend import ServedGeneration, our_backend
 from trl_explore.serving.session import Serving
 
 from .config import ExplorationConfig, upgrade_config
 from .requires import Requires as Requires
-from .requires import check_arguments
+from .requires import check_arguments, check_vision
 from .saving import Saving
-
-Chooser = Callable[[list[list[int]]], Rollout]
 
 # What TRL's tool loop works with, under the names of [`~trl_explore.agents.turns.World`].
 TOOL_LOOP = {
@@ -86,11 +89,12 @@ class ExplorationTrainer(GRPOTrainer):
 
     config_class: type[ExplorationConfig] = ExplorationConfig
     requires = Requires()
-    method = "grpo"  # name of a row of `METHODS`
+    method = "exploration"  # name of a row of `METHODS`
     _name: Any = FromRow(lambda row: row.title)
     _tag_names: Any = FromRow(lambda row: [*row.tags])
     _paper: Any = FromRow(lambda r: {"citation": citation(r.card), **r.paper} if r.paper else GRPOTrainer._paper)
     dataset_names: list[str] = []  # of the training data, for the card
+    plain_columns: dict[str, Any] = {}  # of `completion_columns`, for rows that GRPO sampled
 
     # Class-level defaults: objects made without `__init__` behave as plain GRPO.
     args: Any
@@ -161,10 +165,8 @@ class ExplorationTrainer(GRPOTrainer):
             refused = {"vision": self._is_vlm, "router_loss": self.aux_loss_enabled}
             self.packing.enable(ref_model=self.ref_model, longest_prompt=self.longest_prompt, **refused)
         check_success_reward(args.success_reward, self.reward_func_names)
-        if self._is_vlm and not (self._samples_as_grpo and requires.vision):
-            raise ValueError(
-                f"{type(self).__name__} does not support vision-language models: pass a text model or use GRPOTrainer."
-            )
+        if self._is_vlm:
+            check_vision(type(self).__name__, args, taken=self._samples_as_grpo and requires.vision)
         if requires.turns:
             loop, encode_answers = self._tool_call_loop, self._get_tool_suffix_ids
             self.turns = Turns(self, World(self, TOOL_LOOP, loop=loop, encode_answers=encode_answers))
@@ -309,9 +311,32 @@ class ExplorationTrainer(GRPOTrainer):
         return Scorer(self, self.reward_func_names, self.reward_weights)
 
     @cached_property
+    def need(self) -> Need | None:
+        """Chooses prompts to explore; `None`: all are."""
+        return Need(self, self.scorer, self.sample) if self.args.explores_some else None
+
+    @cached_property
+    def rounds(self) -> Rounds | None:
+        """Chooses the prompts of batches; `None`: the data loader does, and all groups are trained."""
+        data, args = self.train_dataset, self.args
+        data = self._remove_unused_columns(data, "training") if args.remove_unused_columns else data
+        return rounds_of(self, self.scorer, data, shuffle=bool(self.shuffle_dataset))
+
+    @cached_property
+    def batch(self) -> Batch:
+        """Makes rows to train of what TRL samples and scores."""
+        return Batch(self)
+
+    @cached_property
+    def credit(self) -> Credit:
+        """Gives main rows their advantages where they are not GRPO's."""
+        return Credit(self, self.scorer)
+
+    @cached_property
     def streams(self) -> StreamTraining:
         """Trains the rows of further streams."""
-        return StreamTraining(self, pooled=self.requires.pooled, together=self.packing.mode != "off")
+        pooled = self.requires.pooled or (self.batch.need is not None and self.batch.need.adds)
+        return StreamTraining(self, pooled=pooled, together=self.packing.mode != "off")
 
     @cached_property
     def table(self) -> CompletionsTable:
@@ -452,41 +477,16 @@ class ExplorationTrainer(GRPOTrainer):
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
     def _generate_and_score_completions(self, inputs):
-        if not self.is_training:
-            return self._evaluated(inputs)
-        self.main_examples, self.scorer.any_example = inputs, inputs[0]
-        self.streams.main_totals, self.sample.metrics = None, {}
-        output = super()._generate_and_score_completions(inputs)
-        if self.scorer.were_shaped(self.shaped_rewards):
-            self.scorer.show_raw(self._metrics["train"], self._logs["rewards"])
-        if self.serving is not None:
-            self.serving.watch_correction(output)
-        if drops := self.args.drop_zero_advantage:
-            level = self.scorer.level(self.shaped_rewards, group_size=self.num_generations or 1)
-            output["advantages"] = output["advantages"].masked_fill(level, 0.0)
-        self.search(output)
-        output["advantages"] = self.assign_advantages(output)
-        if drops:
-            output = self.streams.drop_level(output)
-        # The examples are copied: TRL writes into the dictionaries that it is given.
-        streams = self.extra_streams(output, [dict(example) for example in inputs], self.scorer.totals())
+        own, logs = super()._generate_and_score_completions, self._logs
+        if self.is_training:
+            self._logs = logs if self.rounds is None else self.table.begin(logs)
+            return self.batch.run(inputs, own, self._logs, self._metrics["train"])
         if self.log_completions:
-            rows = {name: scored for name, (scored, _) in streams.items()}
-            origins = ["parent", "prefix_tokens"] if self.requires.extra_rows else []
-            self.table.add(self._logs, output, self.completion_columns(), rows, of_streams=origins)
-        self.streams.prepare(output, streams)
-        for name, value in self.sample.metrics.items():
-            self.log_metric(f"generation/{name}", value)
-        return output
-
-    def _evaluated(self, inputs: list[dict[str, Any]]) -> RowDict:
-        own = self._logs
-        if self.log_completions:
-            self._logs = self.table.of_evaluation(own, self.state.global_step)
+            self._logs = self.table.of_evaluation(logs, self.state.global_step)
         try:
-            return super()._generate_and_score_completions(inputs)
+            return own(inputs)
         finally:
-            self._logs = own
+            self._logs = logs
 
     def _generate(self, prompts):
         if self.current is not None and self.current.rows is not None:
@@ -517,10 +517,8 @@ class ExplorationTrainer(GRPOTrainer):
         return result
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
-        single_turn, rest = (
-            super()._generate_single_turn,
-            (images, multimodal_fields, num_generations, has_tool_images),
-        )
+        size = 1 if self.rounds is not None and self.rounds.rows_of else num_generations
+        single_turn, rest = super()._generate_single_turn, (images, multimodal_fields, size, has_tool_images)
 
         def own(ids: list[list[int]]) -> Any:
             with self.packing.own_attention():
@@ -551,7 +549,7 @@ class ExplorationTrainer(GRPOTrainer):
             return Rollout(*own(contexts))
         if self.forks is not None:
             self.forks.before_turn()
-        self._rollout = self.rollout(contexts, plain)
+        self._rollout = self.batch.rolled_out(contexts, plain)
         return self._rollout
 
     def _tool_call_loop(self, prompts, prompt_ids, completion_ids, *args):
@@ -563,7 +561,9 @@ class ExplorationTrainer(GRPOTrainer):
         own, arguments = super()._get_per_token_logps_and_entropies, (model, input_ids, attention_mask, logits_to_keep)
         if self.features is not None and self.features.waits:  # watched row by row: nothing is packed
             return self.features.watched(partial(own, *arguments, *args, **kwargs), logits_to_keep)
-        return self.packing(own, *arguments, *args, **kwargs)
+        found = self.packing(own, *arguments, *args, **kwargs)
+        self.credit.penalise(found[0])
+        return found
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         of_these = partial(super()._calculate_rewards, inputs, prompts, completions, completion_ids_list)
@@ -587,6 +587,7 @@ class ExplorationTrainer(GRPOTrainer):
             return rewards
         self.scorer.stop_if_unscored(rewards, inputs[0], group_size=self.num_generations or 1)
         self.scorer.rewards_per_func, self.main_completion_ids = rewards, completion_ids_list
+        self.credit.completions = completions
         self.shaped_rewards = self.shape_rewards(rewards.clone())
         return self.shaped_rewards
 
@@ -608,14 +609,17 @@ class ExplorationTrainer(GRPOTrainer):
         accumulated = self.current_gradient_accumulation_steps
         extra = self.streams.backward(model, self._step % self.args.steps_per_generation, num_accumulated=accumulated)
         # With the advantages, beta scales what TRL sums over tokens, and neither entropy bonus nor router loss.
-        scale, beta = self.streams.main_scale(inputs), self.beta
+        scale, own = self.streams.main_scale(inputs), (self.beta, self.epsilon_low, self.epsilon_high)
         if scale != 1.0:
             inputs = {**inputs, "advantages": inputs["advantages"] * scale}
-        self.beta = beta * scale
+        self.beta = self.beta * scale
+        if "kl_cov" in inputs:  # its penalty takes the place of the clip
+            self.epsilon_low = self.epsilon_high = math.inf
         try:
-            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            with self.credit.loss_of(inputs, scale=scale) as rows:
+                loss = super().compute_loss(model, rows, return_outputs, num_items_in_batch)
         finally:
-            self.beta = beta
+            self.beta, self.epsilon_low, self.epsilon_high = own
         return loss if extra is None else loss + extra
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -637,6 +641,8 @@ class ExplorationTrainer(GRPOTrainer):
 
     def _get_train_sampler(self, dataset=None):
         self.saving.sampler = super()._get_train_sampler(dataset)
+        if self.rounds is not None and self.rounds.order is not None:
+            self.rounds.order.begin()
         return self.saving.sampler
 
     def _init_training_state(self, max_steps, num_update_steps_per_epoch, *args, **kwargs):

@@ -62,7 +62,10 @@ class BranPOTrainer(ExplorationTrainer):
     def search(self, output: RowDict) -> None:
         start, branches = time.perf_counter(), self.branches
         deciding = self.ranks.local(self.scorer.success()).tolist()
-        plans = branches.plans(deciding, output["completion_mask"].any(dim=1).tolist())
+        possible = output["completion_mask"].any(dim=1)
+        if self.need is not None:
+            possible &= self.ranks.local(self.need.explored(self.scorer.success()))
+        plans = branches.plans(deciding, possible.tolist())
         kept = branches.kept_branches(plans, deciding)
         self.log_metric("branch/seconds", time.perf_counter() - start)
         for name, value in branches.metrics(plans, kept).items():

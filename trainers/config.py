@@ -8,8 +8,10 @@ from typing import Any, TypeVar
 
 from trl import GRPOConfig
 
+from trl_explore.credit.checks import SCOPES, check_advantage, check_covariance
 from trl_explore.names import explain_fields, unknown_name
 from trl_explore.publishing.hub import check_repo_id
+from trl_explore.selection.budget import GAINS, check_budget
 from trl_explore.serving.agreement import WEIGHT_SYNCS
 
 # Rows of one stage of sampling that no real run comes near: what asks for more is a slip that would run for ever.
@@ -76,6 +78,24 @@ CHECKS = (
     at_least(1, "packed_token_budget", optional=True, words=", or None for one sequence of any length"),
     at_least(1, "sampling_batch_size", optional=True, words=", or None for a single call"),
     at_least(0, "path_cache_tokens", words="; 0 keeps nothing"),
+    one_of("dynamic_sampling", ("off", "filter", "refill")),
+    at_least(1, "max_sampling_rounds", words=", the first round"),
+    within("explore_threshold", low=0, high=1 - 1e-9, optional=True, words="be in [0, 1), or None to pass over none"),
+    one_of("budget", ("uniform", *GAINS)),
+    at_least(2, "min_generations", words=": one row has nothing to be compared with"),
+    check_budget,
+    one_of("explore_prompts", ("all", "unsolved")),
+    one_of("explore_into", ("replace", "add")),
+    within("explore_share_end", low=0, high=1, words="be in [0, 1]: the share of prompts explored at the end"),
+    at_least(1, "passk_k", words=" completion"),
+    check_advantage,
+    within("unlikeliness_beta", low=0, high=1, words="be in [0, 1]; 0 discounts nothing"),
+    within("count_bonus", low=0, words="be at least 0 (no bonus) and finite"),
+    one_of("count_bonus_scope", SCOPES),
+    within("clip_cov", "kl_cov", low=0, high=1, words="be a share of tokens in [0, 1]; 0 leaves all as they are"),
+    within("clip_cov_low", "clip_cov_high"),
+    within("kl_cov_coef", low=0, words="be at least 0, and finite"),
+    check_covariance,
 )
 
 
@@ -99,7 +119,7 @@ def check_training_values(args: GRPOConfig) -> None:
 @dataclass
 class ExplorationConfig(GRPOConfig):
     r"""
-    Base of the exploration configurations: every field of [`~trl.GRPOConfig`], and eight that all methods share.
+    Base of the exploration configurations: every field of [`~trl.GRPOConfig`], and those that all methods share.
 
     Args:
         drop_zero_advantage (`bool`, *optional*, defaults to `False`):
@@ -116,6 +136,35 @@ class ExplorationConfig(GRPOConfig):
             Most tokens whose keys and values are kept while a rollout grows from them (transformers backend): a search
             or a chain of sketches then encodes nothing twice. The samples are the same up to rounding. What was used
             longest ago makes room. Grows as needed; `0` keeps nothing.
+        dynamic_sampling (`str`, *optional*, defaults to `"off"`):
+            What becomes of groups whose rewards, before any shaping, are all equal: they stay (`"off"`, GRPO), leave
+            the loss and its normaliser (`"filter"`), or make room for groups of other prompts, which are sampled in
+            further rounds (`"refill"`, as in DAPO). Branches from groups that left are trained all the same.
+        max_sampling_rounds (`int`, *optional*, defaults to `10`):
+            Most rounds of sampling per generation batch with `dynamic_sampling="refill"`, the first included. Groups
+            that are still missing then train nothing.
+        explore_threshold (`float`, *optional*):
+            Prompts whose running success rate is over this, in [0, 1), are passed over in the order of the data. The
+            newest group counts as much as all before it, and a rate loses a tenth whenever its prompt is passed over.
+        budget (`str`, *optional*, defaults to `"uniform"`):
+            How the rows of a generation batch are spread over its prompts: `num_generations` each (`"uniform"`), or by
+            their running success rates, where contrast is likely and worth most (`"knapsack"`), or where the
+            gradient varies most (`"vip"`). Prompts that were never sampled get `num_generations`; all weigh the same.
+        min_generations (`int`, *optional*, defaults to `2`):
+            Fewest rows of a prompt with a `budget`, from 2 to `num_generations`.
+        max_generations (`int`, *optional*):
+            Most rows of a prompt with a `budget`; `None`: twice `num_generations`.
+        explore_prompts (`str`, *optional*, defaults to `"all"`):
+            Which prompts are searched, sketched or branched: `"all"`, or `"unsolved"`, where a group is first sampled
+            as in GRPO, and explored if none of its completions reaches the method's `success_threshold`. All other
+            prompts are sampled and credited as in GRPO.
+        explore_into (`str`, *optional*, defaults to `"replace"`):
+            Where rows of a search or behind sketches go if their prompts were first sampled as in GRPO: into the place
+            of the failed group (`"replace"`), or beside it, averaged with it (`"add"`). DEEP-GRPO's and BranPO's
+            branches continue failed rows, and always go beside them.
+        explore_share_end (`float`, *optional*, defaults to `1.0`):
+            Share of the prompts that may be explored at the end of training, in [0, 1]; it falls linearly from 1.
+            Which ones, is drawn anew for every generation batch.
         vllm_weight_sync (`str`, *optional*, defaults to `"auto"`):
             How weights travel to a vLLM server: `"nccl"`, `"file"`, or `"auto"`. `"nccl"` is between GPUs (TRL's way),
             `"file"` through files in `output_dir`, for servers on CPUs or without a common GPU network; `"auto"` is
@@ -133,16 +182,67 @@ class ExplorationConfig(GRPOConfig):
             and the files that it writes into `output_dir`, such as dumped trees, which hold prompts and completions.
             [`~trl_explore.saving.checkpoints.load_state`] reads the state. Whole checkpoints, which
             `hub_strategy="checkpoint"` and `"all_checkpoints"` ask for, always hold it: they are sent to be resumed.
+        advantage (`str`, *optional*, defaults to `"grpo"`):
+            What a main row's reward is worth; `"grpo"` is TRL's. `"maxrl"` divides by the group's mean instead of its
+            deviation (rewards of at least 0); `"passk"` (0 or 1) and `"pkpo"` (any rewards) credit the success of
+            `passk_k` completions together, `"pkpo_loo"` with a baseline; `"unlikeliness"` discounts what the model was
+            likely to say anyway. `scale_rewards` acts on the first and the last.
+        passk_k (`int`, *optional*, defaults to `4`):
+            Completions that are to succeed together, at most `num_generations`. With 1, `"passk"` is GRPO with the
+            deviation of the population.
+        unlikeliness_beta (`float`, *optional*, defaults to `0.25`):
+            Share of a reward that `"unlikeliness"` takes at most, in [0, 1]; 0: GRPO. The likeliest completion of a
+            group loses nearly that, others less, by their rank. Acts on positive rewards.
+        count_bonus (`float`, *optional*, defaults to `0.0`):
+            Advantage for rare final answers, times this; 0: none. Groups without success learn from it, too.
+            Completions without an answer that can be read get nothing.
+        count_bonus_scope (`str`, *optional*, defaults to `"history"`):
+            What an answer is rare among: `"history"` or `"batch"`. `"history"` is all answers to the prompt before
+            this batch; it is kept in checkpoints, and compared with the group's mean. `"batch"` takes from answers
+            that others of the group give, too.
+        clip_cov (`float`, *optional*, defaults to `0.0`):
+            Share of a generation batch's tokens that get advantage 0; 0: none. They are drawn from those with a
+            covariance of advantage and log-probability between `clip_cov_low` and `clip_cov_high`. The authors' is
+            2e-4.
+        clip_cov_low (`float`, *optional*, defaults to `1.0`):
+            Covariance above which a token may be clipped.
+        clip_cov_high (`float`, *optional*, defaults to `5.0`):
+            Covariance below which a token may be clipped.
+        kl_cov (`float`, *optional*, defaults to `0.0`):
+            Share of a generation batch's tokens that get a penalty for moving; 0: none. They are those with the
+            largest covariance, and with it no ratio is clipped. It needs several updates per generation batch. The
+            authors' are 2e-3 (7B) and 2e-4 (32B).
+        kl_cov_coef (`float`, *optional*, defaults to `1.0`):
+            Weight of that penalty, `|log ratio|`.
     """
 
     drop_zero_advantage: bool = False
     success_reward: str | None = None
     sampling_batch_size: int | None = None
     path_cache_tokens: int = 65_536
+    dynamic_sampling: str = "off"
+    max_sampling_rounds: int = 10
+    explore_threshold: float | None = None
+    budget: str = "uniform"
+    min_generations: int = 2
+    max_generations: int | None = None
+    explore_prompts: str = "all"
+    explore_into: str = "replace"
+    explore_share_end: float = 1.0
     vllm_weight_sync: str = "auto"
     shared_prefix_training: str = "off"
     packed_token_budget: int | None = None
     push_method_state: bool = False
+    advantage: str = "grpo"
+    passk_k: int = 4
+    unlikeliness_beta: float = 0.25
+    count_bonus: float = 0.0
+    count_bonus_scope: str = "history"
+    clip_cov: float = 0.0
+    clip_cov_low: float = 1.0
+    clip_cov_high: float = 5.0
+    kl_cov: float = 0.0
+    kl_cov_coef: float = 1.0
 
     def __post_init__(self) -> None:
         self.validate()
@@ -158,10 +258,22 @@ class ExplorationConfig(GRPOConfig):
         check_training_values(self)
         if isinstance(self.shared_prefix_training, bool):  # what `on` and `off` are in YAML
             self.shared_prefix_training = "on" if self.shared_prefix_training else "off"
+        if self.dynamic_sampling is False:
+            self.dynamic_sampling = "off"
         run_checks(self, CHECKS)
         self._check_token_budget()
         if self.push_to_hub:
             check_repo_id(self.hub_model_id, self.output_dir or "trainer_output")
+
+    @property
+    def orders_prompts(self) -> bool:
+        """Whether prompts are taken as they are needed, and not as the data loader brings them."""
+        return self.dynamic_sampling == "refill" or self.explore_threshold is not None or self.budget != "uniform"
+
+    @property
+    def explores_some(self) -> bool:
+        """Whether some prompts are sampled as in GRPO only."""
+        return self.explore_prompts != "all" or self.explore_share_end < 1
 
     @property
     def rows_per_generation(self) -> int:

@@ -57,7 +57,9 @@ class DeepGRPOTrainer(ExplorationTrainer):
     def search(self, output: RowDict) -> None:
         super().search(output)
         start = time.perf_counter()
-        chosen = self.pivots.choose(self.main_examples, row_tokens(output)[0], self.main_completion_ids)
+        explored = None if self.need is None else self.need.explored(self.scorer.success())
+        prompt_ids = row_tokens(output)[0]
+        chosen = self.pivots.choose(self.main_examples, prompt_ids, self.main_completion_ids, explored)
         self._own_seconds = time.perf_counter() - start
         self._pivot_depths = {b.row: b.depth for b in reversed(chosen)}
         if not self.args.deferred_branching:
@@ -90,7 +92,8 @@ class DeepGRPOTrainer(ExplorationTrainer):
             self.log_metric(f"pivots/{name}", value)
         if self.args.hard_states_file is not None:
             unrecovered = [b for b, ok in zip(points, solved, strict=True) if ok is False]
-            self.hard_states.append(self.ranks.objects([self._hard_state(b) for b in unrecovered]))
+            step, decode = self.state.global_step, self.tokenizer.decode
+            self.hard_states.append(self.ranks.objects([b.record(step, decode) for b in unrecovered]))
         return {} if scored is None else {"aux": (scored, self.args.aux_loss_weight)}
 
     def rollout(self, prompt_ids, plain):
@@ -135,16 +138,6 @@ class DeepGRPOTrainer(ExplorationTrainer):
     def method_files(self) -> list[str]:
         own = [self.args.hard_states_file] if self.args.hard_states_file else []
         return [*super().method_files(), *own]
-
-    def _hard_state(self, point: BranchPoint) -> dict[str, Any]:
-        return {
-            "step": self.state.global_step,
-            "prompt": point.example["prompt"],
-            "prefix": self.tokenizer.decode(point.prefix_ids),
-            "prompt_ids": point.prompt_ids,
-            "prefix_ids": point.prefix_ids,
-            "depth": point.depth,
-        }
 
     def exploration_state(self) -> dict[str, Any]:
         return {

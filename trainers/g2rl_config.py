@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from trl_explore.credit.checks import refuse
 from trl_explore.gradients.novelty import MAPPINGS, SCORES, TRANSFORMS
 from trl_explore.names import explain_fields
 
@@ -62,3 +63,5 @@ class G2RLConfig(ExplorationConfig):
     def validate(self) -> None:
         super().validate()
         run_checks(self, CHECKS)
+        if self.advantage in ("maxrl", "passk"):
+            refuse(self, ["advantage"], "needs rewards of at least 0, or of 0 and 1, and G2RL's have signs and sizes")

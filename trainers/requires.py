@@ -6,6 +6,7 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 
 from trl_explore.compat import check_seams
+from trl_explore.credit.checks import check_text_only, check_updates
 from trl_explore.rows.streams import check_loss_type
 
 
@@ -14,6 +15,7 @@ class Requires:
     """What a method says of itself; by default it samples as GRPO does."""
 
     samples: bool = False  # further rows, or main rows in its own way, at any time and on every process by itself
+    main_rows: bool = False  # main rows in its own way
     extra_rows: bool = False  # trains rows beside the main ones
     pooled: bool = False  # these are averaged with the main ones, as if they were one batch
     whole_groups: bool = False  # all completions of a prompt must be on one process
@@ -45,6 +47,7 @@ def check_arguments(
     if args.use_vllm:
         check_seams("use_vllm")
     check_loss_type(args.loss_type)
+    check_updates(args)
     if rollout_func is not None and not samples_as_grpo:
         raise ValueError(
             f"`rollout_func` cannot be combined with {name}, which samples rollouts itself: remove it, or use "
@@ -53,6 +56,23 @@ def check_arguments(
     if (tools or environment_factory is not None) and not (samples_as_grpo or requires.tools):
         field = "tools" if tools else "environment_factory"
         raise ValueError(f"{name} does not support `{field}` (multi-turn rollouts): remove it, or use GRPOTrainer.")
+    if samples_as_grpo and args.explores_some:
+        field = "explore_share_end" if args.explore_prompts == "all" else "explore_prompts"
+        raise ValueError(
+            f"`{field}={vars(args)[field]!r}` chooses prompts to search, sketch or branch, and {name} does none of "
+            "it: leave it out, or use another trainer."
+        )
+    _check_order(name, args, train_dataset)
+    if args.dynamic_sampling == "refill" and environment_factory is not None:
+        raise ValueError(
+            "`dynamic_sampling='refill'` samples batches of other sizes, and environments are made for one size: set "
+            "`dynamic_sampling='filter'`, or leave it out."
+        )
+    if args.budget != "uniform" and (requires.whole_groups or requires.features):
+        raise ValueError(
+            f"`budget={args.budget!r}` gives prompts unequally many rows, and {name} compares groups of one size: "
+            "leave it out, or use ExplorationTrainer or DeepGRPOTrainer."
+        )
     options = args.generation_kwargs or {}
     beams, copies = (options.get(key) or 1 for key in ("num_beams", "num_return_sequences"))
     if copies > 1:
@@ -73,9 +93,13 @@ def check_arguments(
     if args.use_vllm and requires.samples:
         _check_vllm(name, args)
     rows = args.per_device_train_batch_size * args.steps_per_generation
-    if requires.whole_groups and rows % args.num_generations:
+    who = name
+    if args.dynamic_sampling == "refill" or args.budget != "uniform":
+        field = "dynamic_sampling" if args.dynamic_sampling == "refill" else "budget"
+        who = f"{name} with `{field}={vars(args)[field]!r}`"
+    if (requires.whole_groups or who != name) and rows % args.num_generations:
         raise ValueError(
-            f"{name} needs all completions of a prompt on one process, but its {args.num_generations} would span "
+            f"{who} needs all completions of a prompt on one process, but its {args.num_generations} would span "
             f"several: `per_device_train_batch_size={args.per_device_train_batch_size}` times "
             f"`steps_per_generation={args.steps_per_generation}` must be a multiple of "
             f"`num_generations={args.num_generations}`. Change one of the three."
@@ -86,6 +110,30 @@ def check_arguments(
             raise ValueError(
                 f"`train_dataset` has no `prompt` column, only {columns}: rename the column that holds the "
                 "prompts with `dataset.rename_column(..., 'prompt')`."
+            )
+
+
+def check_vision(name: str, args: Any, *, taken: bool) -> None:
+    """Raise where a vision-language model is not `taken` by the trainer, or by what its fields ask for."""
+    if not taken:
+        raise ValueError(f"{name} does not support vision-language models: pass a text model or use GRPOTrainer.")
+    check_text_only(args)
+
+
+def _check_order(name: str, args: Any, train_dataset: Any) -> None:
+    """Raise where prompts are to be chosen and cannot be."""
+    if not isinstance(train_dataset, IterableDataset):
+        return
+    if args.dynamic_sampling == "refill":
+        raise ValueError(
+            f"`dynamic_sampling='refill'` takes further prompts out of the order of the data, and `train_dataset` is "
+            f"a stream: {name} cannot go ahead in it. Load it whole, or set `dynamic_sampling='filter'`."
+        )
+    for field in ("explore_threshold", "budget"):
+        if vars(args)[field] not in (None, "uniform"):
+            raise ValueError(
+                f"`{field}={vars(args)[field]!r}` knows prompts by their place in the data, and `train_dataset` is a "
+                "stream: load it whole, or leave the field out."
             )
 
 

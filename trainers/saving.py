@@ -19,8 +19,8 @@ import torch
 from datasets import IterableDataset
 from torch.utils.data import Sampler
 from transformers import TrainerCallback, TrainingArguments
-from trl import GRPOTrainer
 
+from trl_explore.methods import METHODS
 from trl_explore.saving.changes import check_changes, compared_values
 from trl_explore.saving.checkpoints import (
     STATE_FILE,
@@ -223,6 +223,10 @@ class Saving:
             "generator": self.trainer.exploration_generator.get_state(),
             "method": self.trainer.exploration_state(),
         }
+        if self.trainer.rounds is not None:
+            state["rounds"] = self.trainer.rounds.state()
+        if self.trainer.credit.counts:
+            state["credit"] = self.trainer.credit.state()
         save_state(state, folder, rank=self.accelerator.process_index)
 
     def _settings(self) -> dict[str, Any]:
@@ -244,7 +248,7 @@ class Saving:
                 f"{FORMAT}: go on with the version of trl-explore that wrote it, or {anew}."
             )
         self._knows_method = state["trainer"] == own
-        if not self._knows_method and state["trainer"] != GRPOTrainer._name:
+        if not self._knows_method and state["trainer"] != METHODS["exploration"].title:
             raise ValueError(
                 f"{checkpoint} was written by {state['trainer']}, whose state means nothing to {own}: go on "
                 f"with {state['trainer']}, or {anew}."
@@ -289,6 +293,10 @@ class Saving:
         self.trainer._metrics["train"].update(state["metrics"])
         if self._knows_method:
             self.trainer.load_exploration_state(state["method"])
+        if self.trainer.rounds is not None and "rounds" in state:
+            self.trainer.rounds.load_state(state["rounds"])
+        if "credit" in state:
+            self.trainer.credit.load_state(state["credit"])
         if state["table"] is not None:
             self._load_table(state["table"])
         if not self._goes_on:
@@ -309,6 +317,8 @@ class Saving:
 
     def _load_table(self, state: dict[str, Any]) -> None:
         if self.trainer.log_completions:
+            if self.trainer.rounds is not None:
+                self.trainer._logs = self.trainer.table.begin(self.trainer._logs)
             self.trainer.table.load_state(state, self.trainer._logs, self.trainer.state.global_step)
 
 

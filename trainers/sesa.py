@@ -55,7 +55,7 @@ class SESATrainer(ExplorationTrainer):
     max_completion_length: int
     num_generations: int
     config_class = SESAConfig
-    requires = Requires(samples=True, whole_groups=True, turns=True)
+    requires = Requires(samples=True, main_rows=True, whole_groups=True, turns=True)
     mode: Mode
 
     # ------------------------------------------------------------------------------------------------ the algorithm
@@ -139,8 +139,10 @@ class SESATrainer(ExplorationTrainer):
             )
         sizes: Any = dict(group_size=size, num_explored=explored, context_length=context_length)
         if args.mode == "two_stage":
+            self.plain_columns = {"sketch": ""}
             self.mode = TwoStage(self, self.sample, num_sketches=num_sketches, **sizes)
         elif args.mode == "sequential":
+            self.plain_columns = {"candidate": math.nan}
             self.mode = Lists(self, self.sample, **sizes)
         else:
             assert self.turns is not None
@@ -153,7 +155,7 @@ class SESATrainer(ExplorationTrainer):
 
     def _log_group(self) -> None:
         size = self.num_generations
-        rewards = self.ranks.local(self.scorer.success()).view(-1, size)
+        rewards = self.scorer.success_here().view(len(self.main_examples) // size, size)
         successes = succeeded(rewards, threshold=self.args.success_threshold).tolist()
         covered = []
         for g, example in enumerate(self.main_examples[::size]):

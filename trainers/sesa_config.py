@@ -166,6 +166,12 @@ class SESAConfig(ExplorationConfig):
                 f"`parallel_sketches={self.parallel_sketches}` has no meaning with `mode={self.mode!r}`, which writes "
                 "no sketches: set `mode='two_stage'`, or leave it out."
             )
+        if self.explores_some and self.mode == "agent":
+            field = "explore_share_end" if self.explore_prompts == "all" else "explore_prompts"
+            raise ValueError(
+                f"`{field}={vars(self)[field]!r}` chooses prompts whose trajectories were sampled first, but with "
+                "`mode='agent'` actions are proposed while they grow: set another `mode`, or leave it out."
+            )
         if self.max_trajectories is not None and self.mode == "sequential":
             raise ValueError(
                 f"`max_trajectories={self.max_trajectories}` has no meaning with `mode='sequential'`, where a list "

@@ -59,7 +59,8 @@ class TreeGRPOTrainer(ExplorationTrainer):
     method = "tree_grpo"
     num_generations: int
     config_class = TreeGRPOConfig
-    requires = Requires(samples=True, whole_groups=True)
+    requires = Requires(samples=True, main_rows=True, whole_groups=True)
+    plain_columns = {"origin": "plain", "depth": 0, "node_values": []}
     _trees: list[Tree]  # of the batch
 
     # ------------------------------------------------------------------------------------------------ the algorithm
@@ -155,8 +156,7 @@ class TreeGRPOTrainer(ExplorationTrainer):
         args = self.args
         self.limits = args.limits()
         self._select_fn = select_by(args.selection, **{name: vars(args)[name] for name in WEIGHTS})
-        self._trees = []
-        self._seconds = {"sampling": 0.0, "scoring": 0.0}
+        self._trees, self._seconds = [], {"sampling": 0.0, "scoring": 0.0}
         self._credit: dict[str, Any] = {"q_temperature": args.q_temperature, "q_max": args.q_max}
         self._noted: dict[str, Any] = {"reward_weights": self.reward_weights.tolist(), **self._credit}
         self.replay: ReplayBuffer = ReplayBuffer(self)

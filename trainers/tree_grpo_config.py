@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from trl_explore.credit.checks import refuse
 from trl_explore.names import explain_fields
 from trl_explore.saving.checkpoints import path_inside
 from trl_explore.trees.rules import DEPTH_BONUSES
@@ -149,6 +150,12 @@ class TreeGRPOConfig(ExplorationConfig):
     def validate(self) -> None:
         super().validate()
         run_checks(self, CHECKS)
+        own = {"advantage": self.advantage != "grpo", "count_bonus": self.count_bonus > 0}
+        refuse(
+            self,
+            (name for name, used in own.items() if used),
+            "does nothing here, where a tree's values are the credit",
+        )
         self._check_sizes()
         if self.replay_file is not None and not self.replay_buffer:
             raise ValueError(f"`replay_file={self.replay_file!r}` has no effect without `replay_buffer=True`: set it.")

@@ -132,7 +132,7 @@ SEAMS = (
         f"{GRPO}._compute_loss",
         BASE,
         takes=("model inputs",),
-        uses="_get_per_token_logps_and_entropies beta _entropy_bonus_enabled aux_loss_enabled "
+        uses="_get_per_token_logps_and_entropies beta epsilon_low epsilon_high _entropy_bonus_enabled aux_loss_enabled "
         "current_gradient_accumulation_steps",
         keys="advantages completion_mask tool_mask num_items_in_batch old_per_token_logps ref_per_token_logps",
     ),
@@ -171,6 +171,7 @@ SEAMS = (
         uses="_total_loss_scalar",
     ),
     Seam(f"{GRPO}._get_train_sampler", BASE, takes=("dataset",)),
+    Seam(f"{TRAINER}._remove_unused_columns", BASE, takes=("dataset description",)),
     Seam(
         f"{TRAINER}._init_training_state",
         BASE,

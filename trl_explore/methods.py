@@ -28,6 +28,7 @@ class Method:
     # Fields that fit an embedded task and the tiny model that was taught it; `None` where it does not suit the task.
     options: Callable[[Any], dict[str, Any] | None] = _no_options
     needs_tools: bool = False  # whether it has nothing to do where no tools are
+    plain: bool = False  # whether it is GRPO: comparisons have it once, unless they are asked for more
     style: tuple[str, str] | None = None  # colour and marker in pictures; without, one that is left
 
     @property
@@ -199,6 +200,12 @@ ROWS = (
         needs_tools=True,
         style=("#56B4E9", "P"),
     ),
-    Method("grpo", "GRPO", "trl:GRPOTrainer", "trl:GRPOConfig", tags=("trl", "grpo"), style=("#000000", "o")),
+    Method("exploration", "Exploration", "ExplorationTrainer", "ExplorationConfig", plain=True),
+    Method(
+        *("grpo", "GRPO", "trl:GRPOTrainer", "trl:GRPOConfig"),
+        tags=("trl", "grpo"),
+        plain=True,
+        style=("#000000", "o"),
+    ),
 )
 METHODS: dict[str, Method] = {row.name: row for row in ROWS}

@@ -115,7 +115,7 @@ def arms_of(task: Any, args: argparse.Namespace) -> list[Arm]:
     if task is None:
         own: dict[str, Any] = {name: options(512 if args.half_billion else 64) for name, options in RANDOM.items()}
     else:
-        own = {name: METHODS[name].options(task) for name in METHODS if name != "grpo"}
+        own = {name: row.options(task) for name, row in METHODS.items() if not row.plain}
         own = {name: options for name, options in own.items() if options is not None}
     # As many rows for all, also where an agent's methods have fewer than GRPO.
     arms = [Arm("GRPO", "grpo", own.get("branpo", {}))]
@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument("task", nargs="?", default="doors")
     parser.add_argument("--long_prompts", action="store_true")
     parser.add_argument("--half_billion", action="store_true")
-    parser.add_argument("--methods", nargs="*", choices=[name for name in METHODS if name != "grpo"])
+    parser.add_argument("--methods", nargs="*", choices=[name for name, row in METHODS.items() if not row.plain])
     parser.add_argument(
         "--parallel", nargs="*", type=int, default=[], help="also so many expansions, chains of sketches"
     )

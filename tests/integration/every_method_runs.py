@@ -14,6 +14,7 @@ from trl import GRPOTrainer
 from world import contains_answer, make_trainer, says, tiny_methods
 
 from trl_explore.methods import METHODS
+from trl_explore.trainers import ExplorationConfig, ExplorationTrainer
 
 # Groups of four over two ranks: with six rows each the second group spans both, if the method allows it.
 SPANNING, WHOLE = 6, 8
@@ -25,6 +26,11 @@ def small_sums(completions, answer, **columns):
     return [1.0 if int(a) < 4 else reward for a, reward in zip(answer, found, strict=True)]
 
 
+def odd(completion_ids, **columns):
+    """About every other completion succeeds."""
+    return [float(sum(ids) % 2) for ids in completion_ids]
+
+
 CASES = tiny_methods(
     {**METHODS, SIXTH.name: SIXTH},
     deep_grpo=dict(depth_bias=1000.0),  # with which a pivot is always the last segment, and nobody draws
@@ -32,6 +38,10 @@ CASES = tiny_methods(
     branpo=dict(num_branches_solved=0, reward_funcs=small_sums),
 )
 CASES["g2rl with old log-probabilities"] = (*CASES["g2rl"][:2], dict(num_iterations=2))
+# Short completions, of which some are numbers; every candidate is clipped, because which ones is a process's own draw.
+CREDIT = dict(advantage="unlikeliness", count_bonus=0.5, max_completion_length=2, reward_funcs=odd)
+CREDIT |= dict(clip_cov=1.0, clip_cov_low=0.5, kl_cov=0.1, num_iterations=2, max_steps=6)
+CASES["grpo with credit"] = (ExplorationTrainer, ExplorationConfig, CREDIT)
 # Times, and a mean over micro-batches, of which one process and two have others.
 NOT_COMPARED = re.compile("time|seconds|branch/entropy")
 SAMPLE = GRPOTrainer._generate_single_turn

@@ -12,6 +12,8 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import branpo_runs
+import chosen_prompt_runs
+import credit_runs
 import every_method_runs
 import group_two_process_runs
 import kept_prefix_runs
@@ -30,7 +32,9 @@ RUNS = {
     "measuring": measuring_runs.main,
     "every_method": every_method_runs.main,
     "packed": packed_runs.main,
+    "credit": credit_runs.main,
     "kept prefixes": kept_prefix_runs.main,
+    "chosen prompts": chosen_prompt_runs.main,
     "sharded": every_method_runs.sharded,  # from here on every trainer is
     "packed sharded": packed_runs.sharded,
     "kept prefixes sharded": kept_prefix_runs.sharded,

@@ -40,12 +40,19 @@ SUMS = {
         sesa=dict(num_sketches=2),
     ),
 }
+# Rounds of other sizes than a batch, and rows that a method samples behind those of GRPO.
+SUMS["refill"] = (ExplorationTrainer, ExplorationConfig, dict(dynamic_sampling="refill", num_generations=2))
+for name in ("tree_grpo", "sesa"):
+    SUMS[f"{name}_unsolved"] = (
+        *SUMS[name][:2],
+        dict(SUMS[name][2], explore_prompts="unsolved", success_threshold=2.0),
+    )
 SUMS["deep_grpo_deferred"] = (*SUMS["deep_grpo"][:2], dict(SUMS["deep_grpo"][2], deferred_branching=True))
 GAMES = {
     "sesa_agent": (SESATrainer, SESAConfig, GAME),
     "branpo_agent": (BranPOTrainer, BranPOConfig, dict(success_threshold=0.5)),
 }
-KINDS = [f"{name}_agent" if METHODS[name].needs_tools else name for name in METHODS if name != "grpo"]
+KINDS = [f"{name}_agent" if row.needs_tools else name for name, row in METHODS.items() if not row.plain]
 NAME = "sampling/sampling_logp_difference/mean"
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
 

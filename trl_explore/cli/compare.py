@@ -16,6 +16,7 @@ Train several methods on the same number of generated tokens (or seconds) and co
   trl-explore compare                                    # GRPO and what suits the task countdown, on a CPU
   trl-explore compare --task chain --tokens 2e5 --seeds 0 1
   trl-explore compare --task multi_hop --methods grpo branpo
+  trl-explore compare --methods grpo my_module.MyTrainer # a trainer of your own
   trl-explore compare --config comparison.yaml           # your model, data and arms: examples/README.md
 
 The folder gets curves.png, curves.svg, curves.csv, table.md, comparison.yaml and the checkpoints of each run. The same
@@ -28,6 +29,7 @@ TASK_NAMES = (
     *("sudoku", "frozen_lake", "sokoban"),
     *("lake_agent", "multi_hop", "rare_hop"),
 )
+METHODS_HELP = f"of {', '.join(METHODS)}, or import paths of trainers; one arm each, the first is the baseline"
 FLAGS = ("task", "seeds", "metrics", "evaluations", "num_eval", "output_dir")
 
 
@@ -43,7 +45,7 @@ def build_parser() -> FlagParser:
     add = parser.add_argument
     add("--config", metavar="FILE", help="YAML file: model, data and rewards or a task, budget, seeds, common, arms")
     add("--task", metavar="TASK", help=f"{', '.join(TASK_NAMES)} (default without --config: {DEFAULT_TASK})")
-    add("--methods", nargs="+", metavar="M", help=f"of {', '.join(METHODS)}; one arm each, the first is the baseline")
+    add("--methods", nargs="+", metavar="M", help=METHODS_HELP)
     add("--tokens", type=float, metavar="N", help=f"budget of each run (default without --config: {DEFAULT_TOKENS:g})")
     add("--seconds", type=float, metavar="N", help="budget of each run in seconds of training, instead of tokens")
     add("--steps", type=int, metavar="N", help="budget of each run in optimizer steps, instead of tokens")

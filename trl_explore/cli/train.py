@@ -1,4 +1,5 @@
-"""`trl-explore train`: the interface of `trl grpo` (YAML file, flags that override it, LoRA), plus `--method`."""
+"""`trl-explore train`: the interface of `trl grpo` (YAML file, flags that override it, LoRA), plus `--method` and
+`--trainer`."""
 
 import os
 import re
@@ -10,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from trl import ModelConfig
 
-from trl_explore.methods import METHODS
-from trl_explore.names import unknown_name
+from trl_explore.methods import METHODS, Method
 from trl_explore.publishing.hub import HubError
 from trl_explore.runs.arguments import (
     OneLineParser,
@@ -21,7 +21,8 @@ from trl_explore.runs.arguments import (
     read_config,
     trainer_arguments,
 )
-from trl_explore.runs.inputs import UsageError, check_output_dir, find_checkpoint
+from trl_explore.runs.inputs import UsageError, check_output_dir, find_checkpoint, is_import_path
+from trl_explore.runs.methods import find_method, flag_of
 from trl_explore.visible_text import visible_text
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ SHORT_HELP = """\
 usage: trl-explore train --method METHOD [--config RUN.yaml] [--FIELD VALUE ...]
 
 methods: {methods} (grpo is plain TRL, for comparisons)
+exploration is GRPO with the fields that all our trainers share; a trainer of your own: --trainer my_module.MyTrainer
 
 Fields are those of the method's config, ModelConfig and the script; flags override the file. A first run:
   trl-explore train --method deep_grpo --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct \\
@@ -48,51 +50,70 @@ Several processes: accelerate launch --num_processes 4 -m trl_explore.cli train 
 """
 
 
-def _split_arguments(argv: list[str]) -> tuple[str, list[str], dict[str, Any]]:
-    """Takes method and config file out of the flags, because the method decides which other flags there are."""
+def _split_arguments(argv: list[str]) -> tuple[Method, list[str], dict[str, Any]]:
+    """Takes method, trainer and config file out of the flags, because the method decides which other flags there are;
+    the file's fields come back with the name of the one that holds."""
     scout = OneLineParser(add_help=False, allow_abbrev=False)
-    scout.add_argument("--method")
-    scout.add_argument("--config")
-    found, flags = scout.parse_known_args(argv)
-    config = read_config(found.config)
-    method = found.method or config.get("method")
-    if method is None:
-        raise UsageError(f"no method: pass --method with one of {', '.join(METHODS)}")
-    if method not in METHODS:
-        raise UsageError(unknown_name("method", str(method), METHODS))
-    return method, flags, config
+    for name in ("--method", "--trainer", "--config"):
+        scout.add_argument(name)
+    given, flags = scout.parse_known_args(argv)
+    config = read_config(given.config)
+    of_file = {name: config.pop(name, None) for name in ("method", "trainer")}
+    of_flags = {name: vars(given)[name] for name in of_file}
+    named = {name: str(value) for name, value in of_flags.items() if value}
+    named = named or {name: str(value) for name, value in of_file.items() if value}
+    if not named:
+        raise UsageError(
+            f"no method: pass --method with one of {', '.join(METHODS)}, or --trainer my_module.MyTrainer"
+        )
+    if len(named) == 2:
+        both = " and ".join(f"{name}={value!r}" for name, value in named.items())
+        raise UsageError(f"{both}: give one of the two, a trainer stands for a method")
+    ((kind, name),) = named.items()
+    if kind == "trainer" and not is_import_path(name):
+        raise UsageError(
+            f"trainer={name!r} is no import path, such as my_module.MyTrainer; methods are named with --method"
+        )
+    return find_method(name, kind), flags, config | {"method": name, kind: name}
 
 
 def parse_train_arguments(argv: list[str]) -> RunArguments:
     """Reads the flags of `trl-explore train`, among them `--method` and `--config`; flags override the file."""
-    method, flags, config = _split_arguments(argv)
-    return build_arguments(config | {"method": method}, flags)
+    _, flags, config = _split_arguments(argv)
+    return build_arguments(config, flags)
 
 
-def method_help(method: str) -> str:
-    """The fields that tell a method from others, and the few that every run needs; short defaults in brackets."""
+def method_help(row: Method) -> str:
+    """The fields that tell a method from others, and the few that every run needs; short defaults in brackets. Those
+    that all trainers of ours share are explained where they are all there is."""
     from trl import GRPOConfig
 
     from trl_explore.trainers import ExplorationConfig
 
-    config = METHODS[method].config_class
+    config, chosen = row.config_class, flag_of(row.name)
     of_run = {spec.name: spec for cls in (GRPOConfig, ModelConfig, TrainArguments) for spec in fields(cls)}
     plain, shared = ({spec.name for spec in fields(cls)} for cls in (GRPOConfig, ExplorationConfig))
     own = [spec for spec in fields(config) if spec.name not in plain | shared]
-    lines = [f"usage: trl-explore train --method {method} [--config RUN.yaml] [--FIELD VALUE ...]"]
+    common = [spec for spec in fields(config) if spec.name in shared - plain]
+    names = ", ".join(spec.name for spec in common)
+    lines = [f"usage: trl-explore train {chosen} [--config RUN.yaml] [--FIELD VALUE ...]"]
     if own:
-        lines += ["", f"Fields of {method}:", *map(_help_line, own)]
-        common = [spec for spec in fields(config) if spec.name in shared - plain]
+        lines += ["", f"Fields of {row.name}:", *map(_help_line, own)]
+    if own and common:
+        lines += ["", "Fields of all methods but grpo, explained by --method exploration --help:"]
+        lines += textwrap.wrap(names, 119, initial_indent="  ", subsequent_indent="  ")
+    elif common:
         lines += ["", "Fields of all methods but grpo:", *map(_help_line, common)]
     lines += ["", "Of all methods, with many more:", *(_help_line(of_run[name]) for name in FIRST_FIELDS)]
-    return "\n".join([*lines, "", f"All fields, with TRL's: trl-explore train --method {method} --help-all"])
+    return "\n".join([*lines, "", f"All fields, with TRL's: trl-explore train {chosen} --help-all"])
 
 
 def _help_line(spec: "Field[Any]") -> str:
     """A field, its default, and what it does: the whole sentences of its help that fit; `--help-all` has them all."""
     default = spec.default if spec.default_factory is MISSING else spec.default_factory()
     shown = "" if default in (None, False, MISSING) or len(repr(default)) > 20 else f" [{default!r}]"
-    sentences = re.split(r"(?<!Eq)\. ", spec.metadata["help"].replace("%%", "%").rstrip("."))
+    text = spec.metadata.get("help", "")  # which a configuration of the user's may not have
+    sentences = re.split(r"(?<!Eq)\. ", text.replace("%%", "%").rstrip("."))
     while len(sentences) > 1 and len(". ".join(sentences)) > 86 - len(shown):
         sentences.pop()
     text = textwrap.shorten(". ".join(sentences), 86 - len(shown), placeholder=" ...")
@@ -119,7 +140,7 @@ def run(argv: list[str]) -> int:
     check_output_dir(str(training_args.output_dir))
     checkpoint = find_checkpoint(training_args.resume_from_checkpoint, str(training_args.output_dir))
     try:
-        trainer = METHODS[str(script_args.method)].trainer_class(**trainer_arguments(arguments))
+        trainer = find_method(str(script_args.method)).trainer_class(**trainer_arguments(arguments))
     except (ValueError, NotImplementedError, HubError) as error:  # what a trainer refuses, it explains in its message
         raise UsageError(str(error)) from error
     data = [source.path for source in mixture.datasets] or str(script_args.dataset_name)

@@ -18,10 +18,10 @@ from transformers import PrinterCallback, TrainerCallback
 
 from trl_explore.compare.settings import Arm, Budget, Comparison, Cost, run_arguments
 from trl_explore.evaluation.callbacks import PassAtKCallback, undisturbed
-from trl_explore.methods import METHODS
 from trl_explore.rows.streams import loss_mask
 from trl_explore.runs.arguments import RunArguments, trainer_arguments
 from trl_explore.runs.inputs import UsageError, load_train_and_eval
+from trl_explore.runs.methods import find_method
 from trl_explore.saving.checkpoints import last_complete_checkpoint
 from trl_explore.saving.interrupt import InterruptCallback
 from trl_explore.saving.whole_files import whole_file
@@ -72,6 +72,16 @@ def of_step(logs: Mapping[str, Any] | None) -> bool:
     return logs is not None and "completions/mean_length" in logs and "train_runtime" not in logs
 
 
+def sampled_tokens(logs: Mapping[str, float], num_rows: int) -> float:
+    """Tokens of all completions that were sampled for a batch of so many main rows, also in vain, by a step's log."""
+    # Methods that sample other tokens than they train on say how many; what a round logs is averaged over the rounds.
+    rounds = logs.get("selection/rounds", 1.0)
+    main = logs.get("selection/sampled_tokens", logs["completions/mean_length"] * num_rows)
+    own = logs.get("tree/sampled_tokens", logs.get("sketch/sampled_tokens"))
+    others = ("explore/plain_tokens", "pivots/sampled_tokens", "branch/sampled_tokens")
+    return (main if own is None else own * rounds) + rounds * sum(logs.get(name, 0.0) for name in others)
+
+
 class CostCallback(TrainerCallback):
     """Counts the cost of training steps and stops at a budget. It reads TRL's logs: `logging_steps` must be 1, and a
     generation batch one optimiser step."""
@@ -101,10 +111,7 @@ class CostCallback(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not of_step(logs):
             return
-        # Methods that sample other tokens than they train on say how many.
-        main = logs["completions/mean_length"] * args.generation_batch_size
-        main = logs.get("tree/sampled_tokens", logs.get("sketch/sampled_tokens", main))
-        self.cost.tokens += main + logs.get("pivots/sampled_tokens", 0.0) + logs.get("branch/sampled_tokens", 0.0)
+        self.cost.tokens += sampled_tokens(logs, args.generation_batch_size)
         self.history.append({**asdict(self.cost), **{k: v for k, v in logs.items() if v is not None}})
         if self.budget.is_spent(self.cost):
             # The end of training is evaluated once; a save that is due at this step still happens.
@@ -215,7 +222,7 @@ def task_trainer(
 ) -> Any:
     """The trainer of an arm on an embedded task; `rows` are those that an agent is evaluated on."""
     agent = task.name in AGENTS
-    return METHODS[arm.method].trainer_class(
+    return find_method(arm.method).trainer_class(
         model=str(start),
         reward_funcs=[] if task is LAKE_AGENT else task.reward,  # its environment knows what a game is worth
         args=config,
@@ -251,7 +258,7 @@ def build_run(comparison: Comparison, arm: Arm, *, seed: int, folder: Path, star
     task = comparison.task
     if task is None:
         train, rows = held_out_split(comparison, arguments)
-        trainer = METHODS[arm.method].trainer_class(**{**trainer_arguments(arguments), "train_dataset": train})
+        trainer = find_method(arm.method).trainer_class(**{**trainer_arguments(arguments), "train_dataset": train})
         return trainer, sampled_metrics(comparison, trainer, rows)
     config, rows = arguments[1], task.evaluation_set(comparison.num_eval)
     if task.name in AGENTS:

@@ -11,8 +11,9 @@ from trl import DatasetMixtureConfig, ModelConfig
 from trl_explore.compare import tasks
 from trl_explore.methods import METHODS
 from trl_explore.names import unknown_name
-from trl_explore.runs.arguments import RunArguments, TrainArguments, build_arguments, methods_with
+from trl_explore.runs.arguments import RunArguments, TrainArguments, build_arguments, is_shared, methods_with
 from trl_explore.runs.inputs import UsageError
+from trl_explore.runs.methods import find_method
 from trl_explore.runs.yaml_values import read_count, read_mapping, read_number
 from trl_explore.tasks import AGENTS
 from trl_explore.tasks.tiny_model import HEAD_SIZE
@@ -57,7 +58,7 @@ class Arm:
     """One side of a comparison."""
 
     name: str  # label in tables and plots
-    method: str  # of `trl_explore.methods.METHODS`
+    method: str  # of `trl_explore.methods.METHODS`, or a trainer's import path
     options: dict[str, Any] = field(default_factory=dict)  # configuration fields that differ from the common ones
 
 
@@ -145,7 +146,7 @@ def arm_folder(name: str) -> str:
 def read_comparison(document: Mapping[str, Any]) -> Comparison:
     """Check a comparison's document, flags in it, and fill it in. UsageError names field, value and remedy."""
     named = [spec.name for cls in (TrainArguments, ModelConfig, DatasetMixtureConfig) for spec in fields(cls)]
-    subject_names = {"task", *named} - {"method"}
+    subject_names = {"task", *named} - {"method", "trainer"}
     own = {spec.name for spec in fields(Comparison)} - {"subject", "unit", "amount"} | {"budget"}
     for name in document:
         if name not in own | subject_names:
@@ -238,9 +239,7 @@ def _read_arm(place: str, entry: Any, task: Any, common: Mapping[str, Any]) -> A
             raise UsageError(f"{place}: {unknown_name('field', str(key), ('name', 'method', 'options'))}")
     if "method" not in entry:
         raise UsageError(f"{place}: method is missing; choose one of {', '.join(METHODS)}")
-    if str(entry["method"]) not in METHODS:
-        raise UsageError(f"{place}: {unknown_name('method', str(entry['method']), METHODS)}")
-    method = METHODS[str(entry["method"])]
+    method = find_method(str(entry["method"]), place)
     suited = {} if task is None else method.options(task)
     if suited is None:
         others = ", ".join(name for name, other in tasks.ALL_TASKS.items() if method.options(other) is not None)
@@ -255,7 +254,7 @@ def _read_arm(place: str, entry: Any, task: Any, common: Mapping[str, Any]) -> A
 
 def _default_methods(task: Any) -> list[str]:
     """GRPO first, because differences are to the first arm; a data set has no tools."""
-    others = [row for row in METHODS.values() if row.name != "grpo"]
+    others = [row for row in METHODS.values() if not row.plain]
     suited = [row for row in others if (not row.needs_tools if task is None else row.options(task) is not None)]
     return ["grpo", *(row.name for row in suited)]
 
@@ -299,11 +298,16 @@ def _model_size(given: Any, task: Any) -> dict[str, Any]:
 def _check_fields(comparison: Comparison) -> None:
     """Whether every arm's configuration can be built, for each of them as it will be."""
     for arm in comparison.arms:
-        specs = {spec.name for spec in fields(METHODS[arm.method].config_class) if spec.init}
+        specs = {spec.name for spec in fields(find_method(arm.method).config_class) if spec.init}
         for place, options in (("common", comparison.common), (f"options of {arm.name}", arm.options)):
             for name in options:
                 if name in OWNED:
                     raise UsageError(f"{place}: {name} is set by the comparison ({OWNED[name]}); leave it out")
+                if name not in specs and is_shared(str(name)):
+                    raise UsageError(
+                        f"{place}: {name} is a field of trl-explore's trainers, but {arm.method} is TRL's own: make "
+                        f"the method of {arm.name} `exploration`, which is plain GRPO with these fields"
+                    )
                 if name not in specs and (owners := methods_with(str(name))):
                     raise UsageError(
                         f"{place}: {name} is no field of {arm.method}, but of {' and '.join(owners)}: give it as one "

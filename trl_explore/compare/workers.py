@@ -21,6 +21,7 @@ from trl_explore.compare.report import explanation, rich_table, write_report
 from trl_explore.compare.run import Interrupted, train_run
 from trl_explore.compare.settings import Arm, Comparison
 from trl_explore.methods import METHODS, Method
+from trl_explore.runs.methods import find_method
 from trl_explore.runs.quiet import quiet
 from trl_explore.runs.workers import AT_WORK, Job, WorkerFailed, Workers, count_cores
 from trl_explore.saving.interrupt import InterruptCallback
@@ -81,7 +82,7 @@ def train_job(
     quiet()
     datasets.disable_progress_bars()
     torch.set_num_threads(threads)
-    METHODS.setdefault(row.name, row)  # of one that was added at run time this process does not know
+    METHODS.setdefault(row.name, row)  # this process does not know one that was added at run time
     folder = ComparisonFolder(comparison, path).of_run(arm, seed)
     teller, hang_up = Teller(connection), HangUpCallback(connection)
     try:
@@ -170,7 +171,7 @@ def train_side_by_side(folder: ComparisonFolder, workers: Workers, lines: ArmLin
     runs = []
     for arm, seed in folder.missing():
         # What suits a task is known by now, and may be a function that no process can be sent.
-        row = replace(METHODS[arm.method], options=Method.options)
+        row = replace(find_method(arm.method), options=Method.options)
         arguments = (comparison, folder.path, arm, seed, starts.get(seed), threads, row)
         runs.append(Job(f"{arm.name}, seed {seed}", train_job, arguments))
     for job, kind, value in workers.do(runs):

@@ -3,7 +3,7 @@
 
 import re
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Protocol
@@ -43,6 +43,12 @@ class BranchPoint:
     depth: float  # relative, in (0, 1]
     branches: list[Continuation] = field(default_factory=list)  # the K continuations
     row: int | None = None  # of this process's batch; `None` once that is over
+
+    def record(self, step: int, decode: Callable[[list[int]], str]) -> dict[str, Any]:
+        """The state to branch from, for a file."""
+        prefix = decode(self.prefix_ids)
+        ids = {"prompt_ids": self.prompt_ids, "prefix_ids": self.prefix_ids}
+        return {"step": step, "prompt": self.example["prompt"], "prefix": prefix, **ids, "depth": self.depth}
 
 
 def segment_fixed(num_tokens: int, *, length: int) -> list[int]:

@@ -38,9 +38,13 @@ class PivotSearch:
         self._warned = False
 
     def choose(
-        self, examples: list[dict[str, Any]], prompt_ids: list[list[int]], completion_ids: list[list[int]]
+        self,
+        examples: list[dict[str, Any]],
+        prompt_ids: list[list[int]],
+        completion_ids: list[list[int]],
+        explored: torch.Tensor | None = None,
     ) -> list[BranchPoint]:
-        """Where the failed completions of a batch are left; every process calls it."""
+        """Where the failed completions of a batch, of the rows `explored` `(N,)`, are left; every process calls it."""
         most = self.budget(completion_ids)
         rewards = self.scorer.success()
         chosen = failed_rows(
@@ -49,6 +53,7 @@ class PivotSearch:
             group_size=self.args.num_generations,
             branch_from=self.args.branch_from,
         )
+        chosen = chosen if explored is None else chosen & explored
         failures = failed(rewards, threshold=self.args.success_threshold)
         self.policy.log_metric("pivots/failure_fraction", failures.float().mean().item())
         pivots = [

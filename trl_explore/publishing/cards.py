@@ -94,9 +94,12 @@ def model_card(facts: TrainingFacts) -> "ModelCard":
         or None,
     )
     steps = [int(entry["step"]) for entry in facts.history if "reward" in entry]
-    text = _template(METHODS[facts.method].card).render(
+    row = METHODS[facts.method]
+    known = row.trainer.rpartition(":")[2]
+    text = _template(row.card).render(
         model_name=facts.model_name,
         trainer=facts.trainer,
+        parent=known if facts.trainer != known else None,
         repo_id=visible_text(facts.repo_id or "path/to/this/folder"),
         revision=f", revision={json.dumps(facts.revision)}" if facts.revision else "",
         base_model=base_text,

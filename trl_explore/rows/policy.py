@@ -39,6 +39,7 @@ class Policy(Protocol):
     args: Any
     accelerator: Any
     model: Any  # as it is trained
+    state: Any  # transformers': how far the training is
     eos_token_ids: list[int]
     exploration_generator: torch.Generator  # draws everything beside the main stream
 

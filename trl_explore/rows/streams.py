@@ -6,12 +6,13 @@ micro-batch it is given; the factors below turn that into the stream's own mean 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from trl_explore.packing.layout import group_rows
 
@@ -112,6 +113,38 @@ def trim_padding(rows: RowDict) -> RowDict:
         else:
             trimmed[key] = value
     return trimmed
+
+
+def merge_rows(parts: Sequence[RowDict], *, pad_id: int) -> RowDict:
+    """Rows of several batches as one, padded as TRL pads: prompts on the left, all else on the right. 0-dimensional
+    entries are those of the first."""
+    merged = dict(parts[0])
+    wide = {part: max(rows[f"{part}_ids"].shape[1] for rows in parts) for part in ("prompt", "completion")}
+    if any(rows["advantages"].dim() == 2 for rows in parts):
+        parts = [{**rows, "advantages": _per_token(rows)} for rows in parts]
+    masked = any("tool_mask" in rows for rows in parts)
+    for key in [*merged, *["tool_mask"] * (masked and "tool_mask" not in merged)]:
+        values = [rows[key] if key in rows else torch.ones_like(rows["completion_mask"]) for rows in parts]
+        if values[0].dim() == 0:
+            continue
+        fill = pad_id if key.endswith("_ids") else 0
+        merged[key] = torch.cat(
+            [
+                pad(value, (wide["prompt"] - value.shape[1], 0), value=fill)
+                if key in ("prompt_ids", "prompt_mask")
+                else pad(value, (0, wide["completion"] - value.shape[1]), value=fill)
+                if value.dim() == 2 and value.shape[1] == rows["completion_ids"].shape[1]
+                else value
+                for value, rows in zip(values, parts, strict=True)
+            ]
+        )
+    return merged
+
+
+def _per_token(rows: RowDict) -> torch.Tensor:
+    """Advantages `(B, T)` of rows that may have one each."""
+    advantages = rows["advantages"]
+    return advantages if advantages.dim() == 2 else advantages[:, None].repeat(1, rows["completion_ids"].shape[1])
 
 
 def split_stream(

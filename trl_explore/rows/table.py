@@ -28,7 +28,14 @@ class CompletionsTable:
         self.policy = policy
         self.streams: dict[str, Logs] = {}
         self.evaluated: Logs = {}
+        self._before = 0  # rows of earlier rounds of the batch
+        self._in_rounds = False
         self._evaluated_at: int | None = None
+
+    def begin(self, logs: Logs) -> Logs:
+        """TRL's table without rows, for a generation batch that is sampled in rounds: it takes those of all."""
+        self._before, self._in_rounds, self.streams = 0, True, {}
+        return empty_logs(logs)
 
     def add(
         self,
@@ -45,14 +52,37 @@ class CompletionsTable:
         per_process = ranks.objects([columns])
         for name in columns:
             logs["extra"][name].extend(value for found in per_process for value in found[name])
-        logs["advantages"].extend(ranks.gather(_row_advantages(output)).tolist())
-        self.streams = {
+        found = {
             name: {
                 **scored.logged,
                 "advantages": ranks.gather(_row_advantages(scored.rows))[ranks.gather(scored.real)].tolist(),
             }
             for name, scored in streams.items()
         }
+        if not self._in_rounds:
+            self.streams = found
+            return
+        self.show_advantages(logs, output)
+        num_rows = len(output["advantages"])
+        for name, logged in found.items():
+            parents = [self._place(parent, num_rows) for parent in logged["extra"]["parent"]]
+            logged["extra"] = {**logged["extra"], "parent": parents}
+            self.streams[name] = _joined_logs(self.streams[name], logged) if name in self.streams else logged
+        self._before += num_rows * ranks.number
+
+    def show_advantages(self, logs: Logs, output: RowDict) -> None:
+        """Put the advantages that the newest main rows are trained with in the place of TRL's."""
+        advantages = self.policy.ranks.gather(_row_advantages(output)).tolist()
+        for _ in advantages:
+            logs["advantages"].pop()
+        logs["advantages"].extend(advantages)
+
+    def _place(self, parent: float, num_rows: int) -> float:
+        """Where a main row stands if rounds of fewer rows were sampled before."""
+        if math.isnan(parent):
+            return parent
+        rank, row = divmod(int(parent), self.policy.args.generation_batch_size // self.policy.ranks.number)
+        return self._before + rank * num_rows + row
 
     def of_evaluation(self, logs: Logs, step: int) -> Logs:
         """Where rows of an evaluation at `step` are logged; `logs` is TRL's own table."""
@@ -163,6 +193,13 @@ def _as_lists(logs: Any) -> Any:
     if isinstance(logs, dict):
         return {name: _as_lists(values) for name, values in logs.items()}
     return list(logs)
+
+
+def _joined_logs(first: Logs, second: Logs) -> Logs:
+    return {
+        name: _joined_logs(values, second[name]) if isinstance(values, dict) else [*values, *second[name]]
+        for name, values in first.items()
+    }
 
 
 def _fill(logs: Logs, columns: dict[str, Any]) -> None:

@@ -30,9 +30,8 @@ class StreamTraining:
         self.steps: dict[str, tuple[float, StreamTotals, list[list[RowDict]]]] = {}
         self.main_totals: StreamTotals | None = None  # `None`: the main rows are averaged as TRL does
 
-    def drop_level(self, output: RowDict) -> RowDict:
-        """Main rows without those whose advantage is 0, which leave the average as well."""
-        keep = has_signal(output["advantages"])
+    def drop(self, output: RowDict, keep: torch.Tensor) -> RowDict:
+        """Main rows of `keep`, `(B,)`; the others leave the average as well."""
         self.main_totals = self._totals(output, keep)
         if LOSS_NORMALISERS[self.policy.args.loss_type] == "tokens":
             output["num_tokens"] = loss_mask(output).sum(dim=1)

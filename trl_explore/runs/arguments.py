@@ -12,6 +12,7 @@ from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 from trl_explore.methods import METHODS
 from trl_explore.names import unknown_name
 from trl_explore.runs.inputs import UsageError, check_model, load_reward_functions, load_train_and_eval
+from trl_explore.runs.methods import find_method, flag_of
 
 if TYPE_CHECKING:
     from trl import GRPOConfig
@@ -28,6 +29,8 @@ class TrainArguments(ScriptArguments):
     Args:
         method (`str`, *optional*):
             Name of the method, one of `METHODS`.
+        trainer (`str`, *optional*):
+            A trainer of one's own in the place of a method, by its import path.
         reward_funcs (`list[str]`, *optional*):
             Reward functions: names from `trl_explore.rewards.answers` or TRL, or import paths.
         reward_model_name_or_path (`str`, *optional*):
@@ -35,6 +38,10 @@ class TrainArguments(ScriptArguments):
     """
 
     method: str | None = field(default=None, metadata={"help": f"Training method: {', '.join(METHODS)}."})
+    trainer: str | None = field(
+        default=None,
+        metadata={"help": "A trainer of your own in the place of a method: its import path (`my_module.MyTrainer`)."},
+    )
     reward_funcs: list[str] | None = field(
         default=None,
         metadata={
@@ -87,14 +94,15 @@ def _as_default(value: Any, hint: Any) -> Any:
 
 
 def build_arguments(config: dict[str, Any], flags: list[str] | None = None) -> RunArguments:
-    """The arguments of a run: fields as YAML reads them, among them `method`, under the flags that override them."""
+    """The arguments of a run: fields as YAML reads them, under the flags that override them. `method` is among the
+    fields: a method's name, or a trainer's import path."""
     from trl_explore.trainers.config import check_training_values
 
     method, flags = config["method"], flags or []
-    types: tuple[Any, ...] = (TrainArguments, METHODS[method].config_class, ModelConfig, DatasetMixtureConfig)
+    types: tuple[Any, ...] = (TrainArguments, find_method(method).config_class, ModelConfig, DatasetMixtureConfig)
     hints = {name: hint for cls in types for name, hint in get_type_hints(cls).items()}
     known = {spec.name for cls in types for spec in fields(cls) if spec.init}
-    parser = OneLineParser(types, prog=f"trl-explore train --method {method}", allow_abbrev=False)
+    parser = OneLineParser(types, prog=f"trl-explore train {flag_of(method)}", allow_abbrev=False)
     for name in config.keys() - known:
         _explain_foreign_field(str(name), method)
         raise UsageError(f"--config: {unknown_name('field', str(name), known)}")
@@ -116,18 +124,23 @@ def build_arguments(config: dict[str, Any], flags: list[str] | None = None) -> R
 
 def _explain_foreign_field(name: str, method: str) -> None:
     """Of a field that other methods have, says which; plain `grpo` is TRL's own trainer and has no field of ours."""
-    from trl_explore.trainers import ExplorationConfig
-
-    if name in ExplorationConfig.__annotations__:
+    if is_shared(name):
         raise UsageError(
-            f"`{name}` is a field of trl-explore's trainers, but --method {method} is TRL's own: leave it out, or use "
-            "ExplorationTrainer from Python, which is plain GRPO with these fields"
+            f"`{name}` is a field of trl-explore's trainers, but {flag_of(method)} is TRL's own: leave it out, or use "
+            "--method exploration, which is plain GRPO with these fields"
         )
     if owners := methods_with(name):
         raise UsageError(
             f"`{name}` is no field of {method}; it belongs to {' and '.join(owners)}: leave it out, or use "
             f"--method {owners[0]}"
         )
+
+
+def is_shared(name: str) -> bool:
+    """Whether a field is one that all methods but plain `grpo` have."""
+    from trl_explore.trainers import ExplorationConfig
+
+    return name in ExplorationConfig.__annotations__
 
 
 def methods_with(name: str) -> list[str]:

@@ -76,6 +76,11 @@ def check_model(name: str | None, *, revision: str | None, trust_remote_code: bo
     return name
 
 
+def is_import_path(name: str) -> bool:
+    """Whether a name is that of something in a module, `my_module.MyTrainer` or `my_module:MyTrainer`."""
+    return "." in name or ":" in name
+
+
 def load_train_and_eval(
     script_args: "ScriptArguments", mixture: "DatasetMixtureConfig", *, needs_eval: bool
 ) -> tuple["Dataset", "Dataset | None"]:
@@ -172,8 +177,8 @@ def load_reward_functions(names: list[str] | None, model: str | None) -> list[st
     for name in names or []:
         if name in named:
             rewards.append(_told(named[name]))
-        elif "." in name:
-            rewards.append(_told(_import_reward(name)))
+        elif is_import_path(name):
+            rewards.append(_told(import_named("reward_funcs", name, "function", inspect.isfunction)[1]))
         else:
             raise UsageError(
                 f"reward_funcs: {unknown_name('reward function', name, named)} "
@@ -228,25 +233,24 @@ def _named_rewards() -> dict[str, RewardFunction]:
     return trl_rewards | ours
 
 
-def _import_reward(path: str) -> RewardFunction:
-    module_name, _, name = path.rpartition(".")
+def import_named(field: str, path: str, kind: str, is_one: Callable[[Any], bool]) -> tuple[str, Any]:
+    """An import path, `module.name` or `module:name`, in the second form, and the function or class that it names."""
+    module_name, _, name = path.partition(":") if ":" in path else path.rpartition(".")
     if os.getcwd() not in sys.path:  # installed commands, unlike scripts, do not see the working directory
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # the user's module may raise anything at import
         raise UsageError(
-            f"reward_funcs: {path!r}: importing {module_name!r} failed ({type(error).__name__}: {error}); install it "
+            f"{field}: {path!r}: importing {module_name!r} failed ({type(error).__name__}: {error}); install it "
             f"or run from the folder that holds it (now {os.getcwd()})"
         ) from error
     # getattr rather than a look in the module's dictionary: packages may load their names lazily
-    reward = getattr(module, name, None)
-    if not callable(reward):
-        callables = [known for known, _ in inspect.getmembers(module, inspect.isfunction)]
-        raise UsageError(
-            f"reward_funcs: {path!r}: {unknown_name('function', name, callables)} Imported from {module.__file__}"
-        )
-    return reward
+    found = getattr(module, name, None)
+    if not callable(found):
+        known = [known for known, _ in inspect.getmembers(module, is_one)]
+        raise UsageError(f"{field}: {path!r}: {unknown_name(kind, name, known)} Imported from {module.__file__}")
+    return f"{module_name}:{name}", found
 
 
 def find_checkpoint(resume: str | bool | None, output_dir: str) -> str | None:

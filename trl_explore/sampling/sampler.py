@@ -127,7 +127,7 @@ class Sampler:
         order = sorted(range(len(rows)), key=row_budgets.__getitem__)
         sampled: list[Continuation | None] = [None] * len(rows)
         start_time = time.perf_counter()
-        with nullcontext() if main_stream else self._forked_randomness():
+        with nullcontext() if main_stream else self.forked_randomness():
             for start in range(0, most_rows, chunk):
                 # A process that has run out of rows still takes part: sharded models gather weights in `generate`.
                 part = order[start : start + chunk]
@@ -232,7 +232,8 @@ class Sampler:
             )
 
     @contextmanager
-    def _forked_randomness(self) -> Iterator[None]:
+    def forked_randomness(self) -> Iterator[None]:
+        """Draws that the main stream does not notice."""
         seed = int(torch.randint(2**62, (1,), generator=self.policy.exploration_generator))
         with kept_randomness(self.policy.accelerator.device):
             torch.manual_seed(seed)

@@ -39,14 +39,17 @@ class TwoStage(Mode):
             sketches[i // size][i % self.num_sketches] if i % size < self.num_explored else ""
             for i in range(len(prompt_ids))
         ]
-        solve_ids = self.policy.encode_prompts(
-            [
-                fill_prompt(example["prompt"], self.args.solve_template, {"sketch": sketch})
-                if sketch
-                else example["prompt"]
-                for example, sketch in zip(examples, rows, strict=True)
-            ]
-        )
+        # Rows of a prompt that follow the same words are encoded once, and those without a sketch were already.
+        places = {(i // size, sketch): i for i, sketch in enumerate(rows) if sketch}
+        asked = [
+            fill_prompt(examples[i]["prompt"], self.args.solve_template, {"sketch": sketch})
+            for (_, sketch), i in places.items()
+        ]
+        behind = dict(zip(places, self.policy.encode_prompts(asked), strict=True))
+        solve_ids = [
+            behind.get((i // size, sketch), prompt)
+            for i, (sketch, prompt) in enumerate(zip(rows, prompt_ids, strict=True))
+        ]
         too_long = [len(ids) + self.args.max_completion_length > self.context_length for ids in solve_ids]
         solve_ids = [p if long else s for p, s, long in zip(prompt_ids, solve_ids, too_long, strict=True)]
         self.columns = {"sketch": ["" if long else sketch for sketch, long in zip(rows, too_long, strict=True)]}

@@ -2,7 +2,6 @@
 (https://huggingface.co/papers/2509.25454), sections 2.1-2.3."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -79,7 +78,7 @@ def search(
     trees = [Tree.plant(list(prompt_ids)) for prompt_ids in roots]
     for i, skipped in enumerate(skip):
         if skipped:
-            trees[i] = replace(trees[i], current=(), reason="replayed")
+            trees[i] = trees[i]._replace(current=(), reason="replayed")
     while True:
         visits = {i: tree.current for i, tree in enumerate(trees) if tree.current}
         if not any_active(bool(visits)):
@@ -145,9 +144,9 @@ def _advance(
         if candidates := _candidates_below(tree, node):
             tree = backup(tree, choose_terminal(tree, candidates), decay_min=decay_min)
         if len(tree.results) >= limits.num_results:
-            return replace(tree, current=(), iterations=iterations, reason="complete")
+            return tree._replace(current=(), iterations=iterations, reason="complete")
     if iterations >= limits.max_iterations:
-        return replace(tree, current=(), iterations=iterations, reason="iterations")
+        return tree._replace(current=(), iterations=iterations, reason="iterations")
     seen, reason = tree, "empty frontier"  # `seen`: as if what is visited next had failed, for those that follow
     following: list[int] = []
     walkers: list[int | None] = [*nodes, *[None] * (limits.parallel - len(nodes))]
@@ -160,7 +159,7 @@ def _advance(
             continue
         following.append(chosen)
         seen = with_virtual_loss(seen, chosen) if limits.parallel > 1 else seen
-    return replace(tree, current=tuple(following), iterations=iterations, reason="" if following else reason)
+    return tree._replace(current=tuple(following), iterations=iterations, reason="" if following else reason)
 
 
 def _next(tree: Tree, node: int | None, limits: Limits, *, select_fn: SelectFn, uct_coef: float) -> int | None:

@@ -39,8 +39,7 @@ class Node(NamedTuple):
         return self.value / self.visits if self.visits else 0.0
 
 
-@dataclass(frozen=True)
-class Tree:
+class Tree(NamedTuple):
     """The search tree of one prompt."""
 
     prompt_ids: list[int]
@@ -107,6 +106,8 @@ class Limits:
 
     def width_at(self, depth: int) -> int:
         """Children of a node at `depth`."""
+        if not self.width_decay:
+            return self.width
         levels = max(1, self.max_depth // self.width)
         return max(min(self.min_width, self.width), self.width - depth // levels * self.width_decay)
 

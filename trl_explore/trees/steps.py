@@ -2,7 +2,6 @@
 (https://huggingface.co/papers/2509.25454), sections 2.1-2.3."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -106,7 +105,7 @@ def _with_nodes(tree: Tree, changed: dict[int, Node], added: Sequence[Node] = ()
     nodes = list(tree.nodes)
     for index, node in changed.items():
         nodes[index] = node
-    return replace(tree, nodes=(*nodes, *added), **fields)
+    return tree._replace(nodes=(*nodes, *added), **fields)
 
 
 def expand(
@@ -149,7 +148,7 @@ def backup(tree: Tree, leaf: int, *, decay_min: float) -> Tree:
     results = (*tree.results, leaf)
     outcome = tree.nodes[leaf].outcome
     if outcome is None:
-        return replace(tree, results=results)
+        return tree._replace(results=results)
     path = tree.path(leaf)
     root = tree.nodes[ROOT]
     changed = {ROOT: root._replace(visits=root.visits + 1)}

@@ -1,0 +1,79 @@
+"""Fields of credit that do not go together, each refused in one sentence; `args` is any configuration."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from trl_explore.names import unknown_name
+
+ADVANTAGES = ("grpo", "maxrl", "passk", "pkpo", "pkpo_loo", "unlikeliness")
+OF_SUBSETS = ("passk", "pkpo", "pkpo_loo")
+SCOPES = ("history", "batch")
+RATIO_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")  # whose tokens are weighed by a ratio that is clipped at both ends
+
+
+def check_advantage(args: Any) -> None:
+    """Whether `advantage` is one, and can be formed from the groups that there are."""
+    if args.advantage not in ADVANTAGES:
+        raise ValueError(f"`advantage`: {unknown_name('value', str(args.advantage), ADVANTAGES)}")
+    if args.advantage != "grpo" and args.multi_objective_aggregation == "normalize_then_sum":
+        raise ValueError(
+            f"`advantage={args.advantage!r}` is formed from a row's total reward, which "
+            "`multi_objective_aggregation='normalize_then_sum'` never forms: set that to 'sum_then_normalize', or "
+            "leave `advantage` out."
+        )
+    size = args.num_generations
+    if args.advantage in OF_SUBSETS and size is not None and args.passk_k > size:
+        raise ValueError(
+            f"`passk_k={args.passk_k}` is more than the `num_generations={size}` rows of a group: lower it, or raise "
+            "`num_generations`."
+        )
+
+
+def check_covariance(args: Any) -> None:
+    """Whether `clip_cov` has a range, and `kl_cov` a loss that it can be written into."""
+    if args.clip_cov_low >= args.clip_cov_high:
+        raise ValueError(
+            f"`clip_cov_low={args.clip_cov_low}` must be less than `clip_cov_high={args.clip_cov_high}`: tokens "
+            "between them are clipped."
+        )
+    if not args.kl_cov:
+        return
+    field = f"`kl_cov={args.kl_cov}`"
+    if args.loss_type not in RATIO_LOSSES or args.importance_sampling_level != "token":
+        raise ValueError(
+            f"{field} changes the ratio of single tokens, which `loss_type={args.loss_type!r}` with "
+            f"`importance_sampling_level={args.importance_sampling_level!r}` does not have: set `loss_type` to one of "
+            f"{', '.join(RATIO_LOSSES)} and the level to 'token', or use `clip_cov`."
+        )
+    for name in ("delta", "off_policy_mask_threshold"):
+        if (value := vars(args)[name]) is not None:
+            raise ValueError(f"{field} takes the place of all clipping, `{name}={value}` too: leave one of them out.")
+
+
+def check_updates(args: Any) -> None:
+    """Whether `kl_cov` can act: where the policy is the one that sampled, the penalty has no slope."""
+    every = args.steps_per_generation * args.num_iterations
+    if args.kl_cov and args.gradient_accumulation_steps % every == 0:
+        raise ValueError(
+            f"`kl_cov={args.kl_cov}` does nothing with one update per generation batch, where no token has moved yet: "
+            f"set `num_iterations=2`, or `steps_per_generation={args.steps_per_generation}` above "
+            f"`gradient_accumulation_steps={args.gradient_accumulation_steps}`."
+        )
+
+
+def check_text_only(args: Any) -> None:
+    """Refuse, for a vision-language model, what looks at text alone."""
+    in_use = {
+        "advantage": args.advantage == "unlikeliness",
+        "count_bonus": args.count_bonus > 0,
+        "clip_cov": args.clip_cov > 0,
+        "kl_cov": args.kl_cov > 0,
+        "dynamic_sampling": args.dynamic_sampling == "refill",
+    }
+    refuse(args, (name for name, used in in_use.items() if used), "looks at tokens, and not at a prompt's images")
+
+
+def refuse(args: Any, names: Iterable[str], why: str) -> None:
+    """Raise for the first of some fields."""
+    for name in names:
+        raise ValueError(f"`{name}={vars(args)[name]!r}` {why}: leave `{name}` out.")

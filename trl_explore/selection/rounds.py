@@ -1,0 +1,221 @@
+"""Dynamic sampling: groups without contrast leave the batch, and other prompts are sampled in their place."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from trl.trainer.utils import nanstd
+
+from trl_explore.rewards.success import succeeded
+from trl_explore.rows.policy import Policy
+from trl_explore.rows.scorer import ScoredRows, Scorer
+from trl_explore.rows.streams import RowDict, loss_mask, merge_rows, select_rows
+from trl_explore.selection.budget import allocate, unequal_advantages
+from trl_explore.selection.order import PromptOrder
+from trl_explore.selection.solved import SuccessRates
+
+Streams = dict[str, tuple[ScoredRows, float]]
+# Samples and scores rows of this process: main rows with their advantages, and further streams.
+Round = Callable[[list[dict[str, Any]]], tuple[RowDict, Streams]]
+
+
+class Rounds:
+    """
+    Chooses the prompts of generation batches, and samples in rounds until enough groups have contrast.
+
+    `order` gives the prompts, `None`: the data loader does. Every process plays as many rounds with as many rows each.
+    """
+
+    def __init__(self, policy: Policy, scorer: Scorer, order: PromptOrder | None) -> None:
+        self.policy, self.scorer, self.order, self.args = policy, scorer, order, policy.args
+        self.size: int = policy.args.num_generations
+        self.solved = SuccessRates()
+        self.counts = {"prompts_seen": 0, "discarded_tokens": 0, "skipped_prompts": 0}  # over the run
+        self.rows_of: list[int] = []  # rows of each prompt of this process, where these are not as many for all
+        self._warned = False
+
+    def batch(self, inputs: list[dict[str, Any]], play: Round) -> tuple[RowDict, Streams, torch.Tensor | None]:
+        """Main rows `(B,)` and streams of a generation batch, and which main rows are trained; `None`: all."""
+        number = len(inputs) // self.size
+        places: list[int] = []
+        if self.order is not None:
+            places = self._taken([number] * self.policy.ranks.number)
+            self.rows_of = self._allocated(places)
+            inputs = self._rows(places)
+        output, streams = play(inputs)
+        self._note(places, number)
+        if self.args.dynamic_sampling == "off":
+            self._log({})
+            return output, streams, None
+        keep = self.contrast()
+        kept, sampled, tokens = keep, number, self._tokens(output)
+        rounds, shortage = 1, 0
+        if self.args.dynamic_sampling == "refill":
+            others, found = [output], [streams]
+            while (
+                most := self.policy.ranks.most(self._missing(kept, number))
+            ) and rounds < self.args.max_sampling_rounds:
+                missing = self._missing(kept, number)
+                places = self._taken(self.policy.ranks.objects([missing]))
+                # All processes score as many rows; what fills up is thrown away.
+                more, beside = play(self._rows(places) + inputs[: (most - missing) * self.size])
+                self._note(places, missing)
+                good = self.contrast() & (torch.arange(most * self.size, device=keep.device) < missing * self.size)
+                others.append(select_rows(more, good.nonzero().squeeze(1)))
+                found.append(beside)
+                kept = torch.cat([kept, good[good]])
+                sampled, rounds, tokens = sampled + missing, rounds + 1, tokens + self._tokens(more)
+            shortage = self._missing(kept, number)
+            if rounds > 1:
+                output, keep = self._refilled(others, keep)
+                streams = self._joined(found)
+        own = {"kept": int(keep.sum()) // self.size, "sampled": sampled, "missing": shortage}
+        total = self.policy.ranks.summed({**own, "tokens": tokens, "discarded": tokens - self._tokens(output, keep)})
+        self.counts["discarded_tokens"] += int(total["discarded"])
+        self._log(
+            {
+                "rounds": rounds,
+                "kept_groups": total["kept"] / total["sampled"],
+                "missing_groups": total["missing"],
+                "sampled_tokens": total["tokens"],
+            }
+        )
+        self._warn_of(int(total["missing"]), rounds)
+        return output, streams, keep
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds of it."""
+        taken = None if self.order is None else self.order.taken
+        return {
+            "taken": taken,
+            "rates": [[*found] for found in self.solved.rates.items()],
+            "counts": dict(self.counts),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Restore what `state` returned."""
+        if self.order is not None and state["taken"] is not None:
+            self.order.begin(state["taken"])
+        self.solved.rates = {int(place): rate for place, rate in state["rates"]}
+        self.counts = dict(state["counts"])
+
+    def _taken(self, needs: list[int]) -> list[int]:
+        """Places of this process's next prompts; every process says what all need."""
+        assert self.order is not None
+        threshold, before = self.args.explore_threshold, self.order.taken
+        over = None if threshold is None else lambda place: self.solved.passes_over(place, threshold)
+        dealt = self.order.take(needs, over)
+        self.counts["prompts_seen"] += sum(needs)
+        self.counts["skipped_prompts"] += self.order.taken - before - sum(needs)
+        return dealt[self.policy.ranks.index]
+
+    def _rows(self, places: list[int]) -> list[dict[str, Any]]:
+        assert self.order is not None
+        counts = self.rows_of or [self.size] * len(places)
+        return [dict(self.order.data[p]) for p, n in zip(places, counts, strict=True) for _ in range(n)]
+
+    def _allocated(self, places: list[int]) -> list[int]:
+        args, size = self.args, self.size
+        if args.budget == "uniform":
+            return []
+        rates = [self.solved.rates.get(place) for place in places]
+        high = args.max_generations or 2 * size
+        counts = allocate(rates, kind=args.budget, usual=size, low=args.min_generations, high=high)
+        moved = self.policy.ranks.summed({"rows": sum(max(n - size, 0) for n in counts), "all": size * len(places)})
+        self.policy.log_metric("selection/moved_rows", moved["rows"] / moved["all"])
+        return counts
+
+    def advantages(self, of_grpo: torch.Tensor, rewards_per_func: torch.Tensor) -> torch.Tensor:
+        """Advantages `(B,)` of main rows, where prompts have unequally many, from the rewards `(N, F)` of all."""
+        if not self.rows_of:
+            return of_grpo
+        totals = self.scorer.totals(rewards_per_func)
+        options: dict[str, Any] = {"scale": self.args.scale_rewards, "usual": self.size}
+        own = self.policy.ranks.local(totals)
+        return unequal_advantages(own, self.rows_of, deviation=nanstd(totals).item(), **options)
+
+    def contrast(self) -> torch.Tensor:
+        """Rows `(B,)` of this process whose group has different rewards, before any shaping."""
+        assert self.scorer.rewards_per_func is not None
+        return ~self.scorer.level(self.scorer.rewards_per_func, group_size=self.size)
+
+    def columns(self) -> dict[str, list[Any]]:
+        """What the completions table says of the main rows of a round."""
+        return {} if self.args.dynamic_sampling == "off" else {"contrast": self.contrast().tolist()}
+
+    def _missing(self, kept: torch.Tensor, number: int) -> int:
+        return number - int(kept.sum()) // self.size
+
+    def _tokens(self, rows: RowDict, keep: torch.Tensor | None = None) -> int:
+        mask = rows["completion_mask"]
+        return int((mask if keep is None else mask[keep]).sum())
+
+    def _note(self, places: list[int], number: int) -> None:
+        """What the prompts of a round tell of their success rates."""
+        if self.args.explore_threshold is None and self.args.budget == "uniform":
+            return
+        counts = self.rows_of or [self.size] * number
+        deciding = self.policy.ranks.local(self.scorer.success())[: sum(counts)].split(counts)
+        threshold = vars(self.args).get("success_threshold", 1.0)
+        known = [group[~group.isnan()] for group in deciding]
+        own = [
+            (place, succeeded(group, threshold=threshold).float().mean().item())
+            for place, group in zip(places, known, strict=True)
+            if len(group)
+        ]
+        self.solved.note(self.policy.ranks.objects(own))
+
+    def _refilled(self, others: list[RowDict], keep: torch.Tensor) -> tuple[RowDict, torch.Tensor]:
+        """The first round's rows, where groups without contrast made room for later ones as far as there are any."""
+        output = merge_rows(others, pad_id=self.policy.tokenizer.pad_token_id)
+        index = torch.arange(len(keep), device=keep.device)
+        free = (~keep).nonzero().squeeze(1)[: len(output["completion_ids"]) - len(keep)]
+        index[free] = len(keep) + torch.arange(len(free), device=keep.device)
+        output = select_rows(output, index)
+        tokens = self.policy.ranks.gather(loss_mask(output).sum().unsqueeze(0)).sum().item()
+        output["num_items_in_batch"] = torch.full_like(output["num_items_in_batch"], tokens)
+        return output, keep.index_fill(0, free, True)
+
+    def _joined(self, found: list[Streams]) -> Streams:
+        """The streams of all rounds: what was branched from groups that left is trained all the same."""
+        joined: Streams = {}
+        for name in dict.fromkeys(name for streams in found for name in streams):
+            parts = [streams[name] for streams in found if name in streams]
+            scored = [rows for rows, _ in parts]
+            joined[name] = (
+                ScoredRows(
+                    merge_rows([part.rows for part in scored], pad_id=self.policy.tokenizer.pad_token_id),
+                    torch.cat([part.real for part in scored]),
+                    torch.cat([part.rewards for part in scored]),
+                    torch.cat([part.success_rewards for part in scored]),
+                ),
+                parts[0][1],
+            )
+        return joined
+
+    def _log(self, metrics: dict[str, float]) -> None:
+        counts = dict(self.counts)
+        if self.order is not None:
+            metrics = {**metrics, "passes": self.order.passes}
+        for name, value in {**metrics, **counts}.items():
+            self.policy.log_metric(f"selection/{name}", value)
+
+    def _warn_of(self, missing: int, rounds: int) -> None:
+        if not missing or self._warned or not self.policy.accelerator.is_main_process:
+            return
+        self._warned = True
+        warnings.warn(
+            f"After {rounds} round(s) of sampling, {missing} group(s) of a batch still have no contrast, and train "
+            f"nothing. Raise `max_sampling_rounds={self.args.max_sampling_rounds}`, use easier or harder prompts, or "
+            "set `dynamic_sampling='filter'`. This is said once.",
+            stacklevel=2,
+        )
+
+
+def rounds_of(policy: Policy, scorer: Scorer, data: Any, *, shuffle: bool) -> Rounds | None:
+    """What chooses the prompts of batches out of `data`, as the configuration says; `None`: the data loader does."""
+    args = policy.args
+    if not args.orders_prompts:
+        return Rounds(policy, scorer, None) if args.dynamic_sampling == "filter" else None
+    return Rounds(policy, scorer, PromptOrder(data, shuffle=shuffle, seed=args.seed))
