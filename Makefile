@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 QUIET := --quiet --disable-pip-version-check --no-compile
 export HF_HUB_DISABLE_TELEMETRY = 1
 
-.PHONY: help install quickstart quickstart-fast test test-slow test-wheel test-vllm lint types clean
+.PHONY: help install quickstart quickstart-fast test test-slow test-wheel test-vllm test-trl drift lint types clean
 
 help:
 	@echo "make quickstart       GRPO, DEEP-GRPO and TreeGRPO on a tiny task that needs exploration: under 4 minutes on two CPU cores"
@@ -17,6 +17,8 @@ help:
 	@echo "make test-slow        the slow tests: real warm starts, two processes"
 	@echo "make test-wheel       build the wheel, run part of the suite on it from elsewhere, import it with its dependencies alone"
 	@echo "make test-vllm        the trainers against a real vLLM server on the CPU, in an environment of its own"
+	@echo "make test-trl         with another TRL, in an environment of its own: make test-trl TRL=1.15, also with OTHERS=oldest"
+	@echo "make drift            what changed of TRL around what is relied on, between the versions that are known to work"
 	@echo "make lint types       ruff and mypy"
 
 # torch first: without its pin, pip would take another build for the packages that follow.
@@ -77,5 +79,27 @@ test-wheel: install
 test-vllm: .venv-vllm/.installed
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -q -n $(TEST_PROCESSES) --dist loadgroup --durations 10 tests/served
 
+# A TRL other than that of constraints.txt, with the newest or the oldest of what it stands on. TRL 1.15 has Triton alone
+# for log-probabilities, whose interpreter knows no GPU.
+TRL ?= 1.15
+TRL_REQUIREMENT ?= trl==$(TRL).*
+OTHERS ?= newest
+TRL_VENV := .venv-trl-$(TRL)-$(OTHERS)
+TRL_TESTS := $(addprefix tests/test_,$(addsuffix .py,contract compat versions plain_grpo base deep_grpo tree_grpo sesa sesa_agent g2rl branpo))
+
+$(TRL_VENV)/.installed: pyproject.toml constraints.txt constraints-oldest.txt
+	$(PYTHON) -m venv $(TRL_VENV)
+	grep -v '^trl==' $(if $(filter oldest,$(OTHERS)),constraints-oldest.txt,constraints.txt) > $(TRL_VENV)/constraints.txt
+	$(TRL_VENV)/bin/python -m pip install $(QUIET) -c $(TRL_VENV)/constraints.txt torch
+	$(TRL_VENV)/bin/python -m pip install $(QUIET) -c $(TRL_VENV)/constraints.txt "$(TRL_REQUIREMENT)" -e . triton pillow "pytest<9.2" pytest-xdist hypothesis
+	@touch $@
+
+test-trl: $(TRL_VENV)/.installed
+	$(TRL_VENV)/bin/python -m pip list 2>/dev/null | grep -E "^(torch|trl|transformers|accelerate|peft|datasets) "
+	TRITON_INTERPRET=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(TRL_VENV)/bin/python -m pytest -q -n $(TEST_PROCESSES) --dist loadgroup -m "not slow" -k "contract or compat or versions or plain_grpo or bit_for_bit" $(TRL_TESTS)
+
+drift: install
+	$(BIN)/python tests/drift.py
+
 clean:
-	rm -rf .venv .venv-wheel .venv-bare .venv-vllm build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-wheel .venv-bare .venv-vllm .venv-trl-* build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -7,6 +7,8 @@ import pytest
 import yaml
 from commands import ROOT, shell_calls
 
+from trl_explore.compat import KNOWN_TRL
+
 CHECKS = ["lint", "types", "test-slow", "test", "test-wheel"]
 
 
@@ -37,6 +39,42 @@ def test_ci_fails_with_whatever_fails(tmp_path, target):
     status, targets = run_ci(tmp_path, fails=target)
     assert status == 2
     assert target in CHECKS or ("test-slow" in targets) == (target == "test-vllm")
+
+
+def run_trl_main(folder, *arguments, status=0, open_issues="", token="token"):
+    """`.ci/trl-main` with stand-ins for `make` and GitHub's command: its status, and what it asked of them."""
+    for name in (".ci", "bin"):
+        (folder / name).mkdir()
+    script = shutil.copy(ROOT / ".ci" / "trl-main", folder / ".ci")
+    gh = f"print({open_issues!r}, end='')\nif sys.argv[2] == 'create':\n    open('body', 'w').write(sys.stdin.read())"
+    stubs = {"make": f"print('3 failed')\nsys.exit({status})", "gh": gh}
+    done, calls = shell_calls(script, stubs, folder / "bin", *arguments, GH_TOKEN=token)
+    return done.returncode, [call[:3] for call in calls], folder / "body"
+
+
+def test_trls_main_branch_that_fits_is_silent(tmp_path):
+    status, calls, _ = run_trl_main(tmp_path, "trl==1.16.0")
+    assert (status, calls) == (0, [["make", "test-trl", "TRL=main"]])
+
+
+def test_an_issue_is_opened_where_trls_main_branch_does_not_fit(tmp_path):
+    status, calls, body = run_trl_main(tmp_path, status=2)
+    assert status == 1 and calls[1:] == [["gh", "issue", "list"], ["gh", "issue", "create"]]
+    assert "3 failed" in body.read_text()
+
+
+@pytest.mark.parametrize("options", [dict(open_issues="7"), dict(token="")])
+def test_no_second_issue_is_opened_and_none_without_a_token(tmp_path, options):
+    status, calls, _ = run_trl_main(tmp_path, status=2, **options)
+    assert status == 1 and ["gh", "issue", "create"] not in calls
+
+
+def test_every_minor_of_trl_that_is_known_to_work_is_tested_by_a_workflow():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    tested = {row["trl"] for row in workflow["jobs"]["trl"]["strategy"]["matrix"]["include"]}
+    assert tested == {version.rpartition(".")[0] for version in KNOWN_TRL}
+    pins = (ROOT / "constraints.txt").read_text()
+    assert f"\ntrl=={KNOWN_TRL[-1]}\n" in pins  # which all other checks run with
 
 
 def test_the_workflow_may_only_read_and_runs_actions_that_cannot_be_exchanged():

@@ -11,6 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import trl
 import yaml
 from commands import run_example
 from datasets import Dataset, DatasetDict
@@ -28,6 +29,7 @@ from trl import DatasetMixtureConfig, GRPOConfig, ScriptArguments
 
 from trl_explore.cli import main
 from trl_explore.cli.train import parse_train_arguments, resume_command
+from trl_explore.compat import SEAMS
 from trl_explore.methods import METHODS
 from trl_explore.runs.inputs import (
     check_output_dir,
@@ -365,9 +367,16 @@ def test_an_unknown_command_gets_the_nearest(capsys):
 def test_env_lists_versions_methods_and_backends(capsys):
     assert main(["env"]) == 0
     lines = dict(line[2:].split(": ", 1) for line in capsys.readouterr().out.splitlines())
-    assert lines["trl"].startswith("1.16") and "(supported: " in lines["trl"]
+    assert lines["trl"].startswith(trl.__version__) and "supported: " in lines["trl"]
     assert lines["methods"] == ", ".join(METHODS)
     assert lines["sampling with transformers"] == "yes"
+
+
+def test_env_prints_the_seams(capsys):
+    assert main(["env"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  - ")]
+    assert len(lines) == len(SEAMS) and lines[0] == "  - trl.GRPOTrainer.__init__ (trainers/base.py): fits"
+    assert "  - trl.generation.vllm_client.VLLMClient._post (use_vllm): fits" in lines
 
 
 @pytest.mark.parametrize(

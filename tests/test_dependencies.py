@@ -11,6 +11,9 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from trl_explore.compat import MAX_TRL, MIN_TRL
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -67,6 +70,26 @@ def test_what_is_declared_is_imported():
         assert extra == "dev" or not distributions - used, extra
     for name, extras in EXTRAS.items():
         assert all(sources()[name] & OPTIONAL[extra] for extra in extras), f"{name} needs no longer all of {extras}"
+
+
+def test_the_oldest_versions_that_are_declared_are_the_oldest_that_are_tested():
+    oldest = [
+        Requirement(line) for line in (ROOT / "constraints-oldest.txt").read_text().splitlines() if line[0] != "#"
+    ]
+    tested = {r.name: str(r.specifier).removeprefix("==") for r in oldest if r.name != "torch"}
+    declared = {r.name: r.specifier for r in map(Requirement, PROJECT["project"]["dependencies"])}
+    assert tested.keys() == {"accelerate", "peft", "transformers"}
+    for name, version in tested.items():
+        floor = next(part.version for part in declared[name] if part.operator == ">=")
+        assert Version(version) == Version(floor)
+    assert f">={MIN_TRL}" in str(declared["trl"]) and f"<{MAX_TRL}" in str(declared["trl"])
+
+
+def test_upper_bounds_have_a_reason():
+    """TRL's next major removes what it announces, transformers' too; pytest's bound says its own."""
+    texts = [*PROJECT["project"]["dependencies"], *sum(PROJECT["project"]["optional-dependencies"].values(), [])]
+    bounded = {Requirement(text).name for text in texts if "<" in text}
+    assert bounded == {"trl", "transformers", "vllm", "pytest"}
 
 
 def test_every_folder_of_the_package_is_in_the_wheel():

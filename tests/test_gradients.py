@@ -6,8 +6,10 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import trl
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packaging.version import Version
 from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -25,7 +27,7 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
-from trl.trainer.utils import add_fused_lm_head
+from trl.trainer import utils
 
 from trl_explore.gradients.features import LMHead, lm_head_of, logit_scale, sequence_features
 from trl_explore.gradients.novelty import (
@@ -162,13 +164,14 @@ def test_a_sequence_feature_is_the_mean_over_loss_tokens(make):
     assert_close(found.entropies, entropies * mask)
 
 
+@pytest.mark.skipif(Version(trl.__version__) < Version("1.15"), reason="that TRL has no fused head")
 @every_model
 @pytest.mark.parametrize("autocast", [False, True])
 def test_log_probabilities_are_those_of_trl(make, autocast):
     model, (ids, mask) = make(), make_rows(tokens=40)
     mask[1, 25:] = 0
     hidden = by_autograd(model, ids)[0]
-    add_fused_lm_head(model, temperature=TEMPERATURE, outputs=("log_probs", "entropy"))
+    utils.add_fused_lm_head(model, temperature=TEMPERATURE, outputs=("log_probs", "entropy"))
     # The backbone out of the autocast, so that both heads get the same input.
     model.base_model.forward = torch.autocast("cpu", enabled=False)(model.base_model.forward)
     labels = ids.masked_fill(torch.nn.functional.pad(mask, (1, 0), value=0) == 0, -100)

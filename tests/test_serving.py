@@ -277,7 +277,7 @@ def test_missing_development_endpoints_and_lost_servers_are_told(stub, monkeypat
     monkeypatch.setattr(vllm_client, "is_vllm_available", lambda *args, **kw: True)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     client = ServerClient(stub.url, command="serve", weight_sync="file", folder=tmp_path)
-    with pytest.raises(RuntimeError, match="Restart it with `VLLM_SERVER_DEV_MODE=1`"):
+    with pytest.raises(RuntimeError, match="development endpoints.* Restart it with `serve`"):
         client.get_server_info()
     with pytest.raises(ConnectionError, match="(?s)answered: Request failed: 501.*start it again with `serve`"):
         client.text_of([1])

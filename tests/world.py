@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_explore.methods import METHODS
@@ -165,6 +165,8 @@ def make_trainer(trainer_class=GRPOTrainer, config_class=GRPOConfig, output_dir=
         seed=3,
     )
     args = config_class(**{**config, **options})
+    if "peft_config" in arguments:  # adapters are drawn by the constructor, where TRL below 1.15 sets no seed
+        set_seed(args.seed)
     return trainer_class(
         model=AutoModelForCausalLM.from_pretrained(saved_model()) if model is None else model, args=args, **arguments
     )

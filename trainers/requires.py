@@ -5,6 +5,7 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 
+from trl_explore.compat import check_seams
 from trl_explore.credit.checks import check_text_only, check_updates
 from trl_explore.rows.streams import check_loss_type
 
@@ -41,7 +42,10 @@ def check_arguments(
     rollout_func: Any,
     environment_factory: Any,
 ) -> None:
-    """Raise `ValueError` or `NotImplementedError` where a trainer cannot work with what it is given."""
+    """Raise where a trainer cannot work with what it is given, `ImportError` where that is the TRL installed."""
+    check_seams()
+    if args.use_vllm:
+        check_seams("use_vllm")
     check_loss_type(args.loss_type)
     check_updates(args)
     if rollout_func is not None and not samples_as_grpo:

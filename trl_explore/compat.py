@@ -1,23 +1,344 @@
-"""Which versions of TRL this release was written against."""
+"""
+Versions of TRL, and the seams: what is relied on of TRL's and transformers' insides, as data.
+
+Importing the package looks at versions alone. The first trainer that is made compares the seams with what is
+installed: a version that nobody has tried yet works where its seams fit, and one whose seams have moved is refused.
+"""
+
+import inspect
+import logging
+import pkgutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from types import CodeType
+from typing import Any
 
 from packaging.version import Version
 
-MIN_TRL, MAX_TRL = "1.16.0", "1.17"
+MIN_TRL, MAX_TRL = "1.14.2", "2"
+# The last patch release of each minor that the tests are run with.
+KNOWN_TRL = ("1.14.2", "1.15.0", "1.16.0")
+
+logger = logging.getLogger(__name__)
 
 
-def check_trl_version(version: str) -> None:
+@dataclass(frozen=True)
+class Seam:
     """
-    Refuse a TRL version whose internals are not the ones the trainers re-enter.
+    Something of TRL or transformers that is called, overridden or read, and what is relied on of it.
 
-    Args:
-        version (`str`):
-            Installed version of TRL.
+    Names are separated by spaces. They are looked up in what was compiled, so that no line break counts.
+    """
+
+    path: str
+    door: str  # the file that names it
+    takes: tuple[str, ...] = ()  # its parameters but `self`; one of these, if there are any
+    uses: str = ""  # names that its code reads, writes or calls
+    order: str = ""  # names that its code comes to in this order
+    keys: str = ""  # keys that its code names
+    needed_by: str = ""  # the option without which it does not matter
+    since: str = MIN_TRL  # the first version that has it
+
+
+BASE, SAVING, BACKEND = "trainers/base.py", "trainers/saving.py", "serving/backend.py"
+GRPO, TRAINER = "trl.GRPOTrainer", "transformers.Trainer"
+CLIENT, SERVED = "trl.generation.vllm_client.VLLMClient", "trl.generation.vllm_generation.VLLMGeneration"
+PREFIXES, VLLM = "shared_prefix_training", "use_vllm"
+
+SEAMS = (
+    # What a trainer is made with, and keeps.
+    Seam(
+        f"{GRPO}.__init__",
+        BASE,
+        takes=(
+            "model reward_funcs args train_dataset eval_dataset processing_class reward_processing_classes callbacks "
+            "optimizers quantization_config peft_config tools rollout_func environment_factory",
+        ),
+        uses="_metrics _logs _pending_extra_logs _pending_metrics _step _buffered_inputs _tokenizer _is_vlm "
+        "_entropy_bonus_enabled aux_loss_enabled eos_token_ids ref_model generation_config generation_kwargs beta "
+        "num_generations num_iterations max_completion_length temperature loss_type rollout_func reward_funcs "
+        "reward_func_names reward_weights use_vllm log_completions tools environments environment_factories "
+        "_environment_pool _multi_environment _env_tools async_loop max_tool_calling_iterations",
+        keys="train eval prompt completion rewards advantages extra images",
+    ),
+    Seam(f"{GRPO}._name", BASE),
+    Seam(f"{GRPO}._tag_names", BASE),
+    Seam(f"{GRPO}._paper", BASE),
+    # A step, in TRL's order.
+    Seam(
+        f"{GRPO}._prepare_inputs",
+        BASE,
+        takes=("generation_batch",),
+        order="_generate_and_score_completions shuffle_sequence_dict split_tensor_dict",
+        uses="_buffered_inputs _step steps_per_generation num_iterations",
+    ),
+    Seam(
+        f"{GRPO}._generate_and_score_completions",
+        BASE,
+        takes=("inputs",),
+        order="environment_factories _generate steps_per_generation num_iterations gradient_accumulation_steps "
+        "_get_per_token_logps_and_entropies _calculate_rewards",
+        uses="_environment_pool _batch_environments _multi_environment _sync_tool_dicts _async_tool_dicts "
+        "num_generations reward_weights _metrics _logs _pending_extra_logs _pending_metrics",
+        keys="prompt_ids prompt_mask completion_ids completion_mask advantages num_items_in_batch "
+        "old_per_token_logps ref_per_token_logps tool_mask importance_sampling_ratio",
+    ),
+    Seam(
+        f"{GRPO}._generate",
+        BASE,
+        takes=("prompts",),
+        order="copy deepcopy rollout_func _tokenize_prompts _generate_single_turn _tool_call_loop",
+        uses="tools num_input_tokens_seen",
+        keys="prompt_ids completion_ids logprobs env_mask num_tokens",
+    ),
+    Seam(f"{GRPO}._tokenize_prompts", BASE, takes=("prompts",)),
+    Seam(
+        f"{GRPO}._generate_single_turn",
+        BASE,
+        takes=("prompt_ids images multimodal_fields num_generations has_tool_images",),
+        uses="use_vllm generation_config unwrap_model_for_generation",
+    ),
+    Seam(
+        f"{GRPO}._tool_call_loop",
+        BASE,
+        takes=("prompts prompt_ids completion_ids completions logprobs images multimodal_fields",),
+        uses="_sync_tool_dicts _async_tool_dicts max_tool_calling_iterations async_loop _get_tool_suffix_ids "
+        "_generate_single_turn",
+    ),
+    Seam(f"{GRPO}._get_tool_suffix_ids", BASE, takes=("tool_messages",)),
+    Seam(
+        f"{GRPO}._get_per_token_logps_and_entropies",
+        BASE,
+        takes=(
+            "model input_ids attention_mask logits_to_keep batch_size compute_entropy compute_aux_loss pixel_values "
+            "image_grid_thw num_images pixel_attention_mask spatial_shapes num_tiles image_sizes token_type_ids "
+            "mm_token_type_ids image_position_ids",
+            "model args batch_size compute_aux_loss kwargs",  # 1.14
+        ),
+    ),
+    Seam(
+        f"{GRPO}._calculate_rewards",
+        BASE,
+        takes=("inputs prompts completions completion_ids_list",),
+        uses="reward_funcs environments",
+        keys="environments",
+    ),
+    Seam(
+        f"{GRPO}.compute_loss", BASE, takes=("model inputs return_outputs num_items_in_batch",), uses="_compute_loss"
+    ),
+    Seam(
+        f"{GRPO}._compute_loss",
+        BASE,
+        takes=("model inputs",),
+        uses="_get_per_token_logps_and_entropies beta epsilon_low epsilon_high _entropy_bonus_enabled aux_loss_enabled "
+        "current_gradient_accumulation_steps",
+        keys="advantages completion_mask tool_mask num_items_in_batch old_per_token_logps ref_per_token_logps",
+    ),
+    Seam(
+        f"{GRPO}.log",
+        BASE,
+        takes=("logs start_time",),
+        uses="_metrics _logs log_completions",
+        keys="prompt completion rewards advantages extra",
+    ),
+    Seam(
+        "trl.trainer.grpo_trainer.print_prompt_completions_sample",
+        "rows/table.py",
+        takes=("prompts completions rewards advantages step num_samples extra",),
+    ),
+    Seam(
+        "trl.models.unwrap_model_for_generation",
+        "sampling/generation.py",
+        takes=(
+            "model accelerator gather_deepspeed3_params generation_kwargs gradient_checkpointing_kwargs",
+            "model accelerator gather_deepspeed3_params generation_kwargs",  # before 1.16
+        ),
+    ),
+    Seam(
+        "trl.chat_template_utils.parse_response",
+        "agents/turns.py",
+        takes=("tokenizer ids prefix tools", "tokenizer ids prefix"),  # the second before 1.16
+    ),
+    # The run: transformers' trainer.
+    Seam(f"{TRAINER}.train", BASE, takes=("resume_from_checkpoint trial ignore_keys_for_eval",)),
+    Seam(
+        f"{TRAINER}._inner_training_loop",
+        BASE,
+        order="get_train_dataloader _init_training_state _prepare_for_training _tr_loss _globalstep_last_logged "
+        "_run_epoch",
+        uses="_total_loss_scalar",
+    ),
+    Seam(f"{GRPO}._get_train_sampler", BASE, takes=("dataset",)),
+    Seam(f"{TRAINER}._remove_unused_columns", BASE, takes=("dataset description",)),
+    Seam(
+        f"{TRAINER}._init_training_state",
+        BASE,
+        takes=("max_steps num_update_steps_per_epoch num_train_epochs resume_from_checkpoint trial",),
+    ),
+    Seam(
+        f"{TRAINER}._run_epoch",
+        BASE,
+        takes=(
+            "model epoch train_dataloader steps_in_epoch num_update_steps_per_epoch trial ignore_keys_for_eval "
+            "start_time resume_from_checkpoint epochs_trained steps_trained_in_current_epoch",
+        ),
+        uses="skip_first_batches on_epoch_end _maybe_log_save_evaluate _load_rng_state "
+        "current_gradient_accumulation_steps",
+    ),
+    Seam(
+        f"{TRAINER}._maybe_log_save_evaluate",
+        SAVING,
+        takes=("tr_loss grad_norm model trial epoch ignore_keys_for_eval start_time learning_rate",),
+        uses="_total_loss_scalar _globalstep_last_logged",
+    ),
+    # Checkpoints: the state of the trainer is written last, and tells that one is whole.
+    Seam(
+        f"{TRAINER}._save_checkpoint",
+        BASE,
+        takes=("model trial",),
+        order="_save_optimizer_and_scheduler _save_rng_state save_to_json",
+        uses="_get_output_dir",
+    ),
+    Seam(f"{TRAINER}._save_optimizer_and_scheduler", BASE, takes=("output_dir",)),
+    Seam(f"{TRAINER}._save_rng_state", BASE, takes=("output_dir",)),
+    Seam(f"{TRAINER}._load_optimizer_and_scheduler", BASE, takes=("checkpoint",)),
+    Seam(f"{TRAINER}._load_rng_state", SAVING, takes=("checkpoint",)),
+    Seam(f"{TRAINER}._get_output_dir", SAVING, takes=("trial",)),
+    Seam(f"{TRAINER}._save", BASE, takes=("output_dir state_dict",)),
+    # The Hub.
+    Seam(f"{TRAINER}._push_from_checkpoint", BASE, takes=("checkpoint_folder",)),
+    Seam(f"{TRAINER}._finish_current_push", BASE, takes=("",)),
+    Seam(f"{TRAINER}.init_hf_repo", BASE, takes=("token private", "token")),
+    Seam(
+        f"{TRAINER}.push_to_hub",
+        BASE,
+        takes=(
+            "commit_message blocking token revision private kwargs",
+            "commit_message blocking token revision kwargs",
+        ),
+    ),
+    Seam(f"{GRPO}.create_model_card", BASE, takes=("model_name dataset_name tags",)),
+    # Rows that share a prefix go through the head that computes log-probabilities.
+    Seam("trl.trainer.utils.split_tensor_dict", "packing/forward.py", takes=("tensor_dict num_chunks",)),
+    Seam("trl.trainer.utils.add_fused_lm_head", "packing/forward.py", since="1.15.0", needed_by=PREFIXES),
+    # vLLM: TRL's backend is made under a name that another can be put under, and asks a client over HTTP.
+    Seam(f"{GRPO}.__init__", BACKEND, order="VLLMGeneration vllm_generation _last_loaded_step", needed_by=VLLM),
+    Seam(f"{GRPO}._generate_single_turn", BASE, order="_last_loaded_step vllm_generation", needed_by=VLLM),
+    Seam(f"{SERVED}._init_vllm", BACKEND, takes=("",), uses="vllm_client mode llm", needed_by=VLLM),
+    Seam(f"{SERVED}._iter_named_params", BACKEND, takes=("",), uses="merge_adapter unmerge_adapter", needed_by=VLLM),
+    Seam(
+        f"{SERVED}.sync_weights",
+        BACKEND,
+        takes=("",),
+        uses="update_named_params _iter_named_params mode",
+        needed_by=VLLM,
+    ),
+    Seam(
+        f"{SERVED}.generate",
+        BACKEND,
+        takes=("prompts images num_generations profiler",),
+        uses="_llm_weights_sleeping enable_sleep_mode structured_outputs_regex generation_kwargs temperature top_p "
+        "top_k min_p repetition_penalty max_completion_length",
+        needed_by=VLLM,
+    ),
+    Seam("trl.generation.vllm_generation.extract_logprobs", BACKEND, takes=("all_outputs",), needed_by=VLLM),
+    Seam(f"{CLIENT}.__init__", BACKEND, uses="session mount base_url", needed_by=VLLM),
+    Seam(f"{CLIENT}._post", BACKEND, takes=("url kwargs",), needed_by=VLLM),
+    Seam(f"{CLIENT}.init_communicator", BACKEND, takes=("device",), needed_by=VLLM),
+    Seam(f"{CLIENT}.update_named_params", BACKEND, takes=("metadata named_params",), needed_by=VLLM),
+    Seam(f"{CLIENT}._start_weight_update", BACKEND, takes=("",), uses="_post", needed_by=VLLM),
+    Seam(f"{CLIENT}._finish_weight_update", BACKEND, takes=("",), uses="_post", needed_by=VLLM),
+)
+
+
+def check_trl_version(installed: str) -> None:
+    """
+    Refuse versions of TRL that are known not to work; any other is looked at when a trainer is made.
 
     Raises:
-        ImportError: If it is outside the supported range.
+        ImportError: If TRL is older, or of another major version.
     """
-    if not Version(MIN_TRL) <= Version(version) < Version(MAX_TRL):
+    if not Version(MIN_TRL) <= Version(installed) < Version(MAX_TRL):
         raise ImportError(
-            f"trl-explore needs trl>={MIN_TRL},<{MAX_TRL}, but trl {version} is installed. "
+            f"trl-explore needs trl>={MIN_TRL},<{MAX_TRL}, but trl {installed} is installed. "
             f"Run `pip install 'trl>={MIN_TRL},<{MAX_TRL}'`, or install a trl-explore made for that version."
         )
+
+
+def difference(seam: Seam) -> str | None:
+    """What is not as it is relied on; `None` where the seam fits."""
+    try:
+        found: Any = pkgutil.resolve_name(seam.path)
+    except (ImportError, AttributeError):
+        return "is not there"
+    facts = any((seam.takes, seam.uses, seam.order, seam.keys))
+    if not facts or not _is_of(found, seam.path):
+        return None
+    if seam.takes:
+        parameters = " ".join(name for name in inspect.signature(found).parameters if name != "self")
+        if parameters not in seam.takes:
+            return f"takes ({', '.join(parameters.split())})"
+    code = inspect.unwrap(found).__code__
+    names, keys, reached = {*_names(code)}, {*_strings(code)}, code.co_names
+    if missing := {*seam.uses.split(), *seam.order.split()} - names:
+        return f"does not use {', '.join(sorted(missing))}"
+    if missing := {*seam.keys.split()} - keys:
+        return f"does not know {', '.join(sorted(missing))}"
+    places = [reached.index(name) for name in seam.order.split() if name in reached]
+    return None if places == sorted(places) else f"comes to {seam.order} in another order"
+
+
+def _is_of(found: Any, path: str) -> bool:
+    """Whether it is what TRL wrote; who has put another in its place knows best what it takes."""
+    return inspect.unwrap(found).__module__.split(".")[0] == path.split(".")[0]
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from (*code.co_names, *code.co_varnames, *code.co_freevars)
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner)
+
+
+def _strings(constants: CodeType | Iterable[Any]) -> Iterator[str]:
+    for constant in constants.co_consts if isinstance(constants, CodeType) else constants:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, CodeType | tuple | frozenset):
+            yield from _strings(constant)
+
+
+@cache
+def moved(needed_by: str = "", seams: tuple[Seam, ...] = SEAMS) -> str | None:
+    """One sentence about the seams that an option needs, or every run, and that have moved; `None` if all fit."""
+    found = {seam: difference(seam) for seam in seams if seam.needed_by == needed_by}
+    found = {seam: what for seam, what in found.items() if what}
+    installed = version("trl")
+    if not found:
+        if Version(installed) > Version(KNOWN_TRL[-1]) and not needed_by:
+            logger.warning("trl %s is newer than what is known to work, %s; its seams fit", installed, KNOWN_TRL[-1])
+        return None
+    what = "; ".join(f"`{seam.path}` {what}" for seam, what in found.items())
+    first = max((seam.since for seam in found), key=Version)
+    known = [name for name in KNOWN_TRL if Version(name) >= Version(first)]
+    return (
+        f"trl {installed} with transformers {version('transformers')} is not what trl-explore relies on: {what}. "
+        f"Known to work: trl {', '.join(known)}"
+    )
+
+
+def check_seams(needed_by: str = "", seams: tuple[Seam, ...] = SEAMS) -> None:
+    """
+    Refuse a TRL whose seams have moved.
+
+    Args:
+        needed_by (`str`, *optional*, defaults to `""`):
+            An option that is used, such as `"use_vllm"`; without one, the seams of every run.
+
+    Raises:
+        ImportError: Names the seams, what is not as it was, and the versions that are known to work.
+    """
+    if found := moved(needed_by, seams):
+        raise ImportError(f"{found}: run `pip install 'trl=={KNOWN_TRL[-1]}'`.")

@@ -7,6 +7,7 @@ or another instance of its class and as often as asked; neither is then offered 
 import copy
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 STATES = ("auto", "copy", "snapshot", "replay")
@@ -14,13 +15,14 @@ OWN = ("snapshot", "restore")
 
 
 class not_a_tool:
-    """A method that is no plain function of its class: TRL offers those to the model, all but a few names."""
+    """A method that is neither a plain function of its class nor, as TRL asks up to 1.14, a bound one of an instance:
+    those are offered to the model, all but a few names."""
 
     def __init__(self, function: Callable) -> None:
         self.function = function
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else self.function.__get__(instance)
+        return self if instance is None else partial(self.function, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
@@ -195,7 +196,9 @@ class Turns:
 
     def parse_turn(self, row: int, context: list[int], token_ids: list[int]) -> dict[str, Any]:
         """The message that TRL makes of a turn behind a context, with `tool_calls` where there are any."""
-        return parse_response(self.policy.tokenizer, token_ids, prefix=context, tools=self.world.tools_of(row))
+        # Below 1.16, TRL reads arguments without the types that the tools give them, and so do we.
+        typed = {"tools": self.world.tools_of(row)} if "tools" in signature(parse_response).parameters else {}
+        return parse_response(self.policy.tokenizer, token_ids, prefix=context, **typed)
 
     def encode_conversation(self, row: int, conversation: list[dict[str, Any]]) -> list[int]:
         """Tokens of a conversation with the tools of a row's environment, the generation prompt included."""

@@ -6,6 +6,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from packaging.requirements import Requirement
 
 from trl_explore import __version__
+from trl_explore.compat import SEAMS, difference
 from trl_explore.methods import METHODS
 
 PACKAGES = ("torch", "trl", "transformers", "accelerate", "peft", "datasets", "vllm", "bitsandbytes")
@@ -54,7 +55,8 @@ def _describe_devices() -> str:
 
 def describe_environment() -> str:
     """
-    Versions, devices, methods and sampling backends, ready to be pasted into an issue: a `- name: value` line each.
+    Versions, devices, methods, sampling backends and what is relied on of TRL and transformers, ready to be pasted
+    into an issue: a `- name: value` line each.
     """
     ranges = _supported_ranges()
     facts = {
@@ -68,4 +70,12 @@ def describe_environment() -> str:
         "sampling with transformers continuous batching": "yes (--use_transformers_continuous_batching)",
         "sampling with vllm": _describe_vllm(ranges),
     }
-    return "\n".join(f"- {name}: {value}" for name, value in facts.items())
+    seams = {f"{seam.path} ({seam.needed_by or seam.door})": difference(seam) for seam in SEAMS}
+    moved = sum(what is not None for what in seams.values())
+    facts["seams into TRL and transformers"] = f"{moved} of {len(seams)} moved" if moved else f"all {len(seams)} fit"
+    return "\n".join(
+        [
+            *(f"- {name}: {value}" for name, value in facts.items()),
+            *(f"  - {seam}: {what or 'fits'}" for seam, what in seams.items()),
+        ]
+    )

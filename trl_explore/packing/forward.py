@@ -10,6 +10,7 @@ from accelerate import DistributedType
 from peft import PeftModel
 from trl.trainer.utils import split_tensor_dict
 
+from trl_explore.compat import moved
 from trl_explore.packing.attention import BLOCK, NO_MASK, enable_packing, num_compilations, own_attention
 from trl_explore.packing.layout import (
     MIN_SAVED,
@@ -84,6 +85,8 @@ class PackedForward:
 
     def _check_options(self) -> None:
         args, model = self.policy.args, self.policy.model
+        if what := moved("shared_prefix_training"):
+            raise ValueError(what)
         if args.per_device_train_batch_size == 1:
             raise ValueError("a single row shares nothing: set `per_device_train_batch_size` to at least 2")
         if args.torch_compile:
@@ -150,7 +153,8 @@ class PackedForward:
     ) -> tuple[Any, Any, Any]:
         """What `own_pass`, TRL's, returns for these arguments; it is asked where packing does not pay."""
         if self.mode == "off":
-            return own_pass(model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs)
+            options = {"batch_size": batch_size, "compute_entropy": compute_entropy, **kwargs}
+            return own_pass(model, input_ids, attention_mask, logits_to_keep, **options)
         parts: list[Any] = []
         size = batch_size or len(input_ids)
         batches = list(zip(input_ids.split(size), attention_mask.split(size), strict=True))

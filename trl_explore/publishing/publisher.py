@@ -42,9 +42,7 @@ class Publisher:
 
     # ------------------------------------------------------------------------------------------------ the repository
 
-    def make_repo(
-        self, make: Callable[[str | None, bool | None], None], token: str | None, private: bool | None
-    ) -> None:
+    def make_repo(self, make: Callable[[str | None], None], token: str | None, private: bool | None) -> None:
         """Make the repository with `make`, which transformers offers, and the branch to publish on."""
         repo_id = check_repo_id(self.args.hub_model_id, self.args.output_dir)
         token = token or self.args.hub_token
@@ -53,11 +51,16 @@ class Publisher:
                 f"publishing as {repo_id!r} needs a token: log in with `hf auth login`, or set HF_TOKEN; or leave "
                 "`push_to_hub` out."
             )
+        private_repo = self.args.hub_private_repo
+        # Not as an argument, which older versions of transformers do not take.
+        self.args.hub_private_repo = private_repo if private is None else private
         try:
-            make(token, private)
+            make(token)
             held = self._prepare_branch(_api(token))
         except Exception as error:
             raise HubError(f"cannot publish as {repo_id!r}: {explain(error)}.") from error
+        finally:
+            self.args.hub_private_repo = private_repo
         if held is not None:
             raise ValueError(
                 f"the repository {self.trainer.hub_model_id!r} holds {held}: choose another `hub_model_id`, or delete "

@@ -4,6 +4,7 @@ arguments, so both are forward hooks on the causal language model, which it call
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
@@ -92,11 +93,13 @@ def language_model(model: nn.Module) -> Any:
 def generating_model(trainer: Any, **options: Any) -> Iterator[Any]:
     """The trainer's model with all its parameters, without gradients; every process must enter. `options` are those of
     TRL's `unwrap_model_for_generation`."""
+    if "gradient_checkpointing_kwargs" in signature(unwrap_model_for_generation).parameters:
+        # Below 1.16, TRL turns checkpointing on again without them.
+        options = {"gradient_checkpointing_kwargs": trainer.args.gradient_checkpointing_kwargs, **options}
     unwrapped = unwrap_model_for_generation(
         trainer.model_wrapped,
         trainer.accelerator,
         gather_deepspeed3_params=trainer.args.ds3_gather_for_generation,
-        gradient_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs,
         **options,
     )
     full = DistributedBackend(trainer.accelerator).summon_full_params(trainer.model_wrapped, recurse=False)

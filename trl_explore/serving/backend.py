@@ -71,6 +71,16 @@ class ServerClient(VLLMClient):
                 "and go on with `resume_from_checkpoint=True`; the checkpoints written so far are whole."
             ) from error
 
+    def get_server_info(self):
+        # TRL's own is not there before 1.16.
+        response = self.session.get(f"{self.base_url}/server_info", params={"config_format": "json"})
+        if response.status_code != 200:
+            raise RuntimeError(
+                f"the vLLM server at {self.base_url} does not tell how it was started ({response.status_code}): its "
+                f"development endpoints, which take the weights, are off. Restart it with `{self.command}`."
+            )
+        return response.json()["vllm_config"]
+
     def init_communicator(self, device=0):
         if self.weight_sync == "nccl":
             return super().init_communicator(device)
