@@ -132,8 +132,8 @@ SEAMS = (
         f"{GRPO}._compute_loss",
         BASE,
         takes=("model inputs",),
-        uses="_get_per_token_logps_and_entropies beta epsilon_low epsilon_high _entropy_bonus_enabled aux_loss_enabled "
-        "current_gradient_accumulation_steps",
+        uses="_get_per_token_logps_and_entropies beta epsilon_low epsilon_high _entropy_bonus_enabled "
+        "aux_loss_enabled current_gradient_accumulation_steps",
         keys="advantages completion_mask tool_mask num_items_in_batch old_per_token_logps ref_per_token_logps",
     ),
     Seam(
