@@ -20,6 +20,8 @@ from .sesa import SESATrainer
 from .sesa_config import SESAConfig
 from .tree_grpo import TreeGRPOTrainer
 from .tree_grpo_config import TreeGRPOConfig
+from .tree_rl import TreeRLTrainer
+from .tree_rl_config import TreeRLConfig
 
 __all__ = [
     "BranPOConfig",
@@ -35,4 +37,6 @@ __all__ = [
     "SESATrainer",
     "TreeGRPOConfig",
     "TreeGRPOTrainer",
+    "TreeRLConfig",
+    "TreeRLTrainer",
 ]

@@ -91,6 +91,12 @@ def _branches(task: Any) -> dict[str, Any] | None:
     return {"num_generations": 4, "per_device_train_batch_size": 32} if task.name in AGENTS else None
 
 
+def _single_turns(task: Any) -> dict[str, Any] | None:
+    from trl_explore.tasks import AGENTS
+
+    return None if task.name in AGENTS else {}
+
+
 # Okabe and Ito's colours, which the colour-blind can tell apart, without the yellow that white paper swallows; and
 # markers, which a printer can.
 ROWS = (
@@ -199,6 +205,24 @@ ROWS = (
         options=_branches,
         needs_tools=True,
         style=("#56B4E9", "P"),
+    ),
+    Method(
+        "tree_rl",
+        "TreeRL",
+        "TreeRLTrainer",
+        "TreeRLConfig",
+        tags=(*OURS, "tree-rl"),
+        paper={"title": "TreeRL: LLM Reinforcement Learning with On-Policy Tree Search", "id": "2506.11902"},
+        card="tree_rl",
+        metrics={
+            "branch/contrast_fraction": "prompts whose completions and branches did not all get the same reward",
+            "branch/other_fraction": "branches with another reward than the completion that they left",
+            "branch/uncertainty": "mean `-log p` of the tokens that were sampled anew",
+            "branch/depth": "where forks lie, from 0 (the prompt) to 1 (the end)",
+            "branch/token_ratio": "branch tokens per sampled token",
+        },
+        options=_single_turns,
+        style=("#8A6D00", "X"),
     ),
     Method("exploration", "Exploration", "ExplorationTrainer", "ExplorationConfig", plain=True),
     Method(
