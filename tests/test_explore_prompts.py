@@ -25,6 +25,8 @@ from trl_explore.trainers import (
     SESATrainer,
     TreeGRPOConfig,
     TreeGRPOTrainer,
+    TreeRLConfig,
+    TreeRLTrainer,
 )
 
 OWN_ROWS = {
@@ -41,6 +43,7 @@ OWN_ROWS = {
 BRANCHES = {
     "deep": (DeepGRPOTrainer, DeepGRPOConfig, dict(num_branches=3, segmentation="fixed", segment_length=2)),
     "branpo": (BranPOTrainer, BranPOConfig, {}),
+    "forks": (TreeRLTrainer, TreeRLConfig, {}),
 }
 ALL = {**OWN_ROWS, **BRANCHES}
 UNSOLVED = dict(explore_prompts="unsolved")

@@ -21,8 +21,8 @@ class TreeRLTrainer(ExplorationTrainer):
     What changes with respect to GRPO, per generation batch:
 
     1. The `num_generations` completions of a prompt are M chains. In each of `num_rounds` rounds (L), every chain with
-       what grows on it is forked at its `num_forks` (N) tokens of highest `-log p`, `num_branches` (T) times each; all
-       branches of a round are sampled in one call.
+       what grows on it is forked at its `num_forks` (N) tokens of highest `-log p`, `branches_per_fork` (T) times
+       each; all branches of a round are sampled in one call.
     2. Chains and branches are the leaves of one tree. A token of node s gets
        `[V(s) - V(root) + V(s) - V(parent)] / sqrt(leaves(s))`, where V is the mean reward of the leaves below a node.
     3. Branches are trained whole, their prefixes too, as further rows of the same mean: the root weighs what leaves
@@ -54,7 +54,7 @@ class TreeRLTrainer(ExplorationTrainer):
             for number in range(args.num_rounds):
                 again = number + 1 < args.num_rounds and args.fork_selection == "uncertain"
                 forks = chains.forks(args.num_forks, selection=args.fork_selection)
-                chains.grow(forks, args.num_branches, logprobs=again)
+                chains.grow(forks, args.branches_per_fork, logprobs=again)
         chains.score(args.trained_leaves)
         self.log_metric("branch/seconds", time.perf_counter() - start)
         for name, value in chains.metrics(sum(map(len, self.main_completion_ids))).items():

@@ -10,7 +10,7 @@ from .config import ExplorationConfig, at_least, one_of, run_checks, within
 
 CHECKS = (
     at_least(0, "num_rounds", words="; 0 is GRPO"),
-    at_least(1, "num_forks", "num_branches"),
+    at_least(1, "num_forks", "branches_per_fork"),
     at_least(1, "trained_leaves", optional=True, words=", or None for all"),
     one_of("fork_selection", SELECTIONS),
     within("success_threshold"),
@@ -30,7 +30,7 @@ class TreeRLConfig(ExplorationConfig):
             Rounds of forks L; 0: none, GRPO. Later rounds fork the branches of earlier ones, too.
         num_forks (`int`, *optional*, defaults to `2`):
             Tokens N that every chain, with what grows on it, is forked at in a round; fewer where it has fewer.
-        num_branches (`int`, *optional*, defaults to `2`):
+        branches_per_fork (`int`, *optional*, defaults to `2`):
             Continuations T of a fork.
         fork_selection (`str`, *optional*, defaults to `"uncertain"`):
             Where to fork: at the most `"uncertain"` tokens, or the control `"random"`. The first have the highest
@@ -47,7 +47,7 @@ class TreeRLConfig(ExplorationConfig):
 
     num_rounds: int = 1
     num_forks: int = 2
-    num_branches: int = 2
+    branches_per_fork: int = 2
     fork_selection: str = "uncertain"
     fork_until: list[str] = field(default_factory=lambda: ["answer", "conclusion"])
     trained_leaves: int | None = None
@@ -57,7 +57,7 @@ class TreeRLConfig(ExplorationConfig):
         super().validate()
         run_checks(self, CHECKS)
         check_tree(self)
-        self.check_stage("num_branches", self.rows_per_generation * self.num_forks)
+        self.check_stage("branches_per_fork", self.rows_per_generation * self.num_forks)
 
 
 def check_tree(args: ExplorationConfig) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trl_explore.chains.leaves import Leaf, chain_of, completion, completion_logprobs
+from trl_explore.chains.leaves import Leaf, chain_of, completion, completion_logprobs, shared_tokens
 from trl_explore.chains.uncertain import Fork, choose_forks, drawn_leaves, open_places, said_at, uncertainty
 from trl_explore.chains.values import token_advantages
 from trl_explore.rewards.success import succeeded
@@ -84,7 +84,8 @@ class ChainSearch:
     def end(self, leaf: Leaf) -> int:
         """The token of a completion from which on nothing is forked: behind what its answer begins with, and all where
         it was cut off and is not trained."""
-        if self.args.mask_truncated_completions and leaf.token_ids[-1] not in self.policy.eos_token_ids:
+        ends = (*self.policy.eos_token_ids, self.policy.tokenizer.pad_token_id)
+        if self.args.mask_truncated_completions and leaf.token_ids[-1] not in ends:
             return 0
         said = said_at(leaf.token_ids, self.policy.tokenizer, self.args.fork_until, cache=self._texts)
         return leaf.length if said is None else leaf.start + said + 1
@@ -140,6 +141,7 @@ class ChainSearch:
                 group_size=1,
                 known_rewards=[tree.leaves[i].rewards for tree, i in branches],
                 parents=[tree.row + chain_of(tree.leaves, i) for tree, i in branches],
+                shared=[shared_tokens(tree.leaves)[i][chain_of(tree.leaves, i)] for tree, i in branches],
                 logprobs=[completion_logprobs(tree.leaves, i) for tree, i in branches]
                 if self.policy.serving is not None
                 else None,

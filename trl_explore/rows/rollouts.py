@@ -65,6 +65,7 @@ class Rows:
     known_rewards: list[list[float] | None] = field(default_factory=list)  # [F] per row; `None`: ask the functions
     completions: list[list[dict[str, Any]] | None] = field(default_factory=list)  # messages, `[B]`; `None`: decoded
     parents: list[int | None] = field(default_factory=list)  # main row here that each leaves; `None`: earlier batch
+    shared: list[int] = field(default_factory=list)  # tokens that each has of it; by default those not trained before
 
     def __post_init__(self) -> None:
         if not self.known_rewards:
@@ -73,6 +74,8 @@ class Rows:
             self.completions = [None] * len(self)
         if not self.parents:
             self.parents = [None] * len(self)
+        if not self.shared:
+            self.shared = [[*mask, 1].index(1) for mask in self.loss_mask]
         counts = {
             "examples": len(self.examples),
             "prompt_ids": len(self.prompt_ids),
@@ -80,6 +83,7 @@ class Rows:
             "known_rewards": len(self.known_rewards),
             "completions": len(self.completions),
             "parents": len(self.parents),
+            "shared": len(self.shared),
         }
         wrong = {name: count for name, count in counts.items() if count != len(self)}
         if wrong:
@@ -104,4 +108,5 @@ class Rows:
             known_rewards=self.known_rewards + [[float("nan")] * num_rewards] * extra,
             completions=self.completions + [None] * extra,
             parents=self.parents + [None] * extra,
+            shared=self.shared + [0] * extra,
         )

@@ -139,8 +139,8 @@ def logged_rows(policy: Policy, logs: Logs, rows: Rows, num_rows: int) -> Logs:
     ranks = policy.ranks
     first = ranks.index * (policy.args.generation_batch_size // ranks.number)
     origins = [
-        (math.nan if parent is None else first + parent, [*mask, 1].index(1))
-        for parent, mask in zip(rows.parents, rows.loss_mask, strict=True)
+        (math.nan if parent is None else first + parent, shared)
+        for parent, shared in zip(rows.parents, rows.shared, strict=True)
     ]
     per_process = ranks.objects([origins])
     real = [i * num_rows + place for i, origins in enumerate(per_process) for place in range(len(origins))]
