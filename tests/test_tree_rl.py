@@ -251,6 +251,19 @@ def test_solved_prompts_are_grpos_where_only_the_unsolved_are_explored(tmp_path)
     assert torch.equal(output["advantages"][solved][:, 0], expected["advantages"][solved])
 
 
+def test_it_generates_and_trains_what_the_formula_of_the_readme_says(tmp_path):
+    trainer, output = batch(tmp_path, num_rounds=2)
+    found = {name: values[0] for name, values in trainer._metrics["train"].items()}
+    trees = trainer.chains.trees
+    assert found["branch/forks"] == sum(len({(leaf.parent, leaf.start) for _, leaf in branches(tree)}) for tree in trees)
+    generated = found["branch/forks"] * 2 * found["branch/mean_suffix_length"]
+    assert generated == pytest.approx(sum(len(leaf.token_ids) for tree in trees for _, leaf in branches(tree)))
+    assert found["branch/sampled_tokens"] == pytest.approx(generated)
+    rows = sum(len(branches(tree)) for tree in trees)
+    trained_tokens = output["completion_mask"].sum() + rows * found["branch/completions/mean_length"]
+    assert trainer.streams.main_totals.num_tokens == pytest.approx(float(trained_tokens))
+
+
 # -------------------------------------------------------------------------------------------------------- table, state
 
 
