@@ -255,7 +255,9 @@ def test_it_generates_and_trains_what_the_formula_of_the_readme_says(tmp_path):
     trainer, output = batch(tmp_path, num_rounds=2)
     found = {name: values[0] for name, values in trainer._metrics["train"].items()}
     trees = trainer.chains.trees
-    assert found["branch/forks"] == sum(len({(leaf.parent, leaf.start) for _, leaf in branches(tree)}) for tree in trees)
+    assert found["branch/forks"] == sum(
+        len({(leaf.parent, leaf.start) for _, leaf in branches(tree)}) for tree in trees
+    )
     generated = found["branch/forks"] * 2 * found["branch/mean_suffix_length"]
     assert generated == pytest.approx(sum(len(leaf.token_ids) for tree in trees for _, leaf in branches(tree)))
     assert found["branch/sampled_tokens"] == pytest.approx(generated)

@@ -14,6 +14,7 @@ class Leaf:
     start: int = 0  # token of the completion where it left that
     logprobs: list[float | None] | None = None  # of its own tokens, where they are known
     reward: float = float("nan")  # NaN where unscorable
+    solved: bool = False  # by what decides about success
     rewards: list[float] = field(default_factory=list)  # `[F]`, of a branch
 
     @property

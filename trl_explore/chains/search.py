@@ -50,17 +50,18 @@ class ChainSearch:
         explored: torch.Tensor,
     ) -> None:
         """The chains of a batch: main rows `[B]` of this process, of the groups that are `explored`, `(B,)`."""
-        size, rewards = self.args.num_generations, self.policy.ranks.local(self.scorer.totals()).tolist()
+        size, ranks = self.args.num_generations, self.policy.ranks
+        rewards, solved = ranks.local(self.scorer.totals()).tolist(), self._solved(ranks.local(self.scorer.success()))
         self.trees, self.branch_rows, self.uncertainty = [], None, []
         for row in range(0, len(examples), size):
             if not explored[row]:
                 continue
             leaves = [
-                Leaf(completion_ids[i], logprobs=None if logprobs is None else logprobs[i], reward=rewards[i])
+                Leaf(completion_ids[i], None, 0, None if logprobs is None else logprobs[i], rewards[i], solved[i])
                 for i in range(row, row + size)
             ]
             self.trees.append(Tree(row, examples[row], prompt_ids[row], leaves, list(range(size))))
-        self.any_trees = self.policy.ranks.most(len(self.trees)) > 0
+        self.any_trees = ranks.most(len(self.trees)) > 0
         # Without a limit, branches end where the longest main row of this process ends.
         self._most = self.args.max_completion_length or max(map(len, completion_ids))
 
@@ -115,18 +116,16 @@ class ChainSearch:
         completions = [completion(tree.leaves, i) for tree, i in branches]
         found, _ = self.scorer.judge([tree.example for tree, _ in branches], completions)
         rewards = torch.tensor(found, dtype=torch.float32).view(len(branches), len(self.scorer.names))
-        totals = self.scorer.totals(rewards).tolist()
-        for (tree, i), own, total in zip(branches, found, totals, strict=True):
-            tree.leaves[i].rewards, tree.leaves[i].reward = own, total
-        of_chains = succeeded(self.policy.ranks.local(self.scorer.success()), threshold=self.args.success_threshold)
-        of_branches = iter(succeeded(self.scorer.success(rewards), threshold=self.args.success_threshold).tolist())
-        size = self.args.num_generations
+        totals, solved = self.scorer.totals(rewards).tolist(), self._solved(self.scorer.success(rewards))
+        for (tree, i), own, total, ok in zip(branches, found, totals, solved, strict=True):
+            tree.leaves[i].rewards, tree.leaves[i].reward, tree.leaves[i].solved = own, total, ok
+        size, generator = self.args.num_generations, self.policy.exploration_generator
         for tree in self.trees:
-            solved = of_chains[tree.row : tree.row + size].tolist()
-            solved += [next(of_branches) for _ in tree.leaves[size:]]
-            generator = self.policy.exploration_generator
-            tree.trained = drawn_leaves(tree.leaves, number, solved=solved, generator=generator)
+            tree.trained = drawn_leaves(tree.leaves, number, generator=generator)
         self.branch_rows = self._scored([(tree, i) for tree in self.trees for i in tree.trained if i >= size])
+
+    def _solved(self, deciding: torch.Tensor) -> list[bool]:
+        return succeeded(deciding, threshold=self.args.success_threshold).tolist()
 
     def _scored(self, branches: list[tuple[Tree, int]]) -> ScoredRows | None:
         """Rows of branches, prefixes included, with the advantages of their tokens."""
@@ -190,6 +189,7 @@ class ChainSearch:
                 "depth": sum(leaf.start / parent.length for leaf, parent in left),
                 "other": sum(abs(leaf.reward - parent.reward) > 0 for leaf, parent in left),  # not where one is NaN
                 "tokens": sum(len(leaf.token_ids) for leaf, _ in left),
+                "solved": sum(leaf.solved for leaf, _ in left),
                 "trained": sum(len(tree.trained) - self.args.num_generations for tree in self.trees),
                 "main_tokens": main_tokens,
             }
@@ -205,6 +205,7 @@ class ChainSearch:
             metrics["depth"] = total["depth"] / total["branches"]
             metrics["uncertainty"] = total["uncertainty"] / total["forks"]
             metrics["other_fraction"] = total["other"] / total["branches"]
+            metrics["success_fraction"] = total["solved"] / total["branches"]
             metrics["trained_fraction"] = total["trained"] / total["branches"]
             metrics["mean_suffix_length"] = total["tokens"] / total["branches"]
         return {f"branch/{name}": value for name, value in metrics.items()}

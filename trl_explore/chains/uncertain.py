@@ -59,17 +59,14 @@ def said_at(ids: Sequence[int], tokenizer: Decoder, texts: Sequence[str], *, cac
     return bisect_left(ends, min(found)) if found else None
 
 
-def drawn_leaves(
-    leaves: Sequence[Leaf], number: int | None, *, solved: Sequence[bool], generator: torch.Generator
-) -> list[int]:
+def drawn_leaves(leaves: Sequence[Leaf], number: int | None, *, generator: torch.Generator) -> list[int]:
     """Places of the leaves that are trained: all chains, and branches drawn up to `number`, all for `None`. Where no
     chain succeeded, one of the successful branches is among them."""
-    chains = [i for i, leaf in enumerate(leaves) if leaf.parent is None]
     if number is None or number >= len(leaves):
         return list(range(len(leaves)))
-    branches = [i for i, leaf in enumerate(leaves) if leaf.parent is not None]
+    chains, branches = ([i for i, leaf in enumerate(leaves) if (leaf.parent is None) == own] for own in (True, False))
     drawn = [branches[i] for i in torch.randperm(len(branches), generator=generator).tolist()]
-    if not any(solved[i] for i in chains):
-        first = next((i for i in drawn if solved[i]), None)
+    if not any(leaves[i].solved for i in chains):
+        first = next((i for i in drawn if leaves[i].solved), None)
         drawn.sort(key=lambda i: i != first)
     return sorted(chains + drawn[: number - len(chains)])
