@@ -128,7 +128,7 @@ def test_a_round_is_one_call_for_all_trees(tmp_path):
             super().setup()
             sample = self.chains.sample
             self.chains.sample = lambda *args: calls.append(len(args[0])) or sample(*args)
-            self.chains.sample.token_logprobs = sample.token_logprobs
+            vars(self.chains.sample).update(token_logprobs=sample.token_logprobs, rollout=sample.rollout)
 
     batch(tmp_path, cls=Counting, num_rounds=2)
     assert len(calls) == 2 and all(number > 4 for number in calls)

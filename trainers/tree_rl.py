@@ -7,7 +7,7 @@ import torch
 
 from trl_explore.chains.search import ChainSearch
 from trl_explore.rows.scorer import ScoredRows
-from trl_explore.rows.streams import RowDict, row_tokens
+from trl_explore.rows.streams import RowDict
 
 from .base import ExplorationTrainer, Requires
 from .tree_rl_config import TreeRLConfig
@@ -45,16 +45,15 @@ class TreeRLTrainer(ExplorationTrainer):
         args, chains = self.args, self.chains
         if not args.num_rounds:
             return
-        start, prompt_ids = time.perf_counter(), row_tokens(output)[0]
-        explored = torch.ones(len(prompt_ids), dtype=torch.bool)
-        if self.need is not None:
-            explored = self.ranks.local(self.need.explored(self.scorer.success()))
-        chains.begin(self.main_examples, prompt_ids, self.main_completion_ids, self._logprobs(output), explored)
-        with self.sample.rollout():
-            for number in range(args.num_rounds):
-                again = number + 1 < args.num_rounds and args.fork_selection == "uncertain"
-                forks = chains.forks(args.num_forks, selection=args.fork_selection)
-                chains.grow(forks, args.branches_per_fork, logprobs=again)
+        start = time.perf_counter()
+        explored = None if self.need is None else self.need.explored(self.scorer.success())
+        reported = None if self._rollout is None else self._rollout.logprobs
+        options: dict[str, Any] = {"reported": reported, "logprobs": args.fork_selection == "uncertain"}
+        chains.begin(output, self.main_examples, self.main_completion_ids, explored, **options)
+        for number in range(args.num_rounds):
+            again = number + 1 < args.num_rounds and args.fork_selection == "uncertain"
+            forks = chains.forks(args.num_forks, selection=args.fork_selection)
+            chains.grow(forks, args.branches_per_fork, logprobs=again)
         chains.score(args.trained_leaves)
         self.log_metric("branch/seconds", time.perf_counter() - start)
         for name, value in chains.metrics(sum(map(len, self.main_completion_ids))).items():
@@ -76,13 +75,3 @@ class TreeRLTrainer(ExplorationTrainer):
 
     def completion_columns(self) -> dict[str, list[Any]]:
         return self.chains.columns(len(self.main_completion_ids))
-
-    def _logprobs(self, output: RowDict) -> list[list[float | None]] | None:
-        """Of the tokens of main rows `[B][T_i]`: what the backend reported, TRL's old ones, or those of a pass."""
-        reported = None if self._rollout is None else self._rollout.logprobs
-        if reported is not None or self.args.fork_selection == "random":
-            return reported
-        if "old_per_token_logps" in output:
-            found = output["old_per_token_logps"].tolist()
-            return [row[: len(ids)] for row, ids in zip(found, self.main_completion_ids, strict=True)]
-        return self.chains.logprobs(row_tokens(output)[0], self.main_completion_ids)

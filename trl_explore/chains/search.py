@@ -14,7 +14,7 @@ from trl_explore.rewards.success import succeeded
 from trl_explore.rows.policy import Policy
 from trl_explore.rows.rollouts import Rows
 from trl_explore.rows.scorer import ScoredRows, Scorer
-from trl_explore.rows.streams import RowDict
+from trl_explore.rows.streams import RowDict, row_tokens
 from trl_explore.sampling.sampler import Sampler
 
 
@@ -43,22 +43,31 @@ class ChainSearch:
 
     def begin(
         self,
+        output: RowDict,
         examples: list[dict[str, Any]],
-        prompt_ids: list[list[int]],
         completion_ids: list[list[int]],
-        logprobs: list[list[float | None]] | None,
-        explored: torch.Tensor,
+        explored: torch.Tensor | None,
+        *,
+        reported: list[list[float | None]] | None,
+        logprobs: bool,
     ) -> None:
-        """The chains of a batch: main rows `[B]` of this process, of the groups that are `explored`, `(B,)`."""
-        size, ranks = self.args.num_generations, self.policy.ranks
+        """The chains of a batch: the main rows `[B]` of this process in groups that are `explored`, `(N,)`; all for
+        `None`. Where `logprobs` of their tokens are needed, they are those that were `reported`, or TRL's old ones, or
+        those of a pass."""
+        size, ranks, prompt_ids = self.args.num_generations, self.policy.ranks, row_tokens(output)[0]
+        own = [True] * len(examples) if explored is None else ranks.local(explored).tolist()
         rewards, solved = ranks.local(self.scorer.totals()).tolist(), self._solved(ranks.local(self.scorer.success()))
+        known = reported
+        if known is None and logprobs and "old_per_token_logps" in output:
+            old = output["old_per_token_logps"].tolist()
+            known = [row[: len(ids)] for row, ids in zip(old, completion_ids, strict=True)]
+        elif known is None and logprobs:
+            known = self.logprobs(prompt_ids, completion_ids)
+        of_tokens: list[Any] = known or [None] * len(examples)
         self.trees, self.branch_rows, self.uncertainty = [], None, []
-        for row in range(0, len(examples), size):
-            if not explored[row]:
-                continue
+        for row in [row for row in range(0, len(examples), size) if own[row]]:
             leaves = [
-                Leaf(completion_ids[i], None, 0, None if logprobs is None else logprobs[i], rewards[i], solved[i])
-                for i in range(row, row + size)
+                Leaf(completion_ids[i], None, 0, of_tokens[i], rewards[i], solved[i]) for i in range(row, row + size)
             ]
             self.trees.append(Tree(row, examples[row], prompt_ids[row], leaves, list(range(size))))
         self.any_trees = ranks.most(len(self.trees)) > 0
@@ -97,7 +106,8 @@ class ChainSearch:
         pairs = [(tree, fork) for tree, own in zip(self.trees, forks, strict=True) for fork in own]
         prefixes = [tree.prompt_ids + completion(tree.leaves, leaf)[:token] for tree, (leaf, token) in pairs]
         self.uncertainty += [uncertainty(tree.leaves, fork) for tree, fork in pairs]
-        found = self.sample(prefixes, number, [self._most - token for _, (_, token) in pairs])
+        with self.sample.rollout():
+            found = self.sample(prefixes, number, [self._most - token for _, (_, token) in pairs])
         branches = [
             (tree, prefix, Leaf(one.token_ids, leaf, token, one.logprobs))
             for (tree, (leaf, token)), prefix, own in zip(pairs, prefixes, found, strict=True)
