@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from world import make_tokenizer
 
+from trl_explore.chains.influence import forked_chains, forward_influence, influential_steps, step_attention
 from trl_explore.chains.leaves import Leaf, chain_of, completion, completion_logprobs, shared_tokens
 from trl_explore.chains.uncertain import choose_forks, drawn_leaves, open_places, said_at, uncertainty
 from trl_explore.chains.values import token_advantages
@@ -186,3 +187,68 @@ def test_all_chains_are_trained_and_a_success_where_no_chain_is_one(number, solv
 
 def test_without_a_number_all_leaves_are_trained():
     assert drawn_leaves(GOLDEN, None, generator=generator()) == [0, 1, 2]
+
+
+# ----------------------------------------------------------------------------------------------------------- influence
+
+
+def test_influence_is_what_steps_four_further_on_attend_to():
+    alpha = torch.zeros(1, 6, 6)
+    alpha[0, 4, 0], alpha[0, 5, 0], alpha[0, 5, 1] = 0.3, 0.1, 0.25
+    assert forward_influence(alpha, distance=4).tolist() == pytest.approx([0.4, 0.25, 0, 0, 0, 0])
+
+
+def test_the_head_that_attends_most_counts_for_each_step():
+    alpha = torch.zeros(2, 3, 3)
+    alpha[0, 1, 0], alpha[0, 2, 0], alpha[1, 2, 0], alpha[1, 2, 1] = 0.2, 0.3, 0.4, 0.6
+    assert forward_influence(alpha, distance=1).tolist() == pytest.approx([0.5, 0.6, 0])
+    assert forward_influence(alpha, distance=2).tolist() == pytest.approx([0.4, 0, 0])
+
+
+def test_attention_between_steps_is_the_mean_over_their_tokens():
+    attention = torch.tensor([[[1.0, 0, 0], [0.5, 0.5, 0], [0.2, 0.3, 0.5]]])
+    found = step_attention(attention, [(0, 1), (1, 3)])
+    torch.testing.assert_close(found, torch.tensor([[[1.0, 0.0], [0.35, 0.325]]]))
+
+
+def steps(influence, number, *, starts=None, end=10**6, quantile=0.8, distance=0):
+    starts = starts or [10 * i for i in range(len(influence))]
+    return influential_steps(influence, starts, number, end=end, quantile=quantile, distance=distance)
+
+
+def test_steps_above_the_quantile_are_forked_in_text_order_and_never_the_first():
+    influence = [0.9, 0.1, 0.8, 0.3, 0.2, 0.7, 0.0, 0.0, 0.0, 0.6]
+    assert steps(influence, 2) == [20, 50] and steps(influence, 1) == [20]
+    assert steps(influence, 1, quantile=1.0) == [20]
+
+
+def test_where_few_are_attended_to_these_are_forked_and_the_first_ones_fill_up():
+    influence = [0.5, 0, 0, 0, 0, 0, 0, 0.2, 0, 0, 0, 0]
+    assert steps(influence, 1) == [70] and steps(influence, 3) == [10, 20, 70]
+    assert steps([0.0] * 4, 2) == [10, 20]
+
+
+def test_forks_keep_their_distance_from_each_other_and_from_the_start():
+    influence = [0, 0.5, 0.5, 0.5, 0.5, 0.5]
+    assert steps(influence, 2, distance=25) == [10, 30]  # the second found none so far away, and is the first left
+    assert steps(influence, 2, distance=20) == [20, 40]
+
+
+def test_nothing_is_forked_behind_the_thinking_and_no_more_than_there_is():
+    assert steps([0, 0.1, 0.9], 2, end=20) == [10] and steps([0, 0.1, 0.9], 2, end=10) == []
+    assert steps([0.4], 2) == []
+
+
+@pytest.mark.parametrize("right, number", [(0, 6), (1, 6), (2, 5), (3, 4), (4, 4), (5, 3), (6, 3)])
+def test_the_more_chains_are_forked_the_fewer_succeed_those_of_the_rarer_outcome_first(right, number):
+    leaves = [Leaf([0], solved=i < right) for i in range(6)]
+    chosen = forked_chains(leaves, scored=[True] * 6, generator=generator())
+    assert len(chosen) == number and chosen == sorted(set(chosen))
+    rare = range(right, 6) if right >= 3 else range(right)
+    assert set(rare) <= set(chosen)
+
+
+def test_unscored_chains_are_neither_forked_nor_counted():
+    leaves = [Leaf([0], solved=i == 0) for i in range(4)]
+    assert forked_chains(leaves, scored=[True, True, False, False], generator=generator()) == [0, 1]
+    assert forked_chains(leaves, scored=[False] * 4, generator=generator()) == []

@@ -50,6 +50,11 @@ TINY = {
     "sesa": Tiny(dict(max_sketch_length=4), dict(solve_template="{problem}"), "sketch/tokens"),
     "g2rl": Tiny({}, dict(novelty_weight=0.0, reward_mapping="none"), "geometry/mean_novelty"),
     "branpo": Tiny({}, dict(num_branches=0, num_branches_solved=0, redundancy_tries=0), "branch/sampled_tokens"),
+    "attn_rl": Tiny(
+        dict(step_delimiters=[*CHARACTERS], influence_distance=1, min_fork_distance=0),
+        dict(num_forks=0),
+        "branch/sampled_tokens",
+    ),
     "tree_rl": Tiny(dict(num_rounds=2), dict(num_rounds=0), "branch/sampled_tokens"),
 }
 

@@ -8,6 +8,8 @@ from trl_explore.compat import check_trl_version
 
 check_trl_version(trl.__version__)
 
+from .attn_rl import AttnRLTrainer
+from .attn_rl_config import AttnRLConfig
 from .base import ExplorationTrainer
 from .branpo import BranPOTrainer
 from .branpo_config import BranPOConfig
@@ -24,6 +26,8 @@ from .tree_rl import TreeRLTrainer
 from .tree_rl_config import TreeRLConfig
 
 __all__ = [
+    "AttnRLConfig",
+    "AttnRLTrainer",
     "BranPOConfig",
     "BranPOTrainer",
     "DeepGRPOConfig",

@@ -56,12 +56,17 @@ class TreeRLConfig(ExplorationConfig):
     def validate(self) -> None:
         super().validate()
         run_checks(self, CHECKS)
-        check_tree(self)
+        check_tree(self, self.fork_until)
         self.check_stage("branches_per_fork", self.rows_per_generation * self.num_forks)
+        if self.trained_leaves is not None and self.trained_leaves < (self.num_generations or 1):
+            raise ValueError(
+                f"`trained_leaves={self.trained_leaves}` is less than the `num_generations={self.num_generations}` "
+                "chains of a prompt, which are always trained: raise it, or lower `num_generations`."
+            )
 
 
-def check_tree(args: ExplorationConfig) -> None:
-    """Refuse what does not go together with a tree of chains; `args` has its fields."""
+def check_tree(args: ExplorationConfig, until: list[str]) -> None:
+    """Refuse what does not go together with a tree of chains, and texts `until` that nothing can begin with."""
     own = {"advantage": args.advantage != "grpo", "count_bonus": args.count_bonus > 0}
     names = (name for name, used in own.items() if used)
     refuse(args, names, "does nothing here, where a tree's values are the credit")
@@ -69,12 +74,6 @@ def check_tree(args: ExplorationConfig) -> None:
         raise ValueError(
             f"`multi_objective_aggregation={args.multi_objective_aggregation!r}` has no meaning for a tree, whose "
             "values are means of total rewards: use 'sum_then_normalize'."
-        )
-    trained, until = vars(args)["trained_leaves"], vars(args)["fork_until"]
-    if trained is not None and trained < (args.num_generations or 1):
-        raise ValueError(
-            f"`trained_leaves={trained}` is less than the `num_generations={args.num_generations}` chains of a "
-            "prompt, which are always trained: raise it, or lower `num_generations`."
         )
     if not all(until):
         raise ValueError(f"`fork_until={until!r}` must hold no empty text, which everything would begin with.")

@@ -97,6 +97,16 @@ def _single_turns(task: Any) -> dict[str, Any] | None:
     return None if task.name in AGENTS else {}
 
 
+def _steps(task: Any) -> dict[str, Any] | None:
+    from trl_explore.tasks import AGENTS, ChainTask
+
+    # Steps of an embedded task are short, and few.
+    near = {"influence_distance": 1, "min_fork_distance": 0}
+    if isinstance(task, ChainTask):
+        return {**near, "step_delimiters": [";"]}
+    return None if task.name in AGENTS else {**near, "step_delimiters": [" ", "\n", ";", ",", "."]}
+
+
 # Okabe and Ito's colours, which the colour-blind can tell apart, without the yellow that white paper swallows; and
 # markers, which a printer can.
 ROWS = (
@@ -223,6 +233,27 @@ ROWS = (
         },
         options=_single_turns,
         style=("#8A6D00", "X"),
+    ),
+    Method(
+        "attn_rl",
+        "AttnRL",
+        "AttnRLTrainer",
+        "AttnRLConfig",
+        tags=(*OURS, "attn-rl"),
+        paper={
+            "title": "Attention as a Compass: Efficient Exploration for Process-Supervised RL in Reasoning Models",
+            "id": "2509.26628",
+        },
+        card="attn_rl",
+        metrics={
+            "steps/per_completion": "steps that a completion is cut into",
+            "steps/forked_fraction": "completions that were forked",
+            "steps/influence": "mean influence of the steps that were forked",
+            "branch/contrast_fraction": "prompts whose completions and branches did not all get the same reward",
+            "branch/token_ratio": "branch tokens per sampled token",
+        },
+        options=_steps,
+        style=("#7F3C8D", "<"),
     ),
     Method("exploration", "Exploration", "ExplorationTrainer", "ExplorationConfig", plain=True),
     Method(

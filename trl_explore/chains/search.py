@@ -213,7 +213,8 @@ class ChainSearch:
             metrics["contrast_fraction"] = total["contrast"] / total["trees"]
         if total["branches"]:
             metrics["depth"] = total["depth"] / total["branches"]
-            metrics["uncertainty"] = total["uncertainty"] / total["forks"]
+            if total["uncertainty"]:  # where it is known
+                metrics["uncertainty"] = total["uncertainty"] / total["forks"]
             metrics["other_fraction"] = total["other"] / total["branches"]
             metrics["success_fraction"] = total["solved"] / total["branches"]
             metrics["trained_fraction"] = total["trained"] / total["branches"]
