@@ -168,8 +168,8 @@ def test_without_arms_every_method_that_suits_is_compared_with_grpo():
         comparison = read_comparison({"task": task, "budget": {"seconds": 9}})
         return [arm.method for arm in comparison.arms]
 
-    assert methods("countdown") == ["grpo", "deep_grpo", "tree_grpo", "sesa", "g2rl", "tree_rl"]
-    assert methods("chain") == ["grpo", "deep_grpo", "tree_grpo", "g2rl", "tree_rl"]
+    assert methods("countdown") == ["grpo", "deep_grpo", "tree_grpo", "sesa", "g2rl", "tree_rl", "attn_rl"]
+    assert methods("chain") == ["grpo", "deep_grpo", "tree_grpo", "g2rl", "tree_rl", "attn_rl"]
     assert methods("lake_agent") == ["grpo", "sesa", "g2rl", "branpo"]
     # Each method, on the task that it suits: none is left out everywhere.
     for row in METHODS.values():

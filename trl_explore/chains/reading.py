@@ -42,7 +42,8 @@ class AttentionReader:
             raise ValueError(
                 f"{type(model).__name__} shows no attention in the layers that are read, by which AttnRL chooses "
                 "where to fork: it has layers without attention, or does not use the attention interface of "
-                "transformers. Choose other `attention_layers` or another model, or use TreeRLTrainer, which forks by probabilities."
+                "transformers. Choose other `attention_layers` or another model, or use TreeRLTrainer, which forks by "
+                "probabilities."
             )
 
     def influence(self, rows: list[list[int]], steps: list[list[Step]]) -> list[list[float]]:
