@@ -36,8 +36,11 @@ class AttentionReader:
             )
         if self.policy.accelerator.distributed_type in SHARDED:  # whose weights are not in one piece yet
             return
+        training = self.policy.model.training
+        self.policy.model.train()  # as in a run; for layers of bitsandbytes, see `without_dropout`
         with self._reading([(0, 4), (4, 8)]) as found:
             self._pass([*range(8)])
+        self.policy.model.train(training)
         if not found:
             raise ValueError(
                 f"{type(model).__name__} shows no attention in the layers that are read, by which AttnRL chooses "
