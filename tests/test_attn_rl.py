@@ -228,6 +228,20 @@ def test_controls_fork_as_many_steps_elsewhere(tmp_path, selection):
                 assert own == sorted(sorted(cut.starts[1:], key=leaf.logprobs.__getitem__)[:2])
 
 
+def test_steps_may_have_one_length(tmp_path):
+    trainer, _ = batch(tmp_path, reward_funcs=never, step_length=3)
+    assert {start for tree in forks(trainer) for own in tree for start in own} == {3, 6}
+
+
+def test_completions_of_one_step_are_not_forked_and_a_warning_says_so(tmp_path):
+    trainer = make_trainer(AttnRLTrainer, AttnRLConfig, tmp_path)
+    with pytest.warns(UserWarning, match="All 8 completions of the first batch are without any of .*`step_length`"):
+        output = one_batch(trainer)
+    assert trainer.chains.branch_rows is None and trainer._metrics["train"]["branch/forks"] == [0]
+    rewards = torch.tensor([[leaf.reward for leaf in tree.leaves] for tree in trainer.chains.trees])
+    assert output["advantages"][:, 0].tolist() == pytest.approx((2 * (rewards - rewards.mean(1, True))).flatten())
+
+
 def test_no_step_is_forked_behind_the_end_of_thinking(tmp_path):
     trainer, _ = batch(tmp_path, reward_funcs=never, fork_until=[*"0123456789"], num_forks=8)
     for tree, found in zip(trainer.chains.trees, forks(trainer), strict=True):
@@ -289,6 +303,7 @@ REFUSED = {
     "`min_fork_distance=-1` must be at least 0 tokens, or None": dict(min_fork_distance=-1),
     "`fork_selection`: unknown value 'attn'": dict(fork_selection="attn"),
     "`influence_quantile=1.5` must be in [0, 1]": dict(influence_quantile=1.5),
+    "`step_length=0` must be at least 1 token, or None": dict(step_length=0),
     "`step_delimiters=[]` must hold non-empty texts": dict(step_delimiters=[]),
     "`fork_until=['']` must hold no empty text": dict(fork_until=[""]),
     "`attention_layers=[3, 3]` must hold the first layer": dict(attention_layers=[3, 3]),

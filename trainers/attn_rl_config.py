@@ -12,6 +12,7 @@ CHECKS = (
     at_least(0, "num_forks", words="; 0 is GRPO"),
     at_least(1, "branches_per_fork", "influence_distance"),
     at_least(0, "min_fork_distance", optional=True, words=" tokens, or None for a sixteenth of a completion"),
+    at_least(1, "step_length", optional=True, words=" token, or None for `step_delimiters`"),
     one_of("fork_selection", SELECTIONS),
     within("influence_quantile", low=0, high=1, words="be in [0, 1]; 0 takes the first steps"),
     within("success_threshold"),
@@ -38,6 +39,8 @@ class AttnRLConfig(ExplorationConfig):
             any.
         step_delimiters (`list[str]`, *optional*, defaults to `["\n\n"]`):
             Texts that end a step.
+        step_length (`int`, *optional*):
+            Tokens of a step, for completions without such texts; `None`: steps end with `step_delimiters`.
         fork_until (`list[str]`, *optional*, defaults to `["</think>"]`):
             Texts, in any case, behind which no step is forked any more.
         min_fork_distance (`int`, *optional*):
@@ -61,6 +64,7 @@ class AttnRLConfig(ExplorationConfig):
     branches_per_fork: int = 2
     fork_selection: str = "attention"
     step_delimiters: list[str] = field(default_factory=lambda: ["\n\n"])
+    step_length: int | None = None
     fork_until: list[str] = field(default_factory=lambda: ["</think>"])
     min_fork_distance: int | None = None
     influence_distance: int = 4

@@ -98,13 +98,12 @@ def _single_turns(task: Any) -> dict[str, Any] | None:
 
 
 def _steps(task: Any) -> dict[str, Any] | None:
-    from trl_explore.tasks import AGENTS, ChainTask
-
-    # Steps of an embedded task are short, and few.
-    near = {"influence_distance": 1, "min_fork_distance": 0}
-    if isinstance(task, ChainTask):
-        return {**near, "step_delimiters": [";"]}
-    return None if task.name in AGENTS else {**near, "step_delimiters": [" ", "\n", ";", ",", "."]}
+    cuts = _pivots(task)
+    if cuts is None:
+        return None
+    near = {"influence_distance": 1, "min_fork_distance": 0}  # steps are few, and short
+    by_text = "segment_delimiters" in cuts
+    return {**near, **({"step_delimiters": [";"]} if by_text else {"step_length": cuts["segment_length"]})}
 
 
 # Okabe and Ito's colours, which the colour-blind can tell apart, without the yellow that white paper swallows; and

@@ -80,7 +80,8 @@ class AttentionReader:
                 module, *args, **kwargs
             )
             if module.layer_idx in self.layers:
-                found.append(forward_influence(step_attention(weights[0], steps), distance=self.distance))
+                alpha = step_attention(weights[0], steps)
+                found.append(forward_influence(alpha, distance=self.distance).cpu())  # layers may be on other devices
             return output, weights
 
         before = model.config._attn_implementation

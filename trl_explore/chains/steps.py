@@ -1,6 +1,7 @@
 """Where AttnRL forks: which chains, by how often a prompt is solved, and which of their steps, by influence."""
 
 import math
+import warnings
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -12,7 +13,7 @@ from trl_explore.chains.leaves import Leaf
 from trl_explore.chains.reading import AttentionReader
 from trl_explore.chains.search import ChainSearch, Tree
 from trl_explore.chains.uncertain import Fork, uncertainty
-from trl_explore.pivots.choice import drop_empty_end, segment_delimiters
+from trl_explore.pivots.choice import drop_empty_end, segment_delimiters, segment_fixed
 from trl_explore.rows.policy import Policy
 
 SELECTIONS = ("attention", "uncertain", "random")
@@ -36,6 +37,7 @@ class StepForks:
         self.sum = self.number = 0.0
         self.cuts: list[list[Cut]] = []  # of the chains of every tree
         self._texts: dict[int, str] = {}  # of tokens
+        self._warned = False
 
     def choose(self) -> list[list[Fork]]:
         """Forks of every tree; every process calls it."""
@@ -59,6 +61,7 @@ class StepForks:
                 "influence": sum(at_forks),
             }
         )
+        self._warn_without_steps(int(total["chains"]), int(total["steps"]))
         if total["chains"]:
             self.policy.log_metric("steps/per_completion", total["steps"] / total["chains"])
             self.policy.log_metric("steps/forked_fraction", total["forked"] / total["chains"])
@@ -68,17 +71,13 @@ class StepForks:
 
     def _cuts(self) -> list[list[Cut]]:
         """Steps of all chains, with their influence."""
-        tokenizer, args, ends = self.policy.tokenizer, self.args, self.policy.eos_token_ids
         cuts, rows, steps = [], [], []
         for tree in self.chains.trees:
-            own = []
+            own, first = [], len(tree.prompt_ids)
             for leaf in tree.leaves:
-                ids = leaf.token_ids
-                starts = segment_delimiters(ids, tokenizer, delimiters=args.step_delimiters, cache=self._texts)
-                starts = drop_empty_end(starts, ids, tokenizer, end_ids=ends)
+                starts = self._cut(leaf.token_ids)
                 own.append(Cut(starts, self.chains.end(leaf), []))
-                first = len(tree.prompt_ids)
-                rows.append(tree.prompt_ids + ids)
+                rows.append(tree.prompt_ids + leaf.token_ids)
                 bounds = [first + start for start in starts] + [len(rows[-1])]
                 steps.append([*zip(bounds[:-1], bounds[1:], strict=True)])
             cuts.append(own)
@@ -86,6 +85,28 @@ class StepForks:
         for cut in [cut for own in cuts for cut in own]:
             cut.influence = next(found)
         return cuts
+
+    def _cut(self, ids: list[int]) -> list[int]:
+        args, tokenizer = self.args, self.policy.tokenizer
+        if args.step_length is not None:
+            starts = segment_fixed(len(ids), length=args.step_length)
+        else:
+            starts = segment_delimiters(ids, tokenizer, delimiters=args.step_delimiters, cache=self._texts)
+        return drop_empty_end(starts, ids, tokenizer, end_ids=self.policy.eos_token_ids)
+
+    def _warn_without_steps(self, num_chains: int, num_steps: int) -> None:
+        if self._warned or not num_chains:
+            return
+        self._warned = True  # looked at once, in the first batch
+        if num_steps == num_chains and self.policy.accelerator.is_main_process:
+            args = self.args
+            where = "shorter than a step" if args.step_length else f"without any of {args.step_delimiters!r}"
+            fields = "a smaller `step_length`" if args.step_length else "other `step_delimiters`, or a `step_length`"
+            warnings.warn(
+                f"All {num_chains} completions of the first batch are {where}, so that they are one step each and "
+                f"nothing is forked. Choose {fields}.",
+                stacklevel=2,
+            )
 
     def _forked(self, trees: list[Tree], cuts: list[list[Cut]]) -> list[list[int]]:
         """Chains of every tree that are forked: all, or by difficulty."""
