@@ -18,12 +18,12 @@
 #   the 7B model fits 16 GB as qlora; as lora (20.1 GiB) it is too much for 24 GB.
 #
 # Out of memory while sampling: lower --gradient_accumulation_steps (fewer rows at once) or --sampling_batch_size (rows
-# that a method samples itself). While training: lower --per_device_train_batch_size to 2 (sesa, tree_grpo and
-# branpo need rows x accumulation to be a multiple of --num_generations), or --max_completion_length.
+# that a method samples itself). While training: lower --per_device_train_batch_size to 2 (sesa, tree_grpo,
+# branpo, tree_rl and attn_rl need rows x accumulation to be a multiple of --num_generations), or --max_completion_length.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-METHOD=${1:?usage: bash examples/lora_single_gpu.sh deep_grpo|tree_grpo|sesa|g2rl|branpo lora|qlora [FLAGS]}
+METHOD=${1:?usage: bash examples/lora_single_gpu.sh deep_grpo|tree_grpo|sesa|g2rl|branpo|tree_rl|attn_rl lora|qlora [FLAGS]}
 KIND=${2:?usage: bash examples/lora_single_gpu.sh $METHOD lora|qlora [FLAGS]}
 shift 2
 
@@ -63,8 +63,10 @@ sesa) python examples/sesa.py "${COMMON[@]}" --sampling_batch_size 64 "$@" ;;
 g2rl) python examples/g2rl.py "${COMMON[@]}" "$@" ;;
 # A trajectory's tool answers count as completion tokens. 4 trajectories of each of 16 questions, and their branches.
 branpo) python examples/branpo_search_agent.py "${COMMON[@]}" --num_generations 4 --sampling_batch_size 64 "$@" ;;
+tree_rl) python examples/tree_rl.py "${COMMON[@]}" --sampling_batch_size 64 "$@" ;;
+attn_rl) python examples/attn_rl.py "${COMMON[@]}" --sampling_batch_size 64 "$@" ;;
 *)
-    echo "unknown method '$METHOD'; choose one of deep_grpo, tree_grpo, sesa, g2rl, branpo." >&2
+    echo "unknown method '$METHOD'; choose one of deep_grpo, tree_grpo, sesa, g2rl, branpo, tree_rl, attn_rl." >&2
     exit 2
     ;;
 esac

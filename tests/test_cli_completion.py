@@ -36,7 +36,7 @@ def offered(tmp_path_factory):
 def test_sub_commands_flags_methods_and_tasks_are_offered(offered):
     assert {"train", "compare", "env"} <= set(offered("trl-explore "))
     assert offered("trl-explore comp") == ["compare", "completion"]
-    assert offered("trl-explore train --method tr") == ["tree_grpo"]
+    assert offered("trl-explore train --method tr") == ["tree_grpo", "tree_rl"]
     assert offered("trl-explore train --num_bran") == ["--num_branches", "--num_branches_solved"]
     assert offered("trl-explore compare --task froz") == ["frozen_lake"]
     assert offered("trl-explore compare --methods grpo b") == ["branpo"]

@@ -168,8 +168,9 @@ def test_without_arms_every_method_that_suits_is_compared_with_grpo():
         comparison = read_comparison({"task": task, "budget": {"seconds": 9}})
         return [arm.method for arm in comparison.arms]
 
-    assert methods("countdown") == ["grpo", "deep_grpo", "tree_grpo", "sesa", "g2rl", "evol_rl"]
-    assert methods("chain") == ["grpo", "deep_grpo", "tree_grpo", "g2rl", "evol_rl"]
+    single = ["evol_rl", "tree_rl", "attn_rl"]
+    assert methods("countdown") == ["grpo", "deep_grpo", "tree_grpo", "sesa", "g2rl", *single]
+    assert methods("chain") == ["grpo", "deep_grpo", "tree_grpo", "g2rl", *single]
     assert methods("lake_agent") == ["grpo", "deep_grpo", "sesa", "g2rl", "branpo", "gigpo", "agent_tree_grpo"]
     # Each method, on the task that it suits: none is left out everywhere.
     for row in METHODS.values():

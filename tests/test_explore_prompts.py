@@ -7,7 +7,18 @@ import pandas as pd
 import pytest
 import torch
 from trl import GRPOConfig, GRPOTrainer
-from world import always, assert_same, contains_answer, differ, make_trainer, never, one_batch, parameters, trained
+from world import (
+    TINY,
+    always,
+    assert_same,
+    contains_answer,
+    differ,
+    make_trainer,
+    never,
+    one_batch,
+    parameters,
+    trained,
+)
 
 from trl_explore.compare.run import sampled_tokens
 from trl_explore.methods import METHODS
@@ -15,6 +26,8 @@ from trl_explore.selection.need import share_at
 from trl_explore.trainers import (
     AgentTreeGRPOConfig,
     AgentTreeGRPOTrainer,
+    AttnRLConfig,
+    AttnRLTrainer,
     BranPOConfig,
     BranPOTrainer,
     DeepGRPOConfig,
@@ -27,6 +40,8 @@ from trl_explore.trainers import (
     SESATrainer,
     TreeGRPOConfig,
     TreeGRPOTrainer,
+    TreeRLConfig,
+    TreeRLTrainer,
 )
 
 OWN_ROWS = {
@@ -44,6 +59,8 @@ BRANCHES = {
     "deep": (DeepGRPOTrainer, DeepGRPOConfig, dict(num_branches=3, segmentation="fixed", segment_length=2)),
     "branpo": (BranPOTrainer, BranPOConfig, {}),
     "agents": (AgentTreeGRPOTrainer, AgentTreeGRPOConfig, {}),
+    "forks": (TreeRLTrainer, TreeRLConfig, {}),
+    "steps": (AttnRLTrainer, AttnRLConfig, TINY["attn_rl"].options),
 }
 ALL = {**OWN_ROWS, **BRANCHES}
 UNSOLVED = dict(explore_prompts="unsolved")

@@ -54,7 +54,10 @@ def test_every_command_line_parses(tmp_path, monkeypatch, method, kind):
         ([], "usage: "),
         (["g2rl"], "usage: bash examples/lora_single_gpu.sh g2rl lora|qlora"),
         (["g2rl", "qlor"], "unknown kind 'qlor'; choose one of lora, qlora."),
-        (["grpo", "lora"], "unknown method 'grpo'; choose one of deep_grpo, tree_grpo, sesa, g2rl, branpo."),
+        (
+            ["grpo", "lora"],
+            "unknown method 'grpo'; choose one of deep_grpo, tree_grpo, sesa, g2rl, branpo, tree_rl, attn_rl.",
+        ),
     ],
 )
 def test_a_mistake_is_explained_and_nothing_runs(tmp_path, arguments, message):

@@ -83,6 +83,8 @@ def success_fraction(folder, method, **options):
         return metrics["sketch/success"][0]
     if method == "g2rl":
         return (trainer.shaped_rewards.nansum(dim=1) > 0).float().mean().item()
+    if method in ("tree_rl", "attn_rl"):
+        return metrics["branch/success_fraction"][0]
     plans = trainer.branches.plans(trainer.scorer.success().tolist(), output["completion_mask"].any(dim=1).tolist())
     # Eq. 16: solved groups are left one response back, once; failures are tried twice.
     return sum(plan.tries == 1 for plan in plans) / len(plans)

@@ -57,6 +57,12 @@ TINY = {
     ),
     "agent_tree_grpo": Tiny({}, dict(num_expansions=0), "branch/sampled_tokens"),
     "gigpo": Tiny({}, dict(step_weight=0.0), "steps/mean_advantage"),
+    "attn_rl": Tiny(
+        dict(step_delimiters=[*CHARACTERS], influence_distance=1, min_fork_distance=0),
+        dict(num_forks=0),
+        "branch/sampled_tokens",
+    ),
+    "tree_rl": Tiny(dict(num_rounds=2), dict(num_rounds=0), "branch/sampled_tokens"),
 }
 
 

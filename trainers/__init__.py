@@ -10,6 +10,8 @@ check_trl_version(trl.__version__)
 
 from .agent_tree_grpo import AgentTreeGRPOTrainer
 from .agent_tree_grpo_config import AgentTreeGRPOConfig
+from .attn_rl import AttnRLTrainer
+from .attn_rl_config import AttnRLConfig
 from .base import ExplorationTrainer
 from .branpo import BranPOTrainer
 from .branpo_config import BranPOConfig
@@ -26,10 +28,14 @@ from .sesa import SESATrainer
 from .sesa_config import SESAConfig
 from .tree_grpo import TreeGRPOTrainer
 from .tree_grpo_config import TreeGRPOConfig
+from .tree_rl import TreeRLTrainer
+from .tree_rl_config import TreeRLConfig
 
 __all__ = [
     "AgentTreeGRPOConfig",
     "AgentTreeGRPOTrainer",
+    "AttnRLConfig",
+    "AttnRLTrainer",
     "BranPOConfig",
     "BranPOTrainer",
     "DeepGRPOConfig",
@@ -47,4 +53,6 @@ __all__ = [
     "SESATrainer",
     "TreeGRPOConfig",
     "TreeGRPOTrainer",
+    "TreeRLConfig",
+    "TreeRLTrainer",
 ]

@@ -160,8 +160,8 @@ class ExplorationConfig(GRPOConfig):
             prompts are sampled and credited as in GRPO.
         explore_into (`str`, *optional*, defaults to `"replace"`):
             Where rows of a search or behind sketches go if their prompts were first sampled as in GRPO: into the place
-            of the failed group (`"replace"`), or beside it, averaged with it (`"add"`). DEEP-GRPO's and BranPO's
-            branches continue failed rows, and always go beside them.
+            of the failed group (`"replace"`), or beside it, averaged with it (`"add"`). Branches of DEEP-GRPO, BranPO,
+            TreeRL and AttnRL continue rows that there are, and always go beside them.
         explore_share_end (`float`, *optional*, defaults to `1.0`):
             Share of the prompts that may be explored at the end of training, in [0, 1]; it falls linearly from 1.
             Which ones, is drawn anew for every generation batch.

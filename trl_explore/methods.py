@@ -104,6 +104,21 @@ def _without_a_model(task: Any) -> dict[str, Any] | None:
     return None if task.name in AGENTS else {"embedding_model": "ngrams", "correctness": "reward"}
 
 
+def _single_turns(task: Any) -> dict[str, Any] | None:
+    from trl_explore.tasks import AGENTS
+
+    return None if task.name in AGENTS else {}
+
+
+def _steps(task: Any) -> dict[str, Any] | None:
+    cuts = None if _single_turns(task) is None else _pivots(task)
+    if cuts is None:
+        return None
+    near = {"influence_distance": 1, "min_fork_distance": 0}  # steps are few, and short
+    by_text = "segment_delimiters" in cuts
+    return {**near, **({"step_delimiters": [";"]} if by_text else {"step_length": cuts["segment_length"]})}
+
+
 # Okabe and Ito's colours, which the colour-blind can tell apart, without the yellow that white paper swallows; and
 # markers, which a printer can.
 ROWS = (
@@ -266,6 +281,45 @@ ROWS = (
             "novelty/mean_similarity": "mean similarity of two completions of a prompt",
         },
         options=_without_a_model,
+    ),
+    Method(
+        "tree_rl",
+        "TreeRL",
+        "TreeRLTrainer",
+        "TreeRLConfig",
+        tags=(*OURS, "tree-rl"),
+        paper={"title": "TreeRL: LLM Reinforcement Learning with On-Policy Tree Search", "id": "2506.11902"},
+        card="tree_rl",
+        metrics={
+            "branch/contrast_fraction": "prompts whose completions and branches did not all get the same reward",
+            "branch/other_fraction": "branches with another reward than the completion that they left",
+            "branch/uncertainty": "mean `-log p` of the tokens that were sampled anew",
+            "branch/depth": "where forks lie, from 0 (the prompt) to 1 (the end)",
+            "branch/token_ratio": "branch tokens per sampled token",
+        },
+        options=_single_turns,
+        style=("#8A6D00", "X"),
+    ),
+    Method(
+        "attn_rl",
+        "AttnRL",
+        "AttnRLTrainer",
+        "AttnRLConfig",
+        tags=(*OURS, "attn-rl"),
+        paper={
+            "title": "Attention as a Compass: Efficient Exploration for Process-Supervised RL in Reasoning Models",
+            "id": "2509.26628",
+        },
+        card="attn_rl",
+        metrics={
+            "steps/per_completion": "steps that a completion is cut into",
+            "steps/forked_fraction": "completions that were forked",
+            "steps/influence": "mean influence of the steps that were forked",
+            "branch/contrast_fraction": "prompts whose completions and branches did not all get the same reward",
+            "branch/token_ratio": "branch tokens per sampled token",
+        },
+        options=_steps,
+        style=("#7F3C8D", "<"),
     ),
     Method("exploration", "Exploration", "ExplorationTrainer", "ExplorationConfig", plain=True),
     Method(

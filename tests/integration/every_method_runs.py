@@ -36,6 +36,7 @@ CASES = tiny_methods(
     deep_grpo=dict(depth_bias=1000.0),  # with which a pivot is always the last segment, and nobody draws
     tree_grpo=dict(max_search_iterations=12, skip_uniform_trees=False),
     branpo=dict(num_branches_solved=0, reward_funcs=small_sums),
+    attn_rl=dict(adaptive_sampling=False),  # which chains are forked is a process's own draw
 )
 CASES["g2rl with old log-probabilities"] = (*CASES["g2rl"][:2], dict(num_iterations=2))
 # Short completions, of which some are numbers; every candidate is clipped, because which ones is a process's own draw.

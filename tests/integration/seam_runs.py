@@ -34,11 +34,13 @@ from recorder import checksum, recording
 from test_branpo import Lake, Voice, odd_steps
 from test_sesa_agent import AGENT
 from trl import GRPOConfig, GRPOTrainer
-from world import BOARDS, make_agent, make_dataset, make_trainer, saved_model
+from world import BOARDS, CHARACTERS, make_agent, make_dataset, make_trainer, saved_model
 
 from trl_explore.trainers import (
     AgentTreeGRPOConfig,
     AgentTreeGRPOTrainer,
+    AttnRLConfig,
+    AttnRLTrainer,
     BranPOConfig,
     BranPOTrainer,
     DeepGRPOConfig,
@@ -54,6 +56,8 @@ from trl_explore.trainers import (
     SESATrainer,
     TreeGRPOConfig,
     TreeGRPOTrainer,
+    TreeRLConfig,
+    TreeRLTrainer,
 )
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden_seams"
@@ -87,6 +91,7 @@ SKETCHES = dict(
 )
 CUTS = dict(segmentation="fixed", segment_length=2, num_branches=3)
 TREES = dict(expansion_width=3, node_length=2, max_search_iterations=12, skip_uniform_trees=False)
+STEPS = dict(step_delimiters=[*CHARACTERS], influence_distance=1, min_fork_distance=0)
 REUSED, SPREAD = dict(num_iterations=2), dict(steps_per_generation=2)
 # In a checkpoint's middle of a generation batch, all of it is saved; at its end, nothing.
 SUMS = {
@@ -110,6 +115,8 @@ SUMS = {
     "sesa sequential": (SESATrainer, SESAConfig, dict(SKETCHES, mode="sequential")),
     "g2rl": (G2RLTrainer, G2RLConfig, {}),
     "g2rl reused": (G2RLTrainer, G2RLConfig, REUSED),
+    "tree_rl": (TreeRLTrainer, TreeRLConfig, dict(num_rounds=2, trained_leaves=6, **REUSED)),
+    "attn_rl": (AttnRLTrainer, AttnRLConfig, STEPS),
     "g2rl deep_grpo": (GuidedDeep, GuidedDeepConfig, dict(CUTS, **SPREAD)),
 }
 AGENTS = {
