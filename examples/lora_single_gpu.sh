@@ -19,11 +19,12 @@
 #
 # Out of memory while sampling: lower --gradient_accumulation_steps (fewer rows at once) or --sampling_batch_size (rows
 # that a method samples itself). While training: lower --per_device_train_batch_size to 2 (sesa, tree_grpo,
-# branpo, tree_rl and attn_rl need rows x accumulation to be a multiple of --num_generations), or --max_completion_length.
+# branpo, tree_rl, attn_rl, evol_rl, gigpo and agent_tree_grpo need rows x accumulation to be a multiple of
+# --num_generations), or --max_completion_length.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-METHOD=${1:?usage: bash examples/lora_single_gpu.sh deep_grpo|tree_grpo|sesa|g2rl|branpo|tree_rl|attn_rl lora|qlora [FLAGS]}
+METHOD=${1:?usage: bash examples/lora_single_gpu.sh deep_grpo|tree_grpo|... lora|qlora [FLAGS]}
 KIND=${2:?usage: bash examples/lora_single_gpu.sh $METHOD lora|qlora [FLAGS]}
 shift 2
 
@@ -65,8 +66,15 @@ g2rl) python examples/g2rl.py "${COMMON[@]}" "$@" ;;
 branpo) python examples/branpo_search_agent.py "${COMMON[@]}" --num_generations 4 --sampling_batch_size 64 "$@" ;;
 tree_rl) python examples/tree_rl.py "${COMMON[@]}" --sampling_batch_size 64 "$@" ;;
 attn_rl) python examples/attn_rl.py "${COMMON[@]}" --sampling_batch_size 64 "$@" ;;
+# Its embedding model, of 0.6B parameters, takes 2.2 GiB more.
+evol_rl) python examples/evol_rl.py "${COMMON[@]}" "$@" ;;
+gigpo) python examples/gigpo_sokoban_agent.py "${COMMON[@]}" "$@" ;;
+agent_tree_grpo)
+    # 2 trees of each of 32 questions, and their branches.
+    python examples/agent_tree_grpo_search_agent.py "${COMMON[@]}" --num_generations 2 --sampling_batch_size 64 "$@"
+    ;;
 *)
-    echo "unknown method '$METHOD'; choose one of deep_grpo, tree_grpo, sesa, g2rl, branpo, tree_rl, attn_rl." >&2
+    echo "unknown method '$METHOD'; choose one of deep_grpo, tree_grpo, sesa, g2rl, branpo, tree_rl, attn_rl, evol_rl, gigpo, agent_tree_grpo." >&2
     exit 2
     ;;
 esac
