@@ -40,7 +40,7 @@ class GiGPOTrainer(ExplorationTrainer):
     method = "gigpo"
     num_generations: int
     config_class = GiGPOConfig
-    requires = Requires(whole_groups=True, vision=False)
+    requires = Requires(whole_groups=True, vision=False, turns=True)
     _steps: list[list[float]] = []  # advantages of the steps of main rows, `[B][K]`
 
     def assign_advantages(self, output: RowDict) -> torch.Tensor:

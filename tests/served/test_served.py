@@ -110,8 +110,11 @@ def parity(completions, **columns):
 
 
 def short_game(completions, **columns):
-    """1 for games of an odd number of messages: a warm-started model gets about half of them."""
-    return [float(len(completion) % 4 > 1) for completion in completions]
+    """1 for games of an odd number of messages, where a warm-started model plays; by what is said, where games are one
+    message: a model that was taught nothing calls no tool."""
+    played = any(len(completion) > 1 for completion in completions)
+    said = [sum(map(ord, str(completion[-1]["content"]))) % 2 for completion in completions]
+    return [float(len(c) % 4 > 1 if played else odd) for c, odd in zip(completions, said, strict=True)]
 
 
 def watch(trainer):
