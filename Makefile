@@ -85,7 +85,7 @@ TRL ?= 1.15
 TRL_REQUIREMENT ?= trl==$(TRL).*
 OTHERS ?= newest
 TRL_VENV := .venv-trl-$(TRL)-$(OTHERS)
-TRL_TESTS := $(addprefix tests/test_,$(addsuffix .py,contract compat versions plain_grpo base deep_grpo tree_grpo sesa sesa_agent g2rl branpo))
+TRL_TESTS := $(addprefix tests/test_,$(addsuffix .py,contract compat versions plain_grpo base deep_grpo deep_grpo_agents tree_grpo sesa sesa_agent g2rl branpo tree_rl attn_rl evol_rl gigpo agent_tree_grpo))
 
 $(TRL_VENV)/.installed: pyproject.toml constraints.txt constraints-oldest.txt
 	$(PYTHON) -m venv $(TRL_VENV)

@@ -1,4 +1,4 @@
-"""The papers' five trainers beside GRPOTrainer on one device: do they run, how long is a step, how much memory does it take?
+"""The papers' five trainers beside GRPOTrainer on one device: do they run, how long is a step, how much memory?
 
     python examples/benchmarks/gpu_check.py                     # a CUDA device, bf16, a Qwen2 of 80 million parameters
     python examples/benchmarks/gpu_check.py --only tree_grpo    # one at a time, where a call may not take long
