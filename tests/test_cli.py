@@ -11,6 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 import trl
 import yaml
 from commands import run_example
@@ -206,6 +207,18 @@ def test_a_mixture_of_local_files_can_be_named_in_the_file(workdir, model_folder
 )
 def test_paths_are_told_from_hub_names(name, expected):
     assert looks_like_path(name) is expected
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may know bfloat16")
+def test_without_a_gpu_paths_are_looked_at_first_and_then_two_flags_are_named(workdir, capsys):
+    asked = ["train", "--method", "deep_grpo", "--reward_funcs", "accuracy_reward"]
+    assert main([*asked, "--model_name_or_path", "./nowhere", "--dataset-name", "./no.jsonl"]) == 2
+    assert "model_name_or_path='nowhere' does not exist" in capsys.readouterr().err
+    Path("nowhere").mkdir()
+    assert main([*asked, "--model_name_or_path", "./nowhere", "--dataset-name", "./no.jsonl"]) == 2
+    assert "dataset_name='no.jsonl' does not exist" in capsys.readouterr().err
+    assert main([*asked, "--model_name_or_path", "a/hub-name", "--dataset_name", "another/hub-name"]) == 2
+    assert "add --use_cpu --bf16 false to train on the CPU" in capsys.readouterr().err
 
 
 def test_values_that_yaml_reads_differently_mean_what_they_say(workdir):

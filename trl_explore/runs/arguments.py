@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from inspect import isclass
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, Union, get_args, get_origin, get_type_hints
 
@@ -11,7 +12,14 @@ from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
 from trl_explore.methods import METHODS
 from trl_explore.names import unknown_name
-from trl_explore.runs.inputs import UsageError, check_model, load_reward_functions, load_train_and_eval
+from trl_explore.runs.inputs import (
+    UsageError,
+    check_model,
+    load_reward_functions,
+    load_train_and_eval,
+    looks_like_path,
+    missing_path,
+)
 from trl_explore.runs.methods import find_method, flag_of
 
 if TYPE_CHECKING:
@@ -118,8 +126,25 @@ def build_arguments(config: dict[str, Any], flags: list[str] | None = None) -> R
         parsed: Any = parser.parse_args_into_dataclasses(args=flags, look_for_args_file=False)
         check_training_values(parsed[1])  # plain TRL's configuration does not
     except (ValueError, TypeError) as error:  # what the configs' own checks raise
+        if "bf16/gpu" in str(error):
+            _check_paths(config, flags)  # what else is wrong would be told after the flags only
+            raise UsageError(
+                "there is no GPU here that knows bfloat16, in which models are trained by default: add --use_cpu "
+                "--bf16 false to train on the CPU, or --bf16 false on an older GPU"
+            ) from error
         raise UsageError(str(error)) from error
     return parsed
+
+
+def _check_paths(config: dict[str, Any], flags: list[str]) -> None:
+    """Raise where the model's or the data's path is not there."""
+    scout = OneLineParser(add_help=False, allow_abbrev=False)
+    for name in ("model_name_or_path", "dataset_name"):
+        scout.add_argument(f"--{name}", f"--{name.replace('_', '-')}", default=config.get(name))
+    for name, given in vars(scout.parse_known_args(flags)[0]).items():
+        path = Path(str(given)).expanduser()
+        if given is not None and looks_like_path(str(given)) and not path.exists():
+            raise missing_path(name, path)
 
 
 def _explain_foreign_field(name: str, method: str) -> None:
