@@ -9,7 +9,6 @@ import torch
 from commands import run_example
 from hypothesis import given
 from hypothesis import strategies as st
-from test_retrieval import sentence_model  # noqa: F401  # a fixture
 from trl import GRPOConfig, GRPOTrainer
 from world import assert_same, contains_answer, differ, make_trainer, one_batch, saved_model, some_letter, trained
 
@@ -98,7 +97,7 @@ def test_counts_of_characters_tell_alike_from_different():
     assert found[0, 1] > 0.5 > found[0, 2] and not found[3].any()
 
 
-def test_a_model_of_sentence_transformers_is_asked(sentence_model):  # noqa: F811
+def test_a_model_of_sentence_transformers_is_asked(sentence_model):
     embed = make_embedder(sentence_model, device="cpu", batch_size=2)
     found = embed(["one text", "another text", "one text"])
     assert found.dtype == torch.float32 and found.shape == (3, 16)

@@ -21,8 +21,8 @@ import pytest
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 from transformers.utils import get_json_schema
 
 from trl_explore.cli import _build_parser, main
@@ -253,27 +253,6 @@ def test_real_embeddings_find_what_is_meant():
     retriever = DenseRetriever(CORPUS, model.embed)
     queries = ["Which city governs the French?", "a pet that hunts rodents", "famous scientist"]
     assert ids(retriever.search(queries, 1)) == [["p"], ["c"], ["m"]]
-
-
-@pytest.fixture(scope="module")
-def sentence_model(tmp_path_factory):
-    """A random BERT over letters, saved as sentence-transformers saves models."""
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
-
-    folder = tmp_path_factory.mktemp("bert")
-    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyz:"]
-    core = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="[UNK]"))
-    core.pre_tokenizer = pre_tokenizers.Split("", behavior="isolated")
-    PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="[PAD]", unk_token="[UNK]", model_max_length=64
-    ).save_pretrained(folder / "core")
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    BertModel(BertConfig(vocab_size=len(tokens), max_position_embeddings=64, **sizes)).save_pretrained(folder / "core")
-    transformer = Transformer(str(folder / "core"))
-    model = SentenceTransformer(modules=[transformer, Pooling(16)], device="cpu")
-    model.save(str(folder / "model"))
-    return str(folder / "model")
 
 
 def test_a_saved_sentence_transformer_is_loaded_and_used(sentence_model, tmp_path):
