@@ -25,6 +25,7 @@ EXTRAS = {
     "trl_explore/cli/completion.py": {"completion"},
     "trl_explore/compare/plots.py": {"plots"},
     "trl_explore/publishing/curves.py": {"plots"},
+    "trl_explore/label_free/embedding.py": {"dense"},
     "trl_explore/retrieval/index.py": {"dense", "retrieval"},
     "trl_explore/retrieval/server.py": {"serve"},
     "trl_explore/evaluation/samplers.py": {"vllm"},
