@@ -1,6 +1,7 @@
 """vLLM's side of weights that travel through files; only a vLLM server imports this."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -59,6 +60,10 @@ class FileEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
             for name, module in self.model.named_modules():
                 if name.endswith("lm_head") and f"{name}.weight" not in names:
                     module.quant_method.process_weights_after_loading(module)
+
+    @staticmethod
+    def trainer_send_weights(*args: Any, **kwargs: Any) -> None:
+        """Older servers want it of an engine: the trainer's half, which here is writing the file."""
 
     def shutdown(self) -> None:
         """Nothing is held."""
