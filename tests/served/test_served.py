@@ -1,5 +1,6 @@
 """All trainers against a real vLLM server: what it samples from is what is trained."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -77,7 +78,7 @@ def make(kind, server, folder, *, model=None, port=None, **options):
     if kind in GAMES:
         rows = LAKE_AGENT.build_dataset(16, seed=0)
         arguments |= dict(
-            reward_funcs=short_game, train_dataset=rows, environment_factory=LAKE_AGENT.environment_factory
+            reward_funcs=alternating(), train_dataset=rows, environment_factory=LAKE_AGENT.environment_factory
         )
         settings |= dict(max_completion_length=LAKE_AGENT.max_completion_length, max_tool_calling_iterations=3)
     arguments["reward_funcs"] = options.pop("reward_funcs", arguments["reward_funcs"])
@@ -109,12 +110,10 @@ def parity(completions, **columns):
     return [float(sum(map(ord, text)) % 2) for text in completions]
 
 
-def short_game(completions, **columns):
-    """1 for games of an odd number of messages, where a warm-started model plays; by what is said, where games are one
-    message: a model that was taught nothing calls no tool."""
-    played = any(len(completion) > 1 for completion in completions)
-    said = [sum(map(ord, str(completion[-1]["content"]))) % 2 for completion in completions]
-    return [float(len(c) % 4 > 1 if played else odd) for c, odd in zip(completions, said, strict=True)]
+def alternating():
+    """1 for every other game, whatever was played: no batch, and no game with two branches, has one reward only."""
+    even = itertools.cycle((1.0, 0.0))
+    return lambda completions, **columns: [next(even) for _ in completions]
 
 
 def watch(trainer):
