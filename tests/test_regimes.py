@@ -5,6 +5,7 @@ import shutil
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from trl_explore.tasks.tiny_model import build_model
 
 BENCHMARKS = EXAMPLES / "benchmarks"
 SCALE = {"scale_rewards": ["group", "none"]}
+METRICS = ["greedy_accuracy", "pass_at_16"]
 MORE = {"num_generations": 4, "per_device_train_batch_size": 8}
 ARMS = [
     {"name": "GRPO", "method": "grpo", "role": "baseline", "knob": SCALE},
@@ -42,12 +44,14 @@ REGIME = {
         "evaluations": 2,
         "num_eval": 4,
         "metrics": ["greedy_accuracy", "pass_at_16"],
+        "samples_at_ends": 40,
         "common": {"per_device_train_batch_size": 4, "num_generations": 2},
     },
     "admission_steps": 2,
     "learning_rates": [1e-4, 1e-3],
     "arms": ARMS,
-    "seeds": {"rates": [7], "knob": [8], "verdict": [0, 1]},
+    "variety": "pass_at_16",
+    "seeds": {"development": [7], "verdict": [0, 1]},
 }
 
 
@@ -57,11 +61,19 @@ def modules():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
         import regimes
+        import regimes_effects
+        import regimes_plan
         import regimes_report
         import regimes_results
 
-        yield regimes, regimes_results, regimes_report
-    for name in ("regimes", "regimes_report", "regimes_results"):
+        yield SimpleNamespace(
+            regimes=regimes,
+            results=regimes_results,
+            plan=regimes_plan,
+            effects=regimes_effects,
+            report=regimes_report,
+        )
+    for name in [name for name in sys.modules if name.startswith("regimes")]:
         del sys.modules[name]
 
 
@@ -70,12 +82,17 @@ def regimes(modules, tmp_path, monkeypatch):
     monkeypatch.setenv("REGIMES", str(tmp_path))
     monkeypatch.setenv("TRL_EXPLORE_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    return modules[0]
+    return modules.regimes
 
 
 @pytest.fixture
 def results(modules):
-    return modules[1]
+    return modules.results
+
+
+@pytest.fixture
+def plan(modules):
+    return modules.plan
 
 
 def load(regimes, **changes):
@@ -119,7 +136,7 @@ def test_the_mean_along_a_curve_tells_which_rose_earlier():
 
 
 def test_the_crossed_interval_covers_seeds_and_prompts(modules):
-    crossed_interval = modules[2].crossed_interval
+    crossed_interval = modules.effects.crossed_interval
     random = np.random.default_rng(0)
     covered = 0
     for number in range(200):
@@ -133,7 +150,7 @@ def test_the_crossed_interval_covers_seeds_and_prompts(modules):
 
 
 def test_prompts_of_one_group_are_drawn_together(modules):
-    crossed_interval = modules[2].crossed_interval
+    crossed_interval = modules.effects.crossed_interval
     values = np.repeat([[0.0, 1.0]], 3, axis=0).repeat(10, axis=1)  # (3, 20): ten prompts of each of two facts
     low, high = crossed_interval(values)
     assert 0.2 < low < 0.4 < 0.6 < high < 0.8
@@ -142,30 +159,79 @@ def test_prompts_of_one_group_are_drawn_together(modules):
     assert crossed_interval(uneven, groups="abbb") == (0, 1)
 
 
-def test_every_stage_takes_the_best_of_the_one_before(regimes, results):
+def test_every_stage_takes_the_best_of_the_one_before(regimes, results, plan):
     regime = load(regimes)
-    arms = regimes.stage_arms(regime, "admission rates", [])
+    arms = plan.stage_arms(regime, "admission rates", [])
     assert [arm["name"] for arm in arms] == [f"{n}: learning_rate {r}" for n in ("GRPO", "4x") for r in (1e-4, 1e-3)]
     rows = made(results, "admission rates", arms, [[0.2], [0.1], [0.3], [0.9]])
-    admitted = regimes.stage_arms(regime, "admission", rows)
+    admitted = plan.stage_arms(regime, "admission", rows)
     assert [arm["options"]["learning_rate"] for arm in admitted] == [1e-4, 1e-3]
 
-    arms = regimes.stage_arms(regime, "rates", rows)
-    assert arms[4]["options"] == {"novelty_weight": 0.5, "learning_rate": 1e-4}
-    rows += made(results, "rates", arms, [[0.2], [0.6], [0.5], [0.1], [0.3], [0.9], [0.2], [0.1]])
-    arms = regimes.stage_arms(regime, "knob", rows)
+    rows += made(results, "rates", plan.stage_arms(regime, "rates", rows), [[0.2], [0.6], [0.5], [0.1]])
+    arms = plan.stage_arms(regime, "knob", rows)
     assert arms[0] == {
-        "name": "GRPO: scale_rewards group",
+        "name": "GRPO: scale_rewards none",
         "method": "grpo",
-        "options": {"scale_rewards": "group", "learning_rate": 1e-3},
+        "options": {"scale_rewards": "none", "learning_rate": 1e-3},
     }
-    assert [arm["options"].get("novelty_weight") for arm in arms] == [None] * 4 + [0.5, 1.0] * 2
-    assert arms[2]["options"] == {**MORE, "learning_rate": 1e-4, "scale_rewards": "group"}
-    rows += made(results, "knob", arms, [[0.2], [0.6], [0.5], [0.1], [0.3], [0.9], [0.2], [0.1]])
-    last = regimes.stage_arms(regime, "verdict", rows)
+    assert arms[1]["options"] == {**MORE, "learning_rate": 1e-4, "scale_rewards": "none"}
+    rows += made(results, "knob", arms, [[0.7], [0.4]])
+
+    arms = plan.stage_arms(regime, "method rates", rows)
+    assert arms[0]["options"] == {"novelty_weight": 0.5, "learning_rate": 1e-4}
+    rows += made(results, "method rates", arms, [[0.3], [0.9], [0.2], [0.1]])
+    arms = plan.stage_arms(regime, "method knob", rows)
+    assert [arm["options"]["novelty_weight"] for arm in arms] == [1.0, 1.0]
+    rows += made(results, "method knob", arms, [[0.8], [0.9]])
+    last = plan.stage_arms(regime, "verdict", rows)
     assert [arm["name"] for arm in last] == ["GRPO", "4x", "G2RL", "G2RL, shuffled"]
     assert [arm["options"]["learning_rate"] for arm in last] == [1e-3, 1e-4, 1e-3, 1e-4]
-    assert last[0]["options"]["scale_rewards"] == "none" and last[2]["options"]["novelty_weight"] == 1.0
+    assert [arm["options"]["scale_rewards"] for arm in last[:2]] == ["none", "group"]
+    assert [arm["options"]["novelty_weight"] for arm in last[2:]] == [0.5, 1.0]
+    assert all(plan.asked_for(regime, row) for row in made(results, "verdict", last, [[1.0]] * 4, regime))
+
+
+def test_rivals_are_the_tuned_baseline_with_one_thing_changed(regimes, results, plan):
+    regime = load(regimes, rivals=["entropy bonus", "unlikeliness"])
+    assert [arm["name"] for arm in regime.arms][1:5] == ["4x", "entropy bonus", "unlikeliness", "G2RL"]
+    rows = made(results, "rates", plan.stage_arms(regime, "rates", []), [[0.2], [0.6], [0.5], [0.1]])
+    rows += made(results, "knob", plan.stage_arms(regime, "knob", rows), [[0.7], [0.4]])
+    arms = plan.stage_arms(regime, "rival rates", rows)
+    assert arms[1]["options"] == {"scale_rewards": "none", "entropy_coef": 0.003, "learning_rate": 1e-3}
+    assert arms[3]["options"] == {
+        "scale_rewards": "none",
+        "advantage": "unlikeliness",
+        "unlikeliness_beta": 0.25,
+        "learning_rate": 1e-3,
+    }
+    rows += made(results, "rival rates", arms, [[0.5], [0.6], [0.3], [0.2]])
+    arms = plan.stage_arms(regime, "rival knob", rows)
+    assert [arm["options"]["learning_rate"] for arm in arms] == [1e-3, 1e-4]
+    rows += made(results, "rival knob", arms, [[0.9], [0.1]])
+    # Of GRPO and what may keep its variety, the setting that ends with most of it.
+    (varied,) = plan.stage_arms(regime, "collapse", rows)
+    assert varied["name"] == "entropy bonus, tuned on pass_at_16" and varied["options"]["entropy_coef"] == 0.01
+    assert all(plan.asked_for(regime, row) for row in made(results, "collapse", [varied], [[1.0]], regime))
+
+
+def test_a_collapse_is_read_against_the_start_and_against_the_best_on_development_seeds(regimes, modules, results):
+    regime = load(regimes)
+
+    def runs(stage, arm, heights):
+        rows = []
+        for seed in regime.seeds_of(stage):
+            of_seed = [point(24 * i, h, [], []) for i, h in enumerate(heights)]
+            rows += results.to_rows(Run(arm["name"], seed, of_seed, []), stage, arm, settings="", metrics=METRICS)
+        return rows
+
+    tuned = {"name": "GRPO: learning_rate 0.001", "method": "grpo", "options": {"learning_rate": 1e-3}}
+    rows = runs("rates", tuned, [0.25, 0.75, 0.5])
+    rows += runs("collapse", {**tuned, "name": "GRPO, tuned on pass_at_16"}, [0.125, 0.5, 0.25])
+    found = modules.effects.Results(regime, rows)
+    arm, start, best = found.collapse()
+    assert arm == "GRPO, tuned on pass_at_16" and start.mean > 0 > best.mean and found.limits == ["variety"]
+    level = modules.effects.Results(regime, [*rows[:3], *runs("collapse", tuned, [0.125, 0.5, 0.5])])
+    assert level.collapse()[2].mean == 0 and level.limits == [] and not level.admitted
 
 
 @pytest.mark.parametrize(
@@ -179,8 +245,10 @@ def test_every_stage_takes_the_best_of_the_one_before(regimes, results):
         ({"arms": [*ARMS[:2], {**ARMS[2], "grid": {}}]}, "arm G2RL: unknown field 'grid'"),
         ({"arms": [*ARMS[:2], {**ARMS[2], "method": "g2lr"}]}, "unknown method 'g2lr'; did you mean 'g2rl'?"),
         ({"metric": "pass_at_1"}, "metric='pass_at_1' is not measured"),
+        ({"variety": "coverage_at_8"}, "variety='coverage_at_8' is not measured"),
+        ({"rivals": ["MaxRl"]}, "rivals: unknown rival 'MaxRl'; did you mean 'MaxRL'?"),
         (
-            {"comparison": {**REGIME["comparison"], "metrics": ["greedy_accuracy", "pass_at_64"]}},
+            {"comparison": {**REGIME["comparison"], "metrics": ["greedy_accuracy", "pass_at_16", "pass_at_64"]}},
             "more than 35 samples",
         ),
     ],
@@ -195,18 +263,18 @@ def test_what_is_wrong_with_a_regime_is_said_in_a_sentence(regimes, changes, mes
 
 def test_names_of_regimes_may_follow_flags(regimes, monkeypatch):
     load(regimes)
-    monkeypatch.setattr(regimes, "train", lambda regime, output_dir, *, anyway: trained.append((regime.name, anyway)))
+    monkeypatch.setattr(regimes, "train", lambda regime, output_dir, **given: trained.append((regime.name, given)))
     monkeypatch.setattr(sys, "argv", ["regimes.py", "train", "--large", "--anyway", "small"])
     trained = []
     regimes.main()
-    assert trained == [("small-large", True)]
+    assert trained == [("small-large", {"anyway": True, "processes": None})]
 
 
 def test_effects_are_paired_and_as_wide_as_seeds_and_problems_make_them(regimes, modules):
-    regime, (_, results, report) = load(regimes), modules
+    regime, results = load(regimes), modules.results
     # Of four problems, GRPO solves one and two on its two seeds, the other arm two and four.
     rows = made(results, "verdict", regime.arms, [[0.2, 0.5], [0.2, 0.5], [0.5, 1.0], [0.5, 1.0]])
-    found = report.Results(regime, rows)
+    found = modules.effects.Results(regime, rows)
     by_end = found.effect("G2RL", "GRPO", metric="greedy_accuracy", cost="tokens", along=False)
     assert by_end.mean == 37.5 and by_end.high - by_end.mean >= 12.7 * 12.5 / 1.0001 and not by_end.clear
     level = found.effect("G2RL", "GRPO", metric="pass_at_16", cost="tokens")
@@ -215,13 +283,13 @@ def test_effects_are_paired_and_as_wide_as_seeds_and_problems_make_them(regimes,
     assert along.mean == pytest.approx(18.75)
     assert found.effect("G2RL", "G2RL, shuffled", metric="greedy_accuracy", cost="step").mean == 0
     assert found.effect("SESA", "GRPO", metric="greedy_accuracy", cost="step") is None
-    one = report.Results(regime, [row for row in rows if row["seed"] == 0])
+    one = modules.effects.Results(regime, [row for row in rows if row["seed"] == 0])
     single = one.effect("G2RL", "GRPO", metric="greedy_accuracy", cost="step")
     assert str(single) == "+12.5 (one seed)" and not single.clear
 
 
 def test_the_report_says_what_is_not_admitted_and_compares_with_controls(regimes, modules):
-    regime, (_, results, report) = load(regimes), modules
+    regime, results, report = load(regimes), modules.results, modules.report
     rows = made(results, "verdict", regime.arms, [[0.5, 0.5], [0.5, 0.5], [1.0, 1.0], [0.5, 0.5]], regime)
     rows += made(results, "admission", regime.arms[:2], [[0.5, 0.5], [0.5, 0.5]], regime)
     results.write_results(regime.path, rows, ["greedy_accuracy", "pass_at_16"])
@@ -229,11 +297,11 @@ def test_the_report_says_what_is_not_admitted_and_compares_with_controls(regimes
     assert again["tokens"] == 10 and again["correct"] == [8, 12, 0, 0]
     report.report([regime], Path("results"))
     text = Path("results.md").read_text()
-    assert "Optimisation-limited: more samples do not help clearly. 4x against GRPO over 2 steps" in text
+    assert "Limited neither by samples nor variety. 4x against GRPO over 2 steps, greedy along the curve: +0.0" in text
     assert "| G2RL | learning_rate 0.001, novelty_weight 1.0 | 100.0 |" in text
     assert "| G2RL - GRPO | **+25.0 [" in text or "| G2RL - GRPO | +25.0 [" in text
     assert "## Verdicts" not in text  # nothing to be said of a method where exploration has nothing to give
-    assert "| G2RL - G2RL, shuffled |" in text and Path("results.png").read_bytes().startswith(b"\x89PNG")
+    assert "| G2RL - G2RL, shuffled |" in text and Path("forest.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_seconds_of_verdicts_are_of_one_sitting(regimes, results):
@@ -261,13 +329,13 @@ def test_seconds_of_verdicts_are_of_one_sitting(regimes, results):
         {"arms": [*ARMS[:2], {**ARMS[2], "options": {"min_correct": 1}}, ARMS[3]]},
     ],
 )
-def test_what_was_measured_in_another_way_is_not_reported(regimes, modules, change, capsys):
-    regime, (_, results, report) = load(regimes), modules
+def test_what_was_measured_in_another_way_is_not_reported(regimes, modules, change, capsys, plan):
+    regime, results, report = load(regimes), modules.results, modules.report
     rows = made(results, "verdict", regime.arms, [[0.5, 0.5]] * 4, regime)
     rows += made(results, "admission", regime.arms[:2], [[0.5, 0.5]] * 2, regime)
-    assert all(regimes.asked_for(regime, row) for row in rows)
+    assert all(plan.asked_for(regime, row) for row in rows)
     changed = load(regimes, **change)
-    left_out = {(row["arm"], row["seed"]) for row in rows if not regimes.asked_for(changed, row)}
+    left_out = {(row["arm"], row["seed"]) for row in rows if not plan.asked_for(changed, row)}
     only_g2rl, one_seed = "arms" in change, "seeds" in change
     assert {arm for arm, _ in left_out} == ({"G2RL"} if only_g2rl else {arm["name"] for arm in ARMS})
     assert {seed for _, seed in left_out} == ({1} if one_seed else {0, 1})
@@ -282,26 +350,42 @@ def test_what_was_measured_in_another_way_is_not_reported(regimes, modules, chan
 
 
 def test_verdicts_tell_what_is_clear_from_what_is_not(regimes, modules):
-    regime, (_, results, report) = load(regimes), modules
+    regime, results, report = load(regimes), modules.results, modules.report
     rows = made(results, "verdict", regime.arms, [[0.1, 0.1], [0.1, 0.1], [1.0, 1.0], [0.1, 1.0]])
     rows += made(results, "admission", regime.arms[:2], [[0.1, 0.1], [1.0, 1.0]])
-    text = "\n".join(report.verdicts([report.Results(regime, rows)]))
+    text = "\n".join(report.verdicts([modules.effects.Results(regime, rows)]))
     assert "- **G2RL.** Against GRPO at equal generated tokens: clearly ahead in small +" in text
     assert "Against its controls at equal generated tokens: neither clearly in small, G2RL, shuffled +" in text
     assert "clearly behind" not in text and "At equal CPU seconds: clearly ahead" in text
 
 
-@pytest.mark.parametrize(("more", "anyway", "stages"), [(0.0, False, 2), (0.0, True, 3), (1.0, False, 3)])
+@pytest.mark.parametrize(("more", "anyway", "stages"), [(0.0, False, 7), (0.0, True, 8), (1.0, False, 8)])
 def test_a_regime_that_is_not_admitted_ends_there(regimes, results, monkeypatch, more, anyway, stages):
     regime = load(regimes)
-    rows = made(results, "admission rates", regimes.stage_arms(regime, "rates", [])[:4], [[0.1]] * 4)
-    rows += made(results, "admission", regime.arms[:2], [[0.0, 0.0], [more, more]])
-    results.write_results(regime.path, rows, ["greedy_accuracy", "pass_at_16"])
-    monkeypatch.setattr(regimes, "STAGES", regimes.STAGES[:3])
+    rows = made(results, "admission", regime.arms[:2], [[0.0, 0.0], [more, more]])
+    results.write_results(regime.path, rows, METRICS)
+    monkeypatch.setattr(regimes, "STAGES", regimes.STAGES[:8])
     seen = []
-    monkeypatch.setattr(regimes, "train_seed", lambda regime, stage, *rest: seen.append(stage))
+    monkeypatch.setattr(regimes, "train_stage", lambda regime, stage, *rest, **more: seen.append(stage))
     regimes.train(regime, Path("out"), anyway=anyway)
-    assert list(dict.fromkeys(seen)) == list(regimes.STAGES[:stages])
+    assert seen == list(regimes.STAGES[:stages])
+
+
+def test_what_is_missing_is_said_with_the_time_it_takes(regimes, results, plan):
+    regime = load(regimes)
+    text = regimes.outlook([regime], None)
+    assert "small: 34 runs missing (admission rates 4, admission 4, rates 4, knob 2, collapse 2" in text
+    assert text.endswith("no run of it has shown yet how long one takes")
+    arms = plan.stage_arms(regime, "admission rates", [])
+    rows = made(results, "admission rates", arms, [[0.2]] * 4)
+    for row in rows:
+        arm = next(arm for arm in arms if arm["name"] == row["arm"])
+        row["seed"], row["settings"] = 7, results.settings_of(regime.document("admission rates", []), arm)
+        row["seconds"] = 600.0
+    results.write_results(regime.path, rows[:-2], METRICS)
+    assert "31 runs missing (admission rates 1, admission 4" in regimes.outlook([regime], 2)
+    results.write_results(regime.path, rows, METRICS)
+    assert regimes.outlook([regime], 2).endswith("about 3.8 hours, by the 4 runs that are there")
 
 
 def test_results_outlive_the_folder_and_are_not_trained_again(regimes):
@@ -309,10 +393,13 @@ def test_results_outlive_the_folder_and_are_not_trained_again(regimes):
     regimes.train(regime, Path("out"), anyway=True)
     first = regime.path.read_text()
     rows = list(csv.DictReader(first.splitlines()))
-    assert {row["stage"] for row in rows} == set(regimes.STAGES)
+    assert {row["stage"] for row in rows} == {stage for stage in regimes.STAGES if not stage.startswith("rival")}
     verdict = {(row["arm"], row["seed"]) for row in rows if row["stage"] == "verdict"}
     assert verdict == {(arm["name"], seed) for arm in ARMS for seed in ("0", "1")}
-    assert all(len(row["correct"]) == (4 if row["stage"] in ("admission", "verdict") else 0) for row in rows)
+    assert {row["stage"] for row in rows if row["correct"]} == {"admission", "collapse", "verdict"}
+    many = {(row["arm"], row["step"] == "0") for row in rows if row["end_correct"]}
+    assert many == {("GRPO", True), *((arm["name"], False) for arm in ARMS)}
+    assert {len(row["end_correct"]) for row in rows if row["stage"] == "verdict"} == {0, 8}
     assert {row["step"] for row in rows if row["stage"] == "admission"} == {"0", "1", "2"}
     tokens = [float(row["tokens"]) for row in rows if row["stage"] == "verdict"]
     assert max(tokens) >= 48 and min(tokens) == 0
@@ -325,8 +412,8 @@ def test_results_outlive_the_folder_and_are_not_trained_again(regimes):
     changed = load(regimes, arms=[*ARMS[:2], {**ARMS[2], "knob": {"novelty_weight": [0.25, 2.0]}}])
     regimes.train(changed, Path("out"), anyway=True)
     rows = list(csv.DictReader(open(regime.path)))
-    tried = {row["arm"] for row in rows if row["stage"] == "knob"}
-    assert "G2RL: novelty_weight 2.0" in tried and not {"G2RL: novelty_weight 1.0"} & tried
+    tried = {row["arm"] for row in rows if row["stage"] == "method knob"}
+    assert tried == {"G2RL: novelty_weight 2.0"}
     assert {row["arm"] for row in rows if row["stage"] == "verdict"} == {"GRPO", "4x", "G2RL"}
     trained = [path.parts[2:4] for path in Path("out").rglob("checkpoint-*")]
     assert {name.split("-")[0] for place, name in trained if not place.startswith("seconds")} == {"g2rl"}
@@ -379,11 +466,11 @@ def test_a_run_that_is_stopped_again_and_again_ends_as_if_it_had_not_been(regime
     assert stopped == 6 and sorted(measured(), key=str) == whole
 
 
-def test_a_gpu_gets_a_larger_model_and_results_of_its_own(regimes):
-    large = regimes.enlarged(load(regimes))
+def test_a_gpu_gets_a_larger_model_and_results_of_its_own(regimes, plan):
+    large = plan.enlarged(load(regimes))
     assert large.path.name == "small-large.csv" and large.seeds_of("admission") == [0, 1]
     assert large.seeds_of("seconds") == []  # a slice may be shorter than a sitting
-    arms = regimes.stage_arms(large, "rates", [])
+    arms = plan.stage_arms(large, "rates", [])
     assert [arm["options"]["learning_rate"] for arm in arms[:2]] == [1e-5, 1e-4]
     document = large.document("rates", arms)
     assert document["common"]["bf16"] and not document["common"]["use_cpu"]
@@ -393,6 +480,6 @@ def test_a_gpu_gets_a_larger_model_and_results_of_its_own(regimes):
 
 @pytest.mark.parametrize("path", sorted((BENCHMARKS / "regimes").glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_regimes_can_be_compared(modules, path):
-    regime = modules[0].Regime.load(path)  # which has `trl-explore compare` check every arm
+    regime = modules.plan.Regime.load(path)  # which has `trl-explore compare` check every arm
     assert not {*regime.seeds_of("rates"), *regime.seeds_of("knob")} & set(regime.seeds_of("verdict"))
     assert len(regime.seeds_of("verdict")) >= 5

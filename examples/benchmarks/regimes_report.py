@@ -1,35 +1,18 @@
-"""What `regimes.py` found: admission, a table per regime, differences with intervals, and the picture of all.
+"""What `regimes.py` found, as Markdown: the verdicts of all regimes, and a section for each with every number."""
 
-Differences are paired by seed and problem. Intervals are 95 %: the wider of Student's over seeds and a bootstrap over
-seeds and problems, where problems about the same fact are drawn together.
-"""
-
-import json
-import re
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from regimes import Arm, Regime, asked_for
-from regimes_results import COSTS, Row, read_results, timed_alike, to_runs
+from regimes_effects import Effect, Results, label
+from regimes_pictures import draw_forest, draw_frontiers
+from regimes_plan import Regime, asked_for
+from regimes_results import COSTS, read_results, timed_alike, to_runs
 
-from trl_explore.compare.costs import interval, mean_along, value_at
-from trl_explore.compare.run import TRAINING, Run
-from trl_explore.compare.settings import Comparison, read_comparison
-from trl_explore.evaluation.metrics import pass_at_k
-from trl_explore.tasks.vaults import FactTask, item_of
+from trl_explore.compare.ends import ends_table, summarize_ends
+from trl_explore.compare.run import TRAINING
 
-COST_NAMES = {
-    "step": "optimizer steps",
-    "tokens": "generated tokens",
-    "trained_tokens": "tokens in the loss",
-    "cpu_seconds": "CPU seconds",
-}
-PASS = re.compile(r"pass_at_(\d+)")
-INTRODUCTION = """# When does exploration pay?
+INTRODUCTION = """# When does exploration pay? All numbers
 
 Made by `python examples/benchmarks/regimes.py report` from `results/*.csv`. Arms are tuned and judged by the mean
 along their curves, which also tells which of two that end alike rose earlier. Differences are in points, paired by
@@ -37,185 +20,11 @@ seed and problem; intervals are 95 %, the wider of Student's over seeds and a bo
 of one fact together). **Bold** ones exclude 0. Tokens in the loss count rows without advantage for GRPO, whose loss
 computes them, and not for branches, where they are left out. Seconds are those of runs in one sitting on the first
 fresh seed, for as many tokens, where all arms have one.
+
+Frontier: the weighting of the two metrics under which an arm looks best is chosen on the development seeds. The arm is
+outside if it is clearly ahead of GRPO and of every rival under that weighting on the fresh seeds, and inside if it is
+clearly behind the one that was best under it on the development seeds; else it is on the frontier.
 """
-
-
-def crossed_interval(
-    values: np.ndarray,
-    *,
-    groups: Sequence[Hashable] | None = None,
-    num_resamples: int = 10_000,
-    seed: int = 0,
-) -> tuple[float, float]:
-    """95 % bootstrap interval of a mean over seeds and prompts, `(S, P)`, both drawn anew, independently; prompts of
-    one of `groups` together. Few seeds make it too narrow: where Student's over the seeds is wider, take that."""
-    if values.ndim != 2 or not values.size:
-        raise ValueError(f"values must have shape (seeds, prompts) and not be empty, got {values.shape}.")
-    random = np.random.default_rng(seed)
-    names = list(range(values.shape[1])) if groups is None else list(groups)
-    members = np.array([[name == other for name in names] for other in dict.fromkeys(names)], dtype=float)  # (G, P)
-    seeds, drawn = (random.multinomial(n, np.full(n, 1 / n), num_resamples) for n in (len(values), len(members)))
-    prompts = drawn @ members  # (R, P)
-    means = ((seeds / len(values) @ values) * prompts).sum(axis=1) / prompts.sum(axis=1)
-    low, high = np.quantile(means, [0.025, 0.975])
-    return float(low), float(high)
-
-
-@dataclass(frozen=True)
-class Effect:
-    """
-    How much more one arm has than another.
-
-    Args:
-        mean (`float`):
-            Mean difference, in points of a hundred (for rewards: times 100).
-        low (`float`, *optional*):
-            Lower end of its interval; a single seed has none.
-        high (`float`, *optional*):
-            Upper end.
-    """
-
-    mean: float
-    low: float | None = None
-    high: float | None = None
-
-    def __str__(self) -> str:
-        if self.low is None or self.high is None:
-            return f"{self.mean:+.1f} (one seed)"
-        text = f"{self.mean:+.1f} [{self.low:+.1f}, {self.high:+.1f}]"
-        return f"**{text}**" if self.clear else text
-
-    @property
-    def clear(self) -> bool:
-        """Whether the interval excludes 0."""
-        return self.low is not None and self.high is not None and not self.low <= 0 <= self.high
-
-
-@dataclass(frozen=True)
-class Results:
-    """
-    A regime and what was measured of it.
-
-    Args:
-        regime ([`~regimes.Regime`]):
-            The regime.
-        rows (`list[dict]`):
-            Its results.
-    """
-
-    regime: Regime
-    rows: list[Row]
-
-    @property
-    def base(self) -> str:
-        """Name of the baseline."""
-        return self.regime.arms[0]["name"]
-
-    @cached_property
-    def comparison(self) -> Comparison:
-        """What `trl-explore compare` makes of the regime's file, whatever device it is for."""
-        given = {name: value for name, value in self.regime.comparison.items() if name not in ("common", "model_size")}
-        return read_comparison({**given, "arms": [{"method": "grpo"}]})
-
-    @property
-    def metrics(self) -> list[str]:
-        """What was measured."""
-        return list(self.comparison.metrics)
-
-    @property
-    def costs(self) -> dict[str, str]:
-        """Costs that may be equal: where a GPU computes, its seconds are those of the wall."""
-        if self.regime.comparison.get("common", {}).get("use_cpu", True):
-            return COST_NAMES
-        return {name: text for name, text in COST_NAMES.items() if name != "cpu_seconds"} | {"seconds": "seconds"}
-
-    @property
-    def seconds(self) -> str:
-        """The cost that is equal where runs are compute-matched."""
-        return list(self.costs)[-1]
-
-    def facts(self) -> list[Hashable] | None:
-        """The item that each held-out problem is about, where there are such."""
-        task = self.comparison.task
-        if not isinstance(task, FactTask):
-            return None
-        return [item_of(problem) for problem in task.evaluation_set(self.comparison.num_eval)["problem"]]
-
-    def effect(
-        self, arm: str, base: str, *, metric: str, cost: str, along: bool = True, stage: str = "verdict"
-    ) -> Effect | None:
-        """
-        What one arm has more than another at equal cost.
-
-        Args:
-            arm (`str`):
-                One arm.
-            base (`str`):
-                The other.
-            metric (`str`):
-                What is compared.
-            cost (`str`):
-                Which cost is equal: as much as the run among theirs that got least far.
-            along (`bool`, *optional*, defaults to `True`):
-                Whether the means along both curves are compared, or their ends.
-            stage (`str`, *optional*, defaults to `"verdict"`):
-                Which runs.
-
-        Returns:
-            [`Effect`] or `None`: Over the seeds that both have, if there are any.
-        """
-        runs = to_runs(self.rows, stage)
-        by_arm = {name: {run.seed: run for run in runs if run.arm == name} for name in (arm, base)}
-        seeds = sorted(by_arm[arm].keys() & by_arm[base].keys())
-        if not seeds:
-            return None
-        pairs = [(by_arm[arm][seed], by_arm[base][seed]) for seed in seeds]
-        reading = min(run.points[-1][cost] for pair in pairs for run in pair)
-        read = mean_along if along else value_at
-        values = [[read(self.curve(run, metric), cost, reading, metric) for run in pair] for pair in pairs]
-        gaps = 100 * np.array([ours - theirs for ours, theirs in values])  # (S, P)
-        mean, half = interval(gaps.mean(axis=1).tolist())
-        if half is None:
-            return Effect(mean)
-        groups = self.facts()
-        low, high = crossed_interval(gaps, groups=groups if groups and len(groups) == gaps.shape[1] else None)
-        return Effect(mean, min(low, mean - half), max(high, mean + half))
-
-    def curve(self, run: Run, metric: str) -> list[dict[str, Any]]:
-        """A run's curve with the metric by problem, where its successes are known, else as an array of one value."""
-        num_samples = self.comparison.num_samples
-
-        def values(point: dict[str, Any]) -> np.ndarray:
-            found = PASS.fullmatch(metric)
-            if metric == "greedy_accuracy" and point["greedy_correct"]:
-                return np.array(point["greedy_correct"], dtype=float)
-            if found and point["correct"]:
-                return np.array([pass_at_k(num_samples, count, int(found[1])) for count in point["correct"]])
-            return np.array([point[f"eval/{metric}"]])
-
-        return [{**point, metric: values(point)} for point in run.points]
-
-    def admission(self) -> Effect | None:
-        """What four times the samples per prompt add to plain GRPO at equal steps."""
-        more, metric = self.regime.arms[1]["name"], self.regime.metric
-        return self.effect(more, self.base, metric=metric, cost="step", stage="admission")
-
-    @property
-    def admitted(self) -> bool:
-        """Whether they clearly help."""
-        found = self.admission()
-        return found is not None and found.clear and found.mean > 0
-
-    def settings(self, arm: Arm) -> str:
-        """The tuned fields of an arm."""
-        row = next(row for row in self.rows if row["stage"] == "verdict" and row["arm"] == arm["name"])
-        found = json.loads(row["options"])
-        return ", ".join(f"{name} {found[name]}" for name in ("learning_rate", *arm["knob"]))
-
-
-def label(metric: str) -> str:
-    """A metric as tables show it."""
-    return metric.removesuffix("_accuracy").replace("_at_", "@")
 
 
 def table(results: Results) -> list[str]:
@@ -229,15 +38,8 @@ def table(results: Results) -> list[str]:
     Returns:
         `list[str]`: Lines of Markdown.
     """
-    regime, found = results.regime, results.admission()
-    lines = [f"## {regime.name}", "", regime.claim.strip(), ""]
-    if found is not None:
-        more = "admitted" if results.admitted else "optimisation-limited: more samples do not help clearly"
-        lines += [
-            f"{more[0].upper()}{more[1:]}. {regime.arms[1]['name']} against {results.base} over "
-            f"{regime.admission_steps} steps, {label(regime.metric)} along the curve: {found}",
-            "",
-        ]
+    regime = results.regime
+    lines = [f"## {regime.name}", "", regime.claim.strip(), "", *admissions(results)]
     runs = to_runs(results.rows, "verdict")
     shown = [arm for arm in regime.arms if any(run.arm == arm["name"] for run in runs)]
     if not shown:
@@ -261,7 +63,53 @@ def table(results: Results) -> list[str]:
     for ours, theirs in pairs:
         found = [results.effect(ours, theirs, metric=m, cost=c, along=along) for m, c, along in kinds]
         lines.append(f"| {ours} - {theirs} | {' | '.join(map(str, found))} |")
+    return [*lines, "", *frontier(results), *many_samples(results)]
+
+
+def admissions(results: Results) -> list[str]:
+    """What GRPO lacks in a regime, as lines of Markdown."""
+    regime, found, lost = results.regime, results.admission(), results.collapse()
+    if found is None:
+        return []
+    head = (
+        f"Limited by {' and '.join(results.limits)}." if results.limits else "Limited neither by samples nor variety."
+    )
+    lines = [
+        f"{head} {regime.arms[1]['name']} against {results.base} over {regime.admission_steps} steps, "
+        f"{label(regime.metric)} along the curve: {found}."
+    ]
+    if lost is not None:
+        arm, start, peak = lost
+        lines[0] += (
+            f" {arm}: {label(str(regime.variety))} at the end against the start {start}, against its best {peak}."
+        )
     return [*lines, ""]
+
+
+def frontier(results: Results) -> list[str]:
+    """Where methods lie beside GRPO and its rivals, as lines of Markdown."""
+    found, axes = results.places(), results.axes
+    if not found or axes is None:
+        return []
+    first, second = map(label, axes)
+    lines = [f"| frontier of {first} and {second} | | weight of {first} | lead over the closest rival |"]
+    lines.append("| --- | --- | ---: | --- |")
+    for name, (where, rival) in found.items():
+        lines.append(
+            f"| {name} | {where.verdict} | {where.weight:.2f} | {where.lead:+.1f} ± {where.half:.1f} ({rival}) |"
+        )
+    return [*lines, ""]
+
+
+def many_samples(results: Results) -> list[str]:
+    """Pass@k before training and after it, and problems newly solved and lost, as lines of Markdown."""
+    count = results.comparison.samples_at_ends
+    runs = [asdict(run) for run in to_runs(results.rows, "verdict")]
+    known = [run for run in runs if run["points"][-1].get("end_correct")]
+    if count is None or len(known) < len(runs) or not runs:
+        return []
+    names = [arm["name"] for arm in results.regime.arms if any(run["arm"] == arm["name"] for run in runs)]
+    return [*ends_table(summarize_ends(runs, names, count)), ""]
 
 
 def verdicts(results: list[Results]) -> list[str]:
@@ -282,7 +130,7 @@ def verdicts(results: list[Results]) -> list[str]:
     duration = admitted[0].costs[seconds]
     head = " | ".join(f"{of.regime.name}: {label(of.regime.metric)}" for of in admitted)
     cells, sentences = [], []
-    for method in dict.fromkeys(arm["name"] for of in admitted for arm in of.regime.arms if arm["role"] == "method"):
+    for method in dict.fromkeys(name for of in admitted for name in of.named("rival", "method")):
         found = {
             cost: {of.regime.name: of.effect(method, of.base, metric=of.regime.metric, cost=cost) for of in admitted}
             for cost in ("tokens", seconds)
@@ -293,6 +141,7 @@ def verdicts(results: list[Results]) -> list[str]:
             for arm in of.regime.arms
             if arm.get("of") == method
         }
+        lies = {of.regime.name: of.places()[method][0].verdict for of in admitted if method in of.places()}
         pairs = zip(found["tokens"].values(), found[seconds].values(), strict=True)
         texts = [f"{matched} / {timed}" if matched else "-" for matched, timed in pairs]
         cells.append(f"| {method} | {' | '.join(texts)} |")
@@ -300,6 +149,7 @@ def verdicts(results: list[Results]) -> list[str]:
             _verdict("Against GRPO at equal generated tokens", found["tokens"]),
             _verdict(f"At equal {duration}", found[seconds]),
             _verdict("Against its controls at equal generated tokens", controls),
+            f"Frontier: {', '.join(f'{verdict} in {name}' for name, verdict in lies.items())}." if lies else "",
         ]
         if any(own):
             sentences.append(f"- **{method}.** {' '.join(filter(None, own))}")
@@ -329,61 +179,15 @@ def _verdict(title: str, effects: dict[str, Effect | None]) -> str:
     return f"{title}: {words}." if words else ""
 
 
-def picture(results: list[Results], path: Path) -> None:
-    """
-    Methods by regimes, coloured by effect.
-
-    Args:
-        results (`list`):
-            Regimes with their results.
-        path (`Path`):
-            The PNG file.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    methods = list(dict.fromkeys(arm["name"] for r in results for arm in r.regime.arms if arm["role"] == "method"))
-    seconds = results[0].seconds
-    panels = {
-        "tokens": "generated tokens (sample-matched)",
-        seconds: f"{results[0].costs[seconds]} (compute-matched)",
-    }
-    size = (2.2 * len(results) + 2.5, 1.6 * len(methods) + 2.5)
-    figure, axes = pyplot.subplots(len(panels), 1, figsize=size)
-    for axis, (cost, title) in zip(axes, panels.items(), strict=True):
-        grid = np.full((len(methods), len(results)), np.nan)
-        for column, of_regime in enumerate(results):
-            for row, method in enumerate(methods):
-                found = of_regime.effect(method, of_regime.base, metric=of_regime.regime.metric, cost=cost)
-                if found is not None:
-                    grid[row, column] = found.mean
-                    text = str(found).strip("*").replace(" ", "\n", 1)
-                    weight = "bold" if found.clear else "normal"
-                    axis.text(column, row, text, ha="center", va="center", fontsize=8, weight=weight)
-        axis.imshow(grid, cmap="PuOr", vmin=-50, vmax=50, aspect="auto")
-        names = []
-        for of_regime in results:
-            limited = ["optimisation-limited"] * (not of_regime.admitted)
-            names.append("\n".join([of_regime.regime.name, label(of_regime.regime.metric), *limited]))
-        axis.set_xticks(range(len(results)), names, fontsize=8)
-        axis.set_yticks(range(len(methods)), methods, fontsize=9)
-        axis.set_title(f"mean along the curve, points more than GRPO at equal {title}; bold: clear of 0", fontsize=9)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-
-
 def report(regimes: list[Regime], path: Path) -> None:
     """
-    Writes a Markdown file and the picture.
+    Writes a Markdown file and the pictures.
 
     Args:
         regimes (`list`):
             Regimes; those without results are left out.
         path (`Path`):
-            The files, without their suffix.
+            The Markdown file without its suffix; `forest.png` and `frontier.png` go beside it.
     """
     results = []
     for regime in regimes:
@@ -404,5 +208,8 @@ def report(regimes: list[Regime], path: Path) -> None:
         raise SystemExit("no results yet: run `regimes.py train` first")
     lines = [*verdicts(measured), *(line for found in measured for line in table(found))]
     path.with_suffix(".md").write_text("\n".join([INTRODUCTION, *lines]), encoding="utf-8")
-    picture(measured, path.with_suffix(".png"))
-    print(f"{path}.md, {path}.png")
+    pictures = (
+        draw_forest(measured, path.with_name("forest.png")),
+        draw_frontiers(measured, path.with_name("frontier.png")),
+    )
+    print(", ".join([f"{path}.md", *(str(picture) for picture in pictures if picture)]))

@@ -18,6 +18,7 @@ from trl_explore.compare.run import TRAINING, Run
 SECONDS = ("seconds", "cpu_seconds")
 COSTS = ("step", "tokens", "trained_tokens", *SECONDS)
 SUCCESSES = ("correct", "greedy_correct")
+MANY = "end_correct"  # successes of many samples, as two digits of base 36 each
 HEAD = ("stage", "arm", "seed", "settings", "options", "version")
 MOST_SAMPLES = 35  # successes of a problem are one digit of base 36
 
@@ -72,6 +73,8 @@ def read_results(path: Path) -> list[Row]:
         for name, text in row.items():
             if name in SUCCESSES:
                 row[name] = [int(count, 36) for count in text]
+            elif name == MANY:
+                row[name] = [int(text[start : start + 2], 36) for start in range(0, len(text), 2)]
             elif name not in HEAD:
                 row[name] = float(text) if text else None
         row["seed"] = int(row["seed"])
@@ -93,10 +96,11 @@ def write_results(path: Path, rows: list[Row], metrics: list[str]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     with open(part, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [*HEAD, *COSTS, *metrics, *TRAINING, *SUCCESSES])
+        writer = csv.DictWriter(file, [*HEAD, *COSTS, *metrics, *TRAINING, *SUCCESSES, MANY])
         writer.writeheader()
         for row in rows:
             texts = {name: "".join(np.base_repr(count, 36) for count in row[name]) for name in SUCCESSES}
+            texts[MANY] = "".join(np.base_repr(count, 36).zfill(2) for count in row.get(MANY, []))
             writer.writerow({name: _short(value) for name, value in row.items()} | texts)
     os.replace(part, path)
 
@@ -126,13 +130,13 @@ def to_rows(run: Run, stage: str, arm: Mapping[str, Any], *, settings: str, metr
     """
     options = json.dumps(arm["options"], sort_keys=True)
     head = dict(zip(HEAD, (stage, run.arm, run.seed, settings, options, version()), strict=True))
-    keeps = stage in ("admission", "verdict")
+    keeps = stage in ("admission", "collapse", "verdict")
     return [
         head
         | {name: point[name] for name in COSTS}
         | {metric: point[f"eval/{metric}"] for metric in metrics}
         | {name: point.get(f"train/{name}") for name in TRAINING}
-        | {name: point.get(name, []) if keeps else [] for name in SUCCESSES}
+        | {name: point.get(name, []) if keeps else [] for name in (*SUCCESSES, MANY)}
         for point in run.points
     ]
 
@@ -155,6 +159,8 @@ def to_runs(rows: list[Row], stage: str) -> list[Run]:
         if row["stage"] == stage:
             run = runs.setdefault((row["arm"], row["seed"]), Run(row["arm"], row["seed"], [], []))
             run.points.append({name: row[name] for name in (*COSTS, *SUCCESSES)} | dict(_measured(row)))
+            if row.get(MANY):
+                run.points[-1][MANY] = row[MANY]
     return list(runs.values())
 
 
@@ -193,5 +199,5 @@ def _measured(row: Row) -> Iterator[tuple[str, float]]:
     for name, value in row.items():
         if name in TRAINING and value is not None:
             yield f"train/{name}", value
-        elif name not in (*HEAD, *COSTS, *SUCCESSES, *TRAINING):
+        elif name not in (*HEAD, *COSTS, *SUCCESSES, MANY, *TRAINING):
             yield f"eval/{name}", value

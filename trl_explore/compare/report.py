@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trl_explore.compare.costs import common_reading, interval, paired_values
+from trl_explore.compare.ends import ends_table, summarize_ends
 from trl_explore.compare.plots import LABELS, learning_curves, metric_label
 from trl_explore.compare.run import TRAINING
 from trl_explore.compare.settings import Comparison
@@ -101,7 +102,20 @@ def markdown_table(runs: Sequence[Mapping[str, Any]], comparison: Comparison) ->
         lines.append([row.arm, *cells, *row.texts()])
     escaped = [[text.replace("|", "\\|").replace("<", "&lt;") for text in line] for line in lines]
     table = "\n".join(f"| {' | '.join(line)} |" for line in escaped)
-    return f"{table}\n\n{explanation(runs, comparison)}\n"
+    return f"{table}\n\n{explanation(runs, comparison)}\n{_at_many_samples(runs, comparison)}"
+
+
+def _at_many_samples(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> str:
+    if comparison.samples_at_ends is None:
+        return ""
+    names = [arm.name for arm in comparison.arms]
+    found = summarize_ends(runs, names, comparison.samples_at_ends)
+    head = (
+        f"\nAt the end of training, {comparison.samples_at_ends} samples per problem. Newly solved: no success before "
+        "training and at least 5 after it, more than chance at 95 % (binomial test); newly lost: the reverse; "
+        f"problems of {comparison.num_eval}, mean over seeds.\n\n"
+    )
+    return head + "\n".join(ends_table(found)) + "\n"
 
 
 def rich_table(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 from transformers import PrinterCallback, TrainerCallback
 
@@ -36,7 +36,8 @@ HELD_OUT_SEED = 0
 RECORD = "comparison.json"
 TRAINING = ("entropy", "frac_reward_zero_std")  # what a curve says of the steps between two evaluations
 
-Evaluate = Callable[[], Mapping[str, Any]]
+Evaluate = Callable[["Moment"], Mapping[str, Any]]
+Moment = Literal["start", "middle", "end"]  # of a run's training
 
 
 class Interrupted(Exception):
@@ -187,16 +188,17 @@ class Milestones(Curve):
     def finished(self, state: Any) -> bool:
         return self.comparison.budget.is_spent(self.costs.cost) or state.global_step >= state.max_steps
 
-    def measure(self) -> None:
+    def measure(self, state: Any) -> None:
         """Puts the current model on the curve, with what the steps since the point before were like."""
         since = self.points[-1]["step"] if self.points else 0
         steps = [entry for entry in self.costs.history if entry["step"] > since]
         training = {f"train/{name}": fmean(entry[name] for entry in steps) for name in TRAINING if steps}
-        self.note({**training, **self.evaluate()})
+        moment: Moment = "end" if self.finished(state) else "middle" if self.points else "start"
+        self.note({**training, **self.evaluate(moment)})
 
     def on_train_begin(self, args, state, control, **kwargs):
         if self.due:
-            self.measure()
+            self.measure(state)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         super().on_log(args, state, control, logs)
@@ -206,12 +208,12 @@ class Milestones(Curve):
     def on_save(self, args, state, control, **kwargs):
         self.write(args, state)
         if self.due and not self.interrupt.interrupted:
-            self.measure()
+            self.measure(state)
             self.write(args, state)
 
     def on_train_end(self, args, state, control, **kwargs):
         if self.finished(state) and self.points[-1]["step"] < self.costs.cost.step:
-            self.measure()
+            self.measure(state)
 
 
 # ------------------------------------------------------------------------------------------------ trainers of the runs
@@ -259,17 +261,28 @@ def build_run(comparison: Comparison, arm: Arm, *, seed: int, folder: Path, star
     if task is None:
         train, rows = held_out_split(comparison, arguments)
         trainer = find_method(arm.method).trainer_class(**{**trainer_arguments(arguments), "train_dataset": train})
-        return trainer, sampled_metrics(comparison, trainer, rows)
+        return trainer, _with_ends(comparison, arm, trainer, rows)
     config, rows = arguments[1], task.evaluation_set(comparison.num_eval)
     if task.name in AGENTS:
         vars(config).update(AGENT_EVALUATION)
     trainer = task_trainer(arm, task, str(start), config, rows=rows)
     if task.name in AGENTS:
-        return trainer, lambda: agent_metrics(trainer)
-    return trainer, sampled_metrics(comparison, trainer, rows, batch_size=512, answer_fn=str.strip)
+        return trainer, lambda moment: agent_metrics(trainer)
+    return trainer, _with_ends(comparison, arm, trainer, rows, batch_size=512, answer_fn=str.strip)
 
 
-def sampled_metrics(comparison: Comparison, trainer: Any, rows: Any, **options: Any) -> Evaluate:
+def _with_ends(comparison: Comparison, arm: Arm, trainer: Any, rows: Any, **options: Any) -> Evaluate:
+    """Measures what a comparison asks for, and more samples at the end of a run, and at the start of the first arm's:
+    all runs of a seed start alike."""
+    usual = sampled_metrics(comparison, trainer, rows, **options)
+    if comparison.samples_at_ends is None:
+        return lambda moment: usual()
+    many = end_samples(comparison, trainer, rows, **options)
+    ends = ("start", "end") if arm == comparison.arms[0] else ("end",)
+    return lambda moment: {**usual(), **(many() if moment in ends else {})}
+
+
+def sampled_metrics(comparison: Comparison, trainer: Any, rows: Any, **options: Any) -> Callable[[], dict[str, Any]]:
     """Measures what a comparison asks for over several samples per held-out prompt, and which of them succeeded."""
     k, maj_k, coverage_k = (comparison.values_of_k(kind) for kind in ("pass", "maj", "coverage"))
     evaluation = PassAtKCallback(
@@ -289,6 +302,27 @@ def sampled_metrics(comparison: Comparison, trainer: Any, rows: Any, **options: 
     def evaluate() -> dict[str, Any]:
         metrics = evaluation.evaluate()
         return {**metrics, **evaluation.successes}
+
+    return evaluate
+
+
+def end_samples(comparison: Comparison, trainer: Any, rows: Any, **options: Any) -> Callable[[], dict[str, list[int]]]:
+    """Counts how many of a comparison's `samples_at_ends` succeed, by problem."""
+    evaluation = PassAtKCallback(
+        trainer,
+        rows,
+        num_samples=comparison.samples_at_ends or 1,
+        k=(1,),
+        greedy=False,
+        success_threshold=comparison.success_threshold,
+        success_reward=comparison.success_reward,
+        seed=EVALUATION_SEED,
+        **options,
+    )
+
+    def evaluate() -> dict[str, list[int]]:
+        evaluation.evaluate()
+        return {"end_correct": evaluation.successes["correct"]}
 
     return evaluate
 

@@ -93,6 +93,7 @@ class Comparison:
     success_threshold: float | None  # smallest total reward of a success in the evaluation
     success_reward: str | None  # function that decides success there, in the place of the total
     warm_start_steps: int | None  # that teach an embedded task to the tiny model
+    samples_at_ends: int | None  # per held-out problem before and after training, for pass@k at large k
     model_size: dict[str, Any]  # `hidden_size` and `num_layers` where not the tiny model's
 
     @property
@@ -123,7 +124,8 @@ class Comparison:
 
     def document(self) -> dict[str, Any]:
         """The comparison as its YAML file would have it."""
-        optional = {name: vars(self)[name] for name in ("success_threshold", "success_reward", "warm_start_steps")}
+        names = ("success_threshold", "success_reward", "warm_start_steps", "samples_at_ends")
+        optional = {name: vars(self)[name] for name in names}
         optional["model_size"] = self.model_size or None
         return {
             **self.subject,
@@ -169,6 +171,7 @@ def read_comparison(document: Mapping[str, Any]) -> Comparison:
         success_threshold=None if threshold is None else read_number("success_threshold", threshold),
         success_reward=document.get("success_reward"),
         warm_start_steps=_warm_start_steps(document.get("warm_start_steps"), task),
+        samples_at_ends=_samples_at_ends(document.get("samples_at_ends"), task),
         model_size=_model_size(document.get("model_size"), task),
     )
     _check_fields(comparison)
@@ -281,6 +284,12 @@ def _warm_start_steps(given: Any, task: Any) -> int | None:
     if task is None:
         raise UsageError(f"warm_start_steps={given}: only an embedded `task` has a warm start; leave it out")
     return read_count("warm_start_steps", given)
+
+
+def _samples_at_ends(given: Any, task: Any) -> int | None:
+    if given is not None and task is not None and task.name in AGENTS:
+        raise UsageError(f"samples_at_ends={given}: agents are measured by their reward; leave it out for {task.name}")
+    return None if given is None else read_count("samples_at_ends", given)
 
 
 def _model_size(given: Any, task: Any) -> dict[str, Any]:
