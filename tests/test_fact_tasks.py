@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from trl_explore.tasks.dialects import DIALECT
+from trl_explore.tasks.dialects import DIALECT, DIALECTS, PLANS
 from trl_explore.tasks.vaults import DOORS, VAULT
 
 
@@ -55,6 +55,7 @@ def test_one_sketch_of_a_door_or_code_leads_to_the_answer_and_two_of_a_dialect()
     for task, number, sketches, expected in (
         (VAULT, "317190", VAULT.code_letters, 1),
         (DIALECT, "1234", DIALECT.marks, 2),
+        (PLANS, "317", PLANS.marks, 6),
     ):
         for item in task.facts:
             answers = [task.answer(item + number, sketch) for sketch in sketches]
@@ -93,6 +94,13 @@ def test_an_item_understands_several_dialects_and_demonstrations_do_not_know_whi
     shown = Counter(answer[0] for answer in answers(DIALECT, "k3170"))
     shares = [shown[mark] / 4000 for mark in DIALECT.marks]
     assert shares == pytest.approx(DIALECT.weights, abs=0.03)
+
+
+def test_no_two_plans_write_a_number_alike():
+    assert len(PLANS.marks) == 16 and sum(PLANS.weights) == pytest.approx(1)
+    written = {(mark, number): DIALECTS[mark](number) for mark in PLANS.marks for number in ("317", "902")}
+    assert len(set(written.values())) == len(written)
+    assert written["m", "317"] == "751" and written["r", "317"] == "824"
 
 
 @pytest.mark.parametrize(

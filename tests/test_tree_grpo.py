@@ -2,6 +2,7 @@
 
 import json
 import logging
+import warnings
 from collections import Counter
 
 import pytest
@@ -28,6 +29,7 @@ import trl_explore
 from trl_explore.rows.streams import loss_mask, row_tokens
 from trl_explore.trainers import TreeGRPOConfig, TreeGRPOTrainer
 from trl_explore.trees.credit import first_appearance, tree_advantages
+from trl_explore.trees.metrics import NarrowSearch
 from trl_explore.trees.replay import SolutionCache, write_cache
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
@@ -324,6 +326,18 @@ def test_it_learns_with(tmp_path, options):
     got, log = trained(TreeGRPOTrainer, TreeGRPOConfig, tmp_path, **{**SMALL, **options})
     assert differ(got, before) and all(p.isfinite().all() for p in got.values())
     assert all(torch.tensor(entry["loss"]).isfinite() for entry in log[:-1])
+
+
+@pytest.mark.parametrize(("uniform", "solved", "warns"), [(99, 40, True), (99, 2, False), (60, 40, False)])
+def test_a_search_that_copies_one_completion_is_named(uniform, solved, warns):
+    watch = NarrowSearch(TreeGRPOConfig(max_completion_length=16, depth_weight=1.0, bf16=False))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(20):
+            watch.look({"trees": 100.0, "uniform": float(uniform), "solved": float(solved)})
+    messages = [str(warning.message) for warning in caught]
+    assert len(messages) == warns
+    assert all("lower `depth_weight` (now 1), or raise `node_length` (now 2)" in message for message in messages)
 
 
 def test_metrics(tmp_path):

@@ -12,16 +12,9 @@ from trl_explore.saving.checkpoints import path_inside
 from trl_explore.saving.whole_files import MethodFile
 from trl_explore.trees.buffer import SOLUTIONS_FILE, ReplayBuffer
 from trl_explore.trees.credit import first_appearance, node_credit, tree_advantages
-from trl_explore.trees.metrics import tree_counts, tree_metrics
+from trl_explore.trees.metrics import NarrowSearch, tree_counts, tree_metrics
 from trl_explore.trees.records import tree_record
-from trl_explore.trees.search import (
-    Leaf,
-    Tree,
-    Verdict,
-    search,
-    select_by,
-    terminal_outcome,
-)
+from trl_explore.trees.search import Leaf, Tree, Verdict, search, select_by, terminal_outcome
 
 from .base import ExplorationTrainer, Requires
 from .tree_grpo_config import TreeGRPOConfig
@@ -156,7 +149,7 @@ class TreeGRPOTrainer(ExplorationTrainer):
         args = self.args
         self.limits = args.limits()
         self._select_fn = select_by(args.selection, **{name: vars(args)[name] for name in WEIGHTS})
-        self._trees, self._seconds = [], {"sampling": 0.0, "scoring": 0.0}
+        self._trees, self._seconds, self._narrow = [], {"sampling": 0.0, "scoring": 0.0}, NarrowSearch(args)
         self._credit: dict[str, Any] = {"q_temperature": args.q_temperature, "q_max": args.q_max}
         self._noted: dict[str, Any] = {"reward_weights": self.reward_weights.tolist(), **self._credit}
         self.replay: ReplayBuffer = ReplayBuffer(self)
@@ -166,7 +159,9 @@ class TreeGRPOTrainer(ExplorationTrainer):
 
     def _log_trees(self, searched: list[Tree], trees: list[Tree], seconds: float) -> None:
         prefixes = {"asked": self.sample.prefix_tokens_asked, "encoded": self.sample.prefix_tokens_encoded}
-        metrics = tree_metrics(self.ranks.summed(tree_counts(searched, trees, self.limits) | prefixes))
+        total = self.ranks.summed(tree_counts(searched, trees, self.limits) | prefixes)
+        self._narrow.look(total)
+        metrics = tree_metrics(total)
         metrics |= {f"{name}_seconds": spent for name, spent in self._seconds.items()}
         metrics["own_seconds"] = seconds - sum(self._seconds.values())
         for name, value in metrics.items():

@@ -77,10 +77,11 @@ def _nodes(task: Any) -> dict[str, Any] | None:
 
 
 def _sketches(task: Any) -> dict[str, Any] | None:
-    from trl_explore.tasks import LAKE_AGENT, SketchedTask
+    from trl_explore.tasks import SketchedTask
+    from trl_explore.tasks.lake_agent import LakeAgentTask
 
-    if task is LAKE_AGENT:
-        return {**LAKE_AGENT.sesa_options, "num_actions": 3, "branch_depth": 2}
+    if isinstance(task, LakeAgentTask):
+        return {**task.sesa_options, "num_actions": 3, "branch_depth": 2}
     return task.sesa_options if isinstance(task, SketchedTask) else None
 
 

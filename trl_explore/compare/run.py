@@ -25,7 +25,8 @@ from trl_explore.runs.methods import find_method
 from trl_explore.saving.checkpoints import last_complete_checkpoint
 from trl_explore.saving.interrupt import InterruptCallback
 from trl_explore.saving.whole_files import whole_file
-from trl_explore.tasks import AGENTS, LAKE_AGENT
+from trl_explore.tasks import AGENTS
+from trl_explore.tasks.lake_agent import LakeAgentTask
 from trl_explore.tasks.tiny_model import build_tokenizer
 from trl_explore.trainers.base import watch
 
@@ -226,7 +227,7 @@ def task_trainer(
     agent = task.name in AGENTS
     return find_method(arm.method).trainer_class(
         model=str(start),
-        reward_funcs=[] if task is LAKE_AGENT else task.reward,  # its environment knows what a game is worth
+        reward_funcs=[] if isinstance(task, LakeAgentTask) else task.reward,  # its environment knows a game's worth
         args=config,
         train_dataset=task.build_dataset(num_train or (NUM_TRAIN_AGENT if agent else NUM_TRAIN), seed=config.seed),
         eval_dataset=rows if agent else None,

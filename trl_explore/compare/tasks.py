@@ -4,11 +4,13 @@ from typing import Any
 
 from trl_explore.names import unknown_name
 from trl_explore.runs.inputs import UsageError
-from trl_explore.tasks import AGENTS, LAKE_AGENT, MULTI_HOP, RARE_HOP, TASKS, PathTask, Task
+from trl_explore.tasks import AGENTS, LAKE_AGENT, LATE_LAKE, MULTI_HOP, RARE_HOP, TASKS, PathTask, Task
 
 ALL_TASKS: dict[str, Any] = TASKS | AGENTS
 # Which rounds of tool calls an agent's task allows.
-ROUNDS = {LAKE_AGENT.name: LAKE_AGENT.max_turns} | {t.name: t.max_searches for t in (MULTI_HOP, RARE_HOP)}
+ROUNDS = {t.name: t.max_turns for t in (LAKE_AGENT, LATE_LAKE)} | {
+    t.name: t.max_searches for t in (MULTI_HOP, RARE_HOP)
+}
 AGENT_ROWS = 64  # per step: 8 prompts with 8 trajectories
 
 

@@ -9,9 +9,9 @@ from datasets import Dataset
 
 from trl_explore.tasks.chain import CHAIN, CHAIND, LATE1, LATE3, ChainTask
 from trl_explore.tasks.countdown import COUNTDOWN, CountdownTask
-from trl_explore.tasks.dialects import DIALECT, DialectTask
-from trl_explore.tasks.frozen_lake import FROZEN_LAKE, FrozenLakeEnvironment, FrozenLakeTask
-from trl_explore.tasks.lake_agent import LAKE_AGENT
+from trl_explore.tasks.dialects import DIALECT, PLANS, DialectTask
+from trl_explore.tasks.frozen_lake import FROZEN_LAKE, MAZE, FrozenLakeEnvironment, FrozenLakeTask
+from trl_explore.tasks.lake_agent import LAKE_AGENT, LATE_LAKE
 from trl_explore.tasks.multihop import MULTI_HOP, RARE_HOP, MultiHopTask
 from trl_explore.tasks.multihop_world import EnglishWorld
 from trl_explore.tasks.path_exploration import PATHS, PathTask, paper_places
@@ -23,6 +23,7 @@ from trl_explore.tasks.vaults import DOORS, VAULT, DoorsTask, FactTask, VaultTas
 __all__ = [
     "AGENTS",
     "LAKE_AGENT",
+    "LATE_LAKE",
     "MULTI_HOP",
     "RARE_HOP",
     "TASKS",
@@ -87,11 +88,11 @@ class TeachableTask(Task, Protocol):
 
 
 EMBEDDED: tuple[TeachableTask, ...] = (
-    *(CHAIN, CHAIND, LATE1, LATE3, VAULT, DOORS, DIALECT, PATHS, COUNTDOWN),
-    *(SUDOKU, FROZEN_LAKE, SOKOBAN),
+    *(CHAIN, CHAIND, LATE1, LATE3, VAULT, DOORS, DIALECT, PLANS, PATHS, COUNTDOWN),
+    *(SUDOKU, FROZEN_LAKE, MAZE, SOKOBAN),
 )
 TASKS: dict[str, TeachableTask] = {task.name: task for task in EMBEDDED}
-AGENTS: dict[str, Any] = {task.name: task for task in (LAKE_AGENT, MULTI_HOP, RARE_HOP)}
+AGENTS: dict[str, Any] = {task.name: task for task in (LAKE_AGENT, LATE_LAKE, MULTI_HOP, RARE_HOP)}
 
 
 def get_task(name: str) -> TeachableTask:
@@ -100,8 +101,8 @@ def get_task(name: str) -> TeachableTask:
 
     Args:
         name (`str`):
-            `chain`, `chaind`, `late1`, `late3`, `vault`, `doors`, `dialects`, `paths`, `countdown`, `sudoku`,
-            `frozen_lake` or `sokoban`.
+            `chain`, `chaind`, `late1`, `late3`, `vault`, `doors`, `dialects`, `plans`, `paths`, `countdown`,
+            `sudoku`, `frozen_lake`, `maze` or `sokoban`.
 
     Returns:
         [`TeachableTask`]: The task. `dataclasses.replace` makes a variant of it.

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from datasets import Dataset
@@ -19,6 +19,15 @@ DIALECTS: dict[str, Callable[[str], str]] = {
     "^": lambda number: "".join(str(9 - int(digit)) for digit in number),
     "*": lambda number: "".join(LETTERS[int(digit)] for digit in number),
 }
+
+
+def _moved(number: str, by: int) -> str:
+    return "".join(str((int(digit) + by) % 10) for digit in number)
+
+
+# Further ones: every digit moves on by so much, forwards and backwards.
+DIALECTS |= {mark: partial(_moved, by=by) for mark, by in zip("klmnopq", (2, 3, 4, 6, 7, 8, 9), strict=True)}
+DIALECTS |= {mark: lambda number, by=by: _moved(number, by)[::-1] for mark, by in zip("rst", (1, 2, 3), strict=True)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +81,15 @@ class DialectTask(FactTask):
         return data.add_column("targets", [self.targets(problem) for problem in data["problem"]])
 
 
+# Many right plans: of sixteen dialects an item understands six, of which demonstrations hardly know some.
+PLANS = DialectTask(
+    name="plans",
+    num_items=26,
+    num_digits=3,
+    weights=(0.3, 0.15, 0.1, 0.08, 0.06, 0.05, *[0.026] * 10),
+    num_accepted=6,
+    warm_start_steps=1200,
+)
 DIALECT = DialectTask(
     name="dialects",
     num_items=26,
