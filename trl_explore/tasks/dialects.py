@@ -21,13 +21,13 @@ DIALECTS: dict[str, Callable[[str], str]] = {
 }
 
 
-def _moved(number: str, by: int) -> str:
-    return "".join(str((int(digit) + by) % 10) for digit in number)
+def _moved(number: str, by: int, step: int = 1) -> str:
+    return "".join(str((int(digit) + by) % 10) for digit in number[::step])
 
 
 # Further ones: every digit moves on by so much, forwards and backwards.
 DIALECTS |= {mark: partial(_moved, by=by) for mark, by in zip("klmnopq", (2, 3, 4, 6, 7, 8, 9), strict=True)}
-DIALECTS |= {mark: lambda number, by=by: _moved(number, by)[::-1] for mark, by in zip("rst", (1, 2, 3), strict=True)}
+DIALECTS |= {mark: partial(_moved, by=by, step=-1) for mark, by in zip("rst", (1, 2, 3), strict=True)}
 
 
 @dataclass(frozen=True, kw_only=True)
