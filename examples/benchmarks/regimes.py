@@ -25,6 +25,7 @@ in slices. `REGIMES` names another folder of regimes.
 """
 
 import argparse
+import os
 import shutil
 import signal
 import statistics
@@ -35,6 +36,7 @@ from pathlib import Path
 from regimes_plan import STAGES, Regime, enlarged, expected, folder, stage_arms
 from regimes_results import Row, read_results, settings_of, to_rows, to_runs, write_results
 
+from trl_explore.advice.measured import FILE
 from trl_explore.compare.run import Run
 from trl_explore.names import unknown_name
 from trl_explore.runs.inputs import UsageError
@@ -215,7 +217,8 @@ def main() -> None:
 
         if args.regimes:
             parser.error("a report is of all regimes that have results: leave their names out")
-        report(chosen, folder() / ("results-large" if args.large else "results"))
+        told = None if args.large or "REGIMES" in os.environ else FILE
+        report(chosen, folder() / ("results-large" if args.large else "results"), told=told)
         return
     if args.minutes:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # which `nohup ... &` switches off

@@ -176,6 +176,28 @@ class Results:
         low, high = crossed_interval(values, groups=groups if groups and len(groups) == values.shape[1] else None)
         return Effect(mean, min(low, mean - half), max(high, mean + half))
 
+    def looks(self) -> list[float] | None:
+        """How GRPO's runs look in their logs to `trl-explore advise`: reward and share of groups without contrast, at
+        the beginning and at the end, and the share of the entropy that is left."""
+        runs = [run for run in to_runs(self.rows, "verdict") if run.arm == self.base]
+        if not runs:
+            return None
+        success = "pass_at_1" if "pass_at_1" in self.metrics else "reward"
+
+        def reward(points: list[dict[str, Any]], at: int) -> float:
+            # The training reward is not kept: the mean of two evaluations stands for the steps between.
+            return float(np.mean([points[i][f"eval/{success}"] for i in (at - 1, at)]))
+
+        places = [
+            (
+                *(reward(run.points, at) for at in (1, len(run.points) - 1)),
+                *(run.points[at]["train/frac_reward_zero_std"] for at in (1, -1)),
+                min(1.0, run.points[-1]["train/entropy"] / run.points[1]["train/entropy"]),
+            )
+            for run in runs
+        ]
+        return [round(float(value), 3) for value in np.mean(places, axis=0)]
+
     def curve(self, run: Run, metric: str) -> list[dict[str, Any]]:
         """A run's curve with the metric by problem, where its successes are known, else as an array of one value."""
         num_samples = self.comparison.num_samples

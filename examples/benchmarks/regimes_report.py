@@ -1,7 +1,9 @@
 """What `regimes.py` found, as Markdown: the verdicts of all regimes, and a section for each with every number."""
 
+import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from regimes_effects import Effect, Results, label
@@ -10,7 +12,7 @@ from regimes_plan import Regime, asked_for
 from regimes_results import COSTS, read_results, timed_alike, to_runs
 
 from trl_explore.compare.ends import ends_table, summarize_ends
-from trl_explore.compare.run import TRAINING
+from trl_explore.tasks import AGENTS
 
 INTRODUCTION = """# When does exploration pay? All numbers
 
@@ -48,7 +50,7 @@ def table(results: Results) -> list[str]:
     lines += [f"| at the end | settings | {' | '.join(columns)} |", f"| --- | --- |{' ---: |' * len(columns)}"]
     for arm in shown:
         ends = [run.points[-1] for run in runs if run.arm == arm["name"]]
-        names = [f"eval/{name}" for name in results.metrics] + [f"train/{name}" for name in TRAINING]
+        names = [f"eval/{name}" for name in results.metrics] + ["train/entropy", "train/frac_reward_zero_std"]
         values = {name: np.mean([end[name] for end in ends]) for name in names}
         cells = [f"{v:.2f}" if name == "train/entropy" else f"{100 * v:.1f}" for name, v in values.items()]
         cells += [f"{np.mean([end[name] for end in ends]):,.0f}" for name in COSTS]
@@ -179,7 +181,40 @@ def _verdict(title: str, effects: dict[str, Effect | None]) -> str:
     return f"{title}: {words}." if words else ""
 
 
-def report(regimes: list[Regime], path: Path) -> None:
+def measured(results: list[Results]) -> list[dict[str, Any]]:
+    """What `trl-explore advise` is told: how GRPO's runs look in a regime, and what its arms did."""
+    told = []
+    for found in results:
+        regime, place = found.regime, found.looks()
+        if place is None:
+            continue
+        arms = []
+        for name in found.named("rival", "method"):
+            row = next(row for row in found.rows if row["stage"] == "verdict" and row["arm"] == name)
+            method = next(arm["method"] for arm in regime.arms if arm["name"] == name)
+            effects = {
+                what: found.effect(name, found.base, metric=regime.metric, cost=cost)
+                for what, cost in (("tokens", "tokens"), ("seconds", found.seconds))
+            }
+            if any(effect is None or effect.low is None for effect in effects.values()):
+                continue
+            shown = {what: [round(v, 1) for v in (e.mean, e.low, e.high)] for what, e in effects.items()}
+            arms.append({"name": name, "method": method, "options": json.loads(row["options"]), **shown})
+        told.append(
+            {
+                "name": regime.name,
+                "metric": label(regime.metric),
+                "agent": found.comparison.task.name in AGENTS,
+                "place": place,
+                "limits": found.limits,
+                "seeds": len(regime.seeds_of("verdict")),
+                "arms": arms,
+            }
+        )
+    return told
+
+
+def report(regimes: list[Regime], path: Path, *, told: Path | None = None) -> None:
     """
     Writes a Markdown file and the pictures.
 
@@ -188,6 +223,8 @@ def report(regimes: list[Regime], path: Path) -> None:
             Regimes; those without results are left out.
         path (`Path`):
             The Markdown file without its suffix; `forest.png` and `frontier.png` go beside it.
+        told (`Path`, *optional*):
+            Where what `trl-explore advise` knows of them goes.
     """
     results = []
     for regime in regimes:
@@ -203,13 +240,15 @@ def report(regimes: list[Regime], path: Path) -> None:
         if stale:
             names = ", ".join(sorted({arm for arm, _ in stale}))
             print(f"{regime.path.name}: {len(stale)} runs are not of the regime as it is now and left out: {names}")
-    measured = [found for found in results if found.admission() is not None]
-    if not measured:
+    known = [found for found in results if found.admission() is not None]
+    if not known:
         raise SystemExit("no results yet: run `regimes.py train` first")
-    lines = [*verdicts(measured), *(line for found in measured for line in table(found))]
+    lines = [*verdicts(known), *(line for found in known for line in table(found))]
     path.with_suffix(".md").write_text("\n".join([INTRODUCTION, *lines]), encoding="utf-8")
+    if told:
+        told.write_text(json.dumps(measured(known), indent=1) + "\n", encoding="utf-8")
     pictures = (
-        draw_forest(measured, path.with_name("forest.png")),
-        draw_frontiers(measured, path.with_name("frontier.png")),
+        draw_forest(known, path.with_name("forest.png")),
+        draw_frontiers(known, path.with_name("frontier.png")),
     )
     print(", ".join([f"{path}.md", *(str(picture) for picture in pictures if picture)]))

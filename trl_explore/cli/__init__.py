@@ -14,7 +14,14 @@ from trl_explore.runs.quiet import without_noise
 from trl_explore.runs.workers import count_cores
 from trl_explore.visible_text import visible_text
 
-READ_THEIR_FLAGS = ("train", "compare", "tree", "filter", "eval")  # of `train` they are fields of the method's config
+READ_THEIR_FLAGS = (
+    "train",
+    "compare",
+    "tree",
+    "filter",
+    "eval",
+    "advise",
+)  # of `train` they are fields of the method's config
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -27,6 +34,7 @@ def _build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("train", help="train a model: trl-explore train --method deep_grpo --config run.yaml")
     commands.add_parser("compare", help="several methods on the same budget: trl-explore compare --task chain")
+    commands.add_parser("advise", help="what a run's logs say, and what to try: trl-explore advise out")
     commands.add_parser("tree", help="look at a dumped search tree: trl-explore tree FILE --index N --html tree.html")
     commands.add_parser("filter", help="keep the prompts that a model rarely solves: trl-explore filter --k 4 ...")
     commands.add_parser("eval", help="measure pass@k and maj@k: trl-explore eval --dataset gsm8k ...")

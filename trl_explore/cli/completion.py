@@ -9,7 +9,18 @@ from trl_explore.methods import METHODS
 from trl_explore.runs.inputs import UsageError
 
 # Flags whose value is a path.
-PATHS = ("config", "dataset_name", "model_name_or_path", "output", "output_dir", "corpus", "index", "html", "file")
+PATHS = (
+    "config",
+    "dataset_name",
+    "model_name_or_path",
+    "output",
+    "output_dir",
+    "corpus",
+    "index",
+    "html",
+    "file",
+    "run",
+)
 
 
 def _train_parser() -> argparse.ArgumentParser:
@@ -39,7 +50,7 @@ def complete_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
     commands = subcommands(parser)
     commands["train"] = _train_parser()
-    for name in ("compare", "eval", "filter", "tree"):
+    for name in ("advise", "compare", "eval", "filter", "tree"):
         commands[name] = import_module(f"trl_explore.cli.{name}").build_parser()
     known: dict[str, Any] = {"method": METHODS, "methods": METHODS, "task": TASK_NAMES}
     for command in commands.values():

@@ -1,0 +1,154 @@
+"""From what a run shows to what to try: each sentence with the number it is read off, and the page it stands on."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from trl_explore.advice.measured import PAGE, Measured, Tried, nearest
+from trl_explore.advice.signs import Signs
+
+MOSTLY = 0.7  # of the groups, or of a share
+CUT = 0.1  # of the completions
+LOST = 0.15  # of the entropy
+FALL = 0.02  # in pass@k
+
+
+@dataclass(frozen=True)
+class Finding:
+    """
+    One thing that a run shows.
+
+    Args:
+        text (`str`):
+            The sentence, with its numbers.
+        link (`str`):
+            The page that it stands on.
+    """
+
+    text: str
+    link: str
+
+
+@dataclass(frozen=True)
+class Advice:
+    """
+    What a run shows, and what to try.
+
+    Args:
+        signs ([`~trl_explore.advice.signs.Signs`]):
+            What its logs show.
+        findings (`list[Finding]`):
+            What stands out.
+        regime ([`~trl_explore.advice.measured.Measured`], *optional*):
+            The measured regime that it resembles. None where none does.
+        distance (`float`, *optional*):
+            How far the nearest regime is.
+        arms (`list[Tried]`):
+            What was clearly ahead of tuned GRPO there, the most first. Empty: keep GRPO.
+    """
+
+    signs: Signs
+    findings: list[Finding]
+    regime: Measured | None
+    distance: float | None
+    arms: list[Tried]
+
+    @property
+    def verdict(self) -> str:
+        """The advice in one sentence."""
+        if not self.signs.plain:
+            return "This is no run of plain GRPO, which is what resemblance is read off: compare it with one."
+        if self.regime is None:
+            return "Nothing measured resembles this: keep GRPO, and tune its learning rate."
+        if not self.arms:
+            return f"It resembles {self.regime.name}, where nothing was clearly ahead of tuned GRPO: keep GRPO."
+        return f"It resembles {self.regime.name}, where {self.arms[0].name} was furthest ahead of tuned GRPO."
+
+
+def advise(signs: Signs) -> Advice:
+    """
+    Reads signs.
+
+    Args:
+        signs ([`~trl_explore.advice.signs.Signs`]):
+            What a run's logs show.
+
+    Returns:
+        [`Advice`]: What stands out, what it resembles, and what paid there.
+    """
+    regime, distance = nearest(signs)
+    ahead = [] if regime is None else sorted(filter(lambda arm: arm.paid, regime.arms), key=lambda arm: -arm.tokens[0])
+    return Advice(signs, list(_findings(signs)), regime, distance, ahead)
+
+
+def change(arm: Tried) -> dict[str, Any]:
+    """What `trl-explore train --config` takes to try an arm: its method and fields, without the tiny model's rate."""
+    return {"method": arm.method, **{name: value for name, value in arm.options.items() if name != "learning_rate"}}
+
+
+def _findings(signs: Signs) -> Iterator[Finding]:
+    values = signs.values
+    if (cut := values.get("completions/clipped_ratio")) and cut.end >= CUT:
+        yield Finding(
+            f"{cut.end:.0%} of the completions at the end are cut off at `max_completion_length`, and most likely "
+            "count as wrong: raise it first.",
+            "docs/troubleshooting.md",
+        )
+    equal, reward = values.get("frac_reward_zero_std"), values.get("reward")
+    if equal and reward:
+        yield from _of_groups(signs, equal.start, equal.end)
+        if max(equal) < 1 - MOSTLY / 2 and reward.end > reward.start:
+            yield Finding(
+                f"Most groups have contrast ({1 - equal.start:.0%} at the start, {1 - equal.end:.0%} at the end), and "
+                f"the reward rises from {reward.start:.2f} to {reward.end:.2f}: GRPO learns from what it samples.",
+                f"{PAGE}#groups-have-contrast",
+            )
+    left = signs.entropy_left
+    if left is not None and left <= LOST:
+        yield Finding(
+            f"{left:.0%} of the entropy that the run began with is left ({values['entropy'].start:.2f} nats, now "
+            f"{values['entropy'].end:.2f}): samples of a prompt hardly differ any more.",
+            f"{PAGE}#entropy-is-gone",
+        )
+    if len(signs.pass_at) > 1:
+        (small, first), *_, (large, last) = signs.pass_at.items()
+        if last.end < last.start - FALL:
+            yield Finding(
+                f"pass@{large} falls from {last.start:.1%} to {last.end:.1%} while pass@{small} goes from "
+                f"{first.start:.1%} to {first.end:.1%}: the run sharpens what it knew, and loses other answers.",
+                f"{PAGE}#reward-rises-and-passk-falls",
+            )
+    yield from _of_methods(signs)
+
+
+def _of_groups(signs: Signs, start: float, end: float) -> Iterator[Finding]:
+    for when, equal, at in (("start", start, 0), ("end", end, 1)):
+        if equal < MOSTLY:
+            continue
+        text = f"At the {when}, {equal:.0%} of the groups have no contrast and teach nothing"
+        if signs.all_wrong and signs.all_right:
+            text += f" ({signs.all_wrong[at]:.0%} all wrong, {signs.all_right[at]:.0%} all right)"
+        else:
+            text += f" (mean reward {signs.values['reward'][at]:.2f})"
+        yield Finding(f"{text}.", f"{PAGE}#groups-without-contrast-at-the-{when}")
+
+
+def _of_methods(signs: Signs) -> Iterator[Finding]:
+    values = signs.values
+    if (uniform := values.get("tree/uniform_fraction")) and uniform.end > 0.9:
+        yield Finding(
+            f"{uniform.end:.0%} of the search trees end all right or all wrong: lower `depth_weight`, raise "
+            "`node_length`, or search only what plain samples do not solve, `explore_prompts='unsolved'`.",
+            f"{PAGE}#a-search-that-unlearns",
+        )
+    plain, behind = values.get("sketch/plain_success"), values.get("sketch/success")
+    if plain and behind and behind.end < plain.end / 2:
+        yield Finding(
+            f"Rows behind sketches are right in {behind.end:.0%}, plain rows of the same groups in {plain.end:.0%}: "
+            "give fewer rows a sketch, `max_trajectories`.",
+            "docs/methods/sesa.md",
+        )
+    if (kept := values.get("branch/contrastive_fraction")) and kept.end < 0.1:
+        yield Finding(
+            f"{kept.end:.0%} of the branched rows found a branch of another outcome.", "docs/methods/branpo.md"
+        )

@@ -1,0 +1,90 @@
+"""`trl-explore advise`: what a run's own logs say about it, and what paid where a measured run looked alike."""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from trl_explore.advice.advise import Advice, advise, change
+from trl_explore.advice.signs import read_signs
+from trl_explore.visible_text import visible_text
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The flags of `trl-explore advise`."""
+    parser = argparse.ArgumentParser(
+        prog="trl-explore advise",
+        description="Read a run of GRPO: what stands out, which measured run it resembles, and what paid there.",
+        epilog="It reads trainer_state.json, and the tables that log_completions wrote. Nothing is loaded or trained.",
+    )
+    parser.add_argument("run", metavar="RUN", help="a run's output_dir, a checkpoint in it, or a trainer_state.json")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    return parser
+
+
+def run(argv: list[str]) -> int:
+    """Runs `trl-explore advise`."""
+    args = build_parser().parse_args(argv)
+    advice = advise(read_signs(Path(args.run).expanduser()))
+    if args.json:
+        changes = [change(arm) for arm in advice.arms]
+        json.dump({**asdict(advice), "verdict": advice.verdict, "changes": changes}, sys.stdout, indent=2)
+        print()
+        return 0
+    console = Console()
+    _print_signs(console, advice)
+    for finding in advice.findings:
+        console.print(Text(f"- {visible_text(finding.text)} [{finding.link}]"))
+    console.print(Text(f"\n{advice.verdict}", style="bold"))
+    if advice.regime is None or not advice.arms:
+        link = advice.regime.link if advice.regime else "docs/evidence.md"
+        console.print(Text(f"The evidence: {link}"))
+        return 0
+    table = Table(title=f"Ahead of tuned GRPO in {advice.regime.name} ({advice.regime.link})", title_justify="left")
+    for title in ("what", f"{advice.regime.metric}, equal tokens", "equal seconds"):
+        table.add_column(title)
+    for arm in advice.arms:
+        table.add_row(arm.name, *(_shown(values) for values in (arm.tokens, arm.seconds)))
+    console.print(table)
+    console.print(
+        f"Points of a hundred along the curve with 95 % intervals, {advice.regime.seeds} seeds, a tiny model: a "
+        "reason to try, not what you will gain. To try the first, in a file for `trl-explore train --config`:\n",
+        markup=False,
+        highlight=False,
+    )
+    console.print(Text(yaml.safe_dump(change(advice.arms[0]), sort_keys=False)), soft_wrap=True)
+    return 0
+
+
+def _print_signs(console: Console, advice: Advice) -> None:
+    signs = advice.signs
+    table = Table(title=f"{signs.steps} steps", title_justify="left")
+    for title in ("", "start", "end"):
+        table.add_column(title, justify="right" if title else "left")
+    names = {
+        "reward": "reward",
+        "frac_reward_zero_std": "groups without contrast",
+        "entropy": "entropy (nats)",
+        "completions/clipped_ratio": "completions cut off",
+        "completions/mean_length": "tokens per completion",
+    }
+    for name, title in names.items():
+        if name in signs.values:
+            table.add_row(title, *(f"{value:.3g}" for value in signs.values[name]))
+    for title, pair in (("groups all wrong", signs.all_wrong), ("groups all right", signs.all_right)):
+        if pair:
+            table.add_row(title, *(f"{value:.3g}" for value in pair))
+    for k, pair in signs.pass_at.items():
+        table.add_row(f"pass@{k}", *(f"{value:.3g}" for value in pair))
+    console.print(table)
+
+
+def _shown(values: list[float]) -> str:
+    mean, low, high = values
+    return f"{mean:+.1f} [{low:+.1f}, {high:+.1f}]"
