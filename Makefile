@@ -113,14 +113,15 @@ test-trl: $(TRL_VENV)/.installed
 	$(TRL_VENV)/bin/python -m pip list 2>/dev/null | grep -E "^(torch|trl|transformers|accelerate|peft|datasets) "
 	TRITON_INTERPRET=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(TRL_VENV)/bin/python -m pytest -q -n $(TEST_PROCESSES) --dist loadgroup -m "not slow" -k "contract or compat or versions or plain_grpo or bit_for_bit" $(TRL_TESTS)
 
-# The site needs nothing of the package but its source. The variable silences a notice about MkDocs 2.
+# The site needs nothing of the package but its source. `--quiet` would let warnings pass. The variable silences a notice
+# about MkDocs 2.
 .venv-docs/.installed: constraints-docs.txt
 	$(PYTHON) -m venv .venv-docs
 	.venv-docs/bin/python -m pip install $(QUIET) --no-deps -r constraints-docs.txt
 	@touch $@
 
 docs: .venv-docs/.installed
-	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 
 drift: install
 	$(BIN)/python tests/drift.py
