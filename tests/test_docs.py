@@ -36,7 +36,7 @@ def page_blocks(page, language):
     return [text for _, _, name, text in BLOCK.findall((DOCS / page).read_text()) if name == language]
 
 
-# ------------------------------------------------------------------------------------------------------------- commands
+# ------------------------------------------------------------------------------------------------------------ commands
 
 
 def parse(command, tmp_path):
@@ -74,7 +74,7 @@ def test_every_command_is_run_or_parsed_or_says_why_not(page, note, text, tmp_pa
             parse(line, tmp_path)
 
 
-# --------------------------------------------------------------------------------------------------------------- Python
+# -------------------------------------------------------------------------------------------------------------- Python
 
 
 @pytest.mark.parametrize(("page", "note", "text"), blocks("python"))
@@ -90,7 +90,7 @@ def test_yaml_is_yaml(page, note, text):
     assert isinstance(yaml.safe_load(text), dict)
 
 
-# --------------------------------------------------------------------------------------------------------------- fields
+# -------------------------------------------------------------------------------------------------------------- fields
 
 
 def test_every_shared_field_is_on_one_page_with_its_default():
@@ -103,7 +103,7 @@ def test_every_shared_field_is_on_one_page_with_its_default():
     assert found == expected and len(rows) == len(expected)
 
 
-# ------------------------------------------------------------------------------------------------------------- messages
+# ------------------------------------------------------------------------------------------------------------ messages
 
 
 def words_of(node):
