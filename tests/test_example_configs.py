@@ -1,6 +1,7 @@
 """Configuration files: each says what its example script does, and trains with it."""
 
 import re
+import shlex
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -93,11 +94,18 @@ def test_an_agents_file_is_its_scripts_own_defaults(name, monkeypatch):
 def test_the_files_first_lines_say_how_to_run_it(name):
     text = (CONFIGS / f"{name}.yaml").read_text()
     command = " ".join(re.findall(r"^#   +(.*?) *\\?$", text, re.MULTILINE))
-    assert f"examples/configs/{name}.yaml" in command and command in PAGE
+    assert f"examples/configs/{name}.yaml" in command and command in " ".join(PAGE.replace("\\\n", " ").split())
     memory = re.search(r"# Hardware: one GPU with (\d+) GB", text).group(1)
     assert re.search(rf"configs/{name}.yaml` .*\| {memory} GB", PAGE)
     if name in ON_THE_COMMAND_LINE:
         assert yaml.safe_load(text)["dataset_name"] in PAGE
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_an_agents_command_on_the_page_parses(name, monkeypatch):
+    lines = PAGE.replace("\\\n", " ").splitlines()
+    (command,) = (line for line in lines if line.startswith(f"python examples/{SCRIPTS[name]} "))
+    assert parsed(shlex.split(command)[1:], monkeypatch)
 
 
 @pytest.fixture(scope="module")
