@@ -130,13 +130,27 @@ def quoted_messages():
     return [cell.strip("`") for cell in cells]
 
 
+def pattern_of(message):
+    parts = [re.escape(part.strip()) for part in message.split("…") if part.strip(" .,;:")]
+    return re.compile(".*".join(parts), re.DOTALL)
+
+
 @pytest.mark.parametrize("message", quoted_messages())
 def test_a_quoted_message_is_one_of_the_code(message):
     texts = [text.replace("`", "") for path in sources() for text in texts_of(path)]
-    parts = [re.escape(part.strip()) for part in message.split("…") if part.strip(" .,;:")]
-    pattern = re.compile(".*".join(parts), re.DOTALL)
+    pattern = pattern_of(message)
     elsewhere = message == "'Parameter' object has no attribute 'weight_loader'"  # vLLM's
     assert elsewhere or any(pattern.search(text) for text in texts)
+
+
+def test_every_warning_of_the_code_is_quoted():
+    patterns = [pattern_of(message) for message in quoted_messages()]
+    nodes = [node for path in sources() for node in ast.walk(ast.parse(path.read_text()))]
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    calls = [call for call in calls if ast.unparse(call.func) in ("warnings.warn", "logger.warning")]
+    texts = [text.replace("`", "") for call in calls if (text := words_of(call.args[0]))]
+    assert len(texts) > 20
+    assert [text for text in texts if not any(pattern.search(text) for pattern in patterns)] == []
 
 
 REFUSING = [
