@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 QUIET := --quiet --disable-pip-version-check --no-compile
 export HF_HUB_DISABLE_TELEMETRY = 1
 
-.PHONY: help install quickstart quickstart-fast test test-slow test-wheel test-vllm test-trl drift lint types clean
+.PHONY: help install quickstart quickstart-fast test test-slow test-wheel test-vllm test-trl docs drift lint types clean
 
 help:
 	@echo "make quickstart       GRPO, DEEP-GRPO and TreeGRPO on a tiny task that needs exploration: under 4 minutes on two CPU cores"
@@ -18,6 +18,7 @@ help:
 	@echo "make test-wheel       build the wheel, run part of the suite on it from elsewhere, import it with its dependencies alone"
 	@echo "make test-vllm        the trainers against a real vLLM server on the CPU, in an environment of its own, also with VLLM=0.27.1"
 	@echo "make test-trl         with another TRL, in an environment of its own: make test-trl TRL=1.15, also with OTHERS=oldest"
+	@echo "make docs             the documentation site, into site/; warnings are errors"
 	@echo "make drift            what changed of TRL around what is relied on, between the versions that are known to work"
 	@echo "make lint types       ruff and mypy"
 
@@ -112,8 +113,18 @@ test-trl: $(TRL_VENV)/.installed
 	$(TRL_VENV)/bin/python -m pip list 2>/dev/null | grep -E "^(torch|trl|transformers|accelerate|peft|datasets) "
 	TRITON_INTERPRET=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(TRL_VENV)/bin/python -m pytest -q -n $(TEST_PROCESSES) --dist loadgroup -m "not slow" -k "contract or compat or versions or plain_grpo or bit_for_bit" $(TRL_TESTS)
 
+# The site needs nothing of the package but its source. `--quiet` would let warnings pass. The variable silences a notice
+# about MkDocs 2.
+.venv-docs/.installed: constraints-docs.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install $(QUIET) --no-deps -r constraints-docs.txt
+	@touch $@
+
+docs: .venv-docs/.installed
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+
 drift: install
 	$(BIN)/python tests/drift.py
 
 clean:
-	rm -rf .venv .venv-wheel .venv-bare .venv-vllm* .venv-trl-* build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-wheel .venv-bare .venv-docs .venv-vllm* .venv-trl-* build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

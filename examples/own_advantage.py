@@ -6,7 +6,7 @@ Reasoning](https://huggingface.co/papers/2506.01347)), here with GRPO's advantag
     trl-explore train --trainer own_advantage.WReinforceTrainer --help
     trl-explore compare --task doors --methods grpo own_advantage.WReinforceTrainer
 
-The page is trainers/README.md#your-own-advantage-in-twenty-lines.
+The page is docs/own-method.md.
 """
 
 from dataclasses import dataclass, field

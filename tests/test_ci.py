@@ -2,14 +2,16 @@
 
 import re
 import shutil
+import tomllib
 
 import pytest
 import yaml
 from commands import ROOT, shell_calls
+from packaging.requirements import Requirement
 
 from trl_explore.compat import KNOWN_TRL
 
-CHECKS = ["lint", "types", "test-slow", "test", "test-wheel"]
+CHECKS = ["lint", "types", "docs", "test-slow", "test", "test-wheel"]
 
 
 def run_ci(folder, *, fails=None, vllm="1"):
@@ -100,3 +102,10 @@ def test_what_ci_installs_by_hash_is_what_the_constraints_say():
     assert len(re.findall(r"--hash=sha256:[0-9a-f]{64}$", text, re.MULTILINE)) == len(hashed)
     job = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]["test"]
     assert job["steps"][-1]["env"] == {"HASHED": "1"}
+
+
+def test_the_site_is_built_from_pins_that_hold_what_the_extra_asks_for():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pinned = pins("constraints-docs.txt")
+    for requirement in map(Requirement, project["optional-dependencies"]["docs"]):
+        assert pinned[requirement.name] in requirement.specifier

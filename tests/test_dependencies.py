@@ -68,7 +68,7 @@ def test_what_is_imported_is_declared():
 def test_what_is_declared_is_imported():
     used = set().union(*sources().values()) | IMPORTED_BY_OTHERS
     for extra, distributions in {"dependencies": DEPENDENCIES, **OPTIONAL}.items():
-        assert extra == "dev" or not distributions - used, extra
+        assert extra in ("dev", "docs") or not distributions - used, extra
     for name, extras in EXTRAS.items():
         assert all(sources()[name] & OPTIONAL[extra] for extra in extras), f"{name} needs no longer all of {extras}"
 

@@ -1,6 +1,7 @@
 """Configuration files: each says what its example script does, and trains with it."""
 
 import re
+import shlex
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -24,7 +25,7 @@ SCRIPTS |= {"branpo": "branpo_search_agent.py", "gigpo": "gigpo_sokoban_agent.py
 SCRIPTS |= {"agent_tree_grpo": "agent_tree_grpo_search_agent.py"}
 ON_THE_COMMAND_LINE = [name for name in SCRIPTS if not METHODS[name].needs_tools]
 AGENTS = [name for name in SCRIPTS if METHODS[name].needs_tools]
-SECTION = (EXAMPLES / "README.md").read_text().split("\n## Configurations\n")[1].split("\n## ")[0]
+PAGE = (ROOT / "docs" / "paper-runs.md").read_text()
 
 # Made up, in the columns of the real ones.
 RAW = {
@@ -93,18 +94,25 @@ def test_an_agents_file_is_its_scripts_own_defaults(name, monkeypatch):
 def test_the_files_first_lines_say_how_to_run_it(name):
     text = (CONFIGS / f"{name}.yaml").read_text()
     command = " ".join(re.findall(r"^#   +(.*?) *\\?$", text, re.MULTILINE))
-    assert f"examples/configs/{name}.yaml" in command and command in SECTION
+    assert f"examples/configs/{name}.yaml" in command and command in " ".join(PAGE.replace("\\\n", " ").split())
     memory = re.search(r"# Hardware: one GPU with (\d+) GB", text).group(1)
-    assert re.search(rf"configs/{name}.yaml\).*\| {memory} GB", SECTION)
+    assert re.search(rf"configs/{name}.yaml` .*\| {memory} GB", PAGE)
     if name in ON_THE_COMMAND_LINE:
-        assert yaml.safe_load(text)["dataset_name"] in SECTION
+        assert yaml.safe_load(text)["dataset_name"] in PAGE
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_an_agents_command_on_the_page_parses(name, monkeypatch):
+    lines = PAGE.replace("\\\n", " ").splitlines()
+    (command,) = (line for line in lines if line.startswith(f"python examples/{SCRIPTS[name]} "))
+    assert parsed(shlex.split(command)[1:], monkeypatch)
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """The folder with the data of all files, made by what the README shows."""
+    """The folder with the data of all files, made by what the page shows."""
     folder = tmp_path_factory.mktemp("data")
-    (snippet,) = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
+    (snippet,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets, "load_dataset", lambda name, *config, split: Dataset.from_list([RAW[name]] * 8))
         patch.setattr(sys, "path", [str(ROOT), *sys.path])

@@ -33,6 +33,7 @@ KINDS = {
 }
 NODES = ["--machine_rank", "1", "--main_process_ip", "10.0.0.1"]
 SLURM = CONFIGS / "slurm_vllm.sbatch"
+PAGE = (ROOT / "docs" / "vllm.md").read_text()
 
 
 def launch(*flags):
@@ -122,13 +123,12 @@ def test_two_machines_find_each_other(tmp_path):
         assert machine.returncode == 0 and "found [0, 1]" in output, output
 
 
-# ------------------------------------------------------------------------------------------------------- README
+# ------------------------------------------------------------------------------------------------------- the page
 
 
 def shown_commands():
-    """The launch lines of the section "Launching"."""
-    section = (EXAMPLES / "README.md").read_text().split("\n## Launching\n")[1].split("\n## ")[0]
-    blocks = re.findall(r"```bash\n(.*?)```", section, flags=re.DOTALL)
+    """The launch lines of the page."""
+    blocks = re.findall(r"```bash\n(.*?)```", PAGE, flags=re.DOTALL)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
     return [shlex.split(line, comments=True) for line in lines if line.startswith("accelerate launch")]
 
@@ -136,7 +136,7 @@ def shown_commands():
 def test_every_configuration_has_a_launch_line():
     used = [words[words.index("--config_file") + 1] for words in shown_commands()]
     assert sorted(set(used)) == sorted(f"examples/accelerate_configs/{name}.yaml" for name in KINDS)
-    assert "sbatch examples/accelerate_configs/slurm_vllm.sbatch" in (EXAMPLES / "README.md").read_text()
+    assert "sbatch examples/accelerate_configs/slurm_vllm.sbatch" in PAGE
 
 
 @pytest.mark.parametrize("words", shown_commands(), ids=lambda words: words[3].split("/")[-1])
@@ -250,7 +250,7 @@ def test_each_side_needs_a_node(tmp_path, serving):
 @pytest.mark.parametrize(
     "command,expected",
     [
-        ("accelerate.commands.launch --cpu --num_processes 2", ["0 of 1"]),  # examples/README.md warns of it
+        ("accelerate.commands.launch --cpu --num_processes 2", ["0 of 1"]),  # docs/vllm.md warns of it
         ("torch.distributed.run --standalone --nproc_per_node 2", ["0 of 2", "1 of 2"]),
     ],
     ids=["accelerate", "torchrun"],

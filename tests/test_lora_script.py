@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 import torch
-from commands import EXAMPLES, parsed, shell_calls
+from commands import EXAMPLES, ROOT, parsed, shell_calls
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Qwen2Config
 from trl import get_peft_config, get_quantization_config
@@ -91,7 +91,7 @@ def test_the_formulas_count_the_weights_that_there_are(name):
 
 def test_the_documents_say_what_the_formulas_say():
     table = lora_memory.table(**SETTING)
-    assert table in (EXAMPLES / "README.md").read_text()
+    assert table in (ROOT / "docs" / "memory.md").read_text()
     comments = SCRIPT.read_text()
     for model, quantized in (("Qwen2.5-1.5B", False), ("Qwen2.5-7B", True), ("Qwen2.5-7B", False)):
         parts = lora_memory.memory(lora_memory.MODELS[model], quantized=quantized, **SETTING)

@@ -23,7 +23,7 @@ from trl_explore.methods import METHODS
 from trl_explore.runs.methods import find_method
 from trl_explore.trainers import ExplorationConfig
 
-PAGE = (ROOT / "trainers" / "README.md").read_text().split("\n## Your own advantage in twenty lines\n")[1]
+PAGE = (ROOT / "docs" / "own-method.md").read_text()
 SOURCE = (EXAMPLES / "own_advantage.py").read_text()
 OWN = "own_advantage.WReinforceTrainer"
 TRAINERS = """

@@ -108,7 +108,7 @@ def test_a_second_quickstart_keeps_what_is_there_says_so_and_how_to_start_anew(t
     assert "out/quickstart is there already: its 18 finished runs are kept, there is nothing to train." in shown
     assert "To start anew, remove it (rm -r out/quickstart) or name another folder with --output_dir." in shown
     assert "TreeGRPO - GRPO on these seeds" in shown and "DEEP-GRPO - GRPO on these seeds" in shown
-    assert "Plain GRPO wins" in shown and "examples/README.md#when-does-exploration-pay" in shown
+    assert "Plain GRPO wins" in shown and "docs/evidence.md" in shown
     after = {path.parent.name: path.stat().st_mtime_ns for path in tmp_path.glob("out/quickstart/*/run.json")}
     assert after == before and len(after) == 18
     for name in ("curves.png", "curves.csv", "table.md"):

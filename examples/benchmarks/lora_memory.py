@@ -101,7 +101,7 @@ def peak(parts):
 
 
 def table(**setting):
-    """The table of `examples/README.md`, in GiB."""
+    """The table of `docs/memory.md`, in GiB."""
     columns = {
         f"{model}, {'QLoRA' if quantized else 'LoRA'}": memory(shape, quantized=quantized, **setting)
         for model, shape in MODELS.items()

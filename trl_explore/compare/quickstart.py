@@ -37,7 +37,7 @@ INTRODUCTION = (
 )
 ELSEWHERE = (
     "Plain GRPO wins where its samples already succeed often enough: on Countdown both methods are clearly behind it "
-    "for as many tokens (examples/README.md#when-does-exploration-pay, with ten seeds of this task too)."
+    "for as many tokens (docs/evidence.md, with ten seeds of this task too)."
 )
 MORE_SEEDS = "More seeds tell more: --num_seeds 10 goes on from here."
 FAST_NOTE = "With --fast the budget is too small to learn much: this was a check that everything runs."

@@ -72,7 +72,7 @@ class PassAtKCallback(TrainerCallback):
 
     Raises:
         `ValueError`: If an argument is outside its range, the reward functions leave open what success is, or the
-        trainer has tools, environments, a `rollout_func` or a multimodal processor.
+            trainer has tools, environments, a `rollout_func` or a multimodal processor.
     """
 
     def __init__(

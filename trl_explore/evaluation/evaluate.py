@@ -116,7 +116,7 @@ def evaluate(
 
     Raises:
         `ValueError`: If an argument is outside its range, no sample has a reward, or `output_dir` is of other settings
-        (a `FileRefusedError`).
+            (a `FileRefusedError`).
 
     Example:
     ```python

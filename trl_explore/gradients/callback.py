@@ -27,7 +27,7 @@ class GeometryCallback(TrainerCallback):
 
     Raises:
         `ValueError`: If `every` is smaller than 1, the trainer logs these metrics itself, or the model has no LM head
-        that features could be taken from.
+            that features could be taken from.
 
     Example:
 
