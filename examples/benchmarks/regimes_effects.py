@@ -177,26 +177,9 @@ class Results:
         return Effect(mean, min(low, mean - half), max(high, mean + half))
 
     def looks(self) -> list[float] | None:
-        """How GRPO's runs look in their logs to `trl-explore advise`: reward and share of groups without contrast, at
-        the beginning and at the end, and the share of the entropy that is left."""
-        runs = [run for run in to_runs(self.rows, "verdict") if run.arm == self.base]
-        if not runs:
-            return None
-        success = "pass_at_1" if "pass_at_1" in self.metrics else "reward"
-
-        def reward(points: list[dict[str, Any]], at: int) -> float:
-            # The training reward is not kept: the mean of two evaluations stands for the steps between.
-            return float(np.mean([points[i][f"eval/{success}"] for i in (at - 1, at)]))
-
-        places = [
-            (
-                *(reward(run.points, at) for at in (1, len(run.points) - 1)),
-                *(run.points[at]["train/frac_reward_zero_std"] for at in (1, -1)),
-                min(1.0, run.points[-1]["train/entropy"] / run.points[1]["train/entropy"]),
-            )
-            for run in runs
-        ]
-        return [round(float(value), 3) for value in np.mean(places, axis=0)]
+        """How GRPO's runs look to `trl-explore advise`, on average."""
+        places = [looks(run.points) for run in to_runs(self.rows, "verdict") if run.arm == self.base]
+        return [round(float(value), 3) for value in np.mean(places, axis=0)] if places else None
 
     def curve(self, run: Run, metric: str) -> list[dict[str, Any]]:
         """A run's curve with the metric by problem, where its successes are known, else as an array of one value."""
@@ -306,3 +289,14 @@ class Results:
 def label(metric: str) -> str:
     """A metric as tables show it."""
     return metric.removesuffix("_accuracy").replace("_at_", "@")
+
+
+def looks(points: Sequence[dict[str, Any]]) -> tuple[float, ...]:
+    """How a run looks to `trl-explore advise`: reward and share of groups without contrast, at its beginning and at its
+    end, and the share of the entropy that is left. A curve has no training reward: the mean of two evaluations stands
+    for the steps between."""
+    success = "eval/pass_at_1" if "eval/pass_at_1" in points[0] else "eval/reward"
+    ends = (1, len(points) - 1)
+    rewards = [(points[at - 1][success] + points[at][success]) / 2 for at in ends]
+    equal = [points[at]["train/frac_reward_zero_std"] for at in ends]
+    return (*rewards, *equal, min(1.0, points[-1]["train/entropy"] / points[1]["train/entropy"]))
