@@ -50,7 +50,7 @@ class DeepGRPOConfig(ExplorationConfig):
             Where a completion is cut into segments: `"delimiter"` or `"fixed"`. `"delimiter"` cuts after the texts of
             `segment_delimiters`, `"fixed"` every `segment_length` tokens.
         segment_length (`int`, *optional*):
-            Tokens per segment with `segmentation="fixed"`. Longer segments leave fewer pivots to choose from. From 1 to
+            Tokens per segment with `segmentation="fixed"`. Longer segments leave fewer pivots to choose from. Up to
             `max_completion_length`; `None` is 50, or `max_completion_length` if that is less.
         segment_delimiters (`list[str]`, *optional*, defaults to `[".", "\n"]`):
             Texts that end a segment with `segmentation="delimiter"`. More texts give more pivots to choose from.
