@@ -17,8 +17,8 @@ REFERENCE = re.compile(r"\[`~?(?:\w+\.)*(\w+)`\]")
 
 def knobs(method: str) -> str:
     """
-    The fields that a method adds, as its configuration's docstring tells them. The file is read, not imported: the site
-    is built without torch and TRL.
+    The fields that a method adds, as its configuration's docstring tells them. The file is read, not imported: the
+    site is built without torch and TRL.
     """
     lines = ["| knob | default | meaning |", "| --- | --- | --- |"]
     for name, (brackets, text) in field_entries(_docstring(METHODS[method].config)).items():
