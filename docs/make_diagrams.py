@@ -4,8 +4,8 @@ One picture per method: where the rows of a generation batch come from, and whic
     python docs/make_diagrams.py          # writes docs/images/<method>-light.svg and -dark.svg
 
 A picture is a list of rows. The tokens of a row are letters: `+` and `-` are trained, with much credit above or below
-0, `>` and `<` with little; `p` is read but not trained; `o` was sampled and is not trained; `t` was shown by a tool, `s`
-is a sketch; a capital is a state that the environment showed. `|` is a small gap, a space an empty place.
+0, `>` and `<` with little; `p` is read but not trained; `o` was sampled and is not trained; `t` was shown by a tool,
+`s` is a sketch; a capital is a state that the environment showed. `|` is a small gap, a space an empty place.
 """
 
 import sys
@@ -323,9 +323,7 @@ def branpo(theme: str) -> str:
     p.caption(1, 1, "the same outcome: dropped")
     p.caption(2, 2, "the other outcome: kept")
     p.caption(3, 3, "no branch kept: split before the end")
-    p.note(
-        "Prefix: mean reward of both endings, against the prompt's other prefixes. Ending: its own, against all endings."
-    )
+    p.note("Prefix: mean reward of both endings, against other prefixes. Ending: its own, against all endings.")
     return p.svg("a branch starts before a response")
 
 

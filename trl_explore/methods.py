@@ -431,6 +431,8 @@ ROWS = (
             "votes/right_reward": "mean reward of these by the reward functions: how often the majority is right, "
             "where the functions know",
             "novelty/mean_similarity": "mean similarity of two completions of a prompt; near 1 they are near copies",
+            "shaped_reward": "mean reward from votes and novelty, from which advantages are computed; `reward` stays "
+            "raw",
             "novelty/seconds": "seconds for the embeddings and everything computed from them",
         },
         card_metrics=(
@@ -502,6 +504,7 @@ ROWS = (
             "explore/plain_tokens": "tokens of the completions that were sampled as in GRPO first, beside the "
             "method's own (TreeGRPO, SESA)",
             "explore/solved_after": "share of the explored prompts that exploration solved (TreeGRPO, SESA)",
+            "explored/...": 'with `explore_into="add"`: what TRL logs of rows, for those of explored prompts',
             "selection/rounds": "rounds of sampling of a generation batch",
             "selection/kept_groups": "share of the sampled groups that are trained",
             "selection/missing_groups": "groups that are still without contrast and train nothing",
