@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT))  # the package is not installed where the site is built
 
 from trl_explore.methods import METHODS  # noqa: E402
 from trl_explore.names import field_entries  # noqa: E402

@@ -56,6 +56,13 @@ def test_the_table_of_knobs_has_every_field_with_its_default_and_its_help(method
     assert all(text.replace("`", "") == helps[name[1:-1]] for name, _, text in rows)
 
 
+def test_the_table_of_metrics_has_all_or_those_with_a_beginning():
+    own = METHODS["tree_grpo"].metrics
+    assert table_rows(MACROS["metrics"]("tree_grpo")) == [[f"`{name}`", meaning] for name, meaning in own.items()]
+    replay = [name for name in own if name.startswith("replay/")]
+    assert [row[0] for row in table_rows(MACROS["metrics"]("tree_grpo", "replay/"))] == [f"`{name}`" for name in replay]
+
+
 @pytest.mark.parametrize("method", OURS)
 def test_every_method_has_a_page_with_the_same_headings_and_its_own_tables_and_picture(method):
     page = (PAGES / f"{method}.md").read_text()
