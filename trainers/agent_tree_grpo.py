@@ -24,21 +24,21 @@ class AgentTreeGRPOTrainer(ExplorationTrainer):
     of Ji et al. [`TreeGRPOTrainer`] is another method, DeepSearch's tree search inside single completions. What
     changes with respect to GRPO, per generation batch:
 
-    1. Every main row is the first trajectory of a tree. In `num_rounds` rounds `num_expansions` of its nodes are
-       drawn, the root or any turn but a last one, and each is continued to one more trajectory.
-    2. All leaves are rows of training, with their shared beginnings.
+    1. Every main row is the first trajectory of a tree. In each of `num_rounds` rounds, `num_expansions` nodes of the
+       tree are drawn among the root and every turn but a last one; each is continued to one more trajectory.
+    2. All leaves are rows of training, with the turns that they share.
     3. The advantage of a leaf is that among all leaves of the prompt plus `intra_weight` times that among the leaves
        of its tree (section 3.3).
 
     `num_expansions=0` gives GRPO's parameters bit for bit. Rows of branches are averaged together with the main ones,
-    as if they were one batch. Deviations from the paper (all of them in `trainers/README.md`):
+    as if they were one batch. Deviations from the paper (all of them in `docs/methods/agent_tree_grpo.md`):
 
     1. Where fewer leaves are trained than there are, the first trajectory of a tree always is.
     2. In a tree with one reward, the advantage inside the tree is 0; in the authors' code it is the reward.
 
     The constructor takes what [`~trl.GRPOTrainer`] takes; `args` is an [`AgentTreeGRPOConfig`] or a plain
     [`~trl.GRPOConfig`]. `tools` and `environment_factory` are TRL's; without them, completions of a single turn are
-    sampled anew from the prompt. Vision-language models and `rollout_func` are refused.
+    sampled again from the prompt. Vision-language models and `rollout_func` are refused.
 
     Raises:
         RuntimeError: While training, if every tool call of a generation batch raised (a dead service); the last

@@ -28,22 +28,24 @@ class AgentTreeGRPOConfig(ExplorationConfig):
 
     Args:
         num_expansions (`int`, *optional*, defaults to `2`):
-            Nodes drawn in each tree per round, each expanded to one more trajectory (N); 0 gives GRPO. With
-            replacement, of the root and every turn but the last ones.
+            Nodes drawn in each tree per round (N), at least 0. Each is continued to one more trajectory; 0 is GRPO.
+            Nodes are drawn with replacement from the root and every turn but the last ones of trajectories.
         num_rounds (`int`, *optional*, defaults to `1`):
-            Rounds of expansion (L). A later round may expand what an earlier one added.
+            Rounds of expansion (L), at least 1. A later round may also expand branches. Each round is one more
+            sampling call, and with several rounds the environments' states are kept for branches too.
         leaves_per_tree (`int`, *optional*):
-            Leaves of a tree that are trained, the main row and others drawn at random; `None`: all.
+            Leaves of a tree that are trained, at least 2; `None` trains all. One is the main row; the others are drawn
+            at random.
         intra_weight (`float`, *optional*, defaults to `1.0`):
-            Weight of a leaf's advantage in its tree beside that in the prompt; 0 compares in the prompt only. The
-            control that a comparison needs is 0: the same rows with GRPO's advantage.
+            Weight of a leaf's advantage inside its tree, at least 0. Its advantage in the prompt has weight 1. With 0,
+            the control for a comparison, the same rows are compared in the prompt only.
         environment_state (`str`, *optional*, defaults to `"auto"`):
-            How environments go back: `"auto"`, `"snapshot"`, `"copy"` or `"replay"`. They return to a turn by
-            `"snapshot"` (they define `snapshot()` and `restore(state)`), `"copy"` (`copy.deepcopy` after every turn),
-            or `"replay"` (the calls of the prefix are made again and must be answered as before). `"auto"` takes the
-            first that is possible, and replays where copies turn out not to be separate.
+            How environments return to a turn: `"auto"`, `"snapshot"`, `"copy"` or `"replay"`. `"snapshot"` uses the
+            environment's own `snapshot()` and `restore(state)`, `"copy"` calls `copy.deepcopy` after every turn,
+            `"replay"` makes the calls of the prefix again, which must be answered as before. `"auto"` takes the first
+            that is possible, and changes to replays where copies turn out not to be separate.
         success_threshold (`float`, *optional*, defaults to `1.0`):
-            Smallest reward of a success: the total, or that of `success_reward`. It decides with
+            Smallest reward of a success: the total, or that of `success_reward`. Used with
             `explore_prompts="unsolved"` alone.
     """
 

@@ -24,14 +24,15 @@ class AttnRLTrainer(ExplorationTrainer):
 
     1. The `num_generations` completions of a prompt are chains, cut into steps at blank lines. A pass of its own, with
        eager attention, reads how much later steps attend to each; the largest over layers and heads is its influence.
-    2. Of a prompt's chains, the more are forked the less often it is solved, each at `num_forks` steps of high
-       influence, `branches_per_fork` times each; all branches are sampled in one call.
+    2. Chains are forked at `num_forks` steps of high influence, `branches_per_fork` times each; all branches are
+       sampled in one call. The less often a prompt is solved, the more of its chains are forked.
     3. Chains and branches are the leaves of one tree. A token of node s gets
        `[V(s) - V(root) + V(s) - V(parent)] / sqrt(leaves(s))`, where V is the mean reward of the leaves below a node.
        Branches are trained whole, as further rows of the same mean.
 
-    `num_forks=0` gives GRPO's parameters bit for bit. Left out are the authors' sampling one step off-policy and the
-    number of prompts that follows how many rows were of use; these and other deviations are in `trainers/README.md`.
+    `num_forks=0` gives GRPO's parameters bit for bit. Two things of the authors' are left out: branches that are
+    sampled one step off-policy, and a number of prompts that follows how many rows were of use. These and other
+    deviations are in `docs/methods/attn_rl.md`.
 
     The constructor takes what [`~trl.GRPOTrainer`] takes; `args` is an [`AttnRLConfig`] or a plain
     [`~trl.GRPOConfig`]. Tools, environments, vision-language models, `rollout_func` and models whose attention cannot

@@ -30,34 +30,38 @@ class AttnRLConfig(ExplorationConfig):
 
     Args:
         num_forks (`int`, *optional*, defaults to `2`):
-            Steps N at which a chain is forked; 0: none, GRPO. Fewer where it has fewer.
+            Steps (N) at which a forked chain is left, at least 0. The cost grows in proportion; 0 is GRPO. Chains with
+            fewer steps are forked at fewer.
         branches_per_fork (`int`, *optional*, defaults to `2`):
-            Continuations T of a fork.
+            Continuations (T) per fork, at least 1. More give a steadier value at each fork; the cost grows in
+            proportion.
         fork_selection (`str`, *optional*, defaults to `"attention"`):
-            Steps to fork at: those that later ones attend to (`"attention"`), or the controls `"uncertain"` and
-            `"random"`. They fork as many steps of the same chains: where the first token had the highest `-log p`, or
-            any.
+            Which steps are forked: `"attention"`, `"uncertain"` or `"random"`. `"attention"` takes steps that later
+            steps attend to. The others are controls for a comparison, with as many steps of the same chains:
+            `"uncertain"` takes steps whose first token had the highest `-log p`, `"random"` any.
         step_delimiters (`list[str]`, *optional*, defaults to `["\n\n"]`):
-            Texts that end a step.
+            Texts that end a step. More texts give more and shorter steps.
         step_length (`int`, *optional*):
-            Tokens of a step, for completions without such texts; `None`: steps end with `step_delimiters`.
+            Tokens per step, at least 1, for completions without such texts. `None` cuts at `step_delimiters`.
         fork_until (`list[str]`, *optional*, defaults to `["</think>"]`):
-            Texts, in any case, behind which no step is forked any more.
+            Texts, in any case, after which a completion is not forked any more. `[]` forks anywhere.
         min_fork_distance (`int`, *optional*):
-            Fewest tokens between two forks of a chain, and before the first; `None`: a sixteenth of
-            `max_completion_length`, 512 with the authors' 8192.
+            Fewest tokens between two forks of a chain, and before the first. A larger distance forks later and farther
+            apart. `None` is a sixteenth of `max_completion_length`, which is 512 with the authors' 8192.
         influence_distance (`int`, *optional*, defaults to `4`):
-            Steps further on from which attention counts.
+            Distance in steps from which attention counts as influence, at least 1.
         influence_quantile (`float`, *optional*, defaults to `0.8`):
-            Share of a completion's steps that have less influence than those that may be forked, in [0, 1].
+            Share of a completion's steps with too little influence to be forked, in [0, 1]. A higher quantile leaves
+            fewer steps to choose from, with more influence.
         attention_layers (`list[int]`, *optional*):
-            First layer that is read and the one behind the last, for example `[8, 16]`; `None`: all.
+            Layers that are read: the first, and the one after the last, for example `[8, 16]`. `None` reads all.
         adaptive_sampling (`bool`, *optional*, defaults to `True`):
-            Fork `ceil(G exp(-accuracy))` of a prompt's G chains, those of the rarer outcome first, and of prompts that
-            are solved by all only those with more influence than usual. `False` forks all chains.
+            Fork fewer chains of prompts that are solved often: `ceil(G exp(-accuracy))` of G. Chains of the rarer
+            outcome come first, and prompts that all chains solve are forked only if their influence is above the
+            average of such prompts. `False` forks all chains.
         success_threshold (`float`, *optional*, defaults to `1.0`):
-            Smallest reward of a success: the total, or that of `success_reward`. It decides the accuracy, and which
-            prompts `explore_prompts="unsolved"` forks.
+            Smallest reward of a success: the total, or that of `success_reward`. It decides the accuracy of a prompt,
+            so with a higher value more chains are forked, and which prompts `explore_prompts="unsolved"` forks.
     """
 
     num_forks: int = 2

@@ -25,20 +25,21 @@ class BranPOTrainer(ExplorationTrainer):
     Method of [Training Multi-Turn Search Agent via Contrastive Dynamic Branch
     Sampling](https://huggingface.co/papers/2602.03719). What changes with respect to GRPO, per generation batch:
 
-    1. After the rollouts of a prompt are scored, each is left before its last response and continued anew, then before
-       the one before it, as deep and as often as its reward and its group's accuracy ask for. The first continuation
-       whose success differs is kept as one more row.
-    2. The shared prefix is credited with the mean reward of both, against the prompt's other prefixes; the two
-       suffixes are credited against all suffixes of the prompt. The branch's row trains its suffix only.
-    3. Successes that took more turns than their group's others look for a shorter way instead; where there is one,
-       what they did beyond the fork is not reinforced.
+    1. After the rollouts of a prompt are scored, other endings are sampled for each: from before its last response,
+       then from before the response before that. How deep and how often depends on its reward and on the accuracy of
+       its group. The first continuation with the other outcome is kept as one more row.
+    2. The shared prefix is credited with the mean reward of both endings, against the prompt's other prefixes; each
+       ending (suffix) is credited against all suffixes of the prompt. The branch's row trains its suffix only.
+    3. For a success that took more turns than the others of its group, a shorter way is looked for instead; where
+       there is one, the turns after the fork are not reinforced.
 
     A batch in which no branch is kept gives GRPO's parameters bit for bit. Rows of branches are averaged together with
-    the initial ones, as if they were one batch. Deviations from the paper and open points are in `trainers/README.md`.
+    the initial ones, as if they were one batch. Deviations from the paper and open points are in
+    `docs/methods/branpo.md`.
 
     The constructor takes what [`~trl.GRPOTrainer`] takes; `args` is a [`BranPOConfig`] or a plain
     [`~trl.GRPOConfig`]. `tools` and `environment_factory` are TRL's; without them, completions of a single turn are
-    sampled anew from the prompt. Vision-language models and `rollout_func` are refused.
+    sampled again from the prompt. Vision-language models and `rollout_func` are refused.
 
     Raises:
         RuntimeError: While training, if every tool call of a generation batch raised (a dead service); the last

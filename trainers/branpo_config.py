@@ -30,45 +30,48 @@ class BranPOConfig(ExplorationConfig):
 
     Args:
         success_threshold (`float`, *optional*, defaults to `0.8`):
-            Smallest reward of a success: the total, or that of `success_reward`.
+            Smallest reward of a success, in [0, 1]: the total, or that of `success_reward`.
         num_branches (`int`, *optional*, defaults to `2`):
-            Continuations sampled at each depth (Eq. 15); 0: none.
+            Continuations sampled at each depth (Eq. 15), at least 0. More of them find a different outcome more often;
+            the cost grows in proportion.
         num_branches_solved (`int`, *optional*, defaults to `1`):
-            Continuations in groups whose accuracy is 1.
+            Continuations sampled at each depth in groups whose accuracy is 1; 0: none.
         branch_depth_hard (`int`, *optional*, defaults to `3`):
-            Responses to go back at most, for failures of hard groups. They have an accuracy below 0.5 (Eq. 16).
+            Responses to go back at most, for failures of hard groups, at least 1. Hard groups have an accuracy below
+            0.5 (Eq. 16). Larger values reach earlier mistakes, by longer branches.
         branch_depth (`int`, *optional*, defaults to `2`):
-            Responses to go back, for other failures and successes of mixed groups. Mixed groups have an accuracy below
-            1.
+            Responses to go back at most, for failures of other groups, at least 1. It is also the depth for successes
+            of groups with an accuracy below 1.
         branch_depth_solved (`int`, *optional*, defaults to `1`):
-            Responses to go back in groups whose accuracy is 1.
+            Responses to go back at most, in groups whose accuracy is 1, at least 1.
         branch_selection (`str`, *optional*, defaults to `"tail"`):
-            Where to branch: at the last responses (`"tail"`), or the control `"random"`. A branch starts before a
-            response; `"tail"` counts them from the end. The control that a comparison needs takes as many different
-            ones, drawn from the whole trajectory; a shorter way is looked for from any response but the last. States
-            of environments are then kept for all turns.
+            Branches start before the last responses (`"tail"`), or anywhere (`"random"`). The second is the control
+            for a comparison: as many different responses, drawn from the whole trajectory, so that branches are
+            longer; a shorter success is then looked for from any response but the last, and environments' states are
+            kept for all turns.
         redundancy_tries (`int`, *optional*, defaults to `5`):
-            Tries to find a shorter way than that of long successes; 0: none. Continuations from the penultimate
-            response (section 4.4). 0 switches redundant step masking off.
+            Branches that look for a shorter way than a long success took; 0: none. They start before the penultimate
+            response (section 4.4). More of them find a shorter way more often; with 0, redundant steps are not masked.
         accuracy (`str`, *optional*, defaults to `"mean"`):
-            Accuracy of a group: the `"mean"` reward, or the `"share"` of successes. The mean (the paper) is that of
-            the initial rewards, those that decide success; the share is what the authors' code takes.
+            Accuracy of a group: the `"mean"` reward, or the `"share"` of successes. The mean (the paper's) is of the
+            initial rewards that decide success; the share is what the authors' code takes.
         branch_group (`str`, *optional*, defaults to `"prompt"`):
-            What a suffix is compared with: those of its `"prompt"` or `"trajectory"`. The first is Eq. 12, the second
-            Algorithm 1.
+            What a suffix is compared with: those of its `"prompt"` or its `"trajectory"`. The first is Eq. 12, the
+            second Algorithm 1.
         environment_state (`str`, *optional*, defaults to `"auto"`):
-            How environments go back: `"auto"`, `"snapshot"`, `"copy"` or `"replay"`. They return to a turn by
-            `"snapshot"` (they define `snapshot()` and `restore(state)`), `"copy"` (`copy.deepcopy` after every turn),
-            or `"replay"` (the calls of the prefix are made again and must be answered as before). `"auto"` takes the
-            first that is possible, and replays where copies turn out not to be separate. Tools are asked again for
-            some recorded calls at a run's start to find out.
+            How environments return to a turn: `"auto"`, `"snapshot"`, `"copy"` or `"replay"`. `"snapshot"` uses the
+            environment's own `snapshot()` and `restore(state)`, `"copy"` calls `copy.deepcopy` after every turn,
+            `"replay"` makes the calls of the prefix again, which must be answered as before. `"auto"` takes the first
+            that is possible, and changes to replays where copies turn out not to be separate.
+            To find out, tools are asked again for some recorded calls at a run's start.
         interaction_limits (`list[int]`, *optional*):
-            Rounds of tool calls per trajectory, stage by stage. For example `[4, 8]` as in the paper. Defaults to
-            `max_tool_calling_iterations` throughout.
+            Rounds of tool calls per trajectory, one number per stage, each at least 1. For example `[4, 8]`, as in the
+            paper. `None` is `max_tool_calling_iterations` throughout.
         interaction_limit_steps (`list[int]`, *optional*):
-            Optimizer steps at which the next of `interaction_limits` takes over, for example `[40]`.
+            Optimizer steps at which the next limit begins, ascending, for example `[40]`. One for each of
+            `interaction_limits` but the first.
         eval_interaction_limit (`int`, *optional*):
-            Rounds of tool calls in evaluation. Defaults to that of training.
+            Rounds of tool calls in evaluation, at least 1. `None` is the limit of training at that step.
     """
 
     success_threshold: float = 0.8

@@ -123,48 +123,52 @@ class ExplorationConfig(GRPOConfig):
 
     Args:
         drop_zero_advantage (`bool`, *optional*, defaults to `False`):
-            Leave rows with advantage 0 out of the loss and its normaliser, in all streams alike. Where all rewards of
-            a group are equal it is 0, whatever rounding makes of it. `False` is TRL's convention.
+            Leave rows with advantage 0 out of the loss and its normaliser, in all streams alike. Rows of a group whose
+            rewards are all equal have advantage 0, whatever rounding makes of it. `False` is TRL's convention.
         success_reward (`str`, *optional*):
-            Name of the reward function that decides what success is. What it returns is compared with the method's
-            `success_threshold` without its weight; a completion that it does not score is neither a success nor a
-            failure. What a completion is worth stays the sum of all rewards. `None`: the sum decides.
+            Name of the reward function that decides what success is; `None`: the sum of all rewards. What it returns,
+            without its weight, is compared with the method's `success_threshold`; a completion that it does not score
+            is neither a success nor a failure. What a completion is worth stays the sum of all rewards.
         sampling_batch_size (`int`, *optional*):
             Rows per `generate` call for extra samples (transformers backend). `None` samples a whole stage in a single
             call; lower it if that call runs out of memory.
         path_cache_tokens (`int`, *optional*, defaults to `65536`):
-            Most tokens whose keys and values are kept while a rollout grows from them (transformers backend): a search
-            or a chain of sketches then encodes nothing twice. The samples are the same up to rounding. What was used
-            longest ago makes room. Grows as needed; `0` keeps nothing.
+            Most tokens whose keys and values are kept during a rollout; `0` keeps nothing. A search or a chain of
+            sketches then encodes nothing twice (transformers backend). The samples are the same up to rounding. The
+            cache grows as needed, and what was used longest ago makes room.
         dynamic_sampling (`str`, *optional*, defaults to `"off"`):
-            What becomes of groups whose rewards, before any shaping, are all equal: they stay (`"off"`, GRPO), leave
-            the loss and its normaliser (`"filter"`), or make room for groups of other prompts, which are sampled in
-            further rounds (`"refill"`, as in DAPO). Branches from groups that left are trained all the same.
+            Groups whose rewards are all equal: `"off"` keeps them; or `"filter"`, `"refill"`. Rewards are compared
+            before any shaping. `"off"` is GRPO; `"filter"` takes these groups out of the loss and its normaliser;
+            `"refill"` samples groups of other prompts in their place, in further rounds (as in DAPO). Branches from
+            groups that left are trained all the same.
         max_sampling_rounds (`int`, *optional*, defaults to `10`):
-            Most rounds of sampling per generation batch with `dynamic_sampling="refill"`, the first included. Groups
-            that are still missing then train nothing.
+            Most rounds of sampling per generation batch, the first included. Used with `dynamic_sampling="refill"`.
+            Groups that are still missing then train nothing.
         explore_threshold (`float`, *optional*):
-            Prompts whose running success rate is over this, in [0, 1), are passed over in the order of the data. The
-            newest group counts as much as all before it, and a rate loses a tenth whenever its prompt is passed over.
+            Success rate above which a prompt is passed over, in [0, 1); `None`: none is. The rate is a running mean in
+            which the newest group counts as much as all before it, and it loses a tenth whenever its prompt is passed
+            over.
         budget (`str`, *optional*, defaults to `"uniform"`):
-            How the rows of a generation batch are spread over its prompts: `num_generations` each (`"uniform"`), or by
-            their running success rates, where contrast is likely and worth most (`"knapsack"`), or where the
-            gradient varies most (`"vip"`). Prompts that were never sampled get `num_generations`; all weigh the same.
+            Rows per prompt of a batch: `"uniform"`, `"knapsack"` or `"vip"`. `"uniform"` gives every prompt
+            `num_generations`. The others go by the prompts' running success rates: `"knapsack"` gives rows where
+            contrast is likely and worth most, `"vip"` where the gradient varies most. Prompts that were never sampled
+            get `num_generations`; all prompts weigh the same in the loss.
         min_generations (`int`, *optional*, defaults to `2`):
             Fewest rows of a prompt with a `budget`, from 2 to `num_generations`.
         max_generations (`int`, *optional*):
             Most rows of a prompt with a `budget`; `None`: twice `num_generations`.
         explore_prompts (`str`, *optional*, defaults to `"all"`):
-            Which prompts are searched, sketched or branched: `"all"`, or `"unsolved"`, where a group is first sampled
-            as in GRPO, and explored if none of its completions reaches the method's `success_threshold`. All other
-            prompts are sampled and credited as in GRPO.
+            Which prompts the method explores: `"all"` or `"unsolved"`. With `"unsolved"`, a group is first sampled as
+            in GRPO, and explored (searched, sketched or branched) if none of its completions reaches the method's
+            `success_threshold`. All other prompts are sampled and credited as in GRPO.
         explore_into (`str`, *optional*, defaults to `"replace"`):
-            Where rows of a search or behind sketches go if their prompts were first sampled as in GRPO: into the place
-            of the failed group (`"replace"`), or beside it, averaged with it (`"add"`). Branches of DEEP-GRPO, BranPO,
-            TreeRL and AttnRL continue rows that there are, and always go beside them.
+            Where explored rows go: `"replace"` the failed group, or `"add"` to it. This is about prompts that were
+            first sampled as in GRPO: rows of a search, or with sketches, take the place of the failed group, or are
+            averaged with it. Branches of DEEP-GRPO, BranPO, TreeRL and AttnRL continue rows of the group, and always
+            go beside them.
         explore_share_end (`float`, *optional*, defaults to `1.0`):
-            Share of the prompts that may be explored at the end of training, in [0, 1]; it falls linearly from 1.
-            Which ones, is drawn anew for every generation batch.
+            Share of the prompts that may be explored at the end of training, in [0, 1]. It falls linearly from 1.
+            Which prompts these are is drawn anew for every generation batch.
         vllm_weight_sync (`str`, *optional*, defaults to `"auto"`):
             How weights travel to a vLLM server: `"nccl"`, `"file"`, or `"auto"`. `"nccl"` is between GPUs (TRL's way),
             `"file"` through files in `output_dir`, for servers on CPUs or without a common GPU network; `"auto"` is
@@ -174,8 +178,8 @@ class ExplorationConfig(GRPOConfig):
             many tokens rows of a micro-batch share. Results are the same up to rounding. With `"on"` and `"auto"`,
             rows of one tree go into one micro-batch.
         packed_token_budget (`int`, *optional*):
-            Most tokens of one sequence of packed rows; `None`: all rows in one. At least the longest prompt plus
-            `max_completion_length`. A micro-batch that has more, each shared token counted once, becomes several
+            Most tokens of one sequence of packed rows; `None`: all rows in one. It must hold the longest prompt plus
+            `max_completion_length`. A micro-batch that has more tokens, each shared one counted once, becomes several
             sequences, each with a forward pass of its own.
         push_method_state (`bool`, *optional*, defaults to `False`):
             Publish, beside the model, what the method keeps and writes. That is its state (`explore_state_<rank>.pt`)
@@ -194,26 +198,26 @@ class ExplorationConfig(GRPOConfig):
             Share of a reward that `"unlikeliness"` takes at most, in [0, 1]; 0: GRPO. The likeliest completion of a
             group loses nearly that, others less, by their rank. Acts on positive rewards.
         count_bonus (`float`, *optional*, defaults to `0.0`):
-            Advantage for rare final answers, times this; 0: none. Groups without success learn from it, too.
-            Completions without an answer that can be read get nothing.
+            Weight of a bonus on the advantage of rare final answers, at least 0; 0: none. Groups without success learn
+            from it, too. Completions without an answer that can be read get none.
         count_bonus_scope (`str`, *optional*, defaults to `"history"`):
             What an answer is rare among: `"history"` or `"batch"`. `"history"` is all answers to the prompt before
-            this batch; it is kept in checkpoints, and compared with the group's mean. `"batch"` takes from answers
-            that others of the group give, too.
+            this batch; it is kept in checkpoints, and a bonus is compared with the group's mean. `"batch"` subtracts
+            the share of the group's other answers that are the same.
         clip_cov (`float`, *optional*, defaults to `0.0`):
-            Share of a generation batch's tokens that get advantage 0; 0: none. They are drawn from those with a
-            covariance of advantage and log-probability between `clip_cov_low` and `clip_cov_high`. The authors' is
+            Share of a generation batch's tokens that get advantage 0; 0: none. They are drawn from the tokens whose
+            covariance of advantage and log-probability is between `clip_cov_low` and `clip_cov_high`. The authors' is
             2e-4.
         clip_cov_low (`float`, *optional*, defaults to `1.0`):
             Covariance above which a token may be clipped.
         clip_cov_high (`float`, *optional*, defaults to `5.0`):
             Covariance below which a token may be clipped.
         kl_cov (`float`, *optional*, defaults to `0.0`):
-            Share of a generation batch's tokens that get a penalty for moving; 0: none. They are those with the
+            Share of a generation batch's tokens that get a penalty for moving; 0: none. They are the tokens with the
             largest covariance, and with it no ratio is clipped. It needs several updates per generation batch. The
             authors' are 2e-3 (7B) and 2e-4 (32B).
         kl_cov_coef (`float`, *optional*, defaults to `1.0`):
-            Weight of that penalty, `|log ratio|`.
+            Weight of the penalty of `kl_cov`, `|log ratio|`.
     """
 
     drop_zero_advantage: bool = False

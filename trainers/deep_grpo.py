@@ -35,7 +35,7 @@ class DeepGRPOTrainer(ExplorationTrainer):
     4. The loss is `L_main + aux_loss_weight * L_aux`, each averaged over its own tokens or rows (Eq. 2).
 
     `aux_loss_weight=0` gives GRPO's parameters bit for bit. Deviations from the paper (all of them in
-    `trainers/README.md`):
+    `docs/methods/deep_grpo.md`):
 
     1. Branches whose siblings all got the same reward stay in the average unless `drop_zero_advantage=True` (App. C).
     2. The KL term follows `beta`, whose default is TRL's 0; the paper trains with 1e-4.

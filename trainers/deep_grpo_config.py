@@ -33,55 +33,62 @@ class DeepGRPOConfig(ExplorationConfig):
 
     Args:
         success_threshold (`float`, *optional*, defaults to `1.0`):
-            Smallest reward of a success: the total, or that of `success_reward`. A completion below it has failed.
+            Smallest reward of a success: the total, or that of `success_reward`. A completion below it has failed and
+            is branched from, so a higher value branches more.
         num_branches (`int`, *optional*, defaults to `8`):
-            Continuations K per pivot, at least 2.
+            Branches K per pivot, at least 2. More of them recover more failures and give a steadier baseline; the cost
+            grows in proportion.
         num_pivots (`int`, *optional*, defaults to `1`):
-            Pivots per failed completion, drawn without replacement.
+            Pivots per failed completion, at least 1, drawn without replacement. Cost grows in proportion.
         aux_loss_weight (`float`, *optional*, defaults to `1.0`):
-            Weight lambda of the branches' stream. 0 trains plain GRPO and only measures the pivots.
+            Weight lambda of the branches' loss, at least 0. With 0 the update is plain GRPO's, and the pivots are only
+            measured.
         depth_bias (`float`, *optional*, defaults to `2.0`):
-            Exponent gamma of the depth bias (Eq. 1). Larger values branch later, 0 ignores depth, negative values
-            branch early.
+            Exponent gamma of the depth bias (Eq. 1), any sign. Larger values draw later pivots, whose branches are
+            shorter; 0 ignores depth, negative values draw early pivots.
         segmentation (`str`, *optional*, defaults to `"delimiter"`):
-            Where to cut: after a `"delimiter"`, or `"fixed"`. `"delimiter"` cuts after the texts of
+            Where a completion is cut into segments: `"delimiter"` or `"fixed"`. `"delimiter"` cuts after the texts of
             `segment_delimiters`, `"fixed"` every `segment_length` tokens.
         segment_length (`int`, *optional*):
-            Tokens per segment of `"fixed"`; `None`: 50, or `max_completion_length` if less.
+            Tokens per segment with `segmentation="fixed"`. Longer segments leave fewer pivots to choose from. Up to
+            `max_completion_length`; `None` is 50, or `max_completion_length` if that is less.
         segment_delimiters (`list[str]`, *optional*, defaults to `[".", "\n"]`):
-            Texts that end a segment with `segmentation="delimiter"`.
+            Texts that end a segment with `segmentation="delimiter"`. More texts give more pivots to choose from.
         min_remaining_tokens (`int`, *optional*):
-            Fewest tokens of `max_completion_length` left to a branch; `None`: a tenth of it. No pivot is drawn later.
+            Fewest tokens that a branch may have, so no pivot is drawn later. From 1 to `max_completion_length`; `None`
+            is a tenth of it.
         pivot_selection (`str`, *optional*, defaults to `"utility"`):
-            `"utility"` (Eq. 1), or the controls `"uniform"` and `"root"`. The two controls that a comparison needs:
-            `"uniform"` draws any cut, `"root"` resamples the whole completion, as often as the others would branch.
+            How pivots are drawn: `"utility"` (Eq. 1), `"uniform"` or `"root"`. The last two are controls for a
+            comparison: `"uniform"` draws any segment start, `"root"` samples the whole completion again, as many times
+            as there would be pivots.
         branch_from (`str`, *optional*, defaults to `"failures"`):
             Completions to branch from: `"failures"`, `"failed_groups"` or `"all"`. `"failures"` are all that failed,
-            `"failed_groups"` only those of prompts without a success, `"all"` successes too (the paper's expand-all
-            ablation).
+            `"failed_groups"` only those of prompts without any success (cheapest), `"all"` adds the successes (the
+            paper's expand-all ablation).
         max_pivots_per_batch (`int`, *optional*):
-            Largest number of pivots per generation batch; `None`: no limit. Counted over all processes, and drawn
-            fairly over the completions.
+            Most pivots per generation batch, at least 1; `None` sets no limit. It bounds the cost of a step. Counted
+            over all processes, and drawn fairly over the completions.
         estimator_buffer_size (`int`, *optional*, defaults to `10000`):
-            Outcomes that the success estimator remembers.
+            Newest outcomes of pivots that the success estimator is fitted to, at least 1. A larger buffer gives a
+            slower, steadier estimate.
         estimator_min_samples (`int`, *optional*, defaults to `10`):
-            Outcomes before the estimator's first fit. Until then all depths are equally promising.
+            Outcomes before the success estimator is first fitted. Until then depth alone decides.
         estimator_update_steps (`int`, *optional*, defaults to `1`):
-            Generation batches between two fits.
+            Generation batches between two fits of the success estimator, at least 1. Fits are cheap.
         estimator_l2 (`float`, *optional*, defaults to `1.0`):
-            Quadratic penalty on the estimator's slope, positive; an outcome counts 1. scikit-learn's `C` is its
-            inverse.
+            L2 penalty on the slope of the success estimator, above 0; an outcome counts 1. A larger penalty gives a
+            flatter estimate while outcomes are few. scikit-learn's `C` is its inverse.
         deferred_branching (`bool`, *optional*, defaults to `False`):
-            Sample the branches together with the next generation batch. This (the paper's appendix H) saves a
-            generation call per batch; branches then start from states of the previous policy.
+            Sample the branches together with the next generation batch. This saves a generation call per batch (the
+            paper's appendix H); branches then start from prefixes that the previous policy sampled.
         hard_states_file (`str`, *optional*):
-            A `.jsonl` file inside `output_dir` for pivots without a successful branch. Each is appended as a JSON
-            line, if any of its branches could be scored.
+            `.jsonl` file inside `output_dir` that lists pivots without a successful branch. A pivot is one JSON line,
+            written if any of its branches could be scored.
         environment_state (`str`, *optional*, defaults to `"auto"`):
-            How an agent's environments go back: `"auto"`, `"snapshot"`, `"copy"` or `"replay"`. They return to a turn
-            by `"snapshot"` (they define `snapshot()` and `restore(state)`), `"copy"` (`copy.deepcopy` after every
-            turn), or `"replay"` (the calls of the prefix are made again and must be answered as before). `"auto"`
-            takes the first that is possible, and replays where copies turn out not to be separate.
+            How environments return to a turn: `"auto"`, `"snapshot"`, `"copy"` or `"replay"`. `"snapshot"` uses the
+            environment's own `snapshot()` and `restore(state)`, `"copy"` calls `copy.deepcopy` after every turn,
+            `"replay"` makes the calls of the prefix again, which must be answered as before. `"auto"` takes the first
+            that is possible, and changes to replays where copies turn out not to be separate.
     """
 
     success_threshold: float = 1.0

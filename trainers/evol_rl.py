@@ -33,7 +33,7 @@ class EvolRLTrainer(ExplorationTrainer):
 
     The logged `reward` and all evaluation stay those of the reward functions. `novelty_band=0` with
     `correctness="reward"` gives GRPO's parameters bit for bit. Deviations from the paper (all of them in
-    `trainers/README.md`): the votes are those of the trained rows, and the entropy bonus is TRL's `entropy_coef`.
+    `docs/methods/evol_rl.md`): the votes are those of the trained rows, and the entropy bonus is TRL's `entropy_coef`.
 
     The constructor takes what [`~trl.GRPOTrainer`] takes; `args` is an [`EvolRLConfig`] or a plain
     [`~trl.GRPOConfig`]. TRL needs a reward function: without labels, `trl_explore.rewards.answered_reward` only says

@@ -27,21 +27,24 @@ class EvolRLConfig(ExplorationConfig):
 
     Args:
         correctness (`str`, *optional*, defaults to `"majority"`):
-            What is right: the prompt's `"majority"` answer, or what the `"reward"` functions say. With the first no
-            label is needed, and reward functions are only logged.
+            What is right: the `"majority"` answer, or what `"reward"` functions say. The majority is that of the
+            prompt's completions; it needs no labels, and reward functions are then only logged.
         novelty_band (`float`, *optional*, defaults to `0.5`):
-            Width of the bands of rewards, in [0, 1). Right rows get from 1 minus it to 1, wrong ones from -1 to -1
-            plus it, the more unusual the more; 0 gives 1 and -1, and GRPO with `correctness="reward"`.
+            Width of the bands of rewards, at least 0 and below 1. Right completions get from 1 minus it to 1, wrong
+            ones from -1 to -1 plus it, the more novel the higher. A wider band makes novelty count more beside right
+            and wrong; 0 gives 1 and -1, and with `correctness="reward"` GRPO.
         novelty_scores (`str`, *optional*, defaults to `"embedding"`):
-            `"embedding"`, or the control `"shuffled"`. The control that a comparison needs: the same scores, permuted
-            at random among the right and among the wrong rows of a prompt.
+            Novelty scores: `"embedding"` or `"shuffled"`. The second is the control for a comparison: the same scores,
+            permuted at random among the right and among the wrong completions of a prompt, so that they say nothing.
         embedding_model (`str`, *optional*, defaults to `"Qwen/Qwen3-Embedding-4B"`):
-            Model of sentence-transformers that compares texts, a name or a folder; or `"ngrams"`. The last one counts
-            groups of three characters and needs no model.
+            Model of sentence-transformers that compares texts, a name or a folder; or `"ngrams"`.
+            `Qwen/Qwen3-Embedding-0.6B` has a seventh of the default's size. `"ngrams"` counts groups of three
+            characters and needs no model.
         embedding_batch_size (`int`, *optional*, defaults to `32`):
-            Texts per call of the embedding model.
+            Texts per call of the embedding model, at least 1. Larger batches need fewer calls and more memory.
         success_threshold (`float`, *optional*, defaults to `1.0`):
-            Smallest reward (the total, or that of `success_reward`) of a right row, with `correctness="reward"`.
+            Smallest reward of a right completion, with `correctness="reward"`. It is the total, or that of
+            `success_reward`.
     """
 
     correctness: str = "majority"

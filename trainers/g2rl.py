@@ -118,7 +118,7 @@ class G2RLTrainer(GradientGuided):
     3. Rewards, mapped to +1 and -1, are scaled by `1 + novelty_weight * novelty` and clipped. The rest is GRPO.
 
     The logged `reward` and all evaluation stay the raw rewards. `novelty_weight=0` with `reward_mapping="none"` gives
-    GRPO's parameters bit for bit. Deviations from the paper and open points are in `trainers/README.md`.
+    GRPO's parameters bit for bit. Deviations from the paper and open points are in `docs/methods/g2rl.md`.
 
     The constructor takes what [`~trl.GRPOTrainer`] takes; `args` is a [`G2RLConfig`] or a plain [`~trl.GRPOConfig`].
     Vision-language models and prompt-learning adapters are refused.

@@ -29,26 +29,28 @@ class G2RLConfig(ExplorationConfig):
 
     Args:
         novelty_weight (`float`, *optional*, defaults to `1.0`):
-            How strongly novelty scales a reward (lambda of Eq. 12); 0: not at all. With 0 no feature is computed.
+            How strongly novelty scales a reward (lambda of Eq. 12), at least 0. With 0 no feature is computed.
         novelty_scores (`str`, *optional*, defaults to `"gradient"`):
-            `"gradient"` (Eq. 11), or the control `"shuffled"`. The control that a comparison needs: the same scores,
-            permuted at random among the scored completions of a group, so that they say nothing.
+            Novelty scores: `"gradient"` (Eq. 11) or `"shuffled"`. The second is the control for a comparison: the same
+            scores, permuted at random among the scored completions of a group, so that they say nothing.
         novelty_transform (`str`, *optional*, defaults to `"minmax"`):
-            How scores become factors: `"minmax"`, `"centered"` or `"raw"`. `"minmax"` maps those of a group to [0, 1],
-            `"centered"` to [-1, 1], `"raw"` keeps them.
+            How scores become factors of rewards: `"minmax"`, `"centered"` or `"raw"`. `"minmax"` maps the scores of a
+            group to [0, 1], so that factors are in [1, 1 + lambda]; `"centered"` maps them to [-1, 1], with factors in
+            [1 - lambda, 1 + lambda]; `"raw"` keeps them.
         reward_mapping (`str`, *optional*, defaults to `"binary"`):
-            `"binary"` (+1 and -1), or `"none"`. `"binary"` maps rewards of at least `success_threshold` to +1 and
-            others to -1, as in the paper; `"none"` shapes them as they are.
+            Which rewards are shaped: `"binary"` (+1 and -1), or `"none"`. `"binary"` maps rewards of at least
+            `success_threshold` to +1 and others to -1, as in the paper; `"none"` shapes rewards as they are.
         success_threshold (`float`, *optional*, defaults to `1.0`):
-            Smallest reward (the total, or that of `success_reward`) of a correct completion.
+            Smallest reward of a correct completion: the total, or that of `success_reward`.
         reward_clip (`float`, *optional*, defaults to `3.0`):
-            Largest absolute shaped reward, at least 1.
+            Largest absolute value of a shaped reward, at least 1. No effect while lambda is at most 2.
         min_correct (`int`, *optional*, defaults to `0`):
-            Groups with fewer correct completions keep their rewards. With 0 (the paper), novelty alone ranks the
-            completions of groups that are all wrong.
+            Groups with fewer correct completions keep their rewards. With 0 (the paper's), novelty alone ranks the
+            completions of groups that are all wrong; 1 leaves these groups alone.
         min_wrong (`int`, *optional*, defaults to `0`):
-            Groups with fewer wrong completions keep their rewards. With 0 (the paper), novelty alone ranks the
-            completions of groups that are all correct, with the weight of any other difference.
+            Groups with fewer wrong completions keep their rewards. With 0 (the paper's), novelty alone ranks the
+            completions of groups that are all correct, with the weight of any other difference; 1 leaves these groups
+            alone.
     """
 
     novelty_weight: float = 1.0

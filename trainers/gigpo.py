@@ -27,7 +27,7 @@ class GiGPOTrainer(ExplorationTrainer):
     3. The tokens of a step get the trajectory's advantage plus `step_weight` times the step's (Eq. 8).
 
     `step_weight=0` gives GRPO's parameters bit for bit. Deviations from the paper (all of them in
-    `trainers/README.md`):
+    `docs/methods/gigpo.md`):
 
     1. A trajectory is one row and each token counts once; the authors train every step as a row of its own.
     2. A step whose state no other has gets 0; in the authors' code, its return.

@@ -28,18 +28,21 @@ class GiGPOConfig(ExplorationConfig):
 
     Args:
         step_weight (`float`, *optional*, defaults to `1.0`):
-            Weight of a step's advantage beside its trajectory's (omega of Eq. 8); 0 gives GRPO.
+            Weight of a step's advantage (omega of Eq. 8), at least 0. The advantage of its trajectory has weight 1; 0
+            is GRPO.
         step_discount (`float`, *optional*, defaults to `0.95`):
-            Factor on the reward per step between a step and the end (gamma of Eq. 5), in (0, 1].
+            Factor on the reward per step up to the end (gamma of Eq. 5), above 0 to 1. A higher value gives early
+            steps more of the reward, and prefers shorter ways less; 1 does not prefer them.
         step_scale (`str`, *optional*, defaults to `"group"`):
-            What the returns of a state are divided by: their standard deviation (`"group"`), or nothing (`"none"`).
-            The advantage of the trajectory follows TRL's `scale_rewards`.
+            What returns of a state are divided by: their deviation (`"group"`), or `"none"`. The advantage of the
+            trajectory follows TRL's `scale_rewards`.
         state_similarity (`float`, *optional*):
-            Share of matching characters from which two states are one, in (0, 1]. By default only equal ones are. For
-            observations that hardly ever repeat, as search results; the authors take 0.9.
+            Share of matching characters from which two states count as one, above 0 to 1. A higher share merges fewer
+            states; `None` merges only equal ones. For observations that hardly ever repeat, as search results; the
+            authors take 0.9.
         step_states (`str`, *optional*, defaults to `"shown"`):
-            `"shown"`, or the control `"shuffled"`. The control that a comparison needs deals the states of a prompt
-            out to its steps at random, so that they say nothing.
+            States of steps: as they were `"shown"`, or `"shuffled"`. The second is the control for a comparison: the
+            states of a prompt are dealt out to its steps at random, so that they say nothing.
     """
 
     step_weight: float = 1.0

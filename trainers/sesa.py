@@ -33,11 +33,11 @@ class SESATrainer(ExplorationTrainer):
     2. One completion per row is sampled, from a prompt that shows the row's sketch, all in one call.
     3. Rows are trained under the original prompt: the likelihood sees no sketch, as at evaluation.
 
-    With `mode="sequential"` one response lists the candidates of a group, and each becomes a row. With `mode="agent"`
-    the trajectories of a group that stand before the same decision have `num_actions` actions proposed to them, one
-    after another, and share them out. `max_trajectories` bounds the rows of a group that explore; the others are
-    sampled as in GRPO. `num_sketches=0`, `branch_depth=0` and `max_trajectories=0` give GRPO's parameters bit for bit,
-    as do sketches that no template shows. Deviations from the paper (all of them in `trainers/README.md`):
+    With `mode="sequential"` one response lists the candidates of a group, and each becomes a row. With `mode="agent"`,
+    `num_actions` actions are proposed, one after another, for trajectories of a group that stand before the same
+    decision, which share them out. `max_trajectories` bounds the rows of a group that explore; the others are sampled
+    as in GRPO. `num_sketches=0`, `branch_depth=0` and `max_trajectories=0` give GRPO's parameters bit for bit,
+    as do sketches that no template shows. Deviations from the paper (all of them in `docs/methods/sesa.md`):
 
     1. The baseline of the advantage is the group's mean, not its maximum as printed in Eq. 1.
     2. Empty sketches are not shown; their rows are sampled from the plain prompt. Duplicates are kept and counted.

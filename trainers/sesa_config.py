@@ -50,71 +50,74 @@ class SESAConfig(ExplorationConfig):
 
     Args:
         mode (`str`, *optional*, defaults to `"two_stage"`):
-            `"two_stage"`, `"sequential"` or `"agent"`. `"two_stage"` drafts sketches one after another and solves each
-            in a completion of its own; `"sequential"` takes the candidates of one response that lists
-            `num_generations` of them (short answers); `"agent"` proposes the actions of an agent in an environment one
+            What is drafted: `"two_stage"`, `"sequential"` or `"agent"`. `"two_stage"` drafts plans (sketches) one
+            after another, and samples a completion for each; `"sequential"` takes the candidates of one response that
+            lists `num_generations` short answers; `"agent"` proposes the actions of an agent in an environment one
             after another.
         num_sketches (`int`, *optional*):
-            Sketches per prompt; `None`: `max_trajectories`, 0: plain GRPO. With `mode="two_stage"`, at most
-            `max_trajectories`, which share them in turn.
+            `two_stage`: sketches per prompt, 0 to `max_trajectories`; each is a sampling call. The rows of a prompt
+            share them in turn. `None` is `max_trajectories`, a sketch of its own for every row; 0 is GRPO.
         parallel_sketches (`int`, *optional*, defaults to `1`):
-            Chains of sketches per prompt that are drafted side by side; 1 is the paper's. With `mode="two_stage"`, up
-            to `num_sketches`. A sketch is shown those before it in its own chain only, so that a step drafts as many
-            sketches as there are chains: fewer and larger sampling calls, and sketches that know less of each other.
+            `two_stage`: chains of sketches per prompt that are drafted side by side. Up to `num_sketches`; 1 is the
+            paper's. A sketch is shown those before it in its own chain only, so that more chains make fewer and larger
+            sampling calls, and sketches that know less of each other.
         sketch_assignment (`str`, *optional*, defaults to `"own"`):
-            Sketches shown: the prompt's `"own"`, or the control `"shuffled"`. With `mode="two_stage"`, what the
-            solutions of a prompt are conditioned on. The control that a comparison needs takes sketches of another
-            prompt, drawn anew in every batch, each at its place in the list. Sketches are sampled alike, and never
-            trained or rewarded with either: a solution is rewarded and trained under its own prompt. Prompts are
-            exchanged within a process, of which each therefore needs at least two per generation batch; equal ones are
-            exchanged with different ones.
+            `two_stage`: which sketches are shown to completions: `"own"` or `"shuffled"`. The second is the control
+            for a comparison: every completion sees a sketch of another prompt, drawn anew in every batch, at the same
+            place in the list. Drafting, rewards and training are the same with both: a completion is rewarded and
+            trained under its own prompt. Prompts are exchanged within a process, each of which therefore needs at
+            least two per generation batch; equal ones are exchanged with different ones.
         max_sketch_length (`int`, *optional*, defaults to `64`):
-            Most tokens per sketch.
-        sketch_template (`str`, *optional*):
+            Most tokens per sketch, at least 1. Longer sketches are fuller plans; the cost grows in proportion.
+        sketch_template (`str`, *optional*, defaults to `SKETCH_TEMPLATE`):
             Prompt of the first sketch, with `{problem}`.
-        next_sketch_template (`str`, *optional*):
-            Prompt of the other sketches, with `{problem}` and `{sketches}`, those before.
+        next_sketch_template (`str`, *optional*, defaults to `NEXT_SKETCH_TEMPLATE`):
+            Prompt of the other sketches, with `{problem}` and `{sketches}`, those before. It decides how strongly
+            sketches are told to differ.
         sketch_separator (`str`, *optional*, defaults to `"\n- "`):
-            What stands between earlier sketches.
-        solve_template (`str`, *optional*):
-            Prompt of a solution, with `{problem}` and, usually, `{sketch}`.
-        candidate_template (`str`, *optional*):
-            Prompt of a list, with `{problem}` and, optionally, `{num_candidates}`. Used with `mode="sequential"`.
+            Text between the earlier sketches.
+        solve_template (`str`, *optional*, defaults to `SOLVE_TEMPLATE`):
+            Prompt of a completion, with `{problem}` and, usually, `{sketch}`. It decides how strongly the completion
+            follows its sketch.
+        candidate_template (`str`, *optional*, defaults to `CANDIDATE_TEMPLATE`):
+            `sequential`: prompt of a list, with `{problem}` and, optionally, `{num_candidates}`.
         candidate_separator (`str`, *optional*, defaults to `"\n"`):
-            What stands between the candidates of a list.
+            `sequential`: text between the candidates of a list.
         max_lists (`int`, *optional*):
-            Times that a list is asked for or continued; `None`: `num_generations`. It ends earlier where that adds no
-            candidates, or there are `num_generations` different ones.
+            `sequential`: how often a list is asked for or continued, at least 1. More rounds give fuller lists, by
+            more calls; they end earlier where one adds no candidates, or there are `num_generations` different ones.
+            `None` is `num_generations`.
         max_list_length (`int`, *optional*):
-            Most tokens of a list, and of each continuation, thoughts included. `None` means `num_generations *
-            max_completion_length`, or what the context allows.
+            `sequential`: most tokens of a list, and of each continuation, at least 1. Thoughts before the list count.
+            `None` is `num_generations * max_completion_length`, or what the context allows.
         context_length (`int`, *optional*):
-            Tokens of prompt and completion together; `None`: what the model allows. That is its
-            `max_position_embeddings`.
+            Tokens of prompt and completion together. With more of them, more sketches fit a prompt. `None` is the
+            model's `max_position_embeddings`.
         num_actions (`int`, *optional*, defaults to `4`):
-            Most actions proposed per decision with `mode="agent"`, at least 2. Never more than trajectories stand
-            before it.
+            `agent`: most actions proposed per decision, at least 2. Each is a call, and there are never more than
+            trajectories that stand before the decision.
         branch_depth (`int`, *optional*, defaults to `2`):
-            Turns at which actions are proposed; 0: plain GRPO. Later turns are sampled as in GRPO.
+            `agent`: turns at which actions are proposed, at least 0; 0 is GRPO. Later turns are sampled as in GRPO.
         max_trajectories (`int`, *optional*):
-            Rows per prompt that branch or follow sketches; `None`: `num_generations`. They branch with `mode="agent"`
-            and are solved behind a sketch with `mode="two_stage"`; the others of a group are plain ones. 0 is plain
-            GRPO.
-        action_template (`str`, *optional*):
-            Last message that asks for another action, with `{problem}` and `{actions}`. It stands in place of
-            `{problem}`, the last message (the task at first, then what the tools answered); `{actions}` are such as
-            `move(direction=left)`.
+            `two_stage`, `agent`: rows per prompt that explore, 0 to `num_generations`. They get a sketch or take
+            proposed actions; the others of a group are sampled from the plain prompt. `None` is `num_generations`, 0
+            is GRPO.
+        action_template (`str`, *optional*, defaults to `ACTION_TEMPLATE`):
+            `agent`: last message that asks for another action, with `{problem}` and `{actions}`. It takes the place of
+            the last message, which is `{problem}` (the task at first, then what the tools answered); `{actions}` are
+            such as `move(direction=left)`.
         action_separator (`str`, *optional*, defaults to `"; "`):
-            What stands between earlier actions.
+            `agent`: text between the earlier actions.
         off_policy_correction (`bool`, *optional*, defaults to `False`):
             Weight tokens by their likelihood under the plain prompt over that at sampling. They were sampled with a
-            sketch, behind earlier candidates, or asked for another action. Weights are cut at `off_policy_cap`. Beyond
-            the paper.
+            sketch, after earlier candidates, or when asked for another action. Weights are cut at `off_policy_cap`.
+            Beyond the paper.
         off_policy_cap (`float`, *optional*, defaults to `2.0`):
-            Largest such weight.
+            Largest weight of `off_policy_correction`, above 0. A higher cap gives less bias and more variance.
         off_policy_scope (`str`, *optional*, defaults to `"all"`):
-            Rows weighted: `"all"`, or `"negative"` advantages only. The latter learns at full strength from unlikely
-            answers that turn out right, and is not pulled apart by unlikely ones that do not.
+            Rows that `off_policy_correction` weights: `"all"` or `"negative"`. The second means negative advantages
+            only: the policy learns at full strength from unlikely answers that turn out right, and unlikely wrong ones
+            do not pull it apart.
         success_threshold (`float`, *optional*, defaults to `1.0`):
             Smallest reward of a correct completion, for the metrics. The reward is the total, or that of
             `success_reward`.

@@ -38,7 +38,7 @@ class TreeGRPOTrainer(ExplorationTrainer):
     With `expansion_width=num_generations`, `max_tree_depth=1`, `node_length=max_completion_length` and
     `epsilon_high=None` it is GRPO with `scale_rewards="none"` on rewards of +1 and -1: the same parameters bit for
     bit, unless the rounding of a prompt that is encoded once changes a sampled token. Deviations from the paper (all
-    of them in `trainers/README.md`):
+    of them in `docs/methods/tree_grpo.md`):
 
     1. `skip_uniform_trees=True`: trees without contrast train nothing.
     2. `node_length` follows short completions, and iterations are bounded; both only matter where the paper is silent.

@@ -35,80 +35,92 @@ class TreeGRPOConfig(ExplorationConfig):
 
     Args:
         epsilon_high (`float`, *optional*, defaults to `0.28`):
-            Upper clip of the probability ratio (clip-higher); `None`: `epsilon`.
+            Upper clip of the probability ratio, at least 0. A larger value allows larger steps towards better tokens;
+            `None` is `epsilon`.
         expansion_width (`int`, *optional*, defaults to `8`):
-            Children per node, at least 1.
+            Children per node (W), at least 1. A wider search costs in proportion, unless it ends earlier. With short
+            answers, 4 learned more from as many tokens.
         max_tree_depth (`int`, *optional*, defaults to `64`):
-            Depth at which a node ends its completion, at least 1.
+            Most nodes per path, at least 1. The completion budget ends a path too.
         node_length (`int`, *optional*):
-            Most tokens per node; `None`: 256, or an eighth of `max_completion_length` if less. 256 is the paper's.
+            Most tokens per node (C), at least 1. Longer nodes need fewer calls and give coarser credit. `None` is 256
+            (the paper's), or an eighth of `max_completion_length` if that is less.
         parallel_expansions (`int`, *optional*, defaults to `1`):
-            Nodes of a tree that an iteration expands, at least 1. 1 is the paper's. More make fewer and larger
-            sampling calls: beside the node that the search goes on with the best others of the frontier are expanded,
-            chosen as if every visit that is under way had failed (virtual loss).
+            Nodes of a tree that an iteration expands, at least 1; 1 is the paper's. More of them make fewer and larger
+            sampling calls and shallower trees; try more prompts per batch first. Beside the node that the search goes
+            on with, the best others of the frontier are expanded, chosen as if every visit that is under way had
+            failed (virtual loss).
         max_search_iterations (`int`, *optional*):
-            Most iterations per tree; `None`: as many as a search can need. Each is one sampling call; completions that
-            wait, then direct rollouts fill the rows that are then missing. A search needs at most `num_generations`
-            times the deepest possible tree.
+            Most iterations per tree, at least 1; each is one sampling call. More of them leave fewer direct rollouts
+            and cost more. Rows that are missing in the end are filled with completions that wait, then with direct
+            rollouts. `None` is what a search can need: `num_generations` times the deepest possible tree.
         max_tree_tokens (`int`, *optional*):
-            Most tokens that the search samples per tree; `None`: no limit. Direct rollouts are not counted.
+            Most tokens that the search samples per tree, at least 1; `None` sets no limit. Direct rollouts do not
+            count.
         success_threshold (`float`, *optional*, defaults to `1.0`):
             Smallest reward of a correct completion: the total, or that of `success_reward`. A correct completion is
-            worth +1, any other -1.
+            worth +1, any other -1, so a higher value makes fewer correct.
         incomplete_score (`float`, *optional*, defaults to `-1.0`):
-            Outcome of a wrong completion that a limit cut off, in [-1, 0].
+            Outcome of a wrong completion that a limit cut off, in [-1, 0]. A higher value punishes these less.
         selection (`str`, *optional*, defaults to `"global"`):
-            `"global"` (best frontier node), `"uct"`, or the control `"random"`. Where the search goes on after a
-            completion has ended: `"global"` at the best node of the whole tree (Eq. 9), `"uct"` from the root down by
-            upper confidence bounds. The control that a comparison needs is `"random"`: wherever `"global"` chooses,
-            any of the same nodes, all equally likely; from there, both go down alike until a completion ends.
+            Where a search goes on after a completion: `"global"`, `"uct"` or `"random"`. `"global"` takes the best
+            node of the whole tree (Eq. 9), `"uct"` goes down from the root by upper confidence bounds. `"random"` is
+            the control for a comparison: where `"global"` takes the best, any of the same nodes, all equally likely;
+            from there, both go down alike until a completion ends.
         uct_coef (`float`, *optional*, defaults to `2.0`):
-            Weight of the exploration bonus among siblings (Eq. 8).
+            Weight of the exploration bonus among siblings (Eq. 8), at least 0. With more weight, siblings that were
+            visited less are tried sooner.
         quality_weight (`float`, *optional*, defaults to `0.4`):
-            Weight lambda 1 of the parent's mean value in the global score (Eq. 9).
+            Weight lambda 1 of the parent's mean value in the global score (Eq. 9). With more weight the search goes on
+            where completions were right.
         entropy_weight (`float`, *optional*, defaults to `0.0`):
-            Weight lambda 2 of the node's mean token entropy; negative prefers confident nodes. With vLLM it is the
-            mean negative log-probability of the node's tokens.
+            Weight lambda 2 of the node's mean token entropy, any sign. With more weight the search goes on where the
+            policy is unsure, with a negative one where it is confident. With vLLM the entropy is the mean `-log p` of
+            the node's tokens.
         depth_weight (`float`, *optional*, defaults to `0.01`):
-            Weight lambda 3 of the depth bonus.
+            Weight lambda 3 of the depth bonus. With more weight the search goes on deeper. With short answers 0.01
+            stays near the root, and 1.0 did better.
         depth_bonus (`str`, *optional*, defaults to `"sqrt"`):
-            Depth bonus: `"sqrt"`, `"linear"` or `"log"`. At depth d (Eq. 10) they are `sqrt(d / max_tree_depth)`, `d`
-            and `ln(d + 1)`.
+            Shape of the depth bonus: `"sqrt"`, `"linear"` or `"log"`. At depth d (Eq. 10) they are
+            `sqrt(d / max_tree_depth)`, `d` and `ln(d + 1)`.
         q_decay_min (`float`, *optional*, defaults to `0.1`):
-            Smallest decay of an outcome on its way to the root (Eq. 5), in [0, 1].
+            Smallest decay of an outcome on its way to the root (Eq. 5), in [0, 1]. A higher value gives early nodes
+            more of an outcome.
         min_expansion_width (`int`, *optional*, defaults to `1`):
-            Fewest children per node where `width_decay` shrinks the width.
+            Fewest children per node where `width_decay` shrinks the width, at least 1.
         width_decay (`int`, *optional*, defaults to `0`):
-            How fast the width shrinks with depth; 0: not at all. In children fewer per `max_tree_depth /
-            expansion_width` levels.
+            How fast the width shrinks with depth, at least 0; 0: not at all. In children fewer per `max_tree_depth /
+            expansion_width` levels. A narrower tree is cheaper.
         q_temperature (`float`, *optional*, defaults to `1.0`):
-            Softness of the clip of a node's value, positive. The clip is `tanh(value / q_temperature) * q_max` (Eq.
-            16).
+            Softness of the clip of a node's value, above 0. The clip is `tanh(value / q_temperature) * q_max` (Eq.
+            16); a softer one gives inner nodes weaker credit.
         q_max (`float`, *optional*, defaults to `1.0`):
-            Limit of the clip of a node's value, positive.
+            Limit of the clip of a node's value, above 0. A higher limit gives inner nodes stronger credit beside the
+            last one.
         advantage_normalization (`str`, *optional*, defaults to `"mean"`):
-            `"mean"` or `"mean_std"` of the tree. `"mean"` subtracts the mean terminal score of the tree (Eq. 18);
-            `"mean_std"` also divides by its standard deviation.
+            What a node's value is compared with: `"mean"` or `"mean_std"` of the tree. `"mean"` subtracts the mean
+            terminal score of the tree (Eq. 18); `"mean_std"` also divides by its standard deviation.
         overlong_buffer (`int`, *optional*, defaults to `0`):
-            Tokens over which the overlong penalty grows; 0: none. They end at `max_completion_length`, where the
-            penalty is `overlong_penalty`.
+            Tokens over which the overlong penalty grows, at least 0; 0: none. They end at `max_completion_length`,
+            where the penalty is `overlong_penalty`; a larger buffer begins earlier.
         overlong_penalty (`float`, *optional*, defaults to `1.0`):
-            Penalty of a completion of `max_completion_length` tokens.
+            Penalty of a completion of `max_completion_length` tokens, at least 0.
         share_prefix_once (`bool`, *optional*, defaults to `False`):
             Train a node that several completions share in the first of them only.
         skip_uniform_trees (`bool`, *optional*, defaults to `True`):
-            Train nothing where all completions are right or all are wrong. Cut off ones are wrong, whatever
-            `incomplete_score` says. The paper does not say so; without it, the first steps of all-wrong trees get
+            Train nothing where all completions are right or all are wrong. Completions that were cut off are wrong,
+            whatever `incomplete_score` says. `False` is the authors': the first steps of all-wrong trees then get
             positive advantages and those of all-correct trees negative ones.
         replay_buffer (`bool`, *optional*, defaults to `False`):
-            Reuse correct completions of hard prompts. At the next visit of such a prompt they replace failures among
-            direct rollouts, and the search is saved. Once the prompt is not hard any more, they are forgotten, and it
-            is searched like any other.
+            Use correct completions of hard prompts again, in the place of a search. This is cheaper. At the next visit
+            of such a prompt they replace failures among direct rollouts. Once the prompt is not hard any more, they
+            are dropped, and it is searched like any other.
         replay_threshold (`float`, *optional*, defaults to `0.25`):
-            Largest share of correct completions of a hard prompt. A prompt is hard if its tree's share is above 0 and
-            at most this, and stays hard while at most this share of its direct rollouts is correct.
+            Largest share of correct completions of a hard prompt, in [0, 1]. A prompt is hard if its tree's share is
+            above 0 and at most this, and stays hard while at most this share of its direct rollouts is correct; with a
+            higher value, more prompts count as hard, and for longer.
         replay_solutions (`int`, *optional*, defaults to `2`):
-            Most solutions kept per prompt, at least 1.
+            Most solutions kept per prompt, at least 1. More of them replace more failures.
         replay_file (`str`, *optional*):
             Solutions of an earlier run to start from: the `solutions.jsonl` in its `output_dir`.
         dump_trees (`str`, *optional*):

@@ -27,22 +27,26 @@ class TreeRLConfig(ExplorationConfig):
 
     Args:
         num_rounds (`int`, *optional*, defaults to `1`):
-            Rounds of forks L; 0: none, GRPO. Later rounds fork the branches of earlier ones, too.
+            Rounds of forks (L), at least 0; 0 is GRPO. A later round may also fork branches, and each is one more
+            sampling call.
         num_forks (`int`, *optional*, defaults to `2`):
-            Tokens N that every chain, with what grows on it, is forked at in a round; fewer where it has fewer.
+            Tokens (N) at which a chain is forked in a round, at least 1. A chain counts with all branches that grow on
+            it, and is forked at fewer where it has fewer. The cost grows in proportion.
         branches_per_fork (`int`, *optional*, defaults to `2`):
-            Continuations T of a fork.
+            Continuations (T) per fork, at least 1. More give a steadier value at each fork; the cost grows in
+            proportion.
         fork_selection (`str`, *optional*, defaults to `"uncertain"`):
-            Where to fork: at the most `"uncertain"` tokens, or the control `"random"`. The first have the highest
-            `-log p` of the sampled token; the control that a comparison needs draws any, as many.
+            Which tokens are forked: `"uncertain"` or `"random"`. `"uncertain"` takes the sampled tokens with the
+            highest `-log p`. `"random"`, the control for a comparison, draws as many of any tokens.
         fork_until (`list[str]`, *optional*, defaults to `["answer", "conclusion"]`):
-            Texts, in any case, behind which a completion is not forked any more. What follows is the answer.
+            Texts, in any case, after which a completion is not forked any more. What follows is the answer. `[]` forks
+            anywhere.
         trained_leaves (`int`, *optional*):
-            Leaves of a prompt that are trained: all chains, and branches drawn up to this; `None`: all. Where no chain
-            succeeded, a successful branch is among them. At least `num_generations`.
+            Leaves of a prompt that are trained, at least `num_generations`. All chains are, and branches drawn at
+            random up to this number; where no chain succeeded, a successful branch is among them. `None` trains all.
         success_threshold (`float`, *optional*, defaults to `1.0`):
             Smallest reward of a success: the total, or that of `success_reward`. It decides which prompts
-            `explore_prompts="unsolved"` forks, and which branch is trained first.
+            `explore_prompts="unsolved"` forks (more, with a higher value), and which branch is trained first.
     """
 
     num_rounds: int = 1

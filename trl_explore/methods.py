@@ -24,7 +24,10 @@ class Method:
     # `title` and `id` (arXiv), GRPO's if it has none; and `citation` (BibTeX), unless that is a block of its card.
     paper: Mapping[str, str] = field(default_factory=dict)
     card: str = "base"  # stem of its template in `model_cards/`
-    metrics: Mapping[str, str] = field(default_factory=dict)  # beside GRPO's, and what each means, for the card
+    # What it logs beside GRPO's metrics and those of `exploration`, and what each means. `aux/...` stands for every
+    # other name that begins with `aux/`.
+    metrics: Mapping[str, str] = field(default_factory=dict)
+    card_metrics: tuple[str, ...] | None = None  # those that its card shows; `None`: all
     # Fields that fit an embedded task and the tiny model that was taught it; `None` where it does not suit the task.
     options: Callable[[Any], dict[str, Any] | None] = _no_options
     needs_tools: bool = False  # whether it has nothing to do where no tools are
@@ -120,6 +123,24 @@ def _steps(task: Any) -> dict[str, Any] | None:
     return {**near, **({"step_delimiters": [";"]} if by_text else {"step_length": cuts["segment_length"]})}
 
 
+# What TreeRL and AttnRL log of their branches.
+_CHAIN_METRICS = {
+    "branch/forks": "places that were forked, over all processes",
+    "branch/uncertainty": "mean `-log p` of the tokens that were sampled anew, where it is known",
+    "branch/depth": "where forks lie, from 0 (the prompt) to 1 (the end)",
+    "branch/contrast_fraction": "share of prompts whose completions and branches did not all get the same reward; the "
+    "others teach nothing",
+    "branch/other_fraction": "share of branches with another reward than the completion that they left",
+    "branch/success_fraction": "share of branches that succeeded",
+    "branch/trained_fraction": "share of branches that are trained",
+    "branch/mean_suffix_length": "new tokens per branch",
+    "branch/sampled_tokens": "tokens sampled for branches",
+    "branch/token_ratio": "branch tokens per sampled token",
+    "branch/seconds": "seconds for log-probabilities, branches and their scoring",
+    "branch/reward": "mean reward of the branches that are trained",
+    "branch/...": "everything else that TRL logs, for the branches that are trained",
+}
+
 # Okabe and Ito's colours, which the colour-blind can tell apart, without the yellow that white paper swallows; and
 # markers, which a printer can.
 ROWS = (
@@ -135,12 +156,34 @@ ROWS = (
         },
         card="deep_grpo",
         metrics={
-            "pivots/failure_fraction": "completions that failed",
-            "pivots/recovered_fraction": "pivots with a successful branch",
-            "pivots/mean_depth": "where pivots lie, from 0 (the prompt) to 1 (the end)",
-            "pivots/token_ratio": "branch tokens per token of the completions",
+            "pivots/failure_fraction": "share of completions that failed: their reward is below `success_threshold`",
+            "pivots/tried": "pivots of the batch, over all processes",
+            "pivots/recovered_fraction": "share of pivots with a successful branch, of those with a branch that could "
+            "be scored (the paper's Fig. 11 shows the rest)",
+            "pivots/informative_fraction": "share of pivots whose branches did not all get the same reward; the "
+            "others teach nothing",
+            "pivots/mean_depth": "where pivots lie, from 0 (the prompt) to 1 (the end): the mean of the paper's `r_t`",
+            "pivots/success_weight": "slope w of the success estimator; below 0, failures are harder to recover the "
+            "later the pivot",
+            "pivots/success_bias": "intercept b of the success estimator",
+            "pivots/mean_suffix_length": "new tokens per branch",
+            "pivots/token_ratio": "branch tokens per token of the main completions",
+            "pivots/sampled_tokens": "tokens sampled for branches",
+            "pivots/own_seconds": "seconds of the method's own work: segments, estimator, drawing pivots, joining "
+            "prefixes and branches",
+            "aux/loss": "loss of the branches, before `aux_loss_weight`",
             "aux/reward": "mean reward of the branches",
+            "aux/computed_fraction": "share of branches that make a forward pass in training; with `beta = 0` those "
+            "with an advantage, and `aux/entropy` is over them",
+            "aux/...": "everything else that TRL logs, for the branches",
         },
+        card_metrics=(
+            "pivots/failure_fraction",
+            "pivots/recovered_fraction",
+            "pivots/mean_depth",
+            "pivots/token_ratio",
+            "aux/reward",
+        ),
         options=_pivots,
         style=("#0072B2", "s"),
     ),
@@ -157,12 +200,38 @@ ROWS = (
         },
         card="tree_grpo",
         metrics={
-            "tree/solved_fraction": "trees with a correct completion",
-            "tree/uniform_fraction": "trees that are all right or all wrong",
-            "tree/iterations": "iterations of a search",
+            "tree/iterations": "iterations of a search (trees that were replayed do not count)",
+            "tree/nodes": "nodes of a searched tree",
+            "tree/max_depth": "depth of the deepest node of a searched tree",
+            "tree/frontier_size": "nodes that could still be expanded when the search ended",
+            "tree/success_fraction": "share of training rows that are correct",
+            "tree/solved_fraction": "share of trees with a correct completion",
+            "tree/uniform_fraction": "share of trees whose rows are all right or all wrong",
+            "tree/direct_fraction": "share of training rows that are direct rollouts from the prompt, because a "
+            "search ended early",
+            "tree/trajectory_depth": "nodes per training row",
+            "tree/trajectory_entropy": "mean token entropy of a training row, without direct rollouts",
+            "tree/sampled_tokens": "tokens sampled for the batch",
+            "tree/trained_tokens": "tokens of the training rows",
             "tree/token_ratio": "sampled tokens per trained token",
+            "tree/distinct_fraction": "share of trained tokens that are in no other row of their tree",
+            "tree/encoded_fraction": "share of prefix tokens that were encoded, of those that all samples together "
+            "have",
+            "tree/sampling_seconds": "seconds of generation per batch",
+            "tree/scoring_seconds": "seconds of the reward functions per batch",
+            "tree/own_seconds": "seconds of the search itself per batch, with its files",
+            "replay/prompts": "prompts that were not searched, because they have kept solutions",
+            "replay/replaced_rows": "rows that a kept solution took",
             "replay/stored_prompts": "prompts with kept solutions",
+            "replay/left_prompts": "prompts that are not hard any more, whose solutions were dropped",
         },
+        card_metrics=(
+            "tree/solved_fraction",
+            "tree/uniform_fraction",
+            "tree/iterations",
+            "tree/token_ratio",
+            "replay/stored_prompts",
+        ),
         options=_nodes,
         style=("#D55E00", "D"),
     ),
@@ -178,12 +247,42 @@ ROWS = (
         },
         card="sesa",
         metrics={
-            "sketch/distinct": "sketches or candidates of a prompt that are distinct",
-            "sketch/similarity": "mean similarity of two sketches of a prompt",
-            "sketch/pass_ratio": "Pass@G / Pass@1 of the groups; near 1, samples succeed or fail together",
+            "sketch/distinct": "share of a prompt's sketches (or candidates, or proposed actions) that are distinct",
+            "sketch/similarity": "mean similarity of two sketches of a prompt (difflib)",
+            "sketch/empty": "share of sketches that are empty",
+            "sketch/tokens": "tokens of sketches, or of lists",
+            "sketch/sampled_tokens": "all sampled tokens, sketches and completions",
             "sketch/token_ratio": "tokens of sketches per sampled token",
-            "agent/duplicate_actions": "proposed actions that repeat an earlier one",
+            "sketch/drafting_seconds": "seconds of sampling sketches, lists or proposals",
+            "sketch/solving_seconds": "seconds of sampling completions",
+            "sketch/dropped": "sketches or actions that were dropped, because the prompt had no room for them",
+            "sketch/too_long": "completions sampled without their sketch, because it did not fit the context",
+            "sketch/repeats": "`sequential`: rows that repeat a candidate, because the list stayed short",
+            "sketch/fillers": "`sequential`: rows sampled from the plain prompt, because the list stayed empty",
+            "sketch/success": "`two_stage`: share of right rows among those with a sketch. Where only one sketch of a "
+            "problem is right, this is at most about 1 divided by the number of different sketches, however good they "
+            "are",
+            "sketch/plain_success": "`two_stage`: share of right rows among those without a sketch, if there are any",
+            "sketch/group_success": "`two_stage`: share of groups where a row with a sketch is right, of those that "
+            "have such rows",
+            "sketch/pass_ratio": "Pass@G / Pass@1 of the groups; near 1, samples succeed or fail together",
+            "sketch/collapse_alarm": "1 where `sketch/pass_ratio` is below 1.05 although not everything is correct",
+            "sketch/coverage": "share of the data set's `targets` column that a group found",
+            "sketch/ratio_mean": "mean weight of `off_policy_correction`",
+            "sketch/ratio_capped_fraction": "share of weights of `off_policy_correction` that were cut at "
+            "`off_policy_cap`",
+            "agent/trajectories": "`agent`: different trajectories per group",
+            "agent/decisions": "`agent`: decisions per group that several trajectories share",
+            "agent/duplicate_actions": "`agent`: proposed actions that repeat an earlier one of their decision",
+            "agent/environment_errors": "`agent`: trajectories that ended because their environment raised",
         },
+        card_metrics=(
+            "sketch/distinct",
+            "sketch/similarity",
+            "sketch/pass_ratio",
+            "sketch/token_ratio",
+            "agent/duplicate_actions",
+        ),
         options=_sketches,
         style=("#009E73", "^"),
     ),
@@ -199,12 +298,24 @@ ROWS = (
         },
         card="g2rl",
         metrics={
-            "frac_reward_zero_std": "groups whose completions all got the same shaped reward",
-            "shaped_reward": "mean reward after shaping",
-            "geometry/mean_cosine": "mean cosine of two completions' features",
-            "geometry/negative_pairs": "pairs of completions with a cosine below 0",
-            "geometry/mean_novelty": "mean novelty of a completion",
+            "frac_reward_zero_std": "share of groups whose completions all got the same shaped reward. Groups that "
+            "are all right or all wrong count only where novelty is equal too",
+            "shaped_reward": "mean reward after shaping, from which advantages are computed; `reward` and "
+            "`reward_std` stay raw",
+            "geometry/mean_cosine": "mean cosine of two completions' features (the paper's Fig. 3)",
+            "geometry/negative_pairs": "share of pairs of completions with a cosine below 0 (the paper's Fig. 3)",
+            "geometry/mean_novelty": "mean novelty `nu` of a completion",
+            "geometry/unshaped_rows": "rows that kept their mapped reward",
+            "geometry/feature_seconds": "seconds for the features, with the backbone's forward pass where they need "
+            "one of their own",
         },
+        card_metrics=(
+            "frac_reward_zero_std",
+            "shaped_reward",
+            "geometry/mean_cosine",
+            "geometry/negative_pairs",
+            "geometry/mean_novelty",
+        ),
         style=("#CC79A7", "v"),
     ),
     Method(
@@ -219,12 +330,29 @@ ROWS = (
         },
         card="branpo",
         metrics={
-            "branch/branched_fraction": "trajectories that were left",
-            "branch/contrastive_fraction": "trajectories with a branch of the other outcome",
-            "branch/redundant_fraction": "trajectories with a shorter successful branch",
+            "branch/branched_fraction": "share of trajectories from which a branch was sampled",
+            "branch/contrastive_fraction": "share of trajectories whose kept branch has the other outcome (the "
+            "paper's Fig. 4)",
+            "branch/redundant_fraction": "share of trajectories whose kept branch is a shorter success (the paper's "
+            "Fig. 4)",
+            "branch/depth": "responses of a trajectory after the point where its kept branch starts",
+            "branch/sampled_tokens": "tokens sampled for branches",
             "branch/token_ratio": "branch tokens per sampled token",
-            "agent/turns": "responses per trajectory",
+            "branch/incomplete": "branches that were dropped, because they were cut off, reached the limit of rounds "
+            "or raised",
+            "branch/seconds": "seconds for all branches and their scoring",
+            "branch/reward": "mean reward of the kept branches",
+            "branch/...": "everything else that TRL logs, for the kept branches",
+            "agent/turns": "responses per main trajectory",
+            "agent/environment_errors": "trajectories that ended because their environment raised",
         },
+        card_metrics=(
+            "branch/branched_fraction",
+            "branch/contrastive_fraction",
+            "branch/redundant_fraction",
+            "branch/token_ratio",
+            "agent/turns",
+        ),
         options=_branches,
         needs_tools=True,
         style=("#56B4E9", "P"),
@@ -238,11 +366,19 @@ ROWS = (
         paper={"title": "Group-in-Group Policy Optimization for LLM Agent Training", "id": "2505.10978"},
         card="gigpo",
         metrics={
-            "steps/shared_fraction": "steps whose state another step of the prompt has, too",
+            "steps/shared_fraction": "share of steps whose state another step of the prompt has too; near 0 the "
+            "method is GRPO",
             "steps/group_size": "steps per state",
-            "steps/mean_advantage": "mean size of a step's advantage",
+            "steps/mean_advantage": "mean size of a step's advantage, before `step_weight`",
             "agent/turns": "responses per trajectory",
+            "agent/environment_errors": "trajectories that ended with reward 0 because their environment raised",
         },
+        card_metrics=(
+            "steps/shared_fraction",
+            "steps/group_size",
+            "steps/mean_advantage",
+            "agent/turns",
+        ),
         options=_agents,
         needs_tools=True,
     ),
@@ -255,12 +391,27 @@ ROWS = (
         paper={"title": "Tree Search for LLM Agent Reinforcement Learning", "id": "2509.21240"},
         card="agent_tree_grpo",
         metrics={
-            "branch/contrast_fraction": "trees whose leaves have different rewards",
-            "branch/mean_depth": "where trajectories were left, from 0 (the prompt) to 1 (their end)",
-            "branch/token_ratio": "tokens of branches per sampled token",
+            "branch/trees": "trees that were expanded",
+            "branch/contrast_fraction": "share of trees whose trained leaves have different rewards: only there the "
+            "advantage inside the tree acts",
+            "branch/mean_depth": "where branches start: turns before the fork over turns of the trajectory, from 0 "
+            "(the root) to below 1",
+            "branch/sampled_tokens": "tokens sampled for branches",
+            "branch/token_ratio": "branch tokens per sampled token",
+            "branch/dropped": "branches that were dropped because their environment raised",
+            "branch/seconds": "seconds for all branches and their scoring",
             "branch/reward": "mean reward of the branches",
-            "agent/turns": "responses per trajectory",
+            "branch/...": "everything else that TRL logs, for the branches",
+            "agent/turns": "responses per main trajectory",
+            "agent/environment_errors": "trajectories that ended because their environment raised",
         },
+        card_metrics=(
+            "branch/contrast_fraction",
+            "branch/mean_depth",
+            "branch/token_ratio",
+            "branch/reward",
+            "agent/turns",
+        ),
         options=_branches,
         needs_tools=True,
     ),
@@ -276,11 +427,21 @@ ROWS = (
         },
         card="evol_rl",
         metrics={
-            "votes/answered_fraction": "completions with an answer, or a reward where rewards say what is right",
-            "votes/right_fraction": "completions that count as right",
-            "votes/right_reward": "mean reward of these",
-            "novelty/mean_similarity": "mean similarity of two completions of a prompt",
+            "votes/answered_fraction": 'completions with an answer (with `correctness="reward"`: with a reward)',
+            "votes/right_fraction": "share of completions that count as right",
+            "votes/right_reward": "mean reward of these by the reward functions: how often the majority is right, "
+            "where the functions know",
+            "novelty/mean_similarity": "mean similarity of two completions of a prompt; near 1 they are near copies",
+            "shaped_reward": "mean reward from votes and novelty, from which advantages are computed; `reward` stays "
+            "raw",
+            "novelty/seconds": "seconds for the embeddings and everything computed from them",
         },
+        card_metrics=(
+            "votes/answered_fraction",
+            "votes/right_fraction",
+            "votes/right_reward",
+            "novelty/mean_similarity",
+        ),
         options=_without_a_model,
     ),
     Method(
@@ -291,13 +452,14 @@ ROWS = (
         tags=(*OURS, "tree-rl"),
         paper={"title": "TreeRL: LLM Reinforcement Learning with On-Policy Tree Search", "id": "2506.11902"},
         card="tree_rl",
-        metrics={
-            "branch/contrast_fraction": "prompts whose completions and branches did not all get the same reward",
-            "branch/other_fraction": "branches with another reward than the completion that they left",
-            "branch/uncertainty": "mean `-log p` of the tokens that were sampled anew",
-            "branch/depth": "where forks lie, from 0 (the prompt) to 1 (the end)",
-            "branch/token_ratio": "branch tokens per sampled token",
-        },
+        metrics=_CHAIN_METRICS,
+        card_metrics=(
+            "branch/contrast_fraction",
+            "branch/other_fraction",
+            "branch/uncertainty",
+            "branch/depth",
+            "branch/token_ratio",
+        ),
         options=_single_turns,
         style=("#8A6D00", "X"),
     ),
@@ -314,15 +476,65 @@ ROWS = (
         card="attn_rl",
         metrics={
             "steps/per_completion": "steps that a completion is cut into",
-            "steps/forked_fraction": "completions that were forked",
+            "steps/forked_fraction": "share of completions that were chosen to be forked, whether they have a step to "
+            "fork at or not",
             "steps/influence": "mean influence of the steps that were forked",
-            "branch/contrast_fraction": "prompts whose completions and branches did not all get the same reward",
-            "branch/token_ratio": "branch tokens per sampled token",
+            "steps/seconds": "seconds for the attention pass and the choice of steps",
+            **_CHAIN_METRICS,
         },
+        card_metrics=(
+            "steps/per_completion",
+            "steps/forked_fraction",
+            "steps/influence",
+            "branch/contrast_fraction",
+            "branch/token_ratio",
+        ),
         options=_steps,
         style=("#7F3C8D", "<"),
     ),
-    Method("exploration", "Exploration", "ExplorationTrainer", "ExplorationConfig", plain=True),
+    Method(
+        "exploration",
+        "Exploration",
+        "ExplorationTrainer",
+        "ExplorationConfig",
+        metrics={  # which all trainers log, where the field is on that makes them
+            "generation/main_seconds": "seconds of sampling the main rows, all calls of a generation batch together",
+            "generation/extra_seconds": "seconds of sampling what a method samples beside them",
+            "generation/cache_megabytes": "most memory that kept keys and values took during a rollout",
+            "explore_share": "share of the prompts that were explored",
+            "explore/plain_tokens": "tokens of the completions that were sampled as in GRPO first, beside the "
+            "method's own (TreeGRPO, SESA)",
+            "explore/solved_after": "share of the explored prompts that exploration solved (TreeGRPO, SESA)",
+            "explored/...": 'with `explore_into="add"`: what TRL logs of rows, for those of explored prompts',
+            "selection/rounds": "rounds of sampling of a generation batch",
+            "selection/kept_groups": "share of the sampled groups that are trained",
+            "selection/missing_groups": "groups that are still without contrast and train nothing",
+            "selection/sampled_tokens": "tokens of the main rows' completions, of all rounds of a batch",
+            "selection/discarded_tokens": "tokens of completions that trained nothing, over the run",
+            "selection/prompts_seen": "prompts taken from the order of the data, over the run",
+            "selection/skipped_prompts": "prompts passed over, over the run",
+            "selection/passes": "passes over the data",
+            "selection/moved_rows": "share of the rows that a budget gave to another prompt",
+            "credit/bonus_mean": "mean bonus of rows with an answer, before the group's mean is subtracted; with "
+            '`count_bonus_scope="history"` 1 is new, 0 seen very often',
+            "credit/distinct_answers": "different answers per group",
+            "credit/answered_fraction": "share of the rows with a reward whose answer can be read",
+            "credit/covariance_mean": "mean covariance of advantage and log-probability over the tokens in the loss",
+            "credit/clip_cov_fraction": "share of the tokens in the loss that were clipped; less than `clip_cov` "
+            "where too few lie between the bounds",
+            "credit/kl_cov_fraction": "share of the tokens in the loss that got the penalty",
+            "packing/token_ratio": "tokens of the rows per token that is computed (main process)",
+            "packing/packed": "share of the micro-batches that were packed (main process)",
+            "packing/sequences": "sequences that the rows of a micro-batch become; 1 without a `packed_token_budget` "
+            "(main process)",
+            "packing/compilations": "graphs that torch has compiled so far, on a GPU; it soon stops growing (main "
+            "process)",
+            "sampling/masked_fraction": 'with vLLM: rows that `vllm_importance_sampling_mode="sequence_mask"` takes '
+            "out of the loss",
+        },
+        card_metrics=(),
+        plain=True,
+    ),
     Method(
         *("grpo", "GRPO", "trl:GRPOTrainer", "trl:GRPOConfig"),
         tags=("trl", "grpo"),

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 T = TypeVar("T", bound=type)
-ENTRY = re.compile(r"^ {4}(\w+) \(.+\):\n((?: {8}.+\n?)+)", re.MULTILINE)
+ENTRY = re.compile(r"^ {4}(\w+) \((.+)\):\n((?: {8}.+\n?)+)", re.MULTILINE)
 MARKUP = re.compile(r"\[`~?(?:\w+\.)*(\w+)`\]|`")
 
 
@@ -27,6 +27,11 @@ def unknown_name(kind: str, name: str, choices: Iterable[str]) -> str:
     )
 
 
+def field_entries(docstring: str) -> dict[str, tuple[str, str]]:
+    """Of every field that a clean docstring lists under `Args:`, what stands in brackets, and the text in one line."""
+    return {name: (brackets, " ".join(text.split())) for name, brackets, text in ENTRY.findall(docstring)}
+
+
 def explain_fields(cls: T) -> T:
     """
     Decorator for a dataclass whose docstring lists its own fields under `Args:`: an entry is the help of its field on
@@ -34,10 +39,10 @@ def explain_fields(cls: T) -> T:
     """
     init: Callable[..., None] = cls.__init__  # type: ignore[misc]
     names = {f.name for f in fields(cls) if f.init}
-    entries = dict(ENTRY.findall(inspect.cleandoc(cls.__doc__ or "")))
+    entries = field_entries(inspect.cleandoc(cls.__doc__ or ""))
     for f in fields(cls):
         if f.name in cls.__annotations__:
-            text = " ".join(MARKUP.sub(r"\1", entries.get(f.name, "")).split())
+            text = MARKUP.sub(r"\1", entries.get(f.name, ("", ""))[1])
             f.metadata = MappingProxyType({"help": text.replace("%", "%%"), **f.metadata})  # argparse formats it
 
     @functools.wraps(init)

@@ -32,18 +32,25 @@ def logged_metrics(method: str, history: Iterable[Mapping[str, Any]]) -> list[st
     """Names of what the training curves show: the method's main metrics and the evaluations', as far as they were
     logged."""
     names = dict.fromkeys(name for entry in history for name, value in entry.items() if _is_number(value))
-    main = {**COMMON_METRICS, **METHODS[method].metrics}
+    main = _main_metrics(method)
     return [name for name in main if name in names] + [name for name in names if _EVALUATED.match(name)]
 
 
 def metric_rows(method: str, history: Sequence[Mapping[str, Any]]) -> list[Metric]:
     """First and last values of the method's main metrics that were logged while training."""
     rows = []
-    for name, meaning in ({**COMMON_METRICS, **METHODS[method].metrics}).items():
+    for name, meaning in _main_metrics(method).items():
         values = [entry[name] for entry in history if _is_number(entry.get(name))]
         if values:
             rows.append(Metric(name, meaning, format_number(values[0]), format_number(values[-1])))
     return rows
+
+
+def _main_metrics(method: str) -> dict[str, str]:
+    """What the card of a method shows: GRPO's own, and those that the method chose."""
+    row = METHODS[method]
+    chosen = row.metrics if row.card_metrics is None else row.card_metrics
+    return COMMON_METRICS | {name: row.metrics[name] for name in chosen}
 
 
 def training_seconds(history: Iterable[Mapping[str, Any]]) -> float:

@@ -1,8 +1,9 @@
-"""The trainers' README against the code: knobs and their defaults, and the cost formulas against what runs did."""
+"""The pages of the methods against the code: knobs and their defaults, metrics, and the cost formulas against runs."""
 
 import ast
 import inspect
 import re
+import runpy
 from dataclasses import fields
 
 import pytest
@@ -23,18 +24,21 @@ from trl_explore.trainers import (
     sesa_config,
 )
 
-README = (ROOT / "trainers" / "README.md").read_text()
-SECTIONS = {"tree_grpo": "DeepSearch"}  # the others are called as their method
+MACROS = runpy.run_path(str(ROOT / "docs" / "macros.py"))
+DIAGRAMS = runpy.run_path(str(ROOT / "docs" / "make_diagrams.py"))
+PAGES = ROOT / "docs" / "methods"
 OURS = [name for name, row in METHODS.items() if not row.plain]
+TABLES = [*OURS, "exploration"]
+HEADINGS = ["What it changes", "Paper, authors' code, here", "Knobs", "Metrics", "Cost", "Evidence"]
 
 
-def knob_rows(text):
-    """Name, default and the rest of every row of a table of fields."""
-    return re.findall(r"^\| `(\w+)` \| `(.*?)` \| (.*) \|$", text, re.MULTILINE)
+def table_rows(text):
+    """The cells of a table, without its head."""
+    return [row[2:-2].split(" | ") for row in text.splitlines()[2:]]
 
 
-def value_of(cell):
-    return vars(sesa_config)[cell] if cell.isupper() else ast.literal_eval(cell)
+def value_of(text):
+    return vars(sesa_config)[text] if text.isupper() else ast.literal_eval(text)
 
 
 def own_defaults(config_class):
@@ -42,18 +46,45 @@ def own_defaults(config_class):
     return {name: vars(config)[name] for name in config_class.__annotations__}
 
 
+@pytest.mark.parametrize("method", TABLES)
+def test_the_table_of_knobs_has_every_field_with_its_default_and_its_help(method):
+    config = METHODS[method].config_class
+    rows = table_rows(MACROS["knobs"](method))
+    assert {name[1:-1]: value_of(default[1:-1]) for name, default, _ in rows} == own_defaults(config)
+    assert [name[1:-1] for name, _, _ in rows] == list(config.__annotations__)
+    helps = {f.name: f.metadata["help"].replace("%%", "%") for f in fields(config)}
+    assert all(text.replace("`", "") == helps[name[1:-1]] for name, _, text in rows)
+
+
+def test_the_table_of_metrics_has_all_or_those_with_a_beginning():
+    own = METHODS["tree_grpo"].metrics
+    assert table_rows(MACROS["metrics"]("tree_grpo")) == [[f"`{name}`", meaning] for name, meaning in own.items()]
+    replay = [name for name in own if name.startswith("replay/")]
+    assert [row[0] for row in table_rows(MACROS["metrics"]("tree_grpo", "replay/"))] == [f"`{name}`" for name in replay]
+
+
 @pytest.mark.parametrize("method", OURS)
-def test_every_knob_is_in_the_methods_table_with_its_default(method):
-    title, config_class = SECTIONS.get(method, METHODS[method].title), METHODS[method].config_class
-    section = re.search(rf"^## {re.escape(title)}.*?^### Knobs\n(.*?)^### ", README, re.MULTILINE | re.DOTALL).group(1)
-    rows = knob_rows(section)
-    assert {name: value_of(default) for name, default, _ in rows} == own_defaults(config_class)
-    assert [name for name, _, _ in rows] == list(config_class.__annotations__)
+def test_every_method_has_a_page_with_the_same_headings_and_its_own_tables_and_picture(method):
+    page = (PAGES / f"{method}.md").read_text()
+    headings = [heading for heading in re.findall("^## (.+)$", page, re.MULTILINE) if heading in HEADINGS]
+    assert headings == HEADINGS
+    assert re.findall(r"^{{ (.+) }}$", page, re.MULTILINE) == [f'knobs("{method}")', f'metrics("{method}")']
+    assert set(re.findall(r"images/(\S+)#only-(\w+)", page)) == {(f"{method}-{t}.svg", t) for t in ("light", "dark")}
+    row = METHODS[method]
+    assert row.paper["id"] in page and row.trainer in page and row.config in page
 
 
-def test_every_shared_field_is_described_with_its_default():
-    rows = knob_rows(README.split("\n## DEEP-GRPO")[0])
-    assert {name: value_of(default) for name, default, _ in rows} == own_defaults(ExplorationConfig)
+@pytest.mark.parametrize("method", OURS)
+def test_the_index_of_the_trainers_links_every_page_and_names_its_trainer(method):
+    index = (ROOT / "trainers" / "README.md").read_text()
+    assert f"(../docs/methods/{method}.md)**" in index and f"`{METHODS[method].trainer}`" in index
+
+
+def test_the_pictures_are_what_the_script_draws():
+    drawn = DIAGRAMS["draw"]()
+    folder = ROOT / "docs" / "images"
+    assert {f"{name}-{theme}.svg" for name in OURS for theme in ("light", "dark")} == drawn.keys()
+    assert [name for name, text in drawn.items() if (folder / name).read_text() != text] == []
 
 
 @pytest.mark.parametrize("config", [ExplorationConfig, *(METHODS[name].config_class for name in OURS)])
@@ -63,8 +94,8 @@ def test_the_docstring_says_type_and_default_of_every_field_and_is_its_help(conf
     types = {name: inspect.formatannotation(kind) for name, kind in config.__annotations__.items()}
     assert [(name, kind) for name, kind, _ in entries] == [(n, t.removesuffix(" | None")) for n, t in types.items()]
     defaults = own_defaults(config)
-    assert {n: ast.literal_eval(d) for n, _, d in entries if d} == {n: defaults[n] for n, _, d in entries if d}
-    assert all(d or defaults[n] is None or n.endswith("_template") for n, _, d in entries)
+    assert {n: value_of(d) for n, _, d in entries if d} == {n: defaults[n] for n, _, d in entries if d}
+    assert all(d or defaults[n] is None for n, _, d in entries)
     assert all(f.metadata["help"] for f in fields(config))
 
 
@@ -134,15 +165,15 @@ def test_branpo_generates_and_trains_what_the_formula_says(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "section, numbers",
+    "method, numbers",
     {
-        "DEEP-GRPO": [8 * 256, 8 * 0.5 * 1 * 8 * 80, 8 * 256 + 8 * 0.5 * 8 * 80],
-        "DeepSearch": [8 * 256 * 8, 8 * 8, 64 * 8 * 256, 8 * 2048, 16 * 8 * 256],
-        "SESA": [8 * 256 + 8 * 64],
-        "BranPO": [4 * 1000, 4 * 1 * (2 + 6) // 2 * 200, int(4 * 0.5 * 200)],
+        "deep_grpo": [8 * 256, 8 * 0.5 * 1 * 8 * 80, 8 * 256 + 8 * 0.5 * 8 * 80],
+        "tree_grpo": [8 * 256 * 8, 8 * 8, 64 * 8 * 256, 8 * 2048, 16 * 8 * 256],
+        "sesa": [8 * 256 + 8 * 64],
+        "branpo": [4 * 1000, 4 * 1 * (2 + 6) // 2 * 200, int(4 * 0.5 * 200)],
     }.items(),
 )
-def test_the_worked_lines_are_the_formulas(section, numbers):
-    text = re.search(rf"^## {section}\b.*?^### Cost\n(.*?)(^#|\Z)", README, re.MULTILINE | re.DOTALL).group(1)
+def test_the_worked_lines_are_the_formulas(method, numbers):
+    text = (PAGES / f"{method}.md").read_text().split("\n## Cost\n")[1].split("\n## ")[0]
     found = [int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*\b(?!\.)", text) if number.strip(",")]
     assert {int(number) for number in numbers} <= set(found)
