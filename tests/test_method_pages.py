@@ -60,7 +60,9 @@ def test_the_table_of_metrics_has_all_or_those_with_a_beginning():
     own = METHODS["tree_grpo"].metrics
     assert table_rows(MACROS["metrics"]("tree_grpo")) == [[f"`{name}`", meaning] for name, meaning in own.items()]
     replay = [name for name in own if name.startswith("replay/")]
-    assert [row[0] for row in table_rows(MACROS["metrics"]("tree_grpo", "replay/"))] == [f"`{name}`" for name in replay]
+    assert [row[0] for row in table_rows(MACROS["metrics"]("tree_grpo", "replay/"))] == [
+        f"`{name}`" for name in replay
+    ]
 
 
 @pytest.mark.parametrize("method", OURS)
