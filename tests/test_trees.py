@@ -424,6 +424,15 @@ def test_normalisation_by_the_standard_deviation():
         assert other == pytest.approx([a / std for a in row])
 
 
+def test_the_credit_of_outcomes_is_that_of_grpo():
+    tree = mixed_tree()
+    outcomes = [tree.nodes[row].outcome for row in tree.rows]
+    mean = sum(outcomes) / len(outcomes)
+    for row, outcome, advantages in zip(tree.rows, outcomes, tree_advantages(tree, credit="outcome"), strict=True):
+        assert advantages == pytest.approx([outcome - mean] * len(tree.completion_ids(row)))
+    assert tree_advantages(tree, credit="outcome") != tree_advantages(tree)
+
+
 def test_clip_of_intermediate_values():
     rows = tree_advantages(mixed_tree(), q_temperature=0.5, q_max=0.3)
     assert rows[2] == pytest.approx([0.3 * math.tanh(2 / 3) + 1 / 3, 0.3 * math.tanh(4 / 3) + 1 / 3, 4 / 3])

@@ -99,6 +99,7 @@ class TreeGRPOTrainer(ExplorationTrainer):
     def assign_advantages(self, output):
         args = self.args
         options: dict[str, Any] = {
+            "credit": args.node_credit,
             "normalization": args.advantage_normalization,
             "skip_uniform": args.skip_uniform_trees,
             "max_completion_length": args.max_completion_length,

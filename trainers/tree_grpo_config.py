@@ -13,6 +13,7 @@ from .config import ExplorationConfig, at_least, one_of, run_checks, within
 CHECKS = (
     one_of("selection", ("global", "uct", "random")),
     one_of("depth_bonus", tuple(DEPTH_BONUSES)),
+    one_of("node_credit", ("value", "outcome")),
     one_of("advantage_normalization", ("mean", "mean_std")),
     at_least(1, "expansion_width", "max_tree_depth", "min_expansion_width", "replay_solutions", "parallel_expansions"),
     at_least(1, "node_length", "max_search_iterations", "max_tree_tokens", optional=True, words=", or None"),
@@ -97,6 +98,9 @@ class TreeGRPOConfig(ExplorationConfig):
         q_max (`float`, *optional*, defaults to `1.0`):
             Limit of the clip of a node's value, above 0. A higher limit gives inner nodes stronger credit beside the
             last one.
+        node_credit (`str`, *optional*, defaults to `"value"`):
+            What the tokens of a node are worth: `"value"`, the clipped value that the search found (Eq. 16), or
+            `"outcome"`, that of the completion which they are trained in, which is GRPO's credit on the tree's rows.
         advantage_normalization (`str`, *optional*, defaults to `"mean"`):
             What a node's value is compared with: `"mean"` or `"mean_std"` of the tree. `"mean"` subtracts the mean
             terminal score of the tree (Eq. 18); `"mean_std"` also divides by its standard deviation.
@@ -148,6 +152,7 @@ class TreeGRPOConfig(ExplorationConfig):
     width_decay: int = 0
     q_temperature: float = 1.0
     q_max: float = 1.0
+    node_credit: str = "value"
     advantage_normalization: str = "mean"
     overlong_buffer: int = 0
     overlong_penalty: float = 1.0

@@ -292,9 +292,8 @@ def label(metric: str) -> str:
 
 
 def looks(points: Sequence[dict[str, Any]]) -> tuple[float, ...]:
-    """How a run looks to `trl-explore advise`: reward and share of groups without contrast, at its beginning and at
-    its end, and the share of the entropy that is left. A curve has no training reward: the mean of two evaluations stands
-    for the steps between."""
+    """How a run looks to `trl-explore advise`: reward and share of groups without contrast, at its two ends, and the
+    share of the entropy that is left. A curve has no training reward: the mean of two evaluations stands for it."""
     success = "eval/pass_at_1" if "eval/pass_at_1" in points[0] else "eval/reward"
     ends = (1, len(points) - 1)
     rewards = [(points[at - 1][success] + points[at][success]) / 2 for at in ends]

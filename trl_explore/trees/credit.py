@@ -27,6 +27,7 @@ def tree_advantages(
     *,
     q_temperature: float = 1.0,
     q_max: float = 1.0,
+    credit: str = "value",
     normalization: str = "mean",
     skip_uniform: bool = False,
     max_completion_length: int = 0,
@@ -36,6 +37,7 @@ def tree_advantages(
     """
     Advantage of every token of a finished tree's trajectories, in the order of `Tree.rows`: `[G][T_i]` (Eq. 16-18).
 
+    With `credit="outcome"`, every token is worth its trajectory's outcome, as in GRPO, and not its node's value.
     `"mean"` subtracts the mean terminal score; `"mean_std"` also divides by their standard deviation (of the
     population) plus 1e-6. `skip_uniform` gives 0 everywhere where all is correct or all wrong; the overlong penalty is
     added to every token and to the terminal score. What could not be scored gets zeros.
@@ -59,8 +61,8 @@ def tree_advantages(
     for row in tree.rows:
         tokens: list[float] = []
         for index in tree.path(row):
-            credit = node_credit(tree, index, q_temperature=q_temperature, q_max=q_max)
-            advantage = 0.0 if silent or row not in scores else (credit + penalties[row] - baseline) / scale
+            worth = node_credit(tree, index if credit == "value" else row, q_temperature=q_temperature, q_max=q_max)
+            advantage = 0.0 if silent or row not in scores else (worth + penalties[row] - baseline) / scale
             tokens += [advantage] * len(tree.nodes[index].token_ids)
         advantages.append(tokens)
     return advantages
