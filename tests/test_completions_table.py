@@ -9,7 +9,7 @@ from test_branpo import Voice, agent
 from trl.trainer import grpo_trainer
 from world import contains_answer, make_dataset, make_tokenizer, make_trainer, says
 
-from trl_explore.rows.table import printed_visibly
+from trl_explore.rows.printed import print_rows, printed_visibly
 from trl_explore.trainers import (
     DeepGRPOConfig,
     DeepGRPOTrainer,
@@ -341,6 +341,33 @@ def test_messages_with_tool_calls_are_printed_with_their_escapes_visible(capsys,
     assert not {"\x1b", "\x9b", "\x7f", "\x08", "\r"} & set(printed)
     for seen in (r"p\x08", r"a\x1b[2J", r"b\rc", r"find\x9b(text='\\x1b[1m', \x1bk='\\x7f')", "0.50"):
         assert seen in printed
+
+
+def test_the_terminal_shows_prompt_and_completion_in_full_below_a_line_of_numbers(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    prompts, completions = ["How many? " * 20, "q"], ["one two three " * 12, "[bold]b[/bold]"]
+    print_rows(prompts, completions, {"right": [1.0, 0.0]}, [0.5, -0.5], 7, extra={"origin": ["search", None]})
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80 and "Step 7" in lines[0]
+    assert lines[1] == "row 0 · origin search · right 1.00 · advantage 0.50"
+    assert "row 1 · right 0.00 · advantage -0.50" in lines
+    printed = " ".join(" ".join(lines).split())
+    assert prompts[0].strip() in printed and completions[0].strip() in printed and "[bold]b[/bold]" in printed
+
+
+def test_the_shared_prefix_of_a_branch_is_dim(deep, capsys, monkeypatch):
+    rows = table(deep)
+    branches = of_stream(rows, "aux")
+    for _, branch in branches.iterrows():
+        parent = rows.loc[int(branch["parent"]), "completion"]
+        cut = int(branch["prefix_characters"])
+        assert branch["completion"][:cut] == parent[:cut] and cut >= branch["prefix_tokens"] - 1
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    print_rows(["p"], ["shared own"], {"r": [1.0]}, [0.0], 1, extra={"prefix_characters": [7.0]})
+    chat = [{"role": "assistant", "content": "shared own"}]
+    print_rows(["p"], [chat], {"r": [1.0]}, [0.0], 1, extra={"prefix_characters": [7.0]})
+    printed = capsys.readouterr().out
+    assert printed.count("\x1b[2;32mshared ") == 2 and "prefix_characters" not in printed
 
 
 def test_tensorboard_gets_the_metrics_of_the_method(tmp_path, monkeypatch):

@@ -36,11 +36,12 @@ from trl_explore.publishing.publisher import Publisher
 from trl_explore.rewards.success import check_success_reward
 from trl_explore.rows.batch import Batch, Chooser
 from trl_explore.rows.policy import Pass
+from trl_explore.rows.printed import printed_visibly
 from trl_explore.rows.ranks import Ranks
 from trl_explore.rows.rollouts import Rollout, Rows
 from trl_explore.rows.scorer import ScoredRows, Scorer
 from trl_explore.rows.streams import RowDict
-from trl_explore.rows.table import CompletionsTable, empty_logs, printed_visibly
+from trl_explore.rows.table import CompletionsTable, empty_logs
 from trl_explore.rows.training import StreamTraining
 from trl_explore.sampling.generation import generating_model
 from trl_explore.sampling.sampler import Sampler

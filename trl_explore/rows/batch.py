@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from trl_explore.rows.advantages import has_signal
+from trl_explore.rows.printed import SHARED
 from trl_explore.rows.rollouts import Rollout
 from trl_explore.rows.scorer import ScoredRows
 from trl_explore.rows.streams import RowDict
@@ -97,7 +98,7 @@ class Batch:
         if trainer.log_completions:
             rows = {name: scored for name, (scored, _) in streams.items()}
             beside = trainer.requires.extra_rows or (need is not None and need.adds)
-            origins = ["parent", "prefix_tokens"] if beside else []
+            origins = ["parent", "prefix_tokens", SHARED] if beside else []
             trainer.table.add(logs, output, self._columns(len(inputs)), rows, of_streams=origins)
         return output, streams
 

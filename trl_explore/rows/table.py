@@ -1,21 +1,18 @@
 """The table of `log_completions=True`: columns of the method, and the rows of every stream."""
 
-import json
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from trl.trainer import grpo_trainer
 
 from trl_explore.rows.policy import Policy
+from trl_explore.rows.printed import SHARED
 from trl_explore.rows.rollouts import Rows
 from trl_explore.rows.streams import RowDict, loss_mask
 from trl_explore.saving.plain_values import from_plain, to_plain
-from trl_explore.visible_text import visible_text
 
 Logs = dict[str, Any]  # a table as TRL keeps it: lists of values by column
 
@@ -135,12 +132,19 @@ class CompletionsTable:
 
 def logged_rows(policy: Policy, logs: Logs, rows: Rows, num_rows: int) -> Logs:
     """What TRL has just logged of a stream's rows (`num_rows` of every process), without those that only pad, and
-    `parent` and `prefix_tokens`. Every process calls it."""
+    `parent`, `prefix_tokens` and, of completions of one turn, `prefix_characters`. Every process calls it."""
     ranks = policy.ranks
     first = ranks.index * (policy.args.generation_batch_size // ranks.number)
+    decode = partial(policy.tokenizer.decode, skip_special_tokens=True)  # as TRL decodes completions
     origins = [
-        (math.nan if parent is None else first + parent, shared)
-        for parent, shared in zip(rows.parents, rows.shared, strict=True)
+        (
+            math.nan if parent is None else first + parent,
+            shared,
+            len(decode(ids[:shared])) if messages is None else math.nan,
+        )
+        for parent, shared, ids, messages in zip(
+            rows.parents, rows.shared, rows.completion_ids, rows.completions, strict=True
+        )
     ]
     per_process = ranks.objects([origins])
     real = [i * num_rows + place for i, origins in enumerate(per_process) for place in range(len(origins))]
@@ -148,39 +152,12 @@ def logged_rows(policy: Policy, logs: Logs, rows: Rows, num_rows: int) -> Logs:
     def picked(columns: Logs) -> Logs:
         return {name: [values[i] for i in real] for name, values in columns.items()}
 
-    parents, prefixes = zip(*(origin for origins in per_process for origin in origins), strict=True)
+    parents, prefixes, characters = zip(*(origin for origins in per_process for origin in origins), strict=True)
     return {
         **picked({name: logs[name] for name in ("prompt", "completion")}),
         "rewards": picked(logs["rewards"]),
-        "extra": {**picked(logs["extra"]), "parent": parents, "prefix_tokens": prefixes},
+        "extra": {**picked(logs["extra"]), "parent": parents, "prefix_tokens": prefixes, SHARED: characters},
     }
-
-
-@contextmanager
-def printed_visibly() -> Iterator[None]:
-    """TRL prints its table as the model wrote it; a terminal would obey what looks like a command to it.
-    The files and the trackers keep the text as it is."""
-    before = grpo_trainer.print_prompt_completions_sample
-
-    def visibly(prompts, completions, rewards, advantages, step, num_samples=None, extra=None):
-        shown = [{_visible(name): values for name, values in columns.items()} for columns in (rewards, extra or {})]
-        texts = _visible(prompts), _visible(completions)
-        before(*texts, shown[0], advantages, step, num_samples, extra=_visible(shown[1]))
-
-    vars(grpo_trainer)["print_prompt_completions_sample"] = visibly
-    try:
-        yield
-    finally:
-        vars(grpo_trainer)["print_prompt_completions_sample"] = before
-
-
-def _visible(value: Any) -> Any:
-    if isinstance(value, str):
-        return visible_text(value)
-    if isinstance(value, dict):  # the arguments of a tool call may be JSON, which TRL reads before it prints them
-        told = {key: json.loads(v) if key == "arguments" and isinstance(v, str) else v for key, v in value.items()}
-        return {_visible(key): _visible(v) for key, v in told.items()}
-    return [_visible(v) for v in value] if isinstance(value, list) else value
 
 
 def empty_logs(logs: Logs, *, maxlen: int | None = None) -> Logs:
