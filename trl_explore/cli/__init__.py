@@ -12,8 +12,13 @@ from trl_explore.rewards.checks import RewardError
 from trl_explore.runs.inputs import UsageError
 from trl_explore.runs.quiet import without_noise
 from trl_explore.runs.workers import count_cores
+from trl_explore.saving.full_disk import is_disk_full
 from trl_explore.visible_text import visible_text
 
+ROOM = (
+    "What was written whole is kept, and half a checkpoint is passed over. Make room, or fewer checkpoints with "
+    "--save_total_limit, and run the same command again; `train` goes on with --resume_from_checkpoint true"
+)
 READ_THEIR_FLAGS = (
     "train",
     "compare",
@@ -111,12 +116,19 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command: `0`, `2` for a mistake in the arguments or in a reward function, `130` after Ctrl-C."""
+    """Runs the command: `0`, `2` for a mistake in the arguments or in a reward function, `1` for a full disk, `130`
+    after Ctrl-C."""
     try:
         with without_noise():
             return _dispatch(sys.argv[1:] if argv is None else argv)
-    except (UsageError, RewardError) as error:
-        problem = " ".join(str(error).split())  # datasets and transformers explain over several lines
+    except Exception as error:
+        if isinstance(error, UsageError | RewardError):
+            code, problem = 2, str(error)
+        elif is_disk_full(error):
+            code, problem = 1, f"the disk is full: {error}. {ROOM}"
+        else:
+            raise
+        problem = " ".join(problem.split())  # datasets and transformers explain over several lines
     except KeyboardInterrupt:
         print(
             "trl-explore: aborted; --resume_from_checkpoint true continues from the last checkpoint, if any",
@@ -125,4 +137,4 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     gc.collect()  # the progress bar of a run that has failed ends its line when it goes
     print(f"trl-explore: error: {visible_text(problem)}", file=sys.stderr)
-    return 2
+    return code

@@ -24,6 +24,7 @@ from trl_explore.methods import METHODS, Method
 from trl_explore.runs.methods import find_method
 from trl_explore.runs.quiet import quiet
 from trl_explore.runs.workers import AT_WORK, Job, WorkerFailed, Workers, count_cores
+from trl_explore.saving.full_disk import SAID
 from trl_explore.saving.interrupt import InterruptCallback
 
 
@@ -198,7 +199,8 @@ def carry_out(
         print(f"\nStopped; what is done is kept. Continue with:\n  {shlex.join(command)}", file=sys.stderr)
         return 130
     except WorkerFailed as error:
-        text = f"{error.details}trl-explore: error: {error}; what is done is kept. Continue with:"
+        details = "" if SAID.search(str(error)) else error.details  # of a full disk, the sentence says all
+        text = f"{details}trl-explore: error: {error}; what is done is kept. Continue with:"
         print(f"{text}\n  {shlex.join(command)}", file=sys.stderr)
         return 1
     _show(folder)

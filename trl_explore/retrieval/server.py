@@ -123,6 +123,7 @@ def run(args: argparse.Namespace) -> int:
     if not 1 <= args.top_k <= args.max_top_k:
         raise UsageError(f"--top_k {args.top_k} must be between 1 and {args.max_top_k}")
     hosts = _allowed_hosts(args.host, args.allowed_hosts)
+    _check_port(args.host, args.port)
     try:
         retriever = load_retriever(args.retriever, args.corpus, index=args.index, model=args.model)
     except (ImportError, ValueError, OSError) as error:
@@ -141,6 +142,19 @@ def run(args: argparse.Namespace) -> int:
     )
     uvicorn.run(app, host=args.host, port=args.port, log_level="warning")
     return 0
+
+
+def _check_port(host: str, port: int) -> None:
+    """Refuses an address that cannot be served at, before an index is built for it."""
+    if not 1 <= port <= 65535:
+        raise UsageError(f"--port {port} must be between 1 and 65535")
+    try:
+        family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
+            probe.bind(address)
+    except OSError as error:
+        raise UsageError(f"--host {host} --port {port} cannot be served at: {error}; choose another port") from error
 
 
 def _allowed_hosts(host: str, more: list[str]) -> list[str]:
