@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 QUIET := --quiet --disable-pip-version-check --no-compile
 export HF_HUB_DISABLE_TELEMETRY = 1
 
-.PHONY: help install quickstart quickstart-fast test test-slow test-wheel test-vllm test-trl docs drift lint types clean
+.PHONY: help install quickstart quickstart-fast test test-slow test-wheel test-vllm test-trl docs drift lint types clean check-dist
 
 help:
 	@echo "make quickstart       GRPO, DEEP-GRPO and TreeGRPO on a tiny task that needs exploration: under 4 minutes on two CPU cores"
@@ -16,6 +16,7 @@ help:
 	@echo "make test             the default test suite"
 	@echo "make test-slow        the slow tests: real warm starts, two processes"
 	@echo "make test-wheel       build the wheel, run part of the suite on it from elsewhere, import it with its dependencies alone"
+	@echo "make check-dist       build the wheel and the source distribution, and check them as the package index does"
 	@echo "make test-vllm        the trainers against a real vLLM server on the CPU, in an environment of its own, also with VLLM=0.27.1"
 	@echo "make test-trl         with another TRL, in an environment of its own: make test-trl TRL=1.15, also with OTHERS=oldest"
 	@echo "make docs             the documentation site, into site/; warnings are errors"
@@ -70,6 +71,17 @@ test-wheel: install
 	.venv-bare/bin/python -m pip install $(QUIET) -c constraints.txt torch
 	.venv-bare/bin/python -m pip install $(QUIET) -c constraints.txt dist/*.whl
 	.venv-bare/bin/python -I tests/integration/import_everything.py
+
+# What would be uploaded to the package index.
+.venv-dist/.installed: constraints-dist.txt
+	$(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/python -m pip install $(QUIET) --no-deps -r constraints-dist.txt
+	@touch $@
+
+check-dist: .venv-dist/.installed
+	rm -rf build dist
+	.venv-dist/bin/python -m build --no-isolation
+	.venv-dist/bin/twine check --strict dist/*
 
 # vLLM's package for CPUs leaves out what has no builds there, so its requirements are installed by hand. A server is
 # three processes that import it all: where nobody writes bytecode, that takes most of its start.
@@ -127,4 +139,4 @@ drift: install
 	$(BIN)/python tests/drift.py
 
 clean:
-	rm -rf .venv .venv-wheel .venv-bare .venv-docs .venv-vllm* .venv-trl-* build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-wheel .venv-bare .venv-docs .venv-dist .venv-vllm* .venv-trl-* build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

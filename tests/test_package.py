@@ -6,6 +6,8 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+import pytest
+
 import trl_explore
 from trl_explore.names import explain_fields, unknown_name
 
@@ -32,6 +34,17 @@ def test_the_version_is_the_distributions():
 
 def python(code, cwd):
     return subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True)
+
+
+def test_type_checkers_see_the_types_of_the_installed_package(tmp_path, monkeypatch):
+    finder = pytest.importorskip("mypy.modulefinder")
+    from mypy.options import Options
+
+    monkeypatch.chdir(tmp_path)
+    paths, site_packages = finder.get_search_dirs(sys.executable)
+    search = finder.SearchPaths((), (), (*paths, *site_packages), ())
+    found = finder.FindModuleCache(search, None, Options()).find_module("trl_explore.names")
+    assert isinstance(found, str) and found.endswith("names.py"), found  # else it says that there is no py.typed
 
 
 def test_importing_the_package_loads_neither_torch_nor_trl(tmp_path):
