@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 
 from trl_explore.compat import KNOWN_TRL
 
-CHECKS = ["lint", "types", "docs", "test-slow", "test", "test-wheel"]
+CHECKS = ["lint", "types", "docs", "check-dist", "test-slow", "test", "test-wheel"]
 
 
 def run_ci(folder, *, fails=None, vllm="1"):

@@ -388,6 +388,7 @@ def test_what_is_missing_is_said_with_the_time_it_takes(regimes, results, plan):
     assert regimes.outlook([regime], 2).endswith("about 3.8 hours, by the 4 runs that are there")
 
 
+@pytest.mark.slow
 def test_results_outlive_the_folder_and_are_not_trained_again(regimes):
     regime = load(regimes)
     regimes.train(regime, Path("out"), anyway=True)
