@@ -113,10 +113,11 @@ def draw_frontiers(results: Sequence[Results], path: Path) -> Path | None:
         axis.tick_params(labelsize=8)
         axis.set_title(found.regime.name, fontsize=9)
         axis.grid(alpha=0.3)
-    figure.suptitle(
-        "large: ten fresh seeds with 95 % intervals (black GRPO, grey rivals, blue methods; ringed: outside, pale: "
-        "inside); small, joined: settings tried on development seeds",
-        fontsize=9,
+    figure.supxlabel(
+        "large: fresh seeds with 95 % intervals; black GRPO,\n"
+        "grey rivals, blue methods (ringed: outside, pale: inside);\n"
+        "small, joined: settings tried on development seeds",
+        fontsize=7,
     )
     return _save(figure, path)
 
