@@ -37,17 +37,21 @@ def runs(ends, seeds=(0, 1, 2)):
     return [run(arm, seed, ends[arm][seed], seconds=seconds[arm]) for arm in ends for seed in seeds]
 
 
-def test_it_runs_the_regime_with_the_settings_that_its_development_seeds_picked(monkeypatch):
+def test_it_runs_the_regime_with_settings_that_are_tried_there(monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES / "benchmarks"))
-    from regimes import Regime, stage_arms
-    from regimes_results import read_results
+    from regimes_plan import Regime
 
     regime = Regime.load(EXAMPLES / "benchmarks" / "regimes" / "dead_ends.yaml")
-    picked = {arm["name"]: arm for arm in stage_arms(regime, "verdict", read_results(regime.path))}
+    tried = {arm["name"]: arm for arm in regime.arms}
     ours = read_comparison(document(**FULL))
-    theirs = read_comparison(
-        regime.document("verdict", [picked[name] for name in ("GRPO", "DEEP-GRPO", "TreeGRPO")]) | {"seeds": [0]}
-    )
+    chosen = []
+    for arm in ours.arms:
+        there, rate = tried[arm.name], ours.common["learning_rate"]
+        ((knob, values),) = there["knob"].items()
+        assert rate in regime.learning_rates and arm.options[knob] in values
+        options = {**there.get("options", {}), "learning_rate": rate, knob: arm.options[knob]}
+        chosen.append({"name": arm.name, "method": there["method"], "options": options})
+    theirs = read_comparison(regime.document("verdict", chosen) | {"seeds": [0]})
     assert ours.task == theirs.task and ours.warm_start_steps == theirs.warm_start_steps
     assert ours.num_eval == theirs.num_eval and ours.metrics[0] == regime.metric
     for arm, other in zip(ours.arms, theirs.arms, strict=True):
