@@ -1,16 +1,21 @@
 """What a user can cause is said in a sentence, and nothing that was computed is lost."""
 
 import errno
+import json
 import os
 import resource
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from trl_explore.cli import main
+from trl_explore.runs.inputs import UsageError
 from trl_explore.saving.full_disk import is_disk_full
+from trl_explore.tasks import get_task
+from trl_explore.tasks.warm_start import warm_start
 
 SMALL = ["--task", "doors", "--methods", "grpo", "--tokens", "600", "--evaluations", "1", "--num_eval", "4"]
 
@@ -89,3 +94,69 @@ def test_a_port_that_is_none_is_named(tmp_path, capsys):
     pytest.importorskip("fastapi")
     assert main(["serve-retriever", "--corpus", str(tmp_path / "c.jsonl"), "--port", "70000"]) == 2
     assert "--port 70000 must be between 1 and 65535" in capsys.readouterr().err
+
+
+# ----------------------------------------------------------------------------------------- the world outside, as it is
+
+RUN = Path(__file__).parent / "integration" / "contact_runs.py"
+COMPARE = "compare --task doors --methods grpo --tokens 3000 --seeds 0".split()
+
+
+def contact(folder, *command, **environment):
+    done = subprocess.run(
+        [sys.executable, str(RUN), *command],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+    )
+    assert "Traceback" not in done.stderr, done.stderr[-3000:]
+    return done.returncode, done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="nobody, root neither, writes to /proc")
+def test_a_cache_that_cannot_be_written_to_is_known_before_a_model_is_taught(monkeypatch):
+    monkeypatch.setenv("TRL_EXPLORE_CACHE", "/proc/cache")
+    with pytest.raises(UsageError, match="kept in '/proc/cache' .*; name another folder in TRL_EXPLORE_CACHE"):
+        warm_start(get_task("doors"), seed=0)
+
+
+# What argparse itself cannot write, without a buffer, it passes over.
+BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+HELP = [sys.executable, "-m", "trl_explore.cli", "--help"]
+
+
+def test_a_reader_that_has_seen_enough_ends_a_command_quietly():
+    process = subprocess.Popen(HELP, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=BUFFERED)
+    process.stdout.close()
+    assert process.communicate()[1] == "" and process.returncode == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+def test_output_that_no_disk_takes_is_told_in_a_sentence():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(HELP, stdout=full, stderr=subprocess.PIPE, text=True, env=BUFFERED)
+    assert done.returncode == 1 and "Traceback" not in done.stderr and "Exception" not in done.stderr
+    assert "trl-explore: error: the disk is full: " in done.stderr
+
+
+@pytest.mark.parametrize("module", ["torch", pytest.param("transformers.trainer", marks=pytest.mark.slow)])
+def test_ctrl_c_during_the_imports_ends_in_one_line(tmp_path, module):
+    code, error = contact(tmp_path, "import", module, *COMPARE)
+    assert code == 130
+    assert error.splitlines()[-1] == "trl-explore: aborted; the same command goes on from what is kept"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "function", ["train", "Milestones.measure", "PassAtKCallback.evaluate", "write_report", "learning_curves"]
+)
+def test_ctrl_c_at_any_stage_of_a_comparison_keeps_what_is_done(tmp_path, function):
+    cache = {"TRL_EXPLORE_CACHE": str(tmp_path / "cache")} if function == "train" else {}
+    code, error = contact(tmp_path, "call", function, *COMPARE, "--output_dir", "out", **cache)
+    assert code == 130 and error.rstrip().splitlines()[-2:] == [
+        "Stopped; what is done is kept. Continue with:",
+        f"  trl-explore {' '.join(COMPARE)} --output_dir out",
+    ]
+    if function in ("write_report", "learning_curves"):
+        assert json.loads((tmp_path / "out/grpo-seed0/run.json").read_text())["points"]

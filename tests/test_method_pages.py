@@ -4,6 +4,9 @@ import ast
 import inspect
 import re
 import runpy
+import shutil
+import subprocess
+import sys
 from dataclasses import fields
 
 import pytest
@@ -177,3 +180,11 @@ def test_the_worked_lines_are_the_formulas(method, numbers):
     text = (PAGES / f"{method}.md").read_text().split("\n## Cost\n")[1].split("\n## ")[0]
     found = [int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*\b(?!\.)", text) if number.strip(",")]
     assert {int(number) for number in numbers} <= set(found)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), reason="no browser")
+def test_the_screenshots_can_be_made_anew(tmp_path):
+    script = [sys.executable, str(ROOT / "docs" / "make_screenshots.py"), str(tmp_path)]
+    done = subprocess.run(script, capture_output=True, text=True)
+    assert {file.name for file in tmp_path.glob("*.png")} == {"search_tree.png", "completions_table.png"}, done.stderr

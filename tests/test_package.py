@@ -7,8 +7,10 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import yaml
 
 import trl_explore
+from trl_explore.methods import METHODS
 from trl_explore.names import explain_fields, unknown_name
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,6 +36,13 @@ def test_the_version_is_the_distributions():
 
 def python(code, cwd):
     return subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True)
+
+
+def test_citations_name_the_version_and_the_paper_of_every_method():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert cited["version"] == trl_explore.__version__
+    papers = {ref["identifiers"][0]["value"].removeprefix("arXiv:"): ref["title"] for ref in cited["references"]}
+    assert papers == {row.paper["id"]: row.paper["title"] for row in METHODS.values() if row.paper}
 
 
 def test_type_checkers_see_the_types_of_the_installed_package(tmp_path, monkeypatch):

@@ -2,7 +2,9 @@
 
 import argparse
 import gc
+import os
 import sys
+from contextlib import suppress
 from importlib import import_module
 
 from trl_explore import __version__
@@ -19,14 +21,12 @@ ROOM = (
     "What was written whole is kept, and half a checkpoint is passed over. Make room, or fewer checkpoints with "
     "--save_total_limit, and run the same command again; `train` goes on with --resume_from_checkpoint true"
 )
-READ_THEIR_FLAGS = (
-    "train",
-    "compare",
-    "tree",
-    "filter",
-    "eval",
-    "advise",
-)  # of `train` they are fields of the method's config
+AFTER_CTRL_C = {
+    "train": "; --resume_from_checkpoint true continues from the last checkpoint, if any",
+    **dict.fromkeys(("compare", "quickstart", "eval", "filter"), "; the same command goes on from what is kept"),
+}
+# Of `train`, flags are fields of the method's config.
+READ_THEIR_FLAGS = ("train", "compare", "tree", "filter", "eval", "advise")
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -116,25 +116,39 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command: `0`, `2` for a mistake in the arguments or in a reward function, `1` for a full disk, `130`
-    after Ctrl-C."""
+    """Runs the command: `0`, `2` for a mistake in the arguments or in a reward function, `1` for a full disk or a pipe
+    that its reader closed, `130` after Ctrl-C."""
+    argv = sys.argv[1:] if argv is None else argv
     try:
         with without_noise():
-            return _dispatch(sys.argv[1:] if argv is None else argv)
+            try:
+                return _dispatch(argv)
+            finally:
+                sys.stdout.flush()  # what is refused is told here, not by Python at its end
+    except BrokenPipeError:  # a reader such as `head` has seen enough
+        _drop_output()
+        return 1
     except Exception as error:
         if isinstance(error, UsageError | RewardError):
             code, problem = 2, str(error)
         elif is_disk_full(error):
             code, problem = 1, f"the disk is full: {error}. {ROOM}"
+            _drop_output()
         else:
             raise
         problem = " ".join(problem.split())  # datasets and transformers explain over several lines
     except KeyboardInterrupt:
-        print(
-            "trl-explore: aborted; --resume_from_checkpoint true continues from the last checkpoint, if any",
-            file=sys.stderr,
-        )
+        print(f"trl-explore: aborted{AFTER_CTRL_C.get(argv[0] if argv else '', '')}", file=sys.stderr)
         return 130
     gc.collect()  # the progress bar of a run that has failed ends its line when it goes
     print(f"trl-explore: error: {visible_text(problem)}", file=sys.stderr)
     return code
+
+
+def _drop_output() -> None:
+    """What is left to print would be refused again when Python ends."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

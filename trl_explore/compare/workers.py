@@ -195,6 +195,7 @@ def carry_out(
             folder.check_arms()
         folder.write_settings()
         _train(folder, processes)
+        _show(folder)
     except (KeyboardInterrupt, Interrupted):
         print(f"\nStopped; what is done is kept. Continue with:\n  {shlex.join(command)}", file=sys.stderr)
         return 130
@@ -203,7 +204,6 @@ def carry_out(
         text = f"{details}trl-explore: error: {error}; what is done is kept. Continue with:"
         print(f"{text}\n  {shlex.join(command)}", file=sys.stderr)
         return 1
-    _show(folder)
     return 0
 
 

@@ -7,6 +7,7 @@ import math
 import os
 import random
 import shutil
+import tempfile
 import uuid
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import transformers
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
+from trl_explore.runs.inputs import UsageError
 from trl_explore.runs.threads import few_threads
 from trl_explore.tasks import TeachableTask
 from trl_explore.tasks.tiny_model import ASSISTANT, CHARACTERS, EOS, USER, build_model, build_tokenizer
@@ -63,6 +65,10 @@ def warm_start(
 
     Returns:
         `Path`: Folder that `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load.
+
+    Raises:
+        ValueError: If `steps` is below 1.
+        UsageError: If the cache cannot be written to.
     """
     steps = task.warm_start_steps if steps is None else steps
     if steps < 1:
@@ -73,6 +79,7 @@ def warm_start(
     folder = cache_root(cache_dir) / f"{task.name}-seed{seed}-{key}"
     if folder.is_dir():
         return folder
+    _check_writable(folder.parent)
     tokenizer = build_tokenizer(tools=getattr(task, "tools", False))
     model.to(device)  # type: ignore[arg-type]
     train(model, tokenizer, task, rng=random.Random(f"demonstrations/{seed}"), steps=steps, progress=progress)
@@ -84,6 +91,18 @@ def cache_root(cache_dir: str | os.PathLike[str] | None = None) -> Path:
     return Path(
         cache_dir or os.environ.get("TRL_EXPLORE_CACHE") or Path.home() / ".cache" / "trl-explore"
     ).expanduser()
+
+
+def _check_writable(folder: Path) -> None:
+    """What cannot be kept is known before it is trained."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise UsageError(
+            f"warm starts cannot be kept in {str(folder)!r} ({error.strerror}); name another folder in "
+            "TRL_EXPLORE_CACHE"
+        ) from error
 
 
 def cache_key(task: TeachableTask, *, seed: int, steps: int, model_config: dict, device: str = "cpu") -> str:
