@@ -318,7 +318,11 @@ def moved(needed_by: str = "", seams: tuple[Seam, ...] = SEAMS) -> str | None:
     installed = version("trl")
     if not found:
         if Version(installed) > Version(KNOWN_TRL[-1]) and not needed_by:
-            logger.warning("trl %s is newer than what is known to work, %s; its seams fit", installed, KNOWN_TRL[-1])
+            logger.warning(
+                "trl %s is newer than the tested versions, %s; what the trainers use of it is unchanged",
+                installed,
+                KNOWN_TRL[-1],
+            )
         return None
     what = "; ".join(f"`{seam.path}` {what}" for seam, what in found.items())
     first = max((seam.since for seam in found), key=Version)
