@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from trl import GRPOConfig, GRPOTrainer
 from world import TINY, assert_same, make_model, make_tokenizer, make_trainer, parameters, tiny_methods, trained
 
+from trl_explore.evaluation.callbacks import PassAtKCallback
 from trl_explore.gradients.callback import GeometryCallback
 from trl_explore.methods import METHODS
 from trl_explore.tasks.tiny_model import VOCAB_SIZE, build_tokenizer
@@ -141,6 +142,18 @@ def test_a_quantised_model_trains_its_adapter(tmp_path, folders, name, bits):
     for key, value in load_file(tmp_path / "adapter" / "adapter_model.safetensors").items():
         learned = trainer.model.get_parameter(key.replace(".weight", ".default.weight"))
         assert torch.equal(value, learned.cpu()), key
+
+
+@pytest.mark.slow
+def test_a_model_of_four_bits_learns_on_after_an_evaluation(tmp_path, folders):
+    pytest.importorskip("bitsandbytes")
+    options = dict(model=folders["deep_grpo"], quantization_config=QUANTIZED["nf4"](), peft_config=LORA)
+    expected, _ = trained(GRPOTrainer, GRPOConfig, tmp_path, max_steps=2, **options)
+    trainer = make_trainer(GRPOTrainer, GRPOConfig, tmp_path, max_steps=2, **options)
+    trainer.add_callback(PassAtKCallback(trainer, list(trainer.train_dataset)[:2], num_samples=2, k=(1, 2), every=1))
+    trainer.train()
+    assert [entry["step"] for entry in trainer.state.log_history if "eval/pass_at_2" in entry] == [0, 1, 2]
+    assert_same(parameters(trainer), expected)
 
 
 # ------------------------------------------------------------------------------------------------------ reductions

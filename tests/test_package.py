@@ -3,8 +3,10 @@
 import re
 import subprocess
 import sys
+import tomllib
 from importlib import metadata
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 import yaml
@@ -43,6 +45,20 @@ def test_citations_name_the_version_and_the_paper_of_every_method():
     assert cited["version"] == trl_explore.__version__
     papers = {ref["identifiers"][0]["value"].removeprefix("arXiv:"): ref["title"] for ref in cited["references"]}
     assert papers == {row.paper["id"]: row.paper["title"] for row in METHODS.values() if row.paper}
+
+
+def test_badges_say_what_the_distribution_asks_for():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    trl = next(need.removeprefix("trl") for need in project["dependencies"] if re.match(r"trl\W", need))
+    badges = re.findall(
+        r"^\[!\[(\w+) (.+?)\]\(.+?/badge/(.+?)-(.+?)-blue\)",
+        (ROOT / "README.md").read_text(encoding="utf-8"),
+        flags=re.M,
+    )
+    said = {name: text for name, text, _, _ in badges}
+    assert said.items() >= {"Python": project["requires-python"], "TRL": trl, "License": project["license"]}.items()
+    drawn = {label.title(): unquote(text).replace("--", "-") for _, _, label, text in badges[:3]}
+    assert drawn == {name.title(): text for name, text in list(said.items())[:3]}
 
 
 def test_type_checkers_see_the_types_of_the_installed_package(tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from transformers import GenerationConfig, set_seed
 from trl_explore.rows.rollouts import Continuation
 from trl_explore.runs.threads import few_threads
 from trl_explore.sampling.generation import complete, recorded
+from trl_explore.sampling.sampler import without_dropout
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -69,22 +70,18 @@ def seed_at(seed: int, position: int) -> int:
 
 @contextmanager
 def undisturbed(model: nn.Module, *, seed: int) -> Iterator[None]:
-    """`model` is in eval mode and the random generators start from `seed`; afterwards all is as before."""
-    # Module by module: frozen parts may be in eval mode already.
-    modes = [(module, module.training) for module in model.modules()]
+    """`model` is `without_dropout` and the random generators start from `seed`; afterwards all is as before."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     accelerator = torch.accelerator.current_accelerator()
     devices = range(torch.accelerator.device_count())  # seeding reaches all, not only the one in use
     try:
-        with torch.random.fork_rng(devices, device_type=accelerator.type if accelerator else "cuda"):
+        device_type = accelerator.type if accelerator else "cuda"
+        with torch.random.fork_rng(devices, device_type=device_type), without_dropout(model):
             set_seed(seed)
-            model.eval()
             yield
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
-        for module, training in modes:
-            module.training = training
 
 
 class TransformersSampler:

@@ -40,6 +40,7 @@ class PivotSearch:
         self.shared_generator = torch.Generator().manual_seed(policy.args.seed)
         self.num_batches = 0
         self._delimiter_cache: dict[int, str] = {}
+        self._distributions: dict[tuple[int, int], torch.Tensor] = {}  # of this batch, by points and possible ones
         self._num_cut = 0  # completions with a cut, of those that pivots were drawn in
         self._warned = False
 
@@ -52,6 +53,7 @@ class PivotSearch:
     ) -> list[BranchPoint]:
         """Where the failed completions of a batch, of the rows `explored` `(N,)`, are left; every process calls it."""
         most = self.budget(completion_ids)
+        self._distributions.clear()  # the estimator has learned since
         rewards = self.scorer.success()
         chosen = failed_rows(
             rewards,
@@ -104,17 +106,21 @@ class PivotSearch:
         depths = relative_depths(len(starts))
         self._num_cut += len(starts) > 1
         last = max(0, most - (self.args.min_remaining_tokens or max(1, most // 10)))
-        possible = torch.tensor([start <= last for start in starts])
+        num_possible = sum(start <= last for start in starts)  # the first so many
         if self.args.pivot_selection == "root":
             # As many groups as there would be elsewhere, so that the control has its rivals' budget.
-            return [Pivot(row, 0, float(depths[0]))] * min(self.args.num_pivots, int(possible.sum()))
-        if self.args.pivot_selection == "uniform":
-            probs = pivot_distribution(torch.ones_like(depths), gamma=0.0, possible=possible)
-        else:
-            predicted = self.estimator.predict(depths)
-            probs = pivot_distribution(predicted, gamma=self.args.depth_bias, possible=possible)
+            return [Pivot(row, 0, float(depths[0]))] * min(self.args.num_pivots, num_possible)
+        if (len(starts), num_possible) not in self._distributions:
+            self._distributions[len(starts), num_possible] = self._distribution(depths, num_possible)
+        probs = self._distributions[len(starts), num_possible]
         drawn = draw_pivots(probs, self.args.num_pivots, generator=self.policy.exploration_generator)
         return [Pivot(row, starts[t], float(depths[t])) for t in drawn]
+
+    def _distribution(self, depths: torch.Tensor, num_possible: int) -> torch.Tensor:
+        possible = torch.arange(len(depths)) < num_possible
+        if self.args.pivot_selection == "uniform":
+            return pivot_distribution(torch.ones_like(depths), gamma=0.0, possible=possible)
+        return pivot_distribution(self.estimator.predict(depths), gamma=self.args.depth_bias, possible=possible)
 
     def _starts(self, row: int, ids: list[int], most: int) -> list[int]:
         if self.forks is None:

@@ -32,10 +32,16 @@ LOSS_NORMALISERS = {
 
 
 @contextmanager
-def kept_randomness(device: torch.device) -> Iterator[None]:
-    """Leave the global random state, CPU and `device`, as it was: forward passes in training draw LoRA's dropout."""
+def kept_randomness(device: torch.device, *, seed: int | None = None) -> Iterator[None]:
+    """Leave the global random state, CPU and `device`, as it was: forward passes in training draw LoRA's dropout. With
+    `seed` it begins there meanwhile."""
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
+        if seed is not None:
+            # `torch.manual_seed` formats the stack for each kind of accelerator that is not in use.
+            torch.default_generator.manual_seed(seed)
+            for used in devices:
+                torch.get_device_module(used).manual_seed(seed)
         yield
 
 

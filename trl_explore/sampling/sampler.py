@@ -235,21 +235,21 @@ class Sampler:
     def forked_randomness(self) -> Iterator[None]:
         """Draws that the main stream does not notice."""
         seed = int(torch.randint(2**62, (1,), generator=self.policy.exploration_generator))
-        with kept_randomness(self.policy.accelerator.device):
-            torch.manual_seed(seed)
+        with kept_randomness(self.policy.accelerator.device, seed=seed):
             yield
 
 
 @contextmanager
 def without_dropout(model: torch.nn.Module) -> Iterator[None]:
     """All but linear layers in evaluation mode: LoRA's dropout would blur what was sampled from, and draw numbers."""
-    # Linear layers know no dropout, and those of bitsandbytes repack their weights in evaluation mode: on a CPU they
-    # cannot be trained any more then.
-    modules = [module for module in model.modules() if module.training and not isinstance(module, torch.nn.Linear)]
-    for module in modules:
-        module.training = False
+    # Module by module, since frozen parts may be in evaluation mode already.
+    modes = [(module, module.training) for module in model.modules()]
     try:
+        for module, _ in modes:
+            # Linear layers know no dropout, and those of bitsandbytes repack their weights in evaluation mode: on a
+            # CPU they cannot be trained any more then.
+            module.training = isinstance(module, torch.nn.Linear)
         yield
     finally:
-        for module in modules:
-            module.training = True
+        for module, training in modes:
+            module.training = training

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from difflib import SequenceMatcher
+from functools import lru_cache
 from itertools import combinations
 from typing import Any
 
@@ -95,7 +96,12 @@ def mean_similarity(texts: Sequence[str]) -> float:
     pairs = list(combinations(texts, 2))
     if not pairs:
         return 0.0
-    return math.fsum(SequenceMatcher(None, a, b, autojunk=False).ratio() for a, b in pairs) / len(pairs)
+    return math.fsum(_similarity(a, b) for a, b in pairs) / len(pairs)
+
+
+@lru_cache(maxsize=2**14)  # sketches come again from batch to batch
+def _similarity(a: str, b: str) -> float:
+    return SequenceMatcher(None, a, b, autojunk=False).ratio()
 
 
 def diversity(drafts: Sequence[Sequence[str]]) -> dict[str, float]:
