@@ -59,7 +59,7 @@ def test_a_run_that_learns_is_left_alone():
         ({"tree/uniform_fraction": (0.99, 0.99)}, "99% of the search trees end all right or all wrong: lower"),
         (
             {"sketch/success": (0.1, 0.1), "sketch/plain_success": (0.6, 0.6)},
-            "Rows behind sketches are right in 10%, plain rows of the same groups in 60%",
+            "Completions with a sketch are right in 10%, plain ones of the same groups in 60%",
         ),
     ],
 )

@@ -199,7 +199,10 @@ def measured(results: list[Results]) -> list[dict[str, Any]]:
             if any(effect is None or effect.low is None for effect in effects.values()):
                 continue
             shown = {what: [round(v, 1) for v in (e.mean, e.low, e.high)] for what, e in effects.items()}
-            arms.append({"name": name, "method": method, "options": json.loads(row["options"]), **shown})
+            options = json.loads(row["options"])
+            if method == "sesa":  # the task's own templates stand for nobody else, its kind of sketches does
+                options = {"mode": found.comparison.task.sesa_options["mode"], **options}
+            arms.append({"name": name, "method": method, "options": options, **shown})
         told.append(
             {
                 "name": regime.name,

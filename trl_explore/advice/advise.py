@@ -144,7 +144,7 @@ def _of_methods(signs: Signs) -> Iterator[Finding]:
     plain, behind = values.get("sketch/plain_success"), values.get("sketch/success")
     if plain and behind and behind.end < plain.end / 2:
         yield Finding(
-            f"Rows behind sketches are right in {behind.end:.0%}, plain rows of the same groups in {plain.end:.0%}: "
+            f"Completions with a sketch are right in {behind.end:.0%}, plain ones of the same groups in {plain.end:.0%}: "
             "give fewer rows a sketch, `max_trajectories`.",
             "docs/methods/sesa.md",
         )
