@@ -141,11 +141,11 @@ def _of_methods(signs: Signs) -> Iterator[Finding]:
             "`node_length`, or search only what plain samples do not solve, `explore_prompts='unsolved'`.",
             f"{PAGE}#a-search-that-unlearns",
         )
-    plain, behind = values.get("sketch/plain_success"), values.get("sketch/success")
-    if plain and behind and behind.end < plain.end / 2:
+    plain, sketched = values.get("sketch/plain_success"), values.get("sketch/success")
+    if plain and sketched and sketched.end < plain.end / 2:
         yield Finding(
-            f"Completions with a sketch are right in {behind.end:.0%}, plain ones of the same groups in {plain.end:.0%}: "
-            "give fewer rows a sketch, `max_trajectories`.",
+            f"Completions with a sketch are right in {sketched.end:.0%}, plain ones of the same groups in "
+            f"{plain.end:.0%}: give fewer rows a sketch, `max_trajectories`.",
             "docs/methods/sesa.md",
         )
     if (kept := values.get("branch/contrastive_fraction")) and kept.end < 0.1:
