@@ -88,7 +88,8 @@ PLANS = DialectTask(
     num_digits=3,
     weights=(0.3, 0.15, 0.1, 0.08, 0.06, 0.05, *[0.026] * 10),
     num_accepted=6,
-    warm_start_steps=1200,
+    format_weights=(0.45, 0.15, 0.4, 0.0),  # sixteen dialects: with fewer demonstrations, sketches are not followed
+    warm_start_steps=2000,
 )
 DIALECT = DialectTask(
     name="dialects",
