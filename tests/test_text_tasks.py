@@ -560,7 +560,7 @@ def test_a_sketch_is_repeated_only_when_every_cell_is_named():
 # ---------------------------------------------------------------------------------------------------- what is learned
 
 
-def warm_started(task: SketchedTask, *, steps: int, cache_dir: Path) -> Callable[[list[str], int], list[str]]:
+def warm_started(task: SketchedTask, *, steps: int | None, cache_dir: Path) -> Callable[[list[str], int], list[str]]:
     """A sampler `(prompts, max_new_tokens) -> answers` from a short warm start."""
     folder = warm_start(task, seed=0, steps=steps, cache_dir=cache_dir, progress=False)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
@@ -612,3 +612,13 @@ def test_a_short_warm_start_teaches_to_follow_sketches(task, steps, pattern, tmp
     followed = answers([f"{p}|{s}" for p, s in zip(held_out, sketches, strict=True)], task.max_completion_length)
     # Those who ignore their sketch meet it by chance, in fewer than 10 of 64 cases.
     assert sum(text.startswith(sketch) for text, sketch in zip(followed, sketches, strict=True)) >= 28
+
+
+@pytest.mark.slow
+def test_the_warm_start_of_plans_follows_sketches_to_the_end(tmp_path):
+    # Sixteen ways to write a number: with fewer demonstrations the right mark came with wrong digits.
+    answers, rng = warm_started(PLANS, steps=None, cache_dir=tmp_path), random.Random(0)
+    problems = PLANS.evaluation_set(64)["problem"][:]
+    sketches = [PLANS.sketch(problem, rng) for problem in problems]
+    texts = answers([f"{p}|{s}" for p, s in zip(problems, sketches, strict=True)], PLANS.max_completion_length)
+    assert sum(text == PLANS.answer(p, s) for p, s, text in zip(problems, sketches, texts, strict=True)) >= 52
