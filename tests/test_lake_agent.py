@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from trl.chat_template_utils import parse_response
 from world import QUIET
 
-from trl_explore.tasks.lake_agent import LAKE_AGENT, LATE_LAKE, LakeGame
+from trl_explore.tasks.lake_agent import LAKE_AGENT, LakeGame
 from trl_explore.tasks.tiny_model import CHARACTERS, MAX_LENGTH, build_tokenizer
 from trl_explore.tasks.warm_start import IGNORED, encode, warm_start
 from trl_explore.trainers import SESAConfig, SESATrainer
@@ -62,19 +62,6 @@ def test_the_warm_start_teaches_only_what_the_agent_says():
         said = tokenizer.decode(labels[labels != IGNORED])
         turns = [turn.partition("<eos>")[0] for turn in text.split("<a>")]
         assert said == "".join(f"{turn}<eos>" for turn in turns)
-
-
-def test_games_of_the_late_lake_end_near_the_goal():
-    rng, falls, games = random.Random(0), [], 300
-    for _ in range(games):
-        problem = LATE_LAKE.sample_problem(rng).partition("?")[0]
-        state, moves = LATE_LAKE.boards.world.parse(problem), LATE_LAKE.boards.attempt(problem, rng)
-        for action in moves:
-            state = LATE_LAKE.boards.world.step(state, action)[0]
-        if LATE_LAKE.boards.world.outcome(state) == "hole":
-            falls.append(6 - sum(state.player))
-    assert max(falls) <= 3 and len(falls) / games > 0.5
-    assert len(LATE_LAKE.boards.draw(rng)) + 2 + LATE_LAKE.max_completion_length <= MAX_LENGTH
 
 
 def test_training_and_evaluation_boards_are_disjoint():

@@ -13,7 +13,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import parse_response
 
 from trl_explore.agents.environments import guarded
-from trl_explore.tasks.multihop import FAULTS, MULTI_HOP, final_answer, search_free
+from trl_explore.tasks.multihop import FAULTS, LATE_HOP, MULTI_HOP, final_answer, search_free
 from trl_explore.tasks.multihop_world import (
     LAST_RELATIONS,
     RELATIONS,
@@ -206,11 +206,25 @@ def test_rewards():
     assert [search_free(messages) for messages in trajectories] == [False] * 3 + [True, False, False, True]
 
 
+def test_late_hops_take_six_to_eight_turns_and_end_badly():
+    rng, turns, right = random.Random(0), Counter(), 0
+    for _ in range(300):
+        question, seed = LATE_HOP.sample_problem(rng), rng.getrandbits(32)
+        queries, answer = searches_and_answer(LATE_HOP.demonstrate(question, seed, rng))
+        verdict = LATE_HOP.verdict(question, seed, queries, answer)
+        assert verdict in ("right", *FAULTS)
+        right += verdict == "right"
+        turns[len(split_question(question)[1])] += 1
+        assert 4 <= len(queries) <= LATE_HOP.max_searches
+    assert right / 300 < 0.2 and turns.keys() == {5, 6}
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
         ({"hops": (1, 2)}, r"`hops` is \(1, 2\); give"),
         ({"hops": ()}, r"`hops` is \(\); give"),
+        ({"hops": (5, 7)}, r"`hops` is \(5, 7\); give"),
         ({"max_searches": 3}, "`max_searches` is 3; `hops` needs at least 4"),
         ({"max_searches": 20}, "`max_searches` is 20, which takes .* give fewer"),
         ({"right_probabilities": (0.5, 2)}, r"`right_probabilities` is \(0.5, 2\); give"),

@@ -27,7 +27,7 @@ DEFAULT_TASK, DEFAULT_TOKENS, DEFAULT_OUTPUT = "countdown", 3e5, "out/compare"
 TASK_NAMES = (
     *("chain", "chaind", "late1", "late3", "vault", "doors", "dialects", "plans", "paths", "countdown"),
     *("sudoku", "frozen_lake", "maze", "sokoban"),
-    *("lake_agent", "late_lake", "multi_hop", "rare_hop"),
+    *("lake_agent", "multi_hop", "rare_hop", "late_hop"),
 )
 METHODS_HELP = f"of {', '.join(METHODS)}, or import paths of trainers; one arm each, the first is the baseline"
 FLAGS = ("task", "seeds", "metrics", "evaluations", "num_eval", "output_dir")

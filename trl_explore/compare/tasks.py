@@ -4,12 +4,12 @@ from typing import Any
 
 from trl_explore.names import unknown_name
 from trl_explore.runs.inputs import UsageError
-from trl_explore.tasks import AGENTS, LAKE_AGENT, LATE_LAKE, MULTI_HOP, RARE_HOP, TASKS, PathTask, Task
+from trl_explore.tasks import AGENTS, LAKE_AGENT, LATE_HOP, MULTI_HOP, RARE_HOP, TASKS, PathTask, Task
 
 ALL_TASKS: dict[str, Any] = TASKS | AGENTS
 # Which rounds of tool calls an agent's task allows.
-ROUNDS = {t.name: t.max_turns for t in (LAKE_AGENT, LATE_LAKE)} | {
-    t.name: t.max_searches for t in (MULTI_HOP, RARE_HOP)
+ROUNDS = {LAKE_AGENT.name: LAKE_AGENT.max_turns} | {
+    t.name: t.max_searches for t in (MULTI_HOP, RARE_HOP, LATE_HOP)
 }
 AGENT_ROWS = 64  # per step: 8 prompts with 8 trajectories
 

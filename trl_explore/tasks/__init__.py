@@ -11,8 +11,8 @@ from trl_explore.tasks.chain import CHAIN, CHAIND, LATE1, LATE3, ChainTask
 from trl_explore.tasks.countdown import COUNTDOWN, CountdownTask
 from trl_explore.tasks.dialects import DIALECT, PLANS, DialectTask
 from trl_explore.tasks.frozen_lake import FROZEN_LAKE, MAZE, FrozenLakeEnvironment, FrozenLakeTask
-from trl_explore.tasks.lake_agent import LAKE_AGENT, LATE_LAKE
-from trl_explore.tasks.multihop import MULTI_HOP, RARE_HOP, MultiHopTask
+from trl_explore.tasks.lake_agent import LAKE_AGENT
+from trl_explore.tasks.multihop import LATE_HOP, MULTI_HOP, RARE_HOP, MultiHopTask
 from trl_explore.tasks.multihop_world import EnglishWorld
 from trl_explore.tasks.path_exploration import PATHS, PathTask, paper_places
 from trl_explore.tasks.sketched import SketchedTask
@@ -23,7 +23,7 @@ from trl_explore.tasks.vaults import DOORS, VAULT, DoorsTask, FactTask, VaultTas
 __all__ = [
     "AGENTS",
     "LAKE_AGENT",
-    "LATE_LAKE",
+    "LATE_HOP",
     "MULTI_HOP",
     "RARE_HOP",
     "TASKS",
@@ -92,7 +92,7 @@ EMBEDDED: tuple[TeachableTask, ...] = (
     *(SUDOKU, FROZEN_LAKE, MAZE, SOKOBAN),
 )
 TASKS: dict[str, TeachableTask] = {task.name: task for task in EMBEDDED}
-AGENTS: dict[str, Any] = {task.name: task for task in (LAKE_AGENT, LATE_LAKE, MULTI_HOP, RARE_HOP)}
+AGENTS: dict[str, Any] = {task.name: task for task in (LAKE_AGENT, MULTI_HOP, RARE_HOP, LATE_HOP)}
 
 
 def get_task(name: str) -> TeachableTask:

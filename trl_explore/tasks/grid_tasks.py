@@ -30,7 +30,6 @@ class GridTask(SketchedTask):
     num_candidates: int = 8  # answers in a list, and the most sketches of one problem
     format_weights: tuple[float, float, float, float] = (0.5, 0.2, 0.3, 0.0)
     table_seed: int = 1234  # of the blind spots
-    blind_within: int | None = None  # moves from the last cell, where blind spots are only near the end
 
     mode = "two_stage"
 
@@ -90,10 +89,7 @@ class GridTask(SketchedTask):
     def blind_spots(self) -> dict[tuple[int, int], float]:
         """Cells in which demonstrators overlook an obstacle, and how often they do."""
         rng = random.Random(f"blind spots/{self.table_seed}")
-        last, within = self.size - 1, self.blind_within
         cells = [(row, column) for row in range(self.size) for column in range(self.size)]
-        if within is not None:
-            cells = [(row, column) for row, column in cells if 2 * last - row - column <= within]
         chosen = rng.sample(cells, round(self.blind_share * len(cells)))
         return {c: self.overlook_probabilities[i % len(self.overlook_probabilities)] for i, c in enumerate(chosen)}
 

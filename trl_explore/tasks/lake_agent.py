@@ -133,23 +133,6 @@ def _others(told: str) -> list[str]:
     return [move for move in ACTIONS if f"={move}" not in told]
 
 
-# Games whose first moves are right, and that end in a hole beside the goal.
-LATE_LAKE = LakeAgentTask(
-    name="late_lake",
-    boards=FrozenLakeTask(
-        name="late_lake",
-        size=4,
-        min_moves=6,
-        max_moves=6,
-        hole_share=0.45,
-        blind_share=1.0,
-        blind_within=3,
-        overlook_probabilities=(0.97, 0.93, 0.9),
-        warm_start_steps=1,
-    ),
-    max_turns=7,
-    warm_start_steps=500,
-)
 LAKE_AGENT = LakeAgentTask(
     name="lake_agent",
     boards=FrozenLakeTask(

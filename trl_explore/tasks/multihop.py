@@ -21,6 +21,7 @@ from trl_explore.rewards.answers import completion_text
 from trl_explore.tasks.held_out import HeldOutTask, as_prompts, is_held_out
 from trl_explore.tasks.multihop_world import (
     LAST_RELATIONS,
+    MAX_HOPS,
     PASSAGES,
     draw_question,
     puzzle,
@@ -103,8 +104,8 @@ class MultiHopTask(HeldOutTask):
     tools: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
-        if not self.hops or not set(self.hops) <= {2, 3, 4}:
-            raise ValueError(f"`hops` is {self.hops}; give numbers of look-ups out of 2, 3 and 4.")
+        if not self.hops or not set(self.hops) <= set(range(2, MAX_HOPS + 1)):
+            raise ValueError(f"`hops` is {self.hops}; give numbers of look-ups from 2 to {MAX_HOPS}.")
         if self.max_searches < max(self.hops):
             raise ValueError(f"`max_searches` is {self.max_searches}; `hops` needs at least {max(self.hops)}.")
         longest = self.max_prompt_length + self.max_completion_length
@@ -225,3 +226,11 @@ def _call(query: str) -> str:
 MULTI_HOP = MultiHopTask(name="multi_hop", warm_start_steps=700)
 # A first success is hard to come by.
 RARE_HOP = MultiHopTask(name="rare_hop", right_probabilities=(0.2, 0.1, 0.05, 0.02), warm_start_steps=700)
+# Six to eight turns, of which the last ones go wrong.
+LATE_HOP = MultiHopTask(
+    name="late_hop",
+    hops=(5, 6),
+    max_searches=7,
+    right_probabilities=(0.2, 0.1, 0.05, 0.02),
+    warm_start_steps=700,
+)
