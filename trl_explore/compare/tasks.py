@@ -8,9 +8,7 @@ from trl_explore.tasks import AGENTS, LAKE_AGENT, LATE_HOP, MULTI_HOP, RARE_HOP,
 
 ALL_TASKS: dict[str, Any] = TASKS | AGENTS
 # Which rounds of tool calls an agent's task allows.
-ROUNDS = {LAKE_AGENT.name: LAKE_AGENT.max_turns} | {
-    t.name: t.max_searches for t in (MULTI_HOP, RARE_HOP, LATE_HOP)
-}
+ROUNDS = {LAKE_AGENT.name: LAKE_AGENT.max_turns} | {t.name: t.max_searches for t in (MULTI_HOP, RARE_HOP, LATE_HOP)}
 AGENT_ROWS = 64  # per step: 8 prompts with 8 trajectories
 
 
