@@ -206,7 +206,7 @@ def test_rewards():
     assert [search_free(messages) for messages in trajectories] == [False] * 3 + [True, False, False, True]
 
 
-def test_late_hops_take_six_to_eight_turns_and_end_badly():
+def test_late_hops_take_five_to_eight_turns_and_end_badly():
     rng, turns, right = random.Random(0), Counter(), 0
     for _ in range(300):
         question, seed = LATE_HOP.sample_problem(rng), rng.getrandbits(32)
