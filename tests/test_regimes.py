@@ -359,6 +359,19 @@ def test_verdicts_tell_what_is_clear_from_what_is_not(regimes, modules):
     assert "clearly behind" not in text and "At equal CPU seconds: clearly ahead" in text
 
 
+def test_a_frontier_waits_for_the_last_seed(modules):
+    """The report can be made while runs of the verdict are missing."""
+    regime = modules.plan.Regime.load(BENCHMARKS / "regimes" / "coverage.yaml")
+    rows = modules.results.read_results(regime.path)
+    whole = modules.effects.Results(regime, rows)
+    assert {"SESA", "G2RL"} <= whole.places().keys()
+    for of in (regime.arms[0]["name"], "SESA"):
+        missing = [row for row in rows if (row["stage"], row["arm"], row["seed"]) != ("verdict", of, 33)]
+        assert len(missing) < len(rows)
+        found = modules.effects.Results(regime, missing)
+        assert found.places() == {} and any(line.startswith("| SESA - GRPO") for line in modules.report.table(found))
+
+
 @pytest.mark.parametrize(("more", "anyway", "stages"), [(0.0, False, 7), (0.0, True, 8), (1.0, False, 8)])
 def test_a_regime_that_is_not_admitted_ends_there(regimes, results, monkeypatch, more, anyway, stages):
     regime = load(regimes)

@@ -252,11 +252,13 @@ class Results:
         return firsts[0], str(self.regime.variety)
 
     def places(self) -> dict[str, tuple[Place, str]]:
-        """Where methods lie, and which rival is closest; nothing where rivals were not measured."""
+        """Where methods lie, and which rival is closest; nothing where rivals were not measured, or seeds are missing."""
         regime, axes, others = self.regime, self.axes, [self.base, *self.named("rival")]
-        if axes is None or len(others) < 2:
-            return {}
         fresh, development = regime.seeds_of("verdict"), regime.seeds_of("rates")
+        measured = {(row["arm"], row["seed"]) for row in self.rows if row["stage"] == "verdict"}
+        complete = all((arm["name"], seed) in measured for arm in regime.arms for seed in fresh)
+        if axes is None or len(others) < 2 or not complete:
+            return {}
 
         def ends(name: str) -> tuple[np.ndarray, np.ndarray]:
             role = next(arm["role"] for arm in regime.arms if arm["name"] == name)
