@@ -252,7 +252,7 @@ class Results:
         return firsts[0], str(self.regime.variety)
 
     def places(self) -> dict[str, tuple[Place, str]]:
-        """Where methods lie, and which rival is closest; nothing where rivals were not measured, or seeds are missing."""
+        """Where methods lie, and which rival is closest; nothing where rivals, or seeds, were not measured."""
         regime, axes, others = self.regime, self.axes, [self.base, *self.named("rival")]
         fresh, development = regime.seeds_of("verdict"), regime.seeds_of("rates")
         measured = {(row["arm"], row["seed"]) for row in self.rows if row["stage"] == "verdict"}
