@@ -86,7 +86,7 @@ def as_run(place, agent=False):
 
 @pytest.mark.parametrize("regime", read_measured(), ids=lambda regime: regime.name)
 def test_a_measured_regime_is_recognised_and_what_paid_there_comes_first(regime):
-    found = advise(as_run(regime.place, regime.agent))
+    found = advise(as_run(regime.places[0], regime.agent))
     assert found.regime == regime and found.distance == 0
     assert [arm.tokens[0] for arm in found.arms] == sorted((arm.tokens[0] for arm in found.arms), reverse=True)
     assert all(arm.tokens[1] > 0 for arm in found.arms)
@@ -104,7 +104,7 @@ def test_what_resembles_nothing_is_told_to_keep_grpo():
 
 
 def test_most_runs_on_other_seeds_are_recognised():
-    """GRPO's runs on the development seeds, at every setting that was tried, beside the means of the fresh seeds."""
+    """GRPO's runs on the development seeds, at every setting that was tried, beside those of the fresh seeds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [str(EXAMPLES / "benchmarks"), *sys.path])
         from regimes_effects import looks
@@ -116,7 +116,7 @@ def test_most_runs_on_other_seeds_are_recognised():
             if run.arm.startswith("GRPO: "):
                 right += nearest(as_run(looks(run.points), regime.agent))[0] == regime
                 total += 1
-    assert total >= 20 and right / total > 0.75
+    assert total >= 20 and right / total > 0.8
 
 
 def test_the_newest_checkpoint_of_a_run_is_read(tmp_path, capsys):
@@ -156,7 +156,7 @@ def test_groups_are_counted_in_the_completions_tables(tmp_path):
 
 def test_the_change_is_printed_as_a_file_for_train(tmp_path, capsys):
     regime = next(regime for regime in read_measured() if any(arm.paid for arm in regime.arms))
-    start, end, equal, later, left = regime.place
+    start, end, equal, later, left = regime.places[0]
     logs = history(steps=400, reward=(start, end), frac_reward_zero_std=(equal, later), entropy=(1, left))
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": logs}))
     assert main(["advise", str(tmp_path)]) == 0

@@ -176,10 +176,10 @@ class Results:
         low, high = crossed_interval(values, groups=groups if groups and len(groups) == values.shape[1] else None)
         return Effect(mean, min(low, mean - half), max(high, mean + half))
 
-    def looks(self) -> list[float] | None:
-        """How GRPO's runs look to `trl-explore advise`, on average."""
-        places = [looks(run.points) for run in to_runs(self.rows, "verdict") if run.arm == self.base]
-        return [round(float(value), 3) for value in np.mean(places, axis=0)] if places else None
+    def looks(self) -> list[list[float]]:
+        """How GRPO's runs look to `trl-explore advise`."""
+        runs = [run for run in to_runs(self.rows, "verdict") if run.arm == self.base]
+        return [[round(float(value), 3) for value in looks(run.points)] for run in runs]
 
     def curve(self, run: Run, metric: str) -> list[dict[str, Any]]:
         """A run's curve with the metric by problem, where its successes are known, else as an array of one value."""

@@ -185,8 +185,8 @@ def measured(results: list[Results]) -> list[dict[str, Any]]:
     """What `trl-explore advise` is told: how GRPO's runs look in a regime, and what its arms did."""
     told = []
     for found in results:
-        regime, place = found.regime, found.looks()
-        if place is None:
+        regime, places = found.regime, found.looks()
+        if not places:
             continue
         arms = []
         for name in found.named("rival", "method"):
@@ -208,7 +208,7 @@ def measured(results: list[Results]) -> list[dict[str, Any]]:
                 "name": regime.name,
                 "metric": label(regime.metric),
                 "agent": found.comparison.task.name in AGENTS,
-                "place": place,
+                "places": places,
                 "limits": found.limits,
                 "seeds": len(regime.seeds_of("verdict")),
                 "arms": arms,
