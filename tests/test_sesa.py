@@ -304,6 +304,19 @@ def test_a_list_cut_off_at_a_line_keeps_the_line(tmp_path):
     assert texts == ["1", "2", "1", "2", "5", "6", "5", "6"]
 
 
+def test_candidates_alone_do_not_see_each_other(tmp_path):
+    """The control of lists: every row begins a list of its own; equal rows stay."""
+    lists = [["1+2", "1|", "3+|", "1", "5+6", "5", "7+8|", ""]]
+    options = dict(candidate_context="alone", off_policy_correction=True)
+    trainer, texts = listing(tmp_path, lists, **options)
+    assert texts == ["1", "3", "1", "1", "5", "5", "7", "5"] and trainer.filled == [] and len(trainer.asked) == 1
+    first, second = trainer.asked[0][0], trainer.asked[0][4]
+    assert trainer.asked[0] == [first] * 4 + [second] * 4 and first != second
+    assert [trainer._tokenizer.decode(drawn.context) for (drawn,) in trainer.mode.drawn] == trainer.asked[0]
+    metrics = trainer._metrics["train"]
+    assert metrics["sketch/repeats"] == [2.0] and metrics["sketch/distinct"] == [pytest.approx((2 / 3 + 2 / 3) / 2)]
+
+
 def thinking(special):
     """A tokenizer that has tags for thoughts, and a model for it."""
     tokenizer = make_tokenizer()
@@ -458,6 +471,7 @@ ERRORS = {
     "mode.*unknown value 'two-stage'; did you mean 'two_stage'": dict(mode="two-stage"),
     "sketch_assignment.*unknown value 'shufled'; did you mean 'shuffled'": dict(sketch_assignment="shufled"),
     "'shuffled'` has no meaning with `mode='sequential'": dict(sketch_assignment="shuffled", mode="sequential"),
+    "'alone'` has no meaning with `mode='two_stage'`, which writes no lists": dict(candidate_context="alone"),
     "'shuffled'` has no meaning with `mode='agent'": dict(sketch_assignment="shuffled", mode="agent"),
     "only one per generation batch": dict(sketch_assignment="shuffled", per_device_train_batch_size=4),
     "sketch_template='think'` must contain {problem}": dict(sketch_template="think"),

@@ -25,6 +25,7 @@ ACTION_TEMPLATE = (
 CHECKS = (
     one_of("mode", ("two_stage", "sequential", "agent")),
     one_of("sketch_assignment", ("own", "shuffled")),
+    one_of("candidate_context", ("list", "alone")),
     one_of("off_policy_scope", ("all", "negative")),
     at_least(1, "max_sketch_length", "parallel_sketches"),
     at_least(1, "max_lists", "max_list_length", "context_length", optional=True, words=", or None"),
@@ -83,6 +84,10 @@ class SESAConfig(ExplorationConfig):
             `sequential`: prompt of a list, with `{problem}` and, optionally, `{num_candidates}`.
         candidate_separator (`str`, *optional*, defaults to `"\n"`):
             `sequential`: text between the candidates of a list.
+        candidate_context (`str`, *optional*, defaults to `"list"`):
+            `sequential`: behind what a candidate is drawn: `"list"`, those before it, or `"alone"`. The second is the
+            control for a comparison: every row is the first candidate of a list of its own, of which no more is
+            sampled than `max_completion_length` tokens and a separator, or `max_list_length`. Equal ones are kept.
         max_lists (`int`, *optional*):
             `sequential`: how often a list is asked for or continued, at least 1. More rounds give fuller lists, by
             more calls; they end earlier where one adds no candidates, or there are `num_generations` different ones.
@@ -134,6 +139,7 @@ class SESAConfig(ExplorationConfig):
     solve_template: str = SOLVE_TEMPLATE
     candidate_template: str = CANDIDATE_TEMPLATE
     candidate_separator: str = "\n"
+    candidate_context: str = "list"
     max_lists: int | None = None
     max_list_length: int | None = None
     context_length: int | None = None
@@ -159,16 +165,16 @@ class SESAConfig(ExplorationConfig):
                 raise ValueError(f"`{name}` must not be empty: texts would run into each other.")
 
     def _check_mode(self) -> None:
-        if self.sketch_assignment != "own" and self.mode != "two_stage":
-            raise ValueError(
-                f"`sketch_assignment={self.sketch_assignment!r}` has no meaning with `mode={self.mode!r}`, which "
-                "writes no sketches: set `mode='two_stage'`, or leave it out."
-            )
-        if self.parallel_sketches > 1 and self.mode != "two_stage":
-            raise ValueError(
-                f"`parallel_sketches={self.parallel_sketches}` has no meaning with `mode={self.mode!r}`, which writes "
-                "no sketches: set `mode='two_stage'`, or leave it out."
-            )
+        for name, neutral, mode, what in (
+            ("sketch_assignment", "own", "two_stage", "sketches"),
+            ("parallel_sketches", 1, "two_stage", "sketches"),
+            ("candidate_context", "list", "sequential", "lists"),
+        ):
+            if vars(self)[name] != neutral and self.mode != mode:
+                raise ValueError(
+                    f"`{name}={vars(self)[name]!r}` has no meaning with `mode={self.mode!r}`, which writes no {what}: "
+                    f"set `mode={mode!r}`, or leave it out."
+                )
         if self.explores_some and self.mode == "agent":
             field = "explore_share_end" if self.explore_prompts == "all" else "explore_prompts"
             raise ValueError(

@@ -18,23 +18,24 @@ from trl_explore.sketches.drafts import (
 from trl_explore.sketches.mode import Chooser, Mode
 from trl_explore.sketches.weights import Drawn
 
+Candidate = tuple[str, list[int]]  # its text, and the context behind which it was drawn
 NO_THOUGHT = f"\n{END_THINK}\n\n"  # what ends a thought that the prompt has begun, as chat templates write it
 
 
 class Lists(Mode):
-    """`mode="sequential"`; candidates are repeated in turn where a list has too few."""
+    """`mode="sequential"`; candidates are repeated in turn where a list has too few. With `candidate_context="alone"`
+    every row is the first candidate of a list of its own."""
 
     def rollout(self, prompt_ids: list[list[int]], examples: list[dict[str, Any]], plain: Chooser) -> Rollout:
         start = time.perf_counter()
         size = self.size
         prompts = [example["prompt"] for example in examples[::size]]
         with self.sample.rollout():
-            asked, found, num_tokens = self._list_candidates(prompts)
-        distinct = [first_distinct(texts, size) for texts in found]
+            listed, found, num_tokens = self._candidates(prompts)
         # Under a prompt that begins a thought, an answer stands behind the end of it.
         before = [self.encode(NO_THOUGHT) if self._begins_thought(ids) else [] for ids in prompt_ids[::size]]
         candidates = [
-            [self._candidate_ids(text, start) for text in texts] for texts, start in zip(distinct, before, strict=True)
+            [self._candidate_ids(text, start) for text, _ in rows] for rows, start in zip(listed, before, strict=True)
         ]
         draft_seconds = time.perf_counter() - start
 
@@ -57,17 +58,10 @@ class Lists(Mode):
             "sampled_tokens": num_tokens + sum(len(c.token_ids) for group in fillers for c in group),
             **diversity(found),
         }
-        # A candidate was drawn behind those before it, but for its end token, which a list has in another form.
+        # A list has the end token of a candidate in another form.
         drawn = [
-            [
-                Drawn(
-                    len(before[g]),
-                    ids + self._begun_list(found[g][: found[g].index(text)]),
-                    candidates[g][i][len(before[g]) : -1],
-                )
-                for i, text in enumerate(distinct[g])
-            ]
-            for g, ids in enumerate(asked)
+            [Drawn(len(start), context, ids[len(start) : -1]) for (_, context), ids in zip(rows, group, strict=False)]
+            for rows, group, start in zip(listed, candidates, before, strict=True)
         ]
         self.drawn = [[parts[i % len(parts)]] if parts else [] for parts in drawn for i in range(size)]
         self.columns = {"candidate": [i % len(parts) if parts else math.nan for parts in drawn for i in range(size)]}
@@ -78,7 +72,27 @@ class Lists(Mode):
             else None,
         )
 
-    def _list_candidates(self, prompts: list[Prompt]) -> tuple[list[list[int]], list[list[str]], int]:
+    def _candidates(self, prompts: list[Prompt]) -> tuple[list[list[Candidate]], list[list[str]], int]:
+        """Per prompt the candidates that become rows, and all that were listed, and the tokens of all prompts."""
+        args, size = self.args, self.size
+        if args.candidate_context == "list":
+            most = args.max_list_length or size * args.max_completion_length
+            asked, found, num_tokens = self._list_candidates(prompts, most=most, rounds=args.max_lists or size)
+            listed = [
+                [(text, ids + self._begun_list(texts[: texts.index(text)])) for text in first_distinct(texts, size)]
+                for ids, texts in zip(asked, found, strict=True)
+            ]
+            return listed, found, num_tokens
+        most = args.max_list_length or args.max_completion_length + len(self.encode(args.candidate_separator))
+        repeated = [prompt for prompt in prompts for _ in range(size)]
+        asked, found, num_tokens = self._list_candidates(repeated, most=most, rounds=1)
+        starts = range(0, len(asked), size)
+        listed = [[(found[i][0], asked[i]) for i in range(start, start + size) if found[i]] for start in starts]
+        return listed, [[text for text, _ in rows] for rows in listed], num_tokens
+
+    def _list_candidates(
+        self, prompts: list[Prompt], *, most: int, rounds: int
+    ) -> tuple[list[list[int]], list[list[str]], int]:
         """Prompts that ask for lists, the candidates of each with duplicates, and the tokens they cost. A list that
         ends too early is continued: its distinct candidates are put into the model's mouth, behind what it thought
         before the first of them, each round in one call for all prompts."""
@@ -86,11 +100,10 @@ class Lists(Mode):
         asked = self.policy.encode_prompts(
             [fill_prompt(prompt, args.candidate_template, {"num_candidates": str(size)}) for prompt in prompts]
         )
-        most = args.max_list_length or size * self.args.max_completion_length
         found: list[list[str]] = [[] for _ in prompts]
         num_tokens = 0
         open_lists = set(range(len(prompts)))
-        for _ in range(args.max_lists or size):
+        for _ in range(rounds):
             begun = [asked[i] + self._begun_list(first_distinct(texts, size)) for i, texts in enumerate(found)]
             room = [int(min(most, self.context_length - len(ids))) for ids in begun]
             short = [i for i, texts in enumerate(found) if i in open_lists and len(set(texts)) < size and room[i] > 0]
