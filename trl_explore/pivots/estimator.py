@@ -40,6 +40,10 @@ class SuccessEstimator:
         self.weight = 0.0
         self.bias = 0.0
         self._buffer: deque[tuple[float, int]] = deque(maxlen=buffer_size)
+        # Its import takes more than a second, which the first training step should not.
+        from sklearn.linear_model import LogisticRegression
+
+        self._model_class = LogisticRegression
 
     def __len__(self) -> int:
         return len(self._buffer)
@@ -54,11 +58,9 @@ class SuccessEstimator:
         labels = [label for _, label in self._buffer]
         if len(set(labels)) < 2 or len(self) < self.min_samples:
             return
-        from sklearn.linear_model import LogisticRegression
-
         # Newton's steps are exact for two parameters. The default solver stops early where success is rare: there the
         # likelihood is flat in the slope.
-        model = LogisticRegression(C=1 / self.l2, solver="newton-cholesky", tol=1e-8)
+        model = self._model_class(C=1 / self.l2, solver="newton-cholesky", tol=1e-8)
         model.fit([[depth] for depth, _ in self._buffer], labels)
         self.weight, self.bias = float(model.coef_[0, 0]), float(model.intercept_[0])
 
