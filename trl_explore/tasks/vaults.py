@@ -5,7 +5,7 @@ Each fact's item stands right before it, so a tiny model keeps what it has found
 
 import random
 from abc import abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from trl_explore.tasks.sketched import SketchedTask
@@ -222,5 +222,3 @@ DOORS = DoorsTask(
     right_probability=0.35,
     warm_start_steps=1000,
 )
-# Longer ways of likelier doors: a whole one is as rare, and a search has more places to go on from.
-DEEP_DOORS = replace(DOORS, name="deep_doors", num_steps=8, right_probability=0.45)
