@@ -10,12 +10,16 @@
 All start from one model, which plain GRPO trained for `--grpo_steps`, and take turns, so that a machine that drifts
 slows all: figures are medians over the steps of all rounds, ratios are within a round, with smallest and largest.
 Seconds are CPU seconds of the process, on a GPU those of the wall. Trees have `--expansion_width` children per node.
+
+Passes are those of a step without gradients, which sampling needs. "By passes alone" is the ratio if nothing else cost
+a method more per token than it costs GRPO; on a GPU, which runs behind, it says nothing and is left out.
 """
 
 import argparse
 import copy
 import statistics
 import tempfile
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +33,7 @@ from trl_explore.compare.run import CostCallback, task_trainer
 from trl_explore.compare.settings import Arm, Budget
 from trl_explore.compare.tasks import common_options, find_task, task_options
 from trl_explore.methods import METHODS
+from trl_explore.sampling.generation import language_model
 from trl_explore.tasks.tiny_model import build_tokenizer
 from trl_explore.tasks.warm_start import warm_start
 
@@ -90,6 +95,24 @@ def random_trainer(shape: Qwen2Config, prompt: str, arm: Arm, config: Any, **mor
     )
 
 
+class Passes:
+    """Counts forward passes of a trainer's model without gradients, and their CPU seconds."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.number, self.seconds, self._start = 0, 0.0, 0.0
+        model = language_model(trainer.model)
+        model.register_forward_pre_hook(self._begins)
+        model.register_forward_hook(self._ends)
+
+    def _begins(self, *args: Any) -> None:
+        self._start = time.process_time()
+
+    def _ends(self, *args: Any) -> None:
+        if not torch.is_grad_enabled():
+            self.number += 1
+            self.seconds += time.process_time() - self._start
+
+
 def trained(make: Any, arm: Arm, options: dict[str, Any], *, save_to: Path | None = None) -> list[dict[str, float]]:
     """Costs and logs of each step but the first, which is a warm-up."""
     costs = CostCallback(Budget(steps=options["max_steps"]))
@@ -99,6 +122,7 @@ def trained(make: Any, arm: Arm, options: dict[str, Any], *, save_to: Path | Non
         config = METHODS[arm.method].config_class(output_dir=folder, **{**options, **arm.options})
         trainer = make(arm, config, callbacks=[costs])
         trainer.remove_callback(PrinterCallback)
+        passes = Passes(trainer)
         trainer.train()
         if save_to is not None:
             trainer.save_model(str(save_to))
@@ -107,6 +131,9 @@ def trained(make: Any, arm: Arm, options: dict[str, Any], *, save_to: Path | Non
     for before, after in zip(costs.history, costs.history[1:], strict=False):
         tokens = after["tokens"] - before["tokens"]
         steps.append({**after, "step": after[clock] - before[clock], "tokens": tokens})
+    all_tokens = costs.history[-1]["tokens"]
+    for step in steps:
+        step |= {"passes": passes.number / len(costs.history), "pass_price": passes.seconds / all_tokens}
     return steps
 
 
@@ -133,8 +160,19 @@ def arms_of(task: Any, args: argparse.Namespace) -> list[Arm]:
 
 def report(arms: list[Arm], rounds: list[dict[str, list[dict[str, float]]]]) -> None:
     """Prints a table over methods, then the shares of a step."""
-    print("\n| | microseconds per token | times GRPO's | tokens per step | prompt passes | cache, MB |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    print(
+        "\n| | microseconds per token | times GRPO's | tokens per step | passes | by passes alone | prompt passes | "
+        "cache, MB |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    floors = {
+        arm.name: [
+            1 + 1e6 * (found[arm.name][0]["pass_price"] - found["GRPO"][0]["pass_price"])
+            / statistics.median(1e6 * s["step"] / s["tokens"] for s in found["GRPO"])
+            for found in rounds
+        ]
+        for arm in arms
+    }  # fmt: skip
     for arm in arms:
         steps = [step for found in rounds for step in found[arm.name]]
         price = {name: [1e6 * s["step"] / s["tokens"] for s in steps] for name, steps in
@@ -148,6 +186,8 @@ def report(arms: list[Arm], rounds: list[dict[str, list[dict[str, float]]]]) -> 
         print(
             f"| {arm.name} | {statistics.median(every):.1f} | {spread if arm.name != 'GRPO' else 1} "
             f"| {statistics.median(s['tokens'] for s in steps):,.0f} "
+            f"| {statistics.mean(s['passes'] for s in steps):.1f} "
+            f"| {'' if torch.cuda.is_available() else f'{statistics.median(floors[arm.name]):.2f}'} "
             f"| {f'{statistics.median(encoded):.3f}' if encoded else ''} "
             f"| {f'{max(cache):.1f}' if cache else ''} |"
         )
