@@ -2,6 +2,7 @@
 
 import functools
 import math
+import sys
 
 import pytest
 import torch
@@ -335,3 +336,11 @@ def test_relative_depths_end_at_one():
 def test_an_estimator_that_cannot_work_is_refused(options):
     with pytest.raises(ValueError):
         SuccessEstimator(**options)
+
+
+def test_an_estimator_has_what_it_fits_with_before_the_first_step(monkeypatch):
+    estimator = SuccessEstimator(buffer_size=20, l2=1.0)
+    monkeypatch.setitem(sys.modules, "sklearn.linear_model", None)  # an import would fail
+    estimator.add([0.2, 0.8] * 10, [0, 1] * 10)
+    estimator.fit()
+    assert estimator.weight > 0

@@ -165,19 +165,13 @@ def report(arms: list[Arm], rounds: list[dict[str, list[dict[str, float]]]]) -> 
         "cache, MB |"
     )
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    floors = {
-        arm.name: [
-            1 + 1e6 * (found[arm.name][0]["pass_price"] - found["GRPO"][0]["pass_price"])
-            / statistics.median(1e6 * s["step"] / s["tokens"] for s in found["GRPO"])
-            for found in rounds
-        ]
-        for arm in arms
-    }  # fmt: skip
+    base = [statistics.median(1e6 * s["step"] / s["tokens"] for s in found["GRPO"]) for found in rounds]
     for arm in arms:
         steps = [step for found in rounds for step in found[arm.name]]
         price = {name: [1e6 * s["step"] / s["tokens"] for s in steps] for name, steps in
                  ((i, found[arm.name]) for i, found in enumerate(rounds))}  # fmt: skip
-        base = [statistics.median(1e6 * s["step"] / s["tokens"] for s in found["GRPO"]) for found in rounds]
+        more = [1e6 * (found[arm.name][0]["pass_price"] - found["GRPO"][0]["pass_price"]) for found in rounds]
+        floor = statistics.median(1 + price / whole for price, whole in zip(more, base, strict=True))
         ratios = [statistics.median(price[i]) / base[i] for i in range(len(rounds))]
         spread = f"{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]"
         every = [value for values in price.values() for value in values]
@@ -187,7 +181,7 @@ def report(arms: list[Arm], rounds: list[dict[str, list[dict[str, float]]]]) -> 
             f"| {arm.name} | {statistics.median(every):.1f} | {spread if arm.name != 'GRPO' else 1} "
             f"| {statistics.median(s['tokens'] for s in steps):,.0f} "
             f"| {statistics.mean(s['passes'] for s in steps):.1f} "
-            f"| {'' if torch.cuda.is_available() else f'{statistics.median(floors[arm.name]):.2f}'} "
+            f"| {'' if torch.cuda.is_available() else f'{floor:.2f}'} "
             f"| {f'{statistics.median(encoded):.3f}' if encoded else ''} "
             f"| {f'{max(cache):.1f}' if cache else ''} |"
         )
