@@ -308,7 +308,7 @@ def test_mistakes_in_the_file_are_explained_in_one_line_before_anything_is_train
         (["--task", "chian", "--tokens", "1"], "task: unknown task 'chian'; did you mean 'chain'?"),
         (
             ["--task", "chain", "--methods", "sesa"],
-            "sesa does not suit the task chain; it suits vault, doors, dialects, plans",
+            "sesa does not suit the task chain; it suits vault, doors, deep_doors, dialects, plans",
         ),
         (["--task", "chain", "--tokens", "1", "--seconds", "1"], "give one of tokens, seconds and steps"),
         (["--task", "multi_hop", "--metrics", "pass_at_8"], "pass_at_8 is not measured for agents"),

@@ -91,7 +91,20 @@ def test_shares_are_shown_in_percent_and_rewards_as_they_are():
     assert lines[0] == "| arm | greedy accuracy (%) | reward | tokens | seconds | s/step |"
     assert lines[2] == "| GRPO | 60.0 ± 127.1 | 1.200 ± 2.542 | 100 | 4.0 | 0.40 |"
     assert lines[3].startswith("| deep \\| &lt;b> | 60.0 ± 127.1 (+0.0 ± 254.2) | 1.200 ± 2.542 (")
-    assert lines[-1].startswith("At 100 generated tokens,") and "t-interval over 2 seeds" in lines[-1]
+    assert lines[5].startswith("At 100 generated tokens,") and "t-interval over 2 seeds" in lines[5]
+
+
+def test_means_along_the_curves_are_shown_for_every_cost():
+    lines = markdown_table(RUNS, read_comparison(DOCUMENT)).splitlines()
+    assert lines[7].startswith("Mean along the curve of greedy accuracy (%),")
+    assert lines[9] == (
+        "| arm | up to 5 optimiser steps | up to 100 generated tokens | up to 50 tokens in the loss "
+        "| up to 4 seconds of training | up to 4 CPU seconds of training |"
+    )
+    # Up to 100 tokens GRPO's curves are 0.2, then 0.4 high on average, and 0.4 all along; the other's 0.35 up to 80
+    # tokens and then 0.65, and 0.3.
+    columns = [line.split(" | ")[2] for line in lines[11:13]]
+    assert columns == ["35.0 ± 63.6", "35.5 ± 69.9 (+0.5 ± 133.5)"]
 
 
 def test_one_seed_has_no_interval_and_the_table_says_so():
@@ -104,7 +117,7 @@ def test_runs_that_end_early_are_read_where_the_first_ended():
     comparison = read_comparison({**DOCUMENT, "budget": {"tokens": 1e6}})
     grpo, _ = summarize(RUNS, comparison)
     assert grpo.tokens == 100
-    assert markdown_table(RUNS, comparison).splitlines()[-1].startswith("At 100 generated tokens")
+    assert markdown_table(RUNS, comparison).splitlines()[5].startswith("At 100 generated tokens")
 
 
 def test_the_terminal_gets_the_same_numbers(capsys):

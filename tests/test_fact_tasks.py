@@ -8,7 +8,8 @@ from itertools import product
 import pytest
 
 from trl_explore.tasks.dialects import DIALECT, DIALECTS, PLANS
-from trl_explore.tasks.vaults import DOORS, VAULT
+from trl_explore.tasks.sketched import SketchedTask
+from trl_explore.tasks.vaults import DEEP_DOORS, DOORS, VAULT
 
 
 def answers(task, problem, number=4000):
@@ -79,6 +80,31 @@ def test_demonstrators_mostly_take_a_wrong_door():
     assert first[right] / 4000 == pytest.approx(0.3, abs=0.03)
     assert len(first) == task.num_doors and min(first.values()) / 4000 == pytest.approx(0.1, abs=0.02)
     assert lengths[1] / 4000 == pytest.approx(0.7, abs=0.03) and lengths[4] / 4000 == pytest.approx(0.09, abs=0.02)
+
+
+def test_some_demonstrations_of_long_ways_begin_on_the_right_way():
+    rng, begun, ended = random.Random(0), 0, 0
+    for _ in range(4000):
+        prompt = DEEP_DOORS.sample_problem(rng)
+        if set(prompt) & set("?|!"):
+            continue
+        problem, shown = prompt[:4], DEEP_DOORS.demonstration(prompt, rng)
+        right = DEEP_DOORS.answer(problem, DEEP_DOORS.facts[problem[-1]])
+        assert right.startswith(prompt[4:]) and shown and len(prompt[4:]) % 2 == 0
+        assert DEEP_DOORS.is_held_out(problem) is False
+        begun += len(prompt) > 4
+        ended += DEEP_DOORS.verify(problem, prompt[4:] + shown)
+    # Of the plain ones half begin there; one in 16 of those at the last door, which 0.4 of them get right.
+    assert begun > 1000 and ended > 100
+    plain = [DEEP_DOORS.demonstration("123b", rng) for _ in range(2000)]
+    assert sum(len(answer) == 17 for answer in plain) < 10  # 0.4 to the eighth
+
+
+def test_tasks_without_such_demonstrations_show_what_they_showed():
+    rngs = random.Random(5), random.Random(5)
+    whole = dataclasses.replace(DEEP_DOORS, begun_share=0.0)
+    shown = [SketchedTask.sample_problem(whole, rngs[0]) for _ in range(50)]
+    assert shown == [whole.sample_problem(rngs[1]) for _ in range(50)]
 
 
 def test_an_item_understands_several_dialects_and_demonstrations_do_not_know_which():

@@ -25,10 +25,10 @@ from trl_explore.tasks.path_exploration import PAPER_PLACES, PATHS, PROBLEM, nor
 from trl_explore.tasks.sketched import LIST_MARK, SKETCH_MARK, SOLVE_MARK, distinct
 from trl_explore.tasks.sudoku import CELLS, SUDOKU, all_boards, fill, follows_rules
 from trl_explore.tasks.tiny_model import CHARACTERS, MAX_LENGTH
-from trl_explore.tasks.vaults import DOORS, VAULT
+from trl_explore.tasks.vaults import DEEP_DOORS, DOORS, VAULT
 from trl_explore.tasks.warm_start import warm_start
 
-FACTS = [VAULT, DOORS, DIALECT, PLANS]
+FACTS = [VAULT, DOORS, DEEP_DOORS, DIALECT, PLANS]
 TASKS = [PATHS, COUNTDOWN, SUDOKU, *FACTS]
 MANY_PROBLEMS = [COUNTDOWN, SUDOKU, *FACTS]
 each_task = pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
@@ -44,6 +44,7 @@ EXAMPLES = {  # a problem of each task, and a right answer
     "sudoku": (PUZZLE, "b2e3g1i2j1l3"),
     "vault": ("k317190", VAULT.answer("k317190", VAULT.facts["k"])),
     "doors": ("317b", DOORS.answer("317b", DOORS.facts["b"])),
+    "deep_doors": ("317b", DEEP_DOORS.answer("317b", DEEP_DOORS.facts["b"])),
     "plans": ("k317", PLANS.targets("k317")[0]),
     "dialects": ("k3171", DIALECT.targets("k3171")[0]),
 }

@@ -25,8 +25,8 @@ command continues an interrupted comparison; --seeds and arms may be added to a 
 DEFAULT_TASK, DEFAULT_TOKENS, DEFAULT_OUTPUT = "countdown", 3e5, "out/compare"
 # The keys of `compare.tasks.ALL_TASKS`, without the import that takes seconds.
 TASK_NAMES = (
-    *("chain", "chaind", "late1", "late3", "vault", "doors", "dialects", "plans", "paths", "countdown"),
-    *("sudoku", "frozen_lake", "maze", "sokoban"),
+    *("chain", "chaind", "late1", "late3", "vault", "doors", "deep_doors", "dialects", "plans", "paths"),
+    *("countdown", "sudoku", "frozen_lake", "maze", "sokoban"),
     *("lake_agent", "multi_hop", "rare_hop", "late_hop"),
 )
 METHODS_HELP = f"of {', '.join(METHODS)}, or import paths of trainers; one arm each, the first is the baseline"

@@ -13,6 +13,7 @@ LABELS = {
     "eval/reward": "reward",
     "eval/success": "success",
     "tokens": "generated tokens",
+    "trained_tokens": "tokens in the loss",
     "seconds": "seconds of training",
     "cpu_seconds": "CPU seconds of training",
     "step": "optimiser steps",

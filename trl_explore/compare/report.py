@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trl_explore.compare.costs import common_reading, interval, paired_values
+from trl_explore.compare.costs import common_reading, interval, mean_along, paired_values
 from trl_explore.compare.ends import ends_table, summarize_ends
 from trl_explore.compare.plots import LABELS, learning_curves, metric_label
 from trl_explore.compare.run import TRAINING
@@ -100,9 +100,41 @@ def markdown_table(runs: Sequence[Mapping[str, Any]], comparison: Comparison) ->
     for row in summarize(runs, comparison):
         cells = [value + "".join(f" ({gap})" for gap in rest) for value, *rest in (c.texts() for c in row.cells)]
         lines.append([row.arm, *cells, *row.texts()])
+    whole = f"{_markdown(lines)}\n\n{explanation(runs, comparison)}\n\n{_along_curves(runs, comparison)}"
+    return whole + _at_many_samples(runs, comparison)
+
+
+def _markdown(lines: Sequence[Sequence[str]]) -> str:
     escaped = [[text.replace("|", "\\|").replace("<", "&lt;") for text in line] for line in lines]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in escaped)
-    return f"{table}\n\n{explanation(runs, comparison)}\n{_at_many_samples(runs, comparison)}"
+    return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
+
+
+def _along_curves(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> str:
+    """A table of the first metric's mean along the curve, for each kind of cost."""
+    metric = f"eval/{comparison.metrics[0]}"
+    label, scale = metric_label(metric)
+    readings = {cost: common_reading(runs, cost) for cost in COSTS}
+    curves = {(run["arm"], run["seed"]): run["points"] for run in runs}
+    seeds = sorted({run["seed"] for run in runs})
+    base = comparison.arms[0].name
+    titles = ["arm", *(f"up to {readings[cost]:,.0f} {LABELS[cost]}" for cost in COSTS)]
+    lines = [titles, ["---", *["---:"] * len(COSTS)]]
+    for name in (arm.name for arm in comparison.arms):
+        texts = []
+        for cost, reading in readings.items():
+            ours, theirs = (
+                [mean_along(curves[arm, seed], cost, reading, metric) for seed in seeds] for arm in (name, base)
+            )
+            gap = None if name == base else interval([a - b for a, b in zip(ours, theirs, strict=True)])
+            value, *rest = Cell(interval(ours), gap, scale).texts()
+            texts.append(value + "".join(f" ({difference})" for difference in rest))
+        lines.append([name, *texts])
+    unit = " (%)" if scale == 100 else ""
+    head = (
+        f"Mean along the curve of {label}{unit}, up to where the run that got least far stopped: of two arms that end "
+        "alike, the one that rose earlier has more.\n\n"
+    )
+    return f"{head}{_markdown(lines)}\n"
 
 
 def _at_many_samples(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> str:

@@ -18,7 +18,7 @@ from trl_explore.tasks.path_exploration import PATHS, PathTask, paper_places
 from trl_explore.tasks.sketched import SketchedTask
 from trl_explore.tasks.sokoban import SOKOBAN, SokobanEnvironment, SokobanTask
 from trl_explore.tasks.sudoku import SUDOKU, SudokuTask
-from trl_explore.tasks.vaults import DOORS, VAULT, DoorsTask, FactTask, VaultTask
+from trl_explore.tasks.vaults import DEEP_DOORS, DOORS, VAULT, DoorsTask, FactTask, VaultTask
 
 __all__ = [
     "AGENTS",
@@ -88,7 +88,7 @@ class TeachableTask(Task, Protocol):
 
 
 EMBEDDED: tuple[TeachableTask, ...] = (
-    *(CHAIN, CHAIND, LATE1, LATE3, VAULT, DOORS, DIALECT, PLANS, PATHS, COUNTDOWN),
+    *(CHAIN, CHAIND, LATE1, LATE3, VAULT, DOORS, DEEP_DOORS, DIALECT, PLANS, PATHS, COUNTDOWN),
     *(SUDOKU, FROZEN_LAKE, MAZE, SOKOBAN),
 )
 TASKS: dict[str, TeachableTask] = {task.name: task for task in EMBEDDED}
@@ -101,8 +101,8 @@ def get_task(name: str) -> TeachableTask:
 
     Args:
         name (`str`):
-            `chain`, `chaind`, `late1`, `late3`, `vault`, `doors`, `dialects`, `plans`, `paths`, `countdown`,
-            `sudoku`, `frozen_lake`, `maze` or `sokoban`.
+            `chain`, `chaind`, `late1`, `late3`, `vault`, `doors`, `deep_doors`, `dialects`, `plans`, `paths`,
+            `countdown`, `sudoku`, `frozen_lake`, `maze` or `sokoban`.
 
     Returns:
         [`TeachableTask`]: The task. `dataclasses.replace` makes a variant of it.

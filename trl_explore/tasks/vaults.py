@@ -5,10 +5,10 @@ Each fact's item stands right before it, so a tiny model keeps what it has found
 
 import random
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from trl_explore.tasks.sketched import SketchedTask
+from trl_explore.tasks.sketched import MARKS, SketchedTask
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 DOOR_NAMES = "123456789"
@@ -115,12 +115,17 @@ class VaultTask(FactTask):
 @dataclass(frozen=True, kw_only=True)
 class DoorsTask(FactTask):
     """Ways through rooms: `31k` is answered by `2m1x3#`, through `m` and `x` to the end, or by `2m3`, a dead end.
-    The rooms behind doors are shown, so only the doors are to be learned. A sketch is the first two doors, `21`."""
+    The rooms behind doors are shown, so only the doors are to be learned. A sketch is the first two doors, `21`.
+
+    Some demonstrations may begin on the right way, `31k2m`, and go on with `1x3#`: by themselves they hardly ever get
+    to the end of a long way, and a model is to know the end.
+    """
 
     num_doors: int  # of every room
     num_steps: int  # doors of a way
     habit_probability: float  # of one wrong door per room
     right_probability: float  # of the right door; the others are equally likely
+    begun_share: float = 0.0  # of plain demonstrations, that begin on the right way
 
     step_length = 2  # a door and what is behind it
     max_sketch_length = 3  # two doors and the end-of-sequence token
@@ -131,6 +136,7 @@ class DoorsTask(FactTask):
         check_range("num_steps", self.num_steps, 2, 40)
         check_range("habit_probability", self.habit_probability, 0, 1)
         check_range("right_probability", self.right_probability, 0, 1 - self.habit_probability)
+        check_range("begun_share", self.begun_share, 0, 1)
 
     def draw(self, rng: random.Random) -> str:
         """A number and a room, right before its door."""
@@ -195,6 +201,22 @@ class DoorsTask(FactTask):
     def sketch(self, problem: str, rng: random.Random) -> str:
         return self.guess(problem, rng)[:2]
 
+    def sample_problem(self, rng: random.Random) -> str:
+        problem = super().sample_problem(rng)
+        if not self.begun_share or MARKS.search(problem) or rng.random() >= self.begun_share:
+            return problem
+        right = self.answer(problem, self.facts[item_of(problem)])
+        return problem + right[: self.step_length * rng.randrange(1, self.num_steps)]
+
+    def demonstration(self, prompt: str, rng: random.Random) -> str:
+        problem = prompt[: self.num_digits + 1]
+        begun = prompt[len(problem) :]
+        if not begun or MARKS.search(begun):
+            return super().demonstration(prompt, rng)
+        steps = len(begun) // self.step_length
+        guess = self.facts[item_of(problem)][:steps] + self.guess(problem, rng)[steps:]
+        return self.answer(problem, guess).removeprefix(begun)
+
 
 def item_of(problem: str) -> str:
     return problem.strip("0123456789")
@@ -222,3 +244,5 @@ DOORS = DoorsTask(
     right_probability=0.35,
     warm_start_steps=1000,
 )
+# Longer ways: a search gets to the end only if it goes deep.
+DEEP_DOORS = replace(DOORS, name="deep_doors", num_steps=8, right_probability=0.4, begun_share=0.5)
