@@ -94,10 +94,10 @@ def test_some_demonstrations_of_long_ways_begin_on_the_right_way():
         assert DEEP_DOORS.is_held_out(problem) is False
         begun += len(prompt) > 4
         ended += DEEP_DOORS.verify(problem, prompt[4:] + shown)
-    # Of the plain ones half begin there; one in 16 of those at the last door, which 0.4 of them get right.
-    assert begun > 1000 and ended > 100
+    # Of the plain ones half begin there; one in 7 of those at the last door, which 0.3 of them get right.
+    assert begun > 1000 and ended > 30
     plain = [DEEP_DOORS.demonstration("123b", rng) for _ in range(2000)]
-    assert sum(len(answer) == 17 for answer in plain) < 10  # 0.4 to the eighth
+    assert sum(len(answer) == 17 for answer in plain) < 10  # 0.3 to the eighth
 
 
 def test_tasks_without_such_demonstrations_show_what_they_showed():

@@ -244,5 +244,5 @@ DOORS = DoorsTask(
     right_probability=0.35,
     warm_start_steps=1000,
 )
-# Longer ways: a search gets to the end only if it goes deep.
-DEEP_DOORS = replace(DOORS, name="deep_doors", num_steps=8, right_probability=0.4, begun_share=0.5)
+# Longer ways of rarer doors: a search gets to the end only if it goes deep.
+DEEP_DOORS = replace(DOORS, name="deep_doors", num_steps=8, right_probability=0.3, begun_share=0.5)
