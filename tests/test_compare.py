@@ -107,6 +107,12 @@ def test_means_along_the_curves_are_shown_for_every_cost():
     assert columns == ["35.0 ± 63.6", "35.5 ± 69.9 (+0.5 ± 133.5)"]
 
 
+def test_a_run_without_a_token_in_the_loss_is_shown_without_that_cost():
+    none = {**RUNS[0], "points": [{**values, "trained_tokens": 0} for values in RUNS[0]["points"]]}
+    table = markdown_table([none, *RUNS[1:]], read_comparison(DOCUMENT))
+    assert "up to 100 generated tokens" in table and "in the loss" not in table
+
+
 def test_one_seed_has_no_interval_and_the_table_says_so():
     comparison = read_comparison({**DOCUMENT, "seeds": [0]})
     table = markdown_table([run for run in RUNS if run["seed"] == 0], comparison)

@@ -29,6 +29,11 @@ class Cell:
         shown = [self._text(self.value, "")]
         return shown if self.difference is None else [*shown, self._text(self.difference, "+")]
 
+    def text(self) -> str:
+        """Both in one line."""
+        value, *rest = self.texts()
+        return value + "".join(f" ({difference})" for difference in rest)
+
     def _text(self, pair: tuple[float, float | None], sign: str) -> str:
         digits = 1 if self.scale == 100 else 3
         mean, half = pair
@@ -98,8 +103,7 @@ def markdown_table(runs: Sequence[Mapping[str, Any]], comparison: Comparison) ->
     titles = headers(comparison)
     lines = [titles, ["---", *["---:"] * (len(titles) - 1)]]
     for row in summarize(runs, comparison):
-        cells = [value + "".join(f" ({gap})" for gap in rest) for value, *rest in (c.texts() for c in row.cells)]
-        lines.append([row.arm, *cells, *row.texts()])
+        lines.append([row.arm, *(cell.text() for cell in row.cells), *row.texts()])
     whole = f"{_markdown(lines)}\n\n{explanation(runs, comparison)}\n\n{_along_curves(runs, comparison)}"
     return whole + _at_many_samples(runs, comparison)
 
@@ -113,12 +117,13 @@ def _along_curves(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> 
     """A table of the first metric's mean along the curve, for each kind of cost."""
     metric = f"eval/{comparison.metrics[0]}"
     label, scale = metric_label(metric)
-    readings = {cost: common_reading(runs, cost) for cost in COSTS}
+    # A run whose groups never had contrast may have no token in the loss.
+    readings = {cost: reading for cost in COSTS if (reading := common_reading(runs, cost)) > 0}
     curves = {(run["arm"], run["seed"]): run["points"] for run in runs}
     seeds = sorted({run["seed"] for run in runs})
     base = comparison.arms[0].name
-    titles = ["arm", *(f"up to {readings[cost]:,.0f} {LABELS[cost]}" for cost in COSTS)]
-    lines = [titles, ["---", *["---:"] * len(COSTS)]]
+    titles = ["arm", *(f"up to {reading:,.0f} {LABELS[cost]}" for cost, reading in readings.items())]
+    lines = [titles, ["---", *["---:"] * len(readings)]]
     for name in (arm.name for arm in comparison.arms):
         texts = []
         for cost, reading in readings.items():
@@ -126,8 +131,7 @@ def _along_curves(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> 
                 [mean_along(curves[arm, seed], cost, reading, metric) for seed in seeds] for arm in (name, base)
             )
             gap = None if name == base else interval([a - b for a, b in zip(ours, theirs, strict=True)])
-            value, *rest = Cell(interval(ours), gap, scale).texts()
-            texts.append(value + "".join(f" ({difference})" for difference in rest))
+            texts.append(Cell(interval(ours), gap, scale).text())
         lines.append([name, *texts])
     unit = " (%)" if scale == 100 else ""
     head = (
