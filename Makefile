@@ -59,18 +59,23 @@ types: install
 
 # What the wheel requires is what the checkout requires, so the environment is that one, as links, with the wheel in it.
 # From another folder, so that nothing is imported from the checkout by accident.
-test-wheel: install
-	rm -rf build dist .venv-wheel .venv-bare
+test-wheel: install .venv-bare/.installed
+	rm -rf build dist .venv-wheel
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist .
 	cp -al $(VENV) .venv-wheel
 	.venv-wheel/bin/python -m pip uninstall --quiet --yes trl-explore
 	.venv-wheel/bin/python -m pip install $(QUIET) --no-deps dist/*.whl
 	cd "$$(mktemp -d)" && HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(CURDIR)/.venv-wheel/bin/python -m pytest -q -n $(TEST_PROCESSES) -m "not slow" -p no:cacheprovider $(addprefix $(CURDIR)/tests/,$(WHEEL_TESTS))
-# And where nothing is installed but what it declares: an import of anything else fails there.
+	.venv-bare/bin/python -m pip install $(QUIET) --no-deps --force-reinstall dist/*.whl
+	.venv-bare/bin/python -I tests/integration/import_everything.py
+
+# Where nothing is installed but what the package declares: an import of anything else fails there.
+.venv-bare/.installed: pyproject.toml constraints.txt
+	rm -rf .venv-bare
 	$(PYTHON) -m venv .venv-bare
 	.venv-bare/bin/python -m pip install $(QUIET) -c constraints.txt torch
-	.venv-bare/bin/python -m pip install $(QUIET) -c constraints.txt dist/*.whl
-	.venv-bare/bin/python -I tests/integration/import_everything.py
+	.venv-bare/bin/python -m pip install $(QUIET) -c constraints.txt .
+	@touch $@
 
 # What would be uploaded to the package index.
 .venv-dist/.installed: constraints-dist.txt

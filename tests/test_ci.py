@@ -12,6 +12,7 @@ from packaging.requirements import Requirement
 from trl_explore.compat import KNOWN_TRL
 
 CHECKS = ["lint", "types", "docs", "check-dist", "test-slow", "test", "test-wheel"]
+BESIDE = [".venv-vllm/.installed", ".venv-bare/.installed"]  # made while something else runs
 
 
 def run_ci(folder, *, fails=None, vllm="1"):
@@ -29,18 +30,21 @@ def test_ci_runs_every_check(tmp_path):
     status, targets = run_ci(tmp_path)
     assert status == 0 and targets[0] == "install"
     assert [target for target in targets if target in CHECKS] == CHECKS
-    assert ".venv-vllm/.installed" in targets and targets[-1] == "test-vllm"
+    assert {*BESIDE} < {*targets} and targets[-1] == "test-vllm"
 
 
-def test_ci_without_vllm_waits_for_nothing(tmp_path):
-    assert run_ci(tmp_path, vllm="0") == (0, ["install", *CHECKS])
+def test_ci_without_vllm_neither_makes_nor_asks_for_it(tmp_path):
+    status, targets = run_ci(tmp_path, vllm="0")
+    assert status == 0 and not [target for target in targets if "vllm" in target]
+    assert [target for target in targets if target in CHECKS] == CHECKS
 
 
-@pytest.mark.parametrize("target", [".venv-vllm/.installed", *CHECKS, "test-vllm"])
+@pytest.mark.parametrize("target", [*BESIDE, *CHECKS, "test-vllm"])
 def test_ci_fails_with_whatever_fails(tmp_path, target):
     status, targets = run_ci(tmp_path, fails=target)
     assert status == 2
-    assert target in CHECKS or ("test-slow" in targets) == (target == "test-vllm")
+    assert ("test-slow" in targets) == (target not in (".venv-vllm/.installed", *CHECKS[:4]))
+    assert ("test-wheel" in targets) == (target in ("test-wheel", "test-vllm"))
 
 
 def run_trl_main(folder, *arguments, status=0, open_issues="", token="token"):
