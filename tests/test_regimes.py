@@ -283,6 +283,10 @@ def test_effects_are_paired_and_as_wide_as_seeds_and_problems_make_them(regimes,
     assert along.mean == pytest.approx(18.75)
     assert found.effect("G2RL", "G2RL, shuffled", metric="greedy_accuracy", cost="step").mean == 0
     assert found.effect("SESA", "GRPO", metric="greedy_accuracy", cost="step") is None
+    untrained = [row | {"trained_tokens": 0.0} if row["arm"] == "G2RL" else row for row in rows]
+    no_loss = modules.effects.Results(regime, untrained)
+    assert no_loss.effect("G2RL", "GRPO", metric="greedy_accuracy", cost="trained_tokens") is None
+    assert no_loss.effect("G2RL", "GRPO", metric="greedy_accuracy", cost="tokens").mean == pytest.approx(18.75)
     one = modules.effects.Results(regime, [row for row in rows if row["seed"] == 0])
     single = one.effect("G2RL", "GRPO", metric="greedy_accuracy", cost="step")
     assert str(single) == "+12.5 (one seed)" and not single.clear
@@ -292,6 +296,7 @@ def test_the_report_says_what_is_not_admitted_and_compares_with_controls(regimes
     regime, results, report = load(regimes), modules.results, modules.report
     rows = made(results, "verdict", regime.arms, [[0.5, 0.5], [0.5, 0.5], [1.0, 1.0], [0.5, 0.5]], regime)
     rows += made(results, "admission", regime.arms[:2], [[0.5, 0.5], [0.5, 0.5]], regime)
+    rows = [row | {"trained_tokens": 0.0} if row["arm"] == "G2RL" else row for row in rows]  # no group had contrast
     results.write_results(regime.path, rows, ["greedy_accuracy", "pass_at_16"])
     again = results.to_runs(results.read_results(regime.path), "verdict")[0].points[1]
     assert again["tokens"] == 10 and again["correct"] == [8, 12, 0, 0]
@@ -299,7 +304,8 @@ def test_the_report_says_what_is_not_admitted_and_compares_with_controls(regimes
     text = Path("results.md").read_text()
     assert "Limited neither by samples nor variety. 4x against GRPO over 2 steps, greedy along the curve: +0.0" in text
     assert "| G2RL | learning_rate 0.001, novelty_weight 1.0 | 100.0 |" in text
-    assert "| G2RL - GRPO | **+25.0 [" in text or "| G2RL - GRPO | +25.0 [" in text
+    [line] = [line for line in text.splitlines() if line.startswith("| G2RL - GRPO |")]
+    assert "+25.0 [" in line.split("|")[2] and not line.split("|")[4].strip()  # equal steps, and tokens in the loss
     assert "## Verdicts" not in text  # nothing to be said of a method where exploration has nothing to give
     assert "| G2RL - G2RL, shuffled |" in text and Path("forest.png").read_bytes().startswith(b"\x89PNG")
 

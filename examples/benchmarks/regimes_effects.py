@@ -153,7 +153,8 @@ class Results:
                 Which runs.
 
         Returns:
-            [`Effect`] or `None`: Over the seeds that both have, if there are any.
+            [`Effect`] or `None`: Over the seeds that both have, if there are any, and none of their runs stopped at a
+            cost of 0 (a run in which no token got into the loss).
         """
         runs = to_runs(self.rows, stage)
         by_arm = {name: {run.seed: run for run in runs if run.arm == name} for name in (arm, base)}
@@ -162,6 +163,8 @@ class Results:
             return None
         pairs = [(by_arm[arm][seed], by_arm[base][seed]) for seed in seeds]
         reading = min(run.points[-1][cost] for pair in pairs for run in pair)
+        if reading <= 0:
+            return None
         read = mean_along if along else value_at
         values = [[read(self.curve(run, metric), cost, reading, metric) for run in pair] for pair in pairs]
         return self._effect([ours - theirs for ours, theirs in values])

@@ -64,7 +64,7 @@ def table(results: Results) -> list[str]:
     pairs += [(arm["of"], arm["name"]) for arm in shown if arm["role"] == "control"]
     for ours, theirs in pairs:
         found = [results.effect(ours, theirs, metric=m, cost=c, along=along) for m, c, along in kinds]
-        lines.append(f"| {ours} - {theirs} | {' | '.join(map(str, found))} |")
+        lines.append(f"| {ours} - {theirs} | {' | '.join(str(effect or '') for effect in found)} |")
     return [*lines, "", *frontier(results), *many_samples(results)]
 
 
