@@ -67,6 +67,7 @@ test-wheel: install .venv-bare/.installed
 	.venv-wheel/bin/python -m pip install $(QUIET) --no-deps dist/*.whl
 	cd "$$(mktemp -d)" && HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(CURDIR)/.venv-wheel/bin/python -m pytest -q -n $(TEST_PROCESSES) -m "not slow" -p no:cacheprovider $(addprefix $(CURDIR)/tests/,$(WHEEL_TESTS))
 	.venv-bare/bin/python -m pip install $(QUIET) --no-deps --force-reinstall dist/*.whl
+	.venv-bare/bin/python -m pip check
 	.venv-bare/bin/python -I tests/integration/import_everything.py
 
 # Where nothing is installed but what the package declares: an import of anything else fails there.
@@ -74,7 +75,8 @@ test-wheel: install .venv-bare/.installed
 	rm -rf .venv-bare
 	$(PYTHON) -m venv .venv-bare
 	.venv-bare/bin/python -m pip install $(QUIET) -c constraints.txt torch
-	.venv-bare/bin/python -m pip install $(QUIET) -c constraints.txt .
+	$(PYTHON) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" > .venv-bare/requirements.txt
+	.venv-bare/bin/python -m pip install $(QUIET) -c constraints.txt -r .venv-bare/requirements.txt
 	@touch $@
 
 # What would be uploaded to the package index.
