@@ -109,6 +109,12 @@ def test_rows_of_several_batches_are_padded_as_trl_pads():
     assert merged["advantages"].tolist() == [[0.5, 0.5, 0.0], [1.0, 2.0, 3.0]]
     assert merged["tool_mask"].tolist() == [[1, 1, 0], [1, 0, 1]]
     assert merged["num_items_in_batch"] == 2
+    # vLLM's ratio of a sequence is one number a row, also beside completions of one token.
+    ratio = dict(importance_sampling_ratio=torch.tensor([[0.5]]), advantages=torch.tensor([1.0]))
+    for lengths in ((1, 3), (3, 1), (1, 1)):
+        merged = merge_rows([rows(1, length, **ratio) for length in lengths], pad_id=9)
+        assert merged["importance_sampling_ratio"].tolist() == [[0.5], [0.5]]
+        assert merged["completion_ids"].shape == (2, max(lengths))
 
 
 # --------------------------------------------------------------------------------------------------------- reductions
