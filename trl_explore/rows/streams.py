@@ -136,8 +136,9 @@ def merge_rows(parts: Sequence[RowDict], *, pad_id: int) -> RowDict:
         fill = pad_id if key.endswith("_ids") else 0
         if key in ("prompt_ids", "prompt_mask"):
             values = [pad(value, (wide["prompt"] - value.shape[1], 0), value=fill) for value in values]
-        # Of every part: vLLM's ratio of a sequence, `(B, 1)`, is as wide as completions of one token.
-        elif all(v.shape[1:] == rows["completion_ids"].shape[1:] for v, rows in zip(values, parts, strict=True)):
+        elif all(  # of every part: vLLM's ratio of a sequence, `(B, 1)`, is as wide as completions of one token
+            v.shape[1:] == rows["completion_ids"].shape[1:] for v, rows in zip(values, parts, strict=True)
+        ):
             values = [pad(value, (0, wide["completion"] - value.shape[1]), value=fill) for value in values]
         merged[key] = torch.cat(values)
     return merged
