@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from trl_explore.compare.settings import Comparison
 
 # The regime dead_ends of examples/benchmarks with the settings that its development seeds picked in the first round,
-# on a smaller budget. A test holds the two together.
+# the weight of the depth in the second, on a smaller budget. A test holds the two together.
 COMPARISON = {
     "task": "doors",
     "budget": {"tokens": 6e4},
@@ -25,7 +25,7 @@ COMPARISON = {
     "arms": [
         {"name": "GRPO", "method": "grpo", "options": {"scale_rewards": "none"}},
         {"name": "DEEP-GRPO", "method": "deep_grpo", "options": {"aux_loss_weight": 1.0}},
-        {"name": "TreeGRPO", "method": "tree_grpo", "options": {"expansion_width": 4, "depth_weight": 1.0}},
+        {"name": "TreeGRPO", "method": "tree_grpo", "options": {"expansion_width": 4, "depth_weight": 4.0}},
     ],
 }
 FAST = {"budget": {"tokens": 3e3}, "evaluations": 1, "num_eval": 32}
