@@ -15,6 +15,12 @@ from trl_explore.advice.advise import Advice, advise, change
 from trl_explore.advice.signs import read_signs
 from trl_explore.visible_text import visible_text
 
+# A comment, so that what is printed stays a file.
+DEPTH_WEIGHT = (
+    "# depth_weight: if a wrong choice ends a completion. Else leave it out: TreeGRPO may unlearn\n"
+    "# [docs/evidence.md#a-search-that-unlearns]"
+)
+
 
 def build_parser() -> argparse.ArgumentParser:
     """The flags of `trl-explore advise`."""
@@ -58,7 +64,10 @@ def run(argv: list[str]) -> int:
         markup=False,
         highlight=False,
     )
-    console.print(Text(yaml.safe_dump(change(advice.arms[0]), sort_keys=False)), soft_wrap=True)
+    to_change = change(advice.arms[0])
+    console.print(Text(yaml.safe_dump(to_change, sort_keys=False)), soft_wrap=True)
+    if to_change.get("depth_weight", 0) >= 1:
+        console.print(Text(DEPTH_WEIGHT), soft_wrap=True)
     return 0
 
 

@@ -114,10 +114,10 @@ FROZEN_LAKE = FrozenLakeTask(
 # Longer ways for a larger model, `model_size: {hidden_size: 256, num_layers: 4}` with 3.4 million parameters.
 MAZE = FrozenLakeTask(
     name="maze",
-    size=7,
-    min_moves=12,
-    max_moves=16,
-    hole_share=0.35,
+    size=6,
+    min_moves=10,
+    max_moves=12,
+    hole_share=0.3,
     blind_share=0.5,
     overlook_probabilities=(0.9, 0.7, 0.5, 0.3),
     warm_start_steps=1500,
