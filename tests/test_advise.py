@@ -154,21 +154,16 @@ def test_groups_are_counted_in_the_completions_tables(tmp_path):
     assert (signs.all_wrong, signs.all_right) == (Pair(0.5, 0.0), Pair(0.0, 0.5))
 
 
-@pytest.mark.parametrize("goes_deep", [False, True])
-def test_the_change_is_printed_as_a_file_for_train(tmp_path, capsys, goes_deep):
-    regime = next(r for r in read_measured() if (best := best_of(r)) and ("depth_weight" in change(best)) == goes_deep)
-    start, end, equal, later, left = regime.places[0]
+@pytest.mark.parametrize(("name", "goes_deep"), [("coverage", False), ("deep_ends", True)])
+def test_the_change_is_printed_as_a_file_for_train(tmp_path, capsys, name, goes_deep):
+    start, end, equal, later, left = next(r for r in read_measured() if r.name == name).places[0]
     logs = history(steps=400, reward=(start, end), frac_reward_zero_std=(equal, later), entropy=(1, left))
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": logs}))
     assert main(["advise", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    assert f"It resembles {regime.name}" in shown
-    assert yaml.safe_load(shown[shown.index("method: ") :]) == change(best_of(regime))
+    best = advise(read_signs(tmp_path)).arms[0]
+    assert f"It resembles {name}" in shown and yaml.safe_load(shown[shown.index("method: ") :]) == change(best)
     assert ("a-search-that-unlearns" in shown) == goes_deep  # it is for answers that a wrong choice ends
-
-
-def best_of(regime):
-    return max(filter(lambda arm: arm.paid, regime.arms), key=lambda arm: arm.tokens[0], default=None)
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def run(argv: list[str]) -> int:
     )
     to_change = change(advice.arms[0])
     console.print(Text(yaml.safe_dump(to_change, sort_keys=False)), soft_wrap=True)
-    if to_change.get("depth_weight", 0) >= 1:
+    if "depth_weight" in to_change:
         console.print(Text(DEPTH_WEIGHT), soft_wrap=True)
     return 0
 
