@@ -44,7 +44,7 @@ def test_beginning_and_end_are_an_eighth_of_the_steps_each():
 
 def test_a_run_that_learns_is_left_alone():
     assert texts() == [
-        "Most groups have contrast (70% at the start, 70% at the end), and the reward rises from 0.21 to 0.59: GRPO "
+        "Groups have contrast (70% at the start, 70% at the end), and the reward rises from 0.21 to 0.59: GRPO "
         "learns from what it samples."
     ]
 

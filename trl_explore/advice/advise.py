@@ -99,7 +99,7 @@ def _findings(signs: Signs) -> Iterator[Finding]:
         yield from _of_groups(signs, equal.start, equal.end)
         if max(equal) < 1 - MOSTLY / 2 and reward.end > reward.start:
             yield Finding(
-                f"Most groups have contrast ({1 - equal.start:.0%} at the start, {1 - equal.end:.0%} at the end), and "
+                f"Groups have contrast ({1 - equal.start:.0%} at the start, {1 - equal.end:.0%} at the end), and "
                 f"the reward rises from {reward.start:.2f} to {reward.end:.2f}: GRPO learns from what it samples.",
                 f"{PAGE}#groups-have-contrast",
             )
