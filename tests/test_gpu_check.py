@@ -20,10 +20,10 @@ def run(monkeypatch, folder, *flags):
 
 @pytest.mark.slow
 def test_all_methods_run_in_parts_and_end_in_one_table(tmp_path, monkeypatch, capsys):
-    run(monkeypatch, tmp_path, "--tiny", "--only", "branpo")
+    run(monkeypatch, tmp_path, "--tiny", "--steps", "3", "--only", "branpo")
     first = json.loads((tmp_path / "found.json").read_text())["found"]
     assert list(first) == ["branpo"] and "| branpo | " in capsys.readouterr().out
-    run(monkeypatch, tmp_path, "--tiny")
+    run(monkeypatch, tmp_path, "--tiny", "--steps", "3")
     found = json.loads((tmp_path / "found.json").read_text())["found"]
     assert found["branpo"] == first["branpo"]  # it is not trained again
     assert found.keys() == gpu_check.BESIDE.keys()

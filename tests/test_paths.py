@@ -260,6 +260,24 @@ def asked_and_encoded(paths, rows, budget, **options):
     return completions, (paths.asked - before[0], paths.encoded - before[1])
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_cudnn_is_kept_out_of_sampling_only(before):
+    """It would prepare itself for the shape of every step."""
+    allowed = torch.backends.cuda.cudnn_sdp_enabled
+    model, seen = make_model(), []
+    model.register_forward_pre_hook(lambda *_: seen.append(allowed()))
+    was = allowed()
+    torch.backends.cuda.enable_cudnn_sdp(before)
+    try:
+        kept(model).complete([LONG, SHORT], [2, 2])
+        assert seen and not any(seen) and allowed() is before
+        with pytest.raises(IndexError):
+            kept(model).complete([[10**6]], [2])  # no token
+        assert allowed() is before
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(was)
+
+
 def test_a_path_is_encoded_once():
     paths = kept(llama(), sampling(ends=[NEVER]))
     (first, second), counted = asked_and_encoded(paths, [LONG, LONG], 5)

@@ -5,14 +5,16 @@
     python examples/benchmarks/gpu_check.py --device cpu --tiny # the same code with a tiny model
 
 Weights are random, prompts made up, and a reward is the parity of a completion's tokens: nothing can be learned here.
-BranPO is an agent with a trivial tool, beside GRPO with the same tool. `tree_grpo_packed` computes shared
-prefixes once, on a GPU with compiled attention, of which a few graphs serve all lengths. What is done is kept in
+BranPO is an agent with a trivial tool, beside GRPO with the same tool. `tree_grpo_parallel` grows four nodes of a tree
+at a time; `tree_grpo_packed` computes shared prefixes once, on a GPU with compiled attention, of which a few graphs
+serve all lengths. What is done is kept in
 `--output`, and a run goes on where an earlier one ended; the table shows all of it.
 """
 
 import argparse
 import gc
 import json
+import re
 import statistics
 import time
 from pathlib import Path
@@ -29,9 +31,9 @@ from trl_explore.methods import METHODS
 from trl_explore.tasks.tiny_model import VOCAB_SIZE, build_tokenizer
 
 # Each method beside the GRPO that it is compared with: an agent's turns are another task than single completions.
-BESIDE = {name: "grpo" for name in ("grpo", "deep_grpo", "tree_grpo", "tree_grpo_packed", "sesa", "g2rl")}
+BESIDE = {name: "grpo" for name in ("grpo", "deep_grpo", "sesa", "g2rl")}
+BESIDE |= {name: "grpo" for name in ("tree_grpo", "tree_grpo_parallel", "tree_grpo_packed")}
 BESIDE |= {"grpo_agent": "grpo_agent", "branpo": "grpo_agent"}
-STEPS = 6
 
 
 def parity(completion_ids, **columns):
@@ -92,6 +94,7 @@ def options_of(name, length, batch):
     return {
         "deep_grpo": dict(segmentation="fixed", segment_length=length // 8, max_pivots_per_batch=batch // 4),
         "tree_grpo": tree,
+        "tree_grpo_parallel": dict(tree, parallel_expansions=4),
         "tree_grpo_packed": dict(tree, shared_prefix_training="on"),
         "sesa": dict(max_sketch_length=length // 4),
     }.get(name, {})
@@ -101,7 +104,7 @@ def check(name, args):
     """Train `name` for a few steps; what it took."""
     length, rows, accumulation = (24, 8, 1) if args.tiny else (args.max_completion_length, 16, 4)
     agent = BESIDE[name] == "grpo_agent"
-    method = METHODS[name.removesuffix("_agent").removesuffix("_packed")]
+    method = METHODS[re.sub("_(agent|parallel|packed)$", "", name)]
     on_gpu = args.device == "cuda"
     tokenizer = build_tokenizer(tools=agent)
     config: GRPOConfig = method.config_class(
@@ -112,7 +115,7 @@ def check(name, args):
         max_completion_length=4 * length if agent else length,
         max_tool_calling_iterations=3 if agent else None,
         generation_kwargs=calls_on_its_own(tokenizer) if agent else None,
-        max_steps=STEPS,
+        max_steps=args.steps,
         learning_rate=1e-6,
         bf16=on_gpu,
         use_cpu=not on_gpu,
@@ -151,9 +154,9 @@ def check(name, args):
     }
 
 
-def table(found):
+def table(found, steps):
     lines = [
-        f"| {STEPS} steps | seconds per step | times GRPO | peak GiB | times GRPO | tokens sampled | graphs compiled "
+        f"| {steps} steps | seconds per step | times GRPO | peak GiB | times GRPO | tokens sampled | graphs compiled "
         "| losses finite |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
@@ -175,6 +178,7 @@ def main():
     parser.add_argument("--tiny", action="store_true", help="a tiny model and short completions")
     parser.add_argument("--only", choices=BESIDE, help="train this one; the table also has what was done before")
     parser.add_argument("--max_completion_length", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=6, help="the first of them warms up and is not counted")
     parser.add_argument("--output", default="out/gpu-check")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -198,7 +202,7 @@ def main():
     device = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     sizes = {f"{result['parameters']:,} parameters" for result in found.values()}
     print(f"\n{device}, {', '.join(sizes)}, {'bf16' if args.device == 'cuda' else 'float32'}\n")
-    print(table(found))
+    print(table(found, args.steps))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ every token, found by the tokens before it, and decodes in a loop of its own wit
 
 import copy
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -71,6 +72,18 @@ def why_not(model: Any, options: GenerationConfig) -> str | None:
     return "a model on several devices" if len(devices) > 1 else None
 
 
+@contextmanager
+def without_cudnn_attention() -> Iterator[None]:
+    """Attention by kernels that take any shape. On an H100, torch 2.11 asks cuDNN first, which prepares itself for a
+    batch size and length that is new to it, as most are here, and takes three steps' time for that."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
 class _Node:
     """A token behind the tokens above it."""
 
@@ -118,6 +131,7 @@ class PathCache:
         return 0 if self._pool is None else self._pool.nbytes
 
     @torch.no_grad()
+    @without_cudnn_attention()
     def complete(
         self, rows: Sequence[list[int]], budgets: Sequence[int], *, entropies: float | None = None
     ) -> tuple[list[list[int]], list[list[float]] | None] | None:
