@@ -52,7 +52,7 @@ def test_a_run_on_a_full_disk_ends_in_a_sentence_and_goes_on(tmp_path, more):
         str(tmp_path / "out"),
     ]
 
-    env = {**os.environ, "TRL_EXPLORE_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
     def run(limit):
         def few_bytes():

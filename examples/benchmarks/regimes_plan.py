@@ -70,7 +70,8 @@ class Regime:
         variety (`str`, *optional*):
             What tells whether GRPO collapses, such as `"pass_at_16"`. None where it is not asked.
         seeds (`dict[str, list[int]]`, *optional*):
-            Seeds of the stages.
+            Seeds of the stages where they are others: `development`, `verdict`, and `seconds`, by default the first
+            of the verdicts.
     """
 
     name: str
@@ -97,7 +98,8 @@ class Regime:
         try:
             rivals = read_rivals(document.pop("rivals", []))
             arms = [*document["arms"][:2], *rivals, *document["arms"][2:]]
-            regime = cls(name=path.stem, **{**document, "arms": arms})
+            seeds = default_seeds() | document.get("seeds", {})
+            regime = cls(name=path.stem, **{**document, "arms": arms, "seeds": seeds})
             regime.check()
         except UsageError as error:
             raise UsageError(f"{path.name}: {error}") from None

@@ -167,7 +167,7 @@ def to_runs(rows: list[Row], stage: str) -> list[Run]:
 def timed_alike(rows: list[Row]) -> list[Row]:
     """
     Results whose verdicts took the seconds that the stage *seconds*, in which all arms ran in one sitting, took for as
-    many tokens.
+    many tokens. Of several runs of an arm it is the fastest: other work on a machine only ever makes one slower.
 
     Args:
         rows (`list[dict]`):
@@ -176,23 +176,26 @@ def timed_alike(rows: list[Row]) -> list[Row]:
     Returns:
         `list[dict]`: `rows` itself where an arm of the verdicts was not timed with the others.
     """
-    timed: dict[tuple[str, str], list[Row]] = {}
+    timed: dict[tuple[str, str], dict[int, list[Row]]] = {}
     for row in rows:
         if row["stage"] == "seconds":
-            timed.setdefault((row["arm"], row["settings"]), []).append(row)
+            timed.setdefault((row["arm"], row["settings"]), {}).setdefault(row["seed"], []).append(row)
     if any((row["arm"], row["settings"]) not in timed for row in rows if row["stage"] == "verdict"):
         return rows
 
     def again(row: Row) -> Row:
         if row["stage"] != "verdict":
             return row
-        points = timed[row["arm"], row["settings"]]
-        tokens = [point["tokens"] for point in points]
-        beyond = max(row["tokens"] / tokens[-1], 1.0)
-        spent = {name: np.interp(row["tokens"], tokens, [point[name] for point in points]) for name in SECONDS}
-        return row | {name: beyond * float(value) for name, value in spent.items()}
+        runs = timed[row["arm"], row["settings"]].values()
+        return row | {name: min(_spent(points, name, row["tokens"]) for points in runs) for name in SECONDS}
 
     return [again(row) for row in rows]
+
+
+def _spent(points: list[Row], name: str, tokens: float) -> float:
+    """A run's cost at so many tokens, between its evaluations, and beyond the last at the same price."""
+    known = [point["tokens"] for point in points]
+    return max(tokens / known[-1], 1.0) * float(np.interp(tokens, known, [point[name] for point in points]))
 
 
 def _measured(row: Row) -> Iterator[tuple[str, float]]:
