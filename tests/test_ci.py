@@ -43,7 +43,8 @@ def test_ci_without_vllm_neither_makes_nor_asks_for_it(tmp_path):
 def test_ci_fails_with_whatever_fails(tmp_path, target):
     status, targets = run_ci(tmp_path, fails=target)
     assert status == 2
-    assert ("test-slow" in targets) == (target not in (".venv-vllm/.installed", *CHECKS[:4]))
+    assert ("test-slow" in targets) == (target not in CHECKS[:4])
+    assert ("test" in targets) == (target not in (".venv-vllm/.installed", *CHECKS[:5]))
     assert ("test-wheel" in targets) == (target in ("test-wheel", "test-vllm"))
 
 
