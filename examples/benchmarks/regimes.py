@@ -95,7 +95,9 @@ def train_stage(regime: Regime, stage: str, output_dir: Path, *, processes: int 
         if len(rows) < len(found):
             write_results(regime.path, rows, list(read_comparison(document).metrics))
         return
-    comparison = read_comparison(document)
+    # Many samples at the ends are no part of what training takes.
+    left_out = {"samples_at_ends"} if stage == "seconds" else set()
+    comparison = read_comparison({name: value for name, value in document.items() if name not in left_out})
     metrics, settings = list(comparison.metrics), {arm["name"]: settings_of(document, arm) for arm in document["arms"]}
     # Every change of a setting makes a folder of its own.
     whole = settings_of(document, {"method": stage, "options": settings})
