@@ -43,6 +43,7 @@ from trl_explore.names import unknown_name
 from trl_explore.runs.inputs import UsageError
 
 OVERHEAD = 1.5  # what a run takes beside training: loading and evaluation
+TIMED_PROBLEMS = 16  # that are evaluated where only time is of interest
 
 
 def train(regime: Regime, output_dir: Path, *, anyway: bool = False, processes: int | None = None) -> None:
@@ -95,15 +96,18 @@ def train_stage(regime: Regime, stage: str, output_dir: Path, *, processes: int 
         if len(rows) < len(found):
             write_results(regime.path, rows, list(read_comparison(document).metrics))
         return
-    # Many samples at the ends are no part of what training takes.
-    left_out = {"samples_at_ends"} if stage == "seconds" else set()
-    comparison = read_comparison({name: value for name, value in document.items() if name not in left_out})
+    asked = dict(document)
+    if stage == "seconds":  # evaluation is no part of what training takes
+        asked["num_eval"] = min(TIMED_PROBLEMS, document.get("num_eval", TIMED_PROBLEMS))
+        asked.pop("samples_at_ends", None)
+    comparison = read_comparison(asked)
     metrics, settings = list(comparison.metrics), {arm["name"]: settings_of(document, arm) for arm in document["arms"]}
     # Every change of a setting makes a folder of its own.
     whole = settings_of(document, {"method": stage, "options": settings})
-    place = ComparisonFolder(comparison, output_dir / f"{stage.replace(' ', '-')}-{whole}")
+    path = output_dir / f"{stage.replace(' ', '-')}-{whole}"
     if stage == "seconds":
-        shutil.rmtree(place.path, ignore_errors=True)
+        shutil.rmtree(path, ignore_errors=True)
+    place = ComparisonFolder(comparison, path)
     place.write_settings()
     arms = {arm.name: arm for arm in comparison.arms}
     for (name, seed), run in known.items():
