@@ -16,7 +16,7 @@ A regime is a file in `regimes/`: what `trl-explore compare` runs, and its arms.
 - *verdict*: every arm at its best setting, on ten fresh seeds.
 - *seconds*: the first of these again, every arm in one sitting, because a machine is not equally fast at all times.
   What it took for so many tokens is what the runs of the verdict are said to have taken. With several seeds of this
-  stage it is the fastest of an arm's runs that counts.
+  stage it is the mean of an arm's runs that counts.
 
 Arms are tuned and judged by the mean along their curves. Every run goes into `regimes/results/<regime>.csv`. What is
 there with the same settings is not trained again, so a run that was stopped anywhere, or moved to another machine,

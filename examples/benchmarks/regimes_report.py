@@ -21,7 +21,7 @@ along their curves, which also tells which of two that end alike rose earlier. D
 seed and problem; intervals are 95 %, the wider of Student's over seeds and a bootstrap over seeds and problems (those
 of one fact together). **Bold** ones exclude 0. Tokens in the loss count rows without advantage for GRPO, whose loss
 computes them, and not for branches, where they are left out. Seconds are those of runs in one sitting on the first
-fresh seed, or the faster of two on the first two, for as many tokens, where all arms have one.
+fresh seed, or the mean of two on the first two, for as many tokens, where all arms have one.
 
 Frontier: the weighting of the two metrics under which an arm looks best is chosen on the development seeds. The arm is
 outside if it is clearly ahead of GRPO and of every rival under that weighting on the fresh seeds, and inside if it is

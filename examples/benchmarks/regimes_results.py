@@ -4,6 +4,7 @@ import csv
 import hashlib
 import json
 import os
+import statistics
 import subprocess
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
@@ -167,7 +168,8 @@ def to_runs(rows: list[Row], stage: str) -> list[Run]:
 def timed_alike(rows: list[Row]) -> list[Row]:
     """
     Results whose verdicts took the seconds that the stage *seconds*, in which all arms ran in one sitting, took for as
-    many tokens. Of several runs of an arm it is the fastest: other work on a machine only ever makes one slower.
+    many tokens. Of several runs of an arm it is their mean: how much a method explores, and so what a token costs,
+    depends on the seed.
 
     Args:
         rows (`list[dict]`):
@@ -187,7 +189,7 @@ def timed_alike(rows: list[Row]) -> list[Row]:
         if row["stage"] != "verdict":
             return row
         runs = timed[row["arm"], row["settings"]].values()
-        return row | {name: min(_spent(points, name, row["tokens"]) for points in runs) for name in SECONDS}
+        return row | {name: statistics.mean(_spent(of, name, row["tokens"]) for of in runs) for name in SECONDS}
 
     return [again(row) for row in rows]
 
