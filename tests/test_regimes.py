@@ -247,6 +247,7 @@ def test_a_collapse_is_read_against_the_start_and_against_the_best_on_developmen
         ({"metric": "pass_at_1"}, "metric='pass_at_1' is not measured"),
         ({"variety": "coverage_at_8"}, "variety='coverage_at_8' is not measured"),
         ({"rivals": ["MaxRl"]}, "rivals: unknown rival 'MaxRl'; did you mean 'MaxRL'?"),
+        ({"seeds": {"second": [7]}}, "seeds: unknown stage 'second'; did you mean 'seconds'?"),
         (
             {"comparison": {**REGIME["comparison"], "metrics": ["greedy_accuracy", "pass_at_16", "pass_at_64"]}},
             "more than 35 samples",

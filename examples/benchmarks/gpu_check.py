@@ -7,8 +7,8 @@
 Weights are random, prompts made up, and a reward is the parity of a completion's tokens: nothing can be learned here.
 BranPO is an agent with a trivial tool, beside GRPO with the same tool. `tree_grpo_parallel` grows four nodes of a tree
 at a time; `tree_grpo_packed` computes shared prefixes once, on a GPU with compiled attention, of which a few graphs
-serve all lengths. What is done is kept in
-`--output`, and a run goes on where an earlier one ended; the table shows all of it.
+serve all lengths. What is done is kept in `--output`, and a run goes on where an earlier one ended; the table shows
+all of it.
 """
 
 import argparse

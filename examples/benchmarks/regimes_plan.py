@@ -40,6 +40,9 @@ KEYS = ("name", "method", "role", "of", "options", "knob")
 Arm = dict[str, Any]
 
 
+STAGES_WITH_SEEDS = ("development", "verdict", "seconds")
+
+
 def default_seeds() -> dict[str, list[int]]:
     """Seeds on which arms are tuned, and those of the verdicts."""
     return {"development": [100, 101, 102, 103], "verdict": list(range(30, 40))}
@@ -99,6 +102,9 @@ class Regime:
             rivals = read_rivals(document.pop("rivals", []))
             arms = [*document["arms"][:2], *rivals, *document["arms"][2:]]
             seeds = default_seeds() | document.get("seeds", {})
+            for stage in seeds:
+                if stage not in STAGES_WITH_SEEDS:
+                    raise UsageError(f"seeds: {unknown_name('stage', str(stage), STAGES_WITH_SEEDS)}")
             regime = cls(name=path.stem, **{**document, "arms": arms, "seeds": seeds})
             regime.check()
         except UsageError as error:
