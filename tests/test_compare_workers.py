@@ -35,14 +35,18 @@ def test_every_arm_has_a_live_line(tmp_path):
     assert "[b]Tree" in third and "0%" in third
 
 
-def test_without_a_terminal_every_finished_run_has_a_line(tmp_path):
+def test_without_a_terminal_every_warm_start_and_every_finished_run_has_a_line(tmp_path):
     folder = ComparisonFolder(read_comparison(DOCUMENT), tmp_path)
     console = Console(width=60, force_terminal=False)
     lines = ArmLines(folder, console)
     with console.capture() as shown, lines.progress:
+        lines.taught(1, 2)
         lines.at_work(folder.comparison.arms[0], 1, 30_000, "0.25")
         lines.done(folder.comparison.arms[0], 1, END)
-    assert shown.get().strip() == "1/6 GRPO, seed 1: greedy accuracy 50.0 %, 9 s of training"
+    assert shown.get().splitlines() == [
+        "1/2 warm starts",
+        "1/6 GRPO, seed 1: greedy accuracy 50.0 %, 9 s of training",
+    ]
 
 
 def test_a_run_tells_its_parent_what_it_has_spent():

@@ -123,6 +123,8 @@ class ArmLines:
     def taught(self, count: int, total: int) -> None:
         """Shows how many models have been taught an embedded task."""
         self.progress.update(self.lessons, completed=count, total=total, visible=count < total)
+        if total and not self.console.is_terminal:
+            self.print(f"{count}/{total} warm starts")
 
     def at_work(self, arm: Arm, seed: int, spent: float, reward: str) -> None:
         """Shows a step of a run."""
