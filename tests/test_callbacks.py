@@ -115,6 +115,19 @@ def test_the_logged_numbers_equal_a_brute_force_recomputation():
     assert greedy["prompts"] == ROWS["prompt"][:]
 
 
+def test_all_samples_of_a_prompt_share_one_prompt_pass():
+    trainer = make_trainer()
+    prompt_passes = []
+
+    def note(module, args, kwargs):
+        if kwargs["input_ids"].shape[1] > 1:
+            prompt_passes.append(len(kwargs["input_ids"]))
+
+    trainer.model.model.register_forward_pre_hook(note, with_kwargs=True)
+    PassAtKCallback(trainer, ROWS, num_samples=4, k=(1,), greedy=False, batch_size=8).evaluate()
+    assert prompt_passes == [2, 2, 1]  # where 8, 8 and 4 completions are sampled
+
+
 def test_greedy_completions_are_the_models_own_whatever_the_padding_and_batch_size():
     trainer = make_trainer(model=make_model(seed=4, eos_token_id=[1, 9], attention_dropout=0.5))
     trainer.model.eval()

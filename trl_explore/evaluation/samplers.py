@@ -15,7 +15,7 @@ from transformers import GenerationConfig, set_seed
 
 from trl_explore.rows.rollouts import Continuation
 from trl_explore.runs.threads import few_threads
-from trl_explore.sampling.generation import complete, recorded
+from trl_explore.sampling.generation import complete
 from trl_explore.sampling.sampler import without_dropout
 
 if TYPE_CHECKING:
@@ -114,11 +114,9 @@ class TransformersSampler:
         for number, members in groupby(sorted(prompts), key=lambda position: position // size):
             batch = list(members)
             rows = [prompts[position] for position in batch for _ in range(sampling.num_samples)]
-            sharing = recorded(self.model, temperature=1.0, entropies=False)
             with (
                 undisturbed(self.model, seed=seed_at(sampling.seed, number * size)),
                 torch.no_grad(),
-                sharing,
                 few_threads(self.model),
             ):
                 ids = complete(self.model, rows, config)

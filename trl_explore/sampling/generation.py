@@ -117,14 +117,15 @@ def row_entropies(logits: torch.Tensor, *, temperature: float) -> torch.Tensor:
 
 
 def complete(model: Any, prompt_ids: list[list[int]], config: GenerationConfig) -> list[list[int]]:
-    """Continue prompts by `generate`, up to the first end token, which is included: `[B][T_i]`. The `pad_token_id` of
-    `config` is one token, its `eos_token_id` a list."""
+    """Continue prompts by `generate`, up to the first end token, which is included: `[B][T_i]`. Equal prompts are
+    encoded once. The `pad_token_id` of `config` is one token, its `eos_token_id` a list."""
     longest = max(len(ids) for ids in prompt_ids)
     padding = [longest - len(ids) for ids in prompt_ids]
     rows = [[config.pad_token_id] * n + ids for n, ids in zip(padding, prompt_ids, strict=True)]
     real = [[0] * n + [1] * len(ids) for n, ids in zip(padding, prompt_ids, strict=True)]
     input_ids, mask = torch.tensor(rows, device=model.device), torch.tensor(real, device=model.device)  # (B, P)
-    output = model.generate(input_ids=input_ids, attention_mask=mask, generation_config=config)
+    with recorded(model, temperature=1.0, entropies=False):
+        output = model.generate(input_ids=input_ids, attention_mask=mask, generation_config=config)
     completion_ids = []
     for row in output[:, longest:].tolist():
         ends = [position for position, token in enumerate(row) if token in config.eos_token_id]
