@@ -9,6 +9,7 @@ test_killed_runs.py, and by hand:
 """
 
 import argparse
+import gc
 import hashlib
 import json
 import os
@@ -28,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import sklearn.linear_model  # noqa: F401 - a trainer that needs it imports it when it is made, in every child anew
 import torch
 from datasets import Dataset
 from peft import LoraConfig
@@ -240,6 +242,7 @@ def run(folder, *, kills, seed, cases=tuple(CASES), tell=print):
     """Chains over all cases in turn until so many runs were killed; what differed, by chain."""
     torch.set_num_threads(1)
     os.environ["SMALL_WORLD_MODEL"] = saved_model()
+    gc.freeze()  # as in `conftest.py`: else every child looks at all that was imported, and copies it
     began, wholes, killed, chains, different = time.monotonic(), {}, Counter(), 0, {}
     while sum(killed.values()) < kills or chains < len(cases):
         case = cases[chains % len(cases)]

@@ -16,6 +16,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import argparse
 import functools
+import gc
 import json
 import random
 import tempfile
@@ -295,6 +296,7 @@ def write():
 def main(folder):
     """One of two processes, started by `on_two`."""
     rank = int(os.environ["RANK"])
+    gc.freeze()  # as in `conftest.py`
     found = {case: record(case, folder / case, rank) for case in ON_TWO}
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
     torch.distributed.barrier()
