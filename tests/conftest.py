@@ -6,12 +6,12 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import gc
 import signal
 import tempfile
 
 import pytest
 import torch
+from quick import quicken
 
 # A shell that starts the suite in the background has it ignore Ctrl-C; the tests of Ctrl-C, and the processes they
 # start, need the default.
@@ -27,9 +27,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish():
-    # Every training starts by collecting garbage. Looking at all that was imported takes longer than a tiny run.
-    gc.collect()
-    gc.freeze()
+    quicken()
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,6 @@ test_killed_runs.py, and by hand:
 """
 
 import argparse
-import gc
 import hashlib
 import json
 import os
@@ -33,6 +32,7 @@ import sklearn.linear_model  # noqa: F401 - a trainer that needs it imports it w
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from quick import quicken
 from transformers import TrainerCallback
 from world import contains_answer, make_trainer, parameters, saved_model
 
@@ -242,7 +242,7 @@ def run(folder, *, kills, seed, cases=tuple(CASES), tell=print):
     """Chains over all cases in turn until so many runs were killed; what differed, by chain."""
     torch.set_num_threads(1)
     os.environ["SMALL_WORLD_MODEL"] = saved_model()
-    gc.freeze()  # as in `conftest.py`: else every child looks at all that was imported, and copies it
+    quicken()  # else every child looks at all that was imported, and copies it
     began, wholes, killed, chains, different = time.monotonic(), {}, Counter(), 0, {}
     while sum(killed.values()) < kills or chains < len(cases):
         case = cases[chains % len(cases)]

@@ -3,7 +3,6 @@ What is done on two real processes, one thing after the other: starting interpre
 Started by torchrun for the fixture `two_processes`; each rank leaves a JSON file.
 """
 
-import gc
 import json
 import os
 import sys
@@ -21,6 +20,7 @@ import measuring_runs
 import packed_runs
 import torch
 import two_process_runs
+from quick import quicken
 from trl import GRPOTrainer
 
 from trl_explore.sampling.sampler import Sampler
@@ -43,7 +43,7 @@ RUNS = {
 
 def main(folder):
     torch.set_num_threads(1)
-    gc.freeze()  # as in `conftest.py`
+    quicken()
     own, results = (GRPOTrainer._generate_single_turn, Sampler.rollout), {}
     for name, run in RUNS.items():
         GRPOTrainer._generate_single_turn, Sampler.rollout = own

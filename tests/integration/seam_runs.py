@@ -16,7 +16,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import argparse
 import functools
-import gc
 import json
 import random
 import tempfile
@@ -31,6 +30,7 @@ import pandas as pd
 import torch
 from datasets import Dataset
 from launching import on_two_processes
+from quick import quicken
 from recorder import checksum, recording
 from test_branpo import Lake, Voice, odd_steps
 from test_sesa_agent import AGENT
@@ -296,7 +296,7 @@ def write():
 def main(folder):
     """One of two processes, started by `on_two`."""
     rank = int(os.environ["RANK"])
-    gc.freeze()  # as in `conftest.py`
+    quicken()
     found = {case: record(case, folder / case, rank) for case in ON_TWO}
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
     torch.distributed.barrier()
