@@ -311,6 +311,23 @@ def test_the_report_says_what_is_not_admitted_and_compares_with_controls(regimes
     assert "| G2RL - G2RL, shuffled |" in text and Path("forest.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_report_counts_and_draws_what_training_gains_and_loses(regimes, modules):
+    regime, results = load(regimes), modules.results
+    rows = made(results, "verdict", regime.arms, [[0.5, 0.5]] * 4, regime)
+    rows += made(results, "admission", regime.arms[:2], [[0.5, 0.5]] * 2, regime)
+    results.write_results(regime.path, rows, METRICS)
+    modules.report.report([regime], Path("results"))
+    assert "newly solved" not in Path("results.md").read_text() and not Path("changes.png").exists()
+
+    for row in rows[:16]:  # the verdicts
+        row["end_correct"] = [6, 0, 0, 9] if row["step"] else [0, 5, 9, 9]
+    results.write_results(regime.path, rows, METRICS)
+    modules.report.report([regime], Path("results"))
+    lines = Path("results.md").read_text().splitlines()
+    assert [line for line in lines if line.startswith("| G2RL | 9.4") and line.endswith("| 1.0 ± 0.0 | 2.0 ± 0.0 |")]
+    assert Path("changes.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_seconds_of_verdicts_are_of_one_sitting(regimes, results):
     regime = load(regimes)
     rows = made(results, "verdict", regime.arms, [[0.5, 0.5]] * 4, regime)

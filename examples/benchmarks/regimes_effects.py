@@ -7,16 +7,17 @@ seeds and problems, where problems about the same fact are drawn together.
 import json
 import re
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from regimes_frontier import Place, place
 from regimes_plan import Arm, Regime, tuning
-from regimes_results import Row, to_runs
+from regimes_results import MANY, Row, to_runs
 
 from trl_explore.compare.costs import interval, mean_along, value_at
+from trl_explore.compare.ends import Ends, summarize_ends
 from trl_explore.compare.run import Run
 from trl_explore.compare.settings import Comparison, read_comparison
 from trl_explore.evaluation.metrics import pass_at_k
@@ -107,6 +108,16 @@ class Results:
         """What `trl-explore compare` makes of the regime's file, whatever device it is for."""
         given = {name: value for name, value in self.regime.comparison.items() if name not in ("common", "model_size")}
         return read_comparison({**given, "arms": [{"method": "grpo"}]})
+
+    @cached_property
+    def ends(self) -> list[Ends]:
+        """What training changed at many samples: the start, then every arm. Empty where it was not measured."""
+        runs = [asdict(run) for run in to_runs(self.rows, "verdict")]
+        count = self.comparison.samples_at_ends
+        if count is None or not runs or not all(run["points"][-1].get(MANY) for run in runs):
+            return []
+        names = [arm["name"] for arm in self.regime.arms if any(run["arm"] == arm["name"] for run in runs)]
+        return summarize_ends(runs, names, count)
 
     @property
     def metrics(self) -> list[str]:

@@ -1,4 +1,6 @@
-"""Two pictures of all regimes: how much more than GRPO, with intervals, and where arms lie in pass@1 and pass@k."""
+"""
+Pictures of all regimes: how much more than GRPO, where arms lie in pass@1 and pass@k, what training gains and loses.
+"""
 
 import math
 from collections.abc import Sequence
@@ -13,6 +15,7 @@ from regimes_results import to_runs
 from trl_explore.compare.costs import interval
 
 COLORS = {"rival": "#7f7f7f", "method": "#1f5fa8"}
+SOLVED, LOST = "#1f5fa8", "#c44e52"
 COLUMNS = 3
 
 
@@ -118,6 +121,46 @@ def draw_frontiers(results: Sequence[Results], path: Path) -> Path | None:
         "grey rivals, blue methods (ringed: outside, pale: inside);\n"
         "small, joined: settings tried on development seeds",
         fontsize=7,
+    )
+    return _save(figure, path)
+
+
+def draw_changes(results: Sequence[Results], path: Path) -> Path | None:
+    """
+    Draws, for every regime, how many problems each arm newly solves and newly loses.
+
+    Args:
+        results (`Sequence`):
+            Regimes with their results.
+        path (`Path`):
+            The PNG file.
+
+    Returns:
+        `Path` or `None`: `path`; nothing is drawn where no arm gained or lost a problem.
+    """
+    shown = [found for found in results if any(entry.solved != entry.lost for entry in found.ends)]
+    if not shown:
+        return None
+    names = [found.named("baseline", "more samples", "rival", "method") for found in shown]
+    figure, axes = _panels(len(shown), 0.22 * max(map(len, names)) + 1.6)
+    for axis, found, arms in zip(axes, shown, names, strict=True):
+        start, ends = found.ends[0], {entry.arm: entry for entry in found.ends}
+        for height, name in enumerate(reversed(arms)):
+            for pair, sign, color in ((ends[name].solved, 1, SOLVED), (ends[name].lost, -1, LOST)):
+                mean, half = pair or (0.0, None)
+                axis.barh(height, sign * mean, 0.7, xerr=half, color=color, error_kw={"linewidth": 0.8})
+        axis.axvline(0, color="black", linewidth=0.8)
+        axis.set_yticks(range(len(arms)), list(reversed(arms)), fontsize=8)
+        axis.tick_params(axis="x", labelsize=8)
+        most, (solves, _) = max(start.pass_at.items())
+        title = f"{found.regime.name}: {found.comparison.num_eval} problems, {100 * solves:.0f} % solved before"
+        axis.set_title(title, fontsize=9)
+        axis.grid(axis="x", alpha=0.3)
+        axis.set_axisbelow(True)
+    figure.supxlabel(
+        f"problems newly solved (blue, to the right) and newly lost (red, to the left) by training, in {most} samples "
+        "each; 95 % intervals",
+        fontsize=9,
     )
     return _save(figure, path)
 

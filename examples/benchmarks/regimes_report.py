@@ -1,17 +1,16 @@
 """What `regimes.py` found, as Markdown: the verdicts of all regimes, and a section for each with every number."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from regimes_effects import Effect, Results, label
-from regimes_pictures import draw_forest, draw_frontiers
+from regimes_pictures import draw_changes, draw_forest, draw_frontiers
 from regimes_plan import Regime, asked_for
 from regimes_results import COSTS, read_results, timed_alike, to_runs
 
-from trl_explore.compare.ends import ends_table, summarize_ends
+from trl_explore.compare.ends import ends_table
 from trl_explore.tasks import AGENTS
 
 INTRODUCTION = """# When does exploration pay? All numbers
@@ -105,13 +104,7 @@ def frontier(results: Results) -> list[str]:
 
 def many_samples(results: Results) -> list[str]:
     """Pass@k before training and after it, and problems newly solved and lost, as lines of Markdown."""
-    count = results.comparison.samples_at_ends
-    runs = [asdict(run) for run in to_runs(results.rows, "verdict")]
-    known = [run for run in runs if run["points"][-1].get("end_correct")]
-    if count is None or len(known) < len(runs) or not runs:
-        return []
-    names = [arm["name"] for arm in results.regime.arms if any(run["arm"] == arm["name"] for run in runs)]
-    return [*ends_table(summarize_ends(runs, names, count)), ""]
+    return [*ends_table(results.ends), ""] if results.ends else []
 
 
 def verdicts(results: list[Results]) -> list[str]:
@@ -225,7 +218,7 @@ def report(regimes: list[Regime], path: Path, *, told: Path | None = None) -> No
         regimes (`list`):
             Regimes; those without results are left out.
         path (`Path`):
-            The Markdown file without its suffix; `forest.png` and `frontier.png` go beside it.
+            The Markdown file without its suffix; `forest.png`, `frontier.png` and `changes.png` go beside it.
         told (`Path`, *optional*):
             Where what `trl-explore advise` knows of them goes.
     """
@@ -253,5 +246,6 @@ def report(regimes: list[Regime], path: Path, *, told: Path | None = None) -> No
     pictures = (
         draw_forest(known, path.with_name("forest.png")),
         draw_frontiers(known, path.with_name("frontier.png")),
+        draw_changes(known, path.with_name("changes.png")),
     )
     print(", ".join([f"{path}.md", *(str(picture) for picture in pictures if picture)]))
