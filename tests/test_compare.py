@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from trl_explore.cli.compare import TASK_NAMES
-from trl_explore.compare.costs import interval, mean_curve, paired_values, t_95
+from trl_explore.compare.costs import interval, mean_curve, other_starts, paired_values, t_95
 from trl_explore.compare.folder import ComparisonFolder, differences
 from trl_explore.compare.report import markdown_table, rich_table, summarize, write_report
 from trl_explore.compare.settings import read_comparison
@@ -84,6 +84,15 @@ def test_the_table_has_means_intervals_paired_differences_and_costs_at_the_budge
     # GRPO: 4 seconds and 10 steps on either seed; the other 10 seconds and 5 steps.
     assert (grpo.tokens, grpo.seconds, grpo.steps) == pytest.approx((100, 4, 10))
     assert grpo.texts() == ["100", "4.0", "0.40"] and deep.texts() == ["100", "10.0", "2.00"]
+
+
+def test_arms_that_began_with_another_model_are_named():
+    sentence = "Began at other values than GRPO"
+    assert sentence not in markdown_table(RUNS, read_comparison(DOCUMENT))
+    moved = [*RUNS[:3], run("deep | <b>", 1, (0, 0, 0, 0.2), (100, 10, 5, 0.5))]
+    assert other_starts(moved, "GRPO", ["eval/reward"]) == {"deep | <b>": [1]}
+    lines = markdown_table(moved, read_comparison(DOCUMENT)).splitlines()
+    assert f"over 2 seeds. {sentence}: deep | <b> (seed 1). " in lines[5] and "on one machine" in lines[5]
 
 
 def test_shares_are_shown_in_percent_and_rewards_as_they_are():

@@ -20,9 +20,10 @@ A regime is a file in `regimes/`: what `trl-explore compare` runs, and its arms.
 
 Arms are tuned and judged by the mean along their curves. Every run goes into `regimes/results/<regime>.csv`. What is
 there with the same settings is not trained again, so a run that was stopped anywhere, or moved to another machine,
-goes on from there. `--processes 2` trains two runs at a time, which changes nothing but how long it takes: seconds
-are always measured one run at a time. On a GPU, `train --large --minutes 9` trains a model of 77 million parameters,
-in slices. `REGIMES` names another folder of regimes.
+goes on from there. Another machine trains other warm starts, by rounding: train all arms of a verdict on one, or the
+report names those that began elsewhere. `--processes 2` trains two runs at a time, which changes nothing but how long
+it takes: seconds are always measured one run at a time. On a GPU, `train --large --minutes 9` trains a model of 77
+million parameters, in slices. `REGIMES` names another folder of regimes.
 """
 
 import argparse

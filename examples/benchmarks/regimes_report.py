@@ -1,6 +1,7 @@
 """What `regimes.py` found, as Markdown: the verdicts of all regimes, and a section for each with every number."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from regimes_pictures import draw_changes, draw_forest, draw_frontiers
 from regimes_plan import Regime, asked_for
 from regimes_results import COSTS, read_results, timed_alike, to_runs
 
+from trl_explore.compare.costs import other_starts
 from trl_explore.compare.ends import ends_table
 from trl_explore.tasks import AGENTS
 
@@ -64,7 +66,19 @@ def table(results: Results) -> list[str]:
     for ours, theirs in pairs:
         found = [results.effect(ours, theirs, metric=m, cost=c, along=along) for m, c, along in kinds]
         lines.append(f"| {ours} - {theirs} | {' | '.join(str(effect or '') for effect in found)} |")
-    return [*lines, "", *frontier(results), *many_samples(results)]
+    return [*lines, "", *starts(results), *frontier(results), *many_samples(results)]
+
+
+def starts(results: Results) -> list[str]:
+    """Which arms began with other models than the baseline, as lines of Markdown."""
+    runs = [asdict(run) for run in to_runs(results.rows, "verdict")]
+    found = other_starts(runs, results.base, [f"eval/{name}" for name in results.metrics])
+    if not found:
+        return []
+    named = "; ".join(
+        f"{arm} ({len(seeds)} of {len({run['seed'] for run in runs})} seeds)" for arm, seeds in found.items()
+    )
+    return [f"Trained on another machine than {results.base}, from warm starts that differ by rounding: {named}.", ""]
 
 
 def admissions(results: Results) -> list[str]:

@@ -35,6 +35,31 @@ def mean_along(points: Points, cost: str, reading: float, metric: str) -> float:
     return sum(parts) / (reading - known[0][0])
 
 
+def other_starts(runs: Sequence[Mapping[str, Any]], base: str, metrics: Sequence[str]) -> dict[str, list[int]]:
+    """
+    Arms that did not begin where the first arm did: their difference to it is one of models, too, not of training
+    alone.
+
+    Args:
+        runs (`Sequence[Mapping]`):
+            Runs with `arm`, `seed` and `points`, of which the first is before training.
+        base (`str`):
+            The first arm.
+        metrics (`Sequence[str]`):
+            What the first points tell of a model.
+
+    Returns:
+        `dict[str, list[int]]`: Seeds at which an arm's first point differs from the first arm's, by arm. Arms that
+        began alike everywhere are left out.
+    """
+    starts = {(run["arm"], run["seed"]): [run["points"][0].get(metric) for metric in metrics] for run in runs}
+    found: dict[str, list[int]] = {}
+    for (arm, seed), start in starts.items():
+        if start != starts.get((base, seed), start):
+            found.setdefault(arm, []).append(seed)
+    return found
+
+
 def interval(values: Sequence[float]) -> tuple[float, float | None]:
     """Mean over seeds, and half the length of its 95 % t-interval: `None` for a single value."""
     mean = statistics.mean(values)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trl_explore.compare.costs import common_reading, interval, mean_along, paired_values
+from trl_explore.compare.costs import common_reading, interval, mean_along, other_starts, paired_values
 from trl_explore.compare.ends import ends_table, summarize_ends
 from trl_explore.compare.plots import LABELS, learning_curves, metric_label
 from trl_explore.compare.run import TRAINING
@@ -82,13 +82,22 @@ def equal_cost(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> flo
 
 
 def explanation(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> str:
-    """What the numbers of the table are, in two sentences."""
+    """What the numbers of the table are, in two sentences; and a third where runs of a seed did not begin alike."""
     count = len({run["seed"] for run in runs})
     at = f"At {equal_cost(runs, comparison):,.0f} {LABELS[comparison.cost]}, read between evaluations; with a sign: "
     at += f"the difference to {comparison.arms[0].name}, paired by seed. "
     if count == 1:
-        return f"{at}One seed: there is no interval, and a difference may be chance."
-    return f"{at}± is the 95 % t-interval over {count} seeds."
+        at += "One seed: there is no interval, and a difference may be chance."
+    else:
+        at += f"± is the 95 % t-interval over {count} seeds."
+    others = other_starts(runs, comparison.arms[0].name, [f"eval/{metric}" for metric in comparison.metrics])
+    if not others:
+        return at
+    named = "; ".join(f"{arm} (seed {', '.join(map(str, sorted(seeds)))})" for arm, seeds in others.items())
+    return (
+        f"{at} Began at other values than {comparison.arms[0].name}: {named}. A tiny model that is trained first is "
+        "another on another machine, by rounding. For a comparison from the same start, train all arms on one machine."
+    )
 
 
 def headers(comparison: Comparison) -> list[str]:

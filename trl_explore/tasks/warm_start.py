@@ -41,9 +41,10 @@ def warm_start(
     device: str | torch.device | None = "cpu",
 ) -> Path:
     """
-    Trains a tiny model on demonstrations, or finds it in the cache. The same arguments give the same weights, up to
-    rounding that depends on the number of threads: one for a tiny model on a CPU, unless `OMP_NUM_THREADS` is set. The
-    caller's random states and settings are left alone.
+    Trains a tiny model on demonstrations, or finds it in the cache. The same arguments give the same weights on one
+    machine. Another processor, or another number of threads (one for a tiny model on a CPU, unless `OMP_NUM_THREADS`
+    is set), rounds otherwise, and after hundreds of steps that is another model. The caller's random states and
+    settings are left alone.
 
     Args:
         task ([`TeachableTask`]):
