@@ -43,6 +43,16 @@ def _save(figure: Any, path: Path) -> Path:
     return path
 
 
+def _name_rows(axis: Any, names: Sequence[str], title: str) -> None:
+    """A row per arm, the first on top, and a line at 0."""
+    axis.axvline(0, color="black", linewidth=0.8)
+    axis.set_yticks(range(len(names)), list(reversed(names)), fontsize=8)
+    axis.tick_params(axis="x", labelsize=8)
+    axis.set_title(title, fontsize=9)
+    axis.grid(axis="x", alpha=0.3)
+    axis.set_axisbelow(True)
+
+
 def draw_forest(results: Sequence[Results], path: Path) -> Path | None:
     """
     Draws, for every regime, how much more than GRPO each rival and method has along its curve.
@@ -75,12 +85,8 @@ def draw_forest(results: Sequence[Results], path: Path) -> Path | None:
                 axis.errorbar(
                     effect.mean, height + shift, xerr=error, fmt="o", color=COLORS[role], label=None, **style
                 )
-        axis.axvline(0, color="black", linewidth=0.8)
-        axis.set_yticks(range(len(names)), list(reversed(names)), fontsize=8)
-        axis.tick_params(axis="x", labelsize=8)
         limits = f"limited by {' and '.join(found.limits)}" if found.limits else "not admitted"
-        axis.set_title(f"{found.regime.name}: {label(found.regime.metric)}, {limits}", fontsize=9)
-        axis.grid(axis="x", alpha=0.3)
+        _name_rows(axis, names, f"{found.regime.name}: {label(found.regime.metric)}, {limits}")
     figure.supxlabel(
         f"points more than GRPO along the curve, 95 % intervals; filled: equal generated tokens, hollow: equal "
         f"{shown[0].costs[shown[0].seconds]}; grey: rivals, blue: methods",
@@ -136,9 +142,9 @@ def draw_changes(results: Sequence[Results], path: Path) -> Path | None:
             The PNG file.
 
     Returns:
-        `Path` or `None`: `path`; nothing is drawn where no arm gained or lost a problem.
+        `Path` or `None`: `path`; nothing is drawn where no regime has samples enough to tell.
     """
-    shown = [found for found in results if any(entry.solved != entry.lost for entry in found.ends)]
+    shown = [found for found in results if found.ends]
     if not shown:
         return None
     names = [found.named("baseline", "more samples", "rival", "method") for found in shown]
@@ -149,14 +155,9 @@ def draw_changes(results: Sequence[Results], path: Path) -> Path | None:
             for pair, sign, color in ((ends[name].solved, 1, SOLVED), (ends[name].lost, -1, LOST)):
                 mean, half = pair or (0.0, None)
                 axis.barh(height, sign * mean, 0.7, xerr=half, color=color, error_kw={"linewidth": 0.8})
-        axis.axvline(0, color="black", linewidth=0.8)
-        axis.set_yticks(range(len(arms)), list(reversed(arms)), fontsize=8)
-        axis.tick_params(axis="x", labelsize=8)
         most, (solves, _) = max(start.pass_at.items())
         title = f"{found.regime.name}: {found.comparison.num_eval} problems, {100 * solves:.0f} % solved before"
-        axis.set_title(title, fontsize=9)
-        axis.grid(axis="x", alpha=0.3)
-        axis.set_axisbelow(True)
+        _name_rows(axis, arms, title)
     figure.supxlabel(
         f"problems newly solved (blue, to the right) and newly lost (red, to the left) by training, in {most} samples "
         "each; 95 % intervals",
