@@ -721,10 +721,11 @@ class ExplorationTrainer(GRPOTrainer):
 
 def watch(trainer: Any, method: str, seen: Callable[..., None]) -> Callable[[], None]:
     """
-    Watch what any GRPO trainer scores (`method="scored"`) or computes the loss of (`"loss"`): `seen` gets TRL's
-    arguments, (rows) or (model, rows), and behind them what TRL made of them. Returns what ends it.
+    Watch what any GRPO trainer scores (`method="scored"`), rewards (`"rewarded"`) or computes the loss of (`"loss"`):
+    `seen` gets TRL's arguments, and behind them what TRL made of them. Returns what ends it.
     """
-    name = {"scored": "_generate_and_score_completions", "loss": "_compute_loss"}[method]
+    names = {"scored": "_generate_and_score_completions", "rewarded": "_calculate_rewards", "loss": "_compute_loss"}
+    name = names[method]
     own = getattr(trainer, name)
 
     def watched(*args: Any) -> Any:

@@ -8,9 +8,10 @@ from typing import Any
 
 from transformers import PrinterCallback, TrainerCallback
 
+from trl_explore.compare.agents import AGENT_EVALUATION, EVALUATION_SEED
 from trl_explore.compare.costs import comparison_table
 from trl_explore.compare.plots import learning_curves
-from trl_explore.compare.run import AGENT_EVALUATION, EVALUATION_SEED, CostCallback, Curve, Run, task_trainer
+from trl_explore.compare.run import CostCallback, Curve, Run, task_trainer
 from trl_explore.compare.settings import Arm, Budget
 from trl_explore.compare.tasks import common_options
 from trl_explore.evaluation.callbacks import PassAtKCallback

@@ -13,8 +13,8 @@ from trl_explore.runs.workers import count_cores
 if TYPE_CHECKING:
     from trl_explore.compare.settings import Comparison
 
-# The regime dead_ends of examples/benchmarks with the settings that its development seeds picked in the first round,
-# the weight of the depth in the second, on a smaller budget. A test holds the two together.
+# The regime dead_ends of examples/benchmarks with settings that its development seeds picked, on a smaller
+# budget. A test holds the two together.
 COMPARISON = {
     "task": "doors",
     "budget": {"tokens": 6e4},

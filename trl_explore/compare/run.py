@@ -16,8 +16,9 @@ from typing import Any, Literal
 
 from transformers import PrinterCallback, TrainerCallback
 
+from trl_explore.compare.agents import EVALUATION_SEED, agent_evaluation, agent_evaluation_options
 from trl_explore.compare.settings import Arm, Budget, Comparison, Cost, run_arguments
-from trl_explore.evaluation.callbacks import PassAtKCallback, undisturbed
+from trl_explore.evaluation.callbacks import PassAtKCallback
 from trl_explore.rows.streams import loss_mask
 from trl_explore.runs.arguments import RunArguments, trainer_arguments
 from trl_explore.runs.inputs import UsageError, load_train_and_eval
@@ -31,8 +32,6 @@ from trl_explore.tasks.tiny_model import build_tokenizer
 from trl_explore.trainers.base import watch
 
 NUM_TRAIN, NUM_TRAIN_AGENT = 4000, 2000  # problems of an embedded task; there are not many more boards
-AGENT_EVALUATION = dict(per_device_eval_batch_size=64, num_generations_eval=4)
-EVALUATION_SEED = 1234
 HELD_OUT_SEED = 0
 RECORD = "comparison.json"
 TRAINING = ("entropy", "frac_reward_zero_std")  # what a curve says of the steps between two evaluations
@@ -265,10 +264,11 @@ def build_run(comparison: Comparison, arm: Arm, *, seed: int, folder: Path, star
         return trainer, _with_ends(comparison, arm, trainer, rows)
     config, rows = arguments[1], task.evaluation_set(comparison.num_eval)
     if task.name in AGENTS:
-        vars(config).update(AGENT_EVALUATION)
+        vars(config).update(agent_evaluation_options(comparison.num_samples))
     trainer = task_trainer(arm, task, str(start), config, rows=rows)
     if task.name in AGENTS:
-        return trainer, lambda moment: agent_metrics(trainer)
+        measure = agent_evaluation(trainer, len(rows), comparison.values_of_k("pass"))
+        return trainer, lambda moment: measure()
     return trainer, _with_ends(comparison, arm, trainer, rows, batch_size=512, answer_fn=str.strip)
 
 
@@ -326,15 +326,6 @@ def end_samples(comparison: Comparison, trainer: Any, rows: Any, **options: Any)
         return {"end_correct": evaluation.successes["correct"]}
 
     return evaluate
-
-
-def agent_metrics(trainer: Any) -> dict[str, float]:
-    """Mean reward of an agent on the held-out tasks; training goes on as if nothing had happened."""
-    should_log = trainer.control.should_log  # logging the evaluation would take it as carried out
-    with undisturbed(trainer.model, seed=EVALUATION_SEED):
-        metrics = trainer.evaluate()
-    trainer.control.should_log = should_log
-    return {"eval/reward": metrics["eval_reward"]}
 
 
 # ------------------------------------------------------------------------------------------------------------ training

@@ -114,8 +114,9 @@ class Comparison:
 
     @property
     def num_samples(self) -> int:
-        """Samples per held-out problem: as many as the largest k asks for, and at least 8."""
-        return max([8, *(k for kind in ("pass", "maj", "coverage") for k in self.values_of_k(kind))])
+        """Samples per held-out problem: as many as the largest k asks for, and at least 8 (agents 4)."""
+        fewest = tasks.AGENT_SAMPLES if self.task is not None and self.task.name in AGENTS else 8
+        return max([fewest, *(k for kind in ("pass", "maj", "coverage") for k in self.values_of_k(kind))])
 
     def values_of_k(self, kind: str) -> tuple[int, ...]:
         """The k of the metrics of one kind, such as 8 of `pass_at_8`, ascending."""
@@ -271,8 +272,8 @@ def _read_metrics(given: Any, task: Any) -> tuple[str, ...]:
             raise UsageError(
                 f"metrics: {unknown_name('metric', name, METRICS)} Behind `_at_` stands any number from 1 on."
             )
-        if task is not None and task.name in AGENTS and name != "reward":
-            raise UsageError(f"metrics: {name} is not measured for agents; {task.name} has `reward`")
+        if task is not None and task.name in AGENTS and not re.fullmatch(r"reward|pass_at_\d+", name):
+            raise UsageError(f"metrics: {name} is not measured for agents; {task.name} has `reward` and `pass_at_8`")
     if not names or len(set(names)) < len(names):
         raise UsageError(f"metrics={given}: give different names, for example [greedy_accuracy, pass_at_8]")
     return tuple(names)

@@ -10,6 +10,7 @@ ALL_TASKS: dict[str, Any] = TASKS | AGENTS
 # Which rounds of tool calls an agent's task allows.
 ROUNDS = {LAKE_AGENT.name: LAKE_AGENT.max_turns} | {t.name: t.max_searches for t in (MULTI_HOP, RARE_HOP, LATE_HOP)}
 AGENT_ROWS = 64  # per step: 8 prompts with 8 trajectories
+AGENT_SAMPLES = 4  # per held-out task in an evaluation, if no larger k is asked for
 
 
 def find_task(name: str) -> Any:

@@ -1,0 +1,65 @@
+"""How well an agent does on held-out tasks: whole trajectories by the trainer's own evaluation, rewarded."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from trl_explore.compare.tasks import AGENT_SAMPLES
+from trl_explore.evaluation.metrics import sample_metrics
+from trl_explore.evaluation.samplers import undisturbed
+from trl_explore.rewards.success import is_success
+from trl_explore.rows.advantages import combine_rewards
+from trl_explore.trainers.base import watch
+
+EVALUATION_SEED = 1234
+ROWS = 64  # trajectories at a time, or those of one task
+AGENT_EVALUATION = dict(per_device_eval_batch_size=ROWS, num_generations_eval=AGENT_SAMPLES)
+
+
+def agent_evaluation_options(num_samples: int) -> dict[str, int]:
+    """Training options of an agent's evaluations with so many samples per task."""
+    return dict(per_device_eval_batch_size=num_samples * max(1, ROWS // num_samples), num_generations_eval=num_samples)
+
+
+def agent_evaluation(trainer: Any, num_tasks: int, k: Sequence[int] = ()) -> Callable[[], dict[str, Any]]:
+    """
+    Measures the mean reward of an agent on the trainer's `eval_dataset`, and pass@k, where a reward of 1 is a success.
+    Training goes on as if nothing had happened.
+
+    Args:
+        trainer ([`~trl.GRPOTrainer`]):
+            The trainer, of this class or a subclass, in one process.
+        num_tasks (`int`):
+            Rows of its `eval_dataset`.
+        k (`Sequence[int]`, *optional*, defaults to `()`):
+            Values of k, at most the trainer's `num_generations_eval`. With any, successes by task are there too.
+
+    Returns:
+        `Callable`: Gives `eval/reward`, `eval/pass_at_{k}`, and how many samples of each task succeeded as `correct`.
+    """
+
+    def evaluate() -> dict[str, Any]:
+        totals: list[float] = []
+        should_log = trainer.control.should_log  # logging the evaluation would take it as carried out
+        end = watch(
+            trainer,
+            "rewarded",
+            lambda *given: totals.extend(combine_rewards(given[-1], trainer.reward_weights).tolist()),
+        )
+        try:
+            with undisturbed(trainer.model, seed=EVALUATION_SEED):
+                metrics = trainer.evaluate()
+        finally:
+            end()
+        trainer.control.should_log = should_log
+        found = {"eval/reward": metrics["eval_reward"]}
+        if not k:
+            return found
+        by_task: list[list[float | None]] = [[] for _ in range(num_tasks)]
+        for index, total in zip(trainer._get_eval_sampler(trainer.eval_dataset), totals, strict=True):
+            by_task[index].append(total)
+        blank = [[None] * len(given) for given in by_task]
+        means = sample_metrics(by_task, blank, threshold=1.0, k=k)
+        correct = [sum(is_success(total, threshold=1.0) for total in given) for given in by_task]
+        return {**found, **{f"eval/pass_at_{value}": means[f"pass_at_{value}"] for value in k}, "correct": correct}
+
+    return evaluate
