@@ -311,7 +311,7 @@ def test_mistakes_in_the_file_are_explained_in_one_line_before_anything_is_train
             "sesa does not suit the task chain; it suits vault, doors, deep_doors, dialects, plans",
         ),
         (["--task", "chain", "--tokens", "1", "--seconds", "1"], "give one of tokens, seconds and steps"),
-        (["--task", "multi_hop", "--metrics", "pass_at_8"], "pass_at_8 is not measured for agents"),
+        (["--task", "multi_hop", "--metrics", "maj_at_8"], "maj_at_8 is not measured for agents"),
         (["--tsk", "chain"], "unknown flag '--tsk'; did you mean '--task'?"),
         (["--tokens", "few"], "invalid float value: 'few'"),
         (["--processes", "0"], "processes=0: give an integer of at least 1"),
@@ -372,7 +372,7 @@ def test_several_processes_are_refused(workdir, monkeypatch, capsys):
 )
 def test_all_methods_train_on_the_tasks_that_suit_them(task, methods, workdir):
     common = {**TINY_TASK["common"], "max_steps": 2, "per_device_train_batch_size": 8}
-    document = {**TINY_TASK, "task": task, "metrics": ["reward"], "common": common}
+    document = {**TINY_TASK, "task": task, "metrics": ["reward", "pass_at_2"], "common": common}
     assert compare(document, "--methods", *methods, "--output_dir", "out") == 0
     settings = yaml.safe_load(Path("out/comparison.yaml").read_text())
     assert [arm["method"] for arm in settings["arms"]] == methods

@@ -2,6 +2,7 @@
 
 import io
 import runpy
+from collections import Counter
 
 import pytest
 from commands import EXAMPLES
@@ -9,7 +10,9 @@ from tqdm import tqdm
 from transformers import TrainerCallback
 
 from trl_explore.compare.plots import arm_styles, learning_curves
-from trl_explore.compare.settings import Arm, Budget
+from trl_explore.compare.run import build_run
+from trl_explore.compare.settings import Arm, Budget, read_comparison
+from trl_explore.compare.tasks import find_task
 from trl_explore.methods import METHODS
 from trl_explore.tasks import get_task
 from trl_explore.tasks.warm_start import warm_start
@@ -45,6 +48,29 @@ def test_costs_are_those_of_training(arm, start, tmp_path):
     assert (extra > 0) == (arm is DEEP)
     seconds = [p["seconds"] for p in run.points]
     assert seconds == sorted(seconds) and run.points[-1]["cpu_seconds"] > 0
+
+
+def test_successes_of_an_agent_are_those_of_its_tasks(tmp_path):
+    task = find_task("multi_hop")
+    start = warm_start(task, seed=0, steps=2, cache_dir=tmp_path, progress=False)
+    document = {"task": "multi_hop", "budget": {"steps": 1}, "num_eval": 6, "metrics": ["reward", "pass_at_2"]}
+    common = {"max_completion_length": 32, "per_device_train_batch_size": 4, "num_generations": 2}
+    comparison = read_comparison({**document, "arms": [{"method": "grpo"}], "common": common})
+    trainer, evaluate = build_run(comparison, comparison.arms[0], seed=3, folder=tmp_path / "run", start=str(start))
+    every = dict(zip(task.evaluation_set(6)["question"], (1, 2, 5, 5, 5, 5), strict=True))  # which tries succeed
+    tries = Counter()
+
+    def reward(question, **columns):
+        given = []
+        for asked in question:
+            tries[asked] += 1
+            given.append(float(tries[asked] % every[asked] == 0))
+        return given
+
+    trainer.reward_funcs[0] = reward
+    found = evaluate("end")
+    assert found["correct"] == [4, 2, 0, 0, 0, 0]
+    assert found["eval/pass_at_2"] == pytest.approx((1 + 5 / 6) / 6) and found["eval/reward"] == pytest.approx(6 / 24)
 
 
 def test_a_token_budget_stops_at_the_step_that_reaches_it(start, tmp_path):

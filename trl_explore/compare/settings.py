@@ -289,7 +289,7 @@ def _warm_start_steps(given: Any, task: Any) -> int | None:
 
 def _samples_at_ends(given: Any, task: Any) -> int | None:
     if given is not None and task is not None and task.name in AGENTS:
-        raise UsageError(f"samples_at_ends={given}: agents are measured by their reward; leave it out for {task.name}")
+        raise UsageError(f"samples_at_ends={given}: not measured for agents; leave it out for {task.name}")
     return None if given is None else read_count("samples_at_ends", given)
 
 
