@@ -257,3 +257,10 @@ def test_the_documented_files_are_comparisons():
     assert tuple(ALL_TASKS) == TASK_NAMES
     for name in ALL_TASKS:
         assert name in page
+
+
+def test_agents_are_sampled_in_whole_evaluations():
+    document = {"task": "multi_hop", "budget": {"tokens": 1}, "arms": [{"method": "grpo"}], "samples_at_ends": 12}
+    assert read_comparison(document).samples_at_ends == 12
+    with pytest.raises(UsageError, match="samples_at_ends=12: give a multiple of 8, which an evaluation of multi_hop"):
+        read_comparison({**document, "metrics": ["reward", "pass_at_8"]})

@@ -53,7 +53,13 @@ def test_costs_are_those_of_training(arm, start, tmp_path):
 def test_successes_of_an_agent_are_those_of_its_tasks(tmp_path):
     task = find_task("multi_hop")
     start = warm_start(task, seed=0, steps=2, cache_dir=tmp_path, progress=False)
-    document = {"task": "multi_hop", "budget": {"steps": 1}, "num_eval": 6, "metrics": ["reward", "pass_at_2"]}
+    document = {
+        "task": "multi_hop",
+        "budget": {"steps": 1},
+        "num_eval": 6,
+        "metrics": ["reward", "pass_at_2"],
+        "samples_at_ends": 8,
+    }
     common = {"max_completion_length": 32, "per_device_train_batch_size": 4, "num_generations": 2}
     comparison = read_comparison({**document, "arms": [{"method": "grpo"}], "common": common})
     trainer, evaluate = build_run(comparison, comparison.arms[0], seed=3, folder=tmp_path / "run", start=str(start))
@@ -70,6 +76,7 @@ def test_successes_of_an_agent_are_those_of_its_tasks(tmp_path):
     trainer.reward_funcs[0] = reward
     found = evaluate("end")
     assert found["correct"] == [4, 2, 0, 0, 0, 0]
+    assert found["end_correct"] == [8, 4, 2, 2, 2, 2]  # of tries 5 to 12
     assert found["eval/pass_at_2"] == pytest.approx((1 + 5 / 6) / 6) and found["eval/reward"] == pytest.approx(6 / 24)
 
 

@@ -259,8 +259,8 @@ class Results:
 
     @property
     def axes(self) -> tuple[str, str] | None:
-        """The two metrics of the frontier: pass@1, or greedy accuracy, and what counts variety."""
-        firsts = [name for name in ("pass_at_1", "greedy_accuracy") if name in self.metrics]
+        """The two metrics of the frontier: pass@1, greedy accuracy or an agent's reward, and what counts variety."""
+        firsts = [name for name in ("pass_at_1", "greedy_accuracy", "reward") if name in self.metrics]
         if not firsts or self.regime.variety in (None, *firsts):
             return None
         return firsts[0], str(self.regime.variety)

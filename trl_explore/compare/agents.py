@@ -20,7 +20,7 @@ def agent_evaluation_options(num_samples: int) -> dict[str, int]:
     return dict(per_device_eval_batch_size=num_samples * max(1, ROWS // num_samples), num_generations_eval=num_samples)
 
 
-def agent_evaluation(trainer: Any, num_tasks: int, k: Sequence[int] = ()) -> Callable[[], dict[str, Any]]:
+def agent_evaluation(trainer: Any, num_tasks: int, k: Sequence[int] = ()) -> Callable[..., dict[str, Any]]:
     """
     Measures the mean reward of an agent on the trainer's `eval_dataset`, and pass@k, where a reward of 1 is a success.
     Training goes on as if nothing had happened.
@@ -34,10 +34,11 @@ def agent_evaluation(trainer: Any, num_tasks: int, k: Sequence[int] = ()) -> Cal
             Values of k, at most the trainer's `num_generations_eval`. With any, successes by task are there too.
 
     Returns:
-        `Callable`: Gives `eval/reward`, `eval/pass_at_{k}`, and how many samples of each task succeeded as `correct`.
+        `Callable`: Gives `eval/reward`, `eval/pass_at_{k}`, and how many samples of each task succeeded as `correct`;
+            the same samples whenever it is called with the same `seed`.
     """
 
-    def evaluate() -> dict[str, Any]:
+    def evaluate(seed: int = EVALUATION_SEED) -> dict[str, Any]:
         totals: list[float] = []
         should_log = trainer.control.should_log  # logging the evaluation would take it as carried out
         end = watch(
@@ -46,7 +47,7 @@ def agent_evaluation(trainer: Any, num_tasks: int, k: Sequence[int] = ()) -> Cal
             lambda *given: totals.extend(combine_rewards(given[-1], trainer.reward_weights).tolist()),
         )
         try:
-            with undisturbed(trainer.model, seed=EVALUATION_SEED):
+            with undisturbed(trainer.model, seed=seed):
                 metrics = trainer.evaluate()
         finally:
             end()
@@ -61,5 +62,17 @@ def agent_evaluation(trainer: Any, num_tasks: int, k: Sequence[int] = ()) -> Cal
         means = sample_metrics(by_task, blank, threshold=1.0, k=k)
         correct = [sum(is_success(total, threshold=1.0) for total in given) for given in by_task]
         return {**found, **{f"eval/pass_at_{value}": means[f"pass_at_{value}"] for value in k}, "correct": correct}
+
+    return evaluate
+
+
+def agent_end_samples(trainer: Any, num_tasks: int, num_samples: int) -> Callable[[], dict[str, list[int]]]:
+    """Counts how many of a task's `num_samples` succeed, a multiple of the trainer's `num_generations_eval`."""
+    evaluation = agent_evaluation(trainer, num_tasks, k=(1,))
+
+    def evaluate() -> dict[str, list[int]]:
+        parts = range(num_samples // trainer.num_generations_eval)
+        correct = [evaluation(EVALUATION_SEED + part)["correct"] for part in parts]
+        return {"end_correct": [sum(of_task) for of_task in zip(*correct, strict=True)]}
 
     return evaluate

@@ -16,7 +16,12 @@ from typing import Any, Literal
 
 from transformers import PrinterCallback, TrainerCallback
 
-from trl_explore.compare.agents import EVALUATION_SEED, agent_evaluation, agent_evaluation_options
+from trl_explore.compare.agents import (
+    EVALUATION_SEED,
+    agent_end_samples,
+    agent_evaluation,
+    agent_evaluation_options,
+)
 from trl_explore.compare.settings import Arm, Budget, Comparison, Cost, run_arguments
 from trl_explore.evaluation.callbacks import PassAtKCallback
 from trl_explore.rows.streams import loss_mask
@@ -33,6 +38,7 @@ from trl_explore.trainers.base import watch
 
 NUM_TRAIN, NUM_TRAIN_AGENT = 4000, 2000  # problems of an embedded task; there are not many more boards
 HELD_OUT_SEED = 0
+TASK_SAMPLING: dict[str, Any] = dict(batch_size=512, answer_fn=str.strip)  # of an embedded task's completions
 RECORD = "comparison.json"
 TRAINING = ("entropy", "frac_reward_zero_std")  # what a curve says of the steps between two evaluations
 
@@ -257,30 +263,30 @@ def held_out_split(comparison: Comparison, arguments: RunArguments) -> tuple[Any
 def build_run(comparison: Comparison, arm: Arm, *, seed: int, folder: Path, start: str | None) -> tuple[Any, Evaluate]:
     """The trainer of one run, and what measures its model; `start` is the folder of an embedded task's model."""
     arguments = run_arguments(comparison, arm, seed=seed, folder=str(folder))
-    task = comparison.task
+    task, options = comparison.task, {}
+    agent, count = task is not None and task.name in AGENTS, comparison.samples_at_ends
     if task is None:
         train, rows = held_out_split(comparison, arguments)
         trainer = find_method(arm.method).trainer_class(**{**trainer_arguments(arguments), "train_dataset": train})
-        return trainer, _with_ends(comparison, arm, trainer, rows)
-    config, rows = arguments[1], task.evaluation_set(comparison.num_eval)
-    if task.name in AGENTS:
-        vars(config).update(agent_evaluation_options(comparison.num_samples))
-    trainer = task_trainer(arm, task, str(start), config, rows=rows)
-    if task.name in AGENTS:
-        measure = agent_evaluation(trainer, len(rows), comparison.values_of_k("pass"))
-        return trainer, lambda moment: measure()
-    return trainer, _with_ends(comparison, arm, trainer, rows, batch_size=512, answer_fn=str.strip)
-
-
-def _with_ends(comparison: Comparison, arm: Arm, trainer: Any, rows: Any, **options: Any) -> Evaluate:
-    """Measures what a comparison asks for, and more samples at the end of a run, and at the start of the first arm's:
-    all runs of a seed start alike."""
-    usual = sampled_metrics(comparison, trainer, rows, **options)
-    if comparison.samples_at_ends is None:
-        return lambda moment: usual()
-    many = end_samples(comparison, trainer, rows, **options)
+    else:
+        config, rows = arguments[1], task.evaluation_set(comparison.num_eval)
+        if agent:
+            vars(config).update(agent_evaluation_options(comparison.num_samples))
+        trainer, options = task_trainer(arm, task, str(start), config, rows=rows), TASK_SAMPLING
+    usual: Callable[[], dict[str, Any]]
+    if agent:
+        usual = agent_evaluation(trainer, len(rows), comparison.values_of_k("pass"))
+    else:
+        usual = sampled_metrics(comparison, trainer, rows, **options)
+    if count is None:
+        return trainer, lambda moment: usual()
+    if agent:
+        many = agent_end_samples(trainer, len(rows), count)
+    else:
+        many = end_samples(comparison, trainer, rows, **options)
+    # More samples at the end of a run, and at the start of the first arm's: all runs of a seed start alike.
     ends = ("start", "end") if arm == comparison.arms[0] else ("end",)
-    return lambda moment: {**usual(), **(many() if moment in ends else {})}
+    return trainer, lambda moment: {**usual(), **(many() if moment in ends else {})}
 
 
 def sampled_metrics(comparison: Comparison, trainer: Any, rows: Any, **options: Any) -> Callable[[], dict[str, Any]]:

@@ -158,7 +158,7 @@ def read_comparison(document: Mapping[str, Any]) -> Comparison:
     task = _find_task(subject)
     unit, amount = _read_budget(document.get("budget"))
     common = read_mapping("common", document.get("common"))
-    threshold = document.get("success_threshold")
+    threshold, many = document.get("success_threshold"), document.get("samples_at_ends")
     comparison = Comparison(
         subject=subject,
         unit=unit,
@@ -172,9 +172,14 @@ def read_comparison(document: Mapping[str, Any]) -> Comparison:
         success_threshold=None if threshold is None else read_number("success_threshold", threshold),
         success_reward=document.get("success_reward"),
         warm_start_steps=_warm_start_steps(document.get("warm_start_steps"), task),
-        samples_at_ends=_samples_at_ends(document.get("samples_at_ends"), task),
+        samples_at_ends=None if many is None else read_count("samples_at_ends", many),
         model_size=_model_size(document.get("model_size"), task),
     )
+    agent, count = task is not None and task.name in AGENTS, comparison.num_samples
+    if agent and comparison.samples_at_ends is not None and comparison.samples_at_ends % count:
+        raise UsageError(
+            f"samples_at_ends={many}: give a multiple of {count}, which an evaluation of {task.name} samples"
+        )
     _check_fields(comparison)
     return comparison
 
@@ -285,12 +290,6 @@ def _warm_start_steps(given: Any, task: Any) -> int | None:
     if task is None:
         raise UsageError(f"warm_start_steps={given}: only an embedded `task` has a warm start; leave it out")
     return read_count("warm_start_steps", given)
-
-
-def _samples_at_ends(given: Any, task: Any) -> int | None:
-    if given is not None and task is not None and task.name in AGENTS:
-        raise UsageError(f"samples_at_ends={given}: not measured for agents; leave it out for {task.name}")
-    return None if given is None else read_count("samples_at_ends", given)
 
 
 def _model_size(given: Any, task: Any) -> dict[str, Any]:
