@@ -148,10 +148,14 @@ def test_coroutines_are_guarded():
 
 
 @pytest.mark.parametrize("arguments", [{}, {"hand": "left", "speed": 1}, {"force": 2}])
-def test_a_call_that_does_not_fit_is_the_models_mistake(arguments):
+def test_a_call_that_does_not_fit_is_the_models_mistake_and_reads_as_with_grpo(arguments):
     environment = door()
-    with pytest.raises(TypeError):
-        environment.open(**arguments)
+    with pytest.raises(TypeError) as plain:
+        inspect.unwrap(Door.open)(environment, **arguments)
+    for tool in (environment.open, ToolWatch().watched(environment.open)):
+        with pytest.raises(TypeError) as seen:
+            tool(**arguments)
+        assert str(seen.value) == str(plain.value)
     assert environment_error(environment) is None
 
 

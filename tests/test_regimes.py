@@ -318,7 +318,7 @@ def test_the_report_counts_and_draws_what_training_gains_and_loses(regimes, modu
     results.write_results(regime.path, rows, METRICS)
     modules.report.report([regime], Path("results"))
     text = Path("results.md").read_text()
-    assert "newly solved" not in text and "another machine" not in text and not Path("changes.png").exists()
+    assert "newly solved" not in text and "Began at other values" not in text and not Path("changes.png").exists()
 
     for row in rows[:16]:  # the verdicts
         row["end_correct"] = [6, 0, 0, 9] if row["step"] else [0, 5, 9, 9]
@@ -328,9 +328,7 @@ def test_the_report_counts_and_draws_what_training_gains_and_loses(regimes, modu
     lines = Path("results.md").read_text().splitlines()
     assert [line for line in lines if line.startswith("| G2RL | 9.4") and line.endswith("| 1.0 ± 0.0 | 2.0 ± 0.0 |")]
     assert Path("changes.png").read_bytes().startswith(b"\x89PNG")
-    assert (
-        "Trained on another machine than GRPO, from warm starts that differ by rounding: G2RL (1 of 2 seeds)." in lines
-    )
+    assert 'Began at other values than GRPO ("The same start" in evidence.md says why): G2RL (1 of 2 seeds).' in lines
 
 
 def test_seconds_of_verdicts_are_of_one_sitting(regimes, results):

@@ -70,7 +70,7 @@ def table(results: Results) -> list[str]:
 
 
 def starts(results: Results) -> list[str]:
-    """Which arms began with other models than the baseline, as lines of Markdown."""
+    """Which arms began at other values than the baseline, as lines of Markdown."""
     runs = [asdict(run) for run in to_runs(results.rows, "verdict")]
     found = other_starts(runs, results.base, [f"eval/{name}" for name in results.metrics])
     if not found:
@@ -78,7 +78,7 @@ def starts(results: Results) -> list[str]:
     named = "; ".join(
         f"{arm} ({len(seeds)} of {len({run['seed'] for run in runs})} seeds)" for arm, seeds in found.items()
     )
-    return [f"Trained on another machine than {results.base}, from warm starts that differ by rounding: {named}.", ""]
+    return [f'Began at other values than {results.base} ("The same start" in evidence.md says why): {named}.', ""]
 
 
 def admissions(results: Results) -> list[str]:

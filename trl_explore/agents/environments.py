@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from trl_explore.agents.snapshots import OWN, has_own_snapshots, not_a_tool
+from trl_explore.agents.watch import fits
 
 ERROR = "_trl_explore_error"
 FALLBACKS = {"reset": None, "get_reward": 0.0}  # what a failed call gives instead of raising
@@ -83,32 +84,34 @@ def _inherited(cls: type, name: str, method: Callable) -> Callable:
 def _guarded_method(name: str, method: Callable) -> Callable:
     signature = inspect.signature(method)
 
-    def is_over(self: Any, args: tuple, kwargs: dict) -> bool:
+    def is_over(self: Any) -> bool:
         """Prepare a call from outside; whether there is nothing left to ask the environment."""
         if name == "reset":
             setattr(self, ERROR, None)
-        elif name != "get_reward":
-            signature.bind(self, *args, **kwargs)  # a call that does not fit raises here, unrecorded
         return name == "get_reward" and environment_error(self) is not None
 
-    def is_free(self: Any) -> bool:
+    def is_free(self: Any, args: tuple, kwargs: dict) -> bool:
         # What an environment calls itself, it may also catch itself: only the outermost call is guarded.
-        return _inside.get() or ERROR not in vars(self)
+        return (
+            _inside.get()
+            or ERROR not in vars(self)
+            or (name not in FALLBACKS and not fits(signature, self, *args, **kwargs))
+        )
 
     @functools.wraps(method)
     def call(self, *args, **kwargs):
-        if is_free(self):
+        if is_free(self, args, kwargs):
             return method(self, *args, **kwargs)
-        if not is_over(self, args, kwargs):
+        if not is_over(self):
             with _recorded(self, name):
                 return method(self, *args, **kwargs)
         return FALLBACKS[name]
 
     @functools.wraps(method)
     async def call_async(self, *args, **kwargs):
-        if is_free(self):
+        if is_free(self, args, kwargs):
             return await method(self, *args, **kwargs)
-        if not is_over(self, args, kwargs):
+        if not is_over(self):
             with _recorded(self, name):
                 return await method(self, *args, **kwargs)
         return FALLBACKS[name]

@@ -7,6 +7,15 @@ from contextlib import contextmanager
 from typing import Any
 
 
+def fits(signature: inspect.Signature, *args: Any, **kwargs: Any) -> bool:
+    """Whether a tool can be called so. If not, the call itself says best what is wrong, as it does with GRPO."""
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
 class ToolWatch:
     """Counts tool calls; one is unanswered if it raised an `OSError`, as connections and timeouts do. Other exceptions
     may answer a mistake of the model; a call that does not fit the tool's signature is one, and is not counted."""
@@ -25,8 +34,7 @@ class ToolWatch:
 
         @contextmanager
         def counted(args: tuple, kwargs: dict[str, Any]) -> Iterator[None]:
-            signature.bind(*args, **kwargs)
-            self.calls += 1
+            self.calls += fits(signature, *args, **kwargs)
             try:
                 yield
             except OSError as error:
