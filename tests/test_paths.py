@@ -784,5 +784,5 @@ def test_agents_train_the_same_with_kept_prefixes(tmp_path, method, setting):
     own, plain = with_and_without(cls, config, tmp_path, **options)
     assert_same_run(own, plain)
     calls = [sum(message["role"] == "tool" for message in row) for rows in own[1] for row in rows]
-    assert max(calls) >= 3 and sum(calls) > len(calls)  # several turns are the rule
+    assert max(calls) >= 3 and 2 * sum(calls) > len(calls)  # several turns are no exception
     assert own[0].sample.prefix_tokens_encoded < plain[0].sample.prefix_tokens_encoded

@@ -1,5 +1,6 @@
 """How well an agent does on held-out tasks: whole trajectories by the trainer's own evaluation, rewarded."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -56,7 +57,8 @@ def agent_evaluation(trainer: Any, num_tasks: int, k: Sequence[int] = ()) -> Cal
         if not k:
             return found
         by_task: list[list[float | None]] = [[] for _ in range(num_tasks)]
-        for index, total in zip(trainer._get_eval_sampler(trainer.eval_dataset), totals, strict=True):
+        order = itertools.chain.from_iterable(trainer.get_eval_dataloader().batch_sampler)  # tasks come shuffled
+        for index, total in zip(order, totals, strict=True):
             by_task[index].append(total)
         blank = [[None] * len(given) for given in by_task]
         means = sample_metrics(by_task, blank, threshold=1.0, k=k)
