@@ -2,10 +2,11 @@
 
 import itertools
 from collections.abc import Callable, Sequence
+from statistics import fmean
 from typing import Any
 
 from trl_explore.compare.tasks import AGENT_SAMPLES
-from trl_explore.evaluation.metrics import sample_metrics
+from trl_explore.evaluation.metrics import pass_at_k
 from trl_explore.evaluation.samplers import undisturbed
 from trl_explore.rewards.success import is_success
 from trl_explore.rows.advantages import combine_rewards
@@ -13,12 +14,14 @@ from trl_explore.trainers.base import watch
 
 EVALUATION_SEED = 1234
 ROWS = 64  # trajectories at a time, or those of one task
-AGENT_EVALUATION = dict(per_device_eval_batch_size=ROWS, num_generations_eval=AGENT_SAMPLES)
 
 
 def agent_evaluation_options(num_samples: int) -> dict[str, int]:
     """Training options of an agent's evaluations with so many samples per task."""
     return dict(per_device_eval_batch_size=num_samples * max(1, ROWS // num_samples), num_generations_eval=num_samples)
+
+
+AGENT_EVALUATION = agent_evaluation_options(AGENT_SAMPLES)
 
 
 def agent_evaluation(trainer: Any, num_tasks: int, k: Sequence[int] = ()) -> Callable[..., dict[str, Any]]:
@@ -56,14 +59,12 @@ def agent_evaluation(trainer: Any, num_tasks: int, k: Sequence[int] = ()) -> Cal
         found = {"eval/reward": metrics["eval_reward"]}
         if not k:
             return found
-        by_task: list[list[float | None]] = [[] for _ in range(num_tasks)]
+        correct, count = [0] * num_tasks, trainer.num_generations_eval
         order = itertools.chain.from_iterable(trainer.get_eval_dataloader().batch_sampler)  # tasks come shuffled
         for index, total in zip(order, totals, strict=True):
-            by_task[index].append(total)
-        blank = [[None] * len(given) for given in by_task]
-        means = sample_metrics(by_task, blank, threshold=1.0, k=k)
-        correct = [sum(is_success(total, threshold=1.0) for total in given) for given in by_task]
-        return {**found, **{f"eval/pass_at_{value}": means[f"pass_at_{value}"] for value in k}, "correct": correct}
+            correct[index] += is_success(total, threshold=1.0)
+        means = {f"eval/pass_at_{n}": fmean(pass_at_k(count, of_task, n) for of_task in correct) for n in k}
+        return {**found, **means, "correct": correct}
 
     return evaluate
 
