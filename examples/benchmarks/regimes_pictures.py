@@ -156,11 +156,11 @@ def draw_changes(results: Sequence[Results], path: Path) -> Path | None:
                 mean, half = pair or (0.0, None)
                 axis.barh(height, sign * mean, 0.7, xerr=half, color=color, error_kw={"linewidth": 0.8})
         most, (solves, _) = max(start.pass_at.items())
-        title = f"{found.regime.name}: {found.comparison.num_eval} problems, {100 * solves:.0f} % solved before"
-        _name_rows(axis, arms, title)
+        before = f"{100 * solves:.0f} % of {found.comparison.num_eval} solved by {most} samples before"
+        _name_rows(axis, arms, f"{found.regime.name}: {before}")
     figure.supxlabel(
-        f"problems newly solved (blue, to the right) and newly lost (red, to the left) by training, in {most} samples "
-        "each; 95 % intervals",
+        "problems newly solved (blue, to the right) and\nnewly lost (red, to the left) by training,\n"
+        "in as many samples as before; 95 % intervals",
         fontsize=9,
     )
     return _save(figure, path)
