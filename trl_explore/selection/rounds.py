@@ -148,7 +148,7 @@ class Rounds:
         return number - int(kept.sum()) // self.size
 
     def _tokens(self, rows: RowDict, keep: torch.Tensor | None = None) -> int:
-        mask = rows["completion_mask"]
+        mask = loss_mask(rows)  # what tools answered was not sampled
         return int((mask if keep is None else mask[keep]).sum())
 
     def _note(self, places: list[int], number: int) -> None:
