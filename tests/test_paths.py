@@ -786,3 +786,17 @@ def test_agents_train_the_same_with_kept_prefixes(tmp_path, method, setting):
     calls = [sum(message["role"] == "tool" for message in row) for rows in own[1] for row in rows]
     assert max(calls) >= 3 and 2 * sum(calls) > len(calls)  # several turns are no exception
     assert own[0].sample.prefix_tokens_encoded < plain[0].sample.prefix_tokens_encoded
+
+
+def test_what_tools_answer_is_not_counted_as_sampled(tmp_path):
+    model = build_model(seed=0, hidden_size=32, num_layers=1)
+    model.load_state_dict(talker())
+    sizes = dict(per_device_train_batch_size=8, num_generations=4, max_completion_length=64, max_steps=1)
+    sizes |= dict(max_tool_calling_iterations=3, environment_factory=Walk, model=model, logging_steps=1)
+    trainer = make_agent(
+        ExplorationTrainer, ExplorationConfig, tmp_path, reward_funcs=parity, dynamic_sampling="filter", **sizes
+    )
+    trainer.train()
+    logs = trainer.state.log_history[0]
+    assert logs["tools/call_frequency"] > 0
+    assert logs["selection/sampled_tokens"] == pytest.approx(8 * logs["completions/mean_length"])
