@@ -145,6 +145,17 @@ def test_a_model_and_data_of_ones_own_are_compared_at_equal_tokens(whole):
     assert len(list((folder / "deep-2-seed0").glob("checkpoint-*"))) == 2
 
 
+def test_a_falling_share_falls_over_the_budget(workdir):
+    arm = {"method": "sesa", "options": {"explore_share_end": 0.0, "max_sketch_length": 4}}
+    assert compare({**OWN, "budget": {"tokens": "3e3"}, "arms": [arm], "evaluations": 1}, "--output_dir", "out") == 0
+    (path,) = Path("out").glob("*/run.json")
+    steps = json.loads(path.read_text())["steps"]
+    shares = [step["explore_share"] for step in steps]
+    assert len(shares) > 20 and shares[0] == 1.0
+    late = shares[-len(shares) // 4 :]
+    assert sum(late) / len(late) < 0.4
+
+
 def test_a_finished_comparison_grows_by_seeds_and_arms(whole, workdir, capsys):
     shutil.copytree(whole[0], "out")
     before, rows = stamps("out"), curves("out")

@@ -219,6 +219,28 @@ def test_a_falling_share_explores_fewer_prompts(tmp_path, case):
     assert shares[0] == 1.0 and sum(shares[3:]) < sum(shares[:3])
 
 
+@pytest.mark.parametrize("case", OWN_ROWS)
+def test_prompts_that_are_drawn_cost_no_plain_samples(tmp_path, case):
+    trainer_class, config_class, own = OWN_ROWS[case]
+    asked = []
+
+    def noting(completion_ids, answer, **columns):
+        asked.append(sum(map(len, completion_ids)))
+        return odd_solved(completion_ids, answer)
+
+    options = dict(reward_funcs=noting, max_steps=4, explore_share_end=0.0, per_device_train_batch_size=16)
+    _, log = trained(trainer_class, config_class, tmp_path, **own, **options)
+    steps = [entry for entry in log if "reward" in entry]
+    first, some = steps[0], [entry for entry in steps if 0 < entry["explore_share"] < 1]
+    assert first["explore_share"] == 1 and first["explore/plain_tokens"] == 0
+    assert some
+    for entry in some:
+        kept = (1 - entry["explore_share"]) * 16
+        assert entry["explore/plain_tokens"] in asked and 0 < entry["explore/plain_tokens"] <= 8 * kept
+        method_tokens = entry.get("tree/sampled_tokens", entry.get("sketch/sampled_tokens"))
+        assert sampled_tokens(entry, 16) == entry["explore/plain_tokens"] + method_tokens
+
+
 @pytest.mark.parametrize(
     "trainer_class, config_class", [(ExplorationTrainer, ExplorationConfig), (G2RLTrainer, G2RLConfig)]
 )

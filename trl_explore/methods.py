@@ -502,7 +502,7 @@ ROWS = (
             "generation/extra_seconds": "seconds of sampling what a method samples beside them",
             "generation/cache_megabytes": "most memory that kept keys and values took during a rollout",
             "explore_share": "share of the prompts that were explored",
-            "explore/plain_tokens": "tokens of the completions that were sampled as in GRPO first, beside the "
+            "explore/plain_tokens": "tokens of the completions that were sampled as in GRPO, beside the "
             "method's own (TreeGRPO, SESA)",
             "explore/solved_after": "share of the explored prompts that exploration solved (TreeGRPO, SESA)",
             "explored/...": 'with `explore_into="add"`: what TRL logs of rows, for those of explored prompts',

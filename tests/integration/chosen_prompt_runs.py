@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 from sharding import whole
-from test_explore_prompts import ALL, UNSOLVED
+from test_explore_prompts import ALL, OWN_ROWS, UNSOLVED
 from world import make_trainer
 
 from trl_explore.trainers import ExplorationConfig, ExplorationTrainer
@@ -17,13 +17,19 @@ FIELDS = {
 }
 
 
+RUNS = [(case, into) for case in ALL for into in ("replace", "add")]
+# Prompts that are drawn, whatever was solved.
+DRAWN = [(case, "drawn") for case in OWN_ROWS]
+
+
 def by_process(completions, **columns):
     return [1.0 - torch.distributed.get_rank()] * len(completions)
 
 
 def play(case, folder, into, **told):
     trainer_class, config_class, own = ALL[case]
-    options = dict(max_steps=3, explore_into=into, save_strategy="steps", save_steps=2, log_completions=True)
+    chosen = dict(explore_share_end=0.0) if into == "drawn" else dict(explore_into=into, **UNSOLVED)
+    options = dict(max_steps=3, save_strategy="steps", save_steps=2, log_completions=True)
     name = f"{case} {into}".replace(" ", "_")
     trainer = make_trainer(
         trainer_class,
@@ -33,7 +39,7 @@ def play(case, folder, into, **told):
         num_completions_to_print=0,
         beta=0.1,
         model=None,
-        **{**own, **options, **UNSOLVED},
+        **{**own, **options, **chosen},
     )
     trainer.train(**told)
     shares = [log["explore_share"] for log in trainer.state.log_history if "reward" in log]
@@ -60,12 +66,11 @@ def select(name, folder, **told):
 
 def main(folder):
     found = {}
-    for case in ALL:
-        for into in ("replace", "add"):
-            run = play(case, folder, into)
-            torch.distributed.barrier()
-            again = play(case, folder, into, resume_from_checkpoint=run["folder"] + "/checkpoint-2")
-            found[f"{case} {into}"] = {**run, "resumed": again["parameters"]}
+    for case, into in RUNS + DRAWN:
+        run = play(case, folder, into)
+        torch.distributed.barrier()
+        again = play(case, folder, into, resume_from_checkpoint=run["folder"] + "/checkpoint-2")
+        found[f"{case} {into}"] = {**run, "resumed": again["parameters"]}
     for name in FIELDS:
         run = select(name, folder)
         torch.distributed.barrier()

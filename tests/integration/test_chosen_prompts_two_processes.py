@@ -1,11 +1,10 @@
 """Prompts chosen on two real processes over gloo that have unequally many to explore, or to sample anew."""
 
 import pytest
-from chosen_prompt_runs import FIELDS
-from test_explore_prompts import ALL
+from chosen_prompt_runs import DRAWN, FIELDS, RUNS
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("two processes")]
-CASES = [f"{case} {into}" for case in ALL for into in ("replace", "add")]
+CASES, DRAWN_CASES = ([f"{case} {into}" for case, into in runs] for runs in (RUNS, DRAWN))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -15,7 +14,14 @@ def test_a_process_may_have_nothing_to_explore(two_processes, case):
     assert first["shares"] == second["shares"] == [0.5] * 3
 
 
-@pytest.mark.parametrize("case", [*CASES, *FIELDS])
+@pytest.mark.parametrize("case", DRAWN_CASES)
+def test_processes_draw_the_same_prompts(two_processes, case):
+    first, second = (rank[case] for rank in two_processes[0]["chosen prompts"].values())
+    assert first["parameters"] == second["parameters"]
+    assert first["shares"] == second["shares"] and first["shares"][0] == 1.0 > min(first["shares"])
+
+
+@pytest.mark.parametrize("case", [*CASES, *DRAWN_CASES, *FIELDS])
 def test_resume_is_exact_on_every_rank(two_processes, case):
     for rank in two_processes[0]["chosen prompts"].values():
         assert rank[case]["resumed"] == rank[case]["parameters"]

@@ -353,6 +353,11 @@ def train_run(
     costs, interrupt = CostCallback(comparison.budget), interrupt or InterruptCallback()
     milestones = Milestones(comparison, costs, interrupt, evaluate, bar)
     costs.count_trained(trainer)
+    need = getattr(trainer, "need", None)  # not of `GRPOTrainer`
+    if need is not None:
+        # The budget ends a run, long before `max_steps`: a share that falls over training falls over it.
+        steps_done = need.progress
+        need.progress = lambda: max(steps_done(), comparison.budget.share_spent(costs.cost))
     for callback in (costs, interrupt, milestones):
         trainer.add_callback(callback)
     trainer.remove_callback(PrinterCallback)

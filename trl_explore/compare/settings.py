@@ -76,6 +76,11 @@ class Budget:
         spent = any(vars(cost)[name] >= vars(self)[name] for name in ("tokens", "cpu_seconds", "seconds"))
         return spent or cost.step >= self.steps
 
+    def share_spent(self, cost: "Cost") -> float:
+        """How much of it `cost` has used, from 0 to 1 and beyond."""
+        used = [vars(cost)[name] / vars(self)[name] for name in ("tokens", "cpu_seconds", "seconds")]
+        return max(*used, cost.step / self.steps)
+
 
 @dataclass(frozen=True)
 class Comparison:

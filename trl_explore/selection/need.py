@@ -1,6 +1,6 @@
 """Exploring by need: only prompts that GRPO's own samples do not solve are searched, sketched or branched."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,13 +38,17 @@ class Need:
         self.any_explored = False
         self.adds = policy.args.explore_into == "add"
         self._beside = Rows([], [], [], [], self.size)  # explored rows that join the main ones
+        self.progress: Callable[[], float] = self._steps_done  # of the training, from 0 to 1
+
+    def _steps_done(self) -> float:
+        return self.policy.state.global_step / max(self.policy.state.max_steps, 1)
 
     # --------------------------------------------------------------------------------------------------- which prompts
 
     def explored(self, deciding: torch.Tensor) -> torch.Tensor:
         """Mask `(N,)` of the main rows of explored prompts, by the reward `(N,)` that decides about success; groups
         are consecutive. Every process calls it once per generation batch."""
-        args, state = self.args, self.policy.state
+        args = self.args
         groups = deciding.view(-1, self.size)
         mask = torch.ones_like(groups[:, 0], dtype=torch.bool)
         if args.explore_prompts == "unsolved":
@@ -53,7 +57,7 @@ class Need:
         if args.explore_share_end < 1:
             own = torch.rand(len(deciding) // self.policy.ranks.number, generator=self.policy.exploration_generator)
             drawn = self.policy.ranks.gather(own.to(deciding.device)).view(-1, self.size)[:, 0]
-            mask &= drawn < share_at(state.global_step / max(state.max_steps, 1), args.explore_share_end)
+            mask &= drawn < share_at(self.progress(), args.explore_share_end)
         self.policy.log_metric("explore_share", mask.float().mean().item())
         return mask.repeat_interleave(self.size)
 
@@ -67,15 +71,69 @@ class Need:
         own: Callable[[list[int], Chooser], Rollout],
     ) -> Rollout:
         """Main rows as GRPO samples them, and in the place of failed groups, or beside them, what the method's `own`
-        sampling makes of these rows. The next batch is sampled as if nothing had been explored."""
-        ranks = self.policy.ranks
+        sampling makes of these rows. Where success decides, the next batch is sampled as if nothing had been
+        explored."""
+        if self.args.explore_prompts == "all" and not self.adds:
+            return self._dealt(prompt_ids, examples, plain, own)
         rollout = self._judged(plain(prompt_ids), examples)
-        deciding = self.scorer.success(ranks.gather(self._rewards(rollout)))
-        mask = self.explored(deciding)
-        self.rows = ranks.local(mask).nonzero().squeeze(1).tolist()
-        self.any_explored = bool(mask.any())
+        self._choose(self.scorer.success(self.policy.ranks.gather(self._rewards(rollout))))
         if not self.any_explored:
             return rollout
+        found = self._found(rollout, examples, own)
+        if not self.adds:
+            return self._replaced(rollout, found)
+        self._beside = Rows(
+            examples=[dict(examples[row]) for row in self.rows],
+            prompt_ids=[prompt_ids[row] for row in self.rows],
+            completion_ids=found.completion_ids,
+            loss_mask=found.loss_mask or [[1] * len(ids) for ids in found.completion_ids],
+            group_size=self.size,
+            logprobs=found.logprobs,
+            known_rewards=[*(found.known_rewards or [])],
+        )
+        return rollout
+
+    def _dealt(
+        self,
+        prompt_ids: list[list[int]],
+        examples: list[dict[str, Any]],
+        plain: Chooser,
+        own: Callable[[list[int], Chooser], Rollout],
+    ) -> Rollout:
+        """The same where the prompts are drawn, whatever GRPO's samples are: these are sampled for the others only."""
+        ranks = self.policy.ranks
+        self._choose(torch.zeros(len(prompt_ids) * ranks.number, device=ranks.device))
+        if not self.any_explored:
+            return plain(prompt_ids)
+        others = sorted(set(range(len(prompt_ids))).difference(self.rows))
+        rollout = self._judged(self._again([prompt_ids[row] for row in others]), [examples[row] for row in others])
+        found = self._found(rollout, examples, own)
+        assert rollout.known_rewards is not None and rollout.extra is not None
+
+        def spread(values: Sequence[Any]) -> list[Any]:
+            placed = dict(zip(others, values, strict=True))
+            return [placed.get(row, []) for row in range(len(prompt_ids))]
+
+        whole = replace(
+            rollout,
+            completion_ids=spread(rollout.completion_ids),
+            logprobs=None if rollout.logprobs is None else spread(rollout.logprobs),
+            known_rewards=spread(rollout.known_rewards),
+            extra=spread(rollout.extra),
+        )
+        return self._replaced(whole, found)
+
+    def _choose(self, deciding: torch.Tensor) -> None:
+        """Notes which rows are explored, of all main rows."""
+        mask = self.explored(deciding)
+        self.rows = self.policy.ranks.local(mask).nonzero().squeeze(1).tolist()
+        self.any_explored = bool(mask.any())
+
+    def _found(
+        self, rollout: Rollout, examples: list[dict[str, Any]], own: Callable[[list[int], Chooser], Rollout]
+    ) -> Rollout:
+        """What the method makes of the explored rows, with rewards; `rollout` is what GRPO sampled before."""
+        ranks = self.policy.ranks
         plain_tokens = ranks.summed({"plain": sum(map(len, rollout.completion_ids))})["plain"]
         self.policy.log_metric("explore/plain_tokens", plain_tokens)
         chosen = [examples[row] for row in self.rows]
@@ -85,18 +143,7 @@ class Need:
         solved = succeeded(deciding, threshold=self.args.success_threshold).any(dim=1)
         total = ranks.summed({"solved": int(solved.sum()), "groups": len(solved)})
         self.policy.log_metric("explore/solved_after", total["solved"] / total["groups"])
-        if not self.adds:
-            return self._replaced(rollout, found)
-        self._beside = Rows(
-            examples=[dict(example) for example in chosen],
-            prompt_ids=[prompt_ids[row] for row in self.rows],
-            completion_ids=found.completion_ids,
-            loss_mask=found.loss_mask or [[1] * len(ids) for ids in found.completion_ids],
-            group_size=self.size,
-            logprobs=found.logprobs,
-            known_rewards=[*(found.known_rewards or [])],
-        )
-        return rollout
+        return found
 
     def _judged(self, rollout: Rollout, examples: list[dict[str, Any]]) -> Rollout:
         """A rollout with rewards: no reward function is asked about a row twice."""
