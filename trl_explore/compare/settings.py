@@ -73,8 +73,7 @@ class Budget:
 
     def is_spent(self, cost: "Cost") -> bool:
         """Whether `cost` has reached any of them."""
-        spent = any(vars(cost)[name] >= vars(self)[name] for name in ("tokens", "cpu_seconds", "seconds"))
-        return spent or cost.step >= self.steps
+        return self.share_spent(cost) >= 1
 
     def share_spent(self, cost: "Cost") -> float:
         """How much of it `cost` has used, from 0 to 1 and beyond."""

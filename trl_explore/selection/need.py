@@ -73,67 +73,16 @@ class Need:
         """Main rows as GRPO samples them, and in the place of failed groups, or beside them, what the method's `own`
         sampling makes of these rows. Where success decides, the next batch is sampled as if nothing had been
         explored."""
+        ranks = self.policy.ranks
         if self.args.explore_prompts == "all" and not self.adds:
-            return self._dealt(prompt_ids, examples, plain, own)
-        rollout = self._judged(plain(prompt_ids), examples)
-        self._choose(self.scorer.success(self.policy.ranks.gather(self._rewards(rollout))))
+            # Which prompts are explored is drawn, whatever GRPO's samples are, so only the others need these.
+            self._choose(torch.zeros(len(prompt_ids) * ranks.number, device=ranks.device))
+            rollout = self._others(prompt_ids, examples) if self.any_explored else plain(prompt_ids)
+        else:
+            rollout = self._judged(plain(prompt_ids), examples)
+            self._choose(self.scorer.success(ranks.gather(self._rewards(rollout))))
         if not self.any_explored:
             return rollout
-        found = self._found(rollout, examples, own)
-        if not self.adds:
-            return self._replaced(rollout, found)
-        self._beside = Rows(
-            examples=[dict(examples[row]) for row in self.rows],
-            prompt_ids=[prompt_ids[row] for row in self.rows],
-            completion_ids=found.completion_ids,
-            loss_mask=found.loss_mask or [[1] * len(ids) for ids in found.completion_ids],
-            group_size=self.size,
-            logprobs=found.logprobs,
-            known_rewards=[*(found.known_rewards or [])],
-        )
-        return rollout
-
-    def _dealt(
-        self,
-        prompt_ids: list[list[int]],
-        examples: list[dict[str, Any]],
-        plain: Chooser,
-        own: Callable[[list[int], Chooser], Rollout],
-    ) -> Rollout:
-        """The same where the prompts are drawn, whatever GRPO's samples are: these are sampled for the others only."""
-        ranks = self.policy.ranks
-        self._choose(torch.zeros(len(prompt_ids) * ranks.number, device=ranks.device))
-        if not self.any_explored:
-            return plain(prompt_ids)
-        others = sorted(set(range(len(prompt_ids))).difference(self.rows))
-        rollout = self._judged(self._again([prompt_ids[row] for row in others]), [examples[row] for row in others])
-        found = self._found(rollout, examples, own)
-        assert rollout.known_rewards is not None and rollout.extra is not None
-
-        def spread(values: Sequence[Any]) -> list[Any]:
-            placed = dict(zip(others, values, strict=True))
-            return [placed.get(row, []) for row in range(len(prompt_ids))]
-
-        whole = replace(
-            rollout,
-            completion_ids=spread(rollout.completion_ids),
-            logprobs=None if rollout.logprobs is None else spread(rollout.logprobs),
-            known_rewards=spread(rollout.known_rewards),
-            extra=spread(rollout.extra),
-        )
-        return self._replaced(whole, found)
-
-    def _choose(self, deciding: torch.Tensor) -> None:
-        """Notes which rows are explored, of all main rows."""
-        mask = self.explored(deciding)
-        self.rows = self.policy.ranks.local(mask).nonzero().squeeze(1).tolist()
-        self.any_explored = bool(mask.any())
-
-    def _found(
-        self, rollout: Rollout, examples: list[dict[str, Any]], own: Callable[[list[int], Chooser], Rollout]
-    ) -> Rollout:
-        """What the method makes of the explored rows, with rewards; `rollout` is what GRPO sampled before."""
-        ranks = self.policy.ranks
         plain_tokens = ranks.summed({"plain": sum(map(len, rollout.completion_ids))})["plain"]
         self.policy.log_metric("explore/plain_tokens", plain_tokens)
         chosen = [examples[row] for row in self.rows]
@@ -143,7 +92,41 @@ class Need:
         solved = succeeded(deciding, threshold=self.args.success_threshold).any(dim=1)
         total = ranks.summed({"solved": int(solved.sum()), "groups": len(solved)})
         self.policy.log_metric("explore/solved_after", total["solved"] / total["groups"])
-        return found
+        if not self.adds:
+            return self._replaced(rollout, found)
+        self._beside = Rows(
+            examples=[dict(example) for example in chosen],
+            prompt_ids=[prompt_ids[row] for row in self.rows],
+            completion_ids=found.completion_ids,
+            loss_mask=found.loss_mask or [[1] * len(ids) for ids in found.completion_ids],
+            group_size=self.size,
+            logprobs=found.logprobs,
+            known_rewards=[*(found.known_rewards or [])],
+        )
+        return rollout
+
+    def _choose(self, deciding: torch.Tensor) -> None:
+        """Notes which rows are explored, of all main rows."""
+        mask = self.explored(deciding)
+        self.rows = self.policy.ranks.local(mask).nonzero().squeeze(1).tolist()
+        self.any_explored = bool(mask.any())
+
+    def _others(self, prompt_ids: list[list[int]], examples: list[dict[str, Any]]) -> Rollout:
+        """GRPO's samples, with rewards, for the rows that are not explored; the others are empty."""
+        others = sorted(set(range(len(prompt_ids))).difference(self.rows))
+        rollout = self._judged(self._again([prompt_ids[row] for row in others]), [examples[row] for row in others])
+
+        def spread(values: Sequence[Any] | None) -> Any:
+            placed = None if values is None else dict(zip(others, values, strict=True))
+            return None if placed is None else [placed.get(row, []) for row in range(len(prompt_ids))]
+
+        return replace(
+            rollout,
+            completion_ids=spread(rollout.completion_ids),
+            logprobs=spread(rollout.logprobs),
+            known_rewards=spread(rollout.known_rewards),
+            extra=spread(rollout.extra),
+        )
 
     def _judged(self, rollout: Rollout, examples: list[dict[str, Any]]) -> Rollout:
         """A rollout with rewards: no reward function is asked about a row twice."""
