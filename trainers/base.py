@@ -34,6 +34,7 @@ from trl_explore.packing.forward import PackedForward
 from trl_explore.publishing.cards import citation
 from trl_explore.publishing.publisher import Publisher
 from trl_explore.rewards.success import check_success_reward
+from trl_explore.rewards.threshold import ThresholdWatch
 from trl_explore.rows.batch import Batch, Chooser
 from trl_explore.rows.policy import Pass
 from trl_explore.rows.printed import printed_visibly
@@ -317,6 +318,18 @@ class ExplorationTrainer(GRPOTrainer):
         return Need(self, self.scorer, self.sample) if self.args.explores_some else None
 
     @cached_property
+    def threshold_watch(self) -> ThresholdWatch | None:
+        """Warns if the success threshold tells no completions apart. None if training does not ask about success."""
+        args = self.args
+        if not args.asks_about_success:
+            return None
+        return ThresholdWatch(
+            threshold=vars(args).get("success_threshold", 1.0),
+            success_reward=args.success_reward,
+            warns=self.accelerator.is_main_process,
+        )
+
+    @cached_property
     def rounds(self) -> Rounds | None:
         """Chooses the prompts of batches; `None`: the data loader does, and all groups are trained."""
         data, args = self.train_dataset, self.args
@@ -589,6 +602,9 @@ class ExplorationTrainer(GRPOTrainer):
         self.scorer.stop_if_unscored(rewards, inputs[0], group_size=self.num_generations or 1)
         self.scorer.rewards_per_func, self.main_completion_ids = rewards, completion_ids_list
         self.credit.completions = completions
+        if self.threshold_watch is not None:
+            for name, value in self.threshold_watch.look(self.scorer.success().tolist()).items():
+                self.log_metric(name, value)
         self.shaped_rewards = self.shape_rewards(rewards.clone())
         return self.shaped_rewards
 
@@ -638,7 +654,10 @@ class ExplorationTrainer(GRPOTrainer):
     # ------------------------------------------------------------------------ seams into transformers: the run, saving
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
-        return super().train(self.saving.begin(resume_from_checkpoint), *args, **kwargs)
+        result = super().train(self.saving.begin(resume_from_checkpoint), *args, **kwargs)
+        if self.threshold_watch is not None:
+            self.threshold_watch.end()
+        return result
 
     def _get_train_sampler(self, dataset=None):
         self.saving.sampler = super()._get_train_sampler(dataset)

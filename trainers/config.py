@@ -275,6 +275,16 @@ class ExplorationConfig(GRPOConfig):
         return self.dynamic_sampling == "refill" or self.explore_threshold is not None or self.budget != "uniform"
 
     @property
+    def asks_about_success(self) -> bool:
+        """Whether training compares rewards with a success threshold."""
+        return (
+            self.explore_prompts == "unsolved"
+            or self.explore_threshold is not None
+            or self.budget != "uniform"
+            or self.advantage == "passk"
+        )
+
+    @property
     def explores_some(self) -> bool:
         """Whether some prompts are sampled as in GRPO only."""
         return self.explore_prompts != "all" or self.explore_share_end < 1

@@ -153,6 +153,10 @@ class SESAConfig(ExplorationConfig):
     off_policy_scope: str = "all"
     success_threshold: float = 1.0
 
+    @property
+    def asks_about_success(self) -> bool:
+        return True
+
     def validate(self) -> None:
         super().validate()
         run_checks(self, CHECKS)

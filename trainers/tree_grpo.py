@@ -33,7 +33,9 @@ class TreeGRPOTrainer(ExplorationTrainer):
        batched sampling call per iteration. The reward functions score every completion that ends, once.
     2. Per iteration one completion is backed up: a correct one, else the most confident wrong one (Eq. 2-7). The
        search goes on at the best node of the whole tree (Eq. 9-10), until there are `num_generations` completions.
-    3. Every token gets the softly clipped value of its node minus the mean outcome of the tree (Eq. 16-18).
+    3. Every token gets the softly clipped value of its node minus the mean outcome of the tree (Eq. 16-18). Outcomes
+       are +1 for correct and -1 for wrong completions. Graded rewards are scaled to [-1, 1] in each tree
+       (`reward_mapping`).
 
     With `expansion_width=num_generations`, `max_tree_depth=1`, `node_length=max_completion_length` and
     `epsilon_high=None` it is GRPO with `scale_rewards="none"` on rewards of +1 and -1: the same parameters bit for
@@ -130,9 +132,10 @@ class TreeGRPOTrainer(ExplorationTrainer):
         deciding = self.scorer.success(torch.tensor(rewards, dtype=torch.float32)).tolist()
         bars = {"success_threshold": self.args.success_threshold, "incomplete_score": self.args.incomplete_score}
         outcomes = [terminal_outcome(r, finished=a.finished, **bars) for r, a in zip(deciding, leaves, strict=True)]
+        graded = self.args.reward_mapping == "scaled"
         return [
-            Verdict(outcome=outcome, rewards=tuple(given), extra=logged)
-            for outcome, given, logged in zip(outcomes, rewards, extra, strict=True)
+            Verdict(outcome=outcome, reward=reward if graded else None, rewards=tuple(given), extra=logged)
+            for outcome, reward, given, logged in zip(outcomes, deciding, rewards, extra, strict=True)
         ]
 
     # ----------------------------------------------------------------------------- its parts, metrics, files and state
