@@ -551,7 +551,7 @@ def grow_world(world, prompts=None, *, graded=False):
 @settings(max_examples=200, deadline=None)
 @given(worlds())
 def test_values_are_those_of_outcomes_on_the_scale_of_the_whole_tree(world):
-    """The scale changes while a tree grows; in the end every value is as if the scale had been known from the start."""
+    """The scale changes while a tree grows; in the end each value is as if it had been known from the start."""
     for tree in grow_world(world, graded=True)[0]:
         rows = [tree.nodes[row] for row in tree.results]
         scaled = scaled_outcomes([row.reward for row in rows], [row.outcome for row in rows])

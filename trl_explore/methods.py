@@ -501,11 +501,12 @@ ROWS = (
             "generation/main_seconds": "seconds of sampling the main rows, all calls of a generation batch together",
             "generation/extra_seconds": "seconds of sampling what a method samples beside them",
             "generation/cache_megabytes": "most memory that kept keys and values took during a rollout",
-            "success/fraction": "share of the completions whose reward reaches the success threshold; logged if training "
-            "asks about success",
+            "success/fraction": "share of the completions whose reward reaches the success threshold; logged if "
+            "training asks about success",
             "success/min_reward": "smallest reward of a generation batch; the reward is the one that decides about "
             "success",
-            "success/max_reward": "largest reward of a generation batch; the reward is the one that decides about success",
+            "success/max_reward": "largest reward of a generation batch; the reward is the one that decides about "
+            "success",
             "explore_share": "share of the prompts that were explored",
             "explore/plain_tokens": "tokens of the completions that were sampled as in GRPO, beside the "
             "method's own (TreeGRPO, SESA)",

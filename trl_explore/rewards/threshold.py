@@ -1,4 +1,4 @@
-"""Warnings about a success threshold that tells no completions apart: all of them count as failures, or as successes."""
+"""Warnings about a success threshold that tells no completions apart: all of them are failures, or successes."""
 
 import math
 import warnings
@@ -45,8 +45,8 @@ def threshold_note(
     reward = "rewards" if success_reward is None else f"rewards of {success_reward!r}"
     other = "the" if success_reward is None else "another"
     return (
-        f"{start}: {reward} went from {lowest:.4g} to {highest:.4g}. So every completion counts as {taken}. If that is "
-        f"wrong, {change} `success_threshold`, or let `success_reward` name {other} reward function that decides."
+        f"{start}: {reward} went from {lowest:.4g} to {highest:.4g}. So every completion counts as {taken}. If that "
+        f"is wrong, {change} `success_threshold`, or let `success_reward` name {other} reward function that decides."
     )
 
 

@@ -92,7 +92,7 @@ def choose_terminal(tree: Tree, candidates: Sequence[int]) -> int:
     """
     Return the scored terminal node to back up (Eq. 2-3): a correct one if any, else a wrong but finished one, else an
     incomplete one. Of these it is the most confident one (lowest [`Tree.trajectory_entropy`]), of equal ones the
-    oldest. If nodes have a `reward`, the largest reward comes before all that; rewards of 0 and 1 choose the same node.
+    oldest. If nodes have a `reward`, the largest reward comes first; rewards of 0 and 1 choose the same node.
     """
 
     def rank(index: int) -> tuple[float, int, float, int]:
@@ -170,8 +170,8 @@ def backup(tree: Tree, leaf: int, *, decay_min: float) -> Tree:
 
 
 def _rescaled(tree: Tree, results: Sequence[int], *, decay_min: float) -> Tree:
-    """Put the outcomes of `results` on the scale of their rewards, and back up again those that were backed up already.
-    The last result was not."""
+    """Put the outcomes of `results` on the scale of their rewards. If that changes outcomes that were backed up, compute
+    all values again. The last result was not backed up yet."""
     scored = [tree.nodes[row] for row in results if tree.nodes[row].outcome is not None]
     rewards, outcomes = [], []
     for node in scored:
