@@ -170,8 +170,8 @@ def backup(tree: Tree, leaf: int, *, decay_min: float) -> Tree:
 
 
 def _rescaled(tree: Tree, results: Sequence[int], *, decay_min: float) -> Tree:
-    """Put the outcomes of `results` on the scale of their rewards. If that changes outcomes that were backed up, compute
-    all values again. The last result was not backed up yet."""
+    """Put the outcomes of `results` on the scale of their rewards. If that changes an outcome that was backed up,
+    compute all values again. The last result was not backed up yet."""
     scored = [tree.nodes[row] for row in results if tree.nodes[row].outcome is not None]
     rewards, outcomes = [], []
     for node in scored:
