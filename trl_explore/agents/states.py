@@ -12,6 +12,7 @@ from trl_explore.agents.environments import environment_error, guard
 from trl_explore.agents.snapshots import check_replay, choose_state, explain_wrong_state, take
 from trl_explore.agents.trajectories import Message, Trajectory
 from trl_explore.agents.turns import World
+from trl_explore.rows.copies import own_copy
 from trl_explore.rows.policy import Policy
 
 CHECKED_ROWS = 8  # trajectories on which a tool has to answer as before until its environment's states are trusted
@@ -89,7 +90,7 @@ class KeptStates:
             guard(environment)  # a `__deepcopy__` of its own may have made a new one
             return environment
         environment = self._spare_environment(self.world.names[row])
-        example = self.examples[row]
+        example = own_copy(self.examples[row])  # an environment may use up a list that `reset` gave it
         environment.reset(**{k: v for k, v in example.items() if k != "environment" or not self.world.several})
         if kind == "snapshot":
             environment.restore(state)
