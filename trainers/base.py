@@ -503,7 +503,7 @@ class ExplorationTrainer(GRPOTrainer):
         if self.forks is not None:
             self.forks.set_limit()
             if training:
-                self.forks.begin(self.main_examples, len(prompts))
+                self.forks.begin(self.main_examples, self.batch.given, len(prompts))
         turns = self.turns if self.tools else None
         with nullcontext() if turns is None else turns.of(prompts):
             result = super()._generate(prompts)

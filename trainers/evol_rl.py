@@ -2,6 +2,7 @@
 
 import math
 import time
+import warnings
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ class EvolRLTrainer(ExplorationTrainer):
     config_class = EvolRLConfig
     requires = Requires(whole_groups=True)
     _columns: dict[str, list[Any]] = {}
+    _looked_for_answers = False
 
     def setup(self) -> None:
         super().setup()
@@ -122,6 +124,7 @@ class EvolRLTrainer(ExplorationTrainer):
                 "similarity": sum(float(own.sum()) for own in pairs),
             }
         )
+        self._warn_without_answers(num_rows=int(total["rows"]), num_answered=int(total["known"]))
         self.log_metric("votes/answered_fraction", total["known"] / total["rows"])
         self.log_metric("votes/right_fraction", total["right"] / total["rows"])
         if total["judged"]:
@@ -129,6 +132,20 @@ class EvolRLTrainer(ExplorationTrainer):
         if total["pairs"]:
             self.log_metric("novelty/mean_similarity", total["similarity"] / total["pairs"])
         self.log_metric("novelty/seconds", seconds)
+
+    def _warn_without_answers(self, *, num_rows: int, num_answered: int) -> None:
+        """Warn if no completion of the first batch has an answer: all get the reward -1, and nothing is trained."""
+        if self._looked_for_answers or self.args.correctness != "majority":
+            return
+        self._looked_for_answers = True
+        if num_answered == 0 and self.accelerator.is_main_process:
+            warnings.warn(
+                f"No answer was found in any of the {num_rows} completions of the first batch. Without answers there "
+                "is no majority: every completion gets the reward -1, and nothing is trained. An answer is a text "
+                "that is one number, or what stands in `\\boxed{...}` or after `#### `. Ask for one of these in the "
+                "prompts, or set `correctness='reward'`, which lets the reward functions decide what is right.",
+                stacklevel=2,
+            )
 
     def completion_columns(self) -> dict[str, list[Any]]:
         return {**super().completion_columns(), **self._columns}

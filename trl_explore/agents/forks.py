@@ -56,9 +56,19 @@ class Forks:
             limit = self.most_rounds()
             self.world.limit_rounds(sys.maxsize if limit is None else limit)
 
-    def begin(self, examples: list[dict[str, Any]], num_rows: int) -> None:
-        """A batch of training is about to be rolled out."""
-        self.states.begin(examples, num_rows)
+    def begin(self, examples: list[dict[str, Any]], given: list[dict[str, Any]], num_rows: int) -> None:
+        """
+        Prepare for a batch of training that is about to be rolled out.
+
+        Args:
+            examples (`list[dict]`):
+                Rows of the data, `[B]`.
+            given (`list[dict]`):
+                The same rows, as the environments got them, `[B]`.
+            num_rows (`int`):
+                Number of rows of this process.
+        """
+        self.states.begin(examples, given, num_rows)
         self.watch.reset()
         if self.world.environments and not self.world.tools:  # no loop, and no turns but one
             self.states.keep(0, list(range(num_rows)))
@@ -159,7 +169,7 @@ class Forks:
         """Score branches by the reward functions, into their `rewards`; every process calls it. One whose environment
         raised gets 0 from each, as a main row does."""
         rewards, logged = scorer.judge(
-            [self.example(branch.row) for branch in branches],
+            [self._example_of(branch) for branch in branches],
             [branch.completion_ids for branch in branches],
             prompt_ids=[branch.origin.prompt_ids for branch in branches],
             completions=[branch.messages for branch in branches],
@@ -173,6 +183,11 @@ class Forks:
     def example(self, row: int) -> dict[str, Any]:
         """The data-set example behind a main row, with the prompt as it was sampled from."""
         return {**self.states.examples[row], "prompt": self.trajectories[row].prompt}
+
+    def _example_of(self, branch: Branch) -> dict[str, Any]:
+        """Return the example of a branch as its environment left it."""
+        changed = self.states.row_of(branch.environment) or {}
+        return {**self.example(branch.row), **changed, "prompt": branch.origin.prompt}
 
     def continued(self, contexts: list[list[int]]) -> Rollout:
         """The next turn of branches that are in the tool loop."""

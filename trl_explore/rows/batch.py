@@ -22,6 +22,7 @@ class Batch:
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
+        self.given: list[dict[str, Any]] = []  # rows as TRL has them: environments and reward functions change these
 
     @property
     def need(self) -> Need | None:
@@ -75,7 +76,8 @@ class Batch:
     ) -> tuple[RowDict, dict[str, tuple[ScoredRows, float]]]:
         """Main rows with their advantages, and the streams beside them."""
         trainer, need = self.trainer, self.need
-        # Environments and reward functions may change the lists of `inputs`; further rows begin with those of the data.
+        # Environments and reward functions may change lists of `inputs`; further rows begin with those of the data.
+        self.given = inputs
         examples = [own_copy(dict(example)) for example in inputs]
         trainer.main_examples, trainer.scorer.any_example = examples, examples[0]
         output = own(inputs)

@@ -1,4 +1,4 @@
-"""Copies of data-set rows and messages: in TRL every row owns what its reward functions and its environment may change."""
+"""Copies of data-set rows and messages: in TRL every row owns what reward functions and environments may change."""
 
 import copy
 from typing import Any
