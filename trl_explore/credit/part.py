@@ -97,9 +97,9 @@ class Credit:
         if num_answered == 0 and self.policy.accelerator.is_main_process:
             warnings.warn(
                 f"`count_bonus={self.policy.args.count_bonus}` counts answers, and none was found in the {num_scored} "
-                "completions of the first batch: no completion gets a bonus. An answer is a text that is one number, "
-                "or what stands in `\\boxed{...}` or after `#### `. Ask for one of these in the prompts, or set "
-                "`count_bonus=0`.",
+                "completions of the first batch: no completion gets a bonus. An answer is a completion that is one "
+                "number, or what stands in `\\boxed{...}` or after `#### `. Ask for one of these in the prompts, or "
+                "set `count_bonus=0`.",
                 stacklevel=2,
             )
 

@@ -163,8 +163,11 @@ class Scorer:
         logged = LoggedColumns(missing, known_extra)
         funcs = []
         for number, (func, name) in enumerate(zip(reward_funcs, self.names, strict=True)):
-            if not isinstance(func, torch.nn.Module):  # a reward model has no side effects: its rewards are replaced
-                func = _only_missing(checked(func, name), missing, logged.log_of(number))
+            # TRL asks a reward model about all rows if it asks at all: a model has no side effects, and the rewards
+            # of known rows are replaced.
+            is_model = isinstance(func, torch.nn.Module)
+            if not is_model or not any(missing):
+                func = _only_missing(func if is_model else checked(func, name), missing, logged.log_of(number))
             funcs.append(func)
         rewards = ask(funcs)
         columns, unplaced = logged.columns()
