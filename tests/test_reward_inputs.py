@@ -184,6 +184,16 @@ def test_each_row_of_further_rounds_owns_its_list_columns(tmp_path, options):
     assert reward.rows >= 24 and reward.used == 0
 
 
+def test_rows_that_fill_up_a_round_own_their_list_columns(tmp_path):
+    """A process with fewer missing groups than another fills its round up with rows of the first round."""
+    reward = CrossedOff()
+    options = dict(dynamic_sampling="refill", max_sampling_rounds=3, max_steps=2, train_dataset=listed())
+    trainer = make_trainer(ExplorationTrainer, ExplorationConfig, tmp_path, reward_funcs=reward, **options)
+    trainer.ranks.most = lambda number: number and number + 1  # another process misses one group more
+    trainer.train()
+    assert reward.rows > 24 and reward.used == 0
+
+
 def test_branches_of_a_later_batch_own_their_list_columns(tmp_path):
     trainer_class, config_class, options = METHODS["deep_grpo"]
     reward = CrossedOff()
