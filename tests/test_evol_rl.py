@@ -250,6 +250,19 @@ def test_a_first_batch_without_a_majority_is_warned_of_once(tmp_path, monkeypatc
     assert all(entry["loss"] == 0 for entry in trainer.state.log_history if "loss" in entry)
 
 
+def test_votes_are_those_of_what_was_said_whatever_a_reward_function_makes_of_it(tmp_path, monkeypatch):
+    def rewrites(completions, **columns):
+        for completion in completions:
+            completion[0]["content"] = "rewritten"
+        return [0.0] * len(completions)
+
+    says_nothing(monkeypatch, 2)
+    options = dict(conversational=True, reward_funcs=rewrites, max_steps=1)
+    trainer = make_trainer(EvolRLTrainer, EvolRLConfig, tmp_path, **VOTED, **options)
+    trainer.train()
+    assert trainer.completion_columns()["answer"] == ["5", "5", "", ""] * 2
+
+
 @pytest.mark.parametrize(("answers", "own"), [(2, VOTED), (0, JUDGED)])
 def test_majorities_and_reward_functions_need_no_warning(tmp_path, monkeypatch, answers, own):
     says_nothing(monkeypatch, answers)
