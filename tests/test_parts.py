@@ -157,7 +157,7 @@ def test_without_a_row_nothing_is_scored():
 
 def test_judged_completions_belong_to_no_stream():
     policy = StandIn()
-    rewards, extra = scorer(policy).judge([{"prompt": "p"}] * 2, [[6], [6, 7]])
+    rewards, extra = scorer(policy).judge([{"prompt": "p"}] * 2, [[6], [6, 7]], prompt_ids=[[5], [5]])
     assert (rewards, extra) == ([[1.0], [2.0]], [{}, {}]) and policy.passes[0].name is None
 
 
@@ -172,7 +172,8 @@ def test_known_rewards_are_not_asked_for_again():
         columns = {"completions": ["a", "b"], "log_extra": lambda name, values: None}
         return torch.tensor([[value] for value in functions[0](**columns)])
 
-    assert scorer().rewards(ask, [count], [[5.0], None]).tolist() == [[5.0], [1.0]]
+    rewards, columns = scorer().rewards(ask, [count], [[5.0], None], num_rows=2)
+    assert rewards.tolist() == [[5.0], [1.0]] and columns == {}
     assert asked == [["b"]]
 
 

@@ -11,7 +11,7 @@ which further rows are trained); the answers given here are plain GRPO's.
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
@@ -36,6 +36,7 @@ from trl_explore.publishing.publisher import Publisher
 from trl_explore.rewards.success import check_success_reward
 from trl_explore.rewards.threshold import ThresholdWatch
 from trl_explore.rows.batch import Batch, Chooser
+from trl_explore.rows.copies import own_copy
 from trl_explore.rows.policy import Pass
 from trl_explore.rows.printed import printed_visibly
 from trl_explore.rows.ranks import Ranks
@@ -515,7 +516,7 @@ class ExplorationTrainer(GRPOTrainer):
         if self.forks is not None:
             self.forks.set_limit()
             if training:
-                self.forks.begin(self.main_examples, len(prompts))
+                self.forks.begin(self.main_examples, self.batch.given, len(prompts))
         turns = self.turns if self.tools else None
         with nullcontext() if turns is None else turns.of(prompts):
             result = super()._generate(prompts)
@@ -580,7 +581,11 @@ class ExplorationTrainer(GRPOTrainer):
         return found
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        of_these = partial(super()._calculate_rewards, inputs, prompts, completions, completion_ids_list)
+        # Reward functions may change what they are given, and search goes on from the tokens and messages: the
+        # functions get copies of the tokens; of the messages we keep a copy, because TRL logs its own.
+        token_copies = [[*ids] for ids in completion_ids_list]
+        said = own_copy(completions)
+        of_these = partial(super()._calculate_rewards, inputs, prompts, completions, token_copies)
 
         def ask(reward_funcs: list[Any]) -> torch.Tensor:
             own, self.reward_funcs = self.reward_funcs, reward_funcs
@@ -591,32 +596,44 @@ class ExplorationTrainer(GRPOTrainer):
 
         if self.current is not None:
             assert self.current.rows is not None
-            known = self.current.rows.known_rewards
-            self.current.rewards_per_func = self.scorer.rewards(ask, self.reward_funcs, known)
+            known, extra = self.current.rows.known_rewards, self.current.rows.extra
+            self.current.rewards_per_func = self._asked_rewards(ask, known, extra, len(prompts))
             return self.current.rewards_per_func
-        rewards = self.scorer.rewards(ask, self.reward_funcs, self._known_rewards())
+        rewards = self._asked_rewards(ask, *self._known_rewards(), len(prompts))
         if self.turns is not None:
             rewards = self.turns.void_rewards(rewards, self._metrics["train" if self.is_training else "eval"])
         if not self.is_training:
             return rewards
         self.scorer.stop_if_unscored(rewards, inputs[0], group_size=self.num_generations or 1)
         self.scorer.rewards_per_func, self.main_completion_ids = rewards, completion_ids_list
-        self.credit.completions = completions
+        self.credit.completions = said
         if self.threshold_watch is not None:
             for name, value in self.threshold_watch.look(self.scorer.success().tolist()).items():
                 self.log_metric(name, value)
         self.shaped_rewards = self.shape_rewards(rewards.clone())
         return self.shaped_rewards
 
-    def _known_rewards(self) -> list[list[float] | None] | None:
-        """Rewards `[B][F]` of main rows that were scored before TRL asks; `None` where TRL is the first to ask."""
+    def _asked_rewards(self, ask, known, extra, num_rows: int) -> torch.Tensor:
+        """Return rewards `(N, F)`, and hand TRL what the reward functions logged, one value per row."""
+        rewards, columns = self.scorer.rewards(ask, self.reward_funcs, known, extra, num_rows=num_rows)
+        for column, values in columns.items():
+            self._pending_extra_logs[column].extend(values)
+        return rewards
+
+    def _known_rewards(self) -> tuple[list[list[float] | None] | None, Sequence[Mapping[str, Any]]]:
+        """
+        Return rewards of main rows that were scored before TRL asks, and what the reward functions logged with them.
+
+        Returns:
+            `tuple`: Rewards `[B][F]`, None if no row was scored before; and values by column, `[B]`.
+        """
         known: list[list[float] | None] | None = None
+        extra: Sequence[Mapping[str, Any]] = ()
         if self._rollout is not None and self._rollout.known_rewards is not None:
-            extra, known = self._rollout.extra or [], list(self._rollout.known_rewards)
-            # What the reward functions logged when they saw these rows, as if they saw them now.
-            for column in sorted({name for row in extra for name in row}):
-                self._pending_extra_logs[column].extend(row.get(column) for row in extra)
-        return known if self.turns is None else self.turns.known_rewards(known, num_rewards=len(self.reward_funcs))
+            known, extra = [*self._rollout.known_rewards], self._rollout.extra or ()
+        if self.turns is not None:
+            known = self.turns.known_rewards(known, num_rewards=len(self.reward_funcs))
+        return known, extra
 
     # ------------------------------------------------------------------------------- seams into TRL: training, logging
 

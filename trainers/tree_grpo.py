@@ -57,6 +57,7 @@ class TreeGRPOTrainer(ExplorationTrainer):
     requires = Requires(samples=True, main_rows=True, whole_groups=True)
     plain_columns = {"origin": "plain", "depth": 0, "node_values": []}
     _trees: list[Tree]  # of the batch
+    _roots: list[list[int]]  # tokens of the prompt of each tree
 
     # ------------------------------------------------------------------------------------------------ the algorithm
 
@@ -64,7 +65,7 @@ class TreeGRPOTrainer(ExplorationTrainer):
         start = time.perf_counter()
         self._seconds = {"sampling": 0.0, "scoring": 0.0}
         self.sample.prefix_tokens_asked = self.sample.prefix_tokens_encoded = 0
-        roots = prompt_ids[:: self.num_generations]
+        self._roots = roots = prompt_ids[:: self.num_generations]
         cached = [self.replay.usable(root) for root in roots]
         with self.sample.rollout():
             searched = trees = search(
@@ -125,7 +126,8 @@ class TreeGRPOTrainer(ExplorationTrainer):
     def _score_leaves(self, leaves: list[Leaf]) -> list[Verdict]:
         start = time.perf_counter()
         examples = [self.main_examples[leaf.tree * self.num_generations] for leaf in leaves]
-        rewards, extra = self.scorer.judge(examples, [leaf.completion_ids for leaf in leaves])
+        prompt_ids = [self._roots[leaf.tree] for leaf in leaves]
+        rewards, extra = self.scorer.judge(examples, [leaf.completion_ids for leaf in leaves], prompt_ids=prompt_ids)
         self._seconds["scoring"] += time.perf_counter() - start
         if not leaves:
             return []

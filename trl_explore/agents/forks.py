@@ -12,6 +12,7 @@ from trl_explore.agents.states import KeptStates
 from trl_explore.agents.trajectories import Branch, Fork, Trajectory
 from trl_explore.agents.turns import Turns, World
 from trl_explore.agents.watch import ToolWatch
+from trl_explore.rows.copies import own_copy
 from trl_explore.rows.policy import Policy
 from trl_explore.rows.rollouts import Continuation, Rollout
 from trl_explore.rows.scorer import Scorer
@@ -55,9 +56,19 @@ class Forks:
             limit = self.most_rounds()
             self.world.limit_rounds(sys.maxsize if limit is None else limit)
 
-    def begin(self, examples: list[dict[str, Any]], num_rows: int) -> None:
-        """A batch of training is about to be rolled out."""
-        self.states.begin(examples, num_rows)
+    def begin(self, examples: list[dict[str, Any]], given: list[dict[str, Any]], num_rows: int) -> None:
+        """
+        Prepare for a batch of training that is about to be rolled out.
+
+        Args:
+            examples (`list[dict]`):
+                Rows of the data, `[B]`.
+            given (`list[dict]`):
+                The same rows, as the environments got them, `[B]`.
+            num_rows (`int`):
+                Number of rows of this process.
+        """
+        self.states.begin(examples, given, num_rows)
         self.watch.reset()
         if self.world.environments and not self.world.tools:  # no loop, and no turns but one
             self.states.keep(0, list(range(num_rows)))
@@ -77,11 +88,13 @@ class Forks:
         self.trajectories = [
             Trajectory(
                 row=row,
-                prompt=prompts[row],
+                prompt=own_copy(prompts[row]),
                 prompt_ids=prompt_ids[row],
                 completion_ids=ids,
                 loss_mask=[1] * len(ids) if mask is None else mask[row],
-                messages=completions[row] if self.world.tools else None,  # TRL decodes a single turn better than we
+                # TRL decodes a single turn better than we. Of several turns, branches continue these messages, and
+                # reward functions may change those that they are given.
+                messages=own_copy(completions[row]) if self.world.tools else None,
                 states=self.states.of_rows[row],
                 logprobs=None if logprobs is None else logprobs[row],
             )
@@ -155,19 +168,26 @@ class Forks:
     def judge(self, branches: list[Branch], scorer: Scorer) -> None:
         """Score branches by the reward functions, into their `rewards`; every process calls it. One whose environment
         raised gets 0 from each, as a main row does."""
-        rewards, _ = scorer.judge(
-            [self.example(branch.row) for branch in branches],
+        rewards, logged = scorer.judge(
+            [self._example_of(branch) for branch in branches],
             [branch.completion_ids for branch in branches],
+            prompt_ids=[branch.origin.prompt_ids for branch in branches],
             completions=[branch.messages for branch in branches],
             environments=[branch.environment for branch in branches] if self.world.environments else None,
             keep_metrics=False,  # what reward functions log of branches is not the main rows'
         )
-        for branch, values in zip(branches, rewards, strict=True):
+        for branch, values, extra in zip(branches, rewards, logged, strict=True):
             branch.rewards = values if environment_error(branch.environment) is None else [0.0] * len(values)
+            branch.extra = extra
 
     def example(self, row: int) -> dict[str, Any]:
         """The data-set example behind a main row, with the prompt as it was sampled from."""
         return {**self.states.examples[row], "prompt": self.trajectories[row].prompt}
+
+    def _example_of(self, branch: Branch) -> dict[str, Any]:
+        """Return the example of a branch as its environment left it."""
+        changed = self.states.row_of(branch.environment) or {}
+        return {**self.example(branch.row), **changed, "prompt": branch.origin.prompt}
 
     def continued(self, contexts: list[list[int]]) -> Rollout:
         """The next turn of branches that are in the tool loop."""

@@ -8,10 +8,9 @@ from typing import Any
 from torch import nn
 from transformers import GenerationConfig, ProcessorMixin
 from trl import apply_chat_template
-from trl.chat_template_utils import parse_response
 from trl.trainer.utils import get_callable_name, is_async_callable
 
-from trl_explore.evaluation.completions import encode_prompts
+from trl_explore.evaluation.completions import completions_for_rewards, encode_prompts
 from trl_explore.evaluation.grading import Graded, Grader
 from trl_explore.rewards.success import check_success_reward
 from trl_explore.sampling.generation import complete, generating_model
@@ -96,13 +95,9 @@ class PolicySamples:
         for start in range(0, len(prompt_ids), self.batch_size):
             completion_ids += complete(model, prompt_ids[start : start + self.batch_size], config)
 
+        prompts = [row["prompt"] for row in rows for _ in range(num_samples)]
         texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
-        if isinstance(rows[0]["prompt"], str):
-            return completion_ids, texts
-        if vars(tokenizer).get("response_template") is None:
-            return completion_ids, [[{"role": "assistant", "content": text}] for text in texts]
-        pairs = zip(completion_ids, prompt_ids, strict=True)
-        return completion_ids, [[parse_response(tokenizer, ids, prefix=prefix)] for ids, prefix in pairs]
+        return completion_ids, completions_for_rewards(prompts, prompt_ids, completion_ids, texts, tokenizer)
 
     def _config(self, *, greedy: bool) -> GenerationConfig:
         trainer, args = self.trainer, self.trainer.args

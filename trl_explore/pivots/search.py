@@ -192,6 +192,7 @@ class PivotSearch:
             or [[0] * len(b.prefix_ids) + [1] * len(branch.token_ids) for b, branch in pairs],
             group_size=self.args.num_branches,
             known_rewards=[b.rewards for b in agents],
+            extra=[b.extra for b in agents],
             completions=[b.messages for b in agents],
             parents=[b.row for b, _ in pairs],
             logprobs=logprobs if self.policy.serving is not None else None,

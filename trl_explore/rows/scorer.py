@@ -1,6 +1,7 @@
 """Rows beside the main ones are scored by TRL in a second pass that touches nothing of the first."""
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,7 @@ from trl.trainer.utils import is_async_callable
 
 from trl_explore.rewards.checks import RewardError, checked
 from trl_explore.rows.advantages import combine_rewards, equal_rewards, success_rewards
+from trl_explore.rows.logged import LoggedColumns
 from trl_explore.rows.policy import Pass, Policy
 from trl_explore.rows.rollouts import Rows
 from trl_explore.rows.streams import RowDict, kept_randomness
@@ -38,6 +40,7 @@ class Scorer:
         self.deciding: torch.Tensor | None = None  # about success, of the rows that are credited, where those are some
         self.any_example: dict[str, Any] = {}
         self._num_unscored: int | None = None  # prompts in a row up to now; None before the first reward
+        self._warned_of_columns = False
 
     def score(self, name: str, rows: Rows) -> ScoredRows | None:
         """
@@ -80,37 +83,41 @@ class Scorer:
         examples: list[dict[str, Any]],
         completion_ids: list[list[int]],
         *,
+        prompt_ids: list[list[int]],
         completions: list[list[dict[str, Any]] | None] | None = None,
         environments: list[Any] | None = None,
         keep_metrics: bool = True,
     ) -> tuple[list[list[float]], list[dict[str, Any]]]:
         """
-        Rewards of completions while they are being sampled; rows made of them need not be scored again.
+        Compute rewards of completions while they are being sampled; rows made of them need not be scored again.
 
-        Every process calls it equally often, also without completions. Functions see what they see for training rows.
+        Every process calls it equally often, also without completions. Reward functions see what they see of training
+        rows, in copies: what they change there changes neither `examples` nor `completions`.
 
         Args:
             examples (`list[dict]`):
-                The data-set example behind each completion, `[R]`.
+                The data-set example of each completion, `[R]`.
             completion_ids (`list[list[int]]`):
                 Tokens of the completions, `[R][T_i]`.
+            prompt_ids (`list[list[int]]`):
+                Tokens of the prompts as TRL encoded them, `[R][P_i]`: TRL parses a completion with its prompt.
             completions (`list[list[dict]]`, *optional*):
-                What they say, as messages, `[R]`; by default TRL decodes the tokens.
+                Messages of the completions, `[R]`; by default TRL makes them of the tokens.
             environments (`list`, *optional*):
-                The environment after each of them, `[R]`.
+                The environment of each completion, after it, `[R]`.
             keep_metrics (`bool`, *optional*, defaults to `True`):
-                Whether to log the metrics that reward functions log of them.
+                Whether to log the metrics that reward functions log of these completions.
 
         Returns:
             `tuple[list[list[float]], list[dict]]`: Rewards `[R][F]`, NaN where a function returned `None`; and what
-            functions logged with `log_extra`, by column, `[R]`; a `ValueError` where these are not R values.
+            functions logged with `log_extra`, by column, `[R]`.
         """
         num_rows = self.policy.ranks.most(len(completion_ids))
         if num_rows == 0:
             return [], []
         rows = Rows(
-            examples=[dict(example) for example in examples],
-            prompt_ids=[[self.policy.eos_token_ids[0]] for _ in completion_ids],
+            examples=examples,
+            prompt_ids=prompt_ids,
             completion_ids=completion_ids,
             loss_mask=[[1] * len(ids) for ids in completion_ids],
             group_size=1,
@@ -121,12 +128,6 @@ class Scorer:
             environments = environments + [None] * (num_rows - len(environments))
         with self.policy.running(Pass(None, rows, environments, keep_metrics=keep_metrics)) as judging:
             rewards = self.policy.rewarded(rows)
-        for name, values in judging.columns.items():
-            if len(values) != len(completion_ids):
-                raise ValueError(
-                    f"`log_extra({name!r}, ...)` was given {len(values)} values for {len(completion_ids)} "
-                    "completions: log one per completion, from one reward function."
-                )
         extra = [{name: values[i] for name, values in judging.columns.items()} for i in range(len(completion_ids))]
         return self.policy.ranks.local(rewards)[: len(completion_ids)].tolist(), extra
 
@@ -135,21 +136,62 @@ class Scorer:
         ask: Callable[[list[Any]], torch.Tensor],
         reward_funcs: list[Any],
         known_rewards: list[list[float] | None] | None,
-    ) -> torch.Tensor:
-        """Rewards `(N, F)`, each function asked once by TRL's `ask`, only for rows not in `known_rewards` `[B][F]`."""
-        funcs = [
-            func if isinstance(func, torch.nn.Module) else checked(func, name)
-            for func, name in zip(reward_funcs, self.names, strict=True)
-        ]
+        known_extra: Sequence[Mapping[str, Any]] = (),
+        *,
+        num_rows: int,
+    ) -> tuple[torch.Tensor, dict[str, list[Any]]]:
+        """
+        Let TRL's `ask` call each reward function once, only for rows whose rewards are not known.
+
+        Args:
+            ask (`Callable`):
+                Calls the functions it is given, and returns their rewards `(N, F)`.
+            reward_funcs (`list`):
+                The reward functions, `[F]`.
+            known_rewards (`list`, *optional*):
+                Rewards `[B][F]`; None for a row that the functions are asked about. None if they are asked about all.
+            known_extra (`Sequence[Mapping]`, *optional*):
+                What the functions logged with the known rewards, by column, `[B]`.
+            num_rows (`int`):
+                Rows of this process.
+
+        Returns:
+            `tuple[torch.Tensor, dict[str, list]]`: Rewards `(N, F)`; and what was logged with `log_extra`, one value
+            per row of this process, by column.
+        """
+        missing = [known is None for known in known_rewards or [None] * num_rows]
+        logged = LoggedColumns(missing, known_extra)
+        funcs = []
+        for number, (func, name) in enumerate(zip(reward_funcs, self.names, strict=True)):
+            # TRL asks a reward model about all rows if it asks at all: a model has no side effects, and the rewards
+            # of known rows are replaced.
+            is_model = isinstance(func, torch.nn.Module)
+            if not is_model or not any(missing):
+                func = _only_missing(func if is_model else checked(func, name), missing, logged.log_of(number))
+            funcs.append(func)
+        rewards = ask(funcs)
+        columns, unplaced = logged.columns()
+        self._warn_of_columns(unplaced, sum(missing))
         if known_rewards is None:
-            return ask(funcs)
-        missing = [known is None for known in known_rewards]
-        rewards = ask([_only_missing(func, missing) for func in funcs])
+            return rewards, columns
         unknown = [0.0] * len(funcs)
         known = torch.tensor([r or unknown for r in known_rewards], dtype=rewards.dtype, device=rewards.device)
         gather = self.policy.ranks.gather
         keep = gather(torch.tensor(missing, device=rewards.device))
-        return torch.where(keep.unsqueeze(1), rewards, gather(known))
+        return torch.where(keep.unsqueeze(1), rewards, gather(known)), columns
+
+    def _warn_of_columns(self, unplaced: dict[str, int], num_rows: int) -> None:
+        """Warn once of columns, with their number of values, that do not fit `num_rows` rows."""
+        if not unplaced or self._warned_of_columns or not self.policy.args.log_completions:
+            return
+        self._warned_of_columns = True
+        column, number = next(iter(unplaced.items()))
+        warnings.warn(
+            f"`log_extra({column!r}, ...)` was given {number} values for {num_rows} completions, so the completions "
+            "table cannot tell which rows they belong to and leaves the column empty. Log one value per completion, "
+            "None where there is none. This is said once.",
+            stacklevel=2,
+        )
 
     def stop_if_unscored(self, rewards: torch.Tensor, example: dict[str, Any], *, group_size: int) -> None:
         """Raise where the rewards `(N, F)` of all processes hold none, at the run's beginning or for many prompts in a
@@ -240,31 +282,25 @@ class Scorer:
             metrics["frac_reward_zero_std"][-1] *= all_rows / len(real)
 
 
-def _only_missing(func: Any, missing: list[bool]) -> Any:
-    """A reward function that sees only rows without rewards; the others get a placeholder."""
-    if all(missing) or (isinstance(func, torch.nn.Module) and any(missing)):
-        return func  # a reward model has no side effects, and its extra rows are overwritten
+def _only_missing(func: Any, missing: list[bool], log_extra: Callable[[str, Any], None]) -> Any:
+    """Return a reward function that is asked about the rows without rewards only; other rows get a placeholder."""
 
-    def pick(value):
-        return [v for v, m in zip(value, missing, strict=True) if m] if isinstance(value, list) else value
+    def pick(value: Any) -> Any:
+        if all(missing) or not isinstance(value, list):
+            return value
+        return [v for v, m in zip(value, missing, strict=True) if m]
 
-    def spread(rewards):
+    def spread(rewards: list[Any]) -> list[Any]:
         found = iter(rewards)
         return [next(found) if m else 0.0 for m in missing]
 
-    def seen_by_function(columns):
-        log_extra = columns["log_extra"]  # one value per completion, also for those that are not scored again
+    def seen_by_function(columns: dict[str, Any]) -> dict[str, Any]:
+        return {**{name: pick(value) for name, value in columns.items()}, "log_extra": log_extra}
 
-        def log_some(column, values):
-            found = iter(values)
-            log_extra(column, [next(found, None) if m else None for m in missing])
-
-        return {**{k: pick(v) for k, v in columns.items()}, "log_extra": log_some}
-
-    def scored(**columns):
+    def scored(**columns: Any) -> list[Any]:
         return spread(func(**seen_by_function(columns)) if any(missing) else [])
 
-    async def scored_async(**columns):
+    async def scored_async(**columns: Any) -> list[Any]:
         return spread(await func(**seen_by_function(columns)) if any(missing) else [])
 
     return scored_async if is_async_callable(func) else scored

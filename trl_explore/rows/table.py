@@ -26,12 +26,14 @@ class CompletionsTable:
         self.streams: dict[str, Logs] = {}
         self.evaluated: Logs = {}
         self._before = 0  # rows of earlier rounds of the batch
+        self._known_columns: set[str] = set()  # that reward functions logged in these rounds
         self._in_rounds = False
         self._evaluated_at: int | None = None
 
     def begin(self, logs: Logs) -> Logs:
         """TRL's table without rows, for a generation batch that is sampled in rounds: it takes those of all."""
         self._before, self._in_rounds, self.streams = 0, True, {}
+        self._known_columns = set()
         return empty_logs(logs)
 
     def add(
@@ -61,6 +63,7 @@ class CompletionsTable:
             return
         self.show_advantages(logs, output)
         num_rows = len(output["advantages"])
+        self._fill_up(logs["extra"], num_rows * ranks.number)
         for name, logged in found.items():
             parents = [self._place(parent, num_rows) for parent in logged["extra"]["parent"]]
             logged["extra"] = {**logged["extra"], "parent": parents}
@@ -73,6 +76,15 @@ class CompletionsTable:
         for _ in advantages:
             logs["advantages"].pop()
         logs["advantages"].extend(advantages)
+
+    def _fill_up(self, columns: Logs, num_rows: int) -> None:
+        """Put None where a column lacks values of the `num_rows` newest rows, or of the rows of earlier rounds."""
+        for name, values in columns.items():
+            if name not in self._known_columns:
+                values.extendleft([None] * self._before)
+            elif len(values) == self._before:
+                values.extend([None] * num_rows)
+        self._known_columns = set(columns)
 
     def _place(self, parent: float, num_rows: int) -> float:
         """Where a main row stands if rounds of fewer rows were sampled before."""
@@ -173,10 +185,18 @@ def _as_lists(logs: Any) -> Any:
 
 
 def _joined_logs(first: Logs, second: Logs) -> Logs:
-    return {
-        name: _joined_logs(values, second[name]) if isinstance(values, dict) else [*values, *second[name]]
-        for name, values in first.items()
-    }
+    """Return the rows of two tables. A column that only one of them has is None in the rows of the other."""
+    joined: Logs = {}
+    for name, values in first.items():
+        if not isinstance(values, dict):
+            joined[name] = [*values, *second[name]]
+            continue
+        empty = [[None] * len(logs["prompt"]) for logs in (first, second)]
+        columns = dict.fromkeys([*values, *second[name]])
+        joined[name] = {
+            column: [*values.get(column, empty[0]), *second[name].get(column, empty[1])] for column in columns
+        }
+    return joined
 
 
 def _fill(logs: Logs, columns: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import torch
 from trl.trainer.utils import nanstd
 
 from trl_explore.rewards.success import succeeded
+from trl_explore.rows.copies import own_copy
 from trl_explore.rows.policy import Policy
 from trl_explore.rows.scorer import ScoredRows, Scorer
 from trl_explore.rows.streams import RowDict, loss_mask, merge_rows, select_rows
@@ -43,6 +44,8 @@ class Rounds:
             places = self._taken([number] * self.policy.ranks.number)
             self.rows_of = self._allocated(places)
             inputs = self._rows(places)
+        # Reward functions may change the rows that they see; later rounds are filled up with rows of the data.
+        fillers = [own_copy(dict(row)) for row in inputs] if self.args.dynamic_sampling == "refill" else []
         output, streams = play(inputs)
         self._note(places, number)
         if self.args.dynamic_sampling == "off":
@@ -59,7 +62,8 @@ class Rounds:
                 missing = self._missing(kept, number)
                 places = self._taken(self.policy.ranks.objects([missing]))
                 # All processes score as many rows; what fills up is thrown away.
-                more, beside = play(self._rows(places) + inputs[: (most - missing) * self.size])
+                unused = fillers[: (most - missing) * self.size]
+                more, beside = play(self._rows(places) + [own_copy(row) for row in unused])
                 self._note(places, missing)
                 good = self.contrast() & (torch.arange(most * self.size, device=keep.device) < missing * self.size)
                 others.append(select_rows(more, good.nonzero().squeeze(1)))
