@@ -170,7 +170,7 @@ def test_the_terminal_gets_the_same_numbers(capsys):
 def test_no_cell_wraps_at_80_columns(arm, metrics, capsys):
     from rich.console import Console
 
-    document = {**DOCUMENT, "metrics": metrics, "arms": [{"method": "grpo"}, {"method": "deep_grpo", "name": arm}]}
+    document = {**DOCUMENT, "metrics": [*metrics], "arms": [{"method": "grpo"}, {"method": "deep_grpo", "name": arm}]}
     comparison, runs = read_comparison(document), []
     for found in THREE_RUNS:
         points = [{**point, **{f"eval/{name}": point["eval/reward"] for name in metrics}} for point in found["points"]]
