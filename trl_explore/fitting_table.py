@@ -50,9 +50,9 @@ class FittingTable:
         names = [row[0] for row in self.rows]
         excess = 0 if room is None else self._width(columns, console) - room
         if excess > 0:
-            most = max(SHORTEST_NAME, _longest_line([self.titles[0], *names]) - excess)
+            most = max(SHORTEST_NAME, _longest_line(names) - excess)
             names = ["\n".join(textwrap.fill(line, most) for line in name.split("\n")) for name in names]
-        table.add_column(self._title(0, names), justify="left", no_wrap=True)
+        table.add_column(self.titles[0], justify="left", no_wrap=True)
         for column in columns:
             cells = [row[column] for row in self.rows]
             table.add_column(self._title(column, cells), justify="right", no_wrap=True)

@@ -181,7 +181,9 @@ def _verdict(title: str, effects: dict[str, Effect | None]) -> str:
     parts: dict[str, list[str]] = {"clearly ahead": [], "clearly behind": [], "neither clearly": []}
     for where, found in effects.items():
         if found is not None:
-            kind = "neither clearly" if not (found.clear and found.has_interval) else f"clearly {'ahead' if found.mean > 0 else 'behind'}"
+            kind = "neither clearly"
+            if found.clear and found.has_interval:
+                kind = "clearly ahead" if found.mean > 0 else "clearly behind"
             parts[kind].append(f"{where} {str(found).strip('*')}")
     words = "; ".join(f"{kind} in {', '.join(places)}" for kind, places in parts.items() if places)
     return f"{title}: {words}." if words else ""

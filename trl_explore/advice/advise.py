@@ -66,8 +66,8 @@ class Advice:
             return "This is no run of plain GRPO, which is what resemblance is read off: compare it with one."
         if self.regime is None and not self.signs.zero_or_one:
             return (
-                "Rewards are not only 0 and 1, as in all measured runs, so nothing measured resembles this: keep GRPO, "
-                "and tune its learning rate."
+                "Rewards are not only 0 and 1, as in all measured runs, so nothing measured resembles this: keep "
+                "GRPO, and tune its learning rate."
             )
         if self.regime is None:
             return "Nothing measured resembles this: keep GRPO, and tune its learning rate."
@@ -120,8 +120,8 @@ def _findings(signs: Signs) -> Iterator[Finding]:
     values = signs.values
     if (cut := values.get("completions/clipped_ratio")) and cut.end >= CUT:
         yield Finding(
-            f"{cut.end:.0%} of the completions at the end are cut off at `max_completion_length`. If your reward needs "
-            "the end of a completion, for example its answer, raise it first.",
+            f"{cut.end:.0%} of the completions at the end are cut off at `max_completion_length`. If your reward "
+            "needs the end of a completion, for example its answer, raise it first.",
             TROUBLES,
         )
     for name in signs.unpaid:

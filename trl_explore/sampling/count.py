@@ -25,7 +25,7 @@ class TokenCount:
         self.own += sum(len(ids) for ids in token_ids)
 
     def add_returned(self, token_ids: Sequence[Sequence[int]], loss_mask: Sequence[Sequence[int]] | None) -> None:
-        """Count completions `[R][T_i]` that were sampled elsewhere; 0 in `loss_mask` marks tokens of an environment."""
+        """Count completions `[R][T_i]` that were sampled elsewhere; 0 in `loss_mask` marks an environment's tokens."""
         self.own += sum(map(len, token_ids)) if loss_mask is None else sum(map(sum, loss_mask))
 
     def sum_up(self, ranks: Ranks) -> int:
