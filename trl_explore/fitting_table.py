@@ -17,7 +17,7 @@ class FittingTable:
 
     Args:
         titles (`Sequence[str]`):
-            Titles of the columns. They may wrap between words.
+            Titles of the columns. They wrap between words if the table does not fit otherwise.
         rows (`Sequence[Sequence[str]]`):
             Cells, each of one or several lines that never wrap. Only names in the first column wrap, if they are too
             long to leave room for another column.
@@ -30,33 +30,41 @@ class FittingTable:
     options: dict[str, Any] | None = None
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        columns = list(range(1, len(self.titles)))
+        columns, room = list(range(1, len(self.titles))), options.max_width
+        whole = self._table(columns, [row[0] for row in self.rows], self.titles)
+        if _width(whole, console) <= room:
+            yield whole
+            return
         while columns:
             count = len(columns)
-            while count > 1 and self._width(columns[:count], console) > options.max_width:
+            while count > 1 and _width(self._narrow(columns[:count]), console) > room:
                 count -= 1
-            yield self._table(columns[:count], room=options.max_width, console=console)
+            table = self._narrow(columns[:count])
+            excess = _width(table, console) - room
+            yield table if excess <= 0 else self._narrow(columns[:count], excess)
             columns = columns[count:]
 
-    def _width(self, columns: Sequence[int], console: Any) -> int:
-        return console.measure(self._table(columns), options=console.options.update(width=10_000)).maximum
+    def _narrow(self, columns: Sequence[int], excess: int = 0) -> Any:
+        """Return `columns` as a table with wrapped titles, and with names that are shorter by `excess`."""
+        names = [row[0] for row in self.rows]
+        if excess:
+            most = max(SHORTEST_NAME, _longest_line(names) - excess)
+            names = ["\n".join(textwrap.fill(line, most) for line in name.split("\n")) for name in names]
+        titles = list(self.titles)
+        for column in columns:
+            titles[column] = self._title(column, [row[column] for row in self.rows])
+        return self._table(columns, names, titles)
 
-    def _table(self, columns: Sequence[int], *, room: int | None = None, console: Any = None) -> Any:
-        """Return the first column and `columns` as one table; names wrap if it would be wider than `room`."""
+    def _table(self, columns: Sequence[int], names: Sequence[str], titles: Sequence[str]) -> Any:
         from rich.table import Table
         from rich.text import Text
 
         table = Table(**(self.options or {}))
-        names = [row[0] for row in self.rows]
-        excess = 0 if room is None else self._width(columns, console) - room
-        if excess > 0:
-            most = max(SHORTEST_NAME, _longest_line(names) - excess)
-            names = ["\n".join(textwrap.fill(line, most) for line in name.split("\n")) for name in names]
-        table.add_column(self.titles[0], justify="left", no_wrap=True)
+        table.add_column(titles[0], justify="left", no_wrap=True)
         for column in columns:
-            cells = [row[column] for row in self.rows]
-            table.add_column(self._title(column, cells), justify="right", no_wrap=True)
+            table.add_column(titles[column], justify="right", no_wrap=True)
         for name, row in zip(names, self.rows, strict=True):
+            # Names of arms and data sets are no markup.
             table.add_row(Text(name), *(Text(row[column]) for column in columns))
         return table
 
@@ -65,6 +73,10 @@ class FittingTable:
         title = self.titles[column]
         most = max([_longest_line(cells), *(len(word) for word in title.split())])
         return textwrap.fill(title, most) if most else title
+
+
+def _width(table: Any, console: Any) -> int:
+    return console.measure(table, options=console.options.update(width=10_000)).maximum
 
 
 def _longest_line(texts: Sequence[str]) -> int:
