@@ -45,6 +45,7 @@ from trl_explore.rows.scorer import ScoredRows, Scorer
 from trl_explore.rows.streams import RowDict
 from trl_explore.rows.table import CompletionsTable, empty_logs
 from trl_explore.rows.training import StreamTraining
+from trl_explore.sampling.count import TokenCount
 from trl_explore.sampling.generation import generating_model
 from trl_explore.sampling.sampler import Sampler
 from trl_explore.selection.need import Need
@@ -114,6 +115,7 @@ class ExplorationTrainer(GRPOTrainer):
     main_completion_ids: list[list[int]] = []
     main_examples: list[dict[str, Any]] = []
     _rollout: Rollout | None = None
+    _budget_spent: Callable[[], float] | None = None
     _stream_tokens: dict[str, int] = {}
     _tr_loss = torch.tensor(0.0)
     _globalstep_last_logged = 0
@@ -182,6 +184,19 @@ class ExplorationTrainer(GRPOTrainer):
         """Whether GRPO samples all rows: then tools, environments, `rollout_func` and images are its own matter."""
         own, plain = type(self), ExplorationTrainer
         return (own.rollout, own.search, own.extra_streams) == (plain.rollout, plain.search, plain.extra_streams)
+
+    @property
+    def changed_hooks(self) -> list[str]:
+        """Names of the hooks that the trainer's class overrides; a trainer without any is plain GRPO."""
+        own, plain = type(self), ExplorationTrainer
+        hooks = {
+            "rollout": own.rollout != plain.rollout,
+            "shape_rewards": own.shape_rewards != plain.shape_rewards,
+            "search": own.search != plain.search,
+            "assign_advantages": own.assign_advantages != plain.assign_advantages,
+            "extra_streams": own.extra_streams != plain.extra_streams,
+        }
+        return [name for name, changed in hooks.items() if changed]
 
     # ------------------------------------------------------------------ the four hooks, and what a method may define
 
@@ -388,6 +403,24 @@ class ExplorationTrainer(GRPOTrainer):
         assert self.model is not None
         return self.model.training
 
+    @property
+    def training_progress(self) -> float:
+        """Share of the training that is over: of `max_steps`, or of the budget that ends it, whichever is larger."""
+        steps = self.state.global_step / max(self.state.max_steps, 1)
+        return steps if self._budget_spent is None else max(steps, self._budget_spent())
+
+    def end_by_budget(self, share_spent: Callable[[], float]) -> None:
+        """
+        Tell the trainer that something else than `max_steps` ends the training, for example a budget of tokens.
+
+        Fields that change over training (`explore_share_end`) then reach their end there.
+
+        Args:
+            share_spent (`Callable`):
+                Returns the share of the budget that is spent, from 0 to 1; the same number on all processes.
+        """
+        self._budget_spent = share_spent
+
     def log_metric(self, name: str, value: float) -> None:
         """Log a training metric, `noun/stat`, averaged over the logging interval; equal on all processes."""
         self._metrics["train"][name].append(float(value))
@@ -518,8 +551,11 @@ class ExplorationTrainer(GRPOTrainer):
             if training:
                 self.forks.begin(self.main_examples, self.batch.given, len(prompts))
         turns = self.turns if self.tools else None
+        num_sampled = self.sample.tokens.own
         with nullcontext() if turns is None else turns.of(prompts):
             result = super()._generate(prompts)
+        if training and self.rollout_func is not None and self.sample.tokens.own == num_sampled:
+            self.sample.tokens.add_returned(*result[1:3])
         self.packing.check_lengths(*result[:2])
         if self._rollout is not None and (mask := self._rollout.loss_mask) is not None:
             result = (*result[:2], mask, *result[3:])
@@ -555,6 +591,7 @@ class ExplorationTrainer(GRPOTrainer):
             start = time.perf_counter()
             rollout = Rollout(*(own(ids) if self.features is None else self.features.sampled(own, ids)))
             self.sample.note_seconds("main", time.perf_counter() - start)
+            self.sample.tokens.add(rollout.completion_ids)
             return rollout
 
         if self.forks is not None and self.forks.in_branches:
@@ -757,20 +794,68 @@ class ExplorationTrainer(GRPOTrainer):
 
 def watch(trainer: Any, method: str, seen: Callable[..., None]) -> Callable[[], None]:
     """
-    Watch what any GRPO trainer scores (`method="scored"`), rewards (`"rewarded"`) or computes the loss of (`"loss"`):
-    `seen` gets TRL's arguments, and behind them what TRL made of them. Returns what ends it.
+    Watch one method of any GRPO trainer.
+
+    Args:
+        trainer ([`~trl.GRPOTrainer`]):
+            The trainer, of this class or a subclass.
+        method (`str`):
+            `"scored"` (rows with rewards and advantages), `"rewarded"`, `"loss"`, `"turn"` (completions, or turns of
+            an agent) or `"rollout"` (whole completions, with what tools answered).
+        seen (`Callable`):
+            Gets TRL's positional arguments, and behind them what TRL made of them.
+
+    Returns:
+        `Callable`: Ends the watch.
     """
-    names = {"scored": "_generate_and_score_completions", "rewarded": "_calculate_rewards", "loss": "_compute_loss"}
+    names = {
+        "scored": "_generate_and_score_completions",
+        "rewarded": "_calculate_rewards",
+        "loss": "_compute_loss",
+        "turn": "_generate_single_turn",
+        "rollout": "_generate",
+    }
     name = names[method]
     own = getattr(trainer, name)
 
-    def watched(*args: Any) -> Any:
-        result = own(*args)
+    def watched(*args: Any, **options: Any) -> Any:
+        result = own(*args, **options)
         seen(*args, result)
         return result
 
     vars(trainer)[name] = watched
     return lambda: vars(trainer).pop(name, None)
+
+
+def count_sampled(trainer: Any) -> TokenCount:
+    """
+    Return the count of the tokens that a GRPO trainer samples in training.
+
+    An [`ExplorationTrainer`] counts by itself, and the count goes with its checkpoints. Any other trainer is counted
+    from now on: every completion or turn that TRL asks for, or what a `rollout_func` returns. Every process must call
+    it.
+    """
+    if isinstance(trainer, ExplorationTrainer):
+        return trainer.sample.tokens
+    tokens, ranks = TokenCount(), Ranks(trainer.accelerator)
+    before = 0  # when the last rollout ended
+
+    def turn(*given: Any) -> None:
+        if trainer.model.training:
+            tokens.add(given[-1][0])
+
+    def rollout(*given: Any) -> None:
+        nonlocal before
+        if not trainer.model.training:
+            return
+        if tokens.own == before:  # by a `rollout_func`, which asks for no turn
+            tokens.add_returned(*given[-1][1:3])
+        before = tokens.own
+        tokens.sum_up(ranks)
+
+    watch(trainer, "turn", turn)
+    watch(trainer, "rollout", rollout)
+    return tokens
 
 
 def log_metric(trainer: Any, name: str, value: float) -> None:

@@ -57,6 +57,10 @@ class Batch:
         trainer.streams.prepare(output, streams)
         for name, value in trainer.sample.metrics.items():
             trainer.log_metric(f"generation/{name}", value)
+        # A total is not averaged over the logging interval: the newest value stands, as in TRL's `num_tokens`.
+        metrics["generation/sampled_tokens"] = [float(trainer.sample.tokens.sum_up(trainer.ranks))]
+        if trainer.changed_hooks:
+            trainer.log_metric("method/changed_hooks", len(trainer.changed_hooks))
         return output
 
     def rolled_out(self, contexts: list[list[int]], plain: Chooser) -> Rollout:

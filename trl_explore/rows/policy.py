@@ -54,6 +54,11 @@ class Policy(Protocol):
         ...
 
     @property
+    def training_progress(self) -> float:
+        """Share of the training that is over, from 0 to 1."""
+        ...
+
+    @property
     def serving(self) -> Any:
         """The vLLM backend, a [`~trl_explore.serving.session.Serving`]; `None` where transformers samples."""
         ...

@@ -11,6 +11,7 @@ from accelerate.utils import DistributedType
 from trl_explore.rows.policy import Policy
 from trl_explore.rows.rollouts import Continuation, per_request
 from trl_explore.rows.streams import kept_randomness
+from trl_explore.sampling.count import TokenCount
 from trl_explore.sampling.generation import recorded
 from trl_explore.sampling.paths import PathCache, effective_options, why_not
 from trl_explore.serving.backend import Request
@@ -22,6 +23,7 @@ class Sampler:
     """
     Continues any token prefixes, as many times and as far as asked.
 
+    `tokens` counts the tokens that were sampled in training, those of main rows that TRL samples included.
     `prefix_tokens_asked` and `prefix_tokens_encoded` count the tokens of the prefixes of all samples, and those that a
     forward pass was spent on; `metrics` are those of a generation batch: time for main rows and for extra ones, and
     the largest size of what a rollout kept.
@@ -30,6 +32,7 @@ class Sampler:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.batch_size: int | None = policy.args.sampling_batch_size
+        self.tokens = TokenCount()
         self.prefix_tokens_asked = self.prefix_tokens_encoded = 0
         self.metrics: dict[str, float] = {}
         self.paths: PathCache | None = None
@@ -151,7 +154,9 @@ class Sampler:
                     )
         self.note_seconds("main" if main_stream else "extra", time.perf_counter() - start_time)
         done = iter(sampled)
-        return [[next(done) for _ in range(n)] for n in counts]  # type: ignore[misc]
+        found: list[list[Continuation]] = [[next(done) for _ in range(n)] for n in counts]  # type: ignore[misc]
+        self._count(found)
+        return found
 
     def token_logprobs(self, prefixes: list[list[int]], completion_ids: list[list[int]]) -> list[list[float]]:
         """Log-probabilities `[R][T_i]` of completions behind prefixes under the current policy, at the sampling
@@ -172,10 +177,18 @@ class Sampler:
         self.prefix_tokens_encoded += sum(len(request.prefix) for request in asked)
         self.note_seconds("main" if main_stream else "extra", time.perf_counter() - start_time)
         ends = self.policy.eos_token_ids
-        return [
+        found = [
             [Continuation(a.token_ids, logprobs=a.logprobs, finished=a.token_ids[-1] in ends) for a in of_request]
             for of_request in answers
         ]
+        self._count(found)
+        return found
+
+    def _count(self, found: list[list[Continuation]]) -> None:
+        """Count the tokens of new continuations. Samples of an evaluation are no cost of training."""
+        if self.policy.model.training:
+            for continuations in found:
+                self.tokens.add([continuation.token_ids for continuation in continuations])
 
     def _generate(
         self, prefixes: list[list[int]], budgets: list[int], *, entropies: bool

@@ -38,10 +38,6 @@ class Need:
         self.any_explored = False
         self.adds = policy.args.explore_into == "add"
         self._beside = Rows([], [], [], [], self.size)  # explored rows that join the main ones
-        self.progress: Callable[[], float] = self._steps_done  # of the training, from 0 to 1
-
-    def _steps_done(self) -> float:
-        return self.policy.state.global_step / max(self.policy.state.max_steps, 1)
 
     # --------------------------------------------------------------------------------------------------- which prompts
 
@@ -57,7 +53,7 @@ class Need:
         if args.explore_share_end < 1:
             own = torch.rand(len(deciding) // self.policy.ranks.number, generator=self.policy.exploration_generator)
             drawn = self.policy.ranks.gather(own.to(deciding.device)).view(-1, self.size)[:, 0]
-            mask &= drawn < share_at(self.progress(), args.explore_share_end)
+            mask &= drawn < share_at(self.policy.training_progress, args.explore_share_end)
         self.policy.log_metric("explore_share", mask.float().mean().item())
         return mask.repeat_interleave(self.size)
 
