@@ -142,6 +142,13 @@ def test_completions_that_are_cut_off_are_not_called_wrong(ends):
     assert not any("wrong" in text for text in found)
 
 
+def test_a_threshold_that_no_completion_reached_is_named():
+    success = {"success/fraction": 0.0, "success/min_reward": 0.0, "success/max_reward": 0.6}
+    entries = [{**entry, **success} for entry in history(reward=(0.2, 0.3))]
+    found = advise(signs_of(entries)).findings[0]
+    assert found.text.startswith("No completion reached `success_threshold`: rewards went from 0 to 0.6.")
+
+
 def test_a_reward_function_that_gave_nothing_is_named():
     functions = {"rewards/right/mean": (0, 0), "rewards/right/std": (0, 0), "rewards/form/mean": (0.2, 0.6)}
     found = texts(**functions)

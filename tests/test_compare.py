@@ -108,6 +108,31 @@ def test_arms_that_began_with_another_model_are_named():
     assert lines[7].startswith(f"- {sentence}: deep | <b> (seed 1). ") and "on one machine" in lines[7]
 
 
+def steps_with(fraction, low, high):
+    success = {"success/fraction": fraction, "success/min_reward": low, "success/max_reward": high}
+    return [{"reward": (low + high) / 2, "reward_std": high - low, **success}] * 3
+
+
+def test_a_threshold_that_tells_no_completions_apart_is_named_under_the_table():
+    plain, other = RUNS[:2], RUNS[2:]
+    missed = [*plain, *(dict(one, steps=steps_with(0.0, 0.1, 0.6)) for one in other)]
+    lines = markdown_table(missed, read_comparison(DOCUMENT)).splitlines()
+    assert lines[7].startswith("- deep | <b>: No completion reached `success_threshold`: rewards went from 0.1 to 0.6")
+    reached = [*plain, *(dict(one, steps=steps_with(0.2, 0.1, 1.0)) for one in other)]
+    assert "success_threshold" not in markdown_table(reached, read_comparison(DOCUMENT))
+
+
+def test_evaluations_without_any_success_are_named_if_rewards_differ():
+    unsolved = []
+    for one in RUNS:
+        points = [{**found, "eval/greedy_accuracy": 0.0} for found in one["points"]]
+        unsolved.append(dict(one, points=points, steps=[{"reward": 0.3, "reward_std": 0.1}]))
+    text = markdown_table(unsolved, read_comparison(DOCUMENT))
+    assert "- No sample of any evaluation succeeded, although rewards differ." in text
+    flat = [dict(one, steps=[{"reward": 0.0, "reward_std": 0.0}]) for one in unsolved]
+    assert "No sample of any evaluation" not in markdown_table(flat, read_comparison(DOCUMENT))
+
+
 def test_shares_are_shown_in_percent_and_rewards_as_they_are():
     lines = markdown_table(RUNS, read_comparison(DOCUMENT)).splitlines()
     title = "| arm | greedy accuracy (%) | reward | tokens | wall seconds | CPU seconds | wall s/step |"

@@ -118,6 +118,14 @@ def _nothing_learned(signs: Signs) -> Finding:
 
 def _findings(signs: Signs) -> Iterator[Finding]:
     values = signs.values
+    if signs.threshold is not None:
+        yield Finding(signs.threshold, "docs/credit.md#graded-rewards")
+    elif signs.plain and not signs.zero_or_one:
+        yield Finding(
+            "Rewards are not only 0 and 1. Before you try a method that asks about success, set its "
+            "`success_threshold`, or let `success_reward` name the reward function that decides.",
+            "docs/credit.md#graded-rewards",
+        )
     if (cut := values.get("completions/clipped_ratio")) and cut.end >= CUT:
         yield Finding(
             f"{cut.end:.0%} of the completions at the end are cut off at `max_completion_length`. If your reward "

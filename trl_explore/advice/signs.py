@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from trl_explore.methods import logged_by_a_method
+from trl_explore.rewards.threshold import threshold_note
 from trl_explore.runs.inputs import UsageError
 
 STATE = "trainer_state.json"
@@ -58,6 +59,8 @@ class Signs:
             False if the logs show rewards other than 0 and 1: graded ones, penalties or another scale.
         unpaid (`tuple[str, ...]`, *optional*, defaults to `()`):
             Names of reward functions that gave 0 to every completion, if there are several functions.
+        threshold (`str`, *optional*):
+            Note on a success threshold that no completion reached, or that every completion reached.
     """
 
     steps: int
@@ -69,6 +72,7 @@ class Signs:
     same_reward: float | None = None
     zero_or_one: bool = True
     unpaid: tuple[str, ...] = ()
+    threshold: str | None = None
 
     @property
     def unscored(self) -> bool:
@@ -177,6 +181,7 @@ def signs_of(history: Sequence[Mapping[str, Any]], *, name: str = "the run") -> 
         same_reward=_same_reward(steps),
         zero_or_one=_may_be_zero_or_one(steps),
         unpaid=_unpaid(steps),
+        threshold=threshold_note(steps),
     )
 
 

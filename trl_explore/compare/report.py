@@ -19,7 +19,9 @@ from trl_explore.compare.plots import LABELS, learning_curves, metric_label
 from trl_explore.compare.run import TRAINING
 from trl_explore.compare.settings import Comparison
 from trl_explore.fitting_table import FittingTable
+from trl_explore.rewards.threshold import threshold_note
 
+SUCCESSES = ("pass_at_", "greedy_accuracy")  # metrics that count samples whose reward reaches the threshold
 CURVES, TABLE = "curves", "table.md"
 ROW_COSTS = ("tokens", "seconds", "cpu_seconds", "step")  # of a row of the table, in the order of `Row`
 COSTS = ("step", "tokens", "trained_tokens", "seconds", "cpu_seconds")
@@ -110,7 +112,26 @@ def explanation(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> st
 
 def notes(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> list[str]:
     """Return what a reader of the table must know of single arms, one note each; they stand under the table."""
-    return [*_other_starts(runs, comparison)]
+    return [*_other_starts(runs, comparison), *_thresholds(runs, comparison)]
+
+
+def _thresholds(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> list[str]:
+    """Return notes on success thresholds that no completion reached, or all of them, in training or evaluation."""
+    found = []
+    for arm in comparison.arms:
+        steps = [step for run in runs if run["arm"] == arm.name for step in run["steps"]]
+        note = threshold_note(steps)
+        if note is not None:
+            found.append(f"{arm.name}: {note}")
+    successes = [f"eval/{metric}" for metric in comparison.metrics if metric.startswith(SUCCESSES)]
+    values = [point[metric] for run in runs for point in run["points"] for metric in successes if metric in point]
+    differ = any(step.get("reward_std", 0.0) > 0 for run in runs for step in run["steps"])
+    if values and max(values) == 0 and differ:
+        found.append(
+            "No sample of any evaluation succeeded, although rewards differ. If a smaller reward is a success, lower "
+            "`success_threshold` of the comparison, or compare `reward`."
+        )
+    return found
 
 
 def _other_starts(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> list[str]:
