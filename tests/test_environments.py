@@ -361,7 +361,9 @@ def test_failures_count_over_batches_until_a_call_succeeds():
     streak.add(failed=7, total=8)
     assert not streak.is_long
     streak.add(failed=9, total=9)
-    assert streak.is_long and "every tool call of this generation batch raised (9 of 9)" in streak.describe("tool call")
+    assert streak.is_long and "every tool call of this generation batch raised (9 of 9)" in streak.describe(
+        "tool call"
+    )
 
 
 def test_an_environment_that_cannot_be_guarded_is_refused():

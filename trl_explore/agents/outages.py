@@ -54,7 +54,8 @@ def is_outage(error: BaseException) -> bool:
     model wrote may run into any timeout. Nor is a host that does not exist: the model may have named it.
     """
     if isinstance(error, RetrieverError) and not isinstance(error, RetrieverDown):
-        # `SearchTool` reports every exception of its retriever so. A query that the retriever cannot read is a mistake.
+        # `SearchTool` raises it for every exception of its retriever. If the retriever cannot read a query, the model
+        # made a mistake.
         cause = error.__cause__
         if cause is not None and not isinstance(cause, OSError) and may_be_mistake(cause):
             return False
@@ -139,7 +140,7 @@ def _says_outage(error: BaseException) -> bool:
 
 
 def _http_status(error: BaseException) -> Any:
-    """Return the HTTP status that an exception carries, under the names that urllib, aiohttp, requests and httpx use."""
+    """Return the HTTP status that an exception of urllib, aiohttp, requests or httpx carries, or None."""
     # Exceptions come from any package, so the attributes are looked up by name.
     response = getattr(error, "response", None)
     found = [getattr(error, "code", None), getattr(error, "status", None), getattr(response, "status_code", None)]
