@@ -12,7 +12,7 @@ from trl_explore.rows.rollouts import Rollout
 from trl_explore.rows.streams import RowDict, row_tokens
 from trl_explore.sketches.agent import Actions, check_actions
 from trl_explore.sketches.lists import Lists
-from trl_explore.sketches.metrics import group_metrics
+from trl_explore.sketches.metrics import check_coverage_column, group_metrics, read_targets
 from trl_explore.sketches.mode import Mode
 from trl_explore.sketches.two_stage import TwoStage
 from trl_explore.sketches.weights import likelihood_ratios
@@ -122,6 +122,9 @@ class SESATrainer(ExplorationTrainer):
     def setup(self) -> None:
         super().setup()
         args, size = self.args, self.num_generations
+        check_coverage_column(
+            args.coverage_column, self.train_dataset, remove_unused_columns=args.remove_unused_columns
+        )
         explored = size if args.max_trajectories is None else args.max_trajectories
         num_sketches = explored if args.num_sketches is None else args.num_sketches
         knobs = {"two_stage": num_sketches, "sequential": size, "agent": min(explored, args.branch_depth)}
@@ -159,9 +162,11 @@ class SESATrainer(ExplorationTrainer):
         successes = succeeded(rewards, threshold=self.args.success_threshold).tolist()
         covered = []
         for g, example in enumerate(self.main_examples[::size]):
-            if "targets" in example:
+            column = self.args.coverage_column
+            targets = [] if column is None else read_targets(example.get(column), column)
+            if targets:
                 texts = [self.mode.text(ids) for ids in self.main_completion_ids[g * size : (g + 1) * size]]
-                covered.append(coverage_at_k(texts, example["targets"], size))
+                covered.append(coverage_at_k(texts, targets, size))
         own = self.mode.metrics
         if self.args.mode == "agent":
             rows = [tuple(ids) for ids in self.main_completion_ids]

@@ -126,6 +126,10 @@ class SESAConfig(ExplorationConfig):
         success_threshold (`float`, *optional*, defaults to `1.0`):
             Smallest reward of a correct completion, for the metrics. The reward is the total, or that of
             `success_reward`.
+        coverage_column (`str`, *optional*):
+            Column of the data set with a list of all right answers to a prompt, as texts. The metric `sketch/coverage`
+            is then the share of them that a group found. Prompts with `None` or an empty list are left out. `None`
+            reads no column and logs no coverage.
     """
 
     mode: str = "two_stage"
@@ -152,6 +156,7 @@ class SESAConfig(ExplorationConfig):
     off_policy_cap: float = 2.0
     off_policy_scope: str = "all"
     success_threshold: float = 1.0
+    coverage_column: str | None = None
 
     def validate(self) -> None:
         super().validate()
