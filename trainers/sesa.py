@@ -110,6 +110,11 @@ class SESATrainer(ExplorationTrainer):
                 f"`mode={args.mode!r}` does not support `environment_factory` (multi-turn rollouts): set "
                 "`mode='agent'`, or use GRPOTrainer."
             )
+        if args.max_completion_length is None and args.explores:
+            raise ValueError(
+                "`max_completion_length=None`: completions with a sketch and lists of candidates need a limit. Set a "
+                "number."
+            )
         rows = args.per_device_train_batch_size * args.steps_per_generation
         if args.sketch_assignment == "shuffled" and rows < 2 * args.num_generations:
             raise ValueError(
@@ -125,16 +130,14 @@ class SESATrainer(ExplorationTrainer):
         check_coverage_column(
             args.coverage_column, self.train_dataset, remove_unused_columns=args.remove_unused_columns
         )
-        explored = size if args.max_trajectories is None else args.max_trajectories
-        num_sketches = explored if args.num_sketches is None else args.num_sketches
-        knobs = {"two_stage": num_sketches, "sequential": size, "agent": min(explored, args.branch_depth)}
-        self.explores = knobs[args.mode] > 0  # whether anything differs from plain GRPO
+        explored, num_sketches = args.explored_rows, args.sketches_per_prompt
+        self.explores = args.explores
         config: Any = self.accelerator.unwrap_model(self.model).config
         known = vars(config.get_text_config()).get("max_position_embeddings")
         served = self.serving.backend.max_served_length if self.serving is not None else None
         context_length = min(args.context_length or known or math.inf, served or math.inf)
         sketch_length = args.max_sketch_length if args.mode == "two_stage" and num_sketches else 0
-        if context_length - max(sketch_length, self.max_completion_length) < 1 and self.explores:
+        if self.explores and context_length - max(sketch_length, self.max_completion_length) < 1:
             raise ValueError(
                 f"`max_sketch_length={args.max_sketch_length}` and "
                 f"`max_completion_length={args.max_completion_length}` leave no room for a prompt in a context of "

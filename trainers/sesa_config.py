@@ -158,6 +158,25 @@ class SESAConfig(ExplorationConfig):
     success_threshold: float = 1.0
     coverage_column: str | None = None
 
+    @property
+    def explored_rows(self) -> int:
+        """Number of rows per prompt that explore."""
+        return (self.num_generations or 1) if self.max_trajectories is None else self.max_trajectories
+
+    @property
+    def sketches_per_prompt(self) -> int:
+        """Number of sketches that `mode="two_stage"` drafts for a prompt."""
+        return self.explored_rows if self.num_sketches is None else self.num_sketches
+
+    @property
+    def explores(self) -> bool:
+        """True if anything differs from plain GRPO."""
+        if self.mode == "two_stage":
+            return self.sketches_per_prompt > 0
+        if self.mode == "agent":
+            return min(self.explored_rows, self.branch_depth) > 0
+        return True
+
     def validate(self) -> None:
         super().validate()
         run_checks(self, CHECKS)

@@ -156,7 +156,7 @@ class Forks:
         starts = [fork.origin.turns[fork.turn][0] if fork.start is None else fork.start for fork in forks]
         origins = [fork.origin for fork in forks]
         prefixes = [t.prompt_ids + t.completion_ids[:start] for t, start in zip(origins, starts, strict=True)]
-        budgets = [self.policy.args.max_completion_length - start for start in starts]
+        budgets = [self._longest_completion() - start for start in starts]
         self.states.begin_branches()
         with self.sample.rollout():
             first = self.sample(prefixes, [fork.number for fork in forks], budgets)
@@ -170,6 +170,12 @@ class Forks:
         for branch in branches:
             branch.complete = self._is_complete(branch)
         return branches
+
+    def _longest_completion(self) -> int:
+        """Return the number of tokens that a branch may have with its prefix. Without a limit, branches end where the
+        longest main row of this process ends."""
+        given = self.policy.args.max_completion_length
+        return given or max(len(trajectory.completion_ids) for trajectory in self.trajectories)
 
     def has_failed(self, row: int) -> bool:
         """Whether the environment of a main row has raised."""
