@@ -594,6 +594,24 @@ def test_a_model_may_be_trained_in_its_own_folder(workdir, model_folder):
         check_earlier_run("out", checkpoint=None, model="./out")
 
 
+@pytest.mark.slow
+def test_two_processes_agree_on_whether_there_is_an_earlier_run(workdir, model_folder):
+    run = flags(model_folder, method="deep_grpo", num_branches=2)
+    launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "trl_explore.cli", "train"]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+
+    def launched(*more):
+        command = [sys.executable, "-m", *launcher, *run, *more]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+
+    first = launched()
+    assert first.returncode == 0, first.stderr[-3000:]
+    again = launched()
+    assert again.returncode != 0 and again.stderr.count("holds 2 checkpoints and a trained model") == 2
+    assert launched("--overwrite_output_dir").returncode == 0
+    assert sorted(path.name for path in Path("out/_earlier-1").iterdir()) == ["checkpoint-1", "checkpoint-2"]
+
+
 def test_the_first_ctrl_c_stops_at_the_step_and_the_second_aborts(workdir):
     before = signal.getsignal(signal.SIGINT)
     callback, state, control = InterruptCallback(), TrainerState(), TrainerControl(should_evaluate=True)
