@@ -104,7 +104,7 @@ class Forks:
             if has_failed and not model_may_have_failed(environment)
         ]
         watch = self.watch
-        counts = {
+        counts: dict[str, float] = {
             "calls": watch.calls,
             "unanswered": watch.unanswered,
             "outages": watch.outages,
