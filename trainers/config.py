@@ -113,6 +113,11 @@ def check_training_values(args: GRPOConfig) -> None:
     if not 0 <= float(args.learning_rate) < math.inf:  # it may be a text, which TRL reads later
         raise ValueError(f"`learning_rate={args.learning_rate}` must be a finite number, at least 0.")
     run_checks(args, TRAINING_CHECKS)
+    if args.loss_type == "dr_grpo" and args.max_completion_length is None:
+        raise ValueError(
+            "`max_completion_length=None`: `loss_type='dr_grpo'` divides by this number of tokens. Set a number, or "
+            "another `loss_type`."
+        )
 
 
 @explain_fields

@@ -194,7 +194,12 @@ class TreeGRPOConfig(ExplorationConfig):
     def _check_sizes(self) -> None:
         trees = max(1, self.rows_per_generation // (self.num_generations or 1))
         self.check_stage("expansion_width", trees * self.parallel_expansions)
-        budget = self.max_completion_length or 0
+        budget = self.max_completion_length
+        if budget is None:
+            raise ValueError(
+                "`max_completion_length=None`: a search tree divides the tokens of a completion among its nodes, so "
+                "that it needs their number. Set a number."
+            )
         if self.node_length is not None and self.node_length > budget:
             raise ValueError(
                 f"`node_length={self.node_length}` is longer than a whole completion of "

@@ -317,7 +317,7 @@ ROWS = (
             "have such rows",
             "sketch/pass_ratio": "Pass@G / Pass@1 of the groups; near 1, samples succeed or fail together",
             "sketch/collapse_alarm": "1 where `sketch/pass_ratio` is below 1.05 although not everything is correct",
-            "sketch/coverage": "share of the data set's `targets` column that a group found",
+            "sketch/coverage": "share of the right answers in `coverage_column` that a group found",
             "sketch/ratio_mean": "mean weight of `off_policy_correction`",
             "sketch/ratio_capped_fraction": "share of weights of `off_policy_correction` that were cut at "
             "`off_policy_cap`",

@@ -3,11 +3,13 @@
 import copy
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from trl_explore.agents.environments import environment_error
+from trl_explore.agents.environments import environment_error, model_may_have_failed
+from trl_explore.agents.outages import Streak
 from trl_explore.agents.states import KeptStates
 from trl_explore.agents.trajectories import Branch, Fork, Trajectory
 from trl_explore.agents.turns import Turns, World
@@ -42,6 +44,9 @@ class Forks:
         self.trajectories: list[Trajectory] = []
         self._stopped: set[int] | None = None  # branches that may call no further tool; `None` outside branching
         self._branches: list[Branch] = []  # of the tool loop
+        # Every process counts the calls of all processes, so that all of them stop together.
+        self._unanswered, self._outages, self._broken = Streak(), Streak(), Streak()
+        self._warned = False
 
     @property
     def in_branches(self) -> bool:
@@ -83,7 +88,7 @@ class Forks:
         """The batch has been rolled out: prompts as they were sampled from, `[B]`, and rows as TRL returns them.
         `save` writes a checkpoint before the run is stopped, and says what to do next."""
         if self.world.tools:
-            self._stop_if_all_failed(save)
+            self._stop_if_dead(save)
         prompt_ids, completion_ids, mask, completions, logprobs = rows
         self.trajectories = [
             Trajectory(
@@ -101,25 +106,43 @@ class Forks:
             for row, ids in enumerate(completion_ids)
         ]
 
-    def _stop_if_all_failed(self, save: Callable[[], str]) -> None:
-        """A dead service would teach the policy not to ask: better to stop where nothing had an answer."""
-        watch, own = self.watch, self.turns.failed if self.world.environments else []
-        total = self.policy.ranks.summed(
-            {"calls": watch.calls, "unanswered": watch.unanswered, "rows": len(own), "failed": sum(own)}
-        )
-        error: BaseException | None = watch.last_error
-        if own and error is None:
-            error = next((e for e in map(environment_error, self.world.environments or []) if e is not None), None)
-        last = "see the other processes" if error is None else f"{type(error).__name__}: {error.__cause__ or error}"
-        for what, bad, all_of_them in (
-            ("tool call", total["unanswered"], total["calls"]),
-            ("environment", total["failed"], total["rows"]),
+    def _stop_if_dead(self, save: Callable[[], str]) -> None:
+        """Raise if a service has died: it would teach the policy not to ask. Warn if only the tools raise, since
+        GRPO shows the model their errors and goes on."""
+        environments = self.world.environments or []
+        failed = self.turns.failed if environments else []
+        broken = [
+            environment
+            for environment, has_failed in zip(environments, failed, strict=True)
+            if has_failed and not model_may_have_failed(environment)
+        ]
+        watch = self.watch
+        counts: dict[str, float] = {
+            "calls": watch.calls,
+            "unanswered": watch.unanswered,
+            "outages": watch.outages,
+            "rows": len(failed),
+            "broken": len(broken),
+        }
+        total = self.policy.ranks.summed(counts)
+        self._unanswered.add(failed=total["unanswered"], total=total["calls"])
+        self._outages.add(failed=total["outages"], total=total["calls"])
+        self._broken.add(failed=total["broken"], total=total["rows"])
+        error = environment_error(broken[-1]) if broken else None
+        for streak, what, last in (
+            (self._outages, "tool call", watch.last_outage),
+            (self._broken, "environment", error),
         ):
-            if all_of_them and bad == all_of_them:
-                raise RuntimeError(
-                    f"every {what} of this generation batch raised ({int(bad)} of {int(bad)}), the last one "
-                    f"{last}. {save()}"
-                ) from error
+            if streak.is_long:
+                raise RuntimeError(f"{streak.describe(what)}, the last one {_told(last)}. {save()}") from last
+        if self._unanswered.is_long and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self._unanswered.describe('tool call')}, the last one {_told(watch.last_error)}. The model was "
+                "shown the errors, and the run goes on. If the model did not cause them, stop the run and repair the "
+                "tool. `tools/failure_frequency` logs the share of calls that raise.",
+                stacklevel=2,
+            )
 
     # ------------------------------------------------------------------------------------------------------ branches
 
@@ -146,7 +169,7 @@ class Forks:
         starts = [fork.origin.turns[fork.turn][0] if fork.start is None else fork.start for fork in forks]
         origins = [fork.origin for fork in forks]
         prefixes = [t.prompt_ids + t.completion_ids[:start] for t, start in zip(origins, starts, strict=True)]
-        budgets = [self.policy.args.max_completion_length - start for start in starts]
+        budgets = [self._longest_completion() - start for start in starts]
         self.states.begin_branches()
         with self.sample.rollout():
             first = self.sample(prefixes, [fork.number for fork in forks], budgets)
@@ -160,6 +183,12 @@ class Forks:
         for branch in branches:
             branch.complete = self._is_complete(branch)
         return branches
+
+    def _longest_completion(self) -> int:
+        """Return the number of tokens that a branch may have with its prefix. Without a limit, branches end where the
+        longest main row of this process ends."""
+        given = self.policy.args.max_completion_length
+        return given or max(len(trajectory.completion_ids) for trajectory in self.trajectories)
 
     def has_failed(self, row: int) -> bool:
         """Whether the environment of a main row has raised."""
@@ -310,3 +339,8 @@ class Forks:
         if branch.messages is None:
             return True
         return branch.messages[-1]["role"] == "assistant" and not branch.messages[-1].get("tool_calls")
+
+
+def _told(error: BaseException | None) -> str:
+    """Describe the last error of this process. None if only other processes have one."""
+    return "see the other processes" if error is None else f"{type(error).__name__}: {error.__cause__ or error}"

@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from trl_explore.agents.environments import environment_error, guard
+from trl_explore.agents.environments import environment_error, guard, note_error
+from trl_explore.agents.outages import is_outage
 from trl_explore.agents.snapshots import check_replay, choose_state, explain_wrong_state, take
 from trl_explore.agents.trajectories import Message, Trajectory
 from trl_explore.agents.turns import World
@@ -81,7 +82,10 @@ class KeptStates:
         memo: dict[int, Any] = {}
         try:
             state = take(environment, self._kind(row), memo)
-        except RuntimeError:
+        except RuntimeError as error:
+            if is_outage(error):
+                note_error(environment, error, "snapshot")
+                return None
             if not auto or self._kind(row) != "copy":
                 raise
             self._kinds[name] = "replay"
@@ -111,7 +115,8 @@ class KeptStates:
         return self._kinds[self.world.names[row]]
 
     def at(self, trajectory: Trajectory, turn: int) -> Any:
-        """Return an environment in the state before a turn, for one branch."""
+        """Return an environment for a branch, in the state before a turn. If an outage prevents that, the environment
+        counts as failed, and its branch is dropped."""
         row = trajectory.row
         kind, state = self._kind(row), trajectory.states.get(turn)
         if kind == "copy":
@@ -124,10 +129,19 @@ class KeptStates:
         example = own_copy(self.examples[row])  # an environment may use up a list that `reset` gave it
         self._rows[id(environment)] = environment, example
         environment.reset(**{k: v for k, v in example.items() if k != "environment" or not self.world.several})
+        if environment_error(environment) is not None:  # `reset` raised
+            return environment
         if kind == "snapshot":
-            environment.restore(state)
+            try:
+                environment.restore(state)
+            except Exception as error:
+                if not is_outage(error):
+                    raise
+                note_error(environment, error, "restore")
         else:
             for tool, now, then in self._recalled(environment, row, trajectory.messages_before(turn)):
+                if _has_lost_service(environment):
+                    break
                 check_replay(environment, tool, now, then)
         return environment
 
@@ -175,6 +189,8 @@ class KeptStates:
             self._num_used = {}
             environment = self.at(trajectory, first)
             for tool, now, then in self._recalled(environment, row, messages):
+                if _has_lost_service(environment):
+                    return None
                 if now != then:
                     return environment, tool, now, then
         self._agreed.update((name, tool) for tool in tools)
@@ -208,6 +224,13 @@ class KeptStates:
         except Exception as error:
             answer = {"error": str(error)}
         return answer if isinstance(answer, list) else str(answer)
+
+
+def _has_lost_service(environment: Any) -> bool:
+    """Return whether an environment failed by an outage or a timeout. Its answer then says nothing about its state,
+    and its branch is dropped as that of any environment that raised."""
+    error = environment_error(environment)
+    return error is not None and (isinstance(error, TimeoutError) or is_outage(error))
 
 
 async def _awaited(answer: Any) -> Any:

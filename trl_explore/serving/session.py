@@ -22,7 +22,8 @@ class Serving:
         """The longest prompt must fit; where tools or environments add to it, it is checked when it is sampled."""
         warn_about_sampling(self.policy.args)
         if longest is not None:
-            self.backend.check_lengths([Request([0] * longest, 1, self.policy.args.max_completion_length)])
+            # Without a limit, vLLM ends completions at the model's context: a prompt needs room for one token.
+            self.backend.check_lengths([Request([0] * longest, 1, self.policy.args.max_completion_length or 1)])
 
     def complete(self, asked: list[Request]) -> list[list[Answer]]:
         """Continue prefixes of this process, which may have none: `[R][num_samples_i]`."""
