@@ -309,7 +309,7 @@ class ExplorationTrainer(GRPOTrainer):
     @cached_property
     def scorer(self) -> Scorer:
         """Scores further rows, and judges completions while they are sampled."""
-        return Scorer(self, self.reward_func_names, self.reward_weights)
+        return Scorer(self)
 
     @cached_property
     def need(self) -> Need | None:
@@ -411,13 +411,14 @@ class ExplorationTrainer(GRPOTrainer):
         return self._get_per_token_logps_and_entropies(model, ids, mask, width, **options)[:2]
 
     def scored(self, rows: Rows) -> RowDict:
-        return super()._generate_and_score_completions(rows.examples)
+        return super()._generate_and_score_completions(with_prompts(rows.examples))
 
     def rewarded(self, rows: Rows) -> torch.Tensor:
-        prompts = [example["prompt"] for example in rows.examples]
+        examples = with_prompts(rows.examples)
+        prompts = [example["prompt"] for example in examples]
         # TRL's own decoding: what reward functions see of a completion depends on it.
         completions = self._generate(prompts)[3]
-        return self._calculate_rewards(rows.examples, prompts, completions, rows.completion_ids)
+        return self._calculate_rewards(examples, prompts, completions, rows.completion_ids)
 
     def loss(self, model: Any, rows: RowDict) -> torch.Tensor:
         return self._compute_loss(model, rows)
@@ -482,10 +483,13 @@ class ExplorationTrainer(GRPOTrainer):
         if self.is_training:
             self._logs = logs if self.rounds is None else self.table.begin(logs)
             return self.batch.run(inputs, own, self._logs, self._metrics["train"])
-        if self.log_completions:
-            self._logs = self.table.of_evaluation(logs, self.state.global_step)
-        try:
+        if not self.log_completions:
             return own(inputs)
+        self._logs = self.table.of_evaluation(logs, self.state.global_step)
+        try:
+            output = own(inputs)
+            self.table.one_reward_per_name(self._logs, len(inputs))
+            return output
         finally:
             self._logs = logs
 
@@ -717,6 +721,13 @@ class ExplorationTrainer(GRPOTrainer):
         self.accelerator.wait_for_everyone()  # a checkpoint is whole when every process wrote its part
         if self.is_world_process_zero():
             self.publisher.push_checkpoint(checkpoint_folder)
+
+
+def with_prompts(examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Examples with a prompt. Data without prompts are for environments that own the task. TRL then takes an empty
+    message as the prompt, but only while it resets environments, which it does not do for rows that have ended."""
+    empty = [{"role": "user", "content": ""}]
+    return [example if "prompt" in example else {**example, "prompt": empty} for example in examples]
 
 
 def watch(trainer: Any, method: str, seen: Callable[..., None]) -> Callable[[], None]:

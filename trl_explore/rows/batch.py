@@ -76,6 +76,7 @@ class Batch:
         trainer, need = self.trainer, self.need
         trainer.main_examples, trainer.scorer.any_example = inputs, inputs[0]
         output = own(inputs)
+        trainer.table.one_reward_per_name(logs, len(inputs))
         shaped = trainer.shaped_rewards
         if trainer.scorer.were_shaped(shaped):
             trainer.scorer.show_raw(metrics, logs["rewards"])
