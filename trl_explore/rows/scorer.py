@@ -164,8 +164,8 @@ class Scorer:
         return torch.where(keep.unsqueeze(1), rewards, gather(known))
 
     def begin_run(self, *, resumed: bool) -> None:
-        """Start to count prompts without a reward. A resumed run may have had rewards before."""
-        self._num_unscored, self._ever_scored = 0, resumed
+        """Note that a run begins. A resumed run may have had rewards before, and so may earlier runs of the trainer."""
+        self._ever_scored = self._ever_scored or resumed
 
     def stop_if_unscored(self, rewards: torch.Tensor, example: dict[str, Any], *, group_size: int) -> None:
         """Raise RewardError if the last [`MOST_UNSCORED_PROMPTS`] prompts have no reward in `rewards` `(N, F)` of all

@@ -33,7 +33,6 @@ class Need:
 
     def __init__(self, policy: Policy, scorer: Scorer, sample: Sampler) -> None:
         self.policy, self.scorer, self.sample, self.args = policy, scorer, sample, policy.args
-        self.size: int = policy.args.num_generations
         self.rows: list[int] = []
         self.any_explored = False
         self.adds = policy.args.explore_into == "add"
@@ -42,6 +41,11 @@ class Need:
 
     def _steps_done(self) -> float:
         return self.policy.state.global_step / max(self.policy.state.max_steps, 1)
+
+    @property
+    def size(self) -> int:
+        """Rows of a prompt."""
+        return self.args.num_generations
 
     # --------------------------------------------------------------------------------------------------- which prompts
 
