@@ -5,10 +5,12 @@ import re
 import numpy as np
 import pytest
 from datasets import Dataset
+from test_branpo import Lake, odd_steps
 from trl import GRPOConfig, GRPOTrainer
 from world import (
     assert_same,
     contains_answer,
+    make_agent,
     make_dataset,
     make_model,
     make_tokenizer,
@@ -20,7 +22,18 @@ from world import (
 from trl_explore.evaluation.evaluate import Sampling, evaluate
 from trl_explore.evaluation.hard_prompts import filter_hard_prompts
 from trl_explore.rows.columns import row_columns
+from trl_explore.rows.rollouts import Rows
 from trl_explore.trainers import DeepGRPOConfig, DeepGRPOTrainer, ExplorationConfig, ExplorationTrainer
+
+BOARDS = ["S../.../..G", "S../..X/..G"]
+
+
+def agent(cls, config, folder, **options):
+    sizes = dict(per_device_train_batch_size=8, num_generations=4, max_completion_length=40)
+    data = Dataset.from_dict({"board": BOARDS})
+    own = dict(environment_factory=Lake, reward_funcs=[odd_steps], train_dataset=data, eval_dataset=None)
+    return make_agent(cls, config, folder, **own, **{**sizes, **options})
+
 
 METHODS = tiny_methods(sesa=dict(max_sketch_length=4))
 PLAIN = ExplorationTrainer, ExplorationConfig
@@ -127,3 +140,17 @@ def test_deferred_branches_keep_formatted_columns(tmp_path):
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert_same(parameters(again), parameters(whole))
     assert all(isinstance(point.example["number"], np.integer | int) for point in again._queue)
+
+
+@pytest.mark.parametrize("method", ["branpo", "deep_grpo", "agent_tree_grpo", "gigpo", "g2rl"])
+def test_environments_may_own_the_task_of_rows_without_a_prompt(tmp_path, method):
+    cls, config, options = METHODS[method]
+    trainer = agent(cls, config, tmp_path, **options)
+    trainer.train()
+    assert trainer.state.global_step == 2 and trainer.longest_prompt() is None
+    example, environments = {"board": BOARDS[0]}, [trainer.environments[0]]
+    assert len(trainer.scorer.judge([example], [[5, 1]], environments=environments)[0]) == 1
+    # As if another process had two rows more: they are filled up with rows that train nothing.
+    trainer.ranks.most = lambda value: value + 2
+    row = Rows([example], [[5]], [[6, 1]], [[1, 1]], group_size=1, known_rewards=[[1.0]])
+    assert trainer.scorer.score("more", row).real.tolist() == [True, False, False]

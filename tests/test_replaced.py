@@ -148,7 +148,7 @@ def test_longer_prompts_of_new_data_must_fit(tmp_path):
         trainer.train()
 
 
-# -------------------------------------------------------------------------------------------- rewards and their weights
+# ------------------------------------------------------------------------------------------ rewards and their weights
 
 
 def test_reward_weights_that_a_user_changes_hold_from_then_on(tmp_path):

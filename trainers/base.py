@@ -396,8 +396,8 @@ class ExplorationTrainer(GRPOTrainer):
         return self._tokenize_prompts(prompts)[0] if prompts else []
 
     def longest_prompt(self, most: int = 10_000) -> int | None:
-        """Return the number of tokens of the longest of the first `most` prompts. None if tools, environments or images
-        add to prompts, and for a stream."""
+        """Return the number of tokens of the longest of the first `most` prompts. None if tools, environments or
+        images add to prompts, and for a stream."""
         data = self.train_dataset
         if self.tools or self.environment_factories is not None or self._is_vlm or not isinstance(data, Dataset):
             return None

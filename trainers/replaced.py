@@ -1,4 +1,4 @@
-"""What a user may replace after a trainer is made: the data, arguments, and attributes that TRL reads in every step."""
+"""Following what a user replaces after a trainer is made: data, arguments, and attributes that TRL reads later."""
 
 from typing import Any
 

@@ -164,7 +164,7 @@ class Scorer:
         return torch.where(keep.unsqueeze(1), rewards, gather(known))
 
     def begin_run(self, *, resumed: bool) -> None:
-        """Note that a run begins. A resumed run may have had rewards before, and so may earlier runs of the trainer."""
+        """Note that a run begins. A resumed run, and one after another of the trainer, may have had rewards before."""
         self._ever_scored = self._ever_scored or resumed
 
     def stop_if_unscored(self, rewards: torch.Tensor, example: dict[str, Any], *, group_size: int) -> None:

@@ -116,8 +116,8 @@ class Rounds:
         if self.order is not None and before is not None and before != self.order.fingerprint():
             self.forget_data()
             warnings.warn(
-                "The checkpoint was written with other training data, so the success rates of its prompts are dropped: "
-                "every prompt is sampled as a new one.",
+                "The checkpoint was written with other training data, so the success rates of its prompts are "
+                "dropped: every prompt is sampled as a new one.",
                 stacklevel=2,
             )
         self.counts = dict(state["counts"])
