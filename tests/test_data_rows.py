@@ -92,7 +92,7 @@ def hidden():
 
 @pytest.mark.parametrize("make", [dropped, hidden])
 def test_rows_that_are_read_without_a_prompt_are_refused(tmp_path, make):
-    with pytest.raises(ValueError, match=re.escape("rows without a `prompt`, only with ['answer']")):
+    with pytest.raises(ValueError, match=re.escape("no `prompt` column, only ['answer']")):
         make_trainer(*PLAIN, tmp_path, train_dataset=make())
 
 
@@ -152,5 +152,5 @@ def test_environments_may_own_the_task_of_rows_without_a_prompt(tmp_path, method
     assert len(trainer.scorer.judge([example], [[5, 1]], environments=environments)[0]) == 1
     # As if another process had two rows more: they are filled up with rows that train nothing.
     trainer.ranks.most = lambda value: value + 2
-    row = Rows([example], [[5]], [[6, 1]], [[1, 1]], group_size=1, known_rewards=[[1.0]])
+    row = Rows([example], [[5]], [[6, 1]], [[1, 1]], group_size=1, known_rewards=[[1.0] * len(trainer.scorer.names)])
     assert trainer.scorer.score("more", row).real.tolist() == [True, False, False]

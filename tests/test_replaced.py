@@ -6,7 +6,7 @@ import pytest
 import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
-from world import assert_same, contains_answer, make_dataset, make_trainer, parameters
+from world import assert_same, contains_answer, make_dataset, make_model, make_trainer, parameters
 
 from trl_explore.evaluation.callbacks import PassAtKCallback
 from trl_explore.trainers import (
@@ -131,7 +131,7 @@ def test_deferred_branches_of_the_first_data_are_dropped(tmp_path):
     "data, message",
     [
         (differences().to_iterable_dataset(), "`train_dataset` is a stream"),
-        (differences().rename_column("prompt", "question"), "rows without a `prompt`"),
+        (differences().rename_column("prompt", "question"), "no `prompt` column"),
     ],
 )
 def test_new_data_are_checked_as_the_first(tmp_path, data, message):
@@ -297,4 +297,13 @@ def test_other_arguments_altogether_need_another_trainer(tmp_path):
     trainer = make_trainer(*PLAIN, tmp_path)
     trainer.args = copy.deepcopy(trainer.args)
     with pytest.raises(ValueError, match="`trainer.args` was replaced"):
+        trainer.train()
+
+
+def test_another_model_needs_another_trainer(tmp_path):
+    trainer = make_trainer(*PLAIN, tmp_path)
+    trainer.train()
+    trainer.train()
+    trainer.model = make_model(seed=5)
+    with pytest.raises(ValueError, match="`trainer.model` was replaced"):
         trainer.train()

@@ -662,7 +662,10 @@ class ExplorationTrainer(GRPOTrainer):
         self.replaced.begin_run()
         checkpoint = self.saving.begin(resume_from_checkpoint)
         self.scorer.begin_run(resumed=bool(checkpoint))
-        result = super().train(checkpoint, *args, **kwargs)
+        try:
+            result = super().train(checkpoint, *args, **kwargs)
+        finally:
+            self.replaced.end_run()
         if self.state.global_step >= self.state.max_steps:
             self.scorer.stop_if_never_scored()
         return result

@@ -39,7 +39,7 @@ class Replaced:
 
     def __init__(self, trainer: Any, given: dict[str, Any]) -> None:
         self.trainer, self.given = trainer, given
-        self.args, self.data = trainer.args, trainer.train_dataset
+        self.args, self.data, self.model = trainer.args, trainer.train_dataset, trainer.model
         self.copied = {name: vars(trainer)[name] for name in COPIED}
         self.selection = self._selection()
         self.limits = self._limits()
@@ -51,6 +51,11 @@ class Replaced:
             raise ValueError(
                 "`trainer.args` was replaced after the trainer was made, whose parts still hold the first one: set "
                 "the fields of `trainer.args` instead, or make a new trainer with `model=trainer.model`."
+            )
+        if trainer.model is not self.model:
+            raise ValueError(
+                "`trainer.model` was replaced after the trainer was made, but TRL trains, samples and prepares the "
+                "loss of the first one: make a new trainer with the other model."
             )
         self.follow()
         if self._selection() != self.selection:
@@ -67,6 +72,10 @@ class Replaced:
             self.data = trainer.train_dataset
             self._check_longest_prompt()
             trainer.forget_data()
+
+    def end_run(self) -> None:
+        """Note what the run left: transformers itself replaces a model that it shards."""
+        self.model = self.trainer.model
 
     def follow(self) -> None:
         """Follow attributes of the trainer that TRL reads in every step; called for every generation batch."""

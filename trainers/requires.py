@@ -114,7 +114,7 @@ def check_arguments(
         columns = row_columns(train_dataset)
         if columns is not None and "prompt" not in columns:
             raise ValueError(
-                f"`train_dataset` has rows without a `prompt`, only with {columns}: rename the column that holds the "
+                f"`train_dataset` has no `prompt` column, only {columns}: rename the column that holds the "
                 "prompts with `dataset.rename_column(..., 'prompt')`."
             )
 
