@@ -147,6 +147,18 @@ def test_the_reward_that_decides_is_the_one_that_is_looked_at(tmp_path):
     assert not run(cls, config, tmp_path, **{**options, "success_reward": "half_right"})[1]
 
 
+def test_a_threshold_that_is_lowered_between_runs_is_looked_at_again(tmp_path):
+    cls, config, options = ALL_METHODS["tree_rl"]
+    trainer, found = run(cls, config, tmp_path, reward_funcs=graded, max_steps=1, **options)
+    assert len(found) == 1
+    trainer.args.success_threshold = 0.1
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        trainer.train()
+    assert not notes(seen)
+    assert any(0 < entry.get("success/fraction", 0) < 1 for entry in trainer.state.log_history)
+
+
 def test_a_note_from_logs_names_what_was_seen():
     def entry(fraction, low, high):
         return {"success/fraction": fraction, "success/min_reward": low, "success/max_reward": high}

@@ -36,6 +36,7 @@ from trl_explore.publishing.publisher import Publisher
 from trl_explore.rewards.success import check_success_reward
 from trl_explore.rewards.threshold import ThresholdWatch
 from trl_explore.rows.batch import Batch, Chooser
+from trl_explore.rows.columns import prompts_of, row_columns
 from trl_explore.rows.copies import own_copy
 from trl_explore.rows.policy import Pass
 from trl_explore.rows.printed import printed_visibly
@@ -54,6 +55,7 @@ from trl_explore.serving.backend import ServedGeneration, our_backend
 from trl_explore.serving.session import Serving
 
 from .config import ExplorationConfig, upgrade_config
+from .replaced import Replaced
 from .requires import Requires as Requires
 from .requires import check_arguments, check_vision
 from .saving import Saving
@@ -149,9 +151,14 @@ class ExplorationTrainer(GRPOTrainer):
         args = upgrade_config(args, self.config_class)
         self.check(args, tools=tools, environment_factory=environment_factory)
         requires = self.requirements(args)
-        given = {"tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory}
-        options = {**given, "train_dataset": train_dataset, "samples_as_grpo": self._samples_as_grpo}
-        check_arguments(type(self).__name__, requires, args, **options)
+        given = {
+            "tools": tools,
+            "rollout_func": rollout_func,
+            "environment_factory": environment_factory,
+            "train_dataset": train_dataset,
+            "samples_as_grpo": self._samples_as_grpo,
+        }
+        check_arguments(type(self).__name__, requires, args, **given)
         self.watch = ToolWatch()
         with our_backend(args):
             super().__init__(
@@ -177,6 +184,7 @@ class ExplorationTrainer(GRPOTrainer):
             self.turns = Turns(self, World(self, TOOL_LOOP, loop=loop, encode_answers=encode_answers))
         if requires.features:
             self.features = FeaturePass(self)
+        self.replaced = Replaced(self, given)
         self.setup()
 
     @property
@@ -294,6 +302,11 @@ class ExplorationTrainer(GRPOTrainer):
         """
         return {}
 
+    def forget_data(self) -> None:
+        """Drop everything that belongs to prompts of the data: `train_dataset` was replaced since the last run."""
+        if self.rounds is not None:
+            self.rounds.forget_data()
+
     def exploration_state(self) -> dict[str, Any]:
         """The method's own state for the checkpoint: tensors, numbers, strings and containers of them."""
         return {}
@@ -326,7 +339,7 @@ class ExplorationTrainer(GRPOTrainer):
     @cached_property
     def scorer(self) -> Scorer:
         """Scores further rows, and judges completions while they are sampled."""
-        return Scorer(self, self.reward_func_names, self.reward_weights)
+        return Scorer(self)
 
     @cached_property
     def need(self) -> Need | None:
@@ -430,11 +443,14 @@ class ExplorationTrainer(GRPOTrainer):
         return self._tokenize_prompts(prompts)[0] if prompts else []
 
     def longest_prompt(self, most: int = 10_000) -> int | None:
-        """Tokens of the longest of so many prompts; `None` where tools or images add to them, and for a stream."""
+        """Return the number of tokens of the longest of the first `most` prompts. None if tools, environments or
+        images add to prompts, and for a stream."""
         data = self.train_dataset
-        if self.tools or self._is_vlm or not isinstance(data, Dataset) or "prompt" not in data.column_names:
+        if self.tools or self.environment_factories is not None or self._is_vlm or not isinstance(data, Dataset):
             return None
-        prompts = data.select(range(min(most, len(data))))["prompt"][:]
+        if not len(data) or "prompt" not in (row_columns(data) or []):
+            return None
+        prompts = prompts_of(data, most)
         longest = sorted(prompts, key=lambda prompt: len(str(prompt)))[-4:]
         return max(map(len, self.encode_prompts(longest)))
 
@@ -458,13 +474,14 @@ class ExplorationTrainer(GRPOTrainer):
         return self._get_per_token_logps_and_entropies(model, ids, mask, width, **options)[:2]
 
     def scored(self, rows: Rows) -> RowDict:
-        return super()._generate_and_score_completions(rows.examples)
+        return super()._generate_and_score_completions(with_prompts(rows.examples))
 
     def rewarded(self, rows: Rows) -> torch.Tensor:
-        prompts = [example["prompt"] for example in rows.examples]
+        examples = with_prompts(rows.examples)
+        prompts = [example["prompt"] for example in examples]
         # TRL's own decoding: what reward functions see of a completion depends on it.
         completions = self._generate(prompts)[3]
-        return self._calculate_rewards(rows.examples, prompts, completions, rows.completion_ids)
+        return self._calculate_rewards(examples, prompts, completions, rows.completion_ids)
 
     def loss(self, model: Any, rows: RowDict) -> torch.Tensor:
         return self._compute_loss(model, rows)
@@ -527,12 +544,16 @@ class ExplorationTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs):
         own, logs = super()._generate_and_score_completions, self._logs
         if self.is_training:
+            self.replaced.follow()
             self._logs = logs if self.rounds is None else self.table.begin(logs)
             return self.batch.run(inputs, own, self._logs, self._metrics["train"])
-        if self.log_completions:
-            self._logs = self.table.of_evaluation(logs, self.state.global_step)
-        try:
+        if not self.log_completions:
             return own(inputs)
+        self._logs = self.table.of_evaluation(logs, self.state.global_step)
+        try:
+            output = own(inputs)
+            self.table.one_reward_per_name(self._logs, len(inputs))
+            return output
         finally:
             self._logs = logs
 
@@ -708,15 +729,24 @@ class ExplorationTrainer(GRPOTrainer):
     # ------------------------------------------------------------------------ seams into transformers: the run, saving
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
-        result = super().train(self.saving.begin(resume_from_checkpoint), *args, **kwargs)
+        self.replaced.begin_run()
+        checkpoint = self.saving.begin(resume_from_checkpoint)
+        self.scorer.begin_run(resumed=bool(checkpoint))
+        try:
+            result = super().train(checkpoint, *args, **kwargs)
+        finally:
+            self.replaced.end_run()
+        if self.state.global_step >= self.state.max_steps:
+            self.scorer.stop_if_never_scored()
         if self.threshold_watch is not None:
             self.threshold_watch.end()
         return result
 
     def _get_train_sampler(self, dataset=None):
         self.saving.sampler = super()._get_train_sampler(dataset)
-        if self.rounds is not None and self.rounds.order is not None:
-            self.rounds.order.begin()
+        if self.rounds is not None:
+            data = self.train_dataset if dataset is None else dataset
+            self.rounds.begin_run(data, shuffle=bool(self.shuffle_dataset), seed=self.args.seed)
         return self.saving.sampler
 
     def _init_training_state(self, max_steps, num_update_steps_per_epoch, *args, **kwargs):
@@ -790,6 +820,13 @@ class ExplorationTrainer(GRPOTrainer):
         self.accelerator.wait_for_everyone()  # a checkpoint is whole when every process wrote its part
         if self.is_world_process_zero():
             self.publisher.push_checkpoint(checkpoint_folder)
+
+
+def with_prompts(examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Examples with a prompt. Data without prompts are for environments that own the task. TRL then takes an empty
+    message as the prompt, but only while it resets environments, which it does not do for rows that have ended."""
+    empty = [{"role": "user", "content": ""}]
+    return [example if "prompt" in example else {**example, "prompt": empty} for example in examples]
 
 
 def watch(trainer: Any, method: str, seen: Callable[..., None]) -> Callable[[], None]:

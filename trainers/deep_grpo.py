@@ -152,6 +152,10 @@ class DeepGRPOTrainer(ExplorationTrainer):
         own = [self.args.hard_states_file] if self.args.hard_states_file else []
         return [*super().method_files(), *own]
 
+    def forget_data(self) -> None:
+        super().forget_data()
+        self._points, self._queue = [], []  # deferred branches continue prompts of the first data
+
     def exploration_state(self) -> dict[str, Any]:
         return {
             **super().exploration_state(),

@@ -63,6 +63,7 @@ class TreeGRPOTrainer(ExplorationTrainer):
 
     def rollout(self, prompt_ids, plain):
         start = time.perf_counter()
+        self.limits = self.args.limits()  # `max_completion_length` may grow during a run
         self._seconds = {"sampling": 0.0, "scoring": 0.0}
         self.sample.prefix_tokens_asked = self.sample.prefix_tokens_encoded = 0
         self._roots = roots = prompt_ids[:: self.num_generations]
@@ -85,7 +86,9 @@ class TreeGRPOTrainer(ExplorationTrainer):
             self.replay.remember(searched)
         self._trees = trees
         if self.args.dump_trees:
-            noted = {**self._noted, "step": self.state.global_step, "decode": self.tokenizer.decode}
+            weights = self.reward_weights.tolist()  # which a callback may change
+            step, decode = self.state.global_step, self.tokenizer.decode
+            noted: dict[str, Any] = {"step": step, "decode": decode, "reward_weights": weights, **self._credit}
             self.dump.append(tree_record(tree, index=i, **noted) for i, tree in enumerate(trees))
         self._log_trees(searched, trees, time.perf_counter() - start)
         nodes = [(tree, row) for tree in trees for row in tree.rows]
@@ -157,7 +160,6 @@ class TreeGRPOTrainer(ExplorationTrainer):
         self._select_fn = select_by(args.selection, **{name: vars(args)[name] for name in WEIGHTS})
         self._trees, self._seconds, self._narrow = [], {"sampling": 0.0, "scoring": 0.0}, NarrowSearch(args)
         self._credit: dict[str, Any] = {"q_temperature": args.q_temperature, "q_max": args.q_max}
-        self._noted: dict[str, Any] = {"reward_weights": self.reward_weights.tolist(), **self._credit}
         self.replay: ReplayBuffer = ReplayBuffer(self)
         self.solutions = self.replay.solutions
         folder = args.dump_trees and path_inside(args.output_dir, args.dump_trees, field="dump_trees", suffix="")

@@ -120,6 +120,7 @@ class PassAtKCallback(TrainerCallback):
                 f"success_threshold must be given, because the sum of {len(weights)} rewards does not say what "
                 f"success is; or name the one function that does as success_reward, or pass it alone as reward_funcs."
             )
+        self._perfect_is_weight = success_threshold is None and success_reward is None
         perfect = weights[0] if success_reward is None else 1.0
         self.success_threshold = perfect if success_threshold is None else success_threshold
         if not self.k or not all(1 <= value <= num_samples for value in self.k + self.maj_k + self.coverage_k):
@@ -172,6 +173,8 @@ class PassAtKCallback(TrainerCallback):
             drawn = [self.samples.draw(share, self.num_samples)]
             if self.greedy:
                 drawn.append(self.samples.draw(share, 1, greedy=True))
+        if self._perfect_is_weight:
+            self.success_threshold = self.samples.reward_weights[0]  # which may have changed since construction
         by_index = dict(gather_object(list(zip(share, zip(*drawn, strict=True), strict=True))))
         sampled, *best = zip(*(by_index[index] for index in range(len(rows))), strict=True)
         totals, rewards, answers = zip(*sampled, strict=True)  # (P, N) each

@@ -36,10 +36,10 @@ class PolicySamples:
         self.temperature, self.batch_size = temperature, batch_size
         length = trainer.args.max_completion_length if max_completion_length is None else max_completion_length
         self.max_completion_length = length
+        self._follows_trainer = reward_funcs is None
+        self._given_weights = None if reward_weights is None else list(reward_weights)
         if reward_funcs is None:
-            names, weights = list(trainer.reward_func_names), trainer.reward_weights.tolist()
-            pairs = zip(trainer.reward_funcs, trainer.reward_processing_classes, strict=True)
-            funcs = [_plain_function(trainer, func, processing_class) for func, processing_class in pairs]
+            names, funcs, weights = self._trainers_rewards()
         else:
             funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
             if any(isinstance(func, nn.Module) or is_async_callable(func) for func in funcs):
@@ -72,8 +72,27 @@ class PolicySamples:
                 "rollout_func or a multimodal processor; evaluate with the trainer's eval_dataset instead."
             )
 
+    def _trainers_rewards(self) -> tuple[list[str], list[Callable[..., Any]], list[float]]:
+        """Return names, functions and weights of the trainer's reward functions as they are now."""
+        trainer = self.trainer
+        pairs = zip(trainer.reward_funcs, trainer.reward_processing_classes, strict=True)
+        funcs = [_plain_function(trainer, func, processing_class) for func, processing_class in pairs]
+        return list(trainer.reward_func_names), funcs, trainer.reward_weights.tolist()
+
+    def _follow_trainer(self) -> None:
+        """Grade with the trainer's current state, which every run makes anew, and with its current reward functions,
+        which a user may replace, unless others were given."""
+        self.grade.given["trainer_state"] = self.trainer.state
+        if not self._follows_trainer:
+            return
+        names, funcs, weights = self._trainers_rewards()
+        weights = self._given_weights or weights
+        self.reward_names, self.reward_weights = names, weights
+        self.grade.rewards = list(zip(names, funcs, weights, strict=True))
+
     def draw(self, indices: Sequence[int], num_samples: int, *, greedy: bool = False) -> list[Graded]:
         """Sample completions of rows and grade them; every process must call it, with equally many rows."""
+        self._follow_trainer()
         graded: list[Graded] = []
         size = max(1, self.batch_size // num_samples)
         with generating_model(self.trainer) as model:

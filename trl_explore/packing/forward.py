@@ -67,10 +67,14 @@ class PackedForward:
             return
         self.mode, self.token_budget = args.shared_prefix_training, args.packed_token_budget
         if self.token_budget is not None:
-            longest = longest_prompt()
-            if longest is not None:
-                check_fits(longest + (args.max_completion_length or 0), self.token_budget)
+            self.check_longest(longest_prompt())
             self._check_passes()
+
+    def check_longest(self, longest: int | None) -> None:
+        """Raise ValueError if `packed_token_budget` cannot hold the longest prompt with its completion. None if the
+        length of prompts is not known."""
+        if longest is not None and self.token_budget is not None:
+            check_fits(longest + (self.policy.args.max_completion_length or 0), self.token_budget)
 
     def _check_passes(self) -> None:
         """Parameters that reentrant checkpointing touches once per pass are reduced over processes as often."""

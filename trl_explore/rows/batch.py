@@ -85,6 +85,7 @@ class Batch:
         examples = [own_copy(dict(example)) for example in inputs]
         trainer.main_examples, trainer.scorer.any_example = examples, examples[0]
         output = own(inputs)
+        trainer.table.one_reward_per_name(logs, len(inputs))
         shaped = trainer.shaped_rewards
         if trainer.scorer.were_shaped(shaped):
             trainer.scorer.show_raw(metrics, logs["rewards"])

@@ -41,6 +41,9 @@ class Policy(Protocol):
     model: Any  # as it is trained
     state: Any  # transformers': how far the training is
     eos_token_ids: list[int]
+    reward_func_names: list[str]
+    reward_weights: torch.Tensor  # `(F,)`
+    log_completions: bool
     exploration_generator: torch.Generator  # draws everything beside the main stream
 
     @property

@@ -14,9 +14,9 @@ from trl_explore.rows.logged import LoggedColumns
 from trl_explore.rows.policy import Pass, Policy
 from trl_explore.rows.rollouts import Rows
 from trl_explore.rows.streams import RowDict, kept_randomness
-from trl_explore.rows.table import Logs, logged_rows
+from trl_explore.rows.table import Logs, by_name, logged_rows
 
-# So many prompts in a row without any reward end a run, once there have been rewards: a few may lack a gold answer.
+# A run ends when so many prompts in a row have no reward at all. Fewer may lack a readable gold answer.
 MOST_UNSCORED_PROMPTS = 8
 
 
@@ -32,15 +32,27 @@ class ScoredRows:
 
 
 class Scorer:
-    """Lets TRL score rows: rewards, with `weights` `(F,)`, advantages, log-probabilities and metrics."""
+    """Lets TRL score rows: rewards, advantages, log-probabilities and metrics."""
 
-    def __init__(self, policy: Policy, names: list[str], weights: torch.Tensor) -> None:
-        self.policy, self.names, self.weights = policy, names, weights
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
         self.rewards_per_func: torch.Tensor | None = None  # raw, of the main rows, `(N, F)`; NaN where not scored
         self.deciding: torch.Tensor | None = None  # about success, of the rows that are credited, where those are some
         self.any_example: dict[str, Any] = {}
-        self._num_unscored: int | None = None  # prompts in a row up to now; None before the first reward
+        self._num_unscored = 0  # prompts in a row without a reward
+        self._ever_scored = False  # whether any prompt of the run had a reward
+        self._columns: list[str] = []  # of the data, as reward functions get them
         self._warned_of_columns = False
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the trainer's reward functions, `[F]`. A user may replace them, so nothing is kept here."""
+        return self.policy.reward_func_names
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """Weights of the trainer's reward functions, `(F,)`. A callback may change them during a run."""
+        return self.policy.reward_weights
 
     def score(self, name: str, rows: Rows) -> ScoredRows | None:
         """
@@ -74,7 +86,7 @@ class Scorer:
             output["advantages"] = output["advantages"].masked_fill(level, 0.0)
             own = policy.ranks.own(num_rows)
             totals, deciding = self.totals(rewards)[own], self.success(rewards)[own]
-            logged = logged_rows(policy, scoring.logs, rows, num_rows) if policy.args.log_completions else {}
+            logged = logged_rows(policy, scoring.logs, rows, num_rows) if policy.log_completions else {}
         real = torch.arange(num_rows, device=totals.device) < len(rows)
         return ScoredRows(output, real, totals[: len(rows)], deciding[: len(rows)], logged)
 
@@ -193,20 +205,31 @@ class Scorer:
             stacklevel=2,
         )
 
+    def begin_run(self, *, resumed: bool) -> None:
+        """Note that a run begins. A resumed run, and one after another of the trainer, may have had rewards before."""
+        self._ever_scored = self._ever_scored or resumed
+
     def stop_if_unscored(self, rewards: torch.Tensor, example: dict[str, Any], *, group_size: int) -> None:
-        """Raise where the rewards `(N, F)` of all processes hold none, at the run's beginning or for many prompts in a
-        row. TRL would go on and save a model that learned nothing."""
+        """Raise RewardError if the last [`MOST_UNSCORED_PROMPTS`] prompts have no reward in `rewards` `(N, F)` of all
+        processes. TRL would go on and save a model that learned nothing."""
         if not rewards.isnan().all():
-            self._num_unscored = 0
+            self._num_unscored, self._ever_scored = 0, True
             return
-        unscored = (self._num_unscored or 0) + len(rewards) // group_size
-        if self._num_unscored is not None and unscored < MOST_UNSCORED_PROMPTS:
-            self._num_unscored = unscored
-            return
-        raise RewardError(
-            f"None of the completions of {unscored} prompt(s) in a row has a reward, so nothing can be learned: "
-            f"{', '.join(self.names)} returned None or NaN for all of them. Check the columns that reward "
-            f"functions read; the data has {', '.join(sorted(example))}."
+        self._num_unscored += len(rewards) // group_size
+        self._columns = sorted(example)
+        if self._num_unscored >= MOST_UNSCORED_PROMPTS:
+            raise self._unscored_error()
+
+    def stop_if_never_scored(self) -> None:
+        """Raise RewardError at the end of a run in which no prompt had a reward: it was too short to stop before."""
+        if self._num_unscored and not self._ever_scored:
+            raise self._unscored_error()
+
+    def _unscored_error(self) -> RewardError:
+        return RewardError(
+            f"None of the completions of {self._num_unscored} prompt(s) in a row has a reward, so nothing can be "
+            f"learned: {', '.join(self.names)} returned None or NaN for all of them. Check the columns that reward "
+            f"functions read; the data has {', '.join(self._columns)}."
         )
 
     def level(self, rewards_per_func: torch.Tensor, *, group_size: int) -> torch.Tensor:
@@ -243,11 +266,14 @@ class Scorer:
         metrics["reward_std"][-1] = total[~total.isnan()].std().item()
         for i, name in enumerate(self.names):
             column = raw[:, i][~raw[:, i].isnan()]
-            metrics[f"rewards/{name}/mean"][-1] = column.mean().item()
-            metrics[f"rewards/{name}/std"][-1] = column.std().item()
+            # Functions of one name share a metric, and each has added a value to it, in their order.
+            place = -self.names[i:].count(name)
+            metrics[f"rewards/{name}/mean"][place] = column.mean().item()
+            metrics[f"rewards/{name}/std"][place] = column.std().item()
+        for name, values in by_name(self.names, raw).items():
             for _ in range(min(len(raw), len(table[name]))):
                 table[name].pop()
-            table[name].extend(raw[:, i].tolist())
+            table[name].extend(values)
 
     def _main(self, rewards_per_func: torch.Tensor | None) -> torch.Tensor:
         found = self.rewards_per_func if rewards_per_func is None else rewards_per_func

@@ -98,7 +98,14 @@ class CompletionsTable:
         if self._evaluated_at != step:
             self._evaluated_at = step
             self.evaluated = empty_logs(logs, maxlen=self.policy.args.generation_batch_size)
+            # TRL may write several values per row here: `one_reward_per_name` drops all but one, and old rows.
+            self.evaluated["rewards"] = empty_logs(logs)["rewards"]
         return self.evaluated
+
+    def one_reward_per_name(self, logs: Logs, num_rows: int) -> None:
+        """Keep one value per row for reward functions that share a name, in the newest rows `num_rows` of every
+        process. TRL writes one value per function into the same column, and the last function's values stay."""
+        keep_one_reward_per_name(logs, self.policy.reward_func_names, num_rows * self.policy.ranks.number)
 
     def state(self, logs: Logs, step: int) -> dict[str, Any]:
         """What a checkpoint holds of the table."""
@@ -146,6 +153,7 @@ def logged_rows(policy: Policy, logs: Logs, rows: Rows, num_rows: int) -> Logs:
     """What TRL has just logged of a stream's rows (`num_rows` of every process), without those that only pad, and
     `parent`, `prefix_tokens` and, of completions of one turn, `prefix_characters`. Every process calls it."""
     ranks = policy.ranks
+    keep_one_reward_per_name(logs, policy.reward_func_names, num_rows * ranks.number)
     first = ranks.index * (policy.args.generation_batch_size // ranks.number)
     decode = partial(policy.tokenizer.decode, skip_special_tokens=True)  # as TRL decodes completions
     origins = [
@@ -170,6 +178,25 @@ def logged_rows(policy: Policy, logs: Logs, rows: Rows, num_rows: int) -> Logs:
         "rewards": picked(logs["rewards"]),
         "extra": {**picked(logs["extra"]), "parent": parents, "prefix_tokens": prefixes, SHARED: characters},
     }
+
+
+def by_name(names: Sequence[str], rewards: torch.Tensor) -> dict[str, list[float]]:
+    """Columns of rewards `(N, F)` by name. Of functions that share a name, the last one's, as in TRL's table."""
+    return {name: rewards[:, i].tolist() for i, name in enumerate(names)}
+
+
+def keep_one_reward_per_name(logs: Logs, names: Sequence[str], num_rows: int) -> None:
+    """Let each column of rewards have one value for each of the `num_rows` newest rows of all processes, and none for
+    rows that a limited table has dropped."""
+    for name in dict.fromkeys(names):
+        column = logs["rewards"][name]
+        written = names.count(name) * num_rows
+        newest = list(column)[-num_rows:]
+        for _ in range(min(written, len(column))):
+            column.pop()
+        column.extend(newest)
+        while len(column) > len(logs["prompt"]):
+            column.popleft()
 
 
 def empty_logs(logs: Logs, *, maxlen: int | None = None) -> Logs:

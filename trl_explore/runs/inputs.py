@@ -98,6 +98,8 @@ def load_train_and_eval(
     import datasets
     from trl import get_dataset
 
+    from trl_explore.rows.columns import row_columns
+
     name = script_args.dataset_name
     if bool(mixture.datasets) == (name is not None):
         raise UsageError("name the data once: either dataset_name (a path or a Hub name) or a `datasets` mixture")
@@ -111,7 +113,7 @@ def load_train_and_eval(
         named = "datasets" if mixture.datasets else f"dataset_name={name!r}"
         raise UsageError(f"{named} cannot be loaded: {error}") from error
     train = pick_split(splits, script_args.dataset_train_split, "dataset_train_split", sole_split_is="train")
-    columns = train.column_names  # None while a streamed data set has not been looked at
+    columns = row_columns(train)  # None while a streamed data set has not been looked at
     if columns is not None and not columns:  # of a file that is read while it is used
         raise UsageError(f"dataset_name={name!r} has no rows")
     if columns is not None and "prompt" not in columns:

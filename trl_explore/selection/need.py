@@ -33,11 +33,15 @@ class Need:
 
     def __init__(self, policy: Policy, scorer: Scorer, sample: Sampler) -> None:
         self.policy, self.scorer, self.sample, self.args = policy, scorer, sample, policy.args
-        self.size: int = policy.args.num_generations
         self.rows: list[int] = []
         self.any_explored = False
         self.adds = policy.args.explore_into == "add"
         self._beside = Rows([], [], [], [], self.size)  # explored rows that join the main ones
+
+    @property
+    def size(self) -> int:
+        """Rows of a prompt."""
+        return self.args.num_generations
 
     # --------------------------------------------------------------------------------------------------- which prompts
 
