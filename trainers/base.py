@@ -30,7 +30,7 @@ from trl_explore.agents.watch import ToolWatch
 from trl_explore.credit.part import Credit
 from trl_explore.gradients.feature_pass import FeaturePass
 from trl_explore.methods import FromRow
-from trl_explore.packing.forward import PackedForward
+from trl_explore.packing.forward import PackedForward, unwrapped
 from trl_explore.publishing.cards import citation
 from trl_explore.publishing.publisher import Publisher
 from trl_explore.rewards.success import check_success_reward
@@ -44,6 +44,7 @@ from trl_explore.rows.streams import RowDict
 from trl_explore.rows.table import CompletionsTable, empty_logs
 from trl_explore.rows.training import StreamTraining
 from trl_explore.sampling.generation import generating_model
+from trl_explore.sampling.positions import fixed_rotary_length
 from trl_explore.sampling.sampler import Sampler
 from trl_explore.selection.need import Need
 from trl_explore.selection.rounds import Rounds, rounds_of
@@ -337,7 +338,13 @@ class ExplorationTrainer(GRPOTrainer):
     def streams(self) -> StreamTraining:
         """Trains the rows of further streams."""
         pooled = self.requires.pooled or (self.batch.need is not None and self.batch.need.adds)
-        return StreamTraining(self, pooled=pooled, together=self.packing.mode != "off")
+        return StreamTraining(
+            self,
+            pooled=pooled,
+            together=self.packing.mode != "off",
+            window=self.packing.window,
+            longest=fixed_rotary_length(unwrapped(self, self.model).config),
+        )
 
     @cached_property
     def table(self) -> CompletionsTable:

@@ -46,7 +46,7 @@ class Sampler:
             if args.path_cache_tokens and not served and kind not in SHARDED:
                 model, config = self._left.enter_context(self.policy.generating())
                 options = effective_options(model, config)
-                unfit = why_not(model, options)
+                unfit = why_not(model, options, eos_token_ids=self.policy.eos_token_ids)
                 if unfit is None:
                     self.paths = PathCache(model, options, args.path_cache_tokens)
                     self._left.callback(self._forget_paths)
@@ -182,13 +182,15 @@ class Sampler:
     ) -> tuple[list[list[int]], list[list[float]] | None]:
         args = self.policy.args
         if self.paths is not None:
-            known = self.paths.encoded
-            found = self.paths.complete(prefixes, budgets, entropies=args.temperature if entropies else None)
-            if found is not None:
+            reason = self.paths.why_not(prefixes, budgets)
+            if reason is None:
+                known = self.paths.encoded
+                found = self.paths.complete(prefixes, budgets, entropies=args.temperature if entropies else None)
+                assert found is not None
                 self.prefix_tokens_asked += sum(map(len, prefixes))
                 self.prefix_tokens_encoded += self.paths.encoded - known
                 return found
-            self._without_paths(f"`path_cache_tokens={args.path_cache_tokens}`, fewer than one call's prefixes have")
+            self._without_paths(reason)
         by_hooks = not args.use_transformers_continuous_batching  # which schedules forward passes of its own
         beams = (args.generation_kwargs or {}).get("num_beams") or 1
         noted = entropies and beams == 1  # beams change places from token to token
