@@ -43,6 +43,7 @@ from trl_explore.rows.scorer import ScoredRows, Scorer
 from trl_explore.rows.streams import RowDict
 from trl_explore.rows.table import CompletionsTable, empty_logs
 from trl_explore.rows.training import StreamTraining
+from trl_explore.sampling.continued import counted_from_the_start
 from trl_explore.sampling.generation import generating_model
 from trl_explore.sampling.positions import fixed_rotary_length
 from trl_explore.sampling.sampler import Sampler
@@ -398,13 +399,15 @@ class ExplorationTrainer(GRPOTrainer):
         longest = sorted(prompts, key=lambda prompt: len(str(prompt)))[-4:]
         return max(map(len, self.encode_prompts(longest)))
 
-    def generate(self, prefixes: list[list[int]], max_new_tokens: int) -> list[list[int]]:
+    def generate(self, prefixes, max_new_tokens, parts=None):
         config = self.generation_config
         self.generation_config = copy.deepcopy(config)
         self.generation_config.max_new_tokens = max_new_tokens
         self.generation_config.prefill_chunk_size = None  # one forward pass per recorded token
+        model = self.accelerator.unwrap_model(self.model)
+        counted = nullcontext() if parts is None else counted_from_the_start(model, prefixes, parts)
         try:
-            with self.packing.own_attention():
+            with self.packing.own_attention(), counted:
                 return super()._generate_single_turn(prefixes, None, {}, 1)[0]
         finally:
             self.generation_config = config

@@ -7,14 +7,16 @@ from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 from accelerate.utils import DistributedType
+from transformers import GenerationConfig
 
 from trl_explore.rows.policy import Policy
-from trl_explore.rows.rollouts import Continuation, per_request
+from trl_explore.rows.rollouts import Continuation, Part, per_request
 from trl_explore.rows.streams import kept_randomness
 from trl_explore.sampling.generation import recorded
 from trl_explore.sampling.paths import PathCache, effective_options, why_not
 from trl_explore.serving.backend import Request
 
+SEVERAL_TOKENS = ("prompt_lookup_num_tokens", "use_mtp")  # options of `generate` that check several tokens per pass
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)  # `generate` keeps step there
 
 
@@ -81,6 +83,7 @@ class Sampler:
         main_stream: bool = False,
         entropies: bool = False,
         collective: bool = True,
+        begun: Sequence[int] | None = None,
     ) -> list[list[Continuation]]:
         """
         Sample continuations of token prefixes from the current policy, all in one batched call.
@@ -103,6 +106,11 @@ class Sampler:
                 log-probabilities estimate their mean.
             collective (`bool`, *optional*, defaults to `True`):
                 Whether all processes take part. In a tool loop they cannot: each has its own number of turns.
+            begun (`Sequence[int]`, *optional*):
+                Number of tokens at the end of each prefix that belong to the completion, of at most
+                `max_completion_length` tokens. Sampling options that count from the start of a completion
+                (`min_new_tokens`, ...) then count these tokens, too. None if no sample is a part of a longer
+                completion. vLLM and continuous batching count from the end of the prefix.
 
         Returns:
             `list[list[Continuation]]`: `[R][num_samples_i]`.
@@ -117,6 +125,7 @@ class Sampler:
             return self._sample_served(asked, main_stream=main_stream)
         rows = [prefix for prefix, n in zip(prefixes, counts, strict=True) for _ in range(n)]
         row_budgets = [budget for budget, n in zip(budgets, counts, strict=True) for _ in range(n)]
+        row_parts = [part for part, n in zip(self._parts(budgets, begun), counts, strict=True) for _ in range(n)]
 
         most_rows = self.policy.ranks.most(len(rows)) if collective else len(rows)
         if most_rows == 0:
@@ -134,7 +143,10 @@ class Sampler:
                 part_budgets = [row_budgets[i] for i in part] or [1]
                 try:
                     ids, uncertainty = self._generate(
-                        [rows[i] for i in part] or [[eos_token_ids[0]]], part_budgets, entropies=entropies
+                        [rows[i] for i in part] or [[eos_token_ids[0]]],
+                        part_budgets,
+                        [row_parts[i] for i in part] or [Part()],
+                        entropies=entropies,
                     )
                 except torch.OutOfMemoryError as error:
                     error.add_note(
@@ -164,6 +176,13 @@ class Sampler:
         name = f"{stream}_seconds"
         self.metrics[name] = self.metrics.get(name, 0.0) + seconds
 
+    def _parts(self, budgets: list[int], begun: Sequence[int] | None) -> list[Part]:
+        """Return the place of each request's new tokens in its completion."""
+        if begun is None:
+            return [Part(0, budget) for budget in budgets]
+        most = self.policy.args.max_completion_length
+        return [Part(number, most or number + budget) for number, budget in zip(begun, budgets, strict=True)]
+
     def _sample_served(self, asked: list[Request], *, main_stream: bool) -> list[list[Continuation]]:
         assert self.policy.serving is not None
         start_time = time.perf_counter()
@@ -178,8 +197,9 @@ class Sampler:
         ]
 
     def _generate(
-        self, prefixes: list[list[int]], budgets: list[int], *, entropies: bool
+        self, prefixes: list[list[int]], budgets: list[int], parts: list[Part], *, entropies: bool
     ) -> tuple[list[list[int]], list[list[float]] | None]:
+        """Return a continuation of each prefix, and the entropies behind its tokens if they are asked for."""
         args = self.policy.args
         if self.paths is not None:
             reason = self.paths.why_not(prefixes, budgets)
@@ -191,14 +211,13 @@ class Sampler:
                 self.prefix_tokens_encoded += self.paths.encoded - known
                 return found
             self._without_paths(reason)
-        by_hooks = not args.use_transformers_continuous_batching  # which schedules forward passes of its own
-        beams = (args.generation_kwargs or {}).get("num_beams") or 1
-        noted = entropies and beams == 1  # beams change places from token to token
-        model = self.policy.accelerator.unwrap_model(self.policy.model)
-        recording = recorded(model, temperature=args.temperature, entropies=noted) if by_hooks else nullcontext()
-        with recording as record:
+        if args.use_transformers_continuous_batching:  # which schedules forward passes of its own
             ids = self.policy.generate(prefixes, max(budgets))
-        if record is not None:
+        else:
+            model = self.policy.accelerator.unwrap_model(self.policy.model)
+            noted = entropies and self._one_token_per_pass()
+            with recorded(model, temperature=args.temperature, entropies=noted) as record:
+                ids = self.policy.generate(prefixes, max(budgets), parts)
             self.prefix_tokens_asked += record.prefill_tokens
             self.prefix_tokens_encoded += record.encoded_tokens
             if noted:
@@ -207,6 +226,13 @@ class Sampler:
             return ids, None
         _, uncertain = self._forward(prefixes, ids)
         return ids, [row[: len(i)] for row, i in zip(uncertain.tolist(), ids, strict=True)]
+
+    def _one_token_per_pass(self) -> bool:
+        """Return whether each forward pass of `generate` is followed by one token of each row, in the same place."""
+        model = self.policy.accelerator.unwrap_model(self.policy.model)
+        options = effective_options(model, GenerationConfig(**(self.policy.args.generation_kwargs or {})))
+        beams = options.num_beams or 1  # beams change places from token to token
+        return beams == 1 and not any(vars(options).get(name) for name in SEVERAL_TOKENS)
 
     def _forward(
         self, prefixes: list[list[int]], ids: list[list[int]], *, entropies: bool = True
