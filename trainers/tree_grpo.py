@@ -117,9 +117,8 @@ class TreeGRPOTrainer(ExplorationTrainer):
     def _sample_nodes(self, prefixes, num_samples, max_new_tokens, *, entropies=True, begun=None):
         # Also with `entropy_weight=0`: of completions that end together, the most confident one is backed up (Eq. 2).
         start = time.perf_counter()
-        sampled = self.sample(
-            prefixes, num_samples, max_new_tokens, main_stream=True, entropies=entropies, begun=begun
-        )
+        options: dict[str, Any] = {"main_stream": True, "entropies": entropies, "begun": begun}
+        sampled = self.sample(prefixes, num_samples, max_new_tokens, **options)
         self._seconds["sampling"] += time.perf_counter() - start
         return sampled
 

@@ -72,8 +72,8 @@ class AttentionReader:
 
     @contextmanager
     def _reading(self, steps: Sequence[Step], *, num_tokens: int) -> Iterator[list[torch.Tensor]]:
-        """While it lasts, attention is eager, and the influence of the steps of a row of `num_tokens` is noted for each
-        layer. Virtual tokens of an adapter stand before the row and belong to no step."""
+        """While it lasts, attention is eager, and each layer notes the influence of the steps of a row of that many
+        tokens. Virtual tokens of an adapter come before the row and belong to no step."""
         model = unwrapped(self.policy, self.policy.model)
         found: list[torch.Tensor] = []
 

@@ -1,8 +1,8 @@
 """Options of `generate` that count from the start of a completion, for prefixes that end inside one.
 
-`generate` takes all tokens that it is given for the prompt. If a prefix already holds a part of the completion, an option
-such as `min_new_tokens` would count anew from the end of the prefix, and the rest of the completion would not come from
-the policy's distribution.
+`generate` takes all tokens that it is given for the prompt. If a prefix already holds a part of the completion, an
+option such as `min_new_tokens` would count anew from the end of the prefix, and the rest of the completion would come
+from another distribution than a whole completion.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -11,8 +11,8 @@ def fixed_rotary_length(config: Any) -> int | None:
     Return the longest row up to which the rotary factors of a model never change, or None if they never change at all.
 
     LongRoPE (Phi-3.5, Phi-4-mini) takes other factors for the whole forward pass once a row is longer than
-    `original_max_position_embeddings`. Dynamic NTK recomputes its factors for every longer row. Keys that were computed
-    before such a change do not belong to the queries after it.
+    `original_max_position_embeddings`. Dynamic NTK recomputes its factors for every longer row. Keys from before such
+    a change do not fit queries after it.
 
     Args:
         config ([`~transformers.PreTrainedConfig`]):

@@ -180,8 +180,8 @@ class Sampler:
         """Return the place of each request's new tokens in its completion."""
         if begun is None:
             return [Part(0, budget) for budget in budgets]
-        most = self.policy.args.max_completion_length
-        return [Part(number, most or number + budget) for number, budget in zip(begun, budgets, strict=True)]
+        most = self.policy.args.max_completion_length or 0
+        return [Part(number, max(most, number + budget)) for number, budget in zip(begun, budgets, strict=True)]
 
     def _sample_served(self, asked: list[Request], *, main_stream: bool) -> list[list[Continuation]]:
         assert self.policy.serving is not None
