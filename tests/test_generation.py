@@ -28,6 +28,7 @@ from transformers import (
 from world import make_model
 
 from trl_explore.sampling.generation import GenerationRecord, has_dropout, recorded, row_entropies, whole_row_adapter
+from trl_explore.sampling.sampler import without_dropout
 
 EOS, PAD = 1, 0
 SHORT, LONG, LONGEST = [5, 6, 7], [5, 6, 7, 8, 9, 10, 11], [9, 8, 7, 6, 5, 12, 13, 14, 15]
@@ -376,7 +377,10 @@ def test_noise_of_an_adapter_counts_as_dropout():
     if "PveraConfig" not in vars(peft):
         pytest.skip("this PEFT has no PVeRA adapters")
     model = get_peft_model(make_model(), peft.PveraConfig(r=4, target_modules=["q_proj"]))
-    assert has_dropout(model.train()) and not has_dropout(model.eval())
+    assert has_dropout(model.train())
+    with without_dropout(model):
+        assert not has_dropout(model)
+    assert has_dropout(model) and not has_dropout(model.eval())
 
 
 @pytest.mark.parametrize(

@@ -263,9 +263,14 @@ def has_dropout(model: Any) -> bool:
     for module in model.modules():
         if isinstance(module, nn.Dropout) and module.training and module.p > 0:
             return True
-        if module.training and "pvera_lambda_d" in dict(module.named_children()):
+        if module.training and is_noisy_adapter(module):
             return True
     return False
+
+
+def is_noisy_adapter(module: nn.Module) -> bool:
+    """Return whether a layer has a PVeRA adapter, which draws noise in training mode."""
+    return "pvera_lambda_d" in dict(module.named_children())
 
 
 def _row_inputs(kwargs: dict[str, Any]) -> list[str]:

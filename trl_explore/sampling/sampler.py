@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 from trl_explore.rows.policy import Policy
 from trl_explore.rows.rollouts import Continuation, Part, per_request
 from trl_explore.rows.streams import kept_randomness
-from trl_explore.sampling.generation import recorded
+from trl_explore.sampling.generation import is_noisy_adapter, recorded
 from trl_explore.sampling.paths import PathCache, effective_options, why_not
 from trl_explore.serving.backend import Request
 
@@ -276,7 +276,7 @@ def without_dropout(model: torch.nn.Module) -> Iterator[None]:
         for module, _ in modes:
             # Linear layers know no dropout, and those of bitsandbytes repack their weights in evaluation mode: on a
             # CPU they cannot be trained any more then.
-            module.training = isinstance(module, torch.nn.Linear)
+            module.training = isinstance(module, torch.nn.Linear) and not is_noisy_adapter(module)
         yield
     finally:
         for module, training in modes:
