@@ -108,7 +108,7 @@ class ChainSearch:
         self.uncertainty += [uncertainty(tree.leaves, fork) for tree, fork in pairs]
         with self.sample.rollout():
             begun = [token for _, (_, token) in pairs]
-            found = self.sample(prefixes, number, [self._most - token for token in begun], begun=begun)
+            found = self.sample(prefixes, number, [self._most - token for token in begun], begun)
         branches = [
             (tree, prefix, Leaf(one.token_ids, leaf, token, one.logprobs))
             for (tree, (leaf, token)), prefix, own in zip(pairs, prefixes, found, strict=True)

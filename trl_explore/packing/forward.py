@@ -163,8 +163,6 @@ class PackedForward:
         return grouped
 
     def _grouped(self, batches: list[RowDict]) -> list[RowDict]:
-        if len(batches) == 1:
-            return batches
         rows = {key: v if v.dim() == 0 else torch.cat([b[key] for b in batches]) for key, v in batches[0].items()}
         order = torch.tensor(group_rows(*row_tokens(rows), num_batches=len(batches)))
         return split_tensor_dict(select_rows(rows, order.to(rows["prompt_ids"].device)), len(batches))

@@ -79,11 +79,11 @@ class Sampler:
         prefixes: list[list[int]],
         num_samples: int | Sequence[int],
         max_new_tokens: int | Sequence[int],
+        begun: Sequence[int] | None = None,
         *,
         main_stream: bool = False,
         entropies: bool = False,
         collective: bool = True,
-        begun: Sequence[int] | None = None,
     ) -> list[list[Continuation]]:
         """
         Sample continuations of token prefixes from the current policy, all in one batched call.
@@ -99,6 +99,11 @@ class Sampler:
                 Continuations per prefix.
             max_new_tokens (`int` or `Sequence[int]`):
                 Budget of new tokens per prefix.
+            begun (`Sequence[int]`, *optional*):
+                Number of tokens at the end of each prefix that belong to the completion, of at most
+                `max_completion_length` tokens. Sampling options that count from the start of a completion
+                (`min_new_tokens`, ...) then count these tokens, too. None if no sample is a part of a longer
+                completion. vLLM and continuous batching count from the end of the prefix.
             main_stream (`bool`, *optional*, defaults to `False`):
                 Whether the samples become the main rows; they are then drawn from the global random state, as GRPO's.
             entropies (`bool`, *optional*, defaults to `False`):
@@ -106,11 +111,6 @@ class Sampler:
                 log-probabilities estimate their mean.
             collective (`bool`, *optional*, defaults to `True`):
                 Whether all processes take part. In a tool loop they cannot: each has its own number of turns.
-            begun (`Sequence[int]`, *optional*):
-                Number of tokens at the end of each prefix that belong to the completion, of at most
-                `max_completion_length` tokens. Sampling options that count from the start of a completion
-                (`min_new_tokens`, ...) then count these tokens, too. None if no sample is a part of a longer
-                completion. vLLM and continuous batching count from the end of the prefix.
 
         Returns:
             `list[list[Continuation]]`: `[R][num_samples_i]`.
