@@ -342,7 +342,7 @@ class ExplorationTrainer(GRPOTrainer):
         return StreamTraining(
             self,
             pooled=pooled,
-            together=self.packing.mode != "off",
+            together=self.packing.regroups,
             window=self.packing.window,
             longest=fixed_rotary_length(unwrapped(self, self.model).config),
         )

@@ -54,9 +54,12 @@ class PackedForward:
         from a micro-batch alone, all rows stay where TRL put them, so that results are those without packing.
         """
         args = self.policy.args
-        if self.mode == "off" or looks_at_micro_batches(args):
-            return 1
-        return math.gcd(args.steps_per_generation, args.gradient_accumulation_steps)
+        return math.gcd(args.steps_per_generation, args.gradient_accumulation_steps) if self.regroups else 1
+
+    @property
+    def regroups(self) -> bool:
+        """Whether rows of a prompt are moved into one micro-batch."""
+        return self.mode != "off" and not looks_at_micro_batches(self.policy.args)
 
     def enable(
         self, *, ref_model: Any, longest_prompt: Callable[[], int | None], vision: bool, router_loss: bool

@@ -206,8 +206,6 @@ def split_stream(
 
 def _grouped(rows: RowDict, order: torch.Tensor) -> torch.Tensor:
     """Return the same row numbers `(S, R)` with the rows of a prompt in as few of the S micro-batches as possible."""
-    if len(order) == 1:
-        return order
     places = order.flatten()
     tokens = row_tokens(select_rows(rows, places.to(rows["prompt_ids"].device)))
     return places[torch.tensor(group_rows(*tokens, num_batches=len(order)))].view(order.shape)
