@@ -129,9 +129,9 @@ def test_what_continues_completions_says_where_they_began(tmp_path, name, monkey
     told = []
     own = Sampler.__call__
 
-    def listening(self, prefixes, *args, begun=None, **more):
+    def listening(self, prefixes, num_samples, max_new_tokens, begun=None, **more):
         told.append((prefixes, begun))
-        return own(self, prefixes, *args, begun=begun, **more)
+        return own(self, prefixes, num_samples, max_new_tokens, begun, **more)
 
     monkeypatch.setattr(Sampler, "__call__", listening)
     method, config, options = METHODS[name]

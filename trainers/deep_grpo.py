@@ -6,7 +6,6 @@ import time
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
 
 from trl_explore.agents.forks import Forks
 from trl_explore.pivots.choice import BranchPoint
@@ -126,7 +125,7 @@ class DeepGRPOTrainer(ExplorationTrainer):
                 "`deferred_branching=True` samples branches one batch later, when the environments of an agent are at "
                 "other tasks: set it to False."
             )
-        counted = [] if args.use_vllm else options_from_the_start(GenerationConfig(**(args.generation_kwargs or {})))
+        counted = [] if args.use_vllm else options_from_the_start(args.generation_kwargs or {})
         if args.deferred_branching and counted:
             raise ValueError(
                 f"`deferred_branching=True` samples branches in one call with the main rows, where `{counted[0]}` of "

@@ -5,7 +5,7 @@ option such as `min_new_tokens` would count anew from the end of the prefix, and
 from another distribution than a whole completion.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,9 +38,9 @@ COUNTED: dict[str, tuple[Any, ...]] = {
 GUIDANCE: dict[str, tuple[Any, ...]] = {"guidance_scale": (None, 1, 1.0)}
 
 
-def options_from_the_start(options: GenerationConfig) -> list[str]:
+def options_from_the_start(options: Mapping[str, Any]) -> list[str]:
     """Return the names of the options in effect that count from the start of a completion."""
-    return [name for name, neutral in (COUNTED | GUIDANCE).items() if vars(options)[name] not in neutral]
+    return [name for name, neutral in (COUNTED | GUIDANCE).items() if options.get(name) not in neutral]
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def counted_from_the_start(model: Any, prefixes: Sequence[list[int]], parts: Seq
     def generate(**inputs: Any) -> torch.Tensor:
         config = inputs.pop("generation_config")
         options = effective_options(model, config)
-        names = options_from_the_start(options)
+        names = options_from_the_start(vars(options))
         if not any(part.begun for part in parts) and "forced_eos_token_id" not in names:
             names = []  # `generate` counts from the start already
         counted = {name: vars(options)[name] for name in COUNTED if name in names}
@@ -69,11 +69,15 @@ def counted_from_the_start(model: Any, prefixes: Sequence[list[int]], parts: Seq
             with _unset(language_model(model).generation_config, counted):
                 return own(**inputs, generation_config=config)
 
+    before = vars(model).get("generate")  # None: the method of its class
     vars(model)["generate"] = generate
     try:
         yield
     finally:
-        del vars(model)["generate"]
+        if before is None:
+            del vars(model)["generate"]
+        else:
+            vars(model)["generate"] = before
 
 
 class _OfEachRow(LogitsProcessor):

@@ -7,12 +7,11 @@ from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 from accelerate.utils import DistributedType
-from transformers import GenerationConfig
 
 from trl_explore.rows.policy import Policy
 from trl_explore.rows.rollouts import Continuation, Part, per_request
 from trl_explore.rows.streams import kept_randomness
-from trl_explore.sampling.generation import is_noisy_adapter, recorded
+from trl_explore.sampling.generation import is_noisy_adapter, language_model, recorded
 from trl_explore.sampling.paths import PathCache, effective_options, why_not
 from trl_explore.serving.backend import Request
 
@@ -230,9 +229,9 @@ class Sampler:
     def _one_token_per_pass(self) -> bool:
         """Return whether each forward pass of `generate` is followed by one token of each row, in the same place."""
         model = self.policy.accelerator.unwrap_model(self.policy.model)
-        options = effective_options(model, GenerationConfig(**(self.policy.args.generation_kwargs or {})))
-        beams = options.num_beams or 1  # beams change places from token to token
-        return beams == 1 and not any(vars(options).get(name) for name in SEVERAL_TOKENS)
+        options = {**vars(language_model(model).generation_config), **(self.policy.args.generation_kwargs or {})}
+        beams = options.get("num_beams") or 1  # beams change places from token to token
+        return beams == 1 and not any(options.get(name) for name in SEVERAL_TOKENS)
 
     def _forward(
         self, prefixes: list[list[int]], ids: list[list[int]], *, entropies: bool = True
