@@ -30,7 +30,7 @@ from trl_explore.agents.watch import ToolWatch
 from trl_explore.credit.part import Credit
 from trl_explore.gradients.feature_pass import FeaturePass
 from trl_explore.methods import FromRow
-from trl_explore.packing.forward import PackedForward
+from trl_explore.packing.forward import PackedForward, unwrapped
 from trl_explore.publishing.cards import citation
 from trl_explore.publishing.publisher import Publisher
 from trl_explore.rewards.success import check_success_reward
@@ -46,8 +46,10 @@ from trl_explore.rows.scorer import ScoredRows, Scorer
 from trl_explore.rows.streams import RowDict
 from trl_explore.rows.table import CompletionsTable, empty_logs
 from trl_explore.rows.training import StreamTraining
+from trl_explore.sampling.continued import counted_from_the_start
 from trl_explore.sampling.count import TokenCount
 from trl_explore.sampling.generation import generating_model
+from trl_explore.sampling.positions import fixed_rotary_length
 from trl_explore.sampling.sampler import Sampler
 from trl_explore.selection.need import Need
 from trl_explore.selection.rounds import Rounds, rounds_of
@@ -379,7 +381,13 @@ class ExplorationTrainer(GRPOTrainer):
     def streams(self) -> StreamTraining:
         """Trains the rows of further streams."""
         pooled = self.requires.pooled or (self.batch.need is not None and self.batch.need.adds)
-        return StreamTraining(self, pooled=pooled, together=self.packing.mode != "off")
+        return StreamTraining(
+            self,
+            pooled=pooled,
+            together=self.packing.regroups,
+            window=self.packing.window,
+            longest=fixed_rotary_length(unwrapped(self, self.model).config),
+        )
 
     @cached_property
     def table(self) -> CompletionsTable:
@@ -454,13 +462,15 @@ class ExplorationTrainer(GRPOTrainer):
         longest = sorted(prompts, key=lambda prompt: len(str(prompt)))[-4:]
         return max(map(len, self.encode_prompts(longest)))
 
-    def generate(self, prefixes: list[list[int]], max_new_tokens: int) -> list[list[int]]:
+    def generate(self, prefixes, max_new_tokens, parts=None):
         config = self.generation_config
         self.generation_config = copy.deepcopy(config)
         self.generation_config.max_new_tokens = max_new_tokens
         self.generation_config.prefill_chunk_size = None  # one forward pass per recorded token
+        model = self.accelerator.unwrap_model(self.model)
+        counted = nullcontext() if parts is None else counted_from_the_start(model, prefixes, parts)
         try:
-            with self.packing.own_attention():
+            with self.packing.own_attention(), counted:
                 return super()._generate_single_turn(prefixes, None, {}, 1)[0]
         finally:
             self.generation_config = config

@@ -181,7 +181,8 @@ class ExplorationConfig(GRPOConfig):
         shared_prefix_training (`str`, *optional*, defaults to `"off"`):
             Compute tokens that rows share at their starts once: `"on"`, `"off"` or `"auto"`. `"auto"` looks at how
             many tokens rows of a micro-batch share. Results are the same up to rounding. With `"on"` and `"auto"`,
-            rows of one tree go into one micro-batch.
+            rows of one tree go into one micro-batch of their optimizer step, unless TRL computes something from a
+            micro-batch alone (`loss_type="bnpo"`, the entropy bonus, `top_entropy_quantile`).
         packed_token_budget (`int`, *optional*):
             Most tokens of one sequence of packed rows; `None`: all rows in one. It must hold the longest prompt plus
             `max_completion_length`. A micro-batch that has more tokens, each shared one counted once, becomes several

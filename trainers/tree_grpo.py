@@ -80,6 +80,7 @@ class TreeGRPOTrainer(ExplorationTrainer):
                 skip=[bool(solutions) for solutions in cached],
                 direct_fn=partial(self._sample_nodes, entropies=False),
                 any_active=lambda here: bool(self.ranks.gathered(here).any()),
+                tell_begun=True,
             )
         if self.args.replay_buffer:
             trees = self.replay.replace(trees, cached, self._score_leaves)
@@ -119,10 +120,11 @@ class TreeGRPOTrainer(ExplorationTrainer):
             advantages[i, : len(row)] = torch.tensor(row)
         return advantages
 
-    def _sample_nodes(self, prefixes, num_samples, max_new_tokens, *, entropies=True):
+    def _sample_nodes(self, prefixes, num_samples, max_new_tokens, *, entropies=True, begun=None):
         # Also with `entropy_weight=0`: of completions that end together, the most confident one is backed up (Eq. 2).
         start = time.perf_counter()
-        sampled = self.sample(prefixes, num_samples, max_new_tokens, main_stream=True, entropies=entropies)
+        options: dict[str, Any] = {"main_stream": True, "entropies": entropies, "begun": begun}
+        sampled = self.sample(prefixes, num_samples, max_new_tokens, **options)
         self._seconds["sampling"] += time.perf_counter() - start
         return sampled
 

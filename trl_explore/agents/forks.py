@@ -170,9 +170,11 @@ class Forks:
         origins = [fork.origin for fork in forks]
         prefixes = [t.prompt_ids + t.completion_ids[:start] for t, start in zip(origins, starts, strict=True)]
         budgets = [self._longest_completion() - start for start in starts]
+        # TRL samples every turn by itself, so that sampling options count from the start of the turn.
+        begun = [start - fork.origin.turns[fork.turn][0] for fork, start in zip(forks, starts, strict=True)]
         self.states.begin_branches()
         with self.sample.rollout():
-            first = self.sample(prefixes, [fork.number for fork in forks], budgets)
+            first = self.sample(prefixes, [fork.number for fork in forks], budgets, begun=begun)
             branches = [
                 self._begin(fork, start, continuation)
                 for fork, start, continuations in zip(forks, starts, first, strict=True)
@@ -227,7 +229,7 @@ class Forks:
                 branch = self._branches[place]
                 branch.states[branch.turn + turn.number] = self.states.taken(branch.row, branch.environment)
         # Other processes are at other turns: their tool loops are theirs.
-        sampled = self.sample(contexts, 1, turn.budgets, collective=False)
+        sampled = self.sample(contexts, 1, turn.budgets, collective=False, begun=[0] * len(contexts))
         served = self.policy.serving is not None
         logprobs = [continuation.logprobs or [] for (continuation,) in sampled] if served else None
         return Rollout([continuation.token_ids for (continuation,) in sampled], logprobs)

@@ -107,7 +107,8 @@ class ChainSearch:
         prefixes = [tree.prompt_ids + completion(tree.leaves, leaf)[:token] for tree, (leaf, token) in pairs]
         self.uncertainty += [uncertainty(tree.leaves, fork) for tree, fork in pairs]
         with self.sample.rollout():
-            found = self.sample(prefixes, number, [self._most - token for _, (_, token) in pairs])
+            begun = [token for _, (_, token) in pairs]
+            found = self.sample(prefixes, number, [self._most - token for token in begun], begun)
         branches = [
             (tree, prefix, Leaf(one.token_ids, leaf, token, one.logprobs))
             for (tree, (leaf, token)), prefix, own in zip(pairs, prefixes, found, strict=True)

@@ -158,7 +158,12 @@ class PivotSearch:
             return self._branch_trajectories(points, self.forks)
         prefixes = [b.prompt_ids + b.prefix_ids for b in points]
         with sample.rollout():
-            continuations = sample(prefixes, self.args.num_branches, [most - len(b.prefix_ids) for b in points])
+            continuations = sample(
+                prefixes,
+                self.args.num_branches,
+                [most - len(b.prefix_ids) for b in points],
+                begun=[len(b.prefix_ids) for b in points],
+            )
         for point, branches in zip(points, continuations, strict=True):
             point.branches = branches
 

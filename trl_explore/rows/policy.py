@@ -1,6 +1,7 @@
 """What the parts of a trainer know of it: the policy that is trained, and the pass that is running."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -9,7 +10,7 @@ import torch
 from transformers import GenerationConfig, ProcessorMixin
 
 from trl_explore.rows.ranks import Ranks
-from trl_explore.rows.rollouts import Rows
+from trl_explore.rows.rollouts import Part, Rows
 
 Lists = defaultdict[str, list[Any]]
 
@@ -66,8 +67,11 @@ class Policy(Protocol):
         """The vLLM backend, a [`~trl_explore.serving.session.Serving`]; `None` where transformers samples."""
         ...
 
-    def generate(self, prefixes: list[list[int]], max_new_tokens: int) -> list[list[int]]:
-        """One continuation of each prefix by TRL's own generation in transformers."""
+    def generate(
+        self, prefixes: list[list[int]], max_new_tokens: int, parts: Sequence[Part] | None = None
+    ) -> list[list[int]]:
+        """Return one continuation of each prefix, by TRL's own generation in transformers. `parts` are the places of
+        the new tokens in their completions, for options that count from the start of a completion."""
         ...
 
     def generating(self) -> AbstractContextManager[tuple[Any, GenerationConfig]]:

@@ -21,6 +21,14 @@ class Continuation:
     entropies: list[float] | None = None  # of the distribution that each token was drawn from, in nats
 
 
+@dataclass(frozen=True)
+class Part:
+    """Place of a row's new tokens in its completion, for options that count from the start of a completion."""
+
+    begun: int = 0  # tokens of the completion that the prefix ends with
+    limit: int | None = None  # most tokens of the whole completion; None: those of the call
+
+
 class Sampler(Protocol):
     """The one way a method asks the policy for tokens: all prefixes of a stage in one call."""
 
