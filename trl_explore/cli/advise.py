@@ -48,6 +48,7 @@ def run(argv: list[str]) -> int:
     for finding in advice.findings:
         console.print(Text(f"- {visible_text(finding.text)} [{finding.link}]"))
     console.print(Text(f"\n{advice.verdict}", style="bold"))
+    console.print("Pages named here are in the folder docs of the repository.", highlight=False)
     if advice.regime is None or not advice.arms:
         link = advice.regime.link if advice.regime else "docs/evidence.md"
         console.print(Text(f"The evidence: {link}"))

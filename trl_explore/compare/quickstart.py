@@ -41,12 +41,12 @@ INTRODUCTION = (
 )
 ELSEWHERE = (
     "Plain GRPO wins where its samples already succeed often enough. On Countdown both methods are clearly behind it "
-    "for as many tokens (the page 'When does exploration pay?', docs/evidence.md, which has ten more seeds of this "
-    "task and twice the tokens too)."
+    "for as many tokens. The documentation's page 'When does exploration pay?' (docs/evidence.md in the repository) "
+    "has that, and this task with ten other seeds and twice the tokens."
 )
 MACHINES = (
     "Another machine gives other figures: starting models depend on how a processor rounds. That TreeGRPO is far "
-    "ahead did not depend on it (docs/measured.md has the figures of two)."
+    "ahead did not depend on it (docs/measured.md in the repository has the figures of two)."
 )
 MORE_SEEDS = "More seeds tell more: --num_seeds 10 goes on from here."
 FAST_NOTE = "With --fast the budget is too small to learn much: this was a check that everything runs."

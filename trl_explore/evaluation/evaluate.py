@@ -16,7 +16,7 @@ from trl_explore.evaluation.grading import Grader
 from trl_explore.evaluation.intervals import bootstrap_interval
 from trl_explore.evaluation.metrics import prompt_values
 from trl_explore.evaluation.samplers import PromptSampler, Sampling, TransformersSampler
-from trl_explore.names import unknown_name
+from trl_explore.names import check_prompts, unknown_name
 from trl_explore.rewards.answers import answer_key
 from trl_explore.rewards.checks import checked
 from trl_explore.rewards.success import check_success_reward
@@ -130,10 +130,7 @@ def evaluate(
     """
     sampling = sampling or Sampling()
     wanted = parse_metrics(default_metrics(sampling.num_samples) if metrics is None else metrics, sampling.num_samples)
-    if not len(dataset) or "prompt" not in dataset.column_names:
-        raise ValueError(
-            f"dataset must have rows and a column `prompt`, got {len(dataset)} rows with {dataset.column_names}."
-        )
+    check_prompts(dataset)
     funcs = [reward_funcs] if callable(reward_funcs) else list(reward_funcs)
     if any(is_async_callable(func) for func in funcs):
         raise ValueError("reward_funcs must be synchronous functions; wrap an async one in `asyncio.run`.")
