@@ -125,7 +125,7 @@ def test_checkpoints_of_an_unpublished_run_get_a_card_but_no_picture(tmp_path):
     assert (tmp_path / "run" / "training_curve.png").exists()
 
 
-# ------------------------------------------------------------------------------------------------------------- dry runs
+# ------------------------------------------------------------------------------------------------------------ dry runs
 
 
 @pytest.fixture

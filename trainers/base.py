@@ -710,8 +710,8 @@ class ExplorationTrainer(GRPOTrainer):
         As in TRL: save the model in `output_dir` and publish it with its card; every process must call it. A branch
         that is missing is made; `revision` and `private` default to `args.hub_revision` and `args.hub_private_repo`.
 
-        With `dry_run=True` or `args.push_dry_run`, it sends nothing, and needs neither a token nor a network. It prints
-        what would be sent, and returns that as a [`~trl_explore.publishing.hub.PushPlan`].
+        With `dry_run=True` or `args.push_dry_run`, it sends nothing, and needs neither a token nor a network. It then
+        prints what would be sent, and returns that as a [`~trl_explore.publishing.hub.PushPlan`].
 
         Raises:
             HubError: If anything stands against it. The model is saved, and the message says how to send it.

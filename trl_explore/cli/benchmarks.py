@@ -124,10 +124,10 @@ def _from_own_data(text: str, args: argparse.Namespace) -> Benchmark:
     rows, origin = _load_rows(text, text, args.dataset_config, "test", args)
     columns = rows.column_names
     if "prompt" not in columns:
+        command = renaming_command(text, columns, config=args.dataset_config, split=args.dataset_split or "test")
         raise UsageError(
-            f"dataset={text!r} needs a column 'prompt', but has {', '.join(columns)}. Describe the data in a YAML file "
-            f"with path, question and answer, or write a file with the column: "
-            f"{renaming_command(text, columns, config=args.dataset_config, split='test')} and pass --dataset "
+            f"dataset={text!r} needs a column 'prompt', but has {', '.join(columns)}. Describe the data in a YAML "
+            f"file with path, question and answer, or write a file with the column: {command} and pass --dataset "
             f"{RENAMED_FILE}"
         )
     if not args.reward_funcs and not {"answer", "solution"} & set(columns):
