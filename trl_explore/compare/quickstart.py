@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from trl_explore.compare.settings import Comparison
 
 # The regime deep_ends of examples/benchmarks on half its budget. Of the regime's learning rates, 2e-3 had the highest
-# curves of all three arms on its development seeds (100 to 103) for 60,000 tokens; the other settings are those that the
-# regime picked on the same seeds. A test keeps them among the regime's own.
+# curves of all three arms on its development seeds (100 to 103) for 60,000 tokens. The other settings are those that
+# the regime picked on the same seeds. A test keeps them among the regime's own.
 COMPARISON = {
     "task": "deep_doors",
     "budget": {"tokens": 6e4},
