@@ -47,7 +47,7 @@ ELSEWHERE = (
 )
 MACHINES = (
     "Another machine gives other figures: starting models depend on how a processor rounds. That TreeGRPO is far "
-    "ahead did not depend on it (docs/measured.md in the repository has the figures of two)."
+    "ahead here did not depend on it (docs/measured.md in the repository has the figures of two)."
 )
 MORE_SEEDS = "More seeds tell more: --num_seeds 10 goes on from here."
 FAST_NOTE = "With --fast the budget is too small to learn much: this was a check that everything runs."
