@@ -8,10 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
-
-if TYPE_CHECKING:
-    from datasets import Dataset
+from typing import Any, TypeVar
 
 T = TypeVar("T", bound=type)
 ENTRY = re.compile(r"^ {4}(\w+) \((.+)\):\n((?: {8}.+\n?)+)", re.MULTILINE)
@@ -65,21 +62,6 @@ def prompt_change(columns: Sequence[str]) -> str:
 
 def _renaming(column: str) -> str:
     return f'.rename_column({json.dumps(column)}, "prompt")'
-
-
-def check_prompts(dataset: "Dataset") -> None:
-    """
-    Check that a data set has rows and a column `prompt`.
-
-    Raises:
-        ValueError: Naming what the data set has, and the line that gives it the column.
-    """
-    columns = dataset.column_names
-    found = f"dataset must have rows and a column `prompt`, got {len(dataset)} rows with {columns}"
-    if len(dataset) and "prompt" not in columns:
-        raise ValueError(f"{found}; rename a column first, for example: dataset = dataset{prompt_change(columns)}")
-    if not len(dataset):
-        raise ValueError(f"{found}.")
 
 
 def field_entries(docstring: str) -> dict[str, tuple[str, str]]:

@@ -11,15 +11,21 @@ from torch import nn
 from tqdm.auto import tqdm
 from trl.trainer.utils import get_callable_name, is_async_callable
 
-from trl_explore.evaluation.completions import Record, collect_completions
+from trl_explore.evaluation.completions import (
+    Record,
+    collect_completions,
+    completions_for_rewards,
+    encode_prompts,
+)
 from trl_explore.evaluation.grading import Grader
 from trl_explore.evaluation.intervals import bootstrap_interval
 from trl_explore.evaluation.metrics import prompt_values
 from trl_explore.evaluation.samplers import PromptSampler, Sampling, TransformersSampler
-from trl_explore.names import check_prompts, unknown_name
+from trl_explore.names import unknown_name
 from trl_explore.rewards.answers import answer_key
 from trl_explore.rewards.checks import checked
 from trl_explore.rewards.success import check_success_reward
+from trl_explore.rows.columns import check_prompts
 from trl_explore.saving.fingerprints import digest, weight_probes
 from trl_explore.saving.records import write_records
 
@@ -156,7 +162,10 @@ def evaluate(
     named = [(name, checked(func, name), 1.0) for func in asked for name in [get_callable_name(func)]]
     grade = Grader(named, answer_fn=answer_fn)
     pairs = tqdm(zip(records, rows, strict=True), "Scoring", len(rows), disable=not progress, leave=False)
-    graded = [grade([row], _as_completions(record, row), record["completion_ids"])[0] for record, row in pairs]
+    graded = []
+    for record, row in pairs:
+        completions = _as_completions(record, row["prompt"], processing_class)
+        graded += grade([row], completions, record["completion_ids"])
     rewards, answers = [of_prompt.rewards for of_prompt in graded], [of_prompt.answers for of_prompt in graded]
     settings = {
         **asdict(sampling),
@@ -200,10 +209,12 @@ def _write_scores(path: Path, settings: dict[str, Any], rewards: list[list], ans
     write_records(path, SCORES, settings, scores)
 
 
-def _as_completions(record: Record, row: dict[str, Any]) -> list[Any]:
-    """Texts of a record in the form that rewards receive: plain, or as messages where the prompt is."""
-    texts = record["completions"]
-    return texts if isinstance(row["prompt"], str) else [[{"role": "assistant", "content": text}] for text in texts]
+def _as_completions(record: Record, prompt: Any, tokenizer: "PreTrainedTokenizerBase") -> list[Any]:
+    """Return the completions of a record in the form that reward functions receive."""
+    prompt_ids, number = encode_prompts([prompt], tokenizer)[0], len(record["completions"])
+    return completions_for_rewards(
+        [prompt] * number, [prompt_ids] * number, record["completion_ids"], record["completions"], tokenizer
+    )
 
 
 def _estimate(values: list[float]) -> dict[str, float]:

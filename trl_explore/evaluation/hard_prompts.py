@@ -18,8 +18,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 from trl_explore.evaluation.policy import PolicySamples
 from trl_explore.evaluation.samplers import seed_at, undisturbed
-from trl_explore.names import check_prompts
 from trl_explore.rewards.success import is_success
+from trl_explore.rows.columns import check_prompts
 from trl_explore.sampling.generation import generating_model
 from trl_explore.saving.fingerprints import digest, tokenizer_fingerprint, weight_probes
 from trl_explore.saving.records import check_same, read_records, write_records
