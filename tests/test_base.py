@@ -747,7 +747,11 @@ def test_no_args_make_a_config_of_the_methods_class(tmp_path, monkeypatch):
     "options,error,words",
     [
         (dict(loss_type="ppo"), ValueError, "loss_type='ppo'"),
-        (dict(train_dataset=make_dataset().rename_column("prompt", "question")), ValueError, "no `prompt` column"),
+        (
+            dict(train_dataset=make_dataset().rename_column("prompt", "question")),
+            ValueError,
+            r'\("question", "prompt"\)`\.',
+        ),
         (dict(sampling_batch_size=0), ValueError, "sampling_batch_size=0"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,

@@ -284,7 +284,13 @@ def test_named_rewards_come_from_this_package_and_from_trl(workdir):
         ({"dataset_name": "./dota.jsonl"}, "did you mean 'data.jsonl'?"),
         ({"dataset_name": "./nowhere/data.jsonl"}, "nowhere does not exist"),
         ({"dataset_name": "my_rewards.py"}, "cannot read '.py' files, only .jsonl"),
-        ({"dataset_name": "questions.jsonl"}, "needs a column 'prompt', but has question"),
+        (
+            {"dataset_name": "questions.jsonl"},
+            "needs a column 'prompt', but has question. Write a file with the column: python -c 'from datasets import "
+            'load_dataset; load_dataset("json", data_files="questions.jsonl", split="train")'
+            """.rename_column("question", "prompt").to_json("with_prompt.jsonl")' and pass --dataset_name """
+            "with_prompt.jsonl",
+        ),
         ({"dataset_name": None}, "name the data once"),
         ({"dataset_train_split": "trian"}, "did you mean 'train'?"),
         ({"eval_strategy": "steps"}, "dataset_test_split: unknown split 'test'; choose one of train."),
@@ -316,6 +322,24 @@ OUTPUTS = {
         *("--output", f"{path}/hard.jsonl"),
     ],
 }
+
+
+@pytest.mark.parametrize("form", ["file", "saved", "splits"])
+def test_the_line_that_renames_a_column_writes_data_with_prompts(form, workdir, model_folder, capsys):
+    rows = Dataset.from_dict({"problem": ["1+1=", "2+2="], "answer": ["2", "4"]})
+    if form == "file":
+        rows.to_json("problems.jsonl")
+    elif form == "saved":
+        rows.save_to_disk("problems.jsonl")
+    else:
+        DatasetDict(train=rows).save_to_disk("problems.jsonl")
+    assert main(["train", *flags(model_folder, dataset_name="problems.jsonl")]) == 2
+    error = capsys.readouterr().err
+    python, option, code = shlex.split(error[error.index("python -c") : error.index(" and pass --dataset_name")])
+    assert (python, option) == ("python", "-c")
+    exec(code, {})
+    written = [json.loads(line) for line in Path("with_prompt.jsonl").read_text().splitlines()]
+    assert written == [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
 
 
 @pytest.mark.parametrize("command", OUTPUTS)

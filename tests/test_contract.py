@@ -74,7 +74,7 @@ def test_constructors_take_what_grpo_trainer_takes(trainer_class):
 
 
 def test_the_tool_loop_works_on_its_arguments_in_place():
-    # `trainers/agents.py` sees the turns of a batch through the lists that it handed over.
+    # `trl_explore/agents/turns.py` sees the turns of a batch through the lists that TRL's loop hands over.
     source = inspect.getsource(GRPOTrainer._tool_call_loop)
     for line in (
         "prompt_completion_tool = prompt_completion_tools[idx]",
@@ -182,7 +182,7 @@ def test_entropies_are_of_the_tempered_distribution(tmp_path):
 
 
 def test_where_a_batch_has_its_environments_and_tools():
-    # `trainers/branching.py` puts those of its branches in their place.
+    # `trl_explore/agents/turns.py` puts the environments and tools of branches in the place of the batch's.
     source = inspect.getsource(GRPOTrainer._generate_and_score_completions)
     for line in (
         "if self.environment_factories is not None:",
@@ -201,7 +201,7 @@ def test_where_a_batch_has_its_environments_and_tools():
 
 
 def test_old_log_probabilities_are_the_first_pass_after_the_rollout():
-    # `trainers/features.py` repeats this condition, and watches that pass.
+    # `trl_explore/gradients/feature_pass.py` repeats this condition and watches that pass.
     source = inspect.getsource(GRPOTrainer._generate_and_score_completions)
     condition = """generate_every = self.args.steps_per_generation * self.num_iterations  # generation frequency
             if self.args.gradient_accumulation_steps % generate_every != 0 or (
@@ -215,7 +215,8 @@ def test_old_log_probabilities_are_the_first_pass_after_the_rollout():
 
 @pytest.mark.skipif(Version(trl.__version__) < Version("1.15"), reason="that TRL keeps all logits")
 def test_log_probabilities_come_from_a_fused_head_that_takes_shifted_labels():
-    # `trainers/packing.py` calls it on one packed sequence, and picks the hidden states that are scored.
+    # `trl_explore/packing/forward.py` calls the fused head on one packed sequence, and picks the hidden states that
+    # are scored.
     source = inspect.getsource(GRPOTrainer._get_per_token_logps_and_entropies)
     assert "outputs = model(**model_inputs, labels=labels, fused_lm_head=True)" in source
     assert "return logps, entropies, aux_loss" in source
@@ -260,7 +261,7 @@ def test_the_installed_trl_is_supported_and_others_are_refused():
 
 
 def test_an_epoch_draws_its_order_when_it_begins(tmp_path):
-    # `trainers/resume.py` lets the sampler begin the epochs that are over, and takes the place of the resumed one.
+    # `trainers/saving.py` lets the sampler begin the epochs that are over and replaces the sampler of the resumed one.
     trainer = make_trainer(GRPOTrainer, GRPOConfig, tmp_path)
     first, second = trainer._get_train_sampler(), trainer._get_train_sampler()
     orders = [list(first) for _ in range(3)]
@@ -272,7 +273,7 @@ def test_an_epoch_draws_its_order_when_it_begins(tmp_path):
 
 
 def test_the_vllm_backend_is_made_under_a_name_that_can_be_replaced():
-    # `trainers/vllm_backend.py` puts its own in the place of TRL's, and overrides these.
+    # `trl_explore/serving/backend.py` replaces TRL's backend with its own and overrides these methods.
     source = inspect.getsource(GRPOTrainer.__init__)
     assert "self.vllm_generation = VLLMGeneration(" in source and "self._last_loaded_step = -1" in source
     source = inspect.getsource(VLLMGeneration)

@@ -67,7 +67,8 @@ def test_every_command_is_run_or_parsed_or_says_why_not(page, note, text, tmp_pa
         assert len(note) > len("not run: ") + 10
     elif note.startswith("run by "):
         assert page.name in (ROOT / note.removeprefix("run by ")).read_text()
-    else:
+    else:  # run by tests/test_page_blocks.py, unless it says why it is only parsed
+        assert not note or len(note) > len("parsed: ") + 10 and note.startswith("parsed: "), note
         lines = [line for line in text.replace("\\\n", " ").splitlines() if line and not line.startswith("#")]
         for line in lines:
             assert line.startswith("trl-explore "), f"neither run nor parsed: {line}"
@@ -80,6 +81,7 @@ def test_every_command_is_run_or_parsed_or_says_why_not(page, note, text, tmp_pa
 @pytest.mark.parametrize(("page", "note", "text"), blocks("python"))
 def test_python_compiles_and_its_imports_are_there(page, note, text, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
+    monkeypatch.syspath_prepend(str(EXAMPLES))
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import | ast.ImportFrom):
             exec(ast.unparse(node), {})

@@ -1,5 +1,6 @@
 """What is installed is what is in the tree, and importing it is cheap."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -10,10 +11,11 @@ from urllib.parse import unquote
 
 import pytest
 import yaml
+from datasets import Dataset
 
 import trl_explore
 from trl_explore.methods import METHODS
-from trl_explore.names import explain_fields, unknown_name
+from trl_explore.names import explain_fields, prompt_change, unknown_name
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -87,6 +89,35 @@ def test_unknown_names_get_the_nearest_or_all():
         "unknown method 'deep_grp'; did you mean 'deep_grpo'?"
     )
     assert unknown_name("method", "x", ["b", "a"]) == "unknown method 'x'; choose one of a, b."
+
+
+@pytest.mark.parametrize(
+    ("columns", "change"),
+    [
+        (["id", "problem", "solution"], '.rename_column("problem", "prompt")'),
+        (["Question", "Answer"], '.rename_column("Question", "prompt")'),
+        (["answer", "question_text"], '.rename_column("question_text", "prompt")'),
+        (["response", "instruction", "input"], '.rename_column("instruction", "prompt")'),
+        (["answer", "riddle"], '.rename_column("riddle", "prompt")'),
+        (["answer"], '.rename_column("answer", "prompt")'),
+        (["messages", "source"], '.map(lambda row: {"prompt": row["messages"][:-1]})'),
+    ],
+)
+def test_the_change_that_makes_a_prompt_takes_the_likeliest_column(columns, change):
+    assert prompt_change(columns) == change
+    rows = {column: [[{"role": "user", "content": "a"}] * 2] for column in columns}
+    made = eval(f"dataset{change}", {"dataset": Dataset.from_dict(rows)})
+    assert "prompt" in made.column_names
+
+
+def test_no_message_points_to_a_file_that_is_not_installed():
+    pages = re.compile(r"(?:examples|docs|tests|model_cards)/[\w./-]+\.\w+|CONTRIBUTING")
+    raised = []
+    for path in [*(ROOT / "trl_explore").rglob("*.py"), *(ROOT / "trainers").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Raise) and node.exc is not None and pages.search(ast.unparse(node.exc)):
+                raised.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert raised == []
 
 
 def test_only_the_command_line_imports_the_command_line():

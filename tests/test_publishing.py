@@ -1,12 +1,16 @@
 import json
 import os
+import socket
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from huggingface_hub import constants
 from huggingface_hub.utils import HfHubHTTPError
-from world import make_trainer
+from world import make_dataset, make_trainer, saved_model
 
-from trl_explore.publishing.hub import check_repo_id, clash, explain, stage, upload_command
+from trl_explore.cli import main
+from trl_explore.publishing.hub import check_repo_id, clash, explain, format_size, stage, upload_command
 from trl_explore.trainers import DeepGRPOConfig, DeepGRPOTrainer
 
 
@@ -119,3 +123,93 @@ def test_checkpoints_of_an_unpublished_run_get_a_card_but_no_picture(tmp_path):
     card = (tmp_path / "run" / "README.md").read_text()
     assert "# other" in card and "- me/data" in card and "- mine" in card
     assert (tmp_path / "run" / "training_curve.png").exists()
+
+
+# ------------------------------------------------------------------------------------------------------------ dry runs
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    """No token, and a list of the addresses that anybody tries to reach."""
+    tried = []
+
+    def refuse(self, address):
+        tried.append(address)
+        raise OSError("this test has no network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    # `HF_HUB_OFFLINE`, which the suite sets, would hide a call.
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    return tried
+
+
+def dry(folder, **options):
+    return make_trainer(DeepGRPOTrainer, DeepGRPOConfig, folder / "out", **{"max_steps": 1, **options})
+
+
+def test_a_dry_run_lists_what_a_push_would_send_and_sends_nothing(tmp_path, no_network, capsys):
+    trainer = dry(tmp_path, push_dry_run=True, hub_model_id="me/x", hub_private_repo=True, hub_revision="try")
+    trainer.train()
+    plan = trainer.push_to_hub(dataset_name="me/sums")
+    assert no_network == []
+    staged = {path: (tmp_path / "out" / "_hub" / path).stat().st_size for path in paths(tmp_path / "out" / "_hub")}
+    assert plan.files == staged and {"README.md", "model.safetensors", "tokenizer.json"} <= staged.keys()
+    assert "training_args.bin" not in staged
+    assert (plan.repo_id, plan.revision, plan.private) == ("me/x", "try", True)
+    told = capsys.readouterr().out
+    assert all(f"  {name}\n" in told for name in staged)
+    assert "to the private repository me/x (branch try;" in told
+    assert f"hf upload me/x {tmp_path / 'out' / '_hub'} . --revision try --private" in told
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "# x" in card and "me/sums" in card and "push_dry_run" not in card
+
+
+def test_a_single_push_can_be_tried(tmp_path, no_network):
+    trainer = dry(tmp_path)
+    plan = trainer.push_to_hub(dry_run=True)
+    assert no_network == [] and plan.repo_id == "out" and "README.md" in plan.files
+    assert "the public repository out, of the account that your token belongs to" in str(plan)
+
+
+def test_a_dry_run_lists_the_checkpoints_that_a_push_would_send(tmp_path, no_network):
+    saves = dict(save_strategy="steps", save_steps=1, max_steps=2, hub_strategy="all_checkpoints")
+    trainer = dry(tmp_path, push_dry_run=True, hub_model_id="me/x", **saves)
+    trainer.train()
+    files = trainer.push_to_hub().files
+    assert no_network == []
+    assert {"checkpoint-1/trainer_state.json", "checkpoint-2/trainer_state.json"} <= files.keys()
+
+
+def test_a_dry_run_is_refused_beside_tables_that_are_sent(tmp_path):
+    with pytest.raises(ValueError, match="`log_completions_hub_repo='me/tables'` sends tables"):
+        dry(tmp_path, push_dry_run=True, log_completions_hub_repo="me/tables")
+
+
+def test_a_dry_run_does_not_hide_a_forbidden_name(tmp_path):
+    with pytest.raises(ValueError, match="cannot be the name of a repository"):
+        dry(tmp_path, push_dry_run=True, hub_model_id="me/my model!")
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (999_960, "1.0 MB"), (12_345_678_901, "12.3 GB")]
+)
+def test_sizes_are_short(size, text):
+    assert format_size(size) == text
+
+
+def test_the_command_line_shows_what_it_would_push(tmp_path, no_network, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    make_dataset().to_json("sums.jsonl")
+    flags = {"method": "deep_grpo", "model_name_or_path": saved_model(), "dataset_name": "sums.jsonl", "max_steps": 2}
+    flags |= {"reward_funcs": "world.contains_answer", "num_generations": 4, "per_device_train_batch_size": 8}
+    flags |= {"max_completion_length": 8, "num_branches": 2, "use_cpu": "true", "bf16": "false", "report_to": "none"}
+    flags |= {"output_dir": "out", "push_to_hub": "true", "push_dry_run": "true", "hub_model_id": "me/x"}
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # the model is a folder, and that is looked up, too
+    code = main(["train", *(text for name, value in flags.items() for text in (f"--{name}", str(value)))])
+    told = capsys.readouterr().out
+    assert code == 0 and no_network == []
+    assert "Trained 2 steps; model saved to out" in told and "Pushed to" not in told
+    assert "to the public repository me/x (branch main;" in told and "  README.md\n" in told

@@ -795,9 +795,13 @@ class ExplorationTrainer(GRPOTrainer):
     # ------------------------------------------------------------------------------- seams into transformers: the Hub
 
     def init_hf_repo(self, token=None, private=None):
-        """As in TRL; also makes the branch, and raises `HubError` or `ValueError` where nothing could be sent."""
+        """As in TRL; also makes the branch, and raises `HubError` or `ValueError` where nothing could be sent. With
+        `push_dry_run`, the Hub is not asked."""
         if self.is_world_process_zero():
-            self.publisher.make_repo(super().init_hf_repo, token, private)
+            if self.args.push_dry_run:
+                self.publisher.name_repo()
+            else:
+                self.publisher.make_repo(super().init_hf_repo, token, private)
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):  # type: ignore[override]  # as in TRL
         """As in TRL: `README.md` in `output_dir`, with the training curves beside it."""
@@ -805,16 +809,29 @@ class ExplorationTrainer(GRPOTrainer):
             self.publisher.write_card(model_name, dataset_name, tags, method_tags=self._tag_names, paper=self._paper)
 
     def push_to_hub(
-        self, commit_message="End of training", blocking=True, token=None, revision=None, private=None, **kwargs
+        self,
+        commit_message="End of training",
+        blocking=True,
+        token=None,
+        revision=None,
+        private=None,
+        *,
+        dry_run=False,
+        **kwargs,
     ):
         """
         As in TRL: save the model in `output_dir` and publish it with its card; every process must call it. A branch
         that is missing is made; `revision` and `private` default to `args.hub_revision` and `args.hub_private_repo`.
 
+        With `dry_run=True` or `args.push_dry_run`, it sends nothing, and needs neither a token nor a network. It then
+        prints what would be sent, and returns that as a [`~trl_explore.publishing.hub.PushPlan`].
+
         Raises:
             HubError: If anything stands against it. The model is saved, and the message says how to send it.
         """
-        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        dry_run = dry_run or self.args.push_dry_run
+        if not dry_run:
+            self.callback_handler.on_push_begin(self.args, self.state, self.control)
         self.save_model(_internal_call=True)
         if self.args.push_method_state:
             self.saving.write(self.args.output_dir)
@@ -822,6 +839,8 @@ class ExplorationTrainer(GRPOTrainer):
         if not self.is_world_process_zero():
             return None
         self._finish_current_push()
+        if dry_run:
+            return self.publisher.rehearse(revision, private, **kwargs)
         return self.publisher.push(commit_message, blocking, token, revision, private, **kwargs)
 
     def _push_from_checkpoint(self, checkpoint_folder):

@@ -192,6 +192,9 @@ class ExplorationConfig(GRPOConfig):
             and the files that it writes into `output_dir`, such as dumped trees, which hold prompts and completions.
             [`~trl_explore.saving.checkpoints.load_state`] reads the state. Whole checkpoints, which
             `hub_strategy="checkpoint"` and `"all_checkpoints"` ask for, always hold it: they are sent to be resumed.
+        push_dry_run (`bool`, *optional*, defaults to `False`):
+            Like `push_to_hub`, but send nothing: write the card and show which files would be sent, and where. It
+            needs neither a token nor a network. The files are put into the folder `_hub` of `output_dir`.
         advantage (`str`, *optional*, defaults to `"grpo"`):
             What a main row's reward is worth; `"grpo"` is TRL's. `"maxrl"` divides by the group's mean instead of its
             deviation (rewards of at least 0); `"passk"` (0 or 1) and `"pkpo"` (any rewards) credit the success of
@@ -243,6 +246,7 @@ class ExplorationConfig(GRPOConfig):
     shared_prefix_training: str = "off"
     packed_token_budget: int | None = None
     push_method_state: bool = False
+    push_dry_run: bool = False
     advantage: str = "grpo"
     passk_k: int = 4
     unlikeliness_beta: float = 0.25
@@ -272,6 +276,13 @@ class ExplorationConfig(GRPOConfig):
             self.dynamic_sampling = "off"
         run_checks(self, CHECKS)
         self._check_token_budget()
+        if self.push_dry_run:
+            if self.log_completions_hub_repo is not None:
+                raise ValueError(
+                    f"`log_completions_hub_repo={self.log_completions_hub_repo!r}` sends tables while training, and "
+                    "`push_dry_run=True` is to send nothing: leave one of the two out."
+                )
+            self.push_to_hub = True  # a dry run takes every step of publishing but the last
         if self.push_to_hub:
             check_repo_id(self.hub_model_id, self.output_dir or "trainer_output")
 

@@ -7,6 +7,7 @@ from datasets import Dataset, IterableDataset
 
 from trl_explore.compat import check_seams
 from trl_explore.credit.checks import check_text_only, check_updates
+from trl_explore.names import prompt_change
 from trl_explore.rows.columns import row_columns
 from trl_explore.rows.streams import check_loss_type
 
@@ -114,8 +115,8 @@ def check_arguments(
         columns = row_columns(train_dataset)
         if columns is not None and "prompt" not in columns:
             raise ValueError(
-                f"`train_dataset` has no `prompt` column, only {columns}: rename the column that holds the "
-                "prompts with `dataset.rename_column(..., 'prompt')`."
+                f"`train_dataset` has no `prompt` column, only {columns}: give it one, for example with "
+                f"`dataset = dataset{prompt_change(columns)}`."
             )
 
 

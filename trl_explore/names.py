@@ -1,10 +1,11 @@
-"""Errors for names that do not exist, with the nearest one that does."""
+"""Errors for names that do not exist, with the nearest name that does."""
 
 import difflib
 import functools
 import inspect
+import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -12,6 +13,11 @@ from typing import Any, TypeVar
 T = TypeVar("T", bound=type)
 ENTRY = re.compile(r"^ {4}(\w+) \((.+)\):\n((?: {8}.+\n?)+)", re.MULTILINE)
 MARKUP = re.compile(r"\[`~?(?:\w+\.)*(\w+)`\]|`")
+# Columns that hold what a user asks, in many data sets; the likeliest first.
+QUESTION_COLUMNS = ("prompts", "question", "problem", "instruction", "query", "input", "text", "task", "goal")
+CONVERSATION_COLUMNS = ("messages", "conversation", "conversations")
+# Columns that hold what is to be answered: they are no prompts.
+ANSWER_COLUMNS = ("answer", "answers", "solution", "completion", "response", "output", "label", "id", "index")
 
 
 def unknown_name(kind: str, name: str, choices: Iterable[str]) -> str:
@@ -25,6 +31,37 @@ def unknown_name(kind: str, name: str, choices: Iterable[str]) -> str:
         if len(known) <= 20
         else f"unknown {kind} {name!r}."
     )
+
+
+def prompt_change(columns: Sequence[str]) -> str:
+    """
+    Call that gives a data set its column `prompt`, to be written behind the name of the data set.
+
+    Args:
+        columns (`Sequence[str]`):
+            Names of the data set's columns, none of them `prompt`.
+
+    Returns:
+        `str`: `.rename_column("question", "prompt")` with the likeliest column. For conversations, `.map(...)` that
+        keeps all messages but the last one, which is the answer.
+    """
+    by_name = {column.lower(): column for column in reversed(columns)}
+    for name in QUESTION_COLUMNS:
+        if name in by_name:
+            return _renaming(by_name[name])
+    for name in CONVERSATION_COLUMNS:
+        if name in by_name:
+            return f'.map(lambda row: {{"prompt": row[{json.dumps(by_name[name])}][:-1]}})'
+    for name in QUESTION_COLUMNS:
+        for column in columns:
+            if name.rstrip("s") in column.lower():
+                return _renaming(column)
+    others = [column for column in columns if column.lower() not in ANSWER_COLUMNS]
+    return _renaming([*others, *columns][0])
+
+
+def _renaming(column: str) -> str:
+    return f'.rename_column({json.dumps(column)}, "prompt")'
 
 
 def field_entries(docstring: str) -> dict[str, tuple[str, str]]:

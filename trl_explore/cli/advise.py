@@ -48,6 +48,7 @@ def run(argv: list[str]) -> int:
     for finding in advice.findings:
         console.print(Text(f"- {visible_text(finding.text)} [{finding.link}]"))
     console.print(Text(f"\n{advice.verdict}", style="bold"))
+    console.print("Pages named here are in the folder docs of the repository.", highlight=False)
     if not advice.signs.can_learn:
         return 0
     if advice.regime is None or not advice.arms:

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trl_explore.evaluation.presets import Preset, as_prompts, load_preset, preset_names
 from trl_explore.names import unknown_name
-from trl_explore.runs.inputs import UsageError, load_reward_functions, load_splits, looks_like_path, pick_split
+from trl_explore.runs.inputs import (
+    RENAMED_FILE,
+    UsageError,
+    load_reward_functions,
+    load_splits,
+    looks_like_path,
+    pick_split,
+    renaming_command,
+)
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -116,9 +124,11 @@ def _from_own_data(text: str, args: argparse.Namespace) -> Benchmark:
     rows, origin = _load_rows(text, text, args.dataset_config, "test", args)
     columns = rows.column_names
     if "prompt" not in columns:
+        command = renaming_command(text, columns, config=args.dataset_config, split=args.dataset_split or "test")
         raise UsageError(
-            f"dataset={text!r} needs a column 'prompt', but has {', '.join(columns)}: rename the column, or describe "
-            "the data in a YAML file with path, question and answer"
+            f"dataset={text!r} needs a column 'prompt', but has {', '.join(columns)}. Describe the data in a YAML "
+            f"file with path, question and answer, or write a file with the column: {command} and pass --dataset "
+            f"{RENAMED_FILE}"
         )
     if not args.reward_funcs and not {"answer", "solution"} & set(columns):
         raise UsageError(

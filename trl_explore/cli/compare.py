@@ -17,7 +17,18 @@ Train several methods on the same number of generated tokens (or seconds) and co
   trl-explore compare --task chain --tokens 2e5 --seeds 0 1
   trl-explore compare --task multi_hop --methods grpo branpo
   trl-explore compare --methods grpo my_module.MyTrainer # a trainer of your own
-  trl-explore compare --config comparison.yaml           # your model, data and arms: docs/comparing.md
+  trl-explore compare --config comparison.yaml           # your model, data and arms
+
+comparison.yaml, for example (flags of `trl-explore train` may stand beside the first three lines, and in options):
+
+  model_name_or_path: Qwen/Qwen2.5-1.5B
+  dataset_name: data.jsonl
+  reward_funcs: [accuracy_reward]
+  budget: {tokens: 2e6}
+  seeds: [0, 1, 2]
+  arms:
+    - {method: grpo}
+    - {method: deep_grpo, options: {num_branches: 8}}
 
 The folder gets curves.png, curves.svg, curves.csv, table.md, comparison.yaml and the checkpoints of each run. The same
 command continues an interrupted comparison; --seeds and arms may be added to a finished one.

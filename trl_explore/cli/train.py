@@ -215,6 +215,8 @@ def _train(trainer: "GRPOTrainer", data: str | list[str], checkpoint: str | None
 def _save_and_push(trainer: "GRPOTrainer", output_dir: str, data: Any) -> int:
     from huggingface_hub import constants
 
+    from trl_explore.trainers import ExplorationConfig
+
     say = trainer.accelerator.print
     report = f"Trained {trainer.state.global_step} steps; model saved to {output_dir}"
     if not trainer.args.push_to_hub:
@@ -228,5 +230,7 @@ def _save_and_push(trainer: "GRPOTrainer", output_dir: str, data: Any) -> int:
         print(f"trl-explore: error: {visible_text(str(error))}", file=sys.stderr)
         return 1
     say(report)
+    if isinstance(trainer.args, ExplorationConfig) and trainer.args.push_dry_run:
+        return 0  # the trainer has printed what would be sent
     say(f"Pushed to {constants.ENDPOINT}/{trainer.hub_model_id}")
     return 0

@@ -25,7 +25,7 @@ from trl_explore.names import unknown_name
 from trl_explore.rewards.answers import answer_key
 from trl_explore.rewards.checks import checked
 from trl_explore.rewards.success import check_success_reward
-from trl_explore.rows.columns import row_columns
+from trl_explore.rows.columns import check_prompts
 from trl_explore.saving.fingerprints import digest, weight_probes
 from trl_explore.saving.records import write_records
 
@@ -136,10 +136,7 @@ def evaluate(
     """
     sampling = sampling or Sampling()
     wanted = parse_metrics(default_metrics(sampling.num_samples) if metrics is None else metrics, sampling.num_samples)
-    if not len(dataset) or "prompt" not in (row_columns(dataset) or []):
-        raise ValueError(
-            f"dataset must have rows and a column `prompt`, got {len(dataset)} rows with {dataset.column_names}."
-        )
+    check_prompts(dataset)
     funcs = [reward_funcs] if callable(reward_funcs) else list(reward_funcs)
     if any(is_async_callable(func) for func in funcs):
         raise ValueError("reward_funcs must be synchronous functions; wrap an async one in `asyncio.run`.")

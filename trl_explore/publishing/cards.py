@@ -37,7 +37,7 @@ _WATCHING = re.compile(
 )
 # Fields of any configuration that hold paths or secrets, or change nothing.
 _UNTOLD = re.compile(
-    r"token$|_file$|_dir$|_folder$|^dump_|secret|password|api_key|^(push_method_state|sampling_batch_size|"
+    r"token$|_file$|_dir$|_folder$|^dump_|secret|password|api_key|^(push_method_state|push_dry_run|sampling_batch_size|"
     r"vllm_weight_sync)$"
 )
 

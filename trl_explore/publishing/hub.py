@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 # Never published. The pickled arguments hold paths of this machine, and nobody needs them.
@@ -114,6 +115,64 @@ def explain(error: BaseException) -> str:
     status, message = cause.response.status_code, " ".join((cause.server_message or "").split())
     said = f" ({message})" if message else ""
     return f"{REMEDIES.get(status, f'the Hub answered {status}')}{said}"
+
+
+@dataclass(frozen=True)
+class PushPlan:
+    """
+    What a push would send.
+
+    Args:
+        repo_id (`str`):
+            Repository, `owner/name`, or `name` for one of the account that the token belongs to.
+        revision (`str`, *optional*):
+            Branch; `None` for the main one.
+        private (`bool`):
+            Whether the repository is made private if it does not exist yet.
+        folder (`Path`):
+            Folder that holds the files.
+        files (`dict[str, int]`):
+            Bytes of every file, by its path in the repository.
+    """
+
+    repo_id: str
+    revision: str | None
+    private: bool
+    folder: Path
+    files: dict[str, int]
+
+    def __str__(self) -> str:
+        account = "" if "/" in self.repo_id else ", of the account that your token belongs to"
+        lines = [
+            "Dry run: nothing was sent. Publishing would send",
+            *(f"  {format_size(size):>10}  {name}" for name, size in self.files.items()),
+            f"  {format_size(sum(self.files.values())):>10}  in {len(self.files)} files",
+            f"to the {'private' if self.private else 'public'} repository {self.repo_id}{account} "
+            f"(branch {self.revision or 'main'}; one that exists stays as visible as it is).",
+            f"The files are in {self.folder}. Not checked: the token, its rights, and what the repository holds.",
+            "To publish, run the same without `push_dry_run`, or send these files with:",
+            f"  {upload_command(self.repo_id, self.folder, revision=self.revision, private=self.private)}",
+        ]
+        return "\n".join(lines)
+
+
+def plan_push(repo_id: str, folder: Path, *, revision: str | None, private: bool) -> PushPlan:
+    """Return what sending a folder would do."""
+    found = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in found}
+    return PushPlan(repo_id, revision, private, folder, files)
+
+
+def format_size(size: int) -> str:
+    """Return a number of bytes as a short text, such as `"1.2 MB"`."""
+    if size < 1000:
+        return f"{size} B"
+    value = float(size)
+    for unit in ("kB", "MB", "GB"):
+        value /= 1000
+        if value < 999.95 or unit == "GB":
+            break
+    return f"{value:.1f} {unit}"
 
 
 def upload_command(repo_id: str, folder: str | os.PathLike, *, revision: str | None, private: bool) -> str:

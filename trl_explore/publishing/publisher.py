@@ -21,8 +21,19 @@ from trl_explore import __version__
 from trl_explore.publishing.card_metrics import logged_metrics
 from trl_explore.publishing.cards import CURVE_FILE, TrainingFacts, model_card, told_hyperparameters
 from trl_explore.publishing.curves import training_curves
-from trl_explore.publishing.hub import MODEL_FILES, HubError, check_repo_id, clash, explain, stage, upload_command
+from trl_explore.publishing.hub import (
+    MODEL_FILES,
+    HubError,
+    PushPlan,
+    check_repo_id,
+    clash,
+    explain,
+    plan_push,
+    stage,
+    upload_command,
+)
 from trl_explore.saving.checkpoints import STATE_FILE
+from trl_explore.visible_text import visible_text
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +97,11 @@ class Publisher:
         if held is None and branch != revision:
             api.create_branch(repo_id, branch=str(revision), exist_ok=True)
         return held
+
+    def name_repo(self) -> None:
+        """Take the repository's name as it is given, without asking the Hub; for a dry run."""
+        self.trainer.hub_model_id = check_repo_id(self.args.hub_model_id, self.args.output_dir)
+        self.trainer.push_in_progress = None
 
     # ------------------------------------------------------------------------------------------------------ the card
 
@@ -166,9 +182,27 @@ class Publisher:
         self.trainer.push_in_progress = PushInProgress([job])  # type: ignore[arg-type]  # it takes a list
         return job
 
+    def rehearse(self, revision: str | None, private: bool | None, **kwargs: Any) -> PushPlan:
+        """Write the card, stage the files, print what would be sent, and send nothing; on one process."""
+        self._revision = revision
+        if self.trainer.hub_model_id is None:
+            self.name_repo()
+        self.trainer.create_model_card(**kwargs)
+        folder, _ = self._stage(STAGE)
+        plan = plan_push(
+            self.trainer.hub_model_id,
+            folder,
+            revision=revision or self.args.hub_revision,
+            private=bool(self.args.hub_private_repo if private is None else private),
+        )
+        print(visible_text(str(plan)))
+        return plan
+
     def push_checkpoint(self, checkpoint_folder: str) -> None:
         """Publish a checkpoint beside the training, on one process."""
         self._checkpoints.append(Path(checkpoint_folder))
+        if self.args.push_dry_run:
+            return
         # As in TRL: a push that is still going on makes this one wait for the next checkpoint.
         busy = self.trainer.push_in_progress is not None and not self.trainer.push_in_progress.is_done()
         if busy and not self.args.hub_always_push:

@@ -4,6 +4,8 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 
+from trl_explore.names import prompt_change
+
 
 def row_columns(data: Any) -> list[str] | None:
     """
@@ -31,6 +33,21 @@ def row_columns(data: Any) -> list[str] | None:
     if layout["type"] is None and set(layout["columns"]) == set(stored):
         return stored
     return [*data[0]]
+
+
+def check_prompts(data: Dataset) -> None:
+    """
+    Check that a data set has rows, and that they have a column `prompt`.
+
+    Raises:
+        ValueError: Naming what the data set has, and the line that gives it the column.
+    """
+    columns = row_columns(data) or []
+    found = f"dataset must have rows and a column `prompt`, got {len(data)} rows with {columns}"
+    if not len(data):
+        raise ValueError(f"{found}.")
+    if "prompt" not in columns:
+        raise ValueError(f"{found}; rename a column first, for example: dataset = dataset{prompt_change(columns)}")
 
 
 def prompts_of(data: Dataset, most: int) -> list[Any]:

@@ -6,13 +6,14 @@ import inspect
 import json
 import os
 import reprlib
+import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trl_explore.names import unknown_name
+from trl_explore.names import prompt_change, unknown_name
 from trl_explore.rewards.checks import checked
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 # Builder that `datasets.load_dataset` uses for each kind of file.
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
+RENAMED_FILE = "with_prompt.jsonl"  # what the line of [`renaming_command`] writes
 # Weights that `save_model` writes, of a model or of an adapter, in one file or in several.
 MODEL_FILES = (
     "model.safetensors",
@@ -117,13 +119,52 @@ def load_train_and_eval(
     if columns is not None and not columns:  # of a file that is read while it is used
         raise UsageError(f"dataset_name={name!r} has no rows")
     if columns is not None and "prompt" not in columns:
+        config, split = script_args.dataset_config, script_args.dataset_train_split
+        command = renaming_command(None if mixture.datasets else name, columns, config=config, split=split)
         raise UsageError(
-            f"the data needs a column 'prompt', but has {', '.join(columns)}: map it first (examples/deep_grpo.py)"
+            f"the data needs a column 'prompt', but has {', '.join(columns)}. Write a file with the column: {command} "
+            f"and pass --dataset_name {RENAMED_FILE}"
         )
     if not needs_eval:
         return train, None
     remedy = " Or switch evaluation off with --eval_strategy no."
     return train, pick_split(splits, script_args.dataset_test_split, "dataset_test_split", remedy=remedy)
+
+
+def renaming_command(name: str | None, columns: Sequence[str], *, config: str | None, split: str) -> str:
+    """
+    Return a line for the shell that writes a copy of the data with a column `prompt`.
+
+    Args:
+        name (`str`, *optional*):
+            File, folder or Hub name of the data; `None` for a mixture, which the line calls `DATA`.
+        columns (`Sequence[str]`):
+            Names of the data set's columns, none of them `prompt`.
+        config (`str`, *optional*):
+            Configuration of a data set of the Hub.
+        split (`str`):
+            Split that is read.
+
+    Returns:
+        `str`: A call of `python` that writes [`RENAMED_FILE`].
+    """
+    path = Path(name or "DATA").expanduser()
+    if path.is_dir() and ((path / "dataset_dict.json").exists() or (path / "state.json").exists()):
+        function, data = "load_from_disk", f"load_from_disk({json.dumps(str(path))})"
+        if (path / "dataset_dict.json").exists():
+            data += f"[{json.dumps(split)}]"
+    elif path.is_file():
+        # A file has one split, which `datasets` calls "train".
+        builder = FILE_FORMATS.get(path.suffix, "json")
+        function = "load_dataset"
+        data = f'load_dataset("{builder}", data_files={json.dumps(str(path))}, split="train")'
+    else:
+        arguments = [json.dumps(str(path) if path.is_dir() else name or "DATA")]
+        if config is not None:
+            arguments.append(json.dumps(config))
+        function, data = "load_dataset", f"load_dataset({', '.join(arguments)}, split={json.dumps(split)})"
+    code = f"from datasets import {function}; {data}{prompt_change(columns)}.to_json({json.dumps(RENAMED_FILE)})"
+    return shlex.join(["python", "-c", code])
 
 
 def load_splits(

@@ -58,6 +58,7 @@ FREE = (
     "shared_prefix_training",
     "packed_token_budget",
     "push_method_state",
+    "push_dry_run",
     "hard_states_file",
     "dump_trees",
     "replay_file",
