@@ -24,7 +24,7 @@ from transformers import (
 )
 from world import make_model
 
-from trl_explore.sampling.generation import GenerationRecord, recorded, row_entropies
+from trl_explore.sampling.generation import GenerationRecord, cache_argument, recorded, row_entropies
 
 EOS, PAD = 1, 0
 SHORT, LONG, LONGEST = [5, 6, 7], [5, 6, 7, 8, 9, 10, 11], [9, 8, 7, 6, 5, 12, 13, 14, 15]
@@ -216,8 +216,8 @@ def test_sharing_the_prompt_pass_changes_no_token(make, do_sample):
     assert_close(plain_output.logits, output.logits)
     assert_close(plain_record.entropies, record.entropies)
     assert_close(
-        [x for keys, values, _ in plain_output.past_key_values for x in (keys, values)],
-        [x for keys, values, _ in output.past_key_values for x in (keys, values)],
+        [x for keys, values, _ in plain_output[cache_argument(model)] for x in (keys, values)],
+        [x for keys, values, _ in output[cache_argument(model)] for x in (keys, values)],
     )
     assert (plain_record.prefill_rows, plain_record.encoded_rows) == (8, 8)
     assert (record.prefill_rows, record.encoded_rows) == (8, 3)
@@ -293,8 +293,8 @@ def test_a_filled_cache_is_left_alone():
     for shared in (False, True):
         cache = DynamicCache(config=model.config)
         with torch.no_grad():
-            model(input_ids=torch.tensor([LONG[:3]] * 4), past_key_values=cache)
-        completions, _, record = generate(model, [LONG] * 4, past_key_values=cache, shared=shared)
+            model(input_ids=torch.tensor([LONG[:3]] * 4), **{cache_argument(model): cache})
+        completions, _, record = generate(model, [LONG] * 4, **{cache_argument(model): cache}, shared=shared)
         assert record.encoded_rows == record.prefill_rows == 4
         assert record.prefill_tokens == 4 * (len(LONG) - 3)
         generated.append(completions)
@@ -331,7 +331,8 @@ def test_only_inputs_that_are_understood_are_shared(inputs, encoded_rows):
     logits = []
     for shared in (False, True):
         with recorded(model, temperature=1.0, share_prefill=shared) as record, torch.no_grad():
-            logits.append(model(**inputs, past_key_values=DynamicCache(config=model.config)).logits)
+            cache = {cache_argument(model): DynamicCache(config=model.config)}
+            logits.append(model(**inputs, **cache).logits)
     torch.testing.assert_close(*logits, rtol=0, atol=1e-5)
     assert record.encoded_rows == encoded_rows and record.prefill_rows == 4
 

@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer
 
-from trl_explore.sampling.generation import has_dropout, language_model, row_entropies
+from trl_explore.sampling.generation import cache_argument, has_dropout, language_model, row_entropies
 
 FIRST_SLOTS = 1024
 # What the loop below does as `generate` does; with anything else that is set, `generate` samples.
@@ -39,7 +39,7 @@ OPTIONS |= {
     "transformers_version",
 }
 ONE_IS_NONE = {"num_beams", "num_return_sequences", "length_penalty", "typical_p", "guidance_scale"}
-INPUTS = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache"}
+INPUTS = {"input_ids", "attention_mask", "position_ids", "use_cache"}
 
 
 def effective_options(model: Any, config: GenerationConfig) -> GenerationConfig:
@@ -55,7 +55,7 @@ def why_not(model: Any, options: GenerationConfig) -> str | None:
     """What stands against decoding a model in a loop of our own; `None` if nothing does."""
     inner = language_model(model)
     config = inner.config
-    missing = INPUTS - set(inspect.signature(inner.forward).parameters)
+    missing = (INPUTS | {cache_argument(inner)}) - set(inspect.signature(inner.forward).parameters)
     given = {
         name for name, value in options.to_diff_dict().items() if value and not (name in ONE_IS_NONE and value == 1)
     }
@@ -115,6 +115,7 @@ class PathCache:
         self._pad = options.pad_token_id
         takes = inspect.signature(language_model(model).forward).parameters
         self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+        self._cache_argument = cache_argument(model)
         config = language_model(model).config
         # Alibi's positions are made of the usual mask.
         self._sdpa = config._attn_implementation == "sdpa" and not config.to_dict().get("alibi")
@@ -259,8 +260,8 @@ class PathCache:
             input_ids=ids,
             attention_mask=ready,
             position_ids=positions,
-            past_key_values=cache,
             use_cache=True,
+            **{self._cache_argument: cache},
             **self._last_logits,
         )
         return output.logits[:, -1]
