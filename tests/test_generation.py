@@ -4,11 +4,12 @@ import math
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
 from transformers import (
     DynamicCache,
     Gemma2Config,
     Gemma2ForCausalLM,
+    GenerationConfig,
     Lfm2Config,
     Lfm2ForCausalLM,
     LlamaConfig,
@@ -24,7 +25,7 @@ from transformers import (
 )
 from world import make_model
 
-from trl_explore.sampling.generation import GenerationRecord, cache_argument, recorded, row_entropies
+from trl_explore.sampling.generation import GenerationRecord, cache_argument, complete, recorded, row_entropies
 
 EOS, PAD = 1, 0
 SHORT, LONG, LONGEST = [5, 6, 7], [5, 6, 7, 8, 9, 10, 11], [9, 8, 7, 6, 5, 12, 13, 14, 15]
@@ -395,3 +396,40 @@ def test_hooks_are_gone_afterwards_also_after_an_exception():
     with pytest.raises(KeyboardInterrupt):
         generate(model, MIXED, stopping_criteria=StoppingCriteriaList([Interrupt()]))
     assert_no_hooks(model)
+
+
+# ---------------------------------------------------------------------------------------- adapters that learn a prompt
+
+
+def with_learned_prompt(config_class):
+    """A model with an adapter whose prompt is large enough to change its choices."""
+    model = get_peft_model(make_model(), config_class(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def likeliest(model, prompt, num_tokens):
+    """The likeliest tokens after a prompt, each from a forward pass over the whole row."""
+    row = list(prompt)
+    for _ in range(num_tokens):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([row]), attention_mask=torch.ones(1, len(row))).logits
+        row.append(int(logits[0, -1].argmax()))
+    return row[len(prompt) :]
+
+
+@pytest.mark.parametrize("config_class", [PromptTuningConfig, PromptEncoderConfig, PrefixTuningConfig])
+def test_samples_come_from_the_model_with_its_learned_prompt(config_class):
+    # PEFT 0.21 loses the prompt in `generate` of transformers 5.24.
+    model = with_learned_prompt(config_class)
+    config = GenerationConfig(do_sample=False, max_new_tokens=6, pad_token_id=PAD, eos_token_id=[-1])
+    prompts = [LONG, [7, *LONG[1:]], LONG]  # of one length: PEFT puts padding between its prompt and ours
+    expected = [likeliest(model, prompt, 6) for prompt in prompts]
+    with model.disable_adapter():
+        assert expected != [likeliest(model, prompt, 6) for prompt in prompts]
+    for _ in range(2):
+        assert complete(model, prompts, config) == expected

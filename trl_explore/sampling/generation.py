@@ -14,6 +14,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from trl.distributed import DistributedBackend
 from trl.models import unwrap_model_for_generation
 
+from trl_explore.sampling.adapters import keep_learned_prompt
+
 # Rows whose probabilities exist at the same time: with a large vocabulary, those of a whole batch would fill a device.
 ENTROPY_ROWS = 64
 
@@ -145,6 +147,7 @@ def complete(model: Any, prompt_ids: list[list[int]], config: GenerationConfig) 
     rows = [[config.pad_token_id] * n + ids for n, ids in zip(padding, prompt_ids, strict=True)]
     real = [[0] * n + [1] * len(ids) for n, ids in zip(padding, prompt_ids, strict=True)]
     input_ids, mask = torch.tensor(rows, device=model.device), torch.tensor(real, device=model.device)  # (B, P)
+    keep_learned_prompt(model)
     with recorded(model, temperature=1.0, entropies=False):
         output = model.generate(input_ids=input_ids, attention_mask=mask, generation_config=config)
     completion_ids = []
