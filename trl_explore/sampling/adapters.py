@@ -24,9 +24,10 @@ def keep_learned_prompt(model: Any) -> None:
         return
     if Version(version("peft")) >= Version(FIRST_PEFT_WITH_NEW_NAME):
         return
-    prepare = model.base_model_prepare_inputs_for_generation
+    adapted: Any = model
+    prepare = adapted.base_model_prepare_inputs_for_generation
     if not isinstance(prepare, _CacheUnderOldName):
-        model.base_model_prepare_inputs_for_generation = _CacheUnderOldName(prepare)
+        adapted.base_model_prepare_inputs_for_generation = _CacheUnderOldName(prepare)
 
 
 class _CacheUnderOldName:
