@@ -1,6 +1,7 @@
 """`trl-explore advise`: what it reads off a run's logs, what it finds alike, and what it says to wrong input."""
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -8,14 +9,16 @@ import pandas
 import pytest
 import yaml
 from commands import EXAMPLES
-from world import make_trainer
+from trl import GRPOConfig, GRPOTrainer
+from world import make_trainer, never
 
 from trl_explore.advice.advise import advise, change
 from trl_explore.advice.measured import nearest, read_measured
-from trl_explore.advice.signs import Pair, Signs, read_signs, signs_of
+from trl_explore.advice.signs import Pair, Signs, read_signs, shares_of_groups, signs_of
 from trl_explore.cli import main
+from trl_explore.methods import METHODS
 from trl_explore.runs.inputs import UsageError
-from trl_explore.trainers import DeepGRPOConfig, DeepGRPOTrainer
+from trl_explore.trainers import DeepGRPOConfig, DeepGRPOTrainer, ExplorationConfig, ExplorationTrainer
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -65,6 +68,135 @@ def test_a_run_that_learns_is_left_alone():
 )
 def test_what_stands_out_is_said_with_its_number(ends, sentence):
     assert any(text.startswith(sentence) for text in texts(**ends))
+
+
+NOTHING_SUCCEEDED = "No sample ever succeeded: use easier data or a warm start first."
+EQUAL = {"reward_std": (0, 0), "frac_reward_zero_std": (1, 1)}
+
+
+@pytest.mark.parametrize("more", [EQUAL, {"frac_reward_zero_std": (1, 1)}, {"completions/clipped_ratio": (1, 1)}])
+@pytest.mark.parametrize("entropy", [(1.0, 0.8), (1.0, 0.02)])
+@pytest.mark.parametrize("of_a_method", [{}, {"method/changed_hooks": (2, 2)}])
+def test_a_run_without_any_success_is_told_that_alone(more, entropy, of_a_method):
+    found = advise(signs_of(history(reward=(0, 0), entropy=entropy, **more, **of_a_method)))
+    assert found.verdict == NOTHING_SUCCEEDED
+    assert (found.regime, found.distance, found.arms) == (None, None, [])
+    assert [finding.text for finding in found.findings] == ["All completions of all logged steps got the reward 0."]
+
+
+@pytest.mark.parametrize(
+    ("reward", "verdict"),
+    [
+        (-1, NOTHING_SUCCEEDED),
+        (1, "Every sample succeeded: there is nothing to learn from these data; use harder data."),
+        (10, "Every sample succeeded: there is nothing to learn from these data; use harder data."),
+        (0.2, "Every sample got the reward 0.2: see what the reward function gives a right and a wrong answer."),
+    ],
+)
+def test_a_reward_that_never_changes_is_all_that_is_said(reward, verdict):
+    found = advise(signs_of(history(reward=(reward, reward), **EQUAL)))
+    assert found.verdict == verdict and len(found.findings) == 1 and found.regime is None
+
+
+def test_a_reward_that_is_never_there_is_all_that_is_said():
+    found = advise(signs_of(history(reward=(math.nan, math.nan))))
+    assert found.verdict.startswith("No completion has a reward") and len(found.findings) == 1
+
+
+def test_steps_without_a_reward_are_left_out_of_the_means():
+    logs = history(steps=16, reward=(0.5, 0.5))
+    logs[0]["reward"] = math.nan
+    assert signs_of(logs).values["reward"] == Pair(0.5, 0.5)
+
+
+GRADED = {"reward": (0.3, 0.6), "reward_std": (0.2, 0.2), "frac_reward_zero_std": (0, 0)}
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        GRADED,
+        {"reward": (3.0, 6.0), "reward_std": (2.0, 2.0)},
+        {"reward": (0.2, 0.9), "reward_std": (1.5, 2.0)},  # from 0 to 10, and mostly low
+        {"reward": (-0.4, -0.1), "reward_std": (0.3, 0.3)},
+        {"reward": (-0.2, 0.5), "reward_std": (0.5, 0.5)},  # a penalty
+    ],
+    ids=["graded", "0 to 10", "0 to 10, low", "negative", "penalty"],
+)
+def test_rewards_other_than_0_and_1_resemble_no_measured_run(ends):
+    found = advise(signs_of(history(**ends)))
+    assert found.signs.place is None and found.regime is None and found.arms == []
+    assert found.verdict.startswith("Rewards are not only 0 and 1, as in all measured runs")
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.3, 0.5, 0.97])
+def test_rewards_of_0_and_1_are_recognised_as_such(rate):
+    deviation = (rate * (1 - rate) * 16 / 15) ** 0.5
+    assert signs_of(history(reward=(rate, rate), reward_std=(deviation, deviation))).place is not None
+
+
+@pytest.mark.parametrize("ends", [GRADED, {}])
+def test_completions_that_are_cut_off_are_not_called_wrong(ends):
+    found = texts(**{"completions/clipped_ratio": (0.4, 0.4), **ends})
+    assert any(text.startswith("40% of the completions at the end are cut off") for text in found)
+    assert not any("wrong" in text for text in found)
+
+
+def test_a_threshold_that_no_completion_reached_is_named():
+    success = {"success/fraction": 0.0, "success/min_reward": 0.0, "success/max_reward": 0.6}
+    entries = [{**entry, **success} for entry in history(reward=(0.2, 0.3))]
+    found = advise(signs_of(entries)).findings[0]
+    assert found.text.startswith("No completion reached `success_threshold`: rewards went from 0 to 0.6.")
+
+
+def test_a_reward_function_that_gave_nothing_is_named():
+    functions = {"rewards/right/mean": (0, 0), "rewards/right/std": (0, 0), "rewards/form/mean": (0.2, 0.6)}
+    found = texts(**functions)
+    assert any(text.startswith("The reward function `right` gave 0 to every completion") for text in found)
+    assert not any("gave 0" in text for text in texts(**{"rewards/right/mean": (0, 0), "rewards/right/std": (0, 0)}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer_class, config_class", [(GRPOTrainer, GRPOConfig), (DeepGRPOTrainer, DeepGRPOConfig)])
+def test_a_trained_run_without_any_success_is_told_that_alone(tmp_path, capsys, trainer_class, config_class):
+    options = dict(reward_funcs=never, max_steps=8, save_steps=8, save_strategy="steps")
+    make_trainer(trainer_class, config_class, tmp_path, **options).train()
+    capsys.readouterr()
+    assert main(["advise", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert NOTHING_SUCCEEDED in shown and "resembles" not in shown and "method:" not in shown
+
+
+@pytest.mark.slow
+def test_a_trained_graded_run_has_nothing_called_wrong(tmp_path, capsys):
+    def graded(completions, **columns):
+        return [0.9 * text.count("a") / max(len(text), 1) for text in completions]
+
+    options = dict(reward_funcs=graded, max_steps=8, save_steps=8, save_strategy="steps", log_completions=True)
+    make_trainer(ExplorationTrainer, ExplorationConfig, tmp_path, num_completions_to_print=0, **options).train()
+    capsys.readouterr()
+    assert main(["advise", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "cut off" in shown and "wrong" not in shown and "Rewards are not only 0 and 1" in " ".join(shown.split())
+
+
+@pytest.mark.slow
+def test_a_run_of_a_trainer_of_your_own_is_no_run_of_grpo(tmp_path):
+    class Own(ExplorationTrainer):
+        def assign_advantages(self, output):
+            return output["advantages"].clamp(max=0.1)
+
+    trainer = make_trainer(Own, ExplorationConfig, tmp_path, max_steps=8)
+    trainer.train()
+    assert not signs_of(trainer.state.log_history).plain
+    plain = make_trainer(ExplorationTrainer, ExplorationConfig, tmp_path, max_steps=8)
+    plain.train()
+    assert signs_of(plain.state.log_history).plain
+
+
+@pytest.mark.parametrize("name", [n for row in METHODS.values() if not row.plain for n in row.metrics if "/" in n])
+def test_logs_of_earlier_versions_are_known_by_what_only_a_method_logs(name):
+    assert not signs_of(history(**{name.replace("...", "reward"): (1, 1)})).plain
 
 
 def test_a_falling_pass_at_k_is_seen():
@@ -154,6 +286,14 @@ def test_groups_are_counted_in_the_completions_tables(tmp_path):
     assert (signs.all_wrong, signs.all_right) == (Pair(0.5, 0.0), Pair(0.0, 0.5))
 
 
+@pytest.mark.parametrize("rewards", [[0, 0, 0.5, 1], [-1, 0, 0, 0], [0, 1, 2, 0], [0.2, 0.2, 0.2, 0.2]])
+def test_groups_of_graded_rewards_are_neither_wrong_nor_right(tmp_path, rewards):
+    for step in (1, 2):
+        table = {"step": [step] * 4, "prompt": ["p", "p", "q", "q"], "parity": [float(value) for value in rewards]}
+        pandas.DataFrame(table).to_parquet(tmp_path / f"completions_{step:05d}.parquet")
+    assert shares_of_groups(tmp_path, ["parity"]) is None
+
+
 @pytest.mark.parametrize(("name", "goes_deep"), [("coverage", False), ("deep_ends", True)])
 def test_the_change_is_printed_as_a_file_for_train(tmp_path, capsys, name, goes_deep):
     start, end, equal, later, left = next(r for r in read_measured() if r.name == name).places[0]
@@ -161,6 +301,8 @@ def test_the_change_is_printed_as_a_file_for_train(tmp_path, capsys, name, goes_
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": logs}))
     assert main(["advise", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
+    cells = [line for line in shown.splitlines() if line.startswith(("│", "┃"))]
+    assert max(map(len, cells)) <= 80 and "equal CPU seconds" in " ".join(shown.split())
     best = advise(read_signs(tmp_path)).arms[0]
     assert f"It resembles {name}" in shown and yaml.safe_load(shown[shown.index("method: ") :]) == change(best)
     assert ("a-search-that-unlearns" in shown) == goes_deep  # it is for answers that a wrong choice ends

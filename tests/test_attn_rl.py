@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from commands import run_example
-from peft import LoraConfig
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig
 from transformers import (
     GPTNeoConfig,
     GPTNeoForCausalLM,
@@ -123,6 +123,23 @@ def test_influence_is_that_of_the_models_attention_maps(tmp_path, layers, lora):
     expected = torch.stack([forward_influence(step_attention(m[0], steps), distance=2) for m in maps]).amax(dim=0)
     assert found[0] == pytest.approx(expected.tolist(), abs=1e-6) and found[0][0] > 0
     assert found[1] == [0.0, 0.0]  # too few steps
+
+
+@pytest.mark.parametrize("adapter", [PromptTuningConfig, PrefixTuningConfig])
+def test_virtual_tokens_belong_to_no_step(tmp_path, adapter):
+    options = dict(peft_config=adapter(task_type="CAUSAL_LM", num_virtual_tokens=3), gradient_checkpointing=False)
+    model = make_model(num_hidden_layers=2)
+    trainer = make_trainer(AttnRLTrainer, AttnRLConfig, tmp_path, **TINY_STEPS, model=model, **options)
+    ids, steps = [5, 6, 7, 8, 9, 10, 11, 12], [(2, 3), (3, 5), (5, 6), (6, 8)]
+    [found] = AttentionReader(trainer, distance=2, layers=None).influence([ids], [steps])
+    own = trainer.accelerator.unwrap_model(trainer.model).eval()
+    own.get_base_model().set_attn_implementation("eager")
+    row = torch.tensor([ids])
+    maps = own(input_ids=row, attention_mask=torch.ones_like(row), output_attentions=True).attentions
+    assert maps[0].shape[-1] == len(ids) + 3
+    maps = [m[0, :, -len(ids) :, -len(ids) :] for m in maps]
+    expected = torch.stack([forward_influence(step_attention(m, steps), distance=2) for m in maps]).amax(dim=0)
+    assert found == pytest.approx(expected.tolist(), abs=1e-6) and found[0] > 0
 
 
 @pytest.mark.parametrize("options", [{}, dict(shared_prefix_training="on")], ids=["plain", "packed"])

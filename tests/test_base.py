@@ -804,3 +804,43 @@ def test_log_probabilities_are_measured_without_the_dropout_of_adapters(tmp_path
     first = trainer.sample.token_logprobs([[5, 6]], [[7, 8, 1]])
     assert trainer.sample.token_logprobs([[5, 6]], [[7, 8, 1]]) == first
     assert trainer.model.training and torch.equal(torch.get_rng_state(), before)
+
+
+# What each method does with `max_completion_length=None`: GRPO then samples as many tokens as the backend allows.
+WITHOUT_LIMIT = {
+    name: "search tree" if name == "tree_grpo" else "completions with a sketch" if name == "sesa" else None
+    for name in tiny_methods()
+}
+
+
+@pytest.mark.parametrize("name, refusal", WITHOUT_LIMIT.items(), ids=WITHOUT_LIMIT.keys())
+def test_without_a_limit_of_tokens_a_method_trains_or_refuses_it_at_construction(tmp_path, name, refusal):
+    trainer_class, config_class, options = tiny_methods()[name]
+    options = dict(options, max_completion_length=None, max_steps=2)
+    if refusal is None:
+        trainer = make_trainer(trainer_class, config_class, tmp_path, **options)
+        trainer.train()
+        assert trainer.state.global_step == 2
+    else:
+        with pytest.raises(ValueError, match=f"`max_completion_length=None`: .*{refusal}.* Set a number"):
+            make_trainer(trainer_class, config_class, tmp_path, **options)
+
+
+def test_without_a_limit_of_tokens_branches_end_where_the_longest_main_row_does(tmp_path):
+    trainer_class, config_class, _ = tiny_methods()["agent_tree_grpo"]
+    trainer = make_trainer(trainer_class, config_class, tmp_path, max_completion_length=None, max_steps=1)
+    trainer.train()
+    main = max(len(trajectory.completion_ids) for trajectory in trainer.forks.trajectories)
+    leaves = [len(leaf.completion_ids) for tree in trainer.trees.trees.values() for leaf in tree.leaves]
+    assert len(leaves) > len(trainer.forks.trajectories) and max(leaves) == main
+
+
+def test_sketches_that_are_off_need_no_limit_of_tokens(tmp_path):
+    options = dict(max_completion_length=None, max_steps=2)
+    ours = trained(SESATrainer, SESAConfig, tmp_path, num_sketches=0, **options)
+    assert_same(ours[0], trained(output_dir=tmp_path, **options)[0])
+
+
+def test_a_loss_that_divides_by_the_limit_of_tokens_needs_one(tmp_path):
+    with pytest.raises(ValueError, match="`max_completion_length=None`: `loss_type='dr_grpo'` divides by"):
+        ExplorationConfig(str(tmp_path), use_cpu=True, max_completion_length=None, loss_type="dr_grpo")

@@ -18,6 +18,7 @@ from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
 from world import BOARDS, QUIET, assert_same, differ, make_agent, make_trainer, one_batch, parameters, says, trained
 
+from trl_explore.agents.environments import environment_error
 from trl_explore.agents.forks import Forks
 from trl_explore.agents.snapshots import not_a_tool
 from trl_explore.agents.trajectories import turns
@@ -36,6 +37,7 @@ class Lake(FrozenLakeEnvironment):
     """A game of at most six moves; what it answers counts them, so that a wrong state shows. To be copied."""
 
     breaks = ""
+    error = RuntimeError
     snapshot = restore = None
 
     def __init__(self):
@@ -55,7 +57,7 @@ class Lake(FrozenLakeEnvironment):
             The board.
         """
         if direction in self.breaks:
-            raise RuntimeError(f"no ice to the {direction}")
+            raise self.error(f"no ice to the {direction}")
         return f"{self._play(direction)} {self.episode.steps}"
 
 
@@ -871,6 +873,30 @@ def test_a_tool_that_complains_does_not_stop_the_run(tmp_path, voice, monkeypatc
     assert trainer.state.log_history[0]["tools/failure_frequency"] == 1.0
 
 
+@pytest.mark.parametrize("error", [FileNotFoundError, PermissionError, IsADirectoryError, TimeoutError, OSError])
+def test_a_wrong_path_in_every_call_does_not_stop_the_run(tmp_path, voice, monkeypatch, error):
+    monkeypatch.setattr(search, "down", True, raising=False)
+    monkeypatch.setattr(search, "error", error)
+    trainer = with_tools(tmp_path, voice(), max_tool_calling_iterations=2, max_steps=2)
+    with pytest.warns(
+        UserWarning, match=f"every tool call .* {error.__name__}: connection refused. The model was sho"
+    ):
+        trainer.train()
+    logs = [log for log in trainer.state.log_history if "reward" in log]
+    assert [log["tools/failure_frequency"] for log in logs] == [1.0, 1.0]
+
+
+def test_few_calls_of_a_dead_service_stop_the_run_once_they_are_enough(tmp_path, voice, monkeypatch):
+    monkeypatch.setattr(search, "down", True, raising=False)
+    speaker = voice()
+    trainer = with_tools(tmp_path, speaker, max_tool_calling_iterations=1, max_steps=4)
+    rows = iter(range(10_000))
+    speaker.answer = lambda: "!search:query=a" if next(rows) % 2 else "done"  # 4 calls of 8 rows
+    with pytest.raises(RuntimeError, match=r"every tool call of the last 2 generation batches raised \(8 of 8\)"):
+        trainer.train()
+    assert trainer.state.global_step == 1
+
+
 def test_calls_that_do_not_fit_are_the_models_mistake(tmp_path, voice, monkeypatch):
     monkeypatch.setattr(search, "down", False, raising=False)
     speaker = voice()
@@ -885,6 +911,77 @@ def test_an_environment_that_always_raises_stops_the_run(tmp_path, voice, monkey
     voice(stops=0)
     with pytest.warns(UserWarning), pytest.raises(RuntimeError, match="every environment .*no ice.*no step is done"):
         agent(tmp_path).train()
+
+
+def test_an_environment_whose_tool_rejects_every_call_does_not_stop_the_run(tmp_path, voice, monkeypatch):
+    monkeypatch.setattr(Lake, "breaks", LETTERS)
+    monkeypatch.setattr(Lake, "error", FileNotFoundError)
+    voice(stops=0)
+    trainer = agent(tmp_path, max_steps=2)
+    with pytest.warns(UserWarning, match="an environment raised FileNotFoundError: no ice"):
+        trainer.train()
+    assert [log["agent/environment_errors"] for log in trainer.state.log_history if "reward" in log] == [8, 8]
+
+
+class Served(Uncopyable):
+    """Loses its service in `lost_method`, in instances from number `first_lost` on."""
+
+    lost_method, first_lost, made = "", 0, 0
+
+    def __init__(self):
+        super().__init__()
+        self.number = Served.made
+        Served.made += 1
+        self.episode = types.SimpleNamespace(steps=0)
+
+    def _ask_server(self, method):
+        if method == self.lost_method and self.number >= self.first_lost:
+            raise ConnectionError("refused")
+
+    def reset(self, board, prompt="", **columns):
+        self._ask_server("reset")
+        return super().reset(board, prompt)
+
+    def move(self, direction: str) -> str:
+        """
+        Moves.
+
+        Args:
+            direction: Where to.
+
+        Returns:
+            The board.
+        """
+        self._ask_server("move")
+        return super().move(direction)
+
+
+@pytest.mark.parametrize("method", ["reset", "move"])
+def test_an_environment_that_lost_its_service_stops_the_run(tmp_path, voice, monkeypatch, method):
+    monkeypatch.setattr(Served, "lost_method", method)
+    voice(stops=0)
+    with pytest.warns(UserWarning), pytest.raises(RuntimeError, match="every environment .*ConnectionError: refused"):
+        agent(tmp_path, factory=Served).train()
+
+
+@pytest.mark.parametrize("method", ["reset", "move"])
+def test_a_replay_that_loses_its_service_drops_its_branch_and_not_the_run(tmp_path, voice, monkeypatch, method):
+    monkeypatch.setattr(Served, "lost_method", method)
+    monkeypatch.setattr(Served, "first_lost", 10_000)
+
+    def lose_service(environments, **columns):
+        """Reward the main rows, whose environments have all been made."""
+        monkeypatch.setattr(Served, "first_lost", Served.made)
+        return odd_steps(environments)
+
+    voice(stops=0.1)
+    trainer = agent(tmp_path, factory=Served, reward_funcs=[lose_service])
+    _, sampled, kept = kept_branches(trainer, monkeypatch)
+    branches = [branch for _, found in sampled for branch in found]
+    assert len(branches) >= 8 and not any(trainer.turns.failed)
+    lost = [branch for branch in branches if environment_error(branch.environment) is not None]
+    assert lost and (method == "move" or len(lost) == len(branches))
+    assert not any(branch.complete for branch in lost) and not {*map(id, lost)} & {*map(id, kept.values())}
 
 
 def test_limits_of_interaction_come_in_stages(tmp_path, voice, monkeypatch):

@@ -298,3 +298,10 @@ def test_coverage_is_the_share_of_targets_found(tmp_path):
     assert metrics["eval/coverage_at_4"] == 1.0
     with pytest.raises(ValueError, match="coverage_k needs a column `targets`"):
         PassAtKCallback(trainer, [{"prompt": "1+1=", "answer": "2"}], coverage_k=(4,))
+
+
+@pytest.mark.parametrize("targets", [7, "ab", [["a"], ["b"]], []])
+def test_targets_of_another_form_are_refused(tmp_path, targets):
+    rows = [{"prompt": "1+1=", "answer": "2", "targets": targets}]
+    with pytest.raises(ValueError, match="coverage_k needs a column `targets` with a list .* one row has"):
+        PassAtKCallback(make_trainer(output_dir=tmp_path), rows, coverage_k=(4,))

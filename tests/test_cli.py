@@ -33,6 +33,8 @@ from trl_explore.cli.train import parse_train_arguments, resume_command
 from trl_explore.compat import SEAMS
 from trl_explore.methods import METHODS
 from trl_explore.runs.inputs import (
+    UsageError,
+    check_earlier_run,
     check_output_dir,
     find_checkpoint,
     load_reward_functions,
@@ -490,6 +492,124 @@ def test_the_last_checkpoint_is_found(workdir):
         Path(f"out/checkpoint-{step}/trainer_state.json").write_text("{}")
     assert find_checkpoint("true", "out") == "out/checkpoint-10"
     assert find_checkpoint(None, "out") is find_checkpoint("false", "out") is None
+
+
+def refusal(capsys):
+    """Return the one line that a refused command prints."""
+    return capsys.readouterr().err.split("trl-explore: error: ")[1]
+
+
+@pytest.mark.parametrize("method", ["grpo", "deep_grpo"])
+def test_the_same_command_does_not_overwrite_a_run(method, workdir, model_folder, capsys):
+    run = ["train", *flags(model_folder, method=method)]
+    assert main(run) == 0
+    before = {path: path.stat().st_mtime_ns for path in Path("out").rglob("*") if path.is_file()}
+    capsys.readouterr()
+    assert main(run) == 2
+    said = refusal(capsys)
+    assert (
+        "output_dir='out' holds 2 checkpoints and a trained model of an earlier run, which this run would ov" in said
+    )
+    assert "add --resume_from_checkpoint true" in said and "--overwrite_output_dir" in said and said.count("\n") == 1
+    assert {path: path.stat().st_mtime_ns for path in Path("out").rglob("*") if path.is_file()} == before
+
+
+def test_a_run_with_a_file_does_not_overwrite_a_run(workdir, model_folder, capsys):
+    given = flags(model_folder)
+    names = [text[2:] for text in given[::2]]
+    Path("run.yaml").write_text(yaml.safe_dump(dict(zip(names, given[1::2], strict=True))))
+    assert main(["train", "--config", "run.yaml"]) == 0
+    assert main(["train", "--config", "run.yaml"]) == 2
+    Path("again.yaml").write_text(Path("run.yaml").read_text() + "overwrite_output_dir: true\n")
+    assert main(["train", "--config", "again.yaml"]) == 0
+
+
+def test_a_run_that_was_overwritten_keeps_its_checkpoints_elsewhere(workdir, model_folder, capsys):
+    assert main(["train", *flags(model_folder)]) == 0
+    assert main(["train", *flags(model_folder, max_steps=1), "--overwrite_output_dir"]) == 0
+    assert "checkpoints of an earlier run are in out/_earlier-1 now" in capsys.readouterr().err
+    assert [path.name for path in Path("out").glob("checkpoint-*")] == ["checkpoint-1"]
+    assert sorted(path.name for path in Path("out/_earlier-1").iterdir()) == ["checkpoint-1", "checkpoint-2"]
+    assert step_of("out/checkpoint-1") == 1
+
+
+def test_a_resumed_run_goes_on_in_its_folder_only(workdir, model_folder, capsys):
+    assert main(["train", *flags(model_folder, max_steps=1)]) == 0
+    assert main(["train", *flags(model_folder), "--resume_from_checkpoint", "true"]) == 0
+    assert main(["train", *flags(model_folder), "--resume_from_checkpoint", "out/checkpoint-1"]) == 0
+    assert (
+        main(["train", *flags(model_folder, output_dir="other"), "--resume_from_checkpoint", "out/checkpoint-1"]) == 0
+    )
+    capsys.readouterr()
+    assert (
+        main(["train", *flags(model_folder, output_dir="other"), "--resume_from_checkpoint", "out/checkpoint-1"]) == 2
+    )
+    assert "output_dir='other' holds checkpoint-2 and a trained model of an earlier run" in refusal(capsys)
+
+
+@pytest.mark.parametrize(
+    "files", [[], ["README.md", ".gitattributes", "runs/events.out"], ["completions/completions_00001.parquet"]]
+)
+def test_a_folder_without_a_run_is_used(workdir, files):
+    for name in files:
+        path = Path("out") / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x")
+    Path("out").mkdir(exist_ok=True)
+    check_earlier_run("out", checkpoint=None, model="tiny")
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        (
+            ["adapter_model.safetensors"],
+            "holds a trained model of an earlier run, which this run would overwrite: to st",
+        ),
+        (
+            ["checkpoint-3/model.safetensors"],
+            "holds checkpoint-3 of an earlier run, which this run would overwrite: to",
+        ),
+        (
+            ["checkpoint-3/trainer_state.json"],
+            "holds checkpoint-3 of .* to continue that run, add --resume_from_check",
+        ),
+    ],
+)
+def test_what_an_earlier_run_is(workdir, files, said):
+    for name in files:
+        path = Path("out") / name
+        path.parent.mkdir(parents=True)
+        path.write_text("{}")
+    with pytest.raises(UsageError, match=said):
+        check_earlier_run("out", checkpoint=None, model="tiny")
+
+
+def test_a_model_may_be_trained_in_its_own_folder(workdir, model_folder):
+    Path("out").mkdir()
+    Path("out/model.safetensors").write_text("")
+    check_earlier_run("out", checkpoint=None, model="./out")
+    Path("out/checkpoint-1").mkdir()
+    with pytest.raises(UsageError, match="holds checkpoint-1 and a trained model"):
+        check_earlier_run("out", checkpoint=None, model="./out")
+
+
+@pytest.mark.slow
+def test_two_processes_agree_on_whether_there_is_an_earlier_run(workdir, model_folder):
+    run = flags(model_folder, method="deep_grpo", num_branches=2)
+    launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "trl_explore.cli", "train"]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+
+    def launched(*more):
+        command = [sys.executable, "-m", *launcher, *run, *more]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+
+    first = launched()
+    assert first.returncode == 0, first.stderr[-3000:]
+    again = launched()
+    assert again.returncode != 0 and again.stderr.count("holds 2 checkpoints and a trained model") == 2
+    assert launched("--overwrite_output_dir").returncode == 0
+    assert sorted(path.name for path in Path("out/_earlier-1").iterdir()) == ["checkpoint-1", "checkpoint-2"]
 
 
 def test_the_first_ctrl_c_stops_at_the_step_and_the_second_aborts(workdir):

@@ -141,7 +141,8 @@ def test_a_model_and_data_of_ones_own_are_compared_at_equal_tokens(whole):
         if arm == "GRPO":
             assert trained == pytest.approx(tokens)  # all that it generates is in its loss
         assert [int(count * 3 / 400) for count in tokens] == [0, 1, 2, 3]  # an evaluation in each third
-    assert (folder / "table.md").read_text().startswith("| arm | reward | maj@2 (%) | tokens | seconds | s/step |")
+    costs = "tokens | wall seconds | CPU seconds | wall s/step"
+    assert (folder / "table.md").read_text().startswith(f"| arm | reward | maj@2 (%) | {costs} |")
     assert len(list((folder / "deep-2-seed0").glob("checkpoint-*"))) == 2
 
 
@@ -162,7 +163,7 @@ def test_a_finished_comparison_grows_by_seeds_and_arms(whole, workdir, capsys):
     assert compare({**OWN, "seeds": [0, 1]}, "--output_dir", "out") == 0
     after = stamps("out")
     assert {name: after[name] for name in before} == before
-    assert len(after) == 4 and "t-interval over 2 seeds" in capsys.readouterr().out
+    assert len(after) == 4 and "Two seeds: there is no interval" in capsys.readouterr().out
     assert [row for row in curves("out") if row in rows] == rows
     added = {"name": "no std", "method": "grpo", "options": {"scale_rewards": "none"}}
     grown = ComparisonFolder(read_comparison({**OWN, "seeds": [0, 1], "arms": [*OWN["arms"], added]}), "out")

@@ -12,7 +12,7 @@ from trl_explore.cli.compare import TASK_NAMES
 from trl_explore.compare.costs import interval, mean_curve, other_starts, paired_values, t_95
 from trl_explore.compare.folder import ComparisonFolder, differences
 from trl_explore.compare.report import markdown_table, rich_table, summarize, write_report
-from trl_explore.compare.settings import read_comparison
+from trl_explore.compare.settings import METRICS, read_comparison
 from trl_explore.compare.tasks import ALL_TASKS, find_task
 from trl_explore.methods import METHODS
 from trl_explore.runs.inputs import UsageError
@@ -28,7 +28,8 @@ DOCUMENT = {
 
 
 def point(tokens, seconds, step, accuracy):
-    costs = {"tokens": tokens, "trained_tokens": tokens / 2, "seconds": seconds, "cpu_seconds": seconds, "step": step}
+    seconds_of = {"seconds": seconds, "cpu_seconds": seconds / 2}
+    costs = {"tokens": tokens, "trained_tokens": tokens / 2, **seconds_of, "step": step}
     training = {"train/entropy": 0.5, "train/frac_reward_zero_std": 0.25} if step else {}
     return {**costs, **training, "eval/greedy_accuracy": accuracy, "eval/reward": 2 * accuracy}
 
@@ -44,14 +45,23 @@ RUNS = [
     run("deep | <b>", 0, (0, 0, 0, 0.1), (80, 8, 4, 0.6), (120, 12, 6, 0.8)),
     run("deep | <b>", 1, (0, 0, 0, 0.1), (100, 10, 5, 0.5)),
 ]
+THREE_RUNS = [
+    *RUNS,
+    run("GRPO", 2, (0, 0, 0, 0.1), (100, 4, 10, 0.6)),
+    run("deep | <b>", 2, (0, 0, 0, 0.1), (100, 10, 5, 0.6)),
+]
 
 
 def test_an_interval_is_students_for_any_number_of_seeds():
-    assert interval([0.5]) == (0.5, None)
-    mean, half = interval([0.4, 0.6])
-    assert mean == pytest.approx(0.5) and half == pytest.approx(12.71 * 0.1)  # standard error 0.1
+    mean, half = interval([0.4, 0.5, 0.6])
+    assert mean == pytest.approx(0.5) and half == pytest.approx(4.303 * 0.1 / 3**0.5)  # standard deviation 0.1
     for count, quantile in ((3, 4.303), (11, 2.228), (16, 2.131), (31, 2.042), (1001, 1.962)):
         assert t_95(count) == pytest.approx(quantile, abs=5e-4)
+
+
+@pytest.mark.parametrize("values", [[0.5], [0.4, 0.6]])
+def test_fewer_than_three_seeds_have_no_interval(values):
+    assert interval(values) == (pytest.approx(0.5), None)
 
 
 def test_the_mean_curve_is_read_wherever_a_seed_was_measured_and_all_have_been():
@@ -78,12 +88,15 @@ def test_arms_are_paired_by_seed_at_the_same_cost():
 def test_the_table_has_means_intervals_paired_differences_and_costs_at_the_budget():
     grpo, deep = summarize(RUNS, read_comparison(DOCUMENT))
     assert grpo.cells[0].difference is None
-    assert grpo.cells[0].value == deep.cells[0].value == pytest.approx((0.6, 12.71 * 0.1))
-    assert deep.cells[0].difference == pytest.approx((0.0, 12.71 * 0.2))  # 0.2 and -0.2
+    assert grpo.cells[0].value[0] == pytest.approx(0.6) and deep.cells[0].value[0] == pytest.approx(0.6)
+    assert deep.cells[0].difference == (pytest.approx(0.0), None)  # 0.2 and -0.2
     assert deep.cells[1].value[0] == pytest.approx(1.2)
+    grpo_of_three, deep_of_three = summarize(THREE_RUNS, read_comparison(DOCUMENT))
+    assert grpo_of_three.cells[0].value == pytest.approx((0.6, 4.303 * 0.1 / 3**0.5))  # 0.5, 0.7 and 0.6
+    assert deep_of_three.cells[0].difference == pytest.approx((0.0, 4.303 * 0.2 / 3**0.5))  # 0.2, -0.2 and 0
     # GRPO: 4 seconds and 10 steps on either seed; the other 10 seconds and 5 steps.
     assert (grpo.tokens, grpo.seconds, grpo.steps) == pytest.approx((100, 4, 10))
-    assert grpo.texts() == ["100", "4.0", "0.40"] and deep.texts() == ["100", "10.0", "2.00"]
+    assert grpo.texts() == ["100", "4.0", "2.0", "0.40"] and deep.texts() == ["100", "10.0", "5.0", "2.00"]
 
 
 def test_arms_that_began_with_another_model_are_named():
@@ -92,15 +105,45 @@ def test_arms_that_began_with_another_model_are_named():
     moved = [*RUNS[:3], run("deep | <b>", 1, (0, 0, 0, 0.2), (100, 10, 5, 0.5))]
     assert other_starts(moved, "GRPO", ["eval/reward"]) == {"deep | <b>": [1]}
     lines = markdown_table(moved, read_comparison(DOCUMENT)).splitlines()
-    assert f"over 2 seeds. {sentence}: deep | <b> (seed 1). " in lines[5] and "on one machine" in lines[5]
+    assert lines[7].startswith(f"- {sentence}: deep | <b> (seed 1). ") and "on one machine" in lines[7]
+
+
+def steps_with(fraction, low, high):
+    success = {"success/fraction": fraction, "success/min_reward": low, "success/max_reward": high}
+    return [{"reward": (low + high) / 2, "reward_std": high - low, **success}] * 3
+
+
+def test_a_threshold_that_tells_no_completions_apart_is_named_under_the_table():
+    plain, other = RUNS[:2], RUNS[2:]
+    missed = [*plain, *(dict(one, steps=steps_with(0.0, 0.1, 0.6)) for one in other)]
+    lines = markdown_table(missed, read_comparison(DOCUMENT)).splitlines()
+    assert lines[7].startswith("- deep | <b>: No completion reached `success_threshold`: rewards went from 0.1 to 0.6")
+    reached = [*plain, *(dict(one, steps=steps_with(0.2, 0.1, 1.0)) for one in other)]
+    assert "success_threshold" not in markdown_table(reached, read_comparison(DOCUMENT))
+
+
+def test_evaluations_without_any_success_are_named_if_rewards_differ():
+    unsolved = []
+    for one in RUNS:
+        points = [{**found, "eval/greedy_accuracy": 0.0} for found in one["points"]]
+        unsolved.append(dict(one, points=points, steps=[{"reward": 0.3, "reward_std": 0.1}]))
+    text = markdown_table(unsolved, read_comparison(DOCUMENT))
+    assert "- No sample of any evaluation succeeded, although rewards differ." in text
+    flat = [dict(one, steps=[{"reward": 0.0, "reward_std": 0.0}]) for one in unsolved]
+    assert "No sample of any evaluation" not in markdown_table(flat, read_comparison(DOCUMENT))
 
 
 def test_shares_are_shown_in_percent_and_rewards_as_they_are():
     lines = markdown_table(RUNS, read_comparison(DOCUMENT)).splitlines()
-    assert lines[0] == "| arm | greedy accuracy (%) | reward | tokens | seconds | s/step |"
-    assert lines[2] == "| GRPO | 60.0 ± 127.1 | 1.200 ± 2.542 | 100 | 4.0 | 0.40 |"
-    assert lines[3].startswith("| deep \\| &lt;b> | 60.0 ± 127.1 (+0.0 ± 254.2) | 1.200 ± 2.542 (")
-    assert lines[5].startswith("At 100 generated tokens,") and "t-interval over 2 seeds" in lines[5]
+    title = "| arm | greedy accuracy (%) | reward | tokens | wall seconds | CPU seconds | wall s/step |"
+    assert lines[0] == title
+    assert lines[2] == "| GRPO | 60.0 | 1.200 | 100 | 4.0 | 2.0 | 0.40 |"
+    assert lines[3] == "| deep \\| &lt;b> | 60.0 (+0.0) | 1.200 (+0.000) | 100 | 10.0 | 5.0 | 2.00 |"
+    assert lines[5].startswith("At 100 generated tokens,") and "Two seeds: there is no interval" in lines[5]
+    lines = markdown_table(THREE_RUNS, read_comparison(DOCUMENT)).splitlines()
+    assert lines[2] == "| GRPO | 60.0 ± 24.8 | 1.200 ± 0.497 | 100 | 4.0 | 2.0 | 0.40 |"
+    assert lines[3].startswith("| deep \\| &lt;b> | 60.0 ± 24.8 (+0.0 ± 49.7) | 1.200 ± 0.497 (")
+    assert "t-interval over 3 seeds" in lines[5]
 
 
 def test_means_along_the_curves_are_shown_for_every_cost():
@@ -108,12 +151,12 @@ def test_means_along_the_curves_are_shown_for_every_cost():
     assert lines[7].startswith("Mean along the curve of greedy accuracy (%),")
     assert lines[9] == (
         "| arm | up to 5 optimiser steps | up to 100 generated tokens | up to 50 tokens in the loss "
-        "| up to 4 seconds of training | up to 4 CPU seconds of training |"
+        "| up to 4 wall seconds of training | up to 2 CPU seconds of training |"
     )
     # Up to 100 tokens GRPO's curves are 0.2, then 0.4 high on average, and 0.4 all along; the other's 0.35 up to 80
     # tokens and then 0.65, and 0.3.
     columns = [line.split(" | ")[2] for line in lines[11:13]]
-    assert columns == ["35.0 ± 63.6", "35.5 ± 69.9 (+0.5 ± 133.5)"]
+    assert columns == ["35.0", "35.5 (+0.5)"]
 
 
 def test_a_run_without_a_token_in_the_loss_is_shown_without_that_cost():
@@ -126,6 +169,7 @@ def test_one_seed_has_no_interval_and_the_table_says_so():
     comparison = read_comparison({**DOCUMENT, "seeds": [0]})
     table = markdown_table([run for run in RUNS if run["seed"] == 0], comparison)
     assert "| 50.0 | 1.000 |" in table and "| 70.0 (+20.0) |" in table and "One seed: there is no interval" in table
+    assert "±" not in table and "needs 3 seeds" in table
 
 
 def test_runs_that_end_early_are_read_where_the_first_ended():
@@ -140,7 +184,31 @@ def test_the_terminal_gets_the_same_numbers(capsys):
 
     Console(width=80).print(rich_table(RUNS, read_comparison(DOCUMENT)))
     shown = capsys.readouterr().out
-    assert "deep | <b>" in shown and "60.0 ± 127.1" in shown and "- GRPO" in shown and "+0.0 ± 254.2" in shown
+    assert "deep | <b>" in shown and "60.0" in shown and "- GRPO" in shown and "+0.0" in shown and "±" not in shown
+    Console(width=80).print(rich_table(THREE_RUNS, read_comparison(DOCUMENT)))
+    shown = capsys.readouterr().out
+    assert "60.0 ± 24.8" in shown and "+0.0 ± 49.7" in shown
+
+
+@pytest.mark.parametrize("arm", ["deep", "an arm with a name of many words, which alone is longer than a terminal is"])
+@pytest.mark.parametrize("metrics", [METRICS[:1], METRICS, [*METRICS, "pass_at_16", "pass_at_32", "pass_at_64"]])
+def test_no_cell_wraps_at_80_columns(arm, metrics, capsys):
+    from rich.console import Console
+
+    document = {**DOCUMENT, "metrics": [*metrics], "arms": [{"method": "grpo"}, {"method": "deep_grpo", "name": arm}]}
+    comparison, runs = read_comparison(document), []
+    for found in THREE_RUNS:
+        points = [{**point, **{f"eval/{name}": point["eval/reward"] for name in metrics}} for point in found["points"]]
+        costs = {"tokens": 1e7, "seconds": 1e4, "cpu_seconds": 1e4}
+        points = [{**point, **{name: point[name] * factor for name, factor in costs.items()}} for point in points]
+        runs.append({**found, "arm": found["arm"] if found["arm"] == "GRPO" else arm, "points": points})
+    Console(width=80).print(rich_table(runs, comparison))
+    shown = capsys.readouterr().out
+    assert max(len(line) for line in shown.splitlines()) <= 80 and "…" not in shown
+    for row in summarize(runs, comparison):
+        texts = [*row.texts(), *(text for cell in row.cells for text in cell.texts())]
+        assert all(text in shown for text in texts)
+    assert all(word in shown for word in arm.split())
 
 
 def test_the_files_are_a_table_a_long_csv_and_two_pictures(tmp_path):
@@ -160,8 +228,8 @@ def test_the_files_are_a_table_a_long_csv_and_two_pictures(tmp_path):
     ("budget", "use_cpu", "cost"),
     [
         ({"tokens": 100}, True, "CPU seconds of training"),
-        ({"seconds": 100}, True, "seconds of training"),
-        ({"tokens": 100}, False, "seconds of training"),
+        ({"seconds": 100}, True, "wall seconds of training"),
+        ({"tokens": 100}, False, "wall seconds of training"),
     ],
 )
 def test_on_a_cpu_the_picture_shows_cpu_seconds(budget, use_cpu, cost, tmp_path):

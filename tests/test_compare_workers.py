@@ -45,7 +45,7 @@ def test_without_a_terminal_every_warm_start_and_every_finished_run_has_a_line(t
         lines.done(folder.comparison.arms[0], 1, END)
     assert shown.get().splitlines() == [
         "1/2 warm starts",
-        "1/6 GRPO, seed 1: greedy accuracy 50.0 %, 9 s of training",
+        "1/6 GRPO, seed 1: greedy accuracy 50.0 %, 9 wall seconds of training",
     ]
 
 

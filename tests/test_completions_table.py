@@ -1,6 +1,7 @@
 """The completions table: columns of every method, rows of every stream, evaluation, and who writes it down."""
 
 import math
+from functools import partial
 
 import pandas as pd
 import pytest
@@ -13,6 +14,8 @@ from trl_explore.rows.printed import print_rows, printed_visibly
 from trl_explore.trainers import (
     DeepGRPOConfig,
     DeepGRPOTrainer,
+    ExplorationConfig,
+    ExplorationTrainer,
     G2RLConfig,
     G2RLTrainer,
     SESAConfig,
@@ -243,6 +246,60 @@ def test_a_branch_has_the_advantage_that_it_is_trained_with(branpo):
     _, _, steps = branpo.streams.steps["branch"]
     trained = [value for parts in steps for part in parts for value in part["advantages"].tolist()]
     assert sorted(value for value in written if value) == pytest.approx(sorted(value for value in trained if value))
+
+
+# --------------------------------------------------------------------------------- reward functions that share a name
+
+
+def mentions(completions, digit, **columns):
+    return [float(digit in completion) for completion in completions]
+
+
+MENTIONS = [partial(mentions, digit="1"), partial(mentions, digit="2")]
+
+
+def rewards_in(rows, digit):
+    return [float(digit in completion) for completion in rows["completion"]]
+
+
+@pytest.mark.parametrize("stream", ["main", "aux", "eval"])
+@pytest.mark.parametrize(
+    "options", [{}, dict(dynamic_sampling="filter"), dict(dynamic_sampling="refill"), dict(budget="vip")], ids=str
+)
+def test_of_two_functions_of_one_name_the_table_has_the_second(tmp_path, options, stream):
+    trainer = train(
+        DeepGRPOTrainer,
+        DeepGRPOConfig,
+        tmp_path,
+        **DEEP,
+        **options,
+        branch_from="all",
+        reward_funcs=MENTIONS,
+        eval_dataset=make_dataset().select(range(3)),
+        eval_strategy="steps",
+        eval_steps=3,
+        per_device_eval_batch_size=4,
+        num_generations_eval=2,
+    )
+    rows = of_stream(table(trainer), stream)
+    assert len(rows) and rows["mentions"].tolist() == rewards_in(rows, "2") != rewards_in(rows, "1")
+
+
+def test_evaluation_before_training_has_one_reward_per_name(tmp_path):
+    data = make_dataset().select(range(6))
+    options = dict(eval_dataset=data, per_device_eval_batch_size=4, num_generations_eval=4, log_completions=True)
+    trainer = make_trainer(ExplorationTrainer, ExplorationConfig, tmp_path, reward_funcs=MENTIONS, **options)
+    trainer.evaluate()
+    rows = table(trainer, 0)
+    assert len(rows) == 8 and rows["mentions"].tolist() == rewards_in(rows, "2")  # the newest, as in TRL
+
+
+def test_metrics_of_shaped_rewards_are_the_raw_ones_of_both_functions(tmp_path):
+    options = dict(reward_funcs=MENTIONS, max_steps=1, success_threshold=0.5)
+    log = train(G2RLTrainer, G2RLConfig, tmp_path, **options).state.log_history[0]
+    rows = pd.read_parquet(tmp_path / "completions" / "completions_00001.parquet")
+    both = [sum(rewards_in(rows, digit)) / len(rows) for digit in "12"]
+    assert log["rewards/mentions/mean"] == pytest.approx(sum(both) / 2) and log["shaped_reward"] != log["reward"]
 
 
 # ------------------------------------------------------------------------------------------------------ evaluation

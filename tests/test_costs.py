@@ -20,7 +20,7 @@ def test_points_at_the_same_cost():
 def test_interval_is_students():
     # Standard deviation 0.1 of three values, 4.303 for two degrees of freedom.
     assert mean_with_interval([0.4, 0.5, 0.6]) == " 50.0 ± 24.8"
-    assert mean_with_interval([0.5]) == " 50.0"
+    assert mean_with_interval([0.5]) == mean_with_interval([0.1, 0.9]) == " 50.0"
 
 
 def test_arms_are_compared_where_the_slowest_stopped_and_paired_by_seed():
@@ -32,4 +32,7 @@ def test_arms_are_compared_where_the_slowest_stopped_and_paired_by_seed():
     assert table.splitlines()[0].startswith("at equal t: 100 ")
     # At 100, A has 0.4 and 0.2, B 0.5 and 0.3: B is ahead by 10 points on both seeds.
     assert "accuracy  30.0" in table.splitlines()[1] and "(40/20)" in table.splitlines()[1]
-    assert "(50/30)" in table.splitlines()[2] and "[vs A  10.0 ±  0.0]" in table.splitlines()[2]
+    assert "(50/30)" in table.splitlines()[2] and "[vs A  10.0]" in table.splitlines()[2]
+    assert "an interval needs 3 seeds" in table and "±" not in table
+    three = comparison_table([*runs, run("A", 2, 0.6, 200), run("B", 2, 0.4, 100)], "t", {"accuracy": "acc"})
+    assert "[vs A  10.0 ±  0.0]" in three and "95 % interval over 3 seeds" in three

@@ -73,7 +73,8 @@ def test_neutral_values_are_grpo_bit_for_bit(tmp_path, loss_type, advantage):
 def test_completions_without_answers_get_no_bonus(tmp_path, scope):
     """None of these is a number or has a mark."""
     expected, _ = trained(GRPOTrainer, GRPOConfig, tmp_path, reward_funcs=odd)
-    got, log = trained(*OURS, tmp_path, reward_funcs=odd, count_bonus=5.0, count_bonus_scope=scope)
+    with pytest.warns(UserWarning, match=r"`count_bonus=5.0` counts answers, and none was found .*`count_bonus=0`"):
+        got, log = trained(*OURS, tmp_path, reward_funcs=odd, count_bonus=5.0, count_bonus_scope=scope)
     assert_same(got, expected)
     assert log[0]["credit/answered_fraction"] == 0
 

@@ -2,14 +2,26 @@
 
 import asyncio
 import copy
+import errno
 import inspect
+import json
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from email.message import Message
+from pathlib import Path
 
 import pytest
+import requests
 from transformers.utils import get_json_schema
 
 from trl_explore.agents.environments import environment_error, guarded
+from trl_explore.agents.outages import Streak, is_outage, may_be_mistake
 from trl_explore.agents.snapshots import has_own_snapshots
 from trl_explore.agents.watch import ToolWatch
+from trl_explore.retrieval.client import RetrieverDown, RetrieverError, SearchTool
 
 
 class Door:
@@ -219,10 +231,139 @@ def test_watched_tools_are_the_same_to_the_model_and_count():
         tool("left")
     with pytest.raises(OSError, match="no hand"):
         asyncio.run(waiting(times=1))
-    assert (watch.calls, watch.unanswered) == (2, 1) and str(watch.last_error) == "no hand"
+    assert (watch.calls, watch.unanswered, watch.outages) == (2, 1, 0) and str(watch.last_error) == "no hand"
     watch.reset()
     door.breaks = ()
     assert tool("left") == "open by left" and (watch.calls, watch.unanswered) == (1, 0)
+
+
+def raised(tool, *args, **kwargs):
+    """Return the exception that a call raises."""
+    try:
+        tool(*args, **kwargs)
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def read_from_silent_server():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        urllib.request.urlopen(f"http://127.0.0.1:{server.getsockname()[1]}/", timeout=0.01).read()
+
+
+def wrapped(error, *, explicit):
+    """Raise another exception in the handler of `error`."""
+    try:
+        raise error
+    except Exception as cause:
+        if explicit:
+            raise RuntimeError("the search failed") from cause
+        raise RuntimeError("the search failed")  # noqa: B904
+
+
+def broken_pipe():
+    process = subprocess.Popen([sys.executable, "-c", "raise SystemExit"], stdin=subprocess.PIPE)
+    process.wait()
+    process.stdin.write(b"1")
+    process.stdin.flush()
+
+
+class Unreadable:
+    """A retriever that cannot read a query."""
+
+    def search(self, queries, top_k):
+        raise ValueError("unbalanced brackets")
+
+
+class ConnectError(Exception):
+    """Named as in httpx, whose exceptions are no `OSError`."""
+
+
+def http_error(status):
+    return urllib.error.HTTPError("http://127.0.0.1/", status, "reason", Message(), None)
+
+
+OUTAGES = {
+    "refused": ConnectionRefusedError(111, "refused"),
+    "reset": ConnectionResetError("reset by peer"),
+    "unreachable": OSError(errno.EHOSTUNREACH, "No route to host"),
+    "urllib": urllib.error.URLError(ConnectionRefusedError(111, "refused")),
+    "requests": requests.exceptions.ConnectTimeout("timed out"),
+    "httpx": ConnectError("All connection attempts failed"),
+    "gateway": http_error(503),
+    "names": socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"),
+    "cause": raised(wrapped, ConnectionError("gone"), explicit=True),
+    "context": raised(wrapped, ConnectionError("gone"), explicit=False),
+    "group": ExceptionGroup("tasks", [ConnectError("gone")]),
+    "silent server": raised(read_from_silent_server),
+    "retriever": RetrieverError("no result"),
+    "down": RetrieverDown("32 searches in a row failed"),
+}
+MISTAKES = {
+    "wrong path": raised(Path("/nonexistent/x").read_text),
+    "folder": raised(Path("/").read_text),
+    "no folder": NotADirectoryError(20, "Not a directory"),
+    "not allowed": PermissionError(13, "Permission denied"),
+    "long name": raised(Path("x" * 5000).read_text),
+    "wrong program": raised(subprocess.run, ["/nonexistent/program"]),
+    "failed program": raised(subprocess.run, [sys.executable, "-c", "raise SystemExit(1)"], check=True),
+    "ended program": raised(broken_pipe),
+    "slow code": TimeoutError("the code took more than 5 s"),
+    "slow program": subprocess.TimeoutExpired("python", 5),
+    "json": raised(json.loads, "{"),
+    "no such page": http_error(404),
+    "no such host": urllib.error.URLError(socket.gaierror(socket.EAI_NONAME, "Name or service not known")),
+    "wrong address": requests.exceptions.MissingSchema("no scheme supplied"),
+    "no room": OSError(errno.ENOSPC, "No space left on device"),
+    "unknown": OSError("gone"),
+    "query": raised(SearchTool(Unreadable()).search, "(("),
+}
+
+
+@pytest.mark.parametrize("error", OUTAGES.values(), ids=OUTAGES.keys())
+def test_a_lost_service_is_an_outage(error):
+    assert is_outage(error) and not may_be_mistake(error)
+
+
+@pytest.mark.parametrize("error", MISTAKES.values(), ids=MISTAKES.keys())
+def test_what_a_wrong_call_raises_is_no_outage(error):
+    assert not is_outage(error)
+
+
+def test_an_exception_in_the_handler_of_an_outage_is_judged_by_itself():
+    def fallback():
+        try:
+            raise ConnectionError("the cache is down")
+        except ConnectionError:
+            Path("/nonexistent/x").read_text()
+
+    assert not is_outage(raised(fallback))
+
+
+@pytest.mark.parametrize("arguments, outages", [({"query": "paris"}, 1), ({"query": "http://localhost:1/"}, 0)])
+def test_a_connection_that_fails_at_the_models_address_is_no_outage(arguments, outages):
+    def fetch(query):
+        raise ConnectionError("refused")
+
+    watch = ToolWatch()
+    raised(watch.watched(fetch), **arguments)
+    assert (watch.calls, watch.unanswered, watch.outages) == (1, 1, outages)
+
+
+def test_failures_count_over_batches_until_a_call_succeeds():
+    streak = Streak()
+    streak.add(failed=5, total=5)
+    assert not streak.is_long
+    streak.add(failed=0, total=0)  # no call: nothing is known
+    streak.add(failed=3, total=3)
+    assert streak.is_long
+    assert streak.describe("tool call") == "every tool call of the last 2 generation batches raised (8 of 8)"
+    streak.add(failed=7, total=8)
+    assert not streak.is_long
+    streak.add(failed=9, total=9)
+    assert streak.is_long and "every tool call of this generation batch raised (9 of 9)" in streak.describe(
+        "tool call"
+    )
 
 
 def test_an_environment_that_cannot_be_guarded_is_refused():

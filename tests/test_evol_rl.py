@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+import warnings
 
 import pytest
 import torch
@@ -10,7 +11,17 @@ from commands import run_example
 from hypothesis import given
 from hypothesis import strategies as st
 from trl import GRPOConfig, GRPOTrainer
-from world import assert_same, contains_answer, differ, make_trainer, one_batch, saved_model, some_letter, trained
+from world import (
+    assert_same,
+    contains_answer,
+    differ,
+    make_trainer,
+    one_batch,
+    saved_model,
+    says,
+    some_letter,
+    trained,
+)
 
 from trl_explore.label_free.embedding import make_embedder, reasoning
 from trl_explore.label_free.novelty import band_rewards, novelties, shuffled_in_classes, similarities
@@ -216,6 +227,48 @@ def test_the_table_tells_answers_and_novelty(tmp_path):
 
 
 # -------------------------------------------------------------------------------------------------------- its limits
+
+
+def says_nothing(monkeypatch, tokens):
+    """The model says one letter, or, in the first `tokens` rows of a prompt, one digit."""
+
+    def speak(trainer, prompt_ids, *others, **options):
+        digit, letter = trainer._tokenizer("5a")["input_ids"]
+        return [[digit if row % 4 < tokens else letter, 1] for row in range(len(prompt_ids))], None
+
+    says(speak, monkeypatch.setattr)
+
+
+@pytest.mark.parametrize("answers", [0, 1])
+def test_a_first_batch_without_a_majority_is_warned_of_once(tmp_path, monkeypatch, answers):
+    says_nothing(monkeypatch, answers)
+    trainer = make_trainer(EvolRLTrainer, EvolRLConfig, tmp_path, **VOTED)
+    with pytest.warns(UserWarning, match="found in .* no prompt has two answers.*`correctness='reward'`") as found:
+        trainer.train()
+    assert len([one for one in found if "no prompt has two answers" in str(one.message)]) == 1
+    assert f"in {2 * answers} of the 8 completions" in str([one.message for one in found])
+    assert all(entry["loss"] == 0 for entry in trainer.state.log_history if "loss" in entry)
+
+
+def test_votes_are_those_of_what_was_said_whatever_a_reward_function_makes_of_it(tmp_path, monkeypatch):
+    def rewrites(completions, **columns):
+        for completion in completions:
+            completion[0]["content"] = "rewritten"
+        return [0.0] * len(completions)
+
+    says_nothing(monkeypatch, 2)
+    options = dict(conversational=True, reward_funcs=rewrites, max_steps=1)
+    trainer = make_trainer(EvolRLTrainer, EvolRLConfig, tmp_path, **VOTED, **options)
+    trainer.train()
+    assert trainer.completion_columns()["answer"] == ["5", "5", "", ""] * 2
+
+
+@pytest.mark.parametrize(("answers", "own"), [(2, VOTED), (0, JUDGED)])
+def test_majorities_and_reward_functions_need_no_warning(tmp_path, monkeypatch, answers, own):
+    says_nothing(monkeypatch, answers)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*two answers")
+        make_trainer(EvolRLTrainer, EvolRLConfig, tmp_path, **own, max_steps=1).train()
 
 
 def test_without_sentence_transformers_the_extra_is_named(tmp_path, monkeypatch):

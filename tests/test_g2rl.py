@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from commands import run_example
-from peft import LoraConfig, PromptTuningConfig
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig
 from trl import GRPOConfig, GRPOTrainer
 from world import (
     always,
@@ -24,6 +24,7 @@ from world import (
 )
 
 from trl_explore.gradients.callback import GeometryCallback
+from trl_explore.gradients.feature_pass import FeatureRows
 from trl_explore.gradients.novelty import geometry, novelty_scores
 from trl_explore.trainers import (
     BranPOTrainer,
@@ -164,6 +165,16 @@ def test_features_cost_no_pass_of_their_own(tmp_path):
         assert (plain, ours) == ((0, 0) if batches == 1 else (2, 2))
 
 
+def dynamic_ntk(length):
+    """Rotary factors change for rows of so many tokens, or more."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    return make_model(max_position_embeddings=length, rope_parameters=rope)
+
+
+def test_features_cost_no_pass_where_rotary_factors_are_fixed(tmp_path):
+    assert batch_of(make_trainer(G2RLTrainer, G2RLConfig, tmp_path, model=dynamic_ntk(64)))[1] == 0
+
+
 class Elsewhere(G2RLTrainer):
     """Samples behind other prompts than it trains."""
 
@@ -178,6 +189,9 @@ class Elsewhere(G2RLTrainer):
         (G2RLTrainer, dict(generation_kwargs={"num_beams": 2})),
         (G2RLTrainer, dict(generation_kwargs={"use_cache": False})),
         (G2RLTrainer, dict(bf16=True)),
+        (G2RLTrainer, dict(generation_kwargs={"guidance_scale": 1.5})),
+        (G2RLTrainer, dict(peft_config=LoraConfig(r=2, alora_invocation_tokens=[8], target_modules=["q_proj"]))),
+        (G2RLTrainer, dict(model=dynamic_ntk(8))),
     ],
 )
 def test_features_cost_a_pass_where_sampling_shows_other_hidden_states(tmp_path, trainer_class, options):
@@ -485,6 +499,20 @@ def test_the_callback_measures_any_trainer_and_leaves_no_trace(tmp_path):
     _, own = trained(G2RLTrainer, G2RLConfig, tmp_path)
     for name in ("mean_cosine", "negative_pairs", "mean_novelty"):
         assert trainer.state.log_history[0][f"geometry/{name}"] == pytest.approx(own[0][f"geometry/{name}"], abs=1e-6)
+
+
+@pytest.mark.parametrize("adapter", [PromptTuningConfig, PrefixTuningConfig])
+def test_the_callback_measures_behind_virtual_tokens(tmp_path, adapter):
+    options = dict(peft_config=adapter(task_type="CAUSAL_LM", num_virtual_tokens=3), gradient_checkpointing=False)
+    trainer = make_trainer(GRPOTrainer, GRPOConfig, tmp_path, **options)
+    prompt, completion = [5, 6, 7], [8, 9, 10, 11]
+    found = GeometryCallback(trainer).features.gathered(FeatureRows([prompt], [completion], [[1] * 4]))
+    row = torch.tensor([prompt + completion])
+    with torch.no_grad():
+        logits = trainer.model.eval()(input_ids=row, attention_mask=torch.ones_like(row)).logits[0, -5:-1]
+    weight = trainer.model.get_base_model().lm_head.weight
+    expected = (weight[completion] - logits.softmax(-1) @ weight).mean(0)
+    torch.testing.assert_close(found[0], expected.detach(), rtol=1e-4, atol=1e-5)
 
 
 def test_the_callback_measures_as_often_as_asked(tmp_path):

@@ -2,6 +2,7 @@
 
 import math
 
+import peft
 import pytest
 import torch
 from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
@@ -16,6 +17,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
     StoppingCriteria,
@@ -25,7 +28,16 @@ from transformers import (
 )
 from world import make_model
 
-from trl_explore.sampling.generation import GenerationRecord, cache_argument, complete, recorded, row_entropies
+from trl_explore.sampling.generation import (
+    GenerationRecord,
+    cache_argument,
+    complete,
+    has_dropout,
+    recorded,
+    row_entropies,
+    whole_row_adapter,
+)
+from trl_explore.sampling.sampler import without_dropout
 
 EOS, PAD = 1, 0
 SHORT, LONG, LONGEST = [5, 6, 7], [5, 6, 7, 8, 9, 10, 11], [9, 8, 7, 6, 5, 12, 13, 14, 15]
@@ -369,6 +381,62 @@ def test_active_dropout_is_not_shared(where):
 
 
 # ------------------------------------------------------------------------------------------------------------- hooks
+
+
+def test_noise_of_an_adapter_counts_as_dropout():
+    if "PveraConfig" not in vars(peft):
+        pytest.skip("this PEFT has no PVeRA adapters")
+    model = get_peft_model(make_model(), peft.PveraConfig(r=4, target_modules=["q_proj"]))
+    assert has_dropout(model.train())
+    with without_dropout(model):
+        assert not has_dropout(model)
+    assert has_dropout(model) and not has_dropout(model.eval())
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+        LoraConfig(r=4, target_modules=["q_proj"], alora_invocation_tokens=[8], task_type="CAUSAL_LM"),
+    ],
+    ids=["prompt tuning", "activated LoRA"],
+)
+def test_prompts_are_not_shared_with_an_adapter_that_reads_the_whole_call(adapter):
+    model = get_peft_model(make_model(), adapter)
+    _, _, record = generate(model, [LONG] * 4, max_new_tokens=2)
+    assert record.encoded_rows == record.prefill_rows == 4
+    assert whole_row_adapter(model) is not None
+
+
+def test_plain_adapters_share_prompts():
+    lora = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    model = get_peft_model(make_model(), lora)
+    assert whole_row_adapter(model) is None is whole_row_adapter(make_model())
+    assert generate(model, [LONG] * 4, max_new_tokens=2)[2].encoded_rows == 1
+
+
+def test_a_pass_that_a_logits_processor_makes_is_no_step():
+    model = make_model()
+    completions, output, record = generate(model, MIXED, guidance_scale=1.5)
+    assert len(record.entropies) == completions.shape[1]
+    assert record.prefill_tokens == sum(map(len, MIXED)) and record.encoded_rows == 3
+    assert_close(record.entropies, [row_entropies(logits, temperature=1.0) for logits in output.logits])
+
+
+def test_a_row_that_is_encoded_again_while_it_grows_is_a_step():
+    """`generate` does so where the rotary factors of Phi-3 change."""
+    torch.manual_seed(0)
+    rope = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 4, long_factor=[4.0] * 4)
+    config = Phi3Config(
+        **{name: value for name, value in SIZE.items() if name != "head_dim"},
+        max_position_embeddings=64,
+        original_max_position_embeddings=10,
+        rope_parameters={**rope, "original_max_position_embeddings": 10},
+    )
+    model = Phi3ForCausalLM(config)
+    completions, output, record = generate(model, [LONG] * 2, max_new_tokens=6, eos_token_id=None)
+    assert completions.shape[1] == len(record.entropies) == 6
+    assert_close(record.entropies, [row_entropies(logits, temperature=1.0) for logits in output.logits])
 
 
 def test_the_model_inside_a_peft_model_is_found():

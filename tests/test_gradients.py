@@ -523,9 +523,25 @@ def test_every_order_of_shuffled_scores_is_equally_likely():
 
 def test_rewards_are_mapped():
     rewards = torch.tensor([0.0, 0.5, 0.75, NAN, -3.0])
-    mapped = map_rewards(rewards, "binary", threshold=0.5)
+    mapped = map_rewards(rewards, "binary", threshold=0.5, group_size=1)
     assert_close(mapped.nan_to_num(9.0), torch.tensor([-1.0, 1.0, 1.0, 9.0, -1.0]))
-    assert torch.equal(map_rewards(rewards, "none", threshold=0.5).nan_to_num(9.0), rewards.nan_to_num(9.0))
+    as_they_are = map_rewards(rewards, "none", threshold=0.5, group_size=1)
+    assert torch.equal(as_they_are.nan_to_num(9.0), rewards.nan_to_num(9.0))
+
+
+def test_scaled_rewards_span_minus_one_to_one_in_each_group():
+    rewards = torch.tensor([0.2, 0.3, 0.6, NAN, 1.0, 0.0, 1.0, 0.0, 0.3, 0.3, 0.3, 0.3])
+    mapped = map_rewards(rewards, "scaled", threshold=0.5, group_size=4)
+    expected = [-1.0, -0.5, 1.0, 9.0, 1.0, -1.0, 1.0, -1.0, -1.0, -1.0, -1.0, -1.0]
+    assert_close(mapped.nan_to_num(9.0), torch.tensor(expected))
+
+
+@given(st.lists(st.sampled_from([0.0, 1.0, NAN]), min_size=4, max_size=4))
+def test_scaled_rewards_of_0_and_1_are_the_papers(rewards):
+    given_rewards = torch.tensor(rewards)
+    scaled = map_rewards(given_rewards, "scaled", threshold=1.0, group_size=4)
+    binary = map_rewards(given_rewards, "binary", threshold=1.0, group_size=4)
+    assert torch.equal(scaled.nan_to_num(9.0), binary.nan_to_num(9.0))
 
 
 def test_rewards_are_shaped_and_clipped():
@@ -568,7 +584,7 @@ def test_geometry_counts_pairs_within_groups():
 def test_options_that_do_not_exist_are_named():
     with pytest.raises(ValueError, match="`transform='max'` is unknown: choose one of 'minmax', 'raw', 'centered'"):
         transform_novelty(torch.zeros(2), 2, "max")
-    with pytest.raises(ValueError, match="`mapping='sign'` is unknown: choose one of 'binary', 'none'"):
-        map_rewards(torch.zeros(2), "sign", threshold=0.5)
+    with pytest.raises(ValueError, match="`mapping='sign'` is unknown: choose one of 'scaled', 'binary', 'none'"):
+        map_rewards(torch.zeros(2), "sign", threshold=0.5, group_size=1)
     with pytest.raises(ValueError, match="3 rows cannot be split into groups of `group_size=2`"):
         novelty_scores(torch.zeros(3, 2), torch.zeros(3), 2)

@@ -16,7 +16,10 @@ UNSOLVED = dict(explore_prompts="unsolved", explore_into="add")
 RUNS = {
     "tree_grpo": [("tree_grpo", {}), ("tree_grpo", dict(replay_buffer=True, replay_threshold=0.9))],
     "sesa": [
-        ("sesa", dict(max_trajectories=2, off_policy_correction=True, train_dataset=TARGETS)),
+        (
+            "sesa",
+            dict(max_trajectories=2, off_policy_correction=True, train_dataset=TARGETS, coverage_column="targets"),
+        ),
         ("sesa", dict(mode="sequential")),
     ],
     "evol_rl": [("evol_rl", dict(reward_funcs=always))],

@@ -3,6 +3,7 @@
 import re
 from contextlib import contextmanager
 
+import peft
 import pytest
 import torch
 import yaml
@@ -27,6 +28,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -41,7 +44,7 @@ from trl_explore.methods import METHODS
 from trl_explore.packing.forward import PackedForward
 from trl_explore.rows.streams import LOSS_NORMALISERS
 from trl_explore.tasks.tiny_model import VOCAB_SIZE
-from trl_explore.trainers import ExplorationConfig, ExplorationTrainer
+from trl_explore.trainers import DeepGRPOConfig, DeepGRPOTrainer, ExplorationConfig, ExplorationTrainer
 
 WINDOW = dict(sliding_window=4, layer_types=["full_attention", "sliding_attention"])
 FAMILIES = {
@@ -58,6 +61,26 @@ FAMILIES = {
 SGD = dict(
     optim="sgd", learning_rate=0.1, max_steps=2, beta=0.1, steps_per_generation=2, gradient_accumulation_steps=2
 )
+
+
+def longrope_of(longest):
+    """A Phi-3 whose rotary factors change for rows that are longer."""
+    torch.manual_seed(0)
+    rope = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 4, long_factor=[4.0] * 4)
+    config = Phi3Config(
+        **{name: value for name, value in SIZE.items() if name != "head_dim"},
+        max_position_embeddings=64,
+        original_max_position_embeddings=longest,
+        rope_parameters={**rope, "original_max_position_embeddings": longest},
+    )
+    return Phi3ForCausalLM(config)
+
+
+def dynamic_of(longest):
+    """A Llama whose rotary factors change for rows that are longer."""
+    torch.manual_seed(0)
+    rope = dict(rope_type="dynamic", rope_theta=1e4, factor=4.0)
+    return LlamaForCausalLM(LlamaConfig(**SIZE, max_position_embeddings=longest + 1, rope_parameters=rope))
 
 
 class SharingTrainer(ExplorationTrainer):
@@ -160,7 +183,7 @@ def test_packed_rows_never_keep_more_memory_than_plain_ones(trainer):
     assert trainer._metrics["train"]["packing/packed"][-1] == 0.0  # the pass was TRL's
 
 
-LOSSES = sorted(set(LOSS_NORMALISERS) - {"bnpo"})  # a mean over each micro-batch's tokens, whichever rows it has
+LOSSES = sorted(set(LOSS_NORMALISERS) - {"bnpo"})  # "bnpo" is a mean over the tokens of a micro-batch
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +215,56 @@ def test_grouping_leaves_the_sum_over_a_generation_batch(batches, loss_type):
         ratios.append(sum(trainer._metrics["train"]["packing/token_ratio"]))
     assert_same(sums[1], sums[0], tolerance=1e-5)
     assert ratios[1] > 1.15 * ratios[0]
+
+
+# Fields that TRL's loss, or ours, computes from rows: from one row, a micro-batch, an optimizer step or all of them.
+REUSED = dict(num_iterations=2, max_steps=2)
+FIELDS = {
+    **{f"loss_type={name}": dict(loss_type=name) for name in sorted(set(LOSS_NORMALISERS) - {"luspo"})},
+    "loss_type=luspo": dict(loss_type="luspo", importance_sampling_level="sequence"),
+    "top_entropy_quantile": dict(top_entropy_quantile=0.3),
+    "top_entropy_quantile, bnpo": dict(top_entropy_quantile=0.3, loss_type="bnpo"),
+    "entropy_coef": dict(entropy_coef=3.0),
+    "use_adaptive_entropy": dict(
+        use_adaptive_entropy=True, entropy_target=9.0, entropy_coef=3.0, entropy_coef_max=9.0
+    ),
+    "importance_sampling_level": dict(importance_sampling_level="sequence", **REUSED),
+    "off_policy_mask_threshold": dict(off_policy_mask_threshold=0.01, **REUSED),
+    "delta": dict(delta=1.01, **REUSED),
+    "use_bias_correction_kl": dict(use_bias_correction_kl=True, **REUSED),
+    "mask_truncated_completions": dict(mask_truncated_completions=True, loss_type="bnpo"),
+    "drop_zero_advantage": dict(drop_zero_advantage=True, loss_type="bnpo"),
+    "clip_cov": dict(clip_cov=0.2, clip_cov_low=0.0),
+    "kl_cov": dict(kl_cov=0.2, loss_type="bnpo", **REUSED),
+    "several optimizer steps": dict(gradient_accumulation_steps=2, max_steps=4),
+    "steps over batches": dict(steps_per_generation=2, gradient_accumulation_steps=4),
+    "uneven steps": dict(gradient_accumulation_steps=3, max_steps=3),
+}
+SMALL = dict(per_device_train_batch_size=4, steps_per_generation=4, gradient_accumulation_steps=4)
+
+
+@pytest.mark.parametrize("options", FIELDS.values(), ids=FIELDS)
+def test_training_is_the_same_with_every_field(tmp_path, options):
+    options = {**SGD, **SMALL, **options}
+    expected, _ = trained(SharingTrainer, ExplorationConfig, tmp_path, **options)
+    found, log = trained(SharingTrainer, ExplorationConfig, tmp_path, shared_prefix_training="on", **options)
+    assert log[0]["packing/packed"] > 0
+    assert_same(found, expected, tolerance=1e-5)
+
+
+class SharingDeepGRPO(DeepGRPOTrainer):
+    def setup(self):
+        super().setup()
+        self.packing.min_saved = 1
+
+
+@pytest.mark.parametrize("name", ["top_entropy_quantile", "loss_type=bnpo", "several optimizer steps", "entropy_coef"])
+def test_training_on_further_streams_is_the_same_with_fields_of_a_micro_batch(tmp_path, name):
+    options = {**SGD, **SMALL, **TINY["deep_grpo"].options, **FIELDS[name]}
+    expected, _ = trained(SharingDeepGRPO, DeepGRPOConfig, tmp_path, **options)
+    found, log = trained(SharingDeepGRPO, DeepGRPOConfig, tmp_path, shared_prefix_training="on", **options)
+    assert log[0]["packing/packed"] > 0 and log[0]["pivots/sampled_tokens"] > 0
+    assert_same(found, expected, tolerance=1e-5)
 
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
@@ -348,10 +421,31 @@ def test_settings_that_do_not_go_together_are_refused(tmp_path):
             make(packed_token_budget=8, shared_prefix_training=mode)
         with pytest.raises(ValueError, match="`packed_token_budget=9` cannot hold a row of 12 tokens .* set it to at"):
             make(packed_token_budget=9, shared_prefix_training=mode)  # prompts have four, completions up to eight
+    lora = dict(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    with pytest.raises(
+        ValueError, match="cannot be used: the model has an activated LoRA adapter .*: train plain LoRA"
+    ):
+        make(peft_config=LoraConfig(**lora, alora_invocation_tokens=[8]))
+    if "LilyConfig" in vars(peft):
+        with pytest.raises(ValueError, match="cannot be used: the model has a Lily adapter, which mixes the tokens"):
+            make(peft_config=peft.LilyConfig(r=4, target_modules=["q_proj"]))
     flash = make_model("llama")
     flash.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ValueError, match="'flash_attention_2' cannot take a tree of rows: load the model with"):
         make(model=flash)
+
+
+@pytest.mark.parametrize("longest", [9, 30], ids=["beyond", "below"])
+@pytest.mark.parametrize("make", [longrope_of, dynamic_of], ids=["LongRoPE", "dynamic NTK"])
+def test_rows_are_packed_only_where_rotary_factors_are_fixed(tmp_path, make, longest):
+    make(longest).save_pretrained(tmp_path / "model")  # the reference model is loaded from there, too
+    options = dict(SGD, model=str(tmp_path / "model"), **TINY["deep_grpo"].options)
+    expected, _ = trained(SharingDeepGRPO, DeepGRPOConfig, tmp_path, **options)
+    for budget in (None, 24):
+        packing = dict(shared_prefix_training="on", packed_token_budget=budget)
+        found, log = trained(SharingDeepGRPO, DeepGRPOConfig, tmp_path, **packing, **options)
+        assert ("packing/packed" in log[0]) == (longest == 30)
+        assert_same(found, expected, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("mode", ["on", "auto"])

@@ -63,6 +63,8 @@ class StandIn:
         self.ranks, self.serving = Ranks(self.accelerator), None
         self.eos_token_ids, self.exploration_generator = [END], torch.Generator().manual_seed(0)
         self.calls, self.logged, self.passes = [], defaultdict(list), []
+        self.log_completions = False
+        self.reward_func_names, self.reward_weights = ["reward_0"], torch.ones(1)
 
     def generate(self, prefixes, max_new_tokens):
         self.calls.append((prefixes, max_new_tokens))
@@ -134,8 +136,8 @@ def test_a_server_answers_instead_of_the_model():
 # ------------------------------------------------------------------------------------------------------- the scorer
 
 
-def scorer(policy=None, weights=(1.0,)):
-    return Scorer(policy or StandIn(), [f"reward_{i}" for i in range(len(weights))], torch.tensor(weights))
+def scorer(policy=None):
+    return Scorer(policy or StandIn())
 
 
 def test_rows_are_scored_in_a_pass_of_their_own():
@@ -157,7 +159,7 @@ def test_without_a_row_nothing_is_scored():
 
 def test_judged_completions_belong_to_no_stream():
     policy = StandIn()
-    rewards, extra = scorer(policy).judge([{"prompt": "p"}] * 2, [[6], [6, 7]])
+    rewards, extra = scorer(policy).judge([{"prompt": "p"}] * 2, [[6], [6, 7]], prompt_ids=[[5], [5]])
     assert (rewards, extra) == ([[1.0], [2.0]], [{}, {}]) and policy.passes[0].name is None
 
 
@@ -172,20 +174,49 @@ def test_known_rewards_are_not_asked_for_again():
         columns = {"completions": ["a", "b"], "log_extra": lambda name, values: None}
         return torch.tensor([[value] for value in functions[0](**columns)])
 
-    assert scorer().rewards(ask, [count], [[5.0], None]).tolist() == [[5.0], [1.0]]
+    rewards, columns = scorer().rewards(ask, [count], [[5.0], None], num_rows=2)
+    assert rewards.tolist() == [[5.0], [1.0]] and columns == {}
     assert asked == [["b"]]
 
 
-def test_a_run_without_any_reward_stops_at_once_and_later_after_eight_prompts():
-    part, none, some = scorer(), torch.full((4, 1), torch.nan), torch.ones(4, 1)
-    with pytest.raises(RewardError, match="None of the completions of 2 prompt"):
-        part.stop_if_unscored(none, {"prompt": 0}, group_size=2)
+NONE, SOME = torch.full((4, 1), torch.nan), torch.ones(4, 1)
+
+
+@pytest.mark.parametrize("first", [[], [SOME]])
+def test_a_run_stops_after_eight_prompts_in_a_row_without_a_reward(first):
     part = scorer()
-    part.stop_if_unscored(some, {"prompt": 0}, group_size=2)
-    for _ in range(3):
-        part.stop_if_unscored(none, {"prompt": 0}, group_size=2)
-    with pytest.raises(RewardError, match="of 8 prompt"):
-        part.stop_if_unscored(none, {"prompt": 0}, group_size=2)
+    for rewards in [*first, NONE, NONE, NONE]:
+        part.stop_if_unscored(rewards, {"prompt": 0}, group_size=2)
+    with pytest.raises(RewardError, match="None of the completions of 8 prompt"):
+        part.stop_if_unscored(NONE, {"prompt": 0}, group_size=2)
+
+
+def test_a_large_first_batch_without_a_reward_stops_the_run_at_once():
+    with pytest.raises(RewardError, match="of 16 prompt"):
+        scorer().stop_if_unscored(torch.full((32, 1), torch.nan), {"prompt": 0}, group_size=2)
+
+
+def test_a_run_too_short_for_eight_prompts_stops_at_its_end():
+    part = scorer()
+    part.stop_if_unscored(NONE, {"prompt": 0}, group_size=2)
+    with pytest.raises(RewardError, match="of 2 prompt"):
+        part.stop_if_never_scored()
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_run_that_had_a_reward_does_not_stop_at_its_end(resumed):
+    part = scorer()
+    part.begin_run(resumed=resumed)
+    for rewards in [NONE] if resumed else [SOME, NONE]:
+        part.stop_if_unscored(rewards, {"prompt": 0}, group_size=2)
+    part.stop_if_never_scored()
+
+
+def test_the_scorer_reads_weights_that_were_replaced():
+    policy = StandIn()
+    part = scorer(policy)
+    policy.reward_weights = torch.tensor([3.0])
+    assert part.totals(torch.ones(2, 1)).tolist() == [3.0, 3.0]
 
 
 # ----------------------------------------------------------------------------------------------- streams and the table

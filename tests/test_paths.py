@@ -5,16 +5,24 @@ import functools
 import re
 import warnings
 
+import peft
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft import LoraConfig, get_peft_model
+from peft import (
+    LoraConfig,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     FalconConfig,
     FalconForCausalLM,
+    Gemma3TextConfig,
     GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
@@ -26,6 +34,8 @@ from transformers import (
     MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
     T5Config,
@@ -35,6 +45,7 @@ from world import BOARDS, assert_same, contains_answer, differ, make_agent, make
 
 from trl_explore.sampling.generation import complete, recorded
 from trl_explore.sampling.paths import PathCache, effective_options, why_not
+from trl_explore.sampling.positions import fixed_rotary_length
 from trl_explore.tasks.tiny_model import build_model, build_tokenizer
 from trl_explore.trainers import (
     BranPOConfig,
@@ -106,6 +117,31 @@ def with_adapters():
 
 
 every_model = pytest.mark.parametrize("make", [make_model, untied, llama, gpt2, falcon, deepseek, with_adapters])
+
+
+PREFIXES = {
+    "prompt tuning": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "p-tuning": PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "prefix tuning": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+}
+
+
+def longrope():
+    """Rotary factors that are other ones for all tokens once a row has more than 9."""
+    torch.manual_seed(0)
+    factors = dict(short_factor=[1.0] * 2, long_factor=[4.0] * 2, original_max_position_embeddings=9)
+    rope = dict(rope_type="longrope", rope_theta=10000.0, **factors)
+    size = {**SIZE, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return Phi3ForCausalLM(
+        Phi3Config(**size, rope_parameters=rope, max_position_embeddings=64, original_max_position_embeddings=9)
+    )
+
+
+def dynamic():
+    """Rotary factors that change with every token behind the tenth."""
+    torch.manual_seed(0)
+    rope = dict(rope_type="dynamic", rope_theta=10000.0, factor=4.0)
+    return LlamaForCausalLM(LlamaConfig(**SIZE, rope_parameters=rope, max_position_embeddings=10))
 
 
 def sampling(*, ends=(EOS,), do_sample=True, **options):
@@ -596,6 +632,9 @@ def test_checkpointing_is_off_within_a_rollout_and_on_behind_it(tmp_path):
 # ------------------------------------------------------------------------------------------------------- the methods
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+ACTIVATED = LoraConfig(r=4, target_modules=["q_proj"], alora_invocation_tokens=[8], task_type="CAUSAL_LM")
+LILY = "LilyConfig" in vars(peft) and peft.LilyConfig(r=4, target_modules=["q_proj"])
+without_lily = pytest.mark.skipif(not LILY, reason="this PEFT has no Lily adapters")
 TREES = dict(expansion_width=3, node_length=2)
 DRAFTS = dict(
     max_sketch_length=4,
@@ -706,16 +745,114 @@ def warned_run(*args, **options):
         (functools.partial(make_model, attention_dropout=0.1), "dropout", {}),
         (make_model, "dropout", dict(peft_config=LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj"]))),
         (make_model, "path_cache_tokens=9", dict(path_cache_tokens=9)),
+        (make_model, "virtual tokens", dict(peft_config=PREFIXES["prompt tuning"])),
+        (make_model, "virtual tokens", dict(peft_config=PREFIXES["p-tuning"])),
+        (make_model, "virtual tokens", dict(peft_config=PREFIXES["prefix tuning"], gradient_checkpointing=False)),
+        pytest.param(make_model, "a Lily adapter", dict(peft_config=LILY), marks=without_lily),
+        (make_model, "an activated LoRA adapter", dict(peft_config=ACTIVATED)),
+        (longrope, "change for rows of more than 9 tokens", {}),
+        (dynamic, "change for rows of more than 9 tokens", {}),
+        (make_model, "eos_token_id", dict(generation_kwargs=dict(eos_token_id=[EOS, 20]))),
+        (make_model, "guidance_scale", dict(generation_kwargs=dict(guidance_scale=1.5))),
     ],
-    ids=["windows", "n-grams", "beams", "dropout", "dropout of adapters", "bound"],
+    ids=[
+        *["windows", "n-grams", "beams", "dropout", "dropout of adapters", "bound", *PREFIXES, "Lily"],
+        *["activated LoRA", "LongRoPE", "dynamic NTK", "end tokens", "guidance"],
+    ],
 )
 def test_what_is_refused_is_said_once_and_trains_as_without(tmp_path, model, words, options):
-    options = {**TREES, **options}
+    options = copy.deepcopy({**TREES, **options})  # PEFT writes the sizes of the model into its configurations
     found, said = warned_run(TreeGRPOTrainer, TreeGRPOConfig, tmp_path, model=model(), **options)
     options["path_cache_tokens"] = 0
     expected, silent = warned_run(TreeGRPOTrainer, TreeGRPOConfig, tmp_path, model=model(), **options)
     assert len(said) == 1 and words in said[0] and silent == []
     assert_same_run(found, expected)
+
+
+def assert_greedy(trainer, prompts, completions):
+    """Every token is the likeliest one that a forward pass over the whole row says."""
+    for prompt, ids in zip(prompts, completions, strict=True):
+        for number, token in enumerate(ids):
+            row = torch.tensor([prompt + ids[:number]])
+            with torch.no_grad():
+                logits = trainer.model(input_ids=row, attention_mask=torch.ones_like(row)).logits
+            assert int(logits[0, -1].argmax()) == token
+
+
+def greedy_trainer(folder, **options):
+    greedy = dict(generation_kwargs=dict(do_sample=False), path_cache_tokens=1000)
+    trainer = make_trainer(ExplorationTrainer, ExplorationConfig, folder, **greedy, **options)
+    trainer.model.train()
+    return trainer
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", PREFIXES)
+@pytest.mark.filterwarnings("ignore:Prefixes are encoded again")
+def test_greedy_samples_behind_virtual_tokens_are_those_of_the_policy(tmp_path, name, attention):
+    model = make_model(num_hidden_layers=2, attn_implementation=attention)
+    adapter = copy.deepcopy(PREFIXES[name])  # PEFT writes the sizes of the model into it
+    trainer = greedy_trainer(tmp_path, model=model, peft_config=adapter, gradient_checkpointing=False)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in trainer.model.parameters():
+        if parameter.requires_grad:
+            parameter.data += torch.randn(parameter.shape, generator=generator)
+    prompts = [LONG, LONG[:4], LONG[1:5]]
+    with trainer.sample.rollout():
+        for prompt in prompts:  # one by one, since PEFT counts positions from the padding
+            ((one,),) = trainer.sample([prompt], 1, 4)
+            ((more,),) = trainer.sample([prompt + one.token_ids[:2]], 1, 4)
+            assert_greedy(trainer, [prompt, prompt + one.token_ids[:2]], [one.token_ids, more.token_ids])
+
+
+@pytest.mark.parametrize("make", [longrope, dynamic])
+@pytest.mark.filterwarnings("ignore:Prefixes are encoded again")
+def test_prefixes_are_kept_up_to_the_length_at_which_rotary_factors_change(tmp_path, make):
+    trainer = greedy_trainer(tmp_path, model=make())
+    with trainer.sample.rollout():
+        assert trainer.sample.paths is not None
+        ((short,),) = trainer.sample([LONG], 1, 3)  # the model reads 9 tokens
+        assert trainer.sample.paths is not None
+        ((longer,),) = trainer.sample([LONG + short.token_ids[:2]], 1, 4)
+        assert trainer.sample.paths is None
+    assert_greedy(trainer, [LONG], [short.token_ids])
+    with trainer.sample.rollout():
+        assert trainer.sample.paths is not None  # in the next rollout again
+    if make is longrope:  # `generate` encodes rows of Phi-3 again where the factors change, but not of Llama
+        assert_greedy(trainer, [LONG + short.token_ids[:2]], [longer.token_ids])
+
+
+@pytest.mark.parametrize(
+    ("config", "length"),
+    [
+        (LlamaConfig(max_position_embeddings=64), None),
+        (LlamaConfig(rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=2.0)), None),
+        (LlamaConfig(rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=2.0)), None),
+        (LlamaConfig(max_position_embeddings=64, rope_scaling=dict(type="dynamic", factor=2.0)), 63),
+        (
+            Gemma3TextConfig(
+                max_position_embeddings=128,
+                rope_parameters={
+                    "full_attention": dict(rope_type="dynamic", rope_theta=1e4, factor=2.0),
+                    "sliding_attention": dict(rope_type="default", rope_theta=1e4),
+                },
+            ),
+            127,
+        ),
+        (longrope().config, 9),
+        (GPT2Config(), None),
+    ],
+    ids=["default", "yarn", "linear", "old names", "one layer type", "longrope", "no rotary positions"],
+)
+def test_the_length_up_to_which_rotary_factors_are_fixed(config, length):
+    assert fixed_rotary_length(config) == length
+
+
+def test_solutions_behind_sketches_are_as_long_as_generation_kwargs_say(tmp_path):
+    own, plain = with_and_without(
+        SESATrainer, SESAConfig, tmp_path, **DRAFTS, num_sketches=1, generation_kwargs=dict(max_new_tokens=3)
+    )
+    assert own[1] == plain[1] and max(map(len, own[0].main_completion_ids)) == 3
 
 
 # -------------------------------------------------------------------------------------------------------- the agents

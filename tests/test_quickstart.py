@@ -73,7 +73,7 @@ def test_it_takes_at_least_four_seeds_and_fast_is_smaller():
         ((-0.108, 0.091), "-10.8 ± 9.1 (behind)"),
         ((0.05, 0.05), "+5.0 ± 5.0 (not clear: the interval includes 0)"),
         ((-0.01, 0.3), "-1.0 ± 30.0 (not clear: the interval includes 0)"),
-        ((0.2, None), "+20.0 (one seed, which may be chance)"),
+        ((0.2, None), "+20.0 (may be chance: an interval needs 3 seeds)"),
     ],
 )
 def test_a_difference_is_called_what_its_interval_allows(difference, text):

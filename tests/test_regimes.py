@@ -306,7 +306,8 @@ def test_the_report_says_what_is_not_admitted_and_compares_with_controls(regimes
     assert "Limited neither by samples nor variety. 4x against GRPO over 2 steps, greedy along the curve: +0.0" in text
     assert "| G2RL | learning_rate 0.001, novelty_weight 1.0 | 100.0 |" in text
     [line] = [line for line in text.splitlines() if line.startswith("| G2RL - GRPO |")]
-    assert "+25.0 [" in line.split("|")[2] and not line.split("|")[4].strip()  # equal steps, and tokens in the loss
+    assert line.split("|")[2].strip() == "+25.0 (two seeds)"  # equal steps
+    assert not line.split("|")[4].strip()  # equal tokens in the loss
     assert "## Verdicts" not in text  # nothing to be said of a method where exploration has nothing to give
     assert "| G2RL - G2RL, shuffled |" in text and Path("forest.png").read_bytes().startswith(b"\x89PNG")
 
@@ -326,7 +327,7 @@ def test_the_report_counts_and_draws_what_training_gains_and_loses(regimes, modu
     results.write_results(regime.path, rows, METRICS)
     modules.report.report([regime], Path("results"))
     lines = Path("results.md").read_text().splitlines()
-    assert [line for line in lines if line.startswith("| G2RL | 9.4") and line.endswith("| 1.0 ± 0.0 | 2.0 ± 0.0 |")]
+    assert [line for line in lines if line.startswith("| G2RL | 9.4") and line.endswith("| 1.0 | 2.0 |")]
     assert Path("changes.png").read_bytes().startswith(b"\x89PNG")
     assert 'Began at other values than GRPO ("The same start" in evidence.md says why): G2RL (1 of 2 seeds).' in lines
 
@@ -383,12 +384,23 @@ def test_what_was_measured_in_another_way_is_not_reported(regimes, modules, chan
 
 def test_verdicts_tell_what_is_clear_from_what_is_not(regimes, modules):
     regime, results, report = load(regimes), modules.results, modules.report
-    rows = made(results, "verdict", regime.arms, [[0.1, 0.1], [0.1, 0.1], [1.0, 1.0], [0.1, 1.0]])
+    rows = made(results, "verdict", regime.arms, [[0.1] * 3, [0.1] * 3, [1.0] * 3, [0.1, 1.0, 0.1]])
     rows += made(results, "admission", regime.arms[:2], [[0.1, 0.1], [1.0, 1.0]])
     text = "\n".join(report.verdicts([modules.effects.Results(regime, rows)]))
     assert "- **G2RL.** Against GRPO at equal generated tokens: clearly ahead in small +" in text
     assert "Against its controls at equal generated tokens: neither clearly in small, G2RL, shuffled +" in text
     assert "clearly behind" not in text and "At equal CPU seconds: clearly ahead" in text
+
+
+def test_of_two_seeds_nothing_is_called_clear(regimes, modules):
+    regime, effects = load(regimes), modules.effects
+    rows = made(modules.results, "verdict", regime.arms, [[0.1, 0.1], [0.1, 0.1], [1.0, 1.0], [0.1, 1.0]])
+    rows += made(modules.results, "admission", regime.arms[:2], [[0.1, 0.1], [1.0, 1.0]])
+    found = effects.Results(regime, rows)
+    text = "\n".join(modules.report.verdicts([found]))
+    assert "clearly ahead" not in text and "(two seeds)" in text and "±" not in text
+    effect = found.effect("G2RL", "GRPO", metric="greedy_accuracy", cost="tokens")
+    assert effect.seeds == 2 and not effect.has_interval  # so that advise is not told of it
 
 
 def test_a_frontier_waits_for_the_last_seed(modules):

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from world import contains_answer, make_dataset, make_tokenizer, make_trainer, saved_model, trained
 
 from trl_explore.cli import main
@@ -198,14 +199,43 @@ def scoring(batches):
     return sometimes
 
 
-def test_a_batch_without_rewards_at_the_beginning_stops_the_run(tmp_path):
-    with pytest.raises(RewardError, match="of 2 prompt.s. in a row has a reward.* sometimes returned None or NaN"):
-        trained(ExplorationTrainer, ExplorationConfig, tmp_path, reward_funcs=scoring({1, 2}))
+def test_prompts_without_rewards_stop_the_run_after_eight_from_the_beginning(tmp_path):
+    trainer = make_trainer(ExplorationTrainer, ExplorationConfig, tmp_path, reward_funcs=scoring(set()), max_steps=20)
+    with pytest.raises(RewardError, match="of 8 prompt.s. in a row has a reward.* sometimes returned None or NaN"):
+        trainer.train()
+    assert trainer.state.global_step == 3  # batches of two prompts
 
 
-def test_a_few_prompts_without_rewards_later_do_not_stop_the_run(tmp_path):
-    _, log = trained(ExplorationTrainer, ExplorationConfig, tmp_path, reward_funcs=scoring({0, 4}), max_steps=5)
+def test_a_short_run_without_any_reward_stops_at_its_end(tmp_path):
+    trainer = make_trainer(ExplorationTrainer, ExplorationConfig, tmp_path, reward_funcs=scoring(set()), max_steps=2)
+    with pytest.raises(RewardError, match="of 4 prompt.s. in a row has a reward"):
+        trainer.train()
+    assert trainer.state.global_step == 2
+
+
+def test_a_short_run_after_one_with_rewards_does_not_stop(tmp_path):
+    trainer = make_trainer(ExplorationTrainer, ExplorationConfig, tmp_path, reward_funcs=scoring({0}), max_steps=1)
+    trainer.train()
+    trainer.train()
+    assert trainer.state.log_history[0]["reward"] is None
+
+
+@pytest.mark.parametrize("scored", [{0, 4}, {1, 4}])
+def test_a_few_prompts_without_rewards_do_not_stop_the_run(tmp_path, scored):
+    _, log = trained(ExplorationTrainer, ExplorationConfig, tmp_path, reward_funcs=scoring(scored), max_steps=5)
     assert [entry["step"] for entry in log if "loss" in entry] == [1, 2, 3, 4, 5]
+
+
+def test_one_unreadable_answer_does_not_stop_a_run_of_one_prompt_per_batch(tmp_path):
+    def some(completions, answer, **columns):
+        return [None if gold == "?" else float(gold in text) for text, gold in zip(completions, answer, strict=True)]
+
+    first = make_dataset().select(range(4))
+    rows = [{**row, "answer": row["answer"] if place else "?"} for place, row in enumerate(first)]
+    data = Dataset.from_list(rows)
+    options = dict(train_dataset=data, per_device_train_batch_size=4, shuffle_dataset=False, max_steps=4)
+    _, log = trained(ExplorationTrainer, ExplorationConfig, tmp_path, reward_funcs=some, **options)
+    assert [entry["reward"] is None for entry in log if "loss" in entry] == [True, False, False, False]
 
 
 def test_many_prompts_in_a_row_without_rewards_stop_the_run(tmp_path):

@@ -417,7 +417,8 @@ def test_the_correction_weights_tokens_by_the_likelihood_ratio(tmp_path, mode, s
 def test_metrics(tmp_path):
     dataset = make_dataset()
     dataset = dataset.add_column("targets", [["1", "2"]] * len(dataset))
-    trainer = sesa_trainer(tmp_path, train_dataset=dataset, max_steps=1, reward_funcs=contains_answer)
+    options = dict(train_dataset=dataset, max_steps=1, reward_funcs=contains_answer, coverage_column="targets")
+    trainer = sesa_trainer(tmp_path, **options)
     trainer.train()
     log = trainer.state.log_history[0]
     assert 0 < log["sketch/distinct"] <= 1 and 0 <= log["sketch/similarity"] < 1 and log["sketch/coverage"] == 0
@@ -426,6 +427,49 @@ def test_metrics(tmp_path):
     assert log["sketch/sampled_tokens"] == pytest.approx(log["sketch/tokens"] + main)
     assert log["sketch/token_ratio"] == pytest.approx(log["sketch/tokens"] / log["sketch/sampled_tokens"])
     assert 1 <= log["sketch/pass_ratio"] <= 4 and log["sketch/collapse_alarm"] in (0, 1)
+
+
+COLUMNS = {
+    "none": [None] * 36,
+    "empty": [[]] * 36,
+    "numbers": [7] * 36,
+    "number lists": [[1, 2]] * 36,
+    "nested": [[["1"], ["2"]]] * 36,
+    "text": ["12"] * 36,
+}
+
+
+@pytest.mark.parametrize("mode", ["two_stage", "sequential"])
+@pytest.mark.parametrize("values", COLUMNS.values(), ids=COLUMNS.keys())
+def test_a_column_called_targets_is_not_read_unless_it_is_named(tmp_path, values, mode):
+    trainer = sesa_trainer(
+        tmp_path, train_dataset=make_dataset().add_column("targets", values), mode=mode, max_steps=1
+    )
+    trainer.train()
+    assert "sketch/coverage" not in trainer.state.log_history[0]
+
+
+@pytest.mark.parametrize("name", ["numbers", "number lists", "nested", "text"])
+def test_a_coverage_column_of_another_form_is_refused(tmp_path, name):
+    dataset = make_dataset().add_column("right", COLUMNS[name])
+    with pytest.raises(ValueError, match="`coverage_column='right'` must hold a list of texts .* one row has"):
+        sesa_trainer(tmp_path, train_dataset=dataset, coverage_column="right")
+
+
+def test_a_coverage_column_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="`coverage_column='right'` is no column of the data, which has prompt, answ"):
+        sesa_trainer(tmp_path, coverage_column="right")
+    with pytest.raises(
+        ValueError, match="`coverage_column='answer'` cannot be read with `remove_unused_columns=True`"
+    ):
+        sesa_trainer(tmp_path, coverage_column="answer", remove_unused_columns=True)
+
+
+def test_prompts_without_targets_do_not_count_for_coverage(tmp_path):
+    dataset = make_dataset().add_column("right", [None, [], ["no such answer"]] * 12)
+    trainer = sesa_trainer(tmp_path, train_dataset=dataset, coverage_column="right", max_steps=6)
+    trainer.train()
+    assert {log.get("sketch/coverage") for log in trainer.state.log_history} <= {None, 0.0}
 
 
 def test_the_alarm_is_for_groups_that_fail_and_succeed_together(tmp_path):

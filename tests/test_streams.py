@@ -109,6 +109,27 @@ def test_a_process_without_rows_still_gets_its_share_of_masked_ones():
     assert loss_mask(steps[0][0]).sum() == 0
 
 
+def test_parts_keep_their_width_where_that_is_asked_for():
+    rows = make_rows([2, 5])
+    [parts] = split_stream(rows, torch.tensor([True, False]), num_rows=1, num_steps=1, max_rows=4, trim=False)
+    assert parts[0]["completion_ids"].shape[1] == rows["completion_ids"].shape[1]
+
+
+def test_rows_change_places_only_within_a_window():
+    rows = make_rows([1, 1, 1, 1, 1, 1, 1, 1])
+    rows["prompt_ids"] = torch.tensor([[place // 4] * 3 for place in range(8)])  # two prompts, four rows each
+    options = dict(num_rows=8, num_steps=4, max_rows=4)
+    keep = torch.ones(8, dtype=torch.bool)
+
+    def steps(**more):
+        found = split_stream(rows, keep, **options, **more)
+        return [sorted(part["prompt_ids"][:, 0].tolist()) for [part] in found]
+
+    assert steps() == steps(together=True, window=1) == [[0, 1]] * 4
+    assert sorted(steps(together=True, window=2)) == [[0, 0], [0, 0], [1, 1], [1, 1]]
+    assert sorted(steps(together=True)) == sorted(steps(together=True, window=4))
+
+
 def test_siblings_stay_together_where_that_is_asked_for():
     rows = make_rows([3, 3, 3, 3, 3])
     rows["prompt_ids"][[2, 3]] = 2

@@ -129,7 +129,7 @@ def test_every_rule_takes_a_rounded_total_for_a_success():
     assert not failed_rows(total, threshold=1.0, group_size=4, branch_from="failures").any()
     assert not failed_rows(total, threshold=1.0, group_size=4, branch_from="failed_groups").any()
     assert terminal_outcome(short, finished=True, success_threshold=1.0, incomplete_score=-1.0) == 1.0
-    assert map_rewards(total, "binary", threshold=1.0).tolist() == [1.0] * 4
+    assert map_rewards(total, "binary", threshold=1.0, group_size=4).tolist() == [1.0] * 4
     assert mixed_enough(total, 4, min_correct=4, min_wrong=0, threshold=1.0).all()
     assert not mixed_enough(total, 4, min_correct=0, min_wrong=1, threshold=1.0).any()
     measured = sample_metrics([[short] * 2], [[None] * 2], [short], threshold=1.0, k=[1])

@@ -183,16 +183,6 @@ def test_every_completion_is_scored_once(tmp_path, conversational):
     )  # fmt: skip
 
 
-def test_extra_columns_need_one_value_per_completion(tmp_path):
-    def sloppy(completions, log_extra, **kwargs):
-        log_extra("column", [0])
-        return [0.0] * len(completions)
-
-    trainer = tree_trainer(tmp_path, reward_funcs=sloppy)
-    with pytest.raises(ValueError, match=r"`log_extra\('column', ...\)` was given 1 values for"):
-        first_batch(trainer)
-
-
 def test_a_reward_model_sees_each_completion_once(tmp_path):
     class Model(torch.nn.Module):
         config = type("Config", (), {"_name_or_path": "tiny/reward", "pad_token_id": 0, "problem_type": None})()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from trl_explore.rows.rollouts import Continuation
 from trl_explore.trees.credit import first_appearance, is_uniform, overlong_penalty, tree_advantages
 from trl_explore.trees.records import tree_record
-from trl_explore.trees.rules import mean_entropy
+from trl_explore.trees.rules import mean_entropy, scaled_outcomes
 from trl_explore.trees.search import (
     ROOT,
     Limits,
@@ -66,28 +66,28 @@ class Script:
         return sampled
 
 
-def judged_by(golden, trees):
+def judged_by(golden, trees, *, scaled=False):
     def value_fn(leaves):
-        return [
-            Verdict(
-                terminal_outcome(
-                    float(leaf.completion_ids in trees[leaf.tree]["correct"]),
-                    finished=leaf.finished,
-                    success_threshold=1.0,
-                    incomplete_score=golden.get("incomplete_score", -1.0),
-                )
+        verdicts = []
+        for leaf in leaves:
+            reward = float(leaf.completion_ids in trees[leaf.tree]["correct"])
+            outcome = terminal_outcome(
+                reward,
+                finished=leaf.finished,
+                success_threshold=1.0,
+                incomplete_score=golden.get("incomplete_score", -1.0),
             )
-            for leaf in leaves
-        ]
+            verdicts.append(Verdict(outcome, reward=reward if scaled else None))
+        return verdicts
 
     return value_fn
 
 
-def grow(golden, trees):
+def grow(golden, trees, *, scaled=False):
     """The finished trees, and every call to the sampler."""
     script = Script(trees)
     roots = [tree["prompt_ids"] for tree in trees]
-    grown = search(roots, script, judged_by(golden, trees), limits=Limits(**golden["limits"]))
+    grown = search(roots, script, judged_by(golden, trees, scaled=scaled), limits=Limits(**golden["limits"]))
     assert not any(script.left.values())
     return grown, script.calls
 
@@ -109,10 +109,12 @@ def check(tree, expected):
         assert row == pytest.approx(wanted, abs=1e-6)
 
 
+@pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("name", GOLDEN)
-def test_golden_trees_grow_as_written(name):
+def test_golden_trees_grow_as_written(name, scaled):
+    """Their rewards are 0 and 1, which are the paper's outcomes on either scale."""
     golden = GOLDEN[name]
-    for tree, written in zip(grow(golden, golden["trees"])[0], golden["trees"], strict=True):
+    for tree, written in zip(grow(golden, golden["trees"], scaled=scaled)[0], golden["trees"], strict=True):
         check(tree, written["expected"])
 
 
@@ -201,6 +203,19 @@ def test_frontier_score():
 )
 def test_terminal_outcome(reward, finished, expected):
     assert terminal_outcome(reward, finished=finished, success_threshold=1.0, incomplete_score=-0.3) == expected
+
+
+def test_outcomes_are_scaled_to_the_rewards_of_a_tree():
+    assert scaled_outcomes([0.2, 0.3, 0.6], [-1.0, -1.0, -1.0]) == pytest.approx([-1.0, -0.5, 1.0])
+    assert scaled_outcomes([0.0, 1.0, 0.0], [-1.0, 1.0, -1.0]) == [-1.0, 1.0, -1.0]
+    assert scaled_outcomes([3.0, 8.0], [1.0, 1.0]) == [-1.0, 1.0]  # also if all of them count as correct
+    assert scaled_outcomes([0.3, 0.3], [-1.0, -1.0]) is None
+    assert scaled_outcomes([1.0, 0.99999994], [1.0, 1.0]) is None  # float32's rounding is no contrast
+
+
+def test_a_completion_that_a_limit_cut_off_is_worth_at_least_the_incomplete_score():
+    assert scaled_outcomes([0.0, 0.1, 1.0], [-0.3, -0.3, 1.0]) == [-0.3, -0.3, 1.0]
+    assert scaled_outcomes([0.0, 0.8, 1.0], [-0.3, -0.3, 1.0]) == pytest.approx([-0.3, 0.6, 1.0])
 
 
 def test_entropy_is_the_mean_of_what_is_known():
@@ -495,7 +510,7 @@ def worlds(draw, *selections):
     )
 
 
-def grow_world(world, prompts=None):
+def grow_world(world, prompts=None, *, graded=False):
     calls = []
 
     def sample_fn(prefixes, num_samples, budgets):
@@ -515,23 +530,39 @@ def grow_world(world, prompts=None):
 
     def value_fn(leaves):
         assert all(len(leaf.completion_ids) <= world["limits"].max_completion_length for leaf in leaves)
-        rewards = [random.Random(f"{world['seed']} {leaf.completion_ids}").random() for leaf in leaves]
-        return [
-            Verdict(
-                terminal_outcome(
-                    float(reward < world["success"]),
-                    finished=leaf.finished,
-                    success_threshold=1.0,
-                    incomplete_score=world["incomplete"],
-                )
+        verdicts = []
+        for leaf in leaves:
+            drawn = random.Random(f"{world['seed']} {leaf.completion_ids}").random()
+            reward = float(drawn < world["success"])
+            if graded and reward == 0.0:
+                reward = round(0.4 * (1 - drawn), 1)
+            outcome = terminal_outcome(
+                reward, finished=leaf.finished, success_threshold=1.0, incomplete_score=world["incomplete"]
             )
-            for reward, leaf in zip(rewards, leaves, strict=True)
-        ]
+            verdicts.append(Verdict(outcome, reward=reward if graded else None))
+        return verdicts
 
     prompts = prompts or [[100 + i] for i in range(world["num_trees"])]
     skip = [world["skip"] and i == 0 for i in range(len(prompts))]
     trees = search(prompts, sample_fn, value_fn, limits=world["limits"], select_fn=world["select_fn"], skip=skip)
     return trees, calls
+
+
+@settings(max_examples=200, deadline=None)
+@given(worlds())
+def test_values_are_those_of_outcomes_on_the_scale_of_the_whole_tree(world):
+    """The scale changes while a tree grows; in the end each value is as if it had been known from the start."""
+    for tree in grow_world(world, graded=True)[0]:
+        rows = [tree.nodes[row] for row in tree.results]
+        scaled = scaled_outcomes([row.reward for row in rows], [row.outcome for row in rows])
+        assert [row.worth for row in rows] == (scaled or [row.outcome for row in rows])
+        assert is_uniform(tree) == (scaled is None)
+        values = [0.0] * len(tree.nodes)
+        for row in rows:
+            path = tree.path(row.index)
+            for step, index in enumerate(path, start=1):
+                values[index] = backup_value(values[index], row.worth, step=step, length=len(path), decay_min=0.1)
+        assert [node.value for node in tree.nodes] == values
 
 
 @settings(max_examples=400, deadline=None)

@@ -41,8 +41,8 @@ class AgentTreeGRPOTrainer(ExplorationTrainer):
     sampled again from the prompt. Vision-language models and `rollout_func` are refused.
 
     Raises:
-        RuntimeError: While training, if every tool call of a generation batch raised (a dead service); the last
-            checkpoint is written before.
+        RuntimeError: While training, if at least eight tool calls in a row lost the connection to their service, and
+            no call of their generation batches succeeded. A checkpoint is written before.
     """
 
     method = "agent_tree_grpo"

@@ -83,6 +83,10 @@ class AttnRLConfig(ExplorationConfig):
         given = self.min_fork_distance
         return (self.max_completion_length or 8192) // 16 if given is None else given
 
+    @property
+    def asks_about_success(self) -> bool:
+        return True
+
     def validate(self) -> None:
         super().validate()
         run_checks(self, CHECKS)

@@ -11,7 +11,7 @@ which further rows are trained); the answers given here are plain GRPO's.
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
@@ -30,11 +30,14 @@ from trl_explore.agents.watch import ToolWatch
 from trl_explore.credit.part import Credit
 from trl_explore.gradients.feature_pass import FeaturePass
 from trl_explore.methods import FromRow
-from trl_explore.packing.forward import PackedForward
+from trl_explore.packing.forward import PackedForward, unwrapped
 from trl_explore.publishing.cards import citation
 from trl_explore.publishing.publisher import Publisher
 from trl_explore.rewards.success import check_success_reward
+from trl_explore.rewards.threshold import ThresholdWatch
 from trl_explore.rows.batch import Batch, Chooser
+from trl_explore.rows.columns import prompts_of, row_columns
+from trl_explore.rows.copies import own_copy
 from trl_explore.rows.policy import Pass
 from trl_explore.rows.printed import printed_visibly
 from trl_explore.rows.ranks import Ranks
@@ -44,7 +47,10 @@ from trl_explore.rows.streams import RowDict
 from trl_explore.rows.table import CompletionsTable, empty_logs
 from trl_explore.rows.training import StreamTraining
 from trl_explore.sampling.adapters import keep_learned_prompt
+from trl_explore.sampling.continued import counted_from_the_start
+from trl_explore.sampling.count import TokenCount
 from trl_explore.sampling.generation import generating_model
+from trl_explore.sampling.positions import fixed_rotary_length
 from trl_explore.sampling.sampler import Sampler
 from trl_explore.selection.need import Need
 from trl_explore.selection.rounds import Rounds, rounds_of
@@ -52,6 +58,7 @@ from trl_explore.serving.backend import ServedGeneration, our_backend
 from trl_explore.serving.session import Serving
 
 from .config import ExplorationConfig, upgrade_config
+from .replaced import Replaced
 from .requires import Requires as Requires
 from .requires import check_arguments, check_vision
 from .saving import Saving
@@ -113,6 +120,7 @@ class ExplorationTrainer(GRPOTrainer):
     main_completion_ids: list[list[int]] = []
     main_examples: list[dict[str, Any]] = []
     _rollout: Rollout | None = None
+    _budget_spent: Callable[[], float] | None = None
     _stream_tokens: dict[str, int] = {}
     _tr_loss = torch.tensor(0.0)
     _globalstep_last_logged = 0
@@ -146,9 +154,14 @@ class ExplorationTrainer(GRPOTrainer):
         args = upgrade_config(args, self.config_class)
         self.check(args, tools=tools, environment_factory=environment_factory)
         requires = self.requirements(args)
-        given = {"tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory}
-        options = {**given, "train_dataset": train_dataset, "samples_as_grpo": self._samples_as_grpo}
-        check_arguments(type(self).__name__, requires, args, **options)
+        given = {
+            "tools": tools,
+            "rollout_func": rollout_func,
+            "environment_factory": environment_factory,
+            "train_dataset": train_dataset,
+            "samples_as_grpo": self._samples_as_grpo,
+        }
+        check_arguments(type(self).__name__, requires, args, **given)
         self.watch = ToolWatch()
         with our_backend(args):
             super().__init__(
@@ -175,6 +188,7 @@ class ExplorationTrainer(GRPOTrainer):
             self.turns = Turns(self, World(self, TOOL_LOOP, loop=loop, encode_answers=encode_answers))
         if requires.features:
             self.features = FeaturePass(self)
+        self.replaced = Replaced(self, given)
         self.setup()
 
     @property
@@ -182,6 +196,19 @@ class ExplorationTrainer(GRPOTrainer):
         """Whether GRPO samples all rows: then tools, environments, `rollout_func` and images are its own matter."""
         own, plain = type(self), ExplorationTrainer
         return (own.rollout, own.search, own.extra_streams) == (plain.rollout, plain.search, plain.extra_streams)
+
+    @property
+    def changed_hooks(self) -> list[str]:
+        """Names of the hooks that the trainer's class overrides; a trainer without any is plain GRPO."""
+        own, plain = type(self), ExplorationTrainer
+        hooks = {
+            "rollout": own.rollout != plain.rollout,
+            "shape_rewards": own.shape_rewards != plain.shape_rewards,
+            "search": own.search != plain.search,
+            "assign_advantages": own.assign_advantages != plain.assign_advantages,
+            "extra_streams": own.extra_streams != plain.extra_streams,
+        }
+        return [name for name, changed in hooks.items() if changed]
 
     # ------------------------------------------------------------------ the four hooks, and what a method may define
 
@@ -279,6 +306,11 @@ class ExplorationTrainer(GRPOTrainer):
         """
         return {}
 
+    def forget_data(self) -> None:
+        """Drop everything that belongs to prompts of the data: `train_dataset` was replaced since the last run."""
+        if self.rounds is not None:
+            self.rounds.forget_data()
+
     def exploration_state(self) -> dict[str, Any]:
         """The method's own state for the checkpoint: tensors, numbers, strings and containers of them."""
         return {}
@@ -311,12 +343,24 @@ class ExplorationTrainer(GRPOTrainer):
     @cached_property
     def scorer(self) -> Scorer:
         """Scores further rows, and judges completions while they are sampled."""
-        return Scorer(self, self.reward_func_names, self.reward_weights)
+        return Scorer(self)
 
     @cached_property
     def need(self) -> Need | None:
         """Chooses prompts to explore; `None`: all are."""
         return Need(self, self.scorer, self.sample) if self.args.explores_some else None
+
+    @cached_property
+    def threshold_watch(self) -> ThresholdWatch | None:
+        """Warns if the success threshold tells no completions apart. None if training does not ask about success."""
+        args = self.args
+        if not args.asks_about_success:
+            return None
+        return ThresholdWatch(
+            threshold=vars(args).get("success_threshold", 1.0),
+            success_reward=args.success_reward,
+            warns=self.accelerator.is_main_process,
+        )
 
     @cached_property
     def rounds(self) -> Rounds | None:
@@ -339,7 +383,13 @@ class ExplorationTrainer(GRPOTrainer):
     def streams(self) -> StreamTraining:
         """Trains the rows of further streams."""
         pooled = self.requires.pooled or (self.batch.need is not None and self.batch.need.adds)
-        return StreamTraining(self, pooled=pooled, together=self.packing.mode != "off")
+        return StreamTraining(
+            self,
+            pooled=pooled,
+            together=self.packing.regroups,
+            window=self.packing.window,
+            longest=fixed_rotary_length(unwrapped(self, self.model).config),
+        )
 
     @cached_property
     def table(self) -> CompletionsTable:
@@ -376,6 +426,24 @@ class ExplorationTrainer(GRPOTrainer):
         assert self.model is not None
         return self.model.training
 
+    @property
+    def training_progress(self) -> float:
+        """Share of the training that is over: of `max_steps`, or of the budget that ends it, whichever is larger."""
+        steps = self.state.global_step / max(self.state.max_steps, 1)
+        return steps if self._budget_spent is None else max(steps, self._budget_spent())
+
+    def end_by_budget(self, share_spent: Callable[[], float]) -> None:
+        """
+        Tell the trainer that something else than `max_steps` ends the training, for example a budget of tokens.
+
+        Fields that change over training (`explore_share_end`) then reach their end there.
+
+        Args:
+            share_spent (`Callable`):
+                Returns the share of the budget that is spent, from 0 to 1; the same number on all processes.
+        """
+        self._budget_spent = share_spent
+
     def log_metric(self, name: str, value: float) -> None:
         """Log a training metric, `noun/stat`, averaged over the logging interval; equal on all processes."""
         self._metrics["train"][name].append(float(value))
@@ -385,21 +453,26 @@ class ExplorationTrainer(GRPOTrainer):
         return self._tokenize_prompts(prompts)[0] if prompts else []
 
     def longest_prompt(self, most: int = 10_000) -> int | None:
-        """Tokens of the longest of so many prompts; `None` where tools or images add to them, and for a stream."""
+        """Return the number of tokens of the longest of the first `most` prompts. None if tools, environments or
+        images add to prompts, and for a stream."""
         data = self.train_dataset
-        if self.tools or self._is_vlm or not isinstance(data, Dataset) or "prompt" not in data.column_names:
+        if self.tools or self.environment_factories is not None or self._is_vlm or not isinstance(data, Dataset):
             return None
-        prompts = data.select(range(min(most, len(data))))["prompt"][:]
+        if not len(data) or "prompt" not in (row_columns(data) or []):
+            return None
+        prompts = prompts_of(data, most)
         longest = sorted(prompts, key=lambda prompt: len(str(prompt)))[-4:]
         return max(map(len, self.encode_prompts(longest)))
 
-    def generate(self, prefixes: list[list[int]], max_new_tokens: int) -> list[list[int]]:
+    def generate(self, prefixes, max_new_tokens, parts=None):
         config = self.generation_config
         self.generation_config = copy.deepcopy(config)
         self.generation_config.max_new_tokens = max_new_tokens
         self.generation_config.prefill_chunk_size = None  # one forward pass per recorded token
+        model = self.accelerator.unwrap_model(self.model)
+        counted = nullcontext() if parts is None else counted_from_the_start(model, prefixes, parts)
         try:
-            with self.packing.own_attention():
+            with self.packing.own_attention(), counted:
                 return super()._generate_single_turn(prefixes, None, {}, 1)[0]
         finally:
             self.generation_config = config
@@ -413,13 +486,14 @@ class ExplorationTrainer(GRPOTrainer):
         return self._get_per_token_logps_and_entropies(model, ids, mask, width, **options)[:2]
 
     def scored(self, rows: Rows) -> RowDict:
-        return super()._generate_and_score_completions(rows.examples)
+        return super()._generate_and_score_completions(with_prompts(rows.examples))
 
     def rewarded(self, rows: Rows) -> torch.Tensor:
-        prompts = [example["prompt"] for example in rows.examples]
+        examples = with_prompts(rows.examples)
+        prompts = [example["prompt"] for example in examples]
         # TRL's own decoding: what reward functions see of a completion depends on it.
         completions = self._generate(prompts)[3]
-        return self._calculate_rewards(rows.examples, prompts, completions, rows.completion_ids)
+        return self._calculate_rewards(examples, prompts, completions, rows.completion_ids)
 
     def loss(self, model: Any, rows: RowDict) -> torch.Tensor:
         return self._compute_loss(model, rows)
@@ -482,12 +556,16 @@ class ExplorationTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs):
         own, logs = super()._generate_and_score_completions, self._logs
         if self.is_training:
+            self.replaced.follow()
             self._logs = logs if self.rounds is None else self.table.begin(logs)
             return self.batch.run(inputs, own, self._logs, self._metrics["train"])
-        if self.log_completions:
-            self._logs = self.table.of_evaluation(logs, self.state.global_step)
-        try:
+        if not self.log_completions:
             return own(inputs)
+        self._logs = self.table.of_evaluation(logs, self.state.global_step)
+        try:
+            output = own(inputs)
+            self.table.one_reward_per_name(self._logs, len(inputs))
+            return output
         finally:
             self._logs = logs
 
@@ -504,10 +582,13 @@ class ExplorationTrainer(GRPOTrainer):
         if self.forks is not None:
             self.forks.set_limit()
             if training:
-                self.forks.begin(self.main_examples, len(prompts))
+                self.forks.begin(self.main_examples, self.batch.given, len(prompts))
         turns = self.turns if self.tools else None
+        num_sampled = self.sample.tokens.own
         with nullcontext() if turns is None else turns.of(prompts):
             result = super()._generate(prompts)
+        if training and self.rollout_func is not None and self.sample.tokens.own == num_sampled:
+            self.sample.tokens.add_returned(*result[1:3])
         self.packing.check_lengths(*result[:2])
         if self._rollout is not None and (mask := self._rollout.loss_mask) is not None:
             result = (*result[:2], mask, *result[3:])
@@ -543,6 +624,7 @@ class ExplorationTrainer(GRPOTrainer):
             start = time.perf_counter()
             rollout = Rollout(*(own(ids) if self.features is None else self.features.sampled(own, ids)))
             self.sample.note_seconds("main", time.perf_counter() - start)
+            self.sample.tokens.add(rollout.completion_ids)
             return rollout
 
         if self.forks is not None and self.forks.in_branches:
@@ -569,7 +651,11 @@ class ExplorationTrainer(GRPOTrainer):
         return found
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        of_these = partial(super()._calculate_rewards, inputs, prompts, completions, completion_ids_list)
+        # Reward functions may change what they are given, and search goes on from the tokens and messages: the
+        # functions get copies of the tokens; of the messages we keep a copy, because TRL logs its own.
+        token_copies = [[*ids] for ids in completion_ids_list]
+        said = own_copy(completions)
+        of_these = partial(super()._calculate_rewards, inputs, prompts, completions, token_copies)
 
         def ask(reward_funcs: list[Any]) -> torch.Tensor:
             own, self.reward_funcs = self.reward_funcs, reward_funcs
@@ -580,29 +666,44 @@ class ExplorationTrainer(GRPOTrainer):
 
         if self.current is not None:
             assert self.current.rows is not None
-            known = self.current.rows.known_rewards
-            self.current.rewards_per_func = self.scorer.rewards(ask, self.reward_funcs, known)
+            known, extra = self.current.rows.known_rewards, self.current.rows.extra
+            self.current.rewards_per_func = self._asked_rewards(ask, known, extra, len(prompts))
             return self.current.rewards_per_func
-        rewards = self.scorer.rewards(ask, self.reward_funcs, self._known_rewards())
+        rewards = self._asked_rewards(ask, *self._known_rewards(), len(prompts))
         if self.turns is not None:
             rewards = self.turns.void_rewards(rewards, self._metrics["train" if self.is_training else "eval"])
         if not self.is_training:
             return rewards
         self.scorer.stop_if_unscored(rewards, inputs[0], group_size=self.num_generations or 1)
         self.scorer.rewards_per_func, self.main_completion_ids = rewards, completion_ids_list
-        self.credit.completions = completions
+        self.credit.completions = said
+        if self.threshold_watch is not None:
+            for name, value in self.threshold_watch.look(self.scorer.success().tolist()).items():
+                self.log_metric(name, value)
         self.shaped_rewards = self.shape_rewards(rewards.clone())
         return self.shaped_rewards
 
-    def _known_rewards(self) -> list[list[float] | None] | None:
-        """Rewards `[B][F]` of main rows that were scored before TRL asks; `None` where TRL is the first to ask."""
+    def _asked_rewards(self, ask, known, extra, num_rows: int) -> torch.Tensor:
+        """Return rewards `(N, F)`, and hand TRL what the reward functions logged, one value per row."""
+        rewards, columns = self.scorer.rewards(ask, self.reward_funcs, known, extra, num_rows=num_rows)
+        for column, values in columns.items():
+            self._pending_extra_logs[column].extend(values)
+        return rewards
+
+    def _known_rewards(self) -> tuple[list[list[float] | None] | None, Sequence[Mapping[str, Any]]]:
+        """
+        Return rewards of main rows that were scored before TRL asks, and what the reward functions logged with them.
+
+        Returns:
+            `tuple`: Rewards `[B][F]`, None if no row was scored before; and values by column, `[B]`.
+        """
         known: list[list[float] | None] | None = None
+        extra: Sequence[Mapping[str, Any]] = ()
         if self._rollout is not None and self._rollout.known_rewards is not None:
-            extra, known = self._rollout.extra or [], list(self._rollout.known_rewards)
-            # What the reward functions logged when they saw these rows, as if they saw them now.
-            for column in sorted({name for row in extra for name in row}):
-                self._pending_extra_logs[column].extend(row.get(column) for row in extra)
-        return known if self.turns is None else self.turns.known_rewards(known, num_rewards=len(self.reward_funcs))
+            known, extra = [*self._rollout.known_rewards], self._rollout.extra or ()
+        if self.turns is not None:
+            known = self.turns.known_rewards(known, num_rewards=len(self.reward_funcs))
+        return known, extra
 
     # ------------------------------------------------------------------------------- seams into TRL: training, logging
 
@@ -640,12 +741,24 @@ class ExplorationTrainer(GRPOTrainer):
     # ------------------------------------------------------------------------ seams into transformers: the run, saving
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
-        return super().train(self.saving.begin(resume_from_checkpoint), *args, **kwargs)
+        self.replaced.begin_run()
+        checkpoint = self.saving.begin(resume_from_checkpoint)
+        self.scorer.begin_run(resumed=bool(checkpoint))
+        try:
+            result = super().train(checkpoint, *args, **kwargs)
+        finally:
+            self.replaced.end_run()
+        if self.state.global_step >= self.state.max_steps:
+            self.scorer.stop_if_never_scored()
+        if self.threshold_watch is not None:
+            self.threshold_watch.end()
+        return result
 
     def _get_train_sampler(self, dataset=None):
         self.saving.sampler = super()._get_train_sampler(dataset)
-        if self.rounds is not None and self.rounds.order is not None:
-            self.rounds.order.begin()
+        if self.rounds is not None:
+            data = self.train_dataset if dataset is None else dataset
+            self.rounds.begin_run(data, shuffle=bool(self.shuffle_dataset), seed=self.args.seed)
         return self.saving.sampler
 
     def _init_training_state(self, max_steps, num_update_steps_per_epoch, *args, **kwargs):
@@ -721,22 +834,77 @@ class ExplorationTrainer(GRPOTrainer):
             self.publisher.push_checkpoint(checkpoint_folder)
 
 
+def with_prompts(examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Examples with a prompt. Data without prompts are for environments that own the task. TRL then takes an empty
+    message as the prompt, but only while it resets environments, which it does not do for rows that have ended."""
+    empty = [{"role": "user", "content": ""}]
+    return [example if "prompt" in example else {**example, "prompt": empty} for example in examples]
+
+
 def watch(trainer: Any, method: str, seen: Callable[..., None]) -> Callable[[], None]:
     """
-    Watch what any GRPO trainer scores (`method="scored"`), rewards (`"rewarded"`) or computes the loss of (`"loss"`):
-    `seen` gets TRL's arguments, and behind them what TRL made of them. Returns what ends it.
+    Watch one method of any GRPO trainer.
+
+    Args:
+        trainer ([`~trl.GRPOTrainer`]):
+            The trainer, of this class or a subclass.
+        method (`str`):
+            `"scored"` (rows with rewards and advantages), `"rewarded"`, `"loss"`, `"turn"` (completions, or turns of
+            an agent) or `"rollout"` (whole completions, with what tools answered).
+        seen (`Callable`):
+            Gets TRL's positional arguments, and behind them what TRL made of them.
+
+    Returns:
+        `Callable`: Ends the watch.
     """
-    names = {"scored": "_generate_and_score_completions", "rewarded": "_calculate_rewards", "loss": "_compute_loss"}
+    names = {
+        "scored": "_generate_and_score_completions",
+        "rewarded": "_calculate_rewards",
+        "loss": "_compute_loss",
+        "turn": "_generate_single_turn",
+        "rollout": "_generate",
+    }
     name = names[method]
     own = getattr(trainer, name)
 
-    def watched(*args: Any) -> Any:
-        result = own(*args)
+    def watched(*args: Any, **options: Any) -> Any:
+        result = own(*args, **options)
         seen(*args, result)
         return result
 
     vars(trainer)[name] = watched
     return lambda: vars(trainer).pop(name, None)
+
+
+def count_sampled(trainer: Any) -> TokenCount:
+    """
+    Return the count of the tokens that a GRPO trainer samples in training.
+
+    An [`ExplorationTrainer`] counts by itself, and the count goes with its checkpoints. Any other trainer is counted
+    from now on: every completion or turn that TRL asks for, or what a `rollout_func` returns. Every process must call
+    it.
+    """
+    if isinstance(trainer, ExplorationTrainer):
+        return trainer.sample.tokens
+    tokens, ranks = TokenCount(), Ranks(trainer.accelerator)
+    before = 0  # when the last rollout ended
+
+    def turn(*given: Any) -> None:
+        if trainer.model.training:
+            tokens.add(given[-1][0])
+
+    def rollout(*given: Any) -> None:
+        nonlocal before
+        if not trainer.model.training:
+            return
+        if tokens.own == before:  # by a `rollout_func`, which asks for no turn
+            tokens.add_returned(*given[-1][1:3])
+        before = tokens.own
+        tokens.sum_up(ranks)
+
+    watch(trainer, "turn", turn)
+    watch(trainer, "rollout", rollout)
+    return tokens
 
 
 def log_metric(trainer: Any, name: str, value: float) -> None:

@@ -89,6 +89,10 @@ class BranPOConfig(ExplorationConfig):
     interaction_limit_steps: list[int] | None = None
     eval_interaction_limit: int | None = None
 
+    @property
+    def asks_about_success(self) -> bool:
+        return True
+
     def validate(self) -> None:
         super().validate()
         run_checks(self, CHECKS)

@@ -113,6 +113,11 @@ def check_training_values(args: GRPOConfig) -> None:
     if not 0 <= float(args.learning_rate) < math.inf:  # it may be a text, which TRL reads later
         raise ValueError(f"`learning_rate={args.learning_rate}` must be a finite number, at least 0.")
     run_checks(args, TRAINING_CHECKS)
+    if args.loss_type == "dr_grpo" and args.max_completion_length is None:
+        raise ValueError(
+            "`max_completion_length=None`: `loss_type='dr_grpo'` divides by this number of tokens. Set a number, or "
+            "another `loss_type`."
+        )
 
 
 @explain_fields
@@ -176,7 +181,8 @@ class ExplorationConfig(GRPOConfig):
         shared_prefix_training (`str`, *optional*, defaults to `"off"`):
             Compute tokens that rows share at their starts once: `"on"`, `"off"` or `"auto"`. `"auto"` looks at how
             many tokens rows of a micro-batch share. Results are the same up to rounding. With `"on"` and `"auto"`,
-            rows of one tree go into one micro-batch.
+            rows of one tree go into one micro-batch of their optimizer step, unless TRL computes something from a
+            micro-batch alone (`loss_type="bnpo"`, the entropy bonus, `top_entropy_quantile`).
         packed_token_budget (`int`, *optional*):
             Most tokens of one sequence of packed rows; `None`: all rows in one. It must hold the longest prompt plus
             `max_completion_length`. A micro-batch that has more tokens, each shared one counted once, becomes several
@@ -273,6 +279,16 @@ class ExplorationConfig(GRPOConfig):
     def orders_prompts(self) -> bool:
         """Whether prompts are taken as they are needed, and not as the data loader brings them."""
         return self.dynamic_sampling == "refill" or self.explore_threshold is not None or self.budget != "uniform"
+
+    @property
+    def asks_about_success(self) -> bool:
+        """Whether training compares rewards with a success threshold."""
+        return (
+            self.explore_prompts == "unsolved"
+            or self.explore_threshold is not None
+            or self.budget != "uniform"
+            or self.advantage == "passk"
+        )
 
     @property
     def explores_some(self) -> bool:

@@ -14,6 +14,7 @@ from trl_explore.pivots.search import PivotSearch, check_columns
 from trl_explore.rows.rollouts import Continuation, Rollout
 from trl_explore.rows.scorer import ScoredRows
 from trl_explore.rows.streams import RowDict, row_tokens
+from trl_explore.sampling.continued import options_from_the_start
 from trl_explore.saving.checkpoints import path_inside
 from trl_explore.saving.plain_values import from_plain, to_plain
 from trl_explore.saving.whole_files import MethodFile
@@ -124,6 +125,13 @@ class DeepGRPOTrainer(ExplorationTrainer):
                 "`deferred_branching=True` samples branches one batch later, when the environments of an agent are at "
                 "other tasks: set it to False."
             )
+        counted = [] if args.use_vllm else options_from_the_start(args.generation_kwargs or {})
+        if args.deferred_branching and counted:
+            raise ValueError(
+                f"`deferred_branching=True` samples branches in one call with the main rows, where `{counted[0]}` of "
+                "`generation_kwargs` cannot count from the start of a completion: set `deferred_branching=False`, or "
+                "leave the option out."
+            )
 
     def setup(self) -> None:
         super().setup()
@@ -151,6 +159,10 @@ class DeepGRPOTrainer(ExplorationTrainer):
     def method_files(self) -> list[str]:
         own = [self.args.hard_states_file] if self.args.hard_states_file else []
         return [*super().method_files(), *own]
+
+    def forget_data(self) -> None:
+        super().forget_data()
+        self._points, self._queue = [], []  # deferred branches continue prompts of the first data
 
     def exploration_state(self) -> dict[str, Any]:
         return {

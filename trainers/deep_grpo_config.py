@@ -111,6 +111,10 @@ class DeepGRPOConfig(ExplorationConfig):
     hard_states_file: str | None = None
     environment_state: str = "auto"
 
+    @property
+    def asks_about_success(self) -> bool:
+        return True
+
     def validate(self) -> None:
         super().validate()
         run_checks(self, CHECKS)

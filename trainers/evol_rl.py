@@ -2,6 +2,7 @@
 
 import math
 import time
+import warnings
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ class EvolRLTrainer(ExplorationTrainer):
     config_class = EvolRLConfig
     requires = Requires(whole_groups=True)
     _columns: dict[str, list[Any]] = {}
+    _looked_for_votes = False
 
     def setup(self) -> None:
         super().setup()
@@ -109,12 +111,14 @@ class EvolRLTrainer(ExplorationTrainer):
         similarity: list[torch.Tensor],
         seconds: float,
     ) -> None:
+        size = self.num_generations
         judged = [value for value, own in zip(deciding, right, strict=True) if own and not math.isnan(value)]
         pairs = [matrix[torch.ones_like(matrix).triu(1).bool()] for matrix in similarity]
         total = self.ranks.summed(
             {
                 "rows": len(known),
                 "known": sum(known),
+                "votes": sum(sum(known[g : g + size]) > 1 for g in range(0, len(known), size)),
                 "right": sum(right),
                 "judged": len(judged),
                 "reward": sum(judged),
@@ -122,6 +126,8 @@ class EvolRLTrainer(ExplorationTrainer):
                 "similarity": sum(float(own.sum()) for own in pairs),
             }
         )
+        counts = {"num_rows": total["rows"], "num_answered": total["known"], "num_votes": total["votes"]}
+        self._warn_without_votes(**{name: int(count) for name, count in counts.items()})
         self.log_metric("votes/answered_fraction", total["known"] / total["rows"])
         self.log_metric("votes/right_fraction", total["right"] / total["rows"])
         if total["judged"]:
@@ -129,6 +135,21 @@ class EvolRLTrainer(ExplorationTrainer):
         if total["pairs"]:
             self.log_metric("novelty/mean_similarity", total["similarity"] / total["pairs"])
         self.log_metric("novelty/seconds", seconds)
+
+    def _warn_without_votes(self, *, num_rows: int, num_answered: int, num_votes: int) -> None:
+        """Warn if no prompt of the first batch has a majority: then every reward is -1, and nothing is trained."""
+        if self._looked_for_votes or self.args.correctness != "majority":
+            return
+        self._looked_for_votes = True
+        if num_votes == 0 and self.accelerator.is_main_process:
+            warnings.warn(
+                f"An answer was found in {num_answered} of the {num_rows} completions of the first batch, and no "
+                "prompt has two answers. Without a majority every completion gets the reward -1, and nothing is "
+                "trained. An answer is a completion that is one number, or what stands in `\\boxed{...}` or after "
+                "`#### `. Ask for one of these in the prompts, or set `correctness='reward'`, with which the reward "
+                "functions decide what is right.",
+                stacklevel=2,
+            )
 
     def completion_columns(self) -> dict[str, list[Any]]:
         return {**super().completion_columns(), **self._columns}

@@ -54,6 +54,10 @@ class EvolRLConfig(ExplorationConfig):
     embedding_batch_size: int = 32
     success_threshold: float = 1.0
 
+    @property
+    def asks_about_success(self) -> bool:
+        return super().asks_about_success or self.correctness == "reward"
+
     def validate(self) -> None:
         super().validate()
         run_checks(self, CHECKS)

@@ -53,8 +53,8 @@ class GradientGuided(ExplorationTrainer):
         args, size = self.args, self.num_generations
         rewards_per_func = super().shape_rewards(rewards_per_func)
         deciding = self.scorer.success(rewards_per_func)
-        worth = deciding if args.reward_mapping == "binary" else self.scorer.totals(rewards_per_func)
-        mapped = map_rewards(worth, args.reward_mapping, threshold=args.success_threshold)
+        worth = self.scorer.totals(rewards_per_func) if args.reward_mapping == "none" else deciding
+        mapped = map_rewards(worth, args.reward_mapping, threshold=args.success_threshold, group_size=size)
         if self.features is None:
             return (
                 rewards_per_func
@@ -62,12 +62,12 @@ class GradientGuided(ExplorationTrainer):
                 else as_columns(mapped, rewards_per_func, self.reward_weights)
             )
         known = mapped[~mapped.isnan()]
-        if not self._warned and not torch.all((known == 1) | (known == -1)):
+        if args.reward_mapping == "none" and not self._warned and not torch.all((known == 1) | (known == -1)):
             self._warned = True
             warnings.warn(
                 "`reward_mapping='none'` with rewards other than +1 and -1: novelty scales a reward, so it does "
-                "nothing where a reward is 0, and `reward_clip` cuts large ones. `reward_mapping='binary'` maps "
-                "rewards as in the paper.",
+                "nothing where a reward is 0, and `reward_clip` cuts large ones. `reward_mapping='scaled'` maps "
+                "the rewards of each group to [-1, +1].",
                 stacklevel=2,
             )
         features = self.features.of_batch()
@@ -115,7 +115,8 @@ class G2RLTrainer(GradientGuided):
     1. The feature of a completion is the mean gradient of its tokens' log-probabilities at the input of the LM head,
        read off the hidden states that they were drawn from, while they are sampled or in a forward pass.
     2. A completion is novel if its feature is not explained by those of its group, the better ones counting more.
-    3. Rewards, mapped to +1 and -1, are scaled by `1 + novelty_weight * novelty` and clipped. The rest is GRPO.
+    3. Rewards are multiplied by `1 + novelty_weight * novelty` and clipped. Before that, the rewards of a group are
+       mapped to [-1, +1] (`reward_mapping`): rewards of 0 and 1 become -1 and +1, as in the paper. The rest is GRPO.
 
     The logged `reward` and all evaluation stay the raw rewards. `novelty_weight=0` with `reward_mapping="none"` gives
     GRPO's parameters bit for bit. Deviations from the paper and open points are in `docs/methods/g2rl.md`.

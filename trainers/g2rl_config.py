@@ -37,11 +37,14 @@ class G2RLConfig(ExplorationConfig):
             How scores become factors of rewards: `"minmax"`, `"centered"` or `"raw"`. `"minmax"` maps the scores of a
             group to [0, 1], so that factors are in [1, 1 + lambda]; `"centered"` maps them to [-1, 1], with factors in
             [1 - lambda, 1 + lambda]; `"raw"` keeps them.
-        reward_mapping (`str`, *optional*, defaults to `"binary"`):
-            Which rewards are shaped: `"binary"` (+1 and -1), or `"none"`. `"binary"` maps rewards of at least
-            `success_threshold` to +1 and others to -1, as in the paper; `"none"` shapes rewards as they are.
+        reward_mapping (`str`, *optional*, defaults to `"scaled"`):
+            Which rewards are shaped: `"scaled"`, `"binary"` or `"none"`. `"scaled"` maps the smallest reward of a
+            group to -1 and the largest to +1, so that graded rewards train too; rewards of 0 and 1 are mapped as in
+            the paper. `"binary"` maps rewards of at least `success_threshold` to +1 and others to -1, as in the paper.
+            `"none"` shapes rewards as they are. The first two map the total, or the reward of `success_reward`.
         success_threshold (`float`, *optional*, defaults to `1.0`):
-            Smallest reward of a correct completion: the total, or that of `success_reward`.
+            Smallest reward of a correct completion: the total, or that of `success_reward`. If the rewards of a group
+            are all equal, `"scaled"` maps them by it.
         reward_clip (`float`, *optional*, defaults to `3.0`):
             Largest absolute value of a shaped reward, at least 1. No effect while lambda is at most 2.
         min_correct (`int`, *optional*, defaults to `0`):
@@ -56,11 +59,15 @@ class G2RLConfig(ExplorationConfig):
     novelty_weight: float = 1.0
     novelty_scores: str = "gradient"
     novelty_transform: str = "minmax"
-    reward_mapping: str = "binary"
+    reward_mapping: str = "scaled"
     success_threshold: float = 1.0
     reward_clip: float = 3.0
     min_correct: int = 0
     min_wrong: int = 0
+
+    @property
+    def asks_about_success(self) -> bool:
+        return super().asks_about_success or self.novelty_weight > 0 or self.reward_mapping != "none"
 
     def validate(self) -> None:
         super().validate()

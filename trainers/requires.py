@@ -7,6 +7,7 @@ from datasets import Dataset, IterableDataset
 
 from trl_explore.compat import check_seams
 from trl_explore.credit.checks import check_text_only, check_updates
+from trl_explore.rows.columns import row_columns
 from trl_explore.rows.streams import check_loss_type
 
 
@@ -110,7 +111,7 @@ def check_arguments(
             f"`num_generations={args.num_generations}`. Change one of the three."
         )
     if isinstance(train_dataset, Dataset | IterableDataset) and environment_factory is None:
-        columns = train_dataset.column_names
+        columns = row_columns(train_dataset)
         if columns is not None and "prompt" not in columns:
             raise ValueError(
                 f"`train_dataset` has no `prompt` column, only {columns}: rename the column that holds the "

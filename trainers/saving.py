@@ -79,6 +79,7 @@ class Saving:
                 "or that of a process, is missing or cut off. Pass an older one, or `True` for the newest whole one."
             )
         self.resumed = self._read_state(str(resume_from_checkpoint)) if resume_from_checkpoint else None
+        self.trainer.sample.tokens.begin()
         self._epoch = self._epoch_start = 0
         self._begin_files(resume_from_checkpoint)
         return resume_from_checkpoint
@@ -219,6 +220,7 @@ class Saving:
             "last_logged": self.trainer._globalstep_last_logged,
             "metrics": dict(self.trainer._metrics["train"]),
             "stream_tokens": self.trainer._stream_tokens,
+            "sampled_tokens": {"own": self.trainer.sample.tokens.own, "total": self.trainer.sample.tokens.total},
             "table": self._table_state(),
             "generator": self.trainer.exploration_generator.get_state(),
             "method": self.trainer.exploration_state(),
@@ -290,6 +292,8 @@ class Saving:
             return
         self.trainer.exploration_generator.set_state(state["generator"])
         self.trainer._stream_tokens = state["stream_tokens"]
+        # Checkpoints of earlier versions do not have the count: it then begins at the resumed step.
+        self.trainer.sample.tokens.begin(**state.get("sampled_tokens", {}))
         self.trainer._metrics["train"].update(state["metrics"])
         if self._knows_method:
             self.trainer.load_exploration_state(state["method"])

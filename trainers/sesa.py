@@ -12,7 +12,7 @@ from trl_explore.rows.rollouts import Rollout
 from trl_explore.rows.streams import RowDict, row_tokens
 from trl_explore.sketches.agent import Actions, check_actions
 from trl_explore.sketches.lists import Lists
-from trl_explore.sketches.metrics import group_metrics
+from trl_explore.sketches.metrics import check_coverage_column, group_metrics, read_targets
 from trl_explore.sketches.mode import Mode
 from trl_explore.sketches.two_stage import TwoStage
 from trl_explore.sketches.weights import likelihood_ratios
@@ -110,6 +110,11 @@ class SESATrainer(ExplorationTrainer):
                 f"`mode={args.mode!r}` does not support `environment_factory` (multi-turn rollouts): set "
                 "`mode='agent'`, or use GRPOTrainer."
             )
+        if args.max_completion_length is None and args.explores:
+            raise ValueError(
+                "`max_completion_length=None`: completions with a sketch and lists of candidates need a limit. Set a "
+                "number."
+            )
         rows = args.per_device_train_batch_size * args.steps_per_generation
         if args.sketch_assignment == "shuffled" and rows < 2 * args.num_generations:
             raise ValueError(
@@ -122,16 +127,17 @@ class SESATrainer(ExplorationTrainer):
     def setup(self) -> None:
         super().setup()
         args, size = self.args, self.num_generations
-        explored = size if args.max_trajectories is None else args.max_trajectories
-        num_sketches = explored if args.num_sketches is None else args.num_sketches
-        knobs = {"two_stage": num_sketches, "sequential": size, "agent": min(explored, args.branch_depth)}
-        self.explores = knobs[args.mode] > 0  # whether anything differs from plain GRPO
+        check_coverage_column(
+            args.coverage_column, self.train_dataset, remove_unused_columns=args.remove_unused_columns
+        )
+        explored, num_sketches = args.explored_rows, args.sketches_per_prompt
+        self.explores = args.explores
         config: Any = self.accelerator.unwrap_model(self.model).config
         known = vars(config.get_text_config()).get("max_position_embeddings")
         served = self.serving.backend.max_served_length if self.serving is not None else None
         context_length = min(args.context_length or known or math.inf, served or math.inf)
         sketch_length = args.max_sketch_length if args.mode == "two_stage" and num_sketches else 0
-        if context_length - max(sketch_length, self.max_completion_length) < 1 and self.explores:
+        if self.explores and context_length - max(sketch_length, self.max_completion_length) < 1:
             raise ValueError(
                 f"`max_sketch_length={args.max_sketch_length}` and "
                 f"`max_completion_length={args.max_completion_length}` leave no room for a prompt in a context of "
@@ -159,9 +165,11 @@ class SESATrainer(ExplorationTrainer):
         successes = succeeded(rewards, threshold=self.args.success_threshold).tolist()
         covered = []
         for g, example in enumerate(self.main_examples[::size]):
-            if "targets" in example:
+            column = self.args.coverage_column
+            targets = [] if column is None else read_targets(example.get(column), column)
+            if targets:
                 texts = [self.mode.text(ids) for ids in self.main_completion_ids[g * size : (g + 1) * size]]
-                covered.append(coverage_at_k(texts, example["targets"], size))
+                covered.append(coverage_at_k(texts, targets, size))
         own = self.mode.metrics
         if self.args.mode == "agent":
             rows = [tuple(ids) for ids in self.main_completion_ids]

@@ -126,6 +126,10 @@ class SESAConfig(ExplorationConfig):
         success_threshold (`float`, *optional*, defaults to `1.0`):
             Smallest reward of a correct completion, for the metrics. The reward is the total, or that of
             `success_reward`.
+        coverage_column (`str`, *optional*):
+            Column of the data set with a list of all right answers to a prompt, as texts. The metric `sketch/coverage`
+            is then the share of them that a group found. Prompts with `None` or an empty list are left out. `None`
+            reads no column and logs no coverage.
     """
 
     mode: str = "two_stage"
@@ -152,6 +156,30 @@ class SESAConfig(ExplorationConfig):
     off_policy_cap: float = 2.0
     off_policy_scope: str = "all"
     success_threshold: float = 1.0
+    coverage_column: str | None = None
+
+    @property
+    def explored_rows(self) -> int:
+        """Number of rows per prompt that explore."""
+        return (self.num_generations or 1) if self.max_trajectories is None else self.max_trajectories
+
+    @property
+    def sketches_per_prompt(self) -> int:
+        """Number of sketches that `mode="two_stage"` drafts for a prompt."""
+        return self.explored_rows if self.num_sketches is None else self.num_sketches
+
+    @property
+    def explores(self) -> bool:
+        """True if anything differs from plain GRPO."""
+        if self.mode == "two_stage":
+            return self.sketches_per_prompt > 0
+        if self.mode == "agent":
+            return min(self.explored_rows, self.branch_depth) > 0
+        return True
+
+    @property
+    def asks_about_success(self) -> bool:
+        return True
 
     def validate(self) -> None:
         super().validate()

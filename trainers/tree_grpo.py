@@ -33,7 +33,9 @@ class TreeGRPOTrainer(ExplorationTrainer):
        batched sampling call per iteration. The reward functions score every completion that ends, once.
     2. Per iteration one completion is backed up: a correct one, else the most confident wrong one (Eq. 2-7). The
        search goes on at the best node of the whole tree (Eq. 9-10), until there are `num_generations` completions.
-    3. Every token gets the softly clipped value of its node minus the mean outcome of the tree (Eq. 16-18).
+    3. Every token gets the softly clipped value of its node minus the mean outcome of the tree (Eq. 16-18). Outcomes
+       are +1 for correct and -1 for wrong completions. Graded rewards are scaled to [-1, 1] in each tree
+       (`reward_mapping`).
 
     With `expansion_width=num_generations`, `max_tree_depth=1`, `node_length=max_completion_length` and
     `epsilon_high=None` it is GRPO with `scale_rewards="none"` on rewards of +1 and -1: the same parameters bit for
@@ -55,14 +57,16 @@ class TreeGRPOTrainer(ExplorationTrainer):
     requires = Requires(samples=True, main_rows=True, whole_groups=True)
     plain_columns = {"origin": "plain", "depth": 0, "node_values": []}
     _trees: list[Tree]  # of the batch
+    _roots: list[list[int]]  # tokens of the prompt of each tree
 
     # ------------------------------------------------------------------------------------------------ the algorithm
 
     def rollout(self, prompt_ids, plain):
         start = time.perf_counter()
+        self.limits = self.args.limits()  # `max_completion_length` may grow during a run
         self._seconds = {"sampling": 0.0, "scoring": 0.0}
         self.sample.prefix_tokens_asked = self.sample.prefix_tokens_encoded = 0
-        roots = prompt_ids[:: self.num_generations]
+        self._roots = roots = prompt_ids[:: self.num_generations]
         cached = [self.replay.usable(root) for root in roots]
         with self.sample.rollout():
             searched = trees = search(
@@ -76,13 +80,16 @@ class TreeGRPOTrainer(ExplorationTrainer):
                 skip=[bool(solutions) for solutions in cached],
                 direct_fn=partial(self._sample_nodes, entropies=False),
                 any_active=lambda here: bool(self.ranks.gathered(here).any()),
+                tell_begun=True,
             )
         if self.args.replay_buffer:
             trees = self.replay.replace(trees, cached, self._score_leaves)
             self.replay.remember(searched)
         self._trees = trees
         if self.args.dump_trees:
-            noted = {**self._noted, "step": self.state.global_step, "decode": self.tokenizer.decode}
+            weights = self.reward_weights.tolist()  # which a callback may change
+            step, decode = self.state.global_step, self.tokenizer.decode
+            noted: dict[str, Any] = {"step": step, "decode": decode, "reward_weights": weights, **self._credit}
             self.dump.append(tree_record(tree, index=i, **noted) for i, tree in enumerate(trees))
         self._log_trees(searched, trees, time.perf_counter() - start)
         nodes = [(tree, row) for tree in trees for row in tree.rows]
@@ -113,26 +120,29 @@ class TreeGRPOTrainer(ExplorationTrainer):
             advantages[i, : len(row)] = torch.tensor(row)
         return advantages
 
-    def _sample_nodes(self, prefixes, num_samples, max_new_tokens, *, entropies=True):
+    def _sample_nodes(self, prefixes, num_samples, max_new_tokens, *, entropies=True, begun=None):
         # Also with `entropy_weight=0`: of completions that end together, the most confident one is backed up (Eq. 2).
         start = time.perf_counter()
-        sampled = self.sample(prefixes, num_samples, max_new_tokens, main_stream=True, entropies=entropies)
+        options: dict[str, Any] = {"main_stream": True, "entropies": entropies, "begun": begun}
+        sampled = self.sample(prefixes, num_samples, max_new_tokens, **options)
         self._seconds["sampling"] += time.perf_counter() - start
         return sampled
 
     def _score_leaves(self, leaves: list[Leaf]) -> list[Verdict]:
         start = time.perf_counter()
         examples = [self.main_examples[leaf.tree * self.num_generations] for leaf in leaves]
-        rewards, extra = self.scorer.judge(examples, [leaf.completion_ids for leaf in leaves])
+        prompt_ids = [self._roots[leaf.tree] for leaf in leaves]
+        rewards, extra = self.scorer.judge(examples, [leaf.completion_ids for leaf in leaves], prompt_ids=prompt_ids)
         self._seconds["scoring"] += time.perf_counter() - start
         if not leaves:
             return []
         deciding = self.scorer.success(torch.tensor(rewards, dtype=torch.float32)).tolist()
         bars = {"success_threshold": self.args.success_threshold, "incomplete_score": self.args.incomplete_score}
         outcomes = [terminal_outcome(r, finished=a.finished, **bars) for r, a in zip(deciding, leaves, strict=True)]
+        graded = self.args.reward_mapping == "scaled"
         return [
-            Verdict(outcome=outcome, rewards=tuple(given), extra=logged)
-            for outcome, given, logged in zip(outcomes, rewards, extra, strict=True)
+            Verdict(outcome=outcome, reward=reward if graded else None, rewards=tuple(given), extra=logged)
+            for outcome, reward, given, logged in zip(outcomes, deciding, rewards, extra, strict=True)
         ]
 
     # ----------------------------------------------------------------------------- its parts, metrics, files and state
@@ -152,7 +162,6 @@ class TreeGRPOTrainer(ExplorationTrainer):
         self._select_fn = select_by(args.selection, **{name: vars(args)[name] for name in WEIGHTS})
         self._trees, self._seconds, self._narrow = [], {"sampling": 0.0, "scoring": 0.0}, NarrowSearch(args)
         self._credit: dict[str, Any] = {"q_temperature": args.q_temperature, "q_max": args.q_max}
-        self._noted: dict[str, Any] = {"reward_weights": self.reward_weights.tolist(), **self._credit}
         self.replay: ReplayBuffer = ReplayBuffer(self)
         self.solutions = self.replay.solutions
         folder = args.dump_trees and path_inside(args.output_dir, args.dump_trees, field="dump_trees", suffix="")

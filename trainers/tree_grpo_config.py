@@ -12,6 +12,7 @@ from .config import ExplorationConfig, at_least, one_of, run_checks, within
 
 CHECKS = (
     one_of("selection", ("global", "uct", "random")),
+    one_of("reward_mapping", ("scaled", "binary")),
     one_of("depth_bonus", tuple(DEPTH_BONUSES)),
     one_of("node_credit", ("value", "outcome")),
     one_of("advantage_normalization", ("mean", "mean_std")),
@@ -58,9 +59,14 @@ class TreeGRPOConfig(ExplorationConfig):
         max_tree_tokens (`int`, *optional*):
             Most tokens that the search samples per tree, at least 1; `None` sets no limit. Direct rollouts do not
             count.
+        reward_mapping (`str`, *optional*, defaults to `"scaled"`):
+            Outcome of a finished completion, in [-1, 1]: `"scaled"` or `"binary"`. `"scaled"` scales the rewards of a
+            tree: its smallest reward is worth -1, its largest +1. Rewards of 0 and 1 give the paper's outcomes, and
+            rewards between them train too. `"binary"` (Eq. 6) is +1 for a correct completion and -1 for any other.
+            The reward is the total, or that of `success_reward`.
         success_threshold (`float`, *optional*, defaults to `1.0`):
-            Smallest reward of a correct completion: the total, or that of `success_reward`. A correct completion is
-            worth +1, any other -1, so a higher value makes fewer correct.
+            Smallest reward of a correct completion: the total, or that of `success_reward`. The search prefers correct
+            completions, and a tree whose rewards are all equal has outcomes of +1 or -1 by it.
         incomplete_score (`float`, *optional*, defaults to `-1.0`):
             Outcome of a wrong completion that a limit cut off, in [-1, 0]. A higher value punishes these less.
         selection (`str`, *optional*, defaults to `"global"`):
@@ -140,6 +146,7 @@ class TreeGRPOConfig(ExplorationConfig):
     parallel_expansions: int = 1
     max_search_iterations: int | None = None
     max_tree_tokens: int | None = None
+    reward_mapping: str = "scaled"
     success_threshold: float = 1.0
     incomplete_score: float = -1.0
     selection: str = "global"
@@ -165,6 +172,10 @@ class TreeGRPOConfig(ExplorationConfig):
     replay_file: str | None = None
     dump_trees: str | None = None
 
+    @property
+    def asks_about_success(self) -> bool:
+        return True
+
     def validate(self) -> None:
         super().validate()
         run_checks(self, CHECKS)
@@ -183,7 +194,12 @@ class TreeGRPOConfig(ExplorationConfig):
     def _check_sizes(self) -> None:
         trees = max(1, self.rows_per_generation // (self.num_generations or 1))
         self.check_stage("expansion_width", trees * self.parallel_expansions)
-        budget = self.max_completion_length or 0
+        budget = self.max_completion_length
+        if budget is None:
+            raise ValueError(
+                "`max_completion_length=None`: a search tree divides the tokens of a completion among its nodes, so "
+                "that it needs their number. Set a number."
+            )
         if self.node_length is not None and self.node_length > budget:
             raise ValueError(
                 f"`node_length={self.node_length}` is longer than a whole completion of "

@@ -57,6 +57,10 @@ class TreeRLConfig(ExplorationConfig):
     trained_leaves: int | None = None
     success_threshold: float = 1.0
 
+    @property
+    def asks_about_success(self) -> bool:
+        return True
+
     def validate(self) -> None:
         super().validate()
         run_checks(self, CHECKS)

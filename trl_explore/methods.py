@@ -3,13 +3,24 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, NamedTuple
 
 OURS = ("trl", "grpo", "trl-explore")
 
 
 def _no_options(task: Any) -> dict[str, Any]:
     return {}
+
+
+class Remark(NamedTuple):
+    """A sentence on what a run logged, with its numbers, and the page that explains it."""
+
+    text: str
+    link: str
+
+
+def _no_remarks(ends: Mapping[str, float]) -> list[Remark]:
+    return []
 
 
 @dataclass(frozen=True)
@@ -33,6 +44,15 @@ class Method:
     needs_tools: bool = False  # whether it has nothing to do where no tools are
     plain: bool = False  # whether it is GRPO: comparisons have it once, unless they are asked for more
     style: tuple[str, str] | None = None  # colour and marker in pictures; without, one that is left
+    # Remarks of `trl-explore advise` on the values that a run logged, by name, at its end.
+    remarks: Callable[[Mapping[str, float]], list[Remark]] = _no_remarks
+
+    def logs_alone(self, name: str) -> bool:
+        """Whether this method logs a metric that GRPO and the other fields of this package do not log."""
+        if self.plain or "/" not in name:
+            return False
+        streams = [known.removesuffix("...") for known in self.metrics if known.endswith("/...")]
+        return name in self.metrics or any(name.startswith(stream) for stream in streams)
 
     @property
     def trainer_class(self) -> Any:
@@ -121,6 +141,35 @@ def _steps(task: Any) -> dict[str, Any] | None:
     near = {"influence_distance": 1, "min_fork_distance": 0}  # steps are few, and short
     by_text = "segment_delimiters" in cuts
     return {**near, **({"step_delimiters": [";"]} if by_text else {"step_length": cuts["segment_length"]})}
+
+
+def _of_trees(ends: Mapping[str, float]) -> list[Remark]:
+    uniform = ends.get("tree/uniform_fraction")
+    if uniform is None or uniform <= 0.9:
+        return []
+    text = (
+        f"{uniform:.0%} of the search trees end all right or all wrong: lower `depth_weight`, raise `node_length`, or "
+        "search only what plain samples do not solve, `explore_prompts='unsolved'`."
+    )
+    return [Remark(text, "docs/evidence.md#a-search-that-unlearns")]
+
+
+def _of_sketches(ends: Mapping[str, float]) -> list[Remark]:
+    plain, sketched = ends.get("sketch/plain_success"), ends.get("sketch/success")
+    if plain is None or sketched is None or sketched >= plain / 2:
+        return []
+    text = (
+        f"Completions with a sketch are right in {sketched:.0%}, plain ones of the same groups in {plain:.0%}: give "
+        "fewer rows a sketch, `max_trajectories`."
+    )
+    return [Remark(text, "docs/methods/sesa.md")]
+
+
+def _of_branches(ends: Mapping[str, float]) -> list[Remark]:
+    kept = ends.get("branch/contrastive_fraction")
+    if kept is None or kept >= 0.1:
+        return []
+    return [Remark(f"{kept:.0%} of the branched rows found a branch of another outcome.", "docs/methods/branpo.md")]
 
 
 # What TreeRL and AttnRL log of their branches.
@@ -233,6 +282,7 @@ ROWS = (
             "replay/stored_prompts",
         ),
         options=_nodes,
+        remarks=_of_trees,
         style=("#D55E00", "D"),
     ),
     Method(
@@ -267,7 +317,7 @@ ROWS = (
             "have such rows",
             "sketch/pass_ratio": "Pass@G / Pass@1 of the groups; near 1, samples succeed or fail together",
             "sketch/collapse_alarm": "1 where `sketch/pass_ratio` is below 1.05 although not everything is correct",
-            "sketch/coverage": "share of the data set's `targets` column that a group found",
+            "sketch/coverage": "share of the right answers in `coverage_column` that a group found",
             "sketch/ratio_mean": "mean weight of `off_policy_correction`",
             "sketch/ratio_capped_fraction": "share of weights of `off_policy_correction` that were cut at "
             "`off_policy_cap`",
@@ -284,6 +334,7 @@ ROWS = (
             "agent/duplicate_actions",
         ),
         options=_sketches,
+        remarks=_of_sketches,
         style=("#009E73", "^"),
     ),
     Method(
@@ -354,6 +405,7 @@ ROWS = (
             "agent/turns",
         ),
         options=_branches,
+        remarks=_of_branches,
         needs_tools=True,
         style=("#56B4E9", "P"),
     ),
@@ -501,6 +553,18 @@ ROWS = (
             "generation/main_seconds": "seconds of sampling the main rows, all calls of a generation batch together",
             "generation/extra_seconds": "seconds of sampling what a method samples beside them",
             "generation/cache_megabytes": "most memory that kept keys and values took during a rollout",
+            "success/fraction": "share of the completions whose reward reaches the success threshold; logged if "
+            "training asks about success",
+            "success/min_reward": "smallest reward of a generation batch; the reward is the one that decides about "
+            "success",
+            "success/max_reward": "largest reward of a generation batch; the reward is the one that decides about "
+            "success",
+            "generation/sampled_tokens": "tokens sampled so far, over the run and all processes: completions, turns, "
+            "branches, trees and sketches, whether they are trained or discarded. Prompts, answers of tools and "
+            "completions of evaluations do not count",
+            "method/changed_hooks": "number of GRPO's steps that the trainer's class replaces (`rollout`, "
+            "`shape_rewards`, `search`, `assign_advantages`, `extra_streams`). Plain GRPO does not log it, and "
+            "`trl-explore advise` tells runs of a method by it",
             "explore_share": "share of the prompts that were explored",
             "explore/plain_tokens": "tokens of the completions that were sampled as in GRPO, beside the "
             "method's own (TreeGRPO, SESA)",
@@ -543,3 +607,8 @@ ROWS = (
     ),
 )
 METHODS: dict[str, Method] = {row.name: row for row in ROWS}
+
+
+def logged_by_a_method(name: str) -> bool:
+    """Return whether only a method of this package logs a metric of this name."""
+    return any(row.logs_alone(name) for row in METHODS.values())

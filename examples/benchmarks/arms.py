@@ -78,6 +78,7 @@ def train_arm(
     )
     given = [callback for callback in callbacks if isinstance(callback, TrainerCallback)]
     trainer = task_trainer(arm, task, start, config, num_train=num_train, rows=rows, callbacks=[costs, *given])
+    costs.count_sampled(trainer)
     for callback in callbacks:
         if not isinstance(callback, TrainerCallback):
             trainer.add_callback(callback(trainer))

@@ -137,6 +137,7 @@ def check(name, args):
         callbacks=[clock, costs],
         tools=[look] if agent else None,
     )
+    costs.count_sampled(trainer)
     if on_gpu:
         gc.collect()  # what an earlier trainer holds in cycles would count as this one's
         torch.cuda.empty_cache()

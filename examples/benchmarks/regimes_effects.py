@@ -16,7 +16,7 @@ from regimes_frontier import Place, place
 from regimes_plan import Arm, Regime, tuning
 from regimes_results import MANY, Row, to_runs
 
-from trl_explore.compare.costs import interval, mean_along, value_at
+from trl_explore.compare.costs import FEWEST_SEEDS, interval, mean_along, value_at
 from trl_explore.compare.ends import Ends, summarize_ends
 from trl_explore.compare.run import Run
 from trl_explore.compare.settings import Comparison, read_comparison
@@ -65,17 +65,26 @@ class Effect:
             Lower end of its interval; a single seed has none.
         high (`float`, *optional*):
             Upper end.
+        seeds (`int`, *optional*, defaults to `3`):
+            Seeds that it is a mean over. From fewer than three, admission still reads the interval, but no report
+            shows it.
     """
 
     mean: float
     low: float | None = None
     high: float | None = None
+    seeds: int = FEWEST_SEEDS
 
     def __str__(self) -> str:
-        if self.low is None or self.high is None:
-            return f"{self.mean:+.1f} (one seed)"
+        if not self.has_interval:
+            return f"{self.mean:+.1f} ({'one seed' if self.seeds == 1 else 'two seeds'})"
         text = f"{self.mean:+.1f} [{self.low:+.1f}, {self.high:+.1f}]"
         return f"**{text}**" if self.clear else text
+
+    @property
+    def has_interval(self) -> bool:
+        """Whether reports show an interval."""
+        return self.low is not None and self.seeds >= FEWEST_SEEDS
 
     @property
     def clear(self) -> bool:
@@ -129,7 +138,7 @@ class Results:
         """Costs that may be equal: where a GPU computes, its seconds are those of the wall."""
         if self.regime.comparison.get("common", {}).get("use_cpu", True):
             return COST_NAMES
-        return {name: text for name, text in COST_NAMES.items() if name != "cpu_seconds"} | {"seconds": "seconds"}
+        return {name: text for name, text in COST_NAMES.items() if name != "cpu_seconds"} | {"seconds": "wall seconds"}
 
     @property
     def seconds(self) -> str:
@@ -183,12 +192,12 @@ class Results:
     def _effect(self, gaps: list[np.ndarray]) -> Effect:
         """A mean over seeds of differences by problem, in points, with the wider of two intervals."""
         values = 100 * np.array(gaps)  # (S, P)
-        mean, half = interval(values.mean(axis=1).tolist())
+        mean, half = interval(values.mean(axis=1).tolist(), fewest=2)
         if half is None:
-            return Effect(mean)
+            return Effect(mean, seeds=len(values))
         groups = self.facts()
         low, high = crossed_interval(values, groups=groups if groups and len(groups) == values.shape[1] else None)
-        return Effect(mean, min(low, mean - half), max(high, mean + half))
+        return Effect(mean, min(low, mean - half), max(high, mean + half), len(values))
 
     def looks(self) -> list[list[float]]:
         """How GRPO's runs look to `trl-explore advise`."""

@@ -30,7 +30,7 @@ class Place:
         lead (`float`):
             That lead, in points of a hundred.
         half (`float`, *optional*):
-            Half of its 95 % interval over seeds. None for a single seed.
+            Half of its 95 % interval over seeds. None for fewer than three seeds.
     """
 
     verdict: Literal["outside", "on", "inside"]

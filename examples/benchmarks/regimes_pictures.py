@@ -79,7 +79,7 @@ def draw_forest(results: Sequence[Results], path: Path) -> Path | None:
                 effect = found.effect(name, found.base, metric=found.regime.metric, cost=cost)
                 if effect is None:
                     continue
-                low, high = (effect.mean if end is None else end for end in (effect.low, effect.high))
+                low, high = (effect.low, effect.high) if effect.has_interval else (effect.mean, effect.mean)
                 error = [[effect.mean - low], [high - effect.mean]]
                 style = {"markerfacecolor": COLORS[role] if filled else "white", "markersize": 5, "elinewidth": 1.2}
                 axis.errorbar(

@@ -110,9 +110,8 @@ def frontier(results: Results) -> list[str]:
     lines = [f"| frontier of {first} and {second} | | weight of {first} | lead over the closest rival |"]
     lines.append("| --- | --- | ---: | --- |")
     for name, (where, rival) in found.items():
-        lines.append(
-            f"| {name} | {where.verdict} | {where.weight:.2f} | {where.lead:+.1f} ± {where.half:.1f} ({rival}) |"
-        )
+        lead = f"{where.lead:+.1f}" if where.half is None else f"{where.lead:+.1f} ± {where.half:.1f}"
+        lines.append(f"| {name} | {where.verdict} | {where.weight:.2f} | {lead} ({rival}) |")
     return [*lines, ""]
 
 
@@ -182,7 +181,9 @@ def _verdict(title: str, effects: dict[str, Effect | None]) -> str:
     parts: dict[str, list[str]] = {"clearly ahead": [], "clearly behind": [], "neither clearly": []}
     for where, found in effects.items():
         if found is not None:
-            kind = "neither clearly" if not found.clear else f"clearly {'ahead' if found.mean > 0 else 'behind'}"
+            kind = "neither clearly"
+            if found.clear and found.has_interval:
+                kind = "clearly ahead" if found.mean > 0 else "clearly behind"
             parts[kind].append(f"{where} {str(found).strip('*')}")
     words = "; ".join(f"{kind} in {', '.join(places)}" for kind, places in parts.items() if places)
     return f"{title}: {words}." if words else ""
@@ -203,7 +204,7 @@ def measured(results: list[Results]) -> list[dict[str, Any]]:
                 what: found.effect(name, found.base, metric=regime.metric, cost=cost)
                 for what, cost in (("tokens", "tokens"), ("seconds", found.seconds))
             }
-            if any(effect is None or effect.low is None for effect in effects.values()):
+            if not all(effect is not None and effect.has_interval for effect in effects.values()):
                 continue
             shown = {what: [round(v, 1) for v in (e.mean, e.low, e.high)] for what, e in effects.items()}
             options = json.loads(row["options"])

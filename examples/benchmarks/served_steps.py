@@ -152,6 +152,7 @@ def run(name, models, port, args, seed):
         **data,
     )
     trainer.remove_callback(PrinterCallback)
+    costs.count_sampled(trainer)
     before = counted(port)
     trainer.train()
     engine = [now - then for now, then in zip(counted(port), before, strict=True)]

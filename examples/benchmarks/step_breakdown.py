@@ -122,6 +122,7 @@ def trained(make: Any, arm: Arm, options: dict[str, Any], *, save_to: Path | Non
         config = METHODS[arm.method].config_class(output_dir=folder, **{**options, **arm.options})
         trainer = make(arm, config, callbacks=[costs])
         trainer.remove_callback(PrinterCallback)
+        costs.count_sampled(trainer)
         passes = Passes(trainer)
         trainer.train()
         if save_to is not None:

@@ -3,10 +3,17 @@
 import random
 from collections import Counter
 
+import torch
+from datasets import Dataset
 from test_branpo import LETTERS, Lake, odd_steps
 from world import make_agent, parameters, says
 
-from trl_explore.trainers import BranPOConfig, BranPOTrainer
+from trl_explore.trainers import (
+    BranPOConfig,
+    BranPOTrainer,
+    DeepGRPOConfig,
+    DeepGRPOTrainer,
+)
 
 BOARDS = ["S../.../..G", "S../..X/..G", ".S./.../..G", ".S./..X/..G"]
 
@@ -61,6 +68,50 @@ def play(folder, rows_per_process):
     return {name: p.flatten().tolist() for name, p in parameters(trainer).items()}, logged
 
 
+def solved_on_one_process(environments, **columns):
+    """The second process has solved all games."""
+    return [1.0] * len(environments) if torch.distributed.get_rank() else odd_steps(environments)
+
+
+def play_without_prompts(cls, config, folder, **options):
+    """Data of boards alone: environments say the task. The processes have unequally many branches."""
+    says(SteadyVoice())
+    trainer = make_agent(
+        cls,
+        config,
+        folder,
+        train_dataset=Dataset.from_dict({"board": BOARDS}),
+        environment_factory=Lake,
+        reward_funcs=[solved_on_one_process],
+        per_device_train_batch_size=4,
+        num_generations=4,
+        max_completion_length=200,
+        max_tool_calling_iterations=4,
+        log_completions=True,
+        num_completions_to_print=0,
+        **options,
+    )
+    padded = []
+    score = trainer.scorer.score
+
+    def counting(name, rows):
+        padded.append(trainer.ranks.most(len(rows)) - len(rows))
+        return score(name, rows)
+
+    trainer.scorer.score = counting
+    trainer.train()
+    values = {name: p.flatten().tolist() for name, p in parameters(trainer).items()}
+    return {"parameters": values, "padded": sum(padded)}
+
+
 def main(folder):
     values, logged = play(folder, 4)
-    return {"parameters": values, "logged": logged}
+    deep = dict(segmentation="fixed", segment_length=2)
+    return {
+        "parameters": values,
+        "logged": logged,
+        "without prompts": {
+            "BranPO": play_without_prompts(BranPOTrainer, BranPOConfig, f"{folder}/branpo"),
+            "DeepGRPO": play_without_prompts(DeepGRPOTrainer, DeepGRPOConfig, f"{folder}/deep", **deep),
+        },
+    }

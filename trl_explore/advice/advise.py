@@ -6,11 +6,13 @@ from typing import Any
 
 from trl_explore.advice.measured import PAGE, Measured, Tried, nearest
 from trl_explore.advice.signs import Signs
+from trl_explore.methods import METHODS
 
 MOSTLY = 0.7  # of the groups, or of a share
 CUT = 0.1  # of the completions
 LOST = 0.15  # of the entropy
 FALL = 0.02  # in pass@k
+TROUBLES = "docs/troubleshooting.md#it-trains-but-nothing-happens"
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,17 @@ class Advice:
     @property
     def verdict(self) -> str:
         """The advice in one sentence."""
+        if self.signs.unscored:
+            return "No completion has a reward: see why the reward functions return None or NaN."
+        if (reward := self.signs.same_reward) is not None:
+            return _of_one_reward(reward)
         if not self.signs.plain:
             return "This is no run of plain GRPO, which is what resemblance is read off: compare it with one."
+        if self.regime is None and not self.signs.zero_or_one:
+            return (
+                "Rewards are not only 0 and 1, as in all measured runs, so nothing measured resembles this: keep "
+                "GRPO, and tune its learning rate."
+            )
         if self.regime is None:
             return "Nothing measured resembles this: keep GRPO, and tune its learning rate."
         if not self.arms:
@@ -76,6 +87,9 @@ def advise(signs: Signs) -> Advice:
     Returns:
         [`Advice`]: What stands out, what it resembles, and what paid there.
     """
+    if not signs.can_learn:
+        # Nothing was learned, and no other trainer changes that: what resembles this run does not matter.
+        return Advice(signs, [_nothing_learned(signs)], None, None, [])
     regime, distance = nearest(signs)
     ahead = [] if regime is None else sorted(filter(lambda arm: arm.paid, regime.arms), key=lambda arm: -arm.tokens[0])
     return Advice(signs, list(_findings(signs)), regime, distance, ahead)
@@ -86,13 +100,43 @@ def change(arm: Tried) -> dict[str, Any]:
     return {"method": arm.method, **{name: value for name, value in arm.options.items() if name != "learning_rate"}}
 
 
+def _of_one_reward(reward: float) -> str:
+    """Return what to do if all completions of a run got the same reward."""
+    if reward <= 0:
+        return "No sample ever succeeded: use easier data or a warm start first."
+    if reward >= 1:
+        return "Every sample succeeded: there is nothing to learn from these data; use harder data."
+    return f"Every sample got the reward {reward:.3g}: see what the reward function gives a right and a wrong answer."
+
+
+def _nothing_learned(signs: Signs) -> Finding:
+    """Return why a run could not learn: it has no rewards, or all of them are equal."""
+    if signs.unscored:
+        return Finding("No logged step has a reward.", TROUBLES)
+    return Finding(f"All completions of all logged steps got the reward {signs.same_reward:.3g}.", TROUBLES)
+
+
 def _findings(signs: Signs) -> Iterator[Finding]:
     values = signs.values
+    if signs.threshold is not None:
+        yield Finding(signs.threshold, "docs/credit.md#graded-rewards")
+    elif signs.plain and not signs.zero_or_one:
+        yield Finding(
+            "Rewards are not only 0 and 1. Before you try a method that asks about success, set its "
+            "`success_threshold`, or let `success_reward` name the reward function that decides.",
+            "docs/credit.md#graded-rewards",
+        )
     if (cut := values.get("completions/clipped_ratio")) and cut.end >= CUT:
         yield Finding(
-            f"{cut.end:.0%} of the completions at the end are cut off at `max_completion_length`, and most likely "
-            "count as wrong: raise it first.",
-            "docs/troubleshooting.md",
+            f"{cut.end:.0%} of the completions at the end are cut off at `max_completion_length`. If your reward "
+            "needs the end of a completion, for example its answer, raise it first.",
+            TROUBLES,
+        )
+    for name in signs.unpaid:
+        yield Finding(
+            f"The reward function `{name}` gave 0 to every completion, so nothing was learned from it. If it decides "
+            "success, use easier data or a warm start first.",
+            TROUBLES,
         )
     equal, reward = values.get("frac_reward_zero_std"), values.get("reward")
     if equal and reward:
@@ -118,7 +162,10 @@ def _findings(signs: Signs) -> Iterator[Finding]:
                 f"{first.start:.1%} to {first.end:.1%}: the run sharpens what it knew, and loses other answers.",
                 f"{PAGE}#reward-rises-and-passk-falls",
             )
-    yield from _of_methods(signs)
+    ends = {name: pair.end for name, pair in values.items()}
+    for row in METHODS.values():
+        for remark in row.remarks(ends):
+            yield Finding(*remark)
 
 
 def _of_groups(signs: Signs, start: float, end: float) -> Iterator[Finding]:
@@ -131,24 +178,3 @@ def _of_groups(signs: Signs, start: float, end: float) -> Iterator[Finding]:
         else:
             text += f" (mean reward {signs.values['reward'][at]:.2f})"
         yield Finding(f"{text}.", f"{PAGE}#groups-without-contrast-at-the-{when}")
-
-
-def _of_methods(signs: Signs) -> Iterator[Finding]:
-    values = signs.values
-    if (uniform := values.get("tree/uniform_fraction")) and uniform.end > 0.9:
-        yield Finding(
-            f"{uniform.end:.0%} of the search trees end all right or all wrong: lower `depth_weight`, raise "
-            "`node_length`, or search only what plain samples do not solve, `explore_prompts='unsolved'`.",
-            f"{PAGE}#a-search-that-unlearns",
-        )
-    plain, sketched = values.get("sketch/plain_success"), values.get("sketch/success")
-    if plain and sketched and sketched.end < plain.end / 2:
-        yield Finding(
-            f"Completions with a sketch are right in {sketched.end:.0%}, plain ones of the same groups in "
-            f"{plain.end:.0%}: give fewer rows a sketch, `max_trajectories`.",
-            "docs/methods/sesa.md",
-        )
-    if (kept := values.get("branch/contrastive_fraction")) and kept.end < 0.1:
-        yield Finding(
-            f"{kept.end:.0%} of the branched rows found a branch of another outcome.", "docs/methods/branpo.md"
-        )

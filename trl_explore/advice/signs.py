@@ -9,6 +9,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from trl_explore.methods import logged_by_a_method
+from trl_explore.rewards.threshold import threshold_note
 from trl_explore.runs.inputs import UsageError
 
 STATE = "trainer_state.json"
@@ -17,8 +19,12 @@ FEWEST_STEPS = 8
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 REWARD = re.compile(r"rewards/(.+)/mean")
 PASS = re.compile(r"eval/pass_at_(\d+)")
-# First parts of names that only our methods log.
-MARKS = ("tree/", "pivots/", "sketch/", "geometry/", "novelty/", "branch/", "steps/", "votes/")
+METHOD_MARK = "method/changed_hooks"  # logged by every trainer that is not plain GRPO
+ROUNDING = 1e-6  # of a logged reward
+# Rewards of 0 and 1 with mean m have variance m (1 - m), times N / (N - 1) over N completions. A log that averages
+# several batches shows less. Below these shares of m (1 - m), some rewards lie between 0 and 1.
+LEAST_VARIANCE, LEAST_VARIANCE_OF_AVERAGES = 0.4, 0.25
+MOST_VARIANCE = 1.5  # above this share, some rewards lie outside
 
 
 class Pair(NamedTuple):
@@ -41,11 +47,20 @@ class Signs:
         pass_at (`dict[int, Pair]`):
             Pass@k by k, at the first evaluation and at the last.
         all_wrong (`Pair`, *optional*):
-            Share of groups whose completions are all worth 0 or less, from the completions tables.
+            Share of groups whose completions are all worth 0 or less, from the completions tables. None if the
+            rewards there have more than two values, which do not say what is wrong.
         all_right (`Pair`, *optional*):
             Share of groups whose completions are all worth 1 or more.
         plain (`bool`, *optional*, defaults to `True`):
-            Whether it is a run of GRPO: no method of this package logged anything.
+            Whether it is a run of GRPO: the trainer changes none of GRPO's steps.
+        same_reward (`float`, *optional*):
+            The reward that all completions of the run got. None if rewards differ.
+        zero_or_one (`bool`, *optional*, defaults to `True`):
+            False if the logs show rewards other than 0 and 1: graded ones, penalties or another scale.
+        unpaid (`tuple[str, ...]`, *optional*, defaults to `()`):
+            Names of reward functions that gave 0 to every completion, if there are several functions.
+        threshold (`str`, *optional*):
+            Note on a success threshold that no completion reached, or that every completion reached.
     """
 
     steps: int
@@ -54,6 +69,20 @@ class Signs:
     all_wrong: Pair | None = None
     all_right: Pair | None = None
     plain: bool = True
+    same_reward: float | None = None
+    zero_or_one: bool = True
+    unpaid: tuple[str, ...] = ()
+    threshold: str | None = None
+
+    @property
+    def unscored(self) -> bool:
+        """Whether no logged step has a reward."""
+        return "reward" not in self.values
+
+    @property
+    def can_learn(self) -> bool:
+        """Whether there are rewards, and they differ."""
+        return not self.unscored and self.same_reward is None
 
     @property
     def agent(self) -> bool:
@@ -69,9 +98,11 @@ class Signs:
     @property
     def place(self) -> tuple[float, ...] | None:
         """What resemblance is measured by: reward and share of groups without contrast, at both ends, and the entropy
-        left. None where one is not logged, or rewards are not between 0 and 1."""
+        left. None where one is not logged, or rewards are others than 0 and 1, which all measured runs had."""
         reward, equal, left = self.values.get("reward"), self.values.get("frac_reward_zero_std"), self.entropy_left
-        if reward is None or equal is None or left is None or not all(0 <= value <= 1 for value in reward):
+        if reward is None or equal is None or left is None or not self.zero_or_one:
+            return None
+        if self.same_reward is not None or not all(0 <= value <= 1 for value in reward):
             return None
         return (*reward, *equal, left)
 
@@ -142,18 +173,81 @@ def signs_of(history: Sequence[Mapping[str, Any]], *, name: str = "the run") -> 
         for k in sorted(ks)
         if len(known := [entry[f"eval/pass_at_{k}"] for entry in evaluated if f"eval/pass_at_{k}" in entry]) > 1
     }
-    plain = not any(name.startswith(MARKS) for name in names)
-    return Signs(steps=int(steps[-1].get("step", len(steps))), values=values, pass_at=pass_at, plain=plain)
+    return Signs(
+        steps=int(steps[-1].get("step", len(steps))),
+        values=values,
+        pass_at=pass_at,
+        plain=METHOD_MARK not in names and not any(logged_by_a_method(name) for name in names),
+        same_reward=_same_reward(steps),
+        zero_or_one=_may_be_zero_or_one(steps),
+        unpaid=_unpaid(steps),
+        threshold=threshold_note(steps),
+    )
+
+
+def _numbers(entries: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+    """Return the logged values of `key` without those that are missing or NaN."""
+    values = [entry[key] for entry in entries if isinstance(entry.get(key), int | float)]
+    return [float(value) for value in values if not math.isnan(value)]
 
 
 def _mean(entries: Sequence[Mapping[str, Any]], key: str) -> float:
-    known = [float(entry[key]) for entry in entries if isinstance(entry.get(key), int | float)]
+    known = _numbers(entries, key)
     return fmean(known) if known else math.nan
 
 
+def _same_reward(steps: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the reward that every completion got; None if rewards differ, or if the logs do not say so."""
+    means, deviations = _numbers(steps, "reward"), _numbers(steps, "reward_std")
+    if not means or max(means) - min(means) > ROUNDING:
+        return None
+    if deviations:
+        return means[0] if max(deviations) <= ROUNDING else None
+    shares_without_contrast = _numbers(steps, "frac_reward_zero_std")
+    all_equal = bool(shares_without_contrast) and min(shares_without_contrast) == 1
+    return means[0] if all_equal or means[0] == 0 else None
+
+
+def _may_be_zero_or_one(steps: Sequence[Mapping[str, Any]]) -> bool:
+    """Return False if means and deviations of the rewards are not those of rewards of 0 and 1."""
+    if any(not 0 <= mean <= 1 for mean in _numbers(steps, "reward")):
+        return False
+    known = [entry for entry in steps if _numbers([entry], "reward") and _numbers([entry], "reward_std")]
+    of_zero_and_one = sum(entry["reward"] * (1 - entry["reward"]) for entry in known)
+    variance = sum(entry["reward_std"] ** 2 for entry in known)
+    if of_zero_and_one <= ROUNDING:
+        return variance <= ROUNDING
+    numbers = [entry.get("step") for entry in steps]
+    every_step = numbers == list(range(numbers[0] or 0, (numbers[0] or 0) + len(numbers)))
+    least = LEAST_VARIANCE if every_step else LEAST_VARIANCE_OF_AVERAGES
+    return least <= variance / of_zero_and_one <= MOST_VARIANCE
+
+
+def _unpaid(steps: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Return the reward functions that gave 0 to every completion, if there are several functions."""
+    names = sorted({found[1] for entry in steps for key in entry if (found := REWARD.fullmatch(key))})
+    unpaid = []
+    for name in names:
+        means, deviations = _numbers(steps, f"rewards/{name}/mean"), _numbers(steps, f"rewards/{name}/std")
+        if means and not any(means) and not any(deviations):
+            unpaid.append(name)
+    return tuple(unpaid) if len(names) > 1 else ()
+
+
 def shares_of_groups(folder: Path, rewards: Sequence[str]) -> tuple[Pair, Pair] | None:
-    """Shares of groups that are all wrong, and all right, at both ends of a run, by its completions tables and the sum
-    of the named rewards; None where there are no such tables."""
+    """
+    Return the shares of groups that are all wrong, and all right, at both ends of a run.
+
+    Args:
+        folder (`Path`):
+            Completions tables of the run.
+        rewards (`Sequence[str]`):
+            Names of the reward functions; their sum is a completion's reward.
+
+    Returns:
+        `tuple[Pair, Pair]` or `None`: None if there are no such tables. None too if the rewards have more than one
+        value up to 0, more than one from 1 on, or any between: then they do not say which completions are wrong.
+    """
     import pandas
 
     files = sorted(folder.glob("completions_*.parquet"))
@@ -161,12 +255,17 @@ def shares_of_groups(folder: Path, rewards: Sequence[str]) -> tuple[Pair, Pair] 
         return None
     part = max(1, len(files) // SHARE)
     wrong, right = [], []
+    values: set[float] = set()
     for some in (files[:part], files[-part:]):
         table = pandas.concat([pandas.read_parquet(file) for file in some])
         if not {"step", "prompt", *rewards} <= set(table.columns):
             return None
         total = table.assign(prompt=table["prompt"].astype(str), total=table[list(rewards)].sum(axis=1))
+        values |= set(total["total"].unique().tolist())
         groups = total.groupby(["step", "prompt"])["total"].agg(["min", "max"])
         wrong.append(float((groups["max"] <= 0).mean()))
         right.append(float((groups["min"] >= 1).mean()))
+    num_low, num_high = sum(value <= 0 for value in values), sum(value >= 1 for value in values)
+    if num_low > 1 or num_high > 1 or num_low + num_high < len(values):
+        return None
     return Pair(*wrong), Pair(*right)

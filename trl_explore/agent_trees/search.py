@@ -108,6 +108,7 @@ class AgentTrees:
                 loss_mask=[branch.loss_mask for branch in branches],
                 group_size=1,
                 known_rewards=[branch.rewards for branch in branches],
+                extra=[branch.extra for branch in branches],
                 completions=[branch.messages for branch in branches],
                 parents=[branch.row for branch in branches],
                 shared=[branch.start for branch in branches],

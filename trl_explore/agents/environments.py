@@ -11,10 +11,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+from trl_explore.agents.outages import may_be_mistake
 from trl_explore.agents.snapshots import OWN, has_own_snapshots, not_a_tool
 from trl_explore.agents.watch import fits
 
 ERROR = "_trl_explore_error"
+FAILED_METHOD = "_trl_explore_failed_method"
 FALLBACKS = {"reset": None, "get_reward": 0.0}  # what a failed call gives instead of raising
 _inside: ContextVar[bool] = ContextVar("inside an environment", default=False)
 
@@ -43,6 +45,7 @@ def guard(environment: Any) -> None:
     """Let an environment remember its first exception, see [`guarded`]; one that does already keeps it."""
     if ERROR not in vars(environment):
         setattr(environment, ERROR, None)
+        setattr(environment, FAILED_METHOD, "")
     kind: Any = type(environment)
     _guard_class(kind)
 
@@ -50,6 +53,21 @@ def guard(environment: Any) -> None:
 def environment_error(environment: Any) -> BaseException | None:
     """The first exception since the last `reset` of a [`guarded`] environment; `None` for other objects."""
     return getattr(environment, ERROR, None)
+
+
+def note_error(environment: Any, error: BaseException, method: str) -> None:
+    """Remember an exception of a [`guarded`] environment, unless it has raised before."""
+    if environment_error(environment) is None:
+        setattr(environment, ERROR, error)
+        setattr(environment, FAILED_METHOD, method)
+
+
+def model_may_have_failed(environment: Any) -> bool:
+    """Return whether the exception of a [`guarded`] environment may be the answer to a wrong tool call. `reset` and
+    `get_reward` are not called by the model."""
+    error = environment_error(environment)
+    method = getattr(environment, FAILED_METHOD, "")
+    return error is not None and method not in FALLBACKS and may_be_mistake(error)
 
 
 # The methods of the class are wrapped in place. A sub-class would not be of the user's type, which TRL and reward
@@ -125,8 +143,7 @@ def _recorded(environment: Any, name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if environment_error(environment) is None:
-            setattr(environment, ERROR, error)
+        note_error(environment, error, name)
         if name not in FALLBACKS:
             raise
     finally:

@@ -3,15 +3,18 @@
 import copy
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from trl_explore.agents.environments import environment_error
+from trl_explore.agents.environments import environment_error, model_may_have_failed
+from trl_explore.agents.outages import Streak
 from trl_explore.agents.states import KeptStates
 from trl_explore.agents.trajectories import Branch, Fork, Trajectory
 from trl_explore.agents.turns import Turns, World
 from trl_explore.agents.watch import ToolWatch
+from trl_explore.rows.copies import own_copy
 from trl_explore.rows.policy import Policy
 from trl_explore.rows.rollouts import Continuation, Rollout
 from trl_explore.rows.scorer import Scorer
@@ -41,6 +44,9 @@ class Forks:
         self.trajectories: list[Trajectory] = []
         self._stopped: set[int] | None = None  # branches that may call no further tool; `None` outside branching
         self._branches: list[Branch] = []  # of the tool loop
+        # Every process counts the calls of all processes, so that all of them stop together.
+        self._unanswered, self._outages, self._broken = Streak(), Streak(), Streak()
+        self._warned = False
 
     @property
     def in_branches(self) -> bool:
@@ -55,9 +61,19 @@ class Forks:
             limit = self.most_rounds()
             self.world.limit_rounds(sys.maxsize if limit is None else limit)
 
-    def begin(self, examples: list[dict[str, Any]], num_rows: int) -> None:
-        """A batch of training is about to be rolled out."""
-        self.states.begin(examples, num_rows)
+    def begin(self, examples: list[dict[str, Any]], given: list[dict[str, Any]], num_rows: int) -> None:
+        """
+        Prepare for a batch of training that is about to be rolled out.
+
+        Args:
+            examples (`list[dict]`):
+                Rows of the data, `[B]`.
+            given (`list[dict]`):
+                The same rows, as the environments got them, `[B]`.
+            num_rows (`int`):
+                Number of rows of this process.
+        """
+        self.states.begin(examples, given, num_rows)
         self.watch.reset()
         if self.world.environments and not self.world.tools:  # no loop, and no turns but one
             self.states.keep(0, list(range(num_rows)))
@@ -72,41 +88,61 @@ class Forks:
         """The batch has been rolled out: prompts as they were sampled from, `[B]`, and rows as TRL returns them.
         `save` writes a checkpoint before the run is stopped, and says what to do next."""
         if self.world.tools:
-            self._stop_if_all_failed(save)
+            self._stop_if_dead(save)
         prompt_ids, completion_ids, mask, completions, logprobs = rows
         self.trajectories = [
             Trajectory(
                 row=row,
-                prompt=prompts[row],
+                prompt=own_copy(prompts[row]),
                 prompt_ids=prompt_ids[row],
                 completion_ids=ids,
                 loss_mask=[1] * len(ids) if mask is None else mask[row],
-                messages=completions[row] if self.world.tools else None,  # TRL decodes a single turn better than we
+                # TRL decodes a single turn better than we. Of several turns, branches continue these messages, and
+                # reward functions may change those that they are given.
+                messages=own_copy(completions[row]) if self.world.tools else None,
                 states=self.states.of_rows[row],
                 logprobs=None if logprobs is None else logprobs[row],
             )
             for row, ids in enumerate(completion_ids)
         ]
 
-    def _stop_if_all_failed(self, save: Callable[[], str]) -> None:
-        """A dead service would teach the policy not to ask: better to stop where nothing had an answer."""
-        watch, own = self.watch, self.turns.failed if self.world.environments else []
-        total = self.policy.ranks.summed(
-            {"calls": watch.calls, "unanswered": watch.unanswered, "rows": len(own), "failed": sum(own)}
-        )
-        error: BaseException | None = watch.last_error
-        if own and error is None:
-            error = next((e for e in map(environment_error, self.world.environments or []) if e is not None), None)
-        last = "see the other processes" if error is None else f"{type(error).__name__}: {error.__cause__ or error}"
-        for what, bad, all_of_them in (
-            ("tool call", total["unanswered"], total["calls"]),
-            ("environment", total["failed"], total["rows"]),
+    def _stop_if_dead(self, save: Callable[[], str]) -> None:
+        """Raise if a service has died: it would teach the policy not to ask. Warn if only the tools raise, since
+        GRPO shows the model their errors and goes on."""
+        environments = self.world.environments or []
+        failed = self.turns.failed if environments else []
+        broken = [
+            environment
+            for environment, has_failed in zip(environments, failed, strict=True)
+            if has_failed and not model_may_have_failed(environment)
+        ]
+        watch = self.watch
+        counts: dict[str, float] = {
+            "calls": watch.calls,
+            "unanswered": watch.unanswered,
+            "outages": watch.outages,
+            "rows": len(failed),
+            "broken": len(broken),
+        }
+        total = self.policy.ranks.summed(counts)
+        self._unanswered.add(failed=total["unanswered"], total=total["calls"])
+        self._outages.add(failed=total["outages"], total=total["calls"])
+        self._broken.add(failed=total["broken"], total=total["rows"])
+        error = environment_error(broken[-1]) if broken else None
+        for streak, what, last in (
+            (self._outages, "tool call", watch.last_outage),
+            (self._broken, "environment", error),
         ):
-            if all_of_them and bad == all_of_them:
-                raise RuntimeError(
-                    f"every {what} of this generation batch raised ({int(bad)} of {int(bad)}), the last one "
-                    f"{last}. {save()}"
-                ) from error
+            if streak.is_long:
+                raise RuntimeError(f"{streak.describe(what)}, the last one {_told(last)}. {save()}") from last
+        if self._unanswered.is_long and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self._unanswered.describe('tool call')}, the last one {_told(watch.last_error)}. The model was "
+                "shown the errors, and the run goes on. If the model did not cause them, stop the run and repair the "
+                "tool. `tools/failure_frequency` logs the share of calls that raise.",
+                stacklevel=2,
+            )
 
     # ------------------------------------------------------------------------------------------------------ branches
 
@@ -133,10 +169,12 @@ class Forks:
         starts = [fork.origin.turns[fork.turn][0] if fork.start is None else fork.start for fork in forks]
         origins = [fork.origin for fork in forks]
         prefixes = [t.prompt_ids + t.completion_ids[:start] for t, start in zip(origins, starts, strict=True)]
-        budgets = [self.policy.args.max_completion_length - start for start in starts]
+        budgets = [self._longest_completion() - start for start in starts]
+        # TRL samples every turn by itself, so that sampling options count from the start of the turn.
+        begun = [start - fork.origin.turns[fork.turn][0] for fork, start in zip(forks, starts, strict=True)]
         self.states.begin_branches()
         with self.sample.rollout():
-            first = self.sample(prefixes, [fork.number for fork in forks], budgets)
+            first = self.sample(prefixes, [fork.number for fork in forks], budgets, begun=begun)
             branches = [
                 self._begin(fork, start, continuation)
                 for fork, start, continuations in zip(forks, starts, first, strict=True)
@@ -148,6 +186,12 @@ class Forks:
             branch.complete = self._is_complete(branch)
         return branches
 
+    def _longest_completion(self) -> int:
+        """Return the number of tokens that a branch may have with its prefix. Without a limit, branches end where the
+        longest main row of this process ends."""
+        given = self.policy.args.max_completion_length
+        return given or max(len(trajectory.completion_ids) for trajectory in self.trajectories)
+
     def has_failed(self, row: int) -> bool:
         """Whether the environment of a main row has raised."""
         return bool(self.turns.failed) and self.turns.failed[row]
@@ -155,19 +199,26 @@ class Forks:
     def judge(self, branches: list[Branch], scorer: Scorer) -> None:
         """Score branches by the reward functions, into their `rewards`; every process calls it. One whose environment
         raised gets 0 from each, as a main row does."""
-        rewards, _ = scorer.judge(
-            [self.example(branch.row) for branch in branches],
+        rewards, logged = scorer.judge(
+            [self._example_of(branch) for branch in branches],
             [branch.completion_ids for branch in branches],
+            prompt_ids=[branch.origin.prompt_ids for branch in branches],
             completions=[branch.messages for branch in branches],
             environments=[branch.environment for branch in branches] if self.world.environments else None,
             keep_metrics=False,  # what reward functions log of branches is not the main rows'
         )
-        for branch, values in zip(branches, rewards, strict=True):
+        for branch, values, extra in zip(branches, rewards, logged, strict=True):
             branch.rewards = values if environment_error(branch.environment) is None else [0.0] * len(values)
+            branch.extra = extra
 
     def example(self, row: int) -> dict[str, Any]:
         """The data-set example behind a main row, with the prompt as it was sampled from."""
         return {**self.states.examples[row], "prompt": self.trajectories[row].prompt}
+
+    def _example_of(self, branch: Branch) -> dict[str, Any]:
+        """Return the example of a branch as its environment left it."""
+        changed = self.states.row_of(branch.environment) or {}
+        return {**self.example(branch.row), **changed, "prompt": branch.origin.prompt}
 
     def continued(self, contexts: list[list[int]]) -> Rollout:
         """The next turn of branches that are in the tool loop."""
@@ -178,7 +229,7 @@ class Forks:
                 branch = self._branches[place]
                 branch.states[branch.turn + turn.number] = self.states.taken(branch.row, branch.environment)
         # Other processes are at other turns: their tool loops are theirs.
-        sampled = self.sample(contexts, 1, turn.budgets, collective=False)
+        sampled = self.sample(contexts, 1, turn.budgets, collective=False, begun=[0] * len(contexts))
         served = self.policy.serving is not None
         logprobs = [continuation.logprobs or [] for (continuation,) in sampled] if served else None
         return Rollout([continuation.token_ids for (continuation,) in sampled], logprobs)
@@ -290,3 +341,8 @@ class Forks:
         if branch.messages is None:
             return True
         return branch.messages[-1]["role"] == "assistant" and not branch.messages[-1].get("tool_calls")
+
+
+def _told(error: BaseException | None) -> str:
+    """Describe the last error of this process. None if only other processes have one."""
+    return "see the other processes" if error is None else f"{type(error).__name__}: {error.__cause__ or error}"

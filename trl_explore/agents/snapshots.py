@@ -59,13 +59,25 @@ def choose_state(environment: Any, wanted: str) -> str:
     return "replay"
 
 
-def take(environment: Any, kind: str) -> Any:
-    """The state now: a copy of the environment, what its own `snapshot` returned, or `None` for `"replay"`.
-    RuntimeError if it cannot be had."""
+def take(environment: Any, kind: str, memo: dict[int, Any] | None = None) -> Any:
+    """
+    Return the state now: a copy of the environment, what its own `snapshot` returned, or None for `"replay"`.
+
+    Args:
+        environment (`Any`):
+            The environment.
+        kind (`str`):
+            How its state is kept: `"copy"`, `"snapshot"` or `"replay"`.
+        memo (`dict[int, Any]`, *optional*):
+            Copies that were made, as in [`copy.deepcopy`].
+
+    Raises:
+        RuntimeError: If the state cannot be had.
+    """
     if kind == "replay":
         return None
     try:
-        return environment.snapshot() if kind == "snapshot" else copy.deepcopy(environment)
+        return environment.snapshot() if kind == "snapshot" else copy.deepcopy(environment, memo)
     except Exception as error:
         raise RuntimeError(
             f"the state of a {type(environment).__name__} could not be kept ({type(error).__name__}: {error}). Define "

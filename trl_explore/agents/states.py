@@ -8,10 +8,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from trl_explore.agents.environments import environment_error, guard
+from trl_explore.agents.environments import environment_error, guard, note_error
+from trl_explore.agents.outages import is_outage
 from trl_explore.agents.snapshots import check_replay, choose_state, explain_wrong_state, take
 from trl_explore.agents.trajectories import Message, Trajectory
 from trl_explore.agents.turns import World
+from trl_explore.rows.copies import own_copy
 from trl_explore.rows.policy import Policy
 
 CHECKED_ROWS = 8  # trajectories on which a tool has to answer as before until its environment's states are trusted
@@ -25,6 +27,9 @@ class KeptStates:
         self.policy, self.world, self.wanted, self.num_turns = policy, world, wanted, num_turns
         self.of_rows: list[dict[int, Any]] = []
         self.examples: list[dict[str, Any]] = []
+        # By the id of an environment or of its kept copy: the object, and the row that its `reset` got. An environment
+        # may draw from a list of the row, so both are copied together.
+        self._rows: dict[int, tuple[Any, dict[str, Any]]] = {}
         self._kinds: dict[Any, str] = {}
         if world.factories is not None:
             self._kinds = {name: choose_state(pool[0], wanted) for name, pool in world.pool.items()}
@@ -35,9 +40,25 @@ class KeptStates:
         self._trusted: set[Any] = set()  # environments that are not checked any more
         self._chosen: set[Any] = set()  # environments whose kind of state is chosen after a `reset`
 
-    def begin(self, examples: list[dict[str, Any]], num_rows: int) -> None:
-        """A batch is about to be rolled out."""
+    def begin(self, examples: list[dict[str, Any]], given: list[dict[str, Any]], num_rows: int) -> None:
+        """
+        Forget the last batch: another one is about to be rolled out.
+
+        Args:
+            examples (`list[dict]`):
+                Rows of the data, `[B]`.
+            given (`list[dict]`):
+                The same rows, as the environments got them; they may have changed lists in them.
+            num_rows (`int`):
+                Number of rows of this process.
+        """
         self.examples, self.of_rows, self._checked = examples, [{} for _ in range(num_rows)], False
+        self._rows = {id(own): (own, row) for own, row in zip(self.world.environments or [], given, strict=False)}
+
+    def row_of(self, environment: Any) -> dict[str, Any] | None:
+        """Return the row that an environment was reset with, with the changes that it made. None if unknown."""
+        known = self._rows.get(id(environment))
+        return None if known is None else known[1]
 
     def keep(self, turn: int, rows: list[int]) -> None:
         """Keep the environments of rows as they are, before a turn."""
@@ -58,13 +79,26 @@ class KeptStates:
             # At construction it had not been reset: what it holds since then decides what can be copied.
             self._kinds[name] = choose_state(environment, "auto")
             self._chosen.add(name)
+        memo: dict[int, Any] = {}
         try:
-            return take(environment, self._kind(row))
-        except RuntimeError:
+            state = take(environment, self._kind(row), memo)
+        except RuntimeError as error:
+            if is_outage(error):
+                note_error(environment, error, "snapshot")
+                return None
             if not auto or self._kind(row) != "copy":
                 raise
             self._kinds[name] = "replay"
             return None
+        if self._kind(row) == "copy":
+            self._copy_row(environment, state, memo)
+        return state
+
+    def _copy_row(self, environment: Any, copied: Any, memo: dict[int, Any]) -> None:
+        """Copy the row of an environment for its copy, with the `memo` of that copy."""
+        row = self.row_of(environment)
+        if row is not None:
+            self._rows[id(copied)] = copied, own_copy(row, memo)
 
     def method_of(self, environment: Any, function: Callable, row: int) -> Callable | None:
         """What `function` is to the environment of a main row, to another; `None` if it is no method of that row's."""
@@ -81,20 +115,33 @@ class KeptStates:
         return self._kinds[self.world.names[row]]
 
     def at(self, trajectory: Trajectory, turn: int) -> Any:
-        """An environment of its own, in the state before a turn."""
+        """Return an environment for a branch, in the state before a turn. If an outage prevents that, the environment
+        counts as failed, and its branch is dropped."""
         row = trajectory.row
         kind, state = self._kind(row), trajectory.states.get(turn)
         if kind == "copy":
-            environment = copy.deepcopy(state)
+            memo: dict[int, Any] = {}
+            environment = copy.deepcopy(state, memo)
             guard(environment)  # a `__deepcopy__` of its own may have made a new one
+            self._copy_row(state, environment, memo)
             return environment
         environment = self._spare_environment(self.world.names[row])
-        example = self.examples[row]
+        example = own_copy(self.examples[row])  # an environment may use up a list that `reset` gave it
+        self._rows[id(environment)] = environment, example
         environment.reset(**{k: v for k, v in example.items() if k != "environment" or not self.world.several})
+        if environment_error(environment) is not None:  # `reset` raised
+            return environment
         if kind == "snapshot":
-            environment.restore(state)
+            try:
+                environment.restore(state)
+            except Exception as error:
+                if not is_outage(error):
+                    raise
+                note_error(environment, error, "restore")
         else:
             for tool, now, then in self._recalled(environment, row, trajectory.messages_before(turn)):
+                if _has_lost_service(environment):
+                    break
                 check_replay(environment, tool, now, then)
         return environment
 
@@ -142,6 +189,8 @@ class KeptStates:
             self._num_used = {}
             environment = self.at(trajectory, first)
             for tool, now, then in self._recalled(environment, row, messages):
+                if _has_lost_service(environment):
+                    return None
                 if now != then:
                     return environment, tool, now, then
         self._agreed.update((name, tool) for tool in tools)
@@ -175,6 +224,13 @@ class KeptStates:
         except Exception as error:
             answer = {"error": str(error)}
         return answer if isinstance(answer, list) else str(answer)
+
+
+def _has_lost_service(environment: Any) -> bool:
+    """Return whether an environment failed by an outage or a timeout. Its answer then says nothing about its state,
+    and its branch is dropped as that of any environment that raised."""
+    error = environment_error(environment)
+    return error is not None and (isinstance(error, TimeoutError) or is_outage(error))
 
 
 async def _awaited(answer: Any) -> Any:

@@ -1,7 +1,7 @@
 """Trajectories of agents as they were rolled out, and other continuations of their prefixes."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -69,6 +69,7 @@ class Branch:
     num_sampled: int  # tokens that the policy sampled for it
     logprobs: list[float | None] | None = None  # of the prefix too, `[T]`; `None` where the backend reports none
     rewards: list[float] = field(default_factory=list)  # `[F]`, once it was judged
+    extra: Mapping[str, Any] = field(default_factory=dict)  # what the reward functions logged then, by column
     states: dict[int, Any] = field(default_factory=dict)  # of its environment before each turn, where they are kept
 
     @property

@@ -1,10 +1,12 @@
-"""Tools that are watched: how many calls of a batch were answered, and how many were not."""
+"""Watched tools: how many calls of a generation batch raised, and which of these point to a dead service."""
 
 import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from trl_explore.agents.outages import is_outage, names_address
 
 
 def fits(signature: inspect.Signature, *args: Any, **kwargs: Any) -> bool:
@@ -17,19 +19,25 @@ def fits(signature: inspect.Signature, *args: Any, **kwargs: Any) -> bool:
 
 
 class ToolWatch:
-    """Counts tool calls; one is unanswered if it raised an `OSError`, as connections and timeouts do. Other exceptions
-    may answer a mistake of the model; a call that does not fit the tool's signature is one, and is not counted."""
+    """
+    Counts tool calls of a generation batch.
+
+    A call is `unanswered` if it raised an `OSError` or lost its service. It is an `outage` if it lost its service, see
+    [`~trl_explore.agents.outages.is_outage`], at an address that the model did not choose. Other exceptions answer a
+    mistake of the model. A call that does not fit the tool's signature is such a mistake and is not counted.
+    """
 
     def __init__(self) -> None:
-        self.calls = self.unanswered = 0
-        self.last_error: OSError | None = None
+        self.calls = self.unanswered = self.outages = 0
+        self.last_error: BaseException | None = None  # of an unanswered call
+        self.last_outage: BaseException | None = None
 
     def reset(self) -> None:
-        """Begin a new count; the last error is kept."""
-        self.calls = self.unanswered = 0
+        """Begin a new count. The last errors are kept."""
+        self.calls = self.unanswered = self.outages = 0
 
     def watched(self, tool: Callable) -> Callable:
-        """A tool that counts, with the same name, signature and documentation."""
+        """Return a tool that counts its calls, with the same name, signature and documentation."""
         signature = inspect.signature(tool)
 
         @contextmanager
@@ -37,9 +45,14 @@ class ToolWatch:
             self.calls += fits(signature, *args, **kwargs)
             try:
                 yield
-            except OSError as error:
-                self.unanswered += 1
-                self.last_error = error
+            except Exception as error:
+                lost = is_outage(error)
+                if lost or isinstance(error, OSError):
+                    self.unanswered += 1
+                    self.last_error = error
+                if lost and not names_address(kwargs):
+                    self.outages += 1
+                    self.last_outage = error
                 raise
 
         @functools.wraps(tool)

@@ -141,6 +141,7 @@ class BranchSearch:
                 loss_mask=[suffix_mask(kept[row].loss_mask, kept[row].start) for row in rows],
                 group_size=1,
                 known_rewards=[kept[row].rewards for row in rows],
+                extra=[kept[row].extra for row in rows],
                 completions=[kept[row].messages for row in rows],
                 parents=[*rows],
                 logprobs=[kept[row].logprobs or [] for row in rows] if self.policy.serving is not None else None,

@@ -1,8 +1,9 @@
 """The completions of one prompt as leaves of a tree: chains from the prompt, and what left them at forks. Follows
 EPTree of TreeRL (https://huggingface.co/papers/2506.11902), section 3."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -16,6 +17,7 @@ class Leaf:
     reward: float = float("nan")  # NaN where unscorable
     solved: bool = False  # by what decides about success
     rewards: list[float] = field(default_factory=list)  # `[F]`, of a branch
+    extra: Mapping[str, Any] = field(default_factory=dict)  # what the reward functions logged of a branch, by column
 
     @property
     def length(self) -> int:

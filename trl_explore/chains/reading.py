@@ -38,7 +38,7 @@ class AttentionReader:
             return
         training = self.policy.model.training
         self.policy.model.train()  # as in a run; for layers of bitsandbytes, see `without_dropout`
-        with self._reading([(0, 4), (4, 8)]) as found:
+        with self._reading([(0, 4), (4, 8)], num_tokens=8) as found:
             self._pass([*range(8)])
         self.policy.model.train(training)
         if not found:
@@ -57,8 +57,9 @@ class AttentionReader:
         number, filler = self.policy.ranks.most(len(read)), [self.policy.eos_token_ids[0]]
         for place in range(number):
             real = place < len(read)
-            with self._reading(steps[read[place]] if real else [(0, 1)]) as layers:
-                self._pass(rows[read[place]] if real else filler)
+            row = rows[read[place]] if real else filler
+            with self._reading(steps[read[place]] if real else [(0, 1)], num_tokens=len(row)) as layers:
+                self._pass(row)
             if real:
                 found[read[place]] = torch.stack(layers).amax(dim=0).tolist()
         return found
@@ -70,8 +71,9 @@ class AttentionReader:
             model(input_ids=row, attention_mask=torch.ones_like(row), use_cache=False, logits_to_keep=1)
 
     @contextmanager
-    def _reading(self, steps: Sequence[Step]) -> Iterator[list[torch.Tensor]]:
-        """While it lasts, attention is eager, and the influence of a row's steps in each layer is noted."""
+    def _reading(self, steps: Sequence[Step], *, num_tokens: int) -> Iterator[list[torch.Tensor]]:
+        """While it lasts, attention is eager, and each layer notes the influence of the steps of a row of that many
+        tokens. Virtual tokens of an adapter come before the row and belong to no step."""
         model = unwrapped(self.policy, self.policy.model)
         found: list[torch.Tensor] = []
 
@@ -80,7 +82,7 @@ class AttentionReader:
                 module, *args, **kwargs
             )
             if module.layer_idx in self.layers:
-                alpha = step_attention(weights[0], steps)
+                alpha = step_attention(weights[0, :, -num_tokens:, -num_tokens:], steps)
                 found.append(forward_influence(alpha, distance=self.distance).cpu())  # layers may be on other devices
             return output, weights
 

@@ -107,7 +107,8 @@ class ChainSearch:
         prefixes = [tree.prompt_ids + completion(tree.leaves, leaf)[:token] for tree, (leaf, token) in pairs]
         self.uncertainty += [uncertainty(tree.leaves, fork) for tree, fork in pairs]
         with self.sample.rollout():
-            found = self.sample(prefixes, number, [self._most - token for _, (_, token) in pairs])
+            begun = [token for _, (_, token) in pairs]
+            found = self.sample(prefixes, number, [self._most - token for token in begun], begun)
         branches = [
             (tree, prefix, Leaf(one.token_ids, leaf, token, one.logprobs))
             for (tree, (leaf, token)), prefix, own in zip(pairs, prefixes, found, strict=True)
@@ -124,11 +125,14 @@ class ChainSearch:
         """Rewards of all branches, and the rows of those that are trained, `number` leaves per prompt."""
         branches = [(tree, i) for tree in self.trees for i, leaf in enumerate(tree.leaves) if leaf.parent is not None]
         completions = [completion(tree.leaves, i) for tree, i in branches]
-        found, _ = self.scorer.judge([tree.example for tree, _ in branches], completions)
+        found, logged = self.scorer.judge(
+            [tree.example for tree, _ in branches], completions, prompt_ids=[tree.prompt_ids for tree, _ in branches]
+        )
         rewards = torch.tensor(found, dtype=torch.float32).view(len(branches), len(self.scorer.names))
         totals, solved = self.scorer.totals(rewards).tolist(), self._solved(self.scorer.success(rewards))
-        for (tree, i), own, total, ok in zip(branches, found, totals, solved, strict=True):
-            tree.leaves[i].rewards, tree.leaves[i].reward, tree.leaves[i].solved = own, total, ok
+        for (tree, i), own, extra, total, ok in zip(branches, found, logged, totals, solved, strict=True):
+            leaf = tree.leaves[i]
+            leaf.rewards, leaf.extra, leaf.reward, leaf.solved = own, extra, total, ok
         size, generator = self.args.num_generations, self.policy.exploration_generator
         for tree in self.trees:
             tree.trained = drawn_leaves(tree.leaves, number, generator=generator)
@@ -143,12 +147,13 @@ class ChainSearch:
         scored = self.scorer.score(
             "branch",
             Rows(
-                examples=[dict(tree.example) for tree, _ in branches],
+                examples=[tree.example for tree, _ in branches],
                 prompt_ids=[tree.prompt_ids for tree, _ in branches],
                 completion_ids=completions,
                 loss_mask=[[1] * len(ids) for ids in completions],
                 group_size=1,
                 known_rewards=[tree.leaves[i].rewards for tree, i in branches],
+                extra=[tree.leaves[i].extra for tree, i in branches],
                 parents=[tree.row + chain_of(tree.leaves, i) for tree, i in branches],
                 shared=[shared_tokens(tree.leaves)[i][chain_of(tree.leaves, i)] for tree, i in branches],
                 logprobs=[completion_logprobs(tree.leaves, i) for tree, i in branches]

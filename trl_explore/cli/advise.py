@@ -8,11 +8,11 @@ from pathlib import Path
 
 import yaml
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from trl_explore.advice.advise import Advice, advise, change
 from trl_explore.advice.signs import read_signs
+from trl_explore.fitting_table import FittingTable
 from trl_explore.visible_text import visible_text
 
 # A comment, so that what is printed stays a file.
@@ -48,16 +48,15 @@ def run(argv: list[str]) -> int:
     for finding in advice.findings:
         console.print(Text(f"- {visible_text(finding.text)} [{finding.link}]"))
     console.print(Text(f"\n{advice.verdict}", style="bold"))
+    if not advice.signs.can_learn:
+        return 0
     if advice.regime is None or not advice.arms:
         link = advice.regime.link if advice.regime else "docs/evidence.md"
         console.print(Text(f"The evidence: {link}"))
         return 0
-    table = Table(title=f"Ahead of tuned GRPO in {advice.regime.name} ({advice.regime.link})", title_justify="left")
-    for title in ("what", f"{advice.regime.metric}, equal tokens", "equal seconds"):
-        table.add_column(title)
-    for arm in advice.arms:
-        table.add_row(arm.name, *(_shown(values) for values in (arm.tokens, arm.seconds)))
-    console.print(table)
+    console.print(Text(f"Ahead of tuned GRPO in {advice.regime.name} ({advice.regime.link})", style="italic"))
+    titles = ["what", f"{advice.regime.metric}, equal generated tokens", "equal CPU seconds"]
+    console.print(FittingTable(titles, [[arm.name, _shown(arm.tokens), _shown(arm.seconds)] for arm in advice.arms]))
     console.print(
         f"Points of a hundred along the curve with 95 % intervals, {advice.regime.seeds} seeds, a tiny model: a "
         "reason to try, not what you will gain. To try the first, in a file for `trl-explore train --config`:\n",
@@ -73,9 +72,8 @@ def run(argv: list[str]) -> int:
 
 def _print_signs(console: Console, advice: Advice) -> None:
     signs = advice.signs
-    table = Table(title=f"{signs.steps} steps", title_justify="left")
-    for title in ("", "start", "end"):
-        table.add_column(title, justify="right" if title else "left")
+    console.print(Text(f"{signs.steps} steps", style="italic"))
+    rows = []
     names = {
         "reward": "reward",
         "frac_reward_zero_std": "groups without contrast",
@@ -85,13 +83,13 @@ def _print_signs(console: Console, advice: Advice) -> None:
     }
     for name, title in names.items():
         if name in signs.values:
-            table.add_row(title, *(f"{value:.3g}" for value in signs.values[name]))
+            rows.append([title, *(f"{value:.3g}" for value in signs.values[name])])
     for title, pair in (("groups all wrong", signs.all_wrong), ("groups all right", signs.all_right)):
         if pair:
-            table.add_row(title, *(f"{value:.3g}" for value in pair))
+            rows.append([title, *(f"{value:.3g}" for value in pair)])
     for k, pair in signs.pass_at.items():
-        table.add_row(f"pass@{k}", *(f"{value:.3g}" for value in pair))
-    console.print(table)
+        rows.append([f"pass@{k}", *(f"{value:.3g}" for value in pair)])
+    console.print(FittingTable(["", "start", "end"], rows))
 
 
 def _shown(values: list[float]) -> str:

@@ -47,7 +47,7 @@ def build_parser() -> FlagParser:
     add("--task", metavar="TASK", help=f"{', '.join(TASK_NAMES)} (default without --config: {DEFAULT_TASK})")
     add("--methods", nargs="+", metavar="M", help=METHODS_HELP)
     add("--tokens", type=float, metavar="N", help=f"budget of each run (default without --config: {DEFAULT_TOKENS:g})")
-    add("--seconds", type=float, metavar="N", help="budget of each run in seconds of training, instead of tokens")
+    add("--seconds", type=float, metavar="N", help="budget of each run in wall seconds of training, instead of tokens")
     add("--steps", type=int, metavar="N", help="budget of each run in optimizer steps, instead of tokens")
     add("--seeds", type=int, nargs="+", metavar="N", help="seeds of every arm (default: 0)")
     add(

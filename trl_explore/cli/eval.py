@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from trl_explore.cli.benchmarks import TASK_PROMPTS, Benchmark, load_benchmarks
 from trl_explore.cli.flags import FlagParser
 from trl_explore.evaluation.presets import preset_names
+from trl_explore.fitting_table import FittingTable
 from trl_explore.runs.inputs import UsageError, check_deciding_reward, check_output_dir
 from trl_explore.runs.models import ModelSource, find_model, load_model, load_tokenizer
 from trl_explore.saving.whole_files import whole_file
@@ -277,14 +278,11 @@ def _report(results: dict[str, Any], answered: list[str]) -> None:
     reads marked answers; of the others, only votes do.
     """
     from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
     metrics = list(dict.fromkeys(name for entry in results.values() for name in entry["metrics"]))
-    table = Table()
-    table.add_column("data set")
-    for heading in ("prompts", "samples", *metrics, "truncated", *["no answer"] * bool(answered), "tokens"):
-        table.add_column(heading, justify="right")
+    no_answer = ["no answer"] if answered else []
+    titles = ["data set", "prompts", "samples", *metrics, "truncated", *no_answer, "tokens"]
+    rows = []
     for name, entry in results.items():
         cells = [visible_text(name), str(entry["num_prompts"]), str(entry["settings"]["num_samples"])]
         for metric in metrics:
@@ -295,8 +293,8 @@ def _report(results: dict[str, Any], answered: list[str]) -> None:
         if answered:
             cells.append(f"{100 * entry['unanswered']:.1f} %" if name in answered else "")
         cells.append(f"{entry['tokens']:,}")
-        table.add_row(*map(Text, cells))  # names of data sets are not markup
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+        rows.append(cells)
+    Console(width=None if sys.stdout.isatty() else 200).print(FittingTable(titles, rows))
     for name, entry in results.items():
         if entry["unscored"]:
             left_out = f"{entry['unscored']} prompts are left out, because no sample of theirs has a reward."

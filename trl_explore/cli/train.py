@@ -21,12 +21,18 @@ from trl_explore.runs.arguments import (
     read_config,
     trainer_arguments,
 )
-from trl_explore.runs.inputs import UsageError, check_output_dir, find_checkpoint, is_import_path
+from trl_explore.runs.inputs import (
+    UsageError,
+    check_earlier_run,
+    check_output_dir,
+    find_checkpoint,
+    is_import_path,
+)
 from trl_explore.runs.methods import find_method, flag_of
 from trl_explore.visible_text import visible_text
 
 if TYPE_CHECKING:
-    from trl import GRPOTrainer
+    from trl import GRPOConfig, GRPOTrainer
 
 # What a run says of itself before it turns to a method's own fields.
 FIRST_FIELDS = (
@@ -136,15 +142,47 @@ def run(argv: list[str]) -> int:
         return 0
     argv = ["--help" if text == "--help-all" else text for text in argv]  # which the parser of all fields answers
     arguments = parse_train_arguments(argv)
-    script_args, training_args, _, mixture = arguments
+    script_args, training_args, model_args, mixture = arguments
     check_output_dir(str(training_args.output_dir))
     checkpoint = find_checkpoint(training_args.resume_from_checkpoint, str(training_args.output_dir))
+    if not script_args.overwrite_output_dir:
+        _check_earlier_run(training_args, checkpoint, model_args.model_name_or_path)
     try:
         trainer = find_method(str(script_args.method)).trainer_class(**trainer_arguments(arguments))
     except (ValueError, NotImplementedError, HubError) as error:  # what a trainer refuses, it explains in its message
         raise UsageError(str(error)) from error
     data = [source.path for source in mixture.datasets] or str(script_args.dataset_name)
+    if script_args.overwrite_output_dir and checkpoint is None:
+        _set_aside_checkpoints(trainer)
     return _train(trainer, data, checkpoint, argv)
+
+
+def _check_earlier_run(training_args: "GRPOConfig", checkpoint: str | None, model: str | None) -> None:
+    """Raise where the run would overwrite an earlier one. The first process decides for all: only it may see the
+    folder."""
+    problem: str | None = None
+    if training_args.process_index == 0:
+        try:
+            check_earlier_run(str(training_args.output_dir), checkpoint=checkpoint, model=model)
+        except UsageError as error:
+            problem = str(error)
+    if training_args.world_size > 1:
+        from accelerate.utils import broadcast_object_list
+
+        (problem,) = broadcast_object_list([problem])
+    if problem is not None:
+        raise UsageError(problem)
+
+
+def _set_aside_checkpoints(trainer: "GRPOTrainer") -> None:
+    """Move the checkpoints of an earlier run out of the way, so that nobody resumes them as this run's."""
+    from trl_explore.saving.checkpoints import set_aside_checkpoints
+
+    if trainer.accelerator.is_main_process:
+        aside = set_aside_checkpoints(str(trainer.args.output_dir))
+        if aside is not None:
+            print(f"trl-explore: checkpoints of an earlier run are in {aside} now", file=sys.stderr)
+    trainer.accelerator.wait_for_everyone()
 
 
 def _train(trainer: "GRPOTrainer", data: str | list[str], checkpoint: str | None, argv: list[str]) -> int:

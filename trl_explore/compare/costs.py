@@ -8,6 +8,7 @@ from typing import Any
 from scipy.special import stdtrit
 
 Points = Sequence[Mapping[str, float]]
+FEWEST_SEEDS = 3  # of an interval: that of two seeds is 12.7 standard errors wide, and tells nothing
 
 
 def t_95(count: int) -> float:
@@ -60,16 +61,17 @@ def other_starts(runs: Sequence[Mapping[str, Any]], base: str, metrics: Sequence
     return found
 
 
-def interval(values: Sequence[float]) -> tuple[float, float | None]:
-    """Mean over seeds, and half the length of its 95 % t-interval: `None` for a single value."""
+def interval(values: Sequence[float], *, fewest: int = FEWEST_SEEDS) -> tuple[float, float | None]:
+    """Return the mean over seeds, and half the length of its 95 % t-interval: None for fewer than `fewest` seeds."""
     mean = statistics.mean(values)
-    if len(values) < 2:
+    if len(values) < fewest:
         return mean, None
     return mean, t_95(len(values)) * statistics.stdev(values) / len(values) ** 0.5
 
 
 def mean_with_interval(values: Sequence[float]) -> str:
-    """Mean and 95 % t-interval of shares in percent, such as `" 48.4 ±  5.8"`; the mean alone for a single value."""
+    """Return mean and 95 % t-interval of shares in percent, such as `" 48.4 ±  5.8"`; fewer than three values have
+    no interval."""
     mean, half = interval(values)
     return f"{100 * mean:5.1f}" if half is None else f"{100 * mean:5.1f} ± {100 * half:4.1f}"
 
@@ -78,7 +80,7 @@ def mean_curve(
     curves: Sequence[Points], cost: str, metric: str, *, t_interval: bool = False
 ) -> list[tuple[float, float, float, float]]:
     """The mean of several seeds' curves, wherever one was measured and all can be read: cost, mean, and lowest and
-    highest, or with `t_interval` the ends of the mean's 95 % interval, which needs two curves."""
+    highest, or with `t_interval` the ends of the mean's 95 % interval, which needs three curves."""
     mean = []
     for reading in sorted({point[cost] for points in curves for point in points}):
         values = [value_at(points, cost, reading, metric) for points in curves]
@@ -110,7 +112,10 @@ def comparison_table(runs: Sequence[Mapping[str, Any]], cost: str, metrics: Mapp
     as text; `metrics` of the points by label, and the same seeds for every arm."""
     names = list(dict.fromkeys(run["arm"] for run in runs))
     num_seeds, reading = len({run["seed"] for run in runs}), common_reading(runs, cost)
-    lines = [f"at equal {cost}: {reading:,.0f}      (mean ± 95 % interval over {num_seeds} seeds; per seed)"]
+    about = f"mean ± 95 % interval over {num_seeds} seeds"
+    if num_seeds < FEWEST_SEEDS:
+        about = f"mean; an interval needs {FEWEST_SEEDS} seeds"
+    lines = [f"at equal {cost}: {reading:,.0f}      ({about}; per seed)"]
     for name in names:
         cells = []
         for label, metric in metrics.items():

@@ -5,7 +5,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from trl_explore.compare.costs import mean_curve
+from trl_explore.compare.costs import FEWEST_SEEDS, mean_curve
 from trl_explore.methods import METHODS
 
 LABELS = {
@@ -14,12 +14,11 @@ LABELS = {
     "eval/success": "success",
     "tokens": "generated tokens",
     "trained_tokens": "tokens in the loss",
-    "seconds": "seconds of training",
+    "seconds": "wall seconds of training",
     "cpu_seconds": "CPU seconds of training",
     "step": "optimiser steps",
 }
 MORE_STYLES = (("#E69F00", "X"), ("#999999", "*"))  # beside those of `METHODS`
-INTERVAL_SEEDS = 3  # from so many on a picture shows the interval of the mean
 
 
 def metric_label(metric: str) -> tuple[str, int]:
@@ -46,7 +45,7 @@ def _draw_panel(panel: Any, runs: Sequence[dict[str, Any]], cost: str, metric: s
     scale = metric_label(metric)[1]
     for arm, (colour, marker) in arm_styles(run["arm"] for run in runs).items():
         curves = [[p for p in run["points"] if metric in p] for run in runs if run["arm"] == arm]
-        band = len(curves) >= INTERVAL_SEEDS
+        band = len(curves) >= FEWEST_SEEDS
         readings, *values = zip(*mean_curve(curves, cost, metric, t_interval=band), strict=True)
         mean, low, high = ([scale * value for value in column] for column in values)
         if scale == 100:  # a share is none or all at most, whatever the interval says
@@ -92,7 +91,7 @@ def learning_curves(
     figure.legend(handles, labels, loc="outside lower center", ncols=min(6, len(labels)), frameon=False)
     figure.align_ylabels()
     seeds = len({run["seed"] for run in runs})
-    kind = "95 % interval" if seeds >= INTERVAL_SEEDS else "lowest to highest"
+    kind = "95 % interval" if seeds >= FEWEST_SEEDS else "lowest to highest"
     band = f"mean of {seeds} seeds, band: {kind}" if seeds > 1 else "one seed"
     figure.suptitle(f"{title} ({band})" if title else band)
     for name in (Path(path), *(Path(path).with_suffix(suffix) for suffix in suffixes)):

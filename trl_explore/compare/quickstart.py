@@ -50,9 +50,11 @@ def document(*, fast: bool, seed: int, num_seeds: int | None) -> dict[str, Any]:
 
 
 def clear(mean: float, half: float | None) -> str:
-    """A difference in points of a hundred, and what its interval allows to say: `"+10.8 ± 9.1 (ahead)"`."""
+    """Return a difference in points of a hundred, and what its interval allows to say: `"+10.8 ± 9.1 (ahead)"`."""
+    from trl_explore.compare.costs import FEWEST_SEEDS
+
     if half is None:
-        return f"{100 * mean:+.1f} (one seed, which may be chance)"
+        return f"{100 * mean:+.1f} (may be chance: an interval needs {FEWEST_SEEDS} seeds)"
     word = "not clear: the interval includes 0" if abs(mean) <= half else "ahead" if mean > 0 else "behind"
     return f"{100 * mean:+.1f} ± {100 * half:.1f} ({word})"
 

@@ -6,13 +6,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trl_explore.compare.costs import common_reading, interval, mean_along, other_starts, paired_values
+from trl_explore.compare.costs import (
+    FEWEST_SEEDS,
+    common_reading,
+    interval,
+    mean_along,
+    other_starts,
+    paired_values,
+)
 from trl_explore.compare.ends import ends_table, summarize_ends
 from trl_explore.compare.plots import LABELS, learning_curves, metric_label
 from trl_explore.compare.run import TRAINING
 from trl_explore.compare.settings import Comparison
+from trl_explore.fitting_table import FittingTable
+from trl_explore.rewards.threshold import threshold_note
 
+SUCCESSES = ("pass_at_", "greedy_accuracy")  # metrics that count samples whose reward reaches the threshold
 CURVES, TABLE = "curves", "table.md"
+ROW_COSTS = ("tokens", "seconds", "cpu_seconds", "step")  # of a row of the table, in the order of `Row`
 COSTS = ("step", "tokens", "trained_tokens", "seconds", "cpu_seconds")
 
 
@@ -48,12 +59,14 @@ class Row:
     arm: str
     cells: list[Cell]
     tokens: float
-    seconds: float
+    seconds: float  # wall time
+    cpu_seconds: float
     steps: float
 
     def texts(self) -> list[str]:
-        """What stands behind the metrics."""
-        return [f"{self.tokens:,.0f}", f"{self.seconds:,.1f}", f"{self.seconds / max(self.steps, 1e-9):.2f}"]
+        """Return the costs, as `headers` names them."""
+        per_step = self.seconds / max(self.steps, 1e-9)
+        return [f"{self.tokens:,.0f}", f"{self.seconds:,.1f}", f"{self.cpu_seconds:,.1f}", f"{per_step:.2f}"]
 
 
 def summarize(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> list[Row]:
@@ -64,7 +77,7 @@ def summarize(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> list
     for name in (arm.name for arm in comparison.arms):
         pairs = {
             metric: paired_values(runs, name, base, cost=cost, reading=reading, metric=metric)
-            for metric in ("tokens", "seconds", "step", *(f"eval/{metric}" for metric in comparison.metrics))
+            for metric in (*ROW_COSTS, *(f"eval/{metric}" for metric in comparison.metrics))
         }
         values = {metric: interval([ours for ours, _ in known]) for metric, known in pairs.items()}
         cells = []
@@ -72,7 +85,7 @@ def summarize(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> list
             known = pairs[f"eval/{metric}"]
             gap = None if name == base else interval([ours - theirs for ours, theirs in known])
             cells.append(Cell(values[f"eval/{metric}"], gap, metric_label(f"eval/{metric}")[1]))
-        rows.append(Row(name, cells, values["tokens"][0], values["seconds"][0], values["step"][0]))
+        rows.append(Row(name, cells, *(values[metric][0] for metric in ROW_COSTS)))
     return rows
 
 
@@ -82,39 +95,75 @@ def equal_cost(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> flo
 
 
 def explanation(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> str:
-    """What the numbers of the table are, in two sentences; and a third where runs of a seed did not begin alike."""
-    count = len({run["seed"] for run in runs})
-    at = f"At {equal_cost(runs, comparison):,.0f} {LABELS[comparison.cost]}, read between evaluations; with a sign: "
-    at += f"the difference to {comparison.arms[0].name}, paired by seed. "
-    if count == 1:
-        at += "One seed: there is no interval, and a difference may be chance."
+    """Return what the numbers of the table are."""
+    count, base = len({run["seed"] for run in runs}), comparison.arms[0].name
+    if count < FEWEST_SEEDS:
+        seeds = {1: "One seed", 2: "Two seeds"}[count]
+        interval_says = (
+            f"{seeds}: there is no interval, which needs {FEWEST_SEEDS} seeds, and a difference may be chance."
+        )
     else:
-        at += f"± is the 95 % t-interval over {count} seeds."
-    others = other_starts(runs, comparison.arms[0].name, [f"eval/{metric}" for metric in comparison.metrics])
-    if not others:
-        return at
-    named = "; ".join(f"{arm} (seed {', '.join(map(str, sorted(seeds)))})" for arm, seeds in others.items())
+        interval_says = f"± is the 95 % t-interval over {count} seeds."
     return (
-        f"{at} Began at other values than {comparison.arms[0].name}: {named}. A tiny model that is trained first is "
-        "another on another machine, by rounding. For a comparison from the same start, train all arms on one machine."
+        f"At {equal_cost(runs, comparison):,.0f} {LABELS[comparison.cost]}, read between evaluations; with a sign: "
+        f"the difference to {base}, paired by seed. {interval_says}"
     )
+
+
+def notes(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> list[str]:
+    """Return what a reader of the table must know of single arms, one note each; they stand under the table."""
+    return [*_other_starts(runs, comparison), *_thresholds(runs, comparison)]
+
+
+def _thresholds(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> list[str]:
+    """Return notes on success thresholds that no completion reached, or all of them, in training or evaluation."""
+    found = []
+    for arm in comparison.arms:
+        steps = [step for run in runs if run["arm"] == arm.name for step in run["steps"]]
+        note = threshold_note(steps)
+        if note is not None:
+            found.append(f"{arm.name}: {note}")
+    successes = [f"eval/{metric}" for metric in comparison.metrics if metric.startswith(SUCCESSES)]
+    values = [point[metric] for run in runs for point in run["points"] for metric in successes if metric in point]
+    differ = any(step.get("reward_std", 0.0) > 0 for run in runs for step in run["steps"])
+    if values and max(values) == 0 and differ:
+        found.append(
+            "No sample of any evaluation succeeded, although rewards differ. If a smaller reward is a success, lower "
+            "`success_threshold` of the comparison, or compare `reward`."
+        )
+    return found
+
+
+def _other_starts(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> list[str]:
+    """Return a note on the arms that began at other values than the first arm."""
+    base = comparison.arms[0].name
+    others = other_starts(runs, base, [f"eval/{metric}" for metric in comparison.metrics])
+    if not others:
+        return []
+    named = "; ".join(f"{arm} (seed {', '.join(map(str, sorted(seeds)))})" for arm, seeds in others.items())
+    return [
+        f"Began at other values than {base}: {named}. A tiny model that is trained first is another on another "
+        "machine, by rounding. For a comparison from the same start, train all arms on one machine."
+    ]
 
 
 def headers(comparison: Comparison) -> list[str]:
     """Titles of the table's columns."""
     labels = [metric_label(f"eval/{metric}") for metric in comparison.metrics]
     shown = [f"{label} (%)" if scale == 100 else label for label, scale in labels]
-    return ["arm", *shown, "tokens", "seconds", "s/step"]
+    return ["arm", *shown, "tokens", "wall seconds", "CPU seconds", "wall s/step"]
 
 
 def markdown_table(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> str:
-    """The table as Markdown, the explanation below it."""
+    """Return the table as Markdown, with the explanation and the notes below it."""
     titles = headers(comparison)
     lines = [titles, ["---", *["---:"] * (len(titles) - 1)]]
     for row in summarize(runs, comparison):
         lines.append([row.arm, *(cell.text() for cell in row.cells), *row.texts()])
-    whole = f"{_markdown(lines)}\n\n{explanation(runs, comparison)}\n\n{_along_curves(runs, comparison)}"
-    return whole + _at_many_samples(runs, comparison)
+    parts = [_markdown(lines), explanation(runs, comparison)]
+    parts += [f"- {note}" for note in notes(runs, comparison)]
+    parts.append(_along_curves(runs, comparison))
+    return "\n\n".join(parts) + _at_many_samples(runs, comparison)
 
 
 def _markdown(lines: Sequence[Sequence[str]]) -> str:
@@ -163,19 +212,16 @@ def _at_many_samples(runs: Sequence[Mapping[str, Any]], comparison: Comparison) 
     return head + "\n".join(ends_table(found)) + "\n"
 
 
-def rich_table(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> Any:
-    """The table for a terminal; differences stand below the values."""
+def rich_table(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> FittingTable:
+    """Return the table for a terminal; differences stand below the values."""
     from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-    from rich.text import Text
 
-    table, base = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)), comparison.arms[0].name
-    for number, title in enumerate(headers(comparison)):
-        table.add_column(title, justify="right" if number else "left")
+    base, rows = comparison.arms[0].name, []
     for row in summarize(runs, comparison):
         name = row.arm if row.arm == base else f"{row.arm}\n  - {base}"
-        table.add_row(Text(name), *("\n".join(cell.texts()) for cell in row.cells), *row.texts())
-    return table
+        rows.append([name, *("\n".join(cell.texts()) for cell in row.cells), *row.texts()])
+    options = {"box": SIMPLE_HEAD, "pad_edge": False, "padding": (0, 1, 0, 0)}
+    return FittingTable(headers(comparison), rows, options)
 
 
 def write_csv(runs: Sequence[Mapping[str, Any]], comparison: Comparison, path: Path) -> None:

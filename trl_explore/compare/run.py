@@ -28,13 +28,14 @@ from trl_explore.rows.streams import loss_mask
 from trl_explore.runs.arguments import RunArguments, trainer_arguments
 from trl_explore.runs.inputs import UsageError, load_train_and_eval
 from trl_explore.runs.methods import find_method
+from trl_explore.sampling.count import TokenCount
 from trl_explore.saving.checkpoints import last_complete_checkpoint
 from trl_explore.saving.interrupt import InterruptCallback
 from trl_explore.saving.whole_files import whole_file
 from trl_explore.tasks import AGENTS
 from trl_explore.tasks.lake_agent import LakeAgentTask
 from trl_explore.tasks.tiny_model import build_tokenizer
-from trl_explore.trainers.base import watch
+from trl_explore.trainers.base import ExplorationTrainer, count_sampled, watch
 
 NUM_TRAIN, NUM_TRAIN_AGENT = 4000, 2000  # problems of an embedded task; there are not many more boards
 HELD_OUT_SEED = 0
@@ -79,25 +80,25 @@ def of_step(logs: Mapping[str, Any] | None) -> bool:
     return logs is not None and "completions/mean_length" in logs and "train_runtime" not in logs
 
 
-def sampled_tokens(logs: Mapping[str, float], num_rows: int) -> float:
-    """Tokens of all completions that were sampled for a batch of so many main rows, also in vain, by a step's log."""
-    # Methods that sample other tokens than they train on say how many; what a round logs is averaged over the rounds.
-    rounds = logs.get("selection/rounds", 1.0)
-    main = logs.get("selection/sampled_tokens", logs["completions/mean_length"] * num_rows)
-    own = logs.get("tree/sampled_tokens", logs.get("sketch/sampled_tokens"))
-    others = ("explore/plain_tokens", "pivots/sampled_tokens", "branch/sampled_tokens")
-    return (main if own is None else own * rounds) + rounds * sum(logs.get(name, 0.0) for name in others)
-
-
 class CostCallback(TrainerCallback):
-    """Counts the cost of training steps and stops at a budget. It reads TRL's logs: `logging_steps` must be 1, and a
-    generation batch one optimiser step."""
+    """
+    Counts the cost of training steps and stops at a budget.
+
+    It reads TRL's logs of every step, so `logging_steps` must be 1. Before training, call `count_sampled` with the
+    trainer.
+    """
 
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
         self.cost = Cost()
         self.history: list[dict[str, float]] = []
         self._started = (0.0, 0.0)
+        self._tokens: TokenCount | None = None
+        self._known_tokens = 0  # of the trainer's count, those that `cost` has
+
+    def count_sampled(self, trainer: Any) -> None:
+        """Count the tokens that a GRPO trainer samples in training, of any class and by whatever way it samples."""
+        self._tokens = count_sampled(trainer)
 
     def count_trained(self, trainer: Any) -> None:
         """Counts the tokens of every pass through the loss of a trainer in one process, those of streams too."""
@@ -106,6 +107,11 @@ class CostCallback(TrainerCallback):
     def _trained(self, model: Any, rows: Any, loss: Any) -> None:
         if model.training:
             self.cost.trained_tokens += float(loss_mask(rows).sum())
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if self._tokens is None:
+            raise RuntimeError("A CostCallback counts no tokens before `count_sampled(trainer)`: call it first.")
+        self._known_tokens = self._tokens.total  # of a resumed run, `cost` is that of its checkpoint
 
     def on_step_begin(self, args, state, control, **kwargs):
         self._started = (time.process_time(), time.perf_counter())
@@ -118,7 +124,9 @@ class CostCallback(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not of_step(logs):
             return
-        self.cost.tokens += sampled_tokens(logs, args.generation_batch_size)
+        assert self._tokens is not None
+        self.cost.tokens += self._tokens.total - self._known_tokens
+        self._known_tokens = self._tokens.total
         self.history.append({**asdict(self.cost), **{k: v for k, v in logs.items() if v is not None}})
         if self.budget.is_spent(self.cost):
             # The end of training is evaluated once; a save that is due at this step still happens.
@@ -352,12 +360,11 @@ def train_run(
     trainer, evaluate = build_run(comparison, arm, seed=seed, folder=folder, start=start)
     costs, interrupt = CostCallback(comparison.budget), interrupt or InterruptCallback()
     milestones = Milestones(comparison, costs, interrupt, evaluate, bar)
+    costs.count_sampled(trainer)
     costs.count_trained(trainer)
-    need = getattr(trainer, "need", None)  # not of `GRPOTrainer`
-    if need is not None:
-        # The budget ends a run, long before `max_steps`: a share that falls over training falls over it.
-        steps_done = need.progress
-        need.progress = lambda: max(steps_done(), comparison.budget.share_spent(costs.cost))
+    if isinstance(trainer, ExplorationTrainer):
+        # The budget ends a run long before `max_steps`, so a share that falls over training falls over the budget.
+        trainer.end_by_budget(lambda: comparison.budget.share_spent(costs.cost))
     for callback in (costs, interrupt, milestones):
         trainer.add_callback(callback)
     trainer.remove_callback(PrinterCallback)

@@ -69,7 +69,7 @@ class Budget:
     tokens: float = float("inf")  # generated ones, of extra streams too
     cpu_seconds: float = float("inf")  # of training steps
     steps: int = 100_000  # of the optimiser
-    seconds: float = float("inf")  # wall time of training steps
+    seconds: float = float("inf")  # wall seconds of training steps
 
     def is_spent(self, cost: "Cost") -> bool:
         """Whether `cost` has reached any of them."""
@@ -336,7 +336,7 @@ def _check_fields(comparison: Comparison) -> None:
         if batches is not None and batches < steps:
             raise UsageError(
                 f"arm {arm.name}: steps_per_generation={batches} is less than gradient_accumulation_steps={steps}; "
-                "tokens are counted once per optimizer step: make them equal"
+                "a curve has one log per generation batch, and an optimizer step would have several: make them equal"
             )
 
 

@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 
 from trl_explore.compare.folder import RESULT, ComparisonFolder, free_memory, teach
 from trl_explore.compare.plots import metric_label
-from trl_explore.compare.report import explanation, rich_table, write_report
+from trl_explore.compare.report import explanation, notes, rich_table, write_report
 from trl_explore.compare.run import Interrupted, train_run
 from trl_explore.compare.settings import Arm, Comparison
 from trl_explore.methods import METHODS, Method
@@ -142,7 +142,7 @@ class ArmLines:
             shown = f"{scale * point[metric]:.1f} %" if scale == 100 else f"{point[metric]:.3f}"
             self.print(
                 f"{len(self.finished)}/{self.folder.num_runs} {arm.name}, seed {seed}: {label} {shown}, "
-                f"{point['seconds']:.0f} s of training"
+                f"{point['seconds']:.0f} wall seconds of training"
             )
 
     def print(self, text: str) -> None:
@@ -213,8 +213,9 @@ def _train(folder: ComparisonFolder, processes: int | None) -> None:
     comparison, left = folder.comparison, len(folder.missing())
     done = folder.num_runs - left
     unit = {"tokens": "tok", "seconds": "s", "steps": "step"}[comparison.unit]
+    budget = {"seconds": "wall seconds"}.get(comparison.unit, comparison.unit)
     print(
-        f"{folder.num_runs} runs of {comparison.amount:,.0f} {comparison.unit} each"
+        f"{folder.num_runs} runs of {comparison.amount:,.0f} {budget} each"
         f"{f', {done} of them done' if done else ''}: "
         f"{', '.join(arm.name for arm in comparison.arms)}; seeds {', '.join(map(str, comparison.seeds))}"
     )
@@ -244,7 +245,8 @@ def _show(folder: ComparisonFolder) -> None:
     console, runs, comparison = Console(), folder.finished(), folder.comparison
     files = write_report(runs, comparison, folder.path)
     console.print(rich_table(runs, comparison))
-    console.print(explanation(runs, comparison), markup=False, highlight=False)
+    for text in (explanation(runs, comparison), *notes(runs, comparison)):
+        console.print(text, markup=False, highlight=False)
     names = ", ".join(path.name for path in files)
     console.print(f"{Path(folder.path)}: {names}", markup=False, highlight=False, soft_wrap=True)
     if not any(path.suffix == ".png" for path in files):

@@ -2,6 +2,9 @@
 
 import torch
 
+# Two forward passes in float32 give the same log-probability up to this, for example if rows share prefixes.
+ROUNDING = 1e-5
+
 
 def covariances(
     advantages: torch.Tensor, logprobs: torch.Tensor, *, mean_advantage: float, mean_logprob: float
@@ -25,7 +28,13 @@ def num_largest(values: list[list[float]], number: int, *, process: int) -> int:
 def with_penalty(
     advantages: torch.Tensor, log_ratios: torch.Tensor, chosen: torch.Tensor, *, coef: float
 ) -> torch.Tensor:
-    """Advantages `(B, T)` under which `-ratio * advantage` has, at `chosen` tokens, the gradient of
-    `-ratio * advantage + coef * |log_ratio|`."""
-    penalised = advantages - coef * log_ratios.sign() * (-log_ratios).exp()
+    """
+    Return advantages `(B, T)` that add a penalty at `chosen` tokens.
+
+    With them, `-ratio * advantage` has the gradient of `-ratio * advantage + coef * |log_ratio|`. A token whose log
+    ratio is within `ROUNDING` of 0 has not moved and gets no penalty: the penalty has a slope of `coef` on either side
+    of 0, so that the sign of a rounding error would decide its direction.
+    """
+    directions = log_ratios.sign().masked_fill(log_ratios.abs() <= ROUNDING, 0.0)
+    penalised = advantages - coef * directions * (-log_ratios).exp()
     return torch.where(chosen, penalised, advantages)

@@ -1,6 +1,7 @@
 """Advantages of the main rows as the configuration says: the one part that the trainer asks."""
 
 import hashlib
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ class Credit:
         self.counts: dict[str, Counter[str]] = {}  # of answers by prompt, over all processes
         # Rows of tokens, and their log-probabilities `(B, T)` under the policy that sampled them.
         self._logprobs: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._looked_for_answers = False
         self._in_loss: tuple[RowDict, float] | None = None  # the micro-batch whose loss is computed, and its scale
 
     def assigned(self, output: RowDict, rewards_per_func: torch.Tensor) -> torch.Tensor:
@@ -81,10 +83,25 @@ class Credit:
             if answer is not None:
                 self.counts.setdefault(prompt, Counter())[answer] += 1
         distinct = sum(len({answer for _, answer in group} - {None}) for group in groups)
+        self._warn_without_answers(num_scored=int((~rewards.isnan()).sum()), num_answered=len(values))
         self.policy.log_metric("credit/bonus_mean", sum(values) / max(len(values), 1))
         self.policy.log_metric("credit/distinct_answers", distinct / len(groups))
         self.policy.log_metric("credit/answered_fraction", len(values) / len(rows))
         return rewards.new_tensor(bonuses)
+
+    def _warn_without_answers(self, *, num_scored: int, num_answered: int) -> None:
+        """Warn if no completion of the first batch has an answer, so that no bonus is given."""
+        if self._looked_for_answers or not num_scored:
+            return
+        self._looked_for_answers = True
+        if num_answered == 0 and self.policy.accelerator.is_main_process:
+            warnings.warn(
+                f"`count_bonus={self.policy.args.count_bonus}` counts answers, and none was found in the {num_scored} "
+                "completions of the first batch: no completion gets a bonus. An answer is a completion that is one "
+                "number, or what stands in `\\boxed{...}` or after `#### `. Ask for one of these in the prompts, or "
+                "set `count_bonus=0`.",
+                stacklevel=2,
+            )
 
     def _old_logprobs(self, output: RowDict) -> torch.Tensor:
         """Log-probabilities `(B, T)` under the policy that sampled: TRL's, or else the same pass, as it would run."""

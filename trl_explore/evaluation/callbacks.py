@@ -120,6 +120,7 @@ class PassAtKCallback(TrainerCallback):
                 f"success_threshold must be given, because the sum of {len(weights)} rewards does not say what "
                 f"success is; or name the one function that does as success_reward, or pass it alone as reward_funcs."
             )
+        self._perfect_is_weight = success_threshold is None and success_reward is None
         perfect = weights[0] if success_reward is None else 1.0
         self.success_threshold = perfect if success_threshold is None else success_threshold
         if not self.k or not all(1 <= value <= num_samples for value in self.k + self.maj_k + self.coverage_k):
@@ -127,10 +128,9 @@ class PassAtKCallback(TrainerCallback):
                 f"k, maj_k and coverage_k must be between 1 and num_samples={num_samples}, got k={self.k}, "
                 f"maj_k={self.maj_k}, coverage_k={self.coverage_k}; raise num_samples or lower them."
             )
-        if self.coverage_k and not all(row.get("targets") for row in self.samples.rows):
-            raise ValueError(
-                "coverage_k needs a column `targets` with a list of targets in every row of eval_dataset."
-            )
+        if self.coverage_k:
+            for row in self.samples.rows:
+                _check_targets(row.get("targets"))
         if temperature <= 0 or batch_size < 1 or (every is not None and every < 1):
             raise ValueError(
                 f"temperature, batch_size and every must be positive, got temperature={temperature}, "
@@ -173,6 +173,8 @@ class PassAtKCallback(TrainerCallback):
             drawn = [self.samples.draw(share, self.num_samples)]
             if self.greedy:
                 drawn.append(self.samples.draw(share, 1, greedy=True))
+        if self._perfect_is_weight:
+            self.success_threshold = self.samples.reward_weights[0]  # which may have changed since construction
         by_index = dict(gather_object(list(zip(share, zip(*drawn, strict=True), strict=True))))
         sampled, *best = zip(*(by_index[index] for index in range(len(rows))), strict=True)
         totals, rewards, answers = zip(*sampled, strict=True)  # (P, N) each
@@ -191,3 +193,13 @@ class PassAtKCallback(TrainerCallback):
             covered = [coverage_at_k(a, row["targets"], k) for a, row in zip(answers, rows, strict=True)]
             metrics[f"coverage_at_{k}"] = math.fsum(covered) / len(covered)
         return {f"{self.metric_prefix}/{name}": value for name, value in metrics.items()}
+
+
+def _check_targets(value: Any) -> None:
+    """Raise if what a row has under `targets` is no list of answers."""
+    flat = isinstance(value, list | tuple) and all(isinstance(target, Hashable) for target in value)
+    if not flat or not value:
+        raise ValueError(
+            "coverage_k needs a column `targets` with a list of targets in every row of eval_dataset, but one row has "
+            f"{str(value)[:100]!r}: make it a list of all right answers, or leave coverage_k out."
+        )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
+from trl.chat_template_utils import parse_response
 
 from trl_explore.evaluation.samplers import PromptSampler, Sampling
 from trl_explore.saving.fingerprints import digest
@@ -37,6 +38,43 @@ def encode_prompts(prompts: Sequence[Any], tokenizer: "PreTrainedTokenizerBase",
             encoding = tokenizer(text=text)
         encoded.append(list(encoding["input_ids"]))
     return encoded
+
+
+def completions_for_rewards(
+    prompts: Sequence[Any],
+    prompt_ids: Sequence[list[int]],
+    completion_ids: Sequence[list[int]],
+    texts: Sequence[str],
+    tokenizer: "PreTrainedTokenizerBase",
+) -> list[Any]:
+    """
+    Return completions in the form that reward functions receive in training.
+
+    Args:
+        prompts (`Sequence`):
+            Plain prompts or conversations, `[B]`.
+        prompt_ids (`Sequence[list[int]]`):
+            Tokens of the prompts, `[B][P_i]`. TRL parses a response with its prompt, which may begin a thought.
+        completion_ids (`Sequence[list[int]]`):
+            Tokens of the completions, `[B][T_i]`.
+        texts (`Sequence[str]`):
+            Texts of the completions without special tokens, `[B]`.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            The tokenizer.
+
+    Returns:
+        `list`: A text for a plain prompt, and messages for a conversation.
+    """
+    parses = any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema"))
+    completions: list[Any] = []
+    for prompt, before, ids, text in zip(prompts, prompt_ids, completion_ids, texts, strict=True):
+        if isinstance(prompt, str):
+            completions.append(text)
+        elif parses:
+            completions.append([parse_response(tokenizer, ids, prefix=before)])
+        else:
+            completions.append([{"role": "assistant", "content": text}])
+    return completions
 
 
 def collect_completions(

@@ -11,7 +11,12 @@ from torch import nn
 from tqdm.auto import tqdm
 from trl.trainer.utils import get_callable_name, is_async_callable
 
-from trl_explore.evaluation.completions import Record, collect_completions
+from trl_explore.evaluation.completions import (
+    Record,
+    collect_completions,
+    completions_for_rewards,
+    encode_prompts,
+)
 from trl_explore.evaluation.grading import Grader
 from trl_explore.evaluation.intervals import bootstrap_interval
 from trl_explore.evaluation.metrics import prompt_values
@@ -20,6 +25,7 @@ from trl_explore.names import unknown_name
 from trl_explore.rewards.answers import answer_key
 from trl_explore.rewards.checks import checked
 from trl_explore.rewards.success import check_success_reward
+from trl_explore.rows.columns import row_columns
 from trl_explore.saving.fingerprints import digest, weight_probes
 from trl_explore.saving.records import write_records
 
@@ -130,7 +136,7 @@ def evaluate(
     """
     sampling = sampling or Sampling()
     wanted = parse_metrics(default_metrics(sampling.num_samples) if metrics is None else metrics, sampling.num_samples)
-    if not len(dataset) or "prompt" not in dataset.column_names:
+    if not len(dataset) or "prompt" not in (row_columns(dataset) or []):
         raise ValueError(
             f"dataset must have rows and a column `prompt`, got {len(dataset)} rows with {dataset.column_names}."
         )
@@ -159,7 +165,10 @@ def evaluate(
     named = [(name, checked(func, name), 1.0) for func in asked for name in [get_callable_name(func)]]
     grade = Grader(named, answer_fn=answer_fn)
     pairs = tqdm(zip(records, rows, strict=True), "Scoring", len(rows), disable=not progress, leave=False)
-    graded = [grade([row], _as_completions(record, row), record["completion_ids"])[0] for record, row in pairs]
+    graded = []
+    for record, row in pairs:
+        completions = _as_completions(record, row["prompt"], processing_class)
+        graded += grade([row], completions, record["completion_ids"])
     rewards, answers = [of_prompt.rewards for of_prompt in graded], [of_prompt.answers for of_prompt in graded]
     settings = {
         **asdict(sampling),
@@ -203,10 +212,12 @@ def _write_scores(path: Path, settings: dict[str, Any], rewards: list[list], ans
     write_records(path, SCORES, settings, scores)
 
 
-def _as_completions(record: Record, row: dict[str, Any]) -> list[Any]:
-    """Texts of a record in the form that rewards receive: plain, or as messages where the prompt is."""
-    texts = record["completions"]
-    return texts if isinstance(row["prompt"], str) else [[{"role": "assistant", "content": text}] for text in texts]
+def _as_completions(record: Record, prompt: Any, tokenizer: "PreTrainedTokenizerBase") -> list[Any]:
+    """Return the completions of a record in the form that reward functions receive."""
+    prompt_ids, number = encode_prompts([prompt], tokenizer)[0], len(record["completions"])
+    return completions_for_rewards(
+        [prompt] * number, [prompt_ids] * number, record["completion_ids"], record["completions"], tokenizer
+    )
 
 
 def _estimate(values: list[float]) -> dict[str, float]:

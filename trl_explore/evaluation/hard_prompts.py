@@ -19,6 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl_explore.evaluation.policy import PolicySamples
 from trl_explore.evaluation.samplers import seed_at, undisturbed
 from trl_explore.rewards.success import is_success
+from trl_explore.rows.columns import row_columns
 from trl_explore.sampling.generation import generating_model
 from trl_explore.saving.fingerprints import digest, tokenizer_fingerprint, weight_probes
 from trl_explore.saving.records import check_same, read_records, write_records
@@ -158,7 +159,7 @@ def check_settings(
         raise ValueError(f"temperature must be positive, got {temperature}: greedy samples would all be the same.")
     if not isinstance(dataset, Dataset):
         raise ValueError(f"dataset must be a `datasets.Dataset`, got {type(dataset).__name__}; load it un-streamed.")
-    if not len(dataset) or "prompt" not in dataset.column_names:
+    if not len(dataset) or "prompt" not in (row_columns(dataset) or []):
         raise ValueError(
             f"dataset must have rows and a column `prompt`, got {len(dataset)} rows with the columns "
             f"{dataset.column_names}; rename the column of the prompts."

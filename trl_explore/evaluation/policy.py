@@ -8,10 +8,9 @@ from typing import Any
 from torch import nn
 from transformers import GenerationConfig, ProcessorMixin
 from trl import apply_chat_template
-from trl.chat_template_utils import parse_response
 from trl.trainer.utils import get_callable_name, is_async_callable
 
-from trl_explore.evaluation.completions import encode_prompts
+from trl_explore.evaluation.completions import completions_for_rewards, encode_prompts
 from trl_explore.evaluation.grading import Graded, Grader
 from trl_explore.rewards.success import check_success_reward
 from trl_explore.sampling.generation import complete, generating_model
@@ -37,10 +36,10 @@ class PolicySamples:
         self.temperature, self.batch_size = temperature, batch_size
         length = trainer.args.max_completion_length if max_completion_length is None else max_completion_length
         self.max_completion_length = length
+        self._follows_trainer = reward_funcs is None
+        self._given_weights = None if reward_weights is None else list(reward_weights)
         if reward_funcs is None:
-            names, weights = list(trainer.reward_func_names), trainer.reward_weights.tolist()
-            pairs = zip(trainer.reward_funcs, trainer.reward_processing_classes, strict=True)
-            funcs = [_plain_function(trainer, func, processing_class) for func, processing_class in pairs]
+            names, funcs, weights = self._trainers_rewards()
         else:
             funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
             if any(isinstance(func, nn.Module) or is_async_callable(func) for func in funcs):
@@ -73,8 +72,27 @@ class PolicySamples:
                 "rollout_func or a multimodal processor; evaluate with the trainer's eval_dataset instead."
             )
 
+    def _trainers_rewards(self) -> tuple[list[str], list[Callable[..., Any]], list[float]]:
+        """Return names, functions and weights of the trainer's reward functions as they are now."""
+        trainer = self.trainer
+        pairs = zip(trainer.reward_funcs, trainer.reward_processing_classes, strict=True)
+        funcs = [_plain_function(trainer, func, processing_class) for func, processing_class in pairs]
+        return list(trainer.reward_func_names), funcs, trainer.reward_weights.tolist()
+
+    def _follow_trainer(self) -> None:
+        """Grade with the trainer's current state, which every run makes anew, and with its current reward functions,
+        which a user may replace, unless others were given."""
+        self.grade.given["trainer_state"] = self.trainer.state
+        if not self._follows_trainer:
+            return
+        names, funcs, weights = self._trainers_rewards()
+        weights = self._given_weights or weights
+        self.reward_names, self.reward_weights = names, weights
+        self.grade.rewards = list(zip(names, funcs, weights, strict=True))
+
     def draw(self, indices: Sequence[int], num_samples: int, *, greedy: bool = False) -> list[Graded]:
         """Sample completions of rows and grade them; every process must call it, with equally many rows."""
+        self._follow_trainer()
         graded: list[Graded] = []
         size = max(1, self.batch_size // num_samples)
         with generating_model(self.trainer) as model:
@@ -96,13 +114,9 @@ class PolicySamples:
         for start in range(0, len(prompt_ids), self.batch_size):
             completion_ids += complete(model, prompt_ids[start : start + self.batch_size], config)
 
+        prompts = [row["prompt"] for row in rows for _ in range(num_samples)]
         texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
-        if isinstance(rows[0]["prompt"], str):
-            return completion_ids, texts
-        if vars(tokenizer).get("response_template") is None:
-            return completion_ids, [[{"role": "assistant", "content": text}] for text in texts]
-        pairs = zip(completion_ids, prompt_ids, strict=True)
-        return completion_ids, [[parse_response(tokenizer, ids, prefix=prefix)] for ids, prefix in pairs]
+        return completion_ids, completions_for_rewards(prompts, prompt_ids, completion_ids, texts, tokenizer)
 
     def _config(self, *, greedy: bool) -> GenerationConfig:
         trainer, args = self.trainer, self.trainer.args

@@ -14,7 +14,9 @@ from trl_explore.gradients.features import lm_head_of, sequence_features
 from trl_explore.packing.forward import unwrapped
 from trl_explore.rows.policy import tokenizer_of
 from trl_explore.rows.streams import kept_randomness
-from trl_explore.sampling.generation import has_dropout
+from trl_explore.sampling.generation import has_dropout, whole_row_adapter
+from trl_explore.sampling.paths import effective_options
+from trl_explore.sampling.positions import fixed_rotary_length
 from trl_explore.sampling.sampler import SHARDED, without_dropout
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -60,10 +62,8 @@ class FeaturePass:
         trainer, args, accelerator = self.trainer, self.trainer.args, self.trainer.accelerator
         if args.use_vllm or args.use_transformers_continuous_batching or accelerator.distributed_type in SHARDED:
             return sample(contexts)
-        model, options = unwrapped(trainer, trainer.model), trainer.generation_config
-        precise = accelerator.mixed_precision == "no" or model.dtype == PRECISIONS.get(accelerator.mixed_precision)
-        # Without `precise`, the loss sees other hidden states than `generate`, which knows no autocast.
-        if (options.num_beams or 1) > 1 or options.cache_implementation or not precise or has_dropout(model):
+        model = unwrapped(trainer, trainer.model)
+        if self._differs_from_loss(model):
             return sample(contexts)
         states: list[torch.Tensor] = []
 
@@ -81,6 +81,18 @@ class FeaturePass:
         self._generated = Generated(contexts, result[0], states)
         return result
 
+    def _differs_from_loss(self, model: Any) -> bool:
+        """Return whether `generate` computes other hidden states than the loss, or not one state per row and token."""
+        trainer, precision = self.trainer, self.trainer.accelerator.mixed_precision
+        options = effective_options(model, trainer.generation_config)
+        if (options.num_beams or 1) > 1 or options.cache_implementation:
+            return True
+        if (options.guidance_scale or 1) != 1:  # its logits processor runs the model on other rows
+            return True
+        if precision != "no" and model.dtype != PRECISIONS.get(precision):  # `generate` knows no autocast
+            return True
+        return has_dropout(model) or whole_row_adapter(trainer.accelerator.unwrap_model(trainer.model)) is not None
+
     def begin(self, prompt_ids: list[list[int]], completion_ids: list[list[int]], mask: Any) -> None:
         """A generation batch was sampled: its rows, and which of their tokens are trained where not all are."""
         args = self.trainer.args
@@ -97,6 +109,7 @@ class FeaturePass:
             mask is None
             and seen is not None
             and (seen.contexts, seen.completion_ids) == (prompt_ids, completion_ids)
+            and not self._changes_positions(prompt_ids, completion_ids)
             and len(seen.states) == max(map(len, completion_ids))
             and len(seen.states[0]) == len(completion_ids)  # not where rows were sampled in several calls
         ):
@@ -106,6 +119,12 @@ class FeaturePass:
         self._old_logprobs_follow = args.gradient_accumulation_steps % every != 0 or (
             args.use_vllm and args.vllm_importance_sampling_correction
         )
+
+    def _changes_positions(self, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> bool:
+        """Return whether rows are so long that the loss computes other rotary factors than single steps of `generate`.
+        The loss counts positions from the first column of padded rows."""
+        longest = fixed_rotary_length(unwrapped(self.trainer, self.trainer.model).config)
+        return longest is not None and max(map(len, prompt_ids)) + max(map(len, completion_ids)) > longest
 
     @property
     def waits(self) -> bool:

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import torch
 
-from trl_explore.rewards.success import failed, succeeded
+from trl_explore.rewards.success import TOLERANCE, failed, succeeded
 
 TRANSFORMS = ("minmax", "raw", "centered")
-MAPPINGS = ("binary", "none")
+MAPPINGS = ("scaled", "binary", "none")
 SCORES = ("gradient", "shuffled")
 
 # Norm below which a feature has no direction.
@@ -107,12 +107,38 @@ def shuffle_in_groups(
     return torch.empty_like(rows).scatter(-1, target, rows.gather(-1, source)).flatten()
 
 
-def map_rewards(rewards: torch.Tensor, mapping: str, *, threshold: float) -> torch.Tensor:
-    """Rewards `(N,)` as the paper's {-1, +1} (`"binary"`: +1 from `threshold` on) or as they are; NaN stays NaN."""
+def map_rewards(rewards: torch.Tensor, mapping: str, *, threshold: float, group_size: int) -> torch.Tensor:
+    """
+    Map rewards to what novelty scales.
+
+    Args:
+        rewards (`torch.Tensor`):
+            Rewards, shape `(N,)`, groups consecutive. NaN stays NaN.
+        mapping (`str`):
+            `"binary"` is the paper's: +1 from `threshold` on, else -1. `"scaled"` maps the smallest reward of a group
+            to -1 and the largest to +1, linearly, so that rewards of 0 and 1 give the paper's; a group of equal
+            rewards gets the paper's values. `"none"` keeps rewards.
+        threshold (`float`):
+            Smallest reward of a success.
+        group_size (`int`):
+            Rows per group.
+
+    Returns:
+        `torch.Tensor`: Mapped rewards, shape `(N,)`.
+    """
     check_choice("mapping", mapping, MAPPINGS)
     if mapping == "none":
         return rewards
-    return (succeeded(rewards, threshold=threshold).to(rewards) * 2 - 1).masked_fill(rewards.isnan(), torch.nan)
+    binary = (succeeded(rewards, threshold=threshold).to(rewards) * 2 - 1).masked_fill(rewards.isnan(), torch.nan)
+    if mapping == "binary":
+        return binary
+    rows = in_groups(rewards, group_size)
+    unknown = rows.isnan()
+    low = rows.masked_fill(unknown, torch.inf).amin(dim=1, keepdim=True)
+    high = rows.masked_fill(unknown, -torch.inf).amax(dim=1, keepdim=True)
+    size = torch.maximum(low.abs(), high.abs())
+    scaled = 2 * (rows - low) / (high - low) - 1
+    return torch.where(high - low > TOLERANCE * size, scaled, in_groups(binary, group_size)).flatten()
 
 
 def mixed_enough(

@@ -1,5 +1,6 @@
 """Shared prefixes are computed once: log-probabilities over packed rows, and micro-batches that suit them."""
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,6 +24,8 @@ from trl_explore.packing.layout import (
 )
 from trl_explore.rows.policy import Policy
 from trl_explore.rows.streams import RowDict, row_tokens, select_rows
+from trl_explore.sampling.generation import whole_row_adapter
+from trl_explore.sampling.positions import fixed_rotary_length
 
 SHARDED = (DistributedType.DEEPSPEED, DistributedType.FSDP)
 # Tokens of the rows per token computed, from which on a mode packs. Last tokens and short common starts alone are
@@ -40,6 +43,23 @@ class PackedForward:
         self.policy = policy
         self.mode = "off"
         self.token_budget: int | None = None
+        self.longest: int | None = None  # width of rows up to which positions do not depend on it; None for any
+
+    @property
+    def window(self) -> int:
+        """
+        Number of consecutive micro-batches that may exchange rows.
+
+        Rows of one optimizer step may change places, because their gradients are summed. If TRL computes something
+        from a micro-batch alone, all rows stay where TRL put them, so that results are those without packing.
+        """
+        args = self.policy.args
+        return math.gcd(args.steps_per_generation, args.gradient_accumulation_steps) if self.regroups else 1
+
+    @property
+    def regroups(self) -> bool:
+        """Whether rows of a prompt are moved into one micro-batch."""
+        return self.mode != "off" and not looks_at_micro_batches(self.policy.args)
 
     def enable(
         self, *, ref_model: Any, longest_prompt: Callable[[], int | None], vision: bool, router_loss: bool
@@ -57,6 +77,7 @@ class PackedForward:
             self._check_options()
             for model in filter(None, (self.policy.model, ref_model)):
                 enable_packing(unwrapped(self.policy, model))
+            self.longest = fixed_rotary_length(unwrapped(self.policy, self.policy.model).config)
             if self.policy.accelerator.distributed_type not in SHARDED:  # whose weights are not in one piece yet
                 self._try()
         except ValueError as error:
@@ -67,10 +88,14 @@ class PackedForward:
             return
         self.mode, self.token_budget = args.shared_prefix_training, args.packed_token_budget
         if self.token_budget is not None:
-            longest = longest_prompt()
-            if longest is not None:
-                check_fits(longest + (args.max_completion_length or 0), self.token_budget)
+            self.check_longest(longest_prompt())
             self._check_passes()
+
+    def check_longest(self, longest: int | None) -> None:
+        """Raise ValueError if `packed_token_budget` cannot hold the longest prompt with its completion. None if the
+        length of prompts is not known."""
+        if longest is not None and self.token_budget is not None:
+            check_fits(longest + (self.policy.args.max_completion_length or 0), self.token_budget)
 
     def _check_passes(self) -> None:
         """Parameters that reentrant checkpointing touches once per pass are reduced over processes as often."""
@@ -93,6 +118,8 @@ class PackedForward:
             raise ValueError("every batch would be compiled anew: set `torch_compile=False`")
         if isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
             raise ValueError("virtual tokens stand before every row: train LoRA, or the whole model")
+        if (adapter := whole_row_adapter(model)) is not None:
+            raise ValueError(f"the model has {adapter}: train plain LoRA, or the whole model")
 
     def _try(self) -> None:
         """Compare a few rows: no list of models knows which of them read more than tokens, order and mask."""
@@ -135,7 +162,14 @@ class PackedForward:
             check_fits(self.policy.ranks.most(longest), self.token_budget)
 
     def regrouped(self, batches: list[RowDict]) -> list[RowDict]:
-        """The same rows in as many micro-batches, with the rows of a prompt in as few as possible."""
+        """Return as many micro-batches of the same rows. The rows of a prompt are in as few as possible; none of them
+        leaves its [`window`]."""
+        grouped: list[RowDict] = []
+        for start in range(0, len(batches), self.window):
+            grouped += self._grouped(batches[start : start + self.window])
+        return grouped
+
+    def _grouped(self, batches: list[RowDict]) -> list[RowDict]:
         rows = {key: v if v.dim() == 0 else torch.cat([b[key] for b in batches]) for key, v in batches[0].items()}
         order = torch.tensor(group_rows(*row_tokens(rows), num_batches=len(batches)))
         return split_tensor_dict(select_rows(rows, order.to(rows["prompt_ids"].device)), len(batches))
@@ -152,7 +186,7 @@ class PackedForward:
         **kwargs: Any,
     ) -> tuple[Any, Any, Any]:
         """What `own_pass`, TRL's, returns for these arguments; it is asked where packing does not pay."""
-        if self.mode == "off":
+        if self.mode == "off" or self._changes_positions(input_ids):
             options = {"batch_size": batch_size, "compute_entropy": compute_entropy, **kwargs}
             return own_pass(model, input_ids, attention_mask, logits_to_keep, **options)
         parts: list[Any] = []
@@ -165,6 +199,18 @@ class PackedForward:
             parts.append(found)
         logps, entropies, *_ = zip(*parts, strict=True)
         return torch.cat(logps), torch.cat(entropies) if compute_entropy else None, None
+
+    def _changes_positions(self, input_ids: torch.Tensor) -> bool:
+        """
+        Return whether the width of the rows changes their rotary factors.
+
+        TRL counts positions from the first column, and packed rows count them from the first token. TRL's own pass is
+        then the only one with TRL's factors. Processes that must make equally many passes decide together.
+        """
+        if self.longest is None:
+            return False
+        width = input_ids.shape[1]
+        return (width if self.token_budget is None else self.policy.ranks.most(width)) > self.longest
 
     def _packs(self, batches: list[tuple[Any, Any]], width: int) -> list[list[list[int]]]:
         """Rows of each sequence of each batch. Every process makes as many forward passes, because collective calls
@@ -216,6 +262,21 @@ class PackedForward:
                 packed_rows=rows,
             )
         return rows.unpack(outputs.log_probs), None if outputs.entropy is None else rows.unpack(outputs.entropy)
+
+
+def looks_at_micro_batches(args: Any) -> bool:
+    """
+    Return whether TRL's loss computes something from a micro-batch alone.
+
+    `loss_type="bnpo"` and the entropy bonus average over the tokens of a micro-batch. `top_entropy_quantile` chooses
+    among them.
+    """
+    return (
+        args.loss_type == "bnpo"
+        or args.top_entropy_quantile < 1.0
+        or args.entropy_coef != 0.0
+        or args.use_adaptive_entropy
+    )
 
 
 def unwrapped(policy: Any, model: Any) -> Any:

@@ -158,7 +158,12 @@ class PivotSearch:
             return self._branch_trajectories(points, self.forks)
         prefixes = [b.prompt_ids + b.prefix_ids for b in points]
         with sample.rollout():
-            continuations = sample(prefixes, self.args.num_branches, [most - len(b.prefix_ids) for b in points])
+            continuations = sample(
+                prefixes,
+                self.args.num_branches,
+                [most - len(b.prefix_ids) for b in points],
+                begun=[len(b.prefix_ids) for b in points],
+            )
         for point, branches in zip(points, continuations, strict=True):
             point.branches = branches
 
@@ -192,6 +197,7 @@ class PivotSearch:
             or [[0] * len(b.prefix_ids) + [1] * len(branch.token_ids) for b, branch in pairs],
             group_size=self.args.num_branches,
             known_rewards=[b.rewards for b in agents],
+            extra=[b.extra for b in agents],
             completions=[b.messages for b in agents],
             parents=[b.row for b, _ in pairs],
             logprobs=logprobs if self.policy.serving is not None else None,

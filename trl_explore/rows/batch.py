@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from trl_explore.rows.advantages import has_signal
+from trl_explore.rows.copies import own_copy
 from trl_explore.rows.printed import SHARED
 from trl_explore.rows.rollouts import Rollout
 from trl_explore.rows.scorer import ScoredRows
@@ -21,6 +22,7 @@ class Batch:
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
+        self.given: list[dict[str, Any]] = []  # rows as TRL has them: environments and reward functions change these
 
     @property
     def need(self) -> Need | None:
@@ -55,6 +57,10 @@ class Batch:
         trainer.streams.prepare(output, streams)
         for name, value in trainer.sample.metrics.items():
             trainer.log_metric(f"generation/{name}", value)
+        # A total is not averaged over the logging interval: the newest value stands, as in TRL's `num_tokens`.
+        metrics["generation/sampled_tokens"] = [float(trainer.sample.tokens.sum_up(trainer.ranks))]
+        if trainer.changed_hooks:
+            trainer.log_metric("method/changed_hooks", len(trainer.changed_hooks))
         return output
 
     def rolled_out(self, contexts: list[list[int]], plain: Chooser) -> Rollout:
@@ -74,8 +80,12 @@ class Batch:
     ) -> tuple[RowDict, dict[str, tuple[ScoredRows, float]]]:
         """Main rows with their advantages, and the streams beside them."""
         trainer, need = self.trainer, self.need
-        trainer.main_examples, trainer.scorer.any_example = inputs, inputs[0]
+        # Environments and reward functions may change lists of `inputs`; further rows begin with those of the data.
+        self.given = inputs
+        examples = [own_copy(dict(example)) for example in inputs]
+        trainer.main_examples, trainer.scorer.any_example = examples, examples[0]
         output = own(inputs)
+        trainer.table.one_reward_per_name(logs, len(inputs))
         shaped = trainer.shaped_rewards
         if trainer.scorer.were_shaped(shaped):
             trainer.scorer.show_raw(metrics, logs["rewards"])
@@ -92,8 +102,7 @@ class Batch:
             output["advantages"] = trainer.assign_advantages(output)
         else:
             output["advantages"] = need.credit(output, trainer.main_completion_ids, self._credit)
-        # The examples are copied: TRL writes into the dictionaries that it is given.
-        streams = trainer.extra_streams(output, [dict(example) for example in inputs], trainer.scorer.totals())
+        streams = trainer.extra_streams(output, [own_copy(row) for row in examples], trainer.scorer.totals())
         streams |= {} if need is None else need.streams(self._credit)
         if trainer.log_completions:
             rows = {name: scored for name, (scored, _) in streams.items()}

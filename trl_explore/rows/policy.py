@@ -1,6 +1,7 @@
 """What the parts of a trainer know of it: the policy that is trained, and the pass that is running."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -9,7 +10,7 @@ import torch
 from transformers import GenerationConfig, ProcessorMixin
 
 from trl_explore.rows.ranks import Ranks
-from trl_explore.rows.rollouts import Rows
+from trl_explore.rows.rollouts import Part, Rows
 
 Lists = defaultdict[str, list[Any]]
 
@@ -41,6 +42,9 @@ class Policy(Protocol):
     model: Any  # as it is trained
     state: Any  # transformers': how far the training is
     eos_token_ids: list[int]
+    reward_func_names: list[str]
+    reward_weights: torch.Tensor  # `(F,)`
+    log_completions: bool
     exploration_generator: torch.Generator  # draws everything beside the main stream
 
     @property
@@ -54,12 +58,20 @@ class Policy(Protocol):
         ...
 
     @property
+    def training_progress(self) -> float:
+        """Share of the training that is over, from 0 to 1."""
+        ...
+
+    @property
     def serving(self) -> Any:
         """The vLLM backend, a [`~trl_explore.serving.session.Serving`]; `None` where transformers samples."""
         ...
 
-    def generate(self, prefixes: list[list[int]], max_new_tokens: int) -> list[list[int]]:
-        """One continuation of each prefix by TRL's own generation in transformers."""
+    def generate(
+        self, prefixes: list[list[int]], max_new_tokens: int, parts: Sequence[Part] | None = None
+    ) -> list[list[int]]:
+        """Return one continuation of each prefix, by TRL's own generation in transformers. `parts` are the places of
+        the new tokens in their completions, for options that count from the start of a completion."""
         ...
 
     def generating(self) -> AbstractContextManager[tuple[Any, GenerationConfig]]:

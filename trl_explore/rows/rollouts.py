@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from trl_explore.rows.copies import own_copy
+
 
 @dataclass(frozen=True)
 class Continuation:
@@ -17,6 +19,14 @@ class Continuation:
     logprobs: list[float | None] | None = None  # under the sampler; `None` where the backend reports none
     finished: bool = True  # by an end-of-sequence token, not by the end of its budget
     entropies: list[float] | None = None  # of the distribution that each token was drawn from, in nats
+
+
+@dataclass(frozen=True)
+class Part:
+    """Place of a row's new tokens in its completion, for options that count from the start of a completion."""
+
+    begun: int = 0  # tokens of the completion that the prefix ends with
+    limit: int | None = None  # most tokens of the whole completion; None: those of the call
 
 
 class Sampler(Protocol):
@@ -63,6 +73,7 @@ class Rows:
     group_size: int  # advantages are normalised inside a group
     logprobs: list[list[float | None]] | None = None  # under the sampler, `[B][T_i]`
     known_rewards: list[list[float] | None] = field(default_factory=list)  # [F] per row; `None`: ask the functions
+    extra: Sequence[Mapping[str, Any]] = ()  # what the functions logged with known rewards, by column, `[B]`
     completions: list[list[dict[str, Any]] | None] = field(default_factory=list)  # messages, `[B]`; `None`: decoded
     parents: list[int | None] = field(default_factory=list)  # main row here that each leaves; `None`: earlier batch
     shared: list[int] = field(default_factory=list)  # tokens that each has of it; by default those not trained before
@@ -70,6 +81,8 @@ class Rows:
     def __post_init__(self) -> None:
         if not self.known_rewards:
             self.known_rewards = [None] * len(self)
+        if not self.extra:
+            self.extra = [{}] * len(self)
         if not self.completions:
             self.completions = [None] * len(self)
         if not self.parents:
@@ -81,6 +94,7 @@ class Rows:
             "prompt_ids": len(self.prompt_ids),
             "loss_mask": len(self.loss_mask),
             "known_rewards": len(self.known_rewards),
+            "extra": len(self.extra),
             "completions": len(self.completions),
             "parents": len(self.parents),
             "shared": len(self.shared),
@@ -95,18 +109,24 @@ class Rows:
         return len(self.completion_ids)
 
     def padded(self, num_rows: int, *, example: dict[str, Any], token_id: int, num_rewards: int) -> "Rows":
-        """These rows and others that train nothing (loss mask 0, one end-of-sequence `token_id`, NaN rewards), up to
-        `num_rows`, a multiple of the group size: every process scores as many. `example` only gives them columns."""
+        """
+        Return copies of these rows, and rows that train nothing, up to `num_rows`: every process scores as many.
+
+        Reward functions may change what they are given, so each row of the result owns its example, its messages and
+        its tokens. A row that trains nothing has loss mask 0, one end-of-sequence `token_id` and NaN rewards;
+        `example` only gives it columns. `num_rows` is a multiple of the group size.
+        """
         extra = num_rows - len(self)
         return replace(
             self,
-            examples=self.examples + [dict(example) for _ in range(extra)],
+            examples=[own_copy(row) for row in [*self.examples, *[example] * extra]],
             prompt_ids=self.prompt_ids + [[token_id]] * extra,
-            completion_ids=self.completion_ids + [[token_id]] * extra,
+            completion_ids=[[*ids] for ids in [*self.completion_ids, *[[token_id]] * extra]],
             loss_mask=self.loss_mask + [[0]] * extra,
             logprobs=None if self.logprobs is None else self.logprobs + [[0.0]] * extra,
             known_rewards=self.known_rewards + [[float("nan")] * num_rewards] * extra,
-            completions=self.completions + [None] * extra,
+            extra=[*self.extra, *[{}] * extra],
+            completions=[own_copy(messages) for messages in [*self.completions, *[None] * extra]],
             parents=self.parents + [None] * extra,
             shared=self.shared + [0] * extra,
         )

@@ -1,6 +1,7 @@
 """Rows beside the main ones are scored by TRL in a second pass that touches nothing of the first."""
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,12 +10,13 @@ from trl.trainer.utils import is_async_callable
 
 from trl_explore.rewards.checks import RewardError, checked
 from trl_explore.rows.advantages import combine_rewards, equal_rewards, success_rewards
+from trl_explore.rows.logged import LoggedColumns
 from trl_explore.rows.policy import Pass, Policy
 from trl_explore.rows.rollouts import Rows
 from trl_explore.rows.streams import RowDict, kept_randomness
-from trl_explore.rows.table import Logs, logged_rows
+from trl_explore.rows.table import Logs, by_name, logged_rows
 
-# So many prompts in a row without any reward end a run, once there have been rewards: a few may lack a gold answer.
+# A run ends when so many prompts in a row have no reward at all. Fewer may lack a readable gold answer.
 MOST_UNSCORED_PROMPTS = 8
 
 
@@ -30,14 +32,27 @@ class ScoredRows:
 
 
 class Scorer:
-    """Lets TRL score rows: rewards, with `weights` `(F,)`, advantages, log-probabilities and metrics."""
+    """Lets TRL score rows: rewards, advantages, log-probabilities and metrics."""
 
-    def __init__(self, policy: Policy, names: list[str], weights: torch.Tensor) -> None:
-        self.policy, self.names, self.weights = policy, names, weights
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
         self.rewards_per_func: torch.Tensor | None = None  # raw, of the main rows, `(N, F)`; NaN where not scored
         self.deciding: torch.Tensor | None = None  # about success, of the rows that are credited, where those are some
         self.any_example: dict[str, Any] = {}
-        self._num_unscored: int | None = None  # prompts in a row up to now; None before the first reward
+        self._num_unscored = 0  # prompts in a row without a reward
+        self._ever_scored = False  # whether any prompt of the run had a reward
+        self._columns: list[str] = []  # of the data, as reward functions get them
+        self._warned_of_columns = False
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the trainer's reward functions, `[F]`. A user may replace them, so nothing is kept here."""
+        return self.policy.reward_func_names
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """Weights of the trainer's reward functions, `(F,)`. A callback may change them during a run."""
+        return self.policy.reward_weights
 
     def score(self, name: str, rows: Rows) -> ScoredRows | None:
         """
@@ -71,7 +86,7 @@ class Scorer:
             output["advantages"] = output["advantages"].masked_fill(level, 0.0)
             own = policy.ranks.own(num_rows)
             totals, deciding = self.totals(rewards)[own], self.success(rewards)[own]
-            logged = logged_rows(policy, scoring.logs, rows, num_rows) if policy.args.log_completions else {}
+            logged = logged_rows(policy, scoring.logs, rows, num_rows) if policy.log_completions else {}
         real = torch.arange(num_rows, device=totals.device) < len(rows)
         return ScoredRows(output, real, totals[: len(rows)], deciding[: len(rows)], logged)
 
@@ -80,37 +95,41 @@ class Scorer:
         examples: list[dict[str, Any]],
         completion_ids: list[list[int]],
         *,
+        prompt_ids: list[list[int]],
         completions: list[list[dict[str, Any]] | None] | None = None,
         environments: list[Any] | None = None,
         keep_metrics: bool = True,
     ) -> tuple[list[list[float]], list[dict[str, Any]]]:
         """
-        Rewards of completions while they are being sampled; rows made of them need not be scored again.
+        Compute rewards of completions while they are being sampled; rows made of them need not be scored again.
 
-        Every process calls it equally often, also without completions. Functions see what they see for training rows.
+        Every process calls it equally often, also without completions. Reward functions see what they see of training
+        rows, in copies: what they change there changes neither `examples` nor `completions`.
 
         Args:
             examples (`list[dict]`):
-                The data-set example behind each completion, `[R]`.
+                The data-set example of each completion, `[R]`.
             completion_ids (`list[list[int]]`):
                 Tokens of the completions, `[R][T_i]`.
+            prompt_ids (`list[list[int]]`):
+                Tokens of the prompts as TRL encoded them, `[R][P_i]`: TRL parses a completion with its prompt.
             completions (`list[list[dict]]`, *optional*):
-                What they say, as messages, `[R]`; by default TRL decodes the tokens.
+                Messages of the completions, `[R]`; by default TRL makes them of the tokens.
             environments (`list`, *optional*):
-                The environment after each of them, `[R]`.
+                The environment of each completion, after it, `[R]`.
             keep_metrics (`bool`, *optional*, defaults to `True`):
-                Whether to log the metrics that reward functions log of them.
+                Whether to log the metrics that reward functions log of these completions.
 
         Returns:
             `tuple[list[list[float]], list[dict]]`: Rewards `[R][F]`, NaN where a function returned `None`; and what
-            functions logged with `log_extra`, by column, `[R]`; a `ValueError` where these are not R values.
+            functions logged with `log_extra`, by column, `[R]`.
         """
         num_rows = self.policy.ranks.most(len(completion_ids))
         if num_rows == 0:
             return [], []
         rows = Rows(
-            examples=[dict(example) for example in examples],
-            prompt_ids=[[self.policy.eos_token_ids[0]] for _ in completion_ids],
+            examples=examples,
+            prompt_ids=prompt_ids,
             completion_ids=completion_ids,
             loss_mask=[[1] * len(ids) for ids in completion_ids],
             group_size=1,
@@ -121,12 +140,6 @@ class Scorer:
             environments = environments + [None] * (num_rows - len(environments))
         with self.policy.running(Pass(None, rows, environments, keep_metrics=keep_metrics)) as judging:
             rewards = self.policy.rewarded(rows)
-        for name, values in judging.columns.items():
-            if len(values) != len(completion_ids):
-                raise ValueError(
-                    f"`log_extra({name!r}, ...)` was given {len(values)} values for {len(completion_ids)} "
-                    "completions: log one per completion, from one reward function."
-                )
         extra = [{name: values[i] for name, values in judging.columns.items()} for i in range(len(completion_ids))]
         return self.policy.ranks.local(rewards)[: len(completion_ids)].tolist(), extra
 
@@ -135,36 +148,88 @@ class Scorer:
         ask: Callable[[list[Any]], torch.Tensor],
         reward_funcs: list[Any],
         known_rewards: list[list[float] | None] | None,
-    ) -> torch.Tensor:
-        """Rewards `(N, F)`, each function asked once by TRL's `ask`, only for rows not in `known_rewards` `[B][F]`."""
-        funcs = [
-            func if isinstance(func, torch.nn.Module) else checked(func, name)
-            for func, name in zip(reward_funcs, self.names, strict=True)
-        ]
+        known_extra: Sequence[Mapping[str, Any]] = (),
+        *,
+        num_rows: int,
+    ) -> tuple[torch.Tensor, dict[str, list[Any]]]:
+        """
+        Let TRL's `ask` call each reward function once, only for rows whose rewards are not known.
+
+        Args:
+            ask (`Callable`):
+                Calls the functions it is given, and returns their rewards `(N, F)`.
+            reward_funcs (`list`):
+                The reward functions, `[F]`.
+            known_rewards (`list`, *optional*):
+                Rewards `[B][F]`; None for a row that the functions are asked about. None if they are asked about all.
+            known_extra (`Sequence[Mapping]`, *optional*):
+                What the functions logged with the known rewards, by column, `[B]`.
+            num_rows (`int`):
+                Rows of this process.
+
+        Returns:
+            `tuple[torch.Tensor, dict[str, list]]`: Rewards `(N, F)`; and what was logged with `log_extra`, one value
+            per row of this process, by column.
+        """
+        missing = [known is None for known in known_rewards or [None] * num_rows]
+        logged = LoggedColumns(missing, known_extra)
+        funcs = []
+        for number, (func, name) in enumerate(zip(reward_funcs, self.names, strict=True)):
+            # TRL asks a reward model about all rows if it asks at all: a model has no side effects, and the rewards
+            # of known rows are replaced.
+            is_model = isinstance(func, torch.nn.Module)
+            if not is_model or not any(missing):
+                func = _only_missing(func if is_model else checked(func, name), missing, logged.log_of(number))
+            funcs.append(func)
+        rewards = ask(funcs)
+        columns, unplaced = logged.columns()
+        self._warn_of_columns(unplaced, sum(missing))
         if known_rewards is None:
-            return ask(funcs)
-        missing = [known is None for known in known_rewards]
-        rewards = ask([_only_missing(func, missing) for func in funcs])
+            return rewards, columns
         unknown = [0.0] * len(funcs)
         known = torch.tensor([r or unknown for r in known_rewards], dtype=rewards.dtype, device=rewards.device)
         gather = self.policy.ranks.gather
         keep = gather(torch.tensor(missing, device=rewards.device))
-        return torch.where(keep.unsqueeze(1), rewards, gather(known))
+        return torch.where(keep.unsqueeze(1), rewards, gather(known)), columns
+
+    def _warn_of_columns(self, unplaced: dict[str, int], num_rows: int) -> None:
+        """Warn once of columns, with their number of values, that do not fit `num_rows` rows."""
+        if not unplaced or self._warned_of_columns or not self.policy.args.log_completions:
+            return
+        self._warned_of_columns = True
+        column, number = next(iter(unplaced.items()))
+        warnings.warn(
+            f"`log_extra({column!r}, ...)` was given {number} values for {num_rows} completions, so the completions "
+            "table cannot tell which rows they belong to and leaves the column empty. Log one value per completion, "
+            "None where there is none. This is said once.",
+            stacklevel=2,
+        )
+
+    def begin_run(self, *, resumed: bool) -> None:
+        """Note that a run begins. A resumed run, and one after another of the trainer, may have had rewards before."""
+        self._ever_scored = self._ever_scored or resumed
 
     def stop_if_unscored(self, rewards: torch.Tensor, example: dict[str, Any], *, group_size: int) -> None:
-        """Raise where the rewards `(N, F)` of all processes hold none, at the run's beginning or for many prompts in a
-        row. TRL would go on and save a model that learned nothing."""
+        """Raise RewardError if the last [`MOST_UNSCORED_PROMPTS`] prompts have no reward in `rewards` `(N, F)` of all
+        processes. TRL would go on and save a model that learned nothing."""
         if not rewards.isnan().all():
-            self._num_unscored = 0
+            self._num_unscored, self._ever_scored = 0, True
             return
-        unscored = (self._num_unscored or 0) + len(rewards) // group_size
-        if self._num_unscored is not None and unscored < MOST_UNSCORED_PROMPTS:
-            self._num_unscored = unscored
-            return
-        raise RewardError(
-            f"None of the completions of {unscored} prompt(s) in a row has a reward, so nothing can be learned: "
-            f"{', '.join(self.names)} returned None or NaN for all of them. Check the columns that reward "
-            f"functions read; the data has {', '.join(sorted(example))}."
+        self._num_unscored += len(rewards) // group_size
+        self._columns = sorted(example)
+        if self._num_unscored >= MOST_UNSCORED_PROMPTS:
+            raise self._unscored_error()
+
+    def stop_if_never_scored(self) -> None:
+        """Raise RewardError at the end of a run in which no prompt had a reward: it was too short to stop before."""
+        if self._num_unscored and not self._ever_scored:
+            raise self._unscored_error()
+
+    def _unscored_error(self) -> RewardError:
+        return RewardError(
+            f"None of the completions of {self._num_unscored} prompt(s) in a row has a reward, so nothing can be "
+            f"learned: {', '.join(self.names)} returned None or NaN for all of them. Check the columns that reward "
+            f"functions read; the data has {', '.join(self._columns)}."
         )
 
     def level(self, rewards_per_func: torch.Tensor, *, group_size: int) -> torch.Tensor:
@@ -201,11 +266,14 @@ class Scorer:
         metrics["reward_std"][-1] = total[~total.isnan()].std().item()
         for i, name in enumerate(self.names):
             column = raw[:, i][~raw[:, i].isnan()]
-            metrics[f"rewards/{name}/mean"][-1] = column.mean().item()
-            metrics[f"rewards/{name}/std"][-1] = column.std().item()
+            # Functions of one name share a metric, and each has added a value to it, in their order.
+            place = -self.names[i:].count(name)
+            metrics[f"rewards/{name}/mean"][place] = column.mean().item()
+            metrics[f"rewards/{name}/std"][place] = column.std().item()
+        for name, values in by_name(self.names, raw).items():
             for _ in range(min(len(raw), len(table[name]))):
                 table[name].pop()
-            table[name].extend(raw[:, i].tolist())
+            table[name].extend(values)
 
     def _main(self, rewards_per_func: torch.Tensor | None) -> torch.Tensor:
         found = self.rewards_per_func if rewards_per_func is None else rewards_per_func
@@ -240,31 +308,25 @@ class Scorer:
             metrics["frac_reward_zero_std"][-1] *= all_rows / len(real)
 
 
-def _only_missing(func: Any, missing: list[bool]) -> Any:
-    """A reward function that sees only rows without rewards; the others get a placeholder."""
-    if all(missing) or (isinstance(func, torch.nn.Module) and any(missing)):
-        return func  # a reward model has no side effects, and its extra rows are overwritten
+def _only_missing(func: Any, missing: list[bool], log_extra: Callable[[str, Any], None]) -> Any:
+    """Return a reward function that is asked about the rows without rewards only; other rows get a placeholder."""
 
-    def pick(value):
-        return [v for v, m in zip(value, missing, strict=True) if m] if isinstance(value, list) else value
+    def pick(value: Any) -> Any:
+        if all(missing) or not isinstance(value, list):
+            return value
+        return [v for v, m in zip(value, missing, strict=True) if m]
 
-    def spread(rewards):
+    def spread(rewards: list[Any]) -> list[Any]:
         found = iter(rewards)
         return [next(found) if m else 0.0 for m in missing]
 
-    def seen_by_function(columns):
-        log_extra = columns["log_extra"]  # one value per completion, also for those that are not scored again
+    def seen_by_function(columns: dict[str, Any]) -> dict[str, Any]:
+        return {**{name: pick(value) for name, value in columns.items()}, "log_extra": log_extra}
 
-        def log_some(column, values):
-            found = iter(values)
-            log_extra(column, [next(found, None) if m else None for m in missing])
-
-        return {**{k: pick(v) for k, v in columns.items()}, "log_extra": log_some}
-
-    def scored(**columns):
+    def scored(**columns: Any) -> list[Any]:
         return spread(func(**seen_by_function(columns)) if any(missing) else [])
 
-    async def scored_async(**columns):
+    async def scored_async(**columns: Any) -> list[Any]:
         return spread(await func(**seen_by_function(columns)) if any(missing) else [])
 
     return scored_async if is_async_callable(func) else scored

@@ -151,11 +151,41 @@ def _per_token(rows: RowDict) -> torch.Tensor:
 
 
 def split_stream(
-    rows: RowDict, keep: torch.Tensor, *, num_rows: int, num_steps: int, max_rows: int, together: bool = False
-) -> list:
-    """Deal rows of `keep`, `(B,)`, in turn to `num_steps` micro-batches, each a list of parts of at most `max_rows`
-    rows; with `together`, rows of one prompt stay in one while there is room. Copies outside the loss fill up to
-    `num_rows`, the same on every process, because all must run the same forward passes."""
+    rows: RowDict,
+    keep: torch.Tensor,
+    *,
+    num_rows: int,
+    num_steps: int,
+    max_rows: int,
+    together: bool = False,
+    window: int | None = None,
+    trim: bool = True,
+) -> list[list[RowDict]]:
+    """
+    Deal rows out in turn to micro-batches.
+
+    Args:
+        rows (`dict`):
+            Rows of a stream `[B]`.
+        keep (`torch.Tensor`):
+            Rows that are trained, `(B,)`.
+        num_rows (`int`):
+            Number of rows to deal. Copies outside the loss fill up to it. It is the same on every process, because all
+            processes must run the same forward passes.
+        num_steps (`int`):
+            Number of micro-batches.
+        max_rows (`int`):
+            Most rows of one part. A micro-batch is a list of parts.
+        together (`bool`, *optional*, defaults to `False`):
+            Whether rows of one prompt go to one micro-batch while there is room.
+        window (`int`, *optional*):
+            Number of consecutive micro-batches that may exchange rows with `together`; None for all.
+        trim (`bool`, *optional*, defaults to `True`):
+            Whether a part loses the columns that hold none of its tokens.
+
+    Returns:
+        `list[list[dict]]`: Parts of each micro-batch.
+    """
     if num_rows == 0:
         return [[] for _ in range(num_steps)]
     rows_per_step = math.ceil(num_rows / num_steps)
@@ -164,10 +194,18 @@ def split_stream(
     index = torch.cat([kept, torch.zeros(num_fill, dtype=kept.dtype, device=kept.device)])
     real = torch.arange(len(index), device=kept.device) < len(kept)
     dealt = mask_rows(select_rows(rows, index), real)
-    order = torch.arange(len(index)).view(rows_per_step, num_steps).T
+    order = torch.arange(len(index)).view(rows_per_step, num_steps).T  # (num_steps, rows_per_step)
     if together:
-        order = torch.tensor(group_rows(*row_tokens(dealt), num_batches=num_steps)).view(num_steps, rows_per_step)
+        order = torch.cat([_grouped(dealt, part) for part in order.split(window or num_steps)])
     steps = []
     for of_step in order.to(kept.device):
-        steps.append([trim_padding(select_rows(dealt, part)) for part in of_step.split(max_rows)])
+        parts = [select_rows(dealt, part) for part in of_step.split(max_rows)]
+        steps.append([trim_padding(part) if trim else part for part in parts])
     return steps
+
+
+def _grouped(rows: RowDict, order: torch.Tensor) -> torch.Tensor:
+    """Return the same row numbers `(S, R)` with the rows of a prompt in as few of the S micro-batches as possible."""
+    places = order.flatten()
+    tokens = row_tokens(select_rows(rows, places.to(rows["prompt_ids"].device)))
+    return places[torch.tensor(group_rows(*tokens, num_batches=len(order)))].view(order.shape)

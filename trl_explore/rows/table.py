@@ -26,12 +26,14 @@ class CompletionsTable:
         self.streams: dict[str, Logs] = {}
         self.evaluated: Logs = {}
         self._before = 0  # rows of earlier rounds of the batch
+        self._known_columns: set[str] = set()  # that reward functions logged in these rounds
         self._in_rounds = False
         self._evaluated_at: int | None = None
 
     def begin(self, logs: Logs) -> Logs:
         """TRL's table without rows, for a generation batch that is sampled in rounds: it takes those of all."""
         self._before, self._in_rounds, self.streams = 0, True, {}
+        self._known_columns = set()
         return empty_logs(logs)
 
     def add(
@@ -61,6 +63,7 @@ class CompletionsTable:
             return
         self.show_advantages(logs, output)
         num_rows = len(output["advantages"])
+        self._fill_up(logs["extra"], num_rows * ranks.number)
         for name, logged in found.items():
             parents = [self._place(parent, num_rows) for parent in logged["extra"]["parent"]]
             logged["extra"] = {**logged["extra"], "parent": parents}
@@ -74,6 +77,15 @@ class CompletionsTable:
             logs["advantages"].pop()
         logs["advantages"].extend(advantages)
 
+    def _fill_up(self, columns: Logs, num_rows: int) -> None:
+        """Put None where a column lacks values of the `num_rows` newest rows, or of the rows of earlier rounds."""
+        for name, values in columns.items():
+            if name not in self._known_columns:
+                values.extendleft([None] * self._before)
+            elif len(values) == self._before:
+                values.extend([None] * num_rows)
+        self._known_columns = set(columns)
+
     def _place(self, parent: float, num_rows: int) -> float:
         """Where a main row stands if rounds of fewer rows were sampled before."""
         if math.isnan(parent):
@@ -86,7 +98,14 @@ class CompletionsTable:
         if self._evaluated_at != step:
             self._evaluated_at = step
             self.evaluated = empty_logs(logs, maxlen=self.policy.args.generation_batch_size)
+            # TRL may write several values per row here: `one_reward_per_name` drops all but one, and old rows.
+            self.evaluated["rewards"] = empty_logs(logs)["rewards"]
         return self.evaluated
+
+    def one_reward_per_name(self, logs: Logs, num_rows: int) -> None:
+        """Keep one value per row for reward functions that share a name, in the newest rows `num_rows` of every
+        process. TRL writes one value per function into the same column, and the last function's values stay."""
+        keep_one_reward_per_name(logs, self.policy.reward_func_names, num_rows * self.policy.ranks.number)
 
     def state(self, logs: Logs, step: int) -> dict[str, Any]:
         """What a checkpoint holds of the table."""
@@ -134,6 +153,7 @@ def logged_rows(policy: Policy, logs: Logs, rows: Rows, num_rows: int) -> Logs:
     """What TRL has just logged of a stream's rows (`num_rows` of every process), without those that only pad, and
     `parent`, `prefix_tokens` and, of completions of one turn, `prefix_characters`. Every process calls it."""
     ranks = policy.ranks
+    keep_one_reward_per_name(logs, policy.reward_func_names, num_rows * ranks.number)
     first = ranks.index * (policy.args.generation_batch_size // ranks.number)
     decode = partial(policy.tokenizer.decode, skip_special_tokens=True)  # as TRL decodes completions
     origins = [
@@ -160,6 +180,25 @@ def logged_rows(policy: Policy, logs: Logs, rows: Rows, num_rows: int) -> Logs:
     }
 
 
+def by_name(names: Sequence[str], rewards: torch.Tensor) -> dict[str, list[float]]:
+    """Columns of rewards `(N, F)` by name. Of functions that share a name, the last one's, as in TRL's table."""
+    return {name: rewards[:, i].tolist() for i, name in enumerate(names)}
+
+
+def keep_one_reward_per_name(logs: Logs, names: Sequence[str], num_rows: int) -> None:
+    """Let each column of rewards have one value for each of the `num_rows` newest rows of all processes, and none for
+    rows that a limited table has dropped."""
+    for name in dict.fromkeys(names):
+        column = logs["rewards"][name]
+        written = names.count(name) * num_rows
+        newest = list(column)[-num_rows:]
+        for _ in range(min(written, len(column))):
+            column.pop()
+        column.extend(newest)
+        while len(column) > len(logs["prompt"]):
+            column.popleft()
+
+
 def empty_logs(logs: Logs, *, maxlen: int | None = None) -> Logs:
     """A table with the same columns as TRL keeps it, without rows, for the `maxlen` newest (all by default)."""
     column: Callable[[], deque] = partial(deque, maxlen=maxlen)
@@ -173,10 +212,18 @@ def _as_lists(logs: Any) -> Any:
 
 
 def _joined_logs(first: Logs, second: Logs) -> Logs:
-    return {
-        name: _joined_logs(values, second[name]) if isinstance(values, dict) else [*values, *second[name]]
-        for name, values in first.items()
-    }
+    """Return the rows of two tables. A column that only one of them has is None in the rows of the other."""
+    joined: Logs = {}
+    for name, values in first.items():
+        if not isinstance(values, dict):
+            joined[name] = [*values, *second[name]]
+            continue
+        empty = [[None] * len(logs["prompt"]) for logs in (first, second)]
+        columns = dict.fromkeys([*values, *second[name]])
+        joined[name] = {
+            column: [*values.get(column, empty[0]), *second[name].get(column, empty[1])] for column in columns
+        }
+    return joined
 
 
 def _fill(logs: Logs, columns: dict[str, Any]) -> None:

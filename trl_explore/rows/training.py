@@ -22,11 +22,25 @@ from trl_explore.rows.streams import (
 
 
 class StreamTraining:
-    """Trains further streams of rows, each with its own normaliser, or, `pooled`, all as one mean with the main rows.
-    With `together`, rows of one prompt go to one micro-batch."""
+    """
+    Trains further streams of rows, each with its own normaliser, or, `pooled`, all as one mean with the main rows.
 
-    def __init__(self, policy: Policy, *, pooled: bool, together: bool) -> None:
+    With `together`, rows of one prompt go to one micro-batch, within `window` consecutive ones; None for all. Parts of
+    rows that are wider than `longest` keep their width: positions depend on it (see
+    [`~trl_explore.sampling.positions.fixed_rotary_length`]).
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        pooled: bool,
+        together: bool,
+        window: int | None = None,
+        longest: int | None = None,
+    ) -> None:
         self.policy, self.pooled, self.together = policy, pooled, together
+        self.window, self.longest = window, longest
         self.steps: dict[str, tuple[float, StreamTotals, list[list[RowDict]]]] = {}
         self.main_totals: StreamTotals | None = None  # `None`: the main rows are averaged as TRL does
 
@@ -93,6 +107,7 @@ class StreamTraining:
             keep = keep & has_signal(rows["advantages"])
         rows_of_all = ranks.summed({"computed": int(keep.sum()), "real": int(scored.real.sum())})
         self.policy.log_metric(f"{name}/computed_fraction", rows_of_all["computed"] / rows_of_all["real"])
+        width = rows["prompt_ids"].shape[1] + rows["completion_ids"].shape[1]
         steps = split_stream(
             rows,
             keep,
@@ -100,6 +115,8 @@ class StreamTraining:
             num_steps=args.steps_per_generation,
             max_rows=args.per_device_train_batch_size,
             together=self.together,
+            window=self.window,
+            trim=self.longest is None or width <= self.longest,
         )
         return totals, steps
 

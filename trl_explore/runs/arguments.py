@@ -43,6 +43,8 @@ class TrainArguments(ScriptArguments):
             Reward functions: names from `trl_explore.rewards.answers` or TRL, or import paths.
         reward_model_name_or_path (`str`, *optional*):
             Reward model, a Hub name or a folder.
+        overwrite_output_dir (`bool`, *optional*, defaults to `False`):
+            Start anew in an `output_dir` that holds an earlier run, whose checkpoints are moved to `_earlier-1`.
     """
 
     method: str | None = field(default=None, metadata={"help": f"Training method: {', '.join(METHODS)}."})
@@ -59,6 +61,13 @@ class TrainArguments(ScriptArguments):
     )
     reward_model_name_or_path: str | None = field(
         default=None, metadata={"help": "Reward model: a Hub name or a folder written by `save_pretrained`."}
+    )
+    overwrite_output_dir: bool = field(
+        default=False,
+        metadata={
+            "help": "Start anew in an output_dir that holds an earlier run: its checkpoints are moved to `_earlier-1` "
+            "in it, and its model is overwritten."
+        },
     )
 
 

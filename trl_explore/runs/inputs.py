@@ -22,6 +22,16 @@ if TYPE_CHECKING:
 # Builder that `datasets.load_dataset` uses for each kind of file.
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
+# Weights that `save_model` writes, of a model or of an adapter, in one file or in several.
+MODEL_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "adapter_model.safetensors",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "adapter_model.bin",
+)
+
 RewardFunction = Callable[..., Any]
 
 
@@ -88,6 +98,8 @@ def load_train_and_eval(
     import datasets
     from trl import get_dataset
 
+    from trl_explore.rows.columns import row_columns
+
     name = script_args.dataset_name
     if bool(mixture.datasets) == (name is not None):
         raise UsageError("name the data once: either dataset_name (a path or a Hub name) or a `datasets` mixture")
@@ -101,7 +113,7 @@ def load_train_and_eval(
         named = "datasets" if mixture.datasets else f"dataset_name={name!r}"
         raise UsageError(f"{named} cannot be loaded: {error}") from error
     train = pick_split(splits, script_args.dataset_train_split, "dataset_train_split", sole_split_is="train")
-    columns = train.column_names  # None while a streamed data set has not been looked at
+    columns = row_columns(train)  # None while a streamed data set has not been looked at
     if columns is not None and not columns:  # of a file that is read while it is used
         raise UsageError(f"dataset_name={name!r} has no rows")
     if columns is not None and "prompt" not in columns:
@@ -275,3 +287,49 @@ def find_checkpoint(resume: str | bool | None, output_dir: str) -> str | None:
             f"the last one in {output_dir!r}"
         )
     return str(path)
+
+
+def check_earlier_run(output_dir: str | Path, *, checkpoint: str | None, model: str | None) -> None:
+    """
+    Raise where a run that starts at step 0 would overwrite an earlier one in its folder.
+
+    Args:
+        output_dir (`str` or `Path`):
+            Folder of the new run.
+        checkpoint (`str`, *optional*):
+            Checkpoint that the run resumes. A run that resumes one of its own folder overwrites nothing.
+        model (`str`, *optional*):
+            Model that is trained. If it is the model in `output_dir`, the user wants it to be replaced.
+
+    Raises:
+        UsageError: If the folder holds checkpoints or a trained model of an earlier run.
+    """
+    from trl_explore.saving.checkpoints import checkpoint_folders, last_complete_checkpoint
+
+    folder = Path(output_dir).expanduser().resolve()
+    if checkpoint is not None and Path(checkpoint).expanduser().resolve().parent == folder:
+        return
+    found = _describe_earlier_run(folder)
+    trains_own_model = model is not None and Path(model).expanduser().resolve() == folder
+    if found is None or (trains_own_model and not checkpoint_folders(folder)):
+        return
+    resumable = last_complete_checkpoint(folder)[0] is not None
+    resume = "to continue that run, add --resume_from_checkpoint true; " if resumable else ""
+    raise UsageError(
+        f"output_dir={str(output_dir)!r} holds {found} of an earlier run, which this run would overwrite: {resume}to "
+        "start a new run, name another folder with --output_dir, or add --overwrite_output_dir"
+    )
+
+
+def _describe_earlier_run(folder: Path) -> str | None:
+    """Return what an earlier run has left in a folder that a new run would overwrite, or None if there is nothing.
+    Logs, tables and cards do not count."""
+    from trl_explore.saving.checkpoints import checkpoint_folders
+
+    found = []
+    checkpoints = checkpoint_folders(folder)
+    if checkpoints:
+        found.append(checkpoints[0].name if len(checkpoints) == 1 else f"{len(checkpoints)} checkpoints")
+    if any((folder / name).is_file() for name in MODEL_FILES):
+        found.append("a trained model")
+    return " and ".join(found) or None

@@ -4,10 +4,12 @@ arguments, so both are forward hooks on the causal language model, which it call
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
 from inspect import signature
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import nn
 from transformers import DynamicCache, GenerationConfig, GenerationMixin
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -28,6 +30,10 @@ CACHE_NAMES = ("cache", "past_key_values")
 
 # All that tells the rows of a prompt pass apart.
 ROW_INPUTS = ("input_ids", "attention_mask", "position_ids")
+
+# Adapters of PEFT that mix the tokens of a forward pass. Lily averages its routing over all tokens of a call. X-LoRA
+# runs the model without a cache.
+MIXING_ADAPTERS = {"LILY": "Lily", "XLORA": "X-LoRA"}
 
 
 @dataclass
@@ -67,7 +73,8 @@ def recorded(
     Sharing changes the numbers only by rounding, as another batch size does. A prompt pass that is not understood
     entirely is left as it is: with a cache that is filled or is no plain `DynamicCache` of full or sliding-window
     attention, with row inputs besides token ids, attention mask and positions, of a multimodal or encoder-decoder
-    model, and with active dropout, whose noise would be shared as well.
+    model, with active dropout, whose noise would be shared as well, and with an adapter of [`whole_row_adapter`].
+    Forward passes that a logits processor makes for itself (`guidance_scale`) are neither recorded nor changed.
 
     Entropies are those of `softmax(logits / temperature)`, without top-k, top-p or penalties. With
     `prefill_chunk_size`, a last chunk of a single token cannot be told from a step, and shifts them by one: record
@@ -76,6 +83,7 @@ def recorded(
     """
     if not temperature > 0:
         raise ValueError(f"`temperature` must be positive, got {temperature}.")
+    share_prefill = share_prefill and whole_row_adapter(model) is None
     hooks = _Hooks(temperature=temperature, entropies=entropies, share_prefill=share_prefill)
     inner = language_model(model)
     handles = [
@@ -110,6 +118,27 @@ def given_cache(kwargs: dict[str, Any]) -> tuple[str | None, Any]:
         if kwargs.get(name) is not None:
             return name, kwargs[name]
     return None, None
+
+
+def whole_row_adapter(model: Any) -> str | None:
+    """
+    Return what an adapter is called that reads more than the hidden state of a token, or None.
+
+    With such an adapter, keys and values depend on the forward pass that computed them: on virtual tokens that PEFT
+    puts before a row in every call, on the other tokens of the call, or on tokens that switch the adapter on. Rows
+    must then go through `generate`, and through the model, in the calls that TRL makes.
+    """
+    if not isinstance(model, PeftModel):
+        return None
+    for config in model.peft_config.values():
+        kind = config.peft_type.value if isinstance(config.peft_type, Enum) else str(config.peft_type)
+        if config.is_prompt_learning:
+            return f"virtual tokens of a prompt-learning adapter ({kind})"
+        if kind in MIXING_ADAPTERS:
+            return f"a {MIXING_ADAPTERS[kind]} adapter, which mixes the tokens of a call"
+        if vars(config).get("alora_invocation_tokens"):
+            return "an activated LoRA adapter (`alora_invocation_tokens`), which starts behind certain tokens"
+    return None
 
 
 @contextmanager
@@ -173,6 +202,8 @@ class _Hooks:
     @torch.compiler.disable
     def before(self, model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         self.encoded_row = None
+        if args:  # `generate` passes all inputs by name; this pass is made by a logits processor
+            return None
         self.cache_name, cache = given_cache(kwargs)
         record, mask = self.record, kwargs.get("attention_mask")
         new = next(
@@ -207,6 +238,8 @@ class _Hooks:
 
     @torch.compiler.disable
     def after(self, model: Any, args: tuple, output: Any) -> None:
+        if args:
+            return
         entropies = row_entropies(output.logits[:, -1], temperature=self.temperature) if self.entropies else None
         if self.encoded_row is not None:
             rows = self.encoded_row.to(output.logits.device)
@@ -247,9 +280,24 @@ def _is_understood(model: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
 
 
 def has_dropout(model: Any) -> bool:
-    """TRL generates in training mode, with dropout where the model or an adapter has it."""
-    in_attention = model.training and model.config.to_dict().get("attention_dropout")
-    return bool(in_attention) or any(isinstance(m, nn.Dropout) and m.training and m.p > 0 for m in model.modules())
+    """
+    Return whether a forward pass in the present mode draws noise, from dropout or from an adapter.
+
+    TRL generates in training mode, where dropout acts and PVeRA draws the vectors of its adapters.
+    """
+    if model.training and model.config.to_dict().get("attention_dropout"):
+        return True
+    for module in model.modules():
+        if isinstance(module, nn.Dropout) and module.training and module.p > 0:
+            return True
+        if module.training and is_noisy_adapter(module):
+            return True
+    return False
+
+
+def is_noisy_adapter(module: nn.Module) -> bool:
+    """Return whether a layer has a PVeRA adapter, which draws noise in training mode."""
+    return "pvera_lambda_d" in dict(module.named_children())
 
 
 def _row_inputs(kwargs: dict[str, Any]) -> list[str]:

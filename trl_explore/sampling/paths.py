@@ -24,7 +24,14 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer
 
-from trl_explore.sampling.generation import cache_argument, has_dropout, language_model, row_entropies
+from trl_explore.sampling.generation import (
+    cache_argument,
+    has_dropout,
+    language_model,
+    row_entropies,
+    whole_row_adapter,
+)
+from trl_explore.sampling.positions import fixed_rotary_length
 
 FIRST_SLOTS = 1024
 # What the loop below does as `generate` does; with anything else that is set, `generate` samples.
@@ -51,8 +58,19 @@ def effective_options(model: Any, config: GenerationConfig) -> GenerationConfig:
     return options
 
 
-def why_not(model: Any, options: GenerationConfig) -> str | None:
-    """What stands against decoding a model in a loop of our own; `None` if nothing does."""
+def why_not(model: Any, options: GenerationConfig, *, eos_token_ids: Sequence[int] | None = None) -> str | None:
+    """
+    Return why a [`PathCache`] cannot sample from a model as `generate` does, or None if it can.
+
+    Args:
+        model (`Any`):
+            Model as `generate` is called on it, with adapters.
+        options ([`~transformers.GenerationConfig`]):
+            Options from [`effective_options`].
+        eos_token_ids (`Sequence[int]`, *optional*):
+            Tokens at which TRL cuts a completion. If `generate` ends rows at others, it pads them, and TRL keeps the
+            padding.
+    """
     inner = language_model(model)
     config = inner.config
     missing = (INPUTS | {cache_argument(inner)}) - set(inspect.signature(inner.forward).parameters)
@@ -61,8 +79,12 @@ def why_not(model: Any, options: GenerationConfig) -> str | None:
     }
     unknown = sorted(given - OPTIONS)
     devices = {parameter.device for parameter in inner.parameters()}
+    if eos_token_ids is not None and _end_tokens(options) != set(eos_token_ids):
+        unknown.append("eos_token_id")
     if unknown:
         return f"the sampling options {', '.join(unknown)}"
+    if (adapter := whole_row_adapter(model)) is not None:
+        return adapter
     if config.is_encoder_decoder or config.get_text_config(decoder=True) is not config or missing:
         return f"the inputs of {type(inner).__name__}"
     if any(type(layer) is not DynamicLayer for layer in DynamicCache(config=config).layers):
@@ -70,6 +92,12 @@ def why_not(model: Any, options: GenerationConfig) -> str | None:
     if has_dropout(model):
         return "dropout while sampling: set it to 0"
     return "a model on several devices" if len(devices) > 1 else None
+
+
+def _end_tokens(options: GenerationConfig) -> set[int | None]:
+    """Return the tokens at which `generate` ends a row."""
+    ends: Any = options.eos_token_id
+    return set(ends if isinstance(ends, list) else [ends])
 
 
 @contextmanager
@@ -110,13 +138,13 @@ class PathCache:
         self._pool: torch.Tensor | None = None  # `(slots, all keys and values of a token)`
         self._shapes: list[tuple[int, int]] = []  # heads and their size, of keys and values of each layer in turn
         self._free: list[int] = []
-        ends: Any = options.eos_token_id
-        self._ends = set(ends if isinstance(ends, list) else [ends])
+        self._ends = _end_tokens(options)
         self._pad = options.pad_token_id
         takes = inspect.signature(language_model(model).forward).parameters
         self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
         self._cache_argument = cache_argument(model)
         config = language_model(model).config
+        self.longest = fixed_rotary_length(config)
         # Alibi's positions are made of the usual mask.
         self._sdpa = config._attn_implementation == "sdpa" and not config.to_dict().get("alibi")
         self.warpers = _processors(options)
@@ -131,6 +159,17 @@ class PathCache:
         """Memory of the cache."""
         return 0 if self._pool is None else self._pool.nbytes
 
+    def why_not(self, rows: Sequence[Sequence[int]], budgets: Sequence[int]) -> str | None:
+        """Return why [`complete`] cannot continue these rows, or None if it can."""
+        if sum(map(len, {tuple(row) for row in rows})) > self.limit:
+            return f"`path_cache_tokens={self.limit}`, fewer than one call's prefixes have"
+        # The last token of a row is sampled, but the model never reads it.
+        longest = max(map(len, rows)) + max(budgets) - 1
+        if self.longest is not None and longest > self.longest:
+            name = type(language_model(self.model)).__name__
+            return f"rotary factors of {name} that change for rows of more than {self.longest} tokens"
+        return None
+
     @torch.no_grad()
     @without_cudnn_attention()
     def complete(
@@ -138,7 +177,7 @@ class PathCache:
     ) -> tuple[list[list[int]], list[list[float]] | None] | None:
         """
         One continuation of each row, up to the first end token, which is included, or the largest budget: the draws
-        are those of `generate`. `None` if the rows do not fit.
+        are those of `generate`. `None` if [`why_not`] has a reason.
 
         Args:
             rows (`Sequence[list[int]]`):
@@ -151,7 +190,7 @@ class PathCache:
         paths: dict[tuple[int, ...], int] = {}
         of_row = [paths.setdefault(tuple(row), len(paths)) for row in rows]
         prefixes = list(paths)
-        if sum(map(len, prefixes)) > self.limit:
+        if self.why_not(rows, budgets) is not None:
             return None
         self._now += 1
         self.asked += sum(map(len, rows))

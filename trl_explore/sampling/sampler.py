@@ -9,12 +9,14 @@ import torch
 from accelerate.utils import DistributedType
 
 from trl_explore.rows.policy import Policy
-from trl_explore.rows.rollouts import Continuation, per_request
+from trl_explore.rows.rollouts import Continuation, Part, per_request
 from trl_explore.rows.streams import kept_randomness
-from trl_explore.sampling.generation import recorded
+from trl_explore.sampling.count import TokenCount
+from trl_explore.sampling.generation import is_noisy_adapter, language_model, recorded
 from trl_explore.sampling.paths import PathCache, effective_options, why_not
 from trl_explore.serving.backend import Request
 
+SEVERAL_TOKENS = ("prompt_lookup_num_tokens", "use_mtp")  # options of `generate` that check several tokens per pass
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)  # `generate` keeps step there
 
 
@@ -22,6 +24,7 @@ class Sampler:
     """
     Continues any token prefixes, as many times and as far as asked.
 
+    `tokens` counts the tokens that were sampled in training, those of main rows that TRL samples included.
     `prefix_tokens_asked` and `prefix_tokens_encoded` count the tokens of the prefixes of all samples, and those that a
     forward pass was spent on; `metrics` are those of a generation batch: time for main rows and for extra ones, and
     the largest size of what a rollout kept.
@@ -30,6 +33,7 @@ class Sampler:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.batch_size: int | None = policy.args.sampling_batch_size
+        self.tokens = TokenCount()
         self.prefix_tokens_asked = self.prefix_tokens_encoded = 0
         self.metrics: dict[str, float] = {}
         self.paths: PathCache | None = None
@@ -46,7 +50,7 @@ class Sampler:
             if args.path_cache_tokens and not served and kind not in SHARDED:
                 model, config = self._left.enter_context(self.policy.generating())
                 options = effective_options(model, config)
-                unfit = why_not(model, options)
+                unfit = why_not(model, options, eos_token_ids=self.policy.eos_token_ids)
                 if unfit is None:
                     self.paths = PathCache(model, options, args.path_cache_tokens)
                     self._left.callback(self._forget_paths)
@@ -77,6 +81,7 @@ class Sampler:
         prefixes: list[list[int]],
         num_samples: int | Sequence[int],
         max_new_tokens: int | Sequence[int],
+        begun: Sequence[int] | None = None,
         *,
         main_stream: bool = False,
         entropies: bool = False,
@@ -96,6 +101,11 @@ class Sampler:
                 Continuations per prefix.
             max_new_tokens (`int` or `Sequence[int]`):
                 Budget of new tokens per prefix.
+            begun (`Sequence[int]`, *optional*):
+                Number of tokens at the end of each prefix that belong to the completion, of at most
+                `max_completion_length` tokens. Sampling options that count from the start of a completion
+                (`min_new_tokens`, ...) then count these tokens, too. None if no sample is a part of a longer
+                completion. vLLM and continuous batching count from the end of the prefix.
             main_stream (`bool`, *optional*, defaults to `False`):
                 Whether the samples become the main rows; they are then drawn from the global random state, as GRPO's.
             entropies (`bool`, *optional*, defaults to `False`):
@@ -117,6 +127,7 @@ class Sampler:
             return self._sample_served(asked, main_stream=main_stream)
         rows = [prefix for prefix, n in zip(prefixes, counts, strict=True) for _ in range(n)]
         row_budgets = [budget for budget, n in zip(budgets, counts, strict=True) for _ in range(n)]
+        row_parts = [part for part, n in zip(self._parts(budgets, begun), counts, strict=True) for _ in range(n)]
 
         most_rows = self.policy.ranks.most(len(rows)) if collective else len(rows)
         if most_rows == 0:
@@ -134,7 +145,10 @@ class Sampler:
                 part_budgets = [row_budgets[i] for i in part] or [1]
                 try:
                     ids, uncertainty = self._generate(
-                        [rows[i] for i in part] or [[eos_token_ids[0]]], part_budgets, entropies=entropies
+                        [rows[i] for i in part] or [[eos_token_ids[0]]],
+                        part_budgets,
+                        [row_parts[i] for i in part] or [Part()],
+                        entropies=entropies,
                     )
                 except torch.OutOfMemoryError as error:
                     error.add_note(
@@ -151,7 +165,9 @@ class Sampler:
                     )
         self.note_seconds("main" if main_stream else "extra", time.perf_counter() - start_time)
         done = iter(sampled)
-        return [[next(done) for _ in range(n)] for n in counts]  # type: ignore[misc]
+        found: list[list[Continuation]] = [[next(done) for _ in range(n)] for n in counts]  # type: ignore[misc]
+        self._count(found)
+        return found
 
     def token_logprobs(self, prefixes: list[list[int]], completion_ids: list[list[int]]) -> list[list[float]]:
         """Log-probabilities `[R][T_i]` of completions behind prefixes under the current policy, at the sampling
@@ -164,6 +180,13 @@ class Sampler:
         name = f"{stream}_seconds"
         self.metrics[name] = self.metrics.get(name, 0.0) + seconds
 
+    def _parts(self, budgets: list[int], begun: Sequence[int] | None) -> list[Part]:
+        """Return the place of each request's new tokens in its completion."""
+        if begun is None:
+            return [Part(0, budget) for budget in budgets]
+        most = self.policy.args.max_completion_length or 0
+        return [Part(number, max(most, number + budget)) for number, budget in zip(begun, budgets, strict=True)]
+
     def _sample_served(self, asked: list[Request], *, main_stream: bool) -> list[list[Continuation]]:
         assert self.policy.serving is not None
         start_time = time.perf_counter()
@@ -172,31 +195,41 @@ class Sampler:
         self.prefix_tokens_encoded += sum(len(request.prefix) for request in asked)
         self.note_seconds("main" if main_stream else "extra", time.perf_counter() - start_time)
         ends = self.policy.eos_token_ids
-        return [
+        found = [
             [Continuation(a.token_ids, logprobs=a.logprobs, finished=a.token_ids[-1] in ends) for a in of_request]
             for of_request in answers
         ]
+        self._count(found)
+        return found
+
+    def _count(self, found: list[list[Continuation]]) -> None:
+        """Count the tokens of new continuations. Samples of an evaluation are no cost of training."""
+        if self.policy.model.training:
+            for continuations in found:
+                self.tokens.add([continuation.token_ids for continuation in continuations])
 
     def _generate(
-        self, prefixes: list[list[int]], budgets: list[int], *, entropies: bool
+        self, prefixes: list[list[int]], budgets: list[int], parts: list[Part], *, entropies: bool
     ) -> tuple[list[list[int]], list[list[float]] | None]:
+        """Return a continuation of each prefix, and the entropies behind its tokens if they are asked for."""
         args = self.policy.args
         if self.paths is not None:
-            known = self.paths.encoded
-            found = self.paths.complete(prefixes, budgets, entropies=args.temperature if entropies else None)
-            if found is not None:
+            reason = self.paths.why_not(prefixes, budgets)
+            if reason is None:
+                known = self.paths.encoded
+                found = self.paths.complete(prefixes, budgets, entropies=args.temperature if entropies else None)
+                assert found is not None
                 self.prefix_tokens_asked += sum(map(len, prefixes))
                 self.prefix_tokens_encoded += self.paths.encoded - known
                 return found
-            self._without_paths(f"`path_cache_tokens={args.path_cache_tokens}`, fewer than one call's prefixes have")
-        by_hooks = not args.use_transformers_continuous_batching  # which schedules forward passes of its own
-        beams = (args.generation_kwargs or {}).get("num_beams") or 1
-        noted = entropies and beams == 1  # beams change places from token to token
-        model = self.policy.accelerator.unwrap_model(self.policy.model)
-        recording = recorded(model, temperature=args.temperature, entropies=noted) if by_hooks else nullcontext()
-        with recording as record:
+            self._without_paths(reason)
+        if args.use_transformers_continuous_batching:  # which schedules forward passes of its own
             ids = self.policy.generate(prefixes, max(budgets))
-        if record is not None:
+        else:
+            model = self.policy.accelerator.unwrap_model(self.policy.model)
+            noted = entropies and self._one_token_per_pass()
+            with recorded(model, temperature=args.temperature, entropies=noted) as record:
+                ids = self.policy.generate(prefixes, max(budgets), parts)
             self.prefix_tokens_asked += record.prefill_tokens
             self.prefix_tokens_encoded += record.encoded_tokens
             if noted:
@@ -205,6 +238,13 @@ class Sampler:
             return ids, None
         _, uncertain = self._forward(prefixes, ids)
         return ids, [row[: len(i)] for row, i in zip(uncertain.tolist(), ids, strict=True)]
+
+    def _one_token_per_pass(self) -> bool:
+        """Return whether each forward pass of `generate` is followed by one token of each row, in the same place."""
+        model = self.policy.accelerator.unwrap_model(self.policy.model)
+        options = {**vars(language_model(model).generation_config), **(self.policy.args.generation_kwargs or {})}
+        beams = options.get("num_beams") or 1  # beams change places from token to token
+        return beams == 1 and not any(options.get(name) for name in SEVERAL_TOKENS)
 
     def _forward(
         self, prefixes: list[list[int]], ids: list[list[int]], *, entropies: bool = True
@@ -248,7 +288,7 @@ def without_dropout(model: torch.nn.Module) -> Iterator[None]:
         for module, _ in modes:
             # Linear layers know no dropout, and those of bitsandbytes repack their weights in evaluation mode: on a
             # CPU they cannot be trained any more then.
-            module.training = isinstance(module, torch.nn.Linear)
+            module.training = isinstance(module, torch.nn.Linear) and not is_noisy_adapter(module)
         yield
     finally:
         for module, training in modes:

@@ -50,6 +50,17 @@ def is_complete(folder: str | Path) -> bool:
     return len(states) >= written_by
 
 
+def checkpoint_folders(output_dir: str | Path) -> list[Path]:
+    """Return the folders `checkpoint-<step>` in a run's folder, the newest first."""
+    pattern = re.compile(r"checkpoint-(\d+)$")
+    steps = {}
+    for path in Path(output_dir).glob("checkpoint-*"):
+        match = pattern.match(path.name)
+        if match and path.is_dir():
+            steps[int(match.group(1))] = path
+    return [steps[step] for step in sorted(steps, reverse=True)]
+
+
 def last_complete_checkpoint(output_dir: str | Path) -> tuple[str | None, list[str]]:
     """
     The newest checkpoint that is whole.
@@ -61,17 +72,11 @@ def last_complete_checkpoint(output_dir: str | Path) -> tuple[str | None, list[s
     Returns:
         `tuple[str | None, list[str]]`: Its path, and the newer ones passed over because they are incomplete.
     """
-    pattern = re.compile(r"checkpoint-(\d+)$")
-    steps = {}
-    for path in Path(output_dir).glob("checkpoint-*"):
-        match = pattern.match(path.name)
-        if match and path.is_dir():
-            steps[int(match.group(1))] = path
     skipped: list[str] = []
-    for step in sorted(steps, reverse=True):
-        if is_complete(steps[step]):
-            return str(steps[step]), skipped
-        skipped.append(str(steps[step]))
+    for folder in checkpoint_folders(output_dir):
+        if is_complete(folder):
+            return str(folder), skipped
+        skipped.append(str(folder))
     return None, skipped
 
 
@@ -107,11 +112,28 @@ def set_aside(folder: str | Path, files: Iterable[Path]) -> Path | None:
     found = [path for path in files if path.is_file()]
     if not found:
         return None
-    number = 1
-    while (target := Path(folder) / EARLIER.format(number=number)).exists():
-        number += 1
+    target = _next_earlier(folder)
     for path in found:
         moved = target / path.relative_to(folder)
         moved.parent.mkdir(parents=True, exist_ok=True)
         path.rename(moved)
+    return target
+
+
+def set_aside_checkpoints(folder: str | Path) -> Path | None:
+    """Move the checkpoints of an earlier run into the folder `_earlier-<number>`. None if there are none."""
+    found = checkpoint_folders(folder)
+    if not found:
+        return None
+    target = _next_earlier(folder)
+    target.mkdir()
+    for path in found:
+        path.rename(target / path.name)
+    return target
+
+
+def _next_earlier(folder: str | Path) -> Path:
+    number = 1
+    while (target := Path(folder) / EARLIER.format(number=number)).exists():
+        number += 1
     return target

@@ -33,15 +33,15 @@ class Need:
 
     def __init__(self, policy: Policy, scorer: Scorer, sample: Sampler) -> None:
         self.policy, self.scorer, self.sample, self.args = policy, scorer, sample, policy.args
-        self.size: int = policy.args.num_generations
         self.rows: list[int] = []
         self.any_explored = False
         self.adds = policy.args.explore_into == "add"
         self._beside = Rows([], [], [], [], self.size)  # explored rows that join the main ones
-        self.progress: Callable[[], float] = self._steps_done  # of the training, from 0 to 1
 
-    def _steps_done(self) -> float:
-        return self.policy.state.global_step / max(self.policy.state.max_steps, 1)
+    @property
+    def size(self) -> int:
+        """Rows of a prompt."""
+        return self.args.num_generations
 
     # --------------------------------------------------------------------------------------------------- which prompts
 
@@ -57,7 +57,7 @@ class Need:
         if args.explore_share_end < 1:
             own = torch.rand(len(deciding) // self.policy.ranks.number, generator=self.policy.exploration_generator)
             drawn = self.policy.ranks.gather(own.to(deciding.device)).view(-1, self.size)[:, 0]
-            mask &= drawn < share_at(self.progress(), args.explore_share_end)
+            mask &= drawn < share_at(self.policy.training_progress, args.explore_share_end)
         self.policy.log_metric("explore_share", mask.float().mean().item())
         return mask.repeat_interleave(self.size)
 
@@ -79,7 +79,7 @@ class Need:
             self._choose(torch.zeros(len(prompt_ids) * ranks.number, device=ranks.device))
             rollout = self._others(prompt_ids, examples) if self.any_explored else plain(prompt_ids)
         else:
-            rollout = self._judged(plain(prompt_ids), examples)
+            rollout = self._judged(plain(prompt_ids), prompt_ids, examples)
             self._choose(self.scorer.success(ranks.gather(self._rewards(rollout))))
         if not self.any_explored:
             return rollout
@@ -87,7 +87,7 @@ class Need:
         self.policy.log_metric("explore/plain_tokens", plain_tokens)
         chosen = [examples[row] for row in self.rows]
         with self.sample.forked_randomness():
-            found = self._judged(own(self.rows, self._again), chosen)
+            found = self._judged(own(self.rows, self._again), [prompt_ids[row] for row in self.rows], chosen)
         deciding = self.scorer.success(self._rewards(found)).view(len(self.rows) // self.size, self.size)
         solved = succeeded(deciding, threshold=self.args.success_threshold).any(dim=1)
         total = ranks.summed({"solved": int(solved.sum()), "groups": len(solved)})
@@ -95,13 +95,14 @@ class Need:
         if not self.adds:
             return self._replaced(rollout, found)
         self._beside = Rows(
-            examples=[dict(example) for example in chosen],
+            examples=chosen,
             prompt_ids=[prompt_ids[row] for row in self.rows],
             completion_ids=found.completion_ids,
             loss_mask=found.loss_mask or [[1] * len(ids) for ids in found.completion_ids],
             group_size=self.size,
             logprobs=found.logprobs,
             known_rewards=[*(found.known_rewards or [])],
+            extra=found.extra or (),
         )
         return rollout
 
@@ -114,7 +115,8 @@ class Need:
     def _others(self, prompt_ids: list[list[int]], examples: list[dict[str, Any]]) -> Rollout:
         """GRPO's samples, with rewards, for the rows that are not explored; the others are empty."""
         others = sorted(set(range(len(prompt_ids))).difference(self.rows))
-        rollout = self._judged(self._again([prompt_ids[row] for row in others]), [examples[row] for row in others])
+        prompts = [prompt_ids[row] for row in others]
+        rollout = self._judged(self._again(prompts), prompts, [examples[row] for row in others])
 
         def spread(values: Sequence[Any] | None) -> Any:
             placed = None if values is None else dict(zip(others, values, strict=True))
@@ -128,11 +130,11 @@ class Need:
             extra=spread(rollout.extra),
         )
 
-    def _judged(self, rollout: Rollout, examples: list[dict[str, Any]]) -> Rollout:
-        """A rollout with rewards: no reward function is asked about a row twice."""
+    def _judged(self, rollout: Rollout, prompt_ids: list[list[int]], examples: list[dict[str, Any]]) -> Rollout:
+        """Return the rollout with rewards: no reward function is asked about a row twice."""
         if rollout.known_rewards is not None:
             return rollout
-        rewards, extra = self.scorer.judge(examples, rollout.completion_ids)
+        rewards, extra = self.scorer.judge(examples, rollout.completion_ids, prompt_ids=prompt_ids)
         return replace(rollout, known_rewards=rewards, extra=extra)
 
     def _rewards(self, rollout: Rollout) -> torch.Tensor:

@@ -4,7 +4,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from datasets import Dataset
 from trl.trainer.utils import RepeatSampler
+
+from trl_explore.saving.fingerprints import digest
+
+SAMPLED_ROWS = 8  # at each end of the data
 
 
 class PromptOrder:
@@ -25,6 +30,16 @@ class PromptOrder:
         for _ in range(passes):
             list(self._sampler)
         self._ahead = deque(list(self._sampler)[gone:])
+
+    def fingerprint(self) -> str | None:
+        """Return a short name of the data, made of the first and last stored rows. None if nothing is stored."""
+        if not isinstance(self.data, Dataset):
+            return None
+        size = len(self.data)
+        places = sorted({*range(min(size, SAMPLED_ROWS)), *range(max(0, size - SAMPLED_ROWS), size)})
+        # Stored rows, because a transform may make other rows of them every time.
+        rows = self.data.with_format("arrow")[places].to_pylist()
+        return digest(repr(row).encode() for row in [size, *rows])
 
     @property
     def passes(self) -> float:

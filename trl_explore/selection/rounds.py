@@ -8,6 +8,7 @@ import torch
 from trl.trainer.utils import nanstd
 
 from trl_explore.rewards.success import succeeded
+from trl_explore.rows.copies import own_copy
 from trl_explore.rows.policy import Policy
 from trl_explore.rows.scorer import ScoredRows, Scorer
 from trl_explore.rows.streams import RowDict, loss_mask, merge_rows, select_rows
@@ -29,11 +30,24 @@ class Rounds:
 
     def __init__(self, policy: Policy, scorer: Scorer, order: PromptOrder | None) -> None:
         self.policy, self.scorer, self.order, self.args = policy, scorer, order, policy.args
-        self.size: int = policy.args.num_generations
         self.solved = SuccessRates()
         self.counts = {"prompts_seen": 0, "discarded_tokens": 0, "skipped_prompts": 0}  # over the run
         self.rows_of: list[int] = []  # rows of each prompt of this process, where these are not as many for all
         self._warned = False
+
+    @property
+    def size(self) -> int:
+        """Rows of a prompt, if all prompts have as many."""
+        return self.args.num_generations
+
+    def begin_run(self, data: Any, *, shuffle: bool, seed: int) -> None:
+        """Start with the first prompt of `data`; TRL's data loader is made for the same data at the same time."""
+        if self.order is not None:
+            self.order = PromptOrder(data, shuffle=shuffle, seed=seed)
+
+    def forget_data(self) -> None:
+        """Drop success rates: they belong to places in data that were replaced."""
+        self.solved = SuccessRates()
 
     def batch(self, inputs: list[dict[str, Any]], play: Round) -> tuple[RowDict, Streams, torch.Tensor | None]:
         """Main rows `(B,)` and streams of a generation batch, and which main rows are trained; `None`: all."""
@@ -43,6 +57,8 @@ class Rounds:
             places = self._taken([number] * self.policy.ranks.number)
             self.rows_of = self._allocated(places)
             inputs = self._rows(places)
+        # Reward functions may change the rows that they see; later rounds are filled up with rows of the data.
+        fillers = [own_copy(dict(row)) for row in inputs] if self.args.dynamic_sampling == "refill" else []
         output, streams = play(inputs)
         self._note(places, number)
         if self.args.dynamic_sampling == "off":
@@ -59,7 +75,8 @@ class Rounds:
                 missing = self._missing(kept, number)
                 places = self._taken(self.policy.ranks.objects([missing]))
                 # All processes score as many rows; what fills up is thrown away.
-                more, beside = play(self._rows(places) + inputs[: (most - missing) * self.size])
+                unused = fillers[: (most - missing) * self.size]
+                more, beside = play(self._rows(places) + [own_copy(row) for row in unused])
                 self._note(places, missing)
                 good = self.contrast() & (torch.arange(most * self.size, device=keep.device) < missing * self.size)
                 others.append(select_rows(more, good.nonzero().squeeze(1)))
@@ -86,9 +103,10 @@ class Rounds:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds of it."""
-        taken = None if self.order is None else self.order.taken
+        order = self.order
         return {
-            "taken": taken,
+            "taken": None if order is None else order.taken,
+            "data": None if order is None else order.fingerprint(),
             "rates": [[*found] for found in self.solved.rates.items()],
             "counts": dict(self.counts),
         }
@@ -98,6 +116,14 @@ class Rounds:
         if self.order is not None and state["taken"] is not None:
             self.order.begin(state["taken"])
         self.solved.rates = {int(place): rate for place, rate in state["rates"]}
+        before = state.get("data")  # which older checkpoints do not have
+        if self.order is not None and before is not None and before != self.order.fingerprint():
+            self.forget_data()
+            warnings.warn(
+                "The checkpoint was written with other training data, so the success rates of its prompts are "
+                "dropped: every prompt is sampled as a new one.",
+                stacklevel=2,
+            )
         self.counts = dict(state["counts"])
 
     def _taken(self, needs: list[int]) -> list[int]:

@@ -21,8 +21,14 @@ class Serving:
     def check(self, longest: int | None) -> None:
         """The longest prompt must fit; where tools or environments add to it, it is checked when it is sampled."""
         warn_about_sampling(self.policy.args)
+        self.check_longest(longest)
+
+    def check_longest(self, longest: int | None) -> None:
+        """Raise ValueError if vLLM does not take the longest prompt with its completion. None if the length of prompts
+        is not known."""
         if longest is not None:
-            self.backend.check_lengths([Request([0] * longest, 1, self.policy.args.max_completion_length)])
+            # Without a limit, vLLM ends completions at the model's context: a prompt needs room for one token.
+            self.backend.check_lengths([Request([0] * longest, 1, self.policy.args.max_completion_length or 1)])
 
     def complete(self, asked: list[Request]) -> list[list[Answer]]:
         """Continue prefixes of this process, which may have none: `[R][num_samples_i]`."""

@@ -100,6 +100,7 @@ class Lists(Mode):
         asked = self.policy.encode_prompts(
             [fill_prompt(prompt, args.candidate_template, {"num_candidates": str(size)}) for prompt in prompts]
         )
+        prompt_lengths = [len(ids) for ids in asked]
         found: list[list[str]] = [[] for _ in prompts]
         num_tokens = 0
         open_lists = set(range(len(prompts)))
@@ -107,7 +108,13 @@ class Lists(Mode):
             begun = [asked[i] + self._begun_list(first_distinct(texts, size)) for i, texts in enumerate(found)]
             room = [int(min(most, self.context_length - len(ids))) for ids in begun]
             short = [i for i, texts in enumerate(found) if i in open_lists and len(set(texts)) < size and room[i] > 0]
-            lists = self.sample([begun[i] for i in short], 1, [room[i] for i in short], main_stream=True)
+            lists = self.sample(
+                [begun[i] for i in short],
+                1,
+                [room[i] for i in short],
+                main_stream=True,
+                begun=[len(begun[i]) - prompt_lengths[i] for i in short],
+            )
             for i, (continuation,) in zip(short, lists, strict=True):
                 text = self._text_and_thoughts(continuation.token_ids)
                 thought, answer = split_thoughts(text, opened=self._begins_thought(begun[i]))

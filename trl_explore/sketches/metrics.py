@@ -1,4 +1,8 @@
-"""What is logged of a batch that SESA sampled: averages of what all processes counted."""
+"""Metrics of a batch that SESA sampled: averages of what all processes counted."""
+
+from typing import Any
+
+from datasets import Dataset
 
 COLLAPSE_RATIO = 1.05  # Pass@G / Pass@1 below it: the samples of a prompt succeed or fail together
 
@@ -30,3 +34,46 @@ def group_metrics(total: dict[str, float], *, size: int) -> dict[str, float]:
         metrics["sketch/pass_ratio"] = ratio
         metrics["sketch/collapse_alarm"] = float(ratio < COLLAPSE_RATIO and each < 1 / COLLAPSE_RATIO)
     return metrics
+
+
+def read_targets(value: Any, column: str) -> list[str]:
+    """
+    Return the right answers to a prompt that its row has in `coverage_column`. The list is empty if there are none.
+
+    Raises:
+        ValueError: If the value is no list of texts.
+    """
+    if value is None:
+        return []
+    if isinstance(value, list | tuple) and all(isinstance(target, str) for target in value):
+        return list(value)
+    raise ValueError(
+        f"`coverage_column={column!r}` must hold a list of texts in every row, all right answers to its prompt, but "
+        f"one row has {str(value)[:100]!r}: name a column of such lists, or leave `coverage_column` out."
+    )
+
+
+def check_coverage_column(
+    column: str | None, dataset: Any, *, remove_unused_columns: bool, most: int = 10_000
+) -> None:
+    """Raise where a data set has no column of targets under that name. The first `most` rows are looked at."""
+    if column is None:
+        return
+    if remove_unused_columns:
+        raise ValueError(
+            f"`coverage_column={column!r}` cannot be read with `remove_unused_columns=True`, which takes the column "
+            "away: set `remove_unused_columns=False`, or leave `coverage_column` out."
+        )
+    if not isinstance(dataset, Dataset) or not len(dataset):  # rows of a stream are checked as they come
+        return
+    first = dataset[0]  # a transform may make columns that are not stored
+    if column not in first:
+        raise ValueError(
+            f"`coverage_column={column!r}` is no column of the data, which has {', '.join(first)}: name one of them, "
+            "or leave `coverage_column` out."
+        )
+    values = [first[column]]
+    if column in dataset.column_names and dataset.format["type"] != "custom":
+        values = dataset.select(range(min(most, len(dataset))))[column][:]
+    for value in values:
+        read_targets(value, column)

@@ -69,8 +69,9 @@ class TwoStage(Mode):
         return Rollout(rollout.completion_ids, logprobs)
 
     def _solved(self, solve_ids: list[list[int]], plain: Chooser) -> Rollout:
-        """Completions, as GRPO samples them; where prefixes are kept, what rows have in common is encoded once."""
-        most = self.args.max_completion_length
+        """Sample completions as GRPO does. If prefixes are kept, what rows have in common is encoded once."""
+        options = self.args.generation_kwargs or {}
+        most = options.get("max_new_tokens", self.args.max_completion_length)  # as in TRL
         if self.sample.paths is None or self.sample.batch_size is not None or most is None:
             return plain(solve_ids)
         return Rollout([one.token_ids for (one,) in self.sample(solve_ids, 1, most, main_stream=True)])

@@ -73,6 +73,10 @@ class DialectTask(FactTask):
         """All right answers: one per dialect that the item understands."""
         return [self.answer(problem, mark) for mark in self.facts[problem[0]]]
 
+    @property
+    def sesa_options(self) -> dict[str, Any]:
+        return {**super().sesa_options, "coverage_column": "targets"}
+
     def verify(self, problem: str, completion: str) -> bool:
         return completion in self.targets(problem)
 

@@ -110,6 +110,10 @@ class PathTask(SketchedTask):
         """Running sums of the Zipf law, in the order of `places`."""
         return tuple(accumulate((rank + 1) ** -self.skew for rank in range(len(self.places))))
 
+    @property
+    def sesa_options(self) -> dict[str, Any]:
+        return {**super().sesa_options, "coverage_column": "targets"}
+
     def draw(self, rng: random.Random) -> str:
         return PROBLEM
 
@@ -163,6 +167,7 @@ class PaperPathTask:
             ),
             "candidate_separator": "\n",
             "max_sketch_length": 16,
+            "coverage_column": "targets",
         }
 
     @property
@@ -199,7 +204,7 @@ def normalize_place(text: str) -> str:
 
 
 def _repeated(problem: str, targets: Sequence[str], num_examples: int) -> Dataset:
-    """The data set of a single problem; `targets` is what trainers measure coverage against."""
+    """Return the data set of a single problem. Its column `targets` lists all right answers, for coverage."""
     row = {"prompt": [{"role": "user", "content": problem}], "problem": problem, "targets": list(targets)}
     return Dataset.from_list([row] * num_examples)
 

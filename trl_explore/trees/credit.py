@@ -9,11 +9,11 @@ from trl_explore.trees.state import Tree
 def node_credit(tree: Tree, index: int, *, q_temperature: float = 1.0, q_max: float = 1.0) -> float:
     """
     What a node's tokens are worth before a baseline is subtracted (Eq. 16): `tanh(value / q_temperature) * q_max`, of
-    a terminal node its outcome, 0 where it could not be scored.
+    a terminal node its outcome ([`Node.worth`]), 0 where it could not be scored.
     """
     node = tree.nodes[index]
     if node.terminal:
-        return node.outcome or 0.0
+        return node.worth or 0.0
     return math.tanh(node.value / q_temperature) * q_max
 
 
@@ -44,7 +44,7 @@ def tree_advantages(
     """
     scores, penalties = {}, {}
     for row in tree.rows:
-        outcome = tree.nodes[row].outcome
+        outcome = tree.nodes[row].worth
         if outcome is None:
             continue
         penalties[row] = overlong_penalty(
@@ -69,9 +69,17 @@ def tree_advantages(
 
 
 def is_uniform(tree: Tree) -> bool:
-    """Whether all trajectories that could be scored are correct, or all wrong, incomplete ones among the wrong."""
-    # Not the outcomes themselves: an `incomplete_score` would be a contrast between failures.
-    return len({o > 0 for row in tree.results if (o := tree.nodes[row].outcome) is not None}) < 2
+    """Return whether a tree has no contrast: all trajectories that could be scored are correct, or all are wrong, and
+    their rewards do not differ if outcomes are scaled to them. Incomplete trajectories count as wrong."""
+    # Outcomes cannot be compared: an `incomplete_score` would be a contrast between failures.
+    kinds = set()
+    for row in tree.results:
+        node = tree.nodes[row]
+        if node.scaled is not None:
+            return False
+        if node.outcome is not None:
+            kinds.add(node.outcome > 0)
+    return len(kinds) < 2
 
 
 def first_appearance(tree: Tree) -> list[list[int]]:

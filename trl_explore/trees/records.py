@@ -21,6 +21,7 @@ def tree_record(
     """A finished tree for JSON, nodes in order of creation; `index` is its prompt's place in the process's batch. JSON
     has no NaN: what is not known is `None`."""
     outcomes = [o for row in tree.rows if (o := tree.nodes[row].outcome) is not None]
+    worths = [w for row in tree.rows if (w := tree.nodes[row].worth) is not None]
     place = {node: position for position, node in enumerate(tree.rows)}
     nodes = []
     for node in tree.nodes:
@@ -56,7 +57,7 @@ def tree_record(
         "iterations": tree.iterations,
         "generated_tokens": tree.generated_tokens,
         "success_ratio": sum(o > 0 for o in outcomes) / len(outcomes) if outcomes else None,
-        "baseline": math.fsum(outcomes) / len(outcomes) if outcomes else None,
+        "baseline": math.fsum(worths) / len(worths) if worths else None,
         "reason": tree.reason,
         "results": list(tree.rows),
         "nodes": nodes,

@@ -2,9 +2,9 @@
 (https://huggingface.co/papers/2509.25454), equations 3-10."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from trl_explore.rewards.success import is_success
+from trl_explore.rewards.success import TOLERANCE, is_success
 from trl_explore.rows.rollouts import Continuation
 
 
@@ -18,6 +18,32 @@ def terminal_outcome(
     if is_success(reward, threshold=success_threshold):
         return 1.0
     return -1.0 if finished else incomplete_score
+
+
+def scaled_outcomes(rewards: Sequence[float], outcomes: Sequence[float]) -> list[float] | None:
+    """
+    Outcomes of the completions of a prompt on the scale of their rewards: the smallest reward is worth -1, the largest
+    +1, and the others lie between them in proportion.
+
+    Args:
+        rewards (`Sequence[float]`):
+            Rewards of the completions, at least one, `[G]`; none is NaN.
+        outcomes (`Sequence[float]`):
+            Their [`terminal_outcome`]s, `[G]`. A failure is worth at least its outcome, so that `incomplete_score`
+            holds here too.
+
+    Returns:
+        `list[float]` or `None`: Outcomes in [-1, 1], `[G]`. Rewards of 0 and 1 give the outcomes of Eq. 6. `None` if
+        all rewards are equal up to rounding: then there is no scale.
+    """
+    lowest, highest = min(rewards), max(rewards)
+    if highest - lowest <= TOLERANCE * max(abs(lowest), abs(highest)):
+        return None
+    scaled = []
+    for reward, outcome in zip(rewards, outcomes, strict=True):
+        value = 2 * (reward - lowest) / (highest - lowest) - 1
+        scaled.append(max(value, outcome) if outcome < 0 else value)
+    return scaled
 
 
 def mean_entropy(continuation: Continuation) -> float:

@@ -65,12 +65,14 @@ def search(
     skip: Sequence[bool] = (),
     direct_fn: Sampler | None = None,
     any_active: Callable[[bool], bool] = bool,
+    tell_begun: bool = False,
 ) -> list[Tree]:
     """
     Grow one tree per prompt, all in lock-step: one call of `sample_fn` and one of `value_fn` per iteration for all,
     `limits.parallel` nodes of each, also where a process has nothing to ask; `any_active` says whether any process's
     tree still grows, and all call it equally often. Prompts in `skip` get direct rollouts only, from `direct_fn`,
-    which need not know entropies.
+    which need not know entropies. With `tell_begun`, `sample_fn` also gets `begun`, the number of tokens at the end of
+    each prefix that belong to the completion.
 
     Each finished tree has exactly `limits.num_results` results: where the search ended with fewer, scored terminal
     nodes that still wait fill them up, and then direct rollouts from the root.
@@ -84,7 +86,7 @@ def search(
         if not any_active(bool(visits)):
             break
         num_nodes = {i: len(trees[i].nodes) for i in visits}
-        trees = _sample_children(trees, visits, sample_fn, limits)
+        trees = _sample_children(trees, visits, sample_fn, limits, tell_begun=tell_begun)
         new = {i: [node.index for node in trees[i].nodes[n:] if node.terminal] for i, n in num_nodes.items()}
         trees = _score(trees, new, value_fn)
         for i, nodes in visits.items():
@@ -93,7 +95,12 @@ def search(
 
 
 def _sample_children(
-    trees: list[Tree], visits: dict[int, tuple[int, ...]], sample_fn: Sampler, limits: Limits
+    trees: list[Tree],
+    visits: dict[int, tuple[int, ...]],
+    sample_fn: Sampler,
+    limits: Limits,
+    *,
+    tell_begun: bool,
 ) -> list[Tree]:
     trees = list(trees)
     requests = []  # tree, node, most tokens per child, number of children
@@ -104,10 +111,13 @@ def _sample_children(
             planned += budget * count
             if count:
                 requests.append((i, node, budget, count))
+    begun = [trees[i].completion_ids(node) for i, node, _, _ in requests]
+    told: dict[str, Any] = {"begun": [len(ids) for ids in begun]} if tell_begun else {}
     sampled = sample_fn(
-        [trees[i].prompt_ids + trees[i].completion_ids(node) for i, node, _, _ in requests],
+        [trees[i].prompt_ids + ids for (i, *_), ids in zip(requests, begun, strict=True)],
         [count for *_, count in requests],
         [budget for _, _, budget, _ in requests],
+        **told,
     )
     for (i, node, _, _), continuations in zip(requests, sampled, strict=True):
         trees[i] = expand(trees[i], node, continuations, limits)

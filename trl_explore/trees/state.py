@@ -29,6 +29,8 @@ class Node(NamedTuple):
     visits: int = 0
     value: float = 0.0  # sum of the decayed outcomes backed up through it
     outcome: float | None = None  # of a terminal node: +1, -1 or the incomplete score; `None` where unscorable
+    reward: float | None = None  # of a terminal node, if outcomes are scaled to the tree's rewards
+    scaled: float | None = None  # outcome on the scale of the tree's rewards, in [-1, 1]; `None` if they do not differ
     rewards: tuple[float, ...] = ()  # the reward functions' own values for a terminal node, `[F]`
     extra: Mapping[str, Any] = MappingProxyType({})  # what the reward functions logged, by column
     logprobs: list[float | None] | None = None  # under the sampler, where the backend reports them
@@ -37,6 +39,11 @@ class Node(NamedTuple):
     def q(self) -> float:
         """Mean value per visit; 0 without a visit."""
         return self.value / self.visits if self.visits else 0.0
+
+    @property
+    def worth(self) -> float | None:
+        """The outcome that is backed up and credited: `scaled` if there is one, else `outcome`."""
+        return self.outcome if self.scaled is None else self.scaled
 
 
 class Tree(NamedTuple):
@@ -139,5 +146,6 @@ class Verdict(NamedTuple):
     """What a completion is worth; the fields are those of [`Node`]."""
 
     outcome: float | None
+    reward: float | None = None
     rewards: tuple[float, ...] = ()
     extra: Mapping[str, Any] = MappingProxyType({})

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from trl_explore.rows.rollouts import Continuation
-from trl_explore.trees.rules import backup_value, frontier_score, mean_entropy, uct_score
+from trl_explore.trees.rules import backup_value, frontier_score, mean_entropy, scaled_outcomes, uct_score
 from trl_explore.trees.state import ROOT, Limits, Node, Tree, Verdict
 
 
@@ -89,14 +89,17 @@ def best_child(tree: Tree, children: Sequence[int], *, coef: float) -> int:
 
 
 def choose_terminal(tree: Tree, candidates: Sequence[int]) -> int:
-    """The scored terminal node to back up (Eq. 2-3): a correct one if any, else a wrong but finished one, else an
-    incomplete one; of these the most confident (lowest [`Tree.trajectory_entropy`]), of equal ones the oldest."""
+    """
+    Return the scored terminal node to back up (Eq. 2-3): a correct one if any, else a wrong but finished one, else an
+    incomplete one. Of these it is the most confident one (lowest [`Tree.trajectory_entropy`]), of equal ones the
+    oldest. If nodes have a `reward`, the largest reward comes first; rewards of 0 and 1 choose the same node.
+    """
 
-    def rank(index: int) -> tuple[int, float, int]:
+    def rank(index: int) -> tuple[float, int, float, int]:
         node = tree.nodes[index]
         assert node.outcome is not None
         kind = 0 if node.outcome > 0 else 1 if node.finished else 2
-        return kind, tree.trajectory_entropy(index), index
+        return -(node.reward or 0.0), kind, tree.trajectory_entropy(index), index
 
     return min(candidates, key=rank) if len(candidates) > 1 else candidates[0]
 
@@ -143,12 +146,19 @@ def expand(
 
 
 def backup(tree: Tree, leaf: int, *, decay_min: float) -> Tree:
-    """Back a terminal node's outcome up along its trajectory (all but the root, which is no step, get a
-    [`backup_value`]), and add it to the results. One that could not be scored touches no value."""
+    """
+    Back a terminal node's outcome up along its trajectory, and add it to the results. All nodes but the root, which is
+    no step, get a [`backup_value`]. A node that could not be scored changes no value.
+
+    If the node has a `reward`, outcomes are on the scale of the tree's rewards. If that scale changes, the values are
+    computed again from all results.
+    """
     results = (*tree.results, leaf)
-    outcome = tree.nodes[leaf].outcome
-    if outcome is None:
+    if tree.nodes[leaf].outcome is None:
         return tree._replace(results=results)
+    tree = _rescaled(tree, results, decay_min=decay_min)
+    outcome = tree.nodes[leaf].worth
+    assert outcome is not None
     path = tree.path(leaf)
     root = tree.nodes[ROOT]
     changed = {ROOT: root._replace(visits=root.visits + 1)}
@@ -157,6 +167,38 @@ def backup(tree: Tree, leaf: int, *, decay_min: float) -> Tree:
         value = backup_value(node.value, outcome, step=step, length=len(path), decay_min=decay_min)
         changed[index] = node._replace(visits=node.visits + 1, value=value)
     return _with_nodes(tree, changed, results=results)
+
+
+def _rescaled(tree: Tree, results: Sequence[int], *, decay_min: float) -> Tree:
+    """Put the outcomes of `results` on the scale of their rewards. If that changes an outcome that was backed up,
+    compute all values again. The last result was not backed up yet."""
+    scored = [tree.nodes[row] for row in results if tree.nodes[row].outcome is not None]
+    rewards, outcomes = [], []
+    for node in scored:
+        if node.reward is None:
+            return tree
+        assert node.outcome is not None
+        rewards.append(node.reward)
+        outcomes.append(node.outcome)
+    scaled = scaled_outcomes(rewards, outcomes)
+    changed = {}
+    moved = False
+    for place, node in enumerate(scored):
+        new = node._replace(scaled=None if scaled is None else scaled[place])
+        changed[node.index] = new
+        moved = moved or (new.worth != node.worth and place < len(scored) - 1)
+    tree = _with_nodes(tree, changed)
+    if not moved:
+        return tree
+    values: dict[int, float] = {}
+    for node in scored[:-1]:
+        path = tree.path(node.index)
+        outcome = tree.nodes[node.index].worth
+        assert outcome is not None
+        for step, index in enumerate(path, start=1):
+            before = values.get(index, 0.0)
+            values[index] = backup_value(before, outcome, step=step, length=len(path), decay_min=decay_min)
+    return _with_nodes(tree, {index: tree.nodes[index]._replace(value=value) for index, value in values.items()})
 
 
 def with_virtual_loss(tree: Tree, index: int) -> Tree:
@@ -188,7 +230,7 @@ def exchange(tree: Tree, row: int, token_ids: list[int], *, finished: bool) -> T
 def judge(tree: Tree, verdicts: dict[int, Verdict]) -> Tree:
     """Note what terminal nodes are worth, by node."""
     changed = {
-        index: tree.nodes[index]._replace(outcome=v.outcome, rewards=v.rewards, extra=v.extra)
+        index: tree.nodes[index]._replace(outcome=v.outcome, reward=v.reward, rewards=v.rewards, extra=v.extra)
         for index, v in verdicts.items()
     }
     return _with_nodes(tree, changed)

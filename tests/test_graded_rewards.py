@@ -1,0 +1,173 @@
+"""Rewards between 0 and 1 that never reach the success threshold: every method learns from them, and warns once."""
+
+import warnings
+
+import pytest
+from world import TINY, assert_same, differ, make_trainer, parameters, text_of, tiny_methods, trained
+
+from trl_explore.rewards.threshold import FIRST_BATCHES, threshold_note
+from trl_explore.trainers import (
+    EvolRLConfig,
+    EvolRLTrainer,
+    ExplorationConfig,
+    ExplorationTrainer,
+    G2RLConfig,
+    G2RLTrainer,
+    TreeGRPOConfig,
+    TreeGRPOTrainer,
+)
+
+# Methods that compare a reward with the threshold whatever else is set.
+ASKING = ["deep_grpo", "tree_grpo", "sesa", "g2rl", "branpo", "attn_rl", "tree_rl"]
+ALL_METHODS = tiny_methods()
+MAPPED = {"tree_grpo": (TreeGRPOTrainer, TreeGRPOConfig), "g2rl": (G2RLTrainer, G2RLConfig)}
+# With `min_correct` and `min_wrong`, no group is shaped by novelty: what trains is the reward alone.
+REWARD_ALONE = {"tree_grpo": {}, "g2rl": dict(min_correct=1, min_wrong=1)}
+
+
+def graded(completions, **kwargs):
+    """Share of the characters that are digits, below 1."""
+    return [0.9 * sum(map(str.isdigit, text_of(c))) / max(len(text_of(c)), 1) for c in completions]
+
+
+def with_a_format_reward(completions, **kwargs):
+    return [1.0 + reward for reward in graded(completions)]
+
+
+def half_right(completions, **kwargs):
+    return [float(len(text_of(c)) % 2) for c in completions]
+
+
+def notes(seen):
+    return [str(w.message) for w in seen if "success_threshold" in str(w.message) or "that decides" in str(w.message)]
+
+
+def run(cls, config, folder, **options):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        trainer = make_trainer(cls, config, folder, **options)
+        trainer.train()
+    return trainer, notes(seen)
+
+
+@pytest.mark.parametrize("method", MAPPED)
+@pytest.mark.parametrize("reward", [graded, with_a_format_reward])
+def test_graded_rewards_train(tmp_path, method, reward):
+    options = {**TINY[method].options, **REWARD_ALONE[method]}
+    got, log = trained(*MAPPED[method], tmp_path, reward_funcs=reward, **options)
+    assert differ(got, parameters(make_trainer(output_dir=tmp_path)))
+    assert all(entry["grad_norm"] > 0 for entry in log[:-1])
+
+
+def test_a_graded_reward_rises_with_tree_grpo(tmp_path):
+    options = dict(expansion_width=3, node_length=2, reward_funcs=graded, max_steps=30, num_generations=8)
+    _, log = trained(TreeGRPOTrainer, TreeGRPOConfig, tmp_path, **options)
+    rewards = [entry["reward"] for entry in log if "reward" in entry]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1
+
+
+@pytest.mark.parametrize("method", MAPPED)
+def test_rewards_of_0_and_1_train_as_in_the_paper_bit_for_bit(tmp_path, method):
+    options = TINY[method].options
+    scaled, _ = trained(*MAPPED[method], tmp_path, **options)
+    binary, _ = trained(*MAPPED[method], tmp_path, reward_mapping="binary", **options)
+    assert_same(scaled, binary)
+    assert differ(scaled, parameters(make_trainer(output_dir=tmp_path)))
+
+
+@pytest.mark.parametrize("method", MAPPED)
+def test_a_binary_mapping_counts_successes_alone(tmp_path, method):
+    options = {**TINY[method].options, **REWARD_ALONE[method], "reward_funcs": graded}
+    got, _ = trained(*MAPPED[method], tmp_path, reward_mapping="binary", **options)
+    assert not differ(got, parameters(make_trainer(output_dir=tmp_path)))
+
+
+@pytest.mark.parametrize("method", ASKING)
+def test_a_threshold_that_no_completion_reaches_is_named_once(tmp_path, method):
+    cls, config, options = ALL_METHODS[method]
+    trainer, found = run(cls, config, tmp_path, reward_funcs=graded, max_steps=FIRST_BATCHES + 2, **options)
+    assert len(found) == 1
+    log = [entry for entry in trainer.state.log_history if "success/max_reward" in entry][:FIRST_BATCHES]
+    highest = max(entry["success/max_reward"] for entry in log)
+    for part in ("No completion reached `success_threshold=", f"to {highest:.4g}", "lower `success_threshold`"):
+        assert part in found[0]
+    assert "`success_reward`" in found[0]
+
+
+@pytest.mark.parametrize("method", ASKING)
+def test_a_threshold_that_every_completion_reaches_is_named_once(tmp_path, method):
+    cls, config, options = ALL_METHODS[method]
+    options = {**options, "reward_funcs": with_a_format_reward, "max_steps": FIRST_BATCHES}
+    _, found = run(cls, config, tmp_path, **options)
+    assert len(found) == 1
+    assert "Every completion reached `success_threshold=" in found[0] and "raise `success_threshold`" in found[0]
+
+
+@pytest.mark.parametrize("method", ASKING)
+def test_a_threshold_that_some_completions_reach_is_not_named(tmp_path, method):
+    cls, config, options = ALL_METHODS[method]
+    trainer, found = run(cls, config, tmp_path, reward_funcs=half_right, max_steps=FIRST_BATCHES, **options)
+    assert not found
+    assert any(0 < entry.get("success/fraction", 0) < 1 for entry in trainer.state.log_history)
+
+
+def test_a_run_that_is_shorter_than_the_first_batches_warns_at_its_end(tmp_path):
+    cls, config, options = ALL_METHODS["deep_grpo"]
+    _, found = run(cls, config, tmp_path, reward_funcs=graded, max_steps=1, **options)
+    assert len(found) == 1 and found[0].startswith("In the first 1 generation batch(es): No completion")
+
+
+def test_rewards_that_are_all_0_are_not_blamed_on_the_threshold(tmp_path):
+    """No sample succeeded, and no other threshold would help."""
+    cls, config, options = ALL_METHODS["deep_grpo"]
+    _, found = run(cls, config, tmp_path, reward_funcs=lambda completions, **kw: [0.0] * len(completions), **options)
+    assert not found
+
+
+def test_fields_of_every_trainer_ask_about_success_and_plain_grpo_does_not(tmp_path):
+    options = dict(reward_funcs=graded, max_steps=2)
+    _, found = run(ExplorationTrainer, ExplorationConfig, tmp_path, **options)
+    assert not found
+    for fields in (dict(budget="vip"), dict(explore_threshold=0.5)):
+        _, found = run(ExplorationTrainer, ExplorationConfig, tmp_path, **fields, **options)
+        assert len(found) == 1
+
+
+def test_votes_ask_about_success_only_if_the_reward_decides(tmp_path):
+    options = dict(TINY["evol_rl"].options, reward_funcs=graded, max_steps=2)
+    assert len(run(EvolRLTrainer, EvolRLConfig, tmp_path, **options)[1]) == 1
+    assert not run(EvolRLTrainer, EvolRLConfig, tmp_path, **{**options, "correctness": "majority"})[1]
+
+
+def test_the_reward_that_decides_is_the_one_that_is_looked_at(tmp_path):
+    cls, config, options = ALL_METHODS["deep_grpo"]
+    options = dict(options, reward_funcs=[graded, half_right], success_reward="graded", max_steps=2)
+    _, (found,) = run(cls, config, tmp_path, **options)
+    assert "rewards of 'graded' went from 0" in found and "name another reward function" in found
+    assert not run(cls, config, tmp_path, **{**options, "success_reward": "half_right"})[1]
+
+
+def test_a_threshold_that_is_lowered_between_runs_is_looked_at_again(tmp_path):
+    cls, config, options = ALL_METHODS["tree_rl"]
+    trainer, found = run(cls, config, tmp_path, reward_funcs=graded, max_steps=1, **options)
+    assert len(found) == 1
+    trainer.args.success_threshold = 0.1
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        trainer.train()
+    assert not notes(seen)
+    assert any(0 < entry.get("success/fraction", 0) < 1 for entry in trainer.state.log_history)
+
+
+def test_a_note_from_logs_names_what_was_seen():
+    def entry(fraction, low, high):
+        return {"success/fraction": fraction, "success/min_reward": low, "success/max_reward": high}
+
+    assert threshold_note([]) is None
+    assert threshold_note([{"reward": 0.2}]) is None
+    assert threshold_note([entry(0.0, 0.0, 0.0), entry(0.0, 0.0, 0.0)]) is None
+    assert threshold_note([entry(0.0, 0.1, 0.4), entry(0.1, 0.0, 1.0)]) is None
+    note = threshold_note([entry(0.0, 0.1, 0.4), {"loss": 1.0}, entry(0.0, 0.2, 0.6)])
+    assert note.startswith("No completion reached `success_threshold`: rewards went from 0.1 to 0.6.")
+    note = threshold_note([entry(1.0, 1.0, 1.5)], threshold=1.0, success_reward="form")
+    assert note.startswith("Every completion reached `success_threshold=1`: rewards of 'form' went from 1 to 1.5.")

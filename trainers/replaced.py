@@ -1,0 +1,138 @@
+"""Following what a user replaces after a trainer is made: data, arguments, and attributes that TRL reads later."""
+
+from typing import Any
+
+from trl_explore.rewards.success import check_success_reward
+
+from .requires import check_arguments
+
+# TRL copies these fields of the arguments to attributes of the trainer, and reads only the attributes later.
+COPIED = (
+    "num_generations",
+    "max_completion_length",
+    "temperature",
+    "loss_type",
+    "scale_rewards",
+    "multi_objective_aggregation",
+    "mask_truncated_completions",
+    "num_iterations",
+)
+# Fields that decide which prompts are sampled and explored, and what a success is. The trainer's parts for this are made
+# from them.
+SELECTION = (
+    "dynamic_sampling",
+    "explore_threshold",
+    "budget",
+    "explore_prompts",
+    "explore_into",
+    "explore_share_end",
+    "success_reward",
+    "success_threshold",  # of the methods that have it
+)
+PARTS = ("rounds", "need", "streams", "threshold_watch")  # of the trainer, made from the fields above
+
+
+class Replaced:
+    """
+    Notices what a user replaced, and lets the trainer's parts follow or refuses it with one error.
+
+    `trainer` is an [`~trl_explore.trainers.ExplorationTrainer`]; `given` are the arguments of its constructor that
+    [`~trl_explore.trainers.requires.check_arguments`] takes.
+    """
+
+    def __init__(self, trainer: Any, given: dict[str, Any]) -> None:
+        self.trainer, self.given = trainer, given
+        self.args, self.data, self.model = trainer.args, trainer.train_dataset, trainer.model
+        self.copied = {name: vars(trainer)[name] for name in COPIED}
+        self.selection = self._selection()
+        self.limits = self._limits()
+
+    def begin_run(self) -> None:
+        """Check and follow everything that was replaced since the last run; `train` is called."""
+        trainer = self.trainer
+        if trainer.args is not self.args:
+            raise ValueError(
+                "`trainer.args` was replaced after the trainer was made, whose parts still hold the first one: set "
+                "the fields of `trainer.args` instead, or make a new trainer with `model=trainer.model`."
+            )
+        if trainer.model is not self.model:
+            raise ValueError(
+                "`trainer.model` was replaced after the trainer was made, but TRL trains, samples and prepares the "
+                "loss of the first one: make a new trainer with the other model."
+            )
+        self.follow()
+        if self._selection() != self.selection:
+            self.args.validate()
+            self.selection = self._selection()
+            for part in PARTS:
+                vars(trainer).pop(part, None)
+        new_data = trainer.train_dataset is not self.data
+        self.given |= {"train_dataset": trainer.train_dataset if new_data else None}
+        self.given["rollout_func"] = trainer.rollout_func
+        check_arguments(type(trainer).__name__, trainer.requirements(self.args), self.args, **self.given)
+        check_success_reward(self.args.success_reward, trainer.reward_func_names)
+        if new_data:
+            self.data = trainer.train_dataset
+            self._check_longest_prompt()
+            trainer.forget_data()
+
+    def end_run(self) -> None:
+        """Note what the run left: transformers itself replaces a model that it shards."""
+        self.model = self.trainer.model
+
+    def follow(self) -> None:
+        """Follow attributes of the trainer that TRL reads in every step; called for every generation batch."""
+        trainer, args = self.trainer, self.args
+        for name, before in self.copied.items():
+            own, given = vars(trainer)[name], vars(args)[name]
+            if own == before and given == before:
+                continue
+            if own == before:
+                self._refuse_argument(name, given)
+            if name == "num_generations" and not self.given["samples_as_grpo"]:
+                raise ValueError(
+                    f"`trainer.num_generations` changed from {before} to {own}, but {type(trainer).__name__} is made "
+                    "for groups of one size: make a new trainer with `model=trainer.model`."
+                )
+            vars(args)[name] = self.copied[name] = own
+        limits = self._limits()
+        if limits != self.limits and len(set(limits)) > 1 and not self.given["samples_as_grpo"]:
+            raise ValueError(
+                f"`trainer.max_completion_length={limits[0]}` and the most tokens that TRL samples, {limits[1]}, are "
+                f"no longer the same, and {type(trainer).__name__} samples further rows up to one limit: set both, "
+                f"the second as `{self._limit_name}`."
+            )
+        self.limits = limits
+
+    def _refuse_argument(self, name: str, value: Any) -> None:
+        also = {
+            "max_completion_length": f" and `trainer.{self._limit_name}`",
+            "temperature": " and `trainer.generation_config.temperature`",
+        }
+        raise ValueError(
+            f"`args.{name}` changed from {self.copied[name]!r} to {value!r} after the trainer was made, but TRL reads "
+            f"it only then: set `trainer.{name}`{also.get(name, '')} instead, or make a new trainer with "
+            "`model=trainer.model`."
+        )
+
+    def _selection(self) -> list[Any]:
+        return [vars(self.args).get(name) for name in SELECTION]
+
+    def _limits(self) -> tuple[int | None, int | None]:
+        """Return the most tokens of a completion: as the trainer says, and as TRL samples."""
+        trainer = self.trainer
+        if trainer.use_vllm:
+            return trainer.max_completion_length, trainer.vllm_generation.max_completion_length
+        return trainer.max_completion_length, trainer.generation_config.max_new_tokens
+
+    @property
+    def _limit_name(self) -> str:
+        return "vllm_generation.max_completion_length" if self.trainer.use_vllm else "generation_config.max_new_tokens"
+
+    def _check_longest_prompt(self) -> None:
+        """Check that the prompts of new data fit where lengths are limited, as for the first data."""
+        trainer = self.trainer
+        if trainer.serving is not None:
+            trainer.serving.check_longest(trainer.longest_prompt())
+        if trainer.packing.token_budget is not None:
+            trainer.packing.check_longest(trainer.longest_prompt())

@@ -1,0 +1,152 @@
+"""Dead services: which exceptions of tools and environments point to one, and how many calls in a row it took."""
+
+import errno
+import socket
+import subprocess
+import traceback
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from trl_explore.retrieval.client import RetrieverDown, RetrieverError
+
+# So many failed calls in a row, and nothing but failed calls in their generation batches, end a run.
+MOST_FAILURES = 8
+
+# Names of exception classes that clients raise if they get no connection or no answer in time (requests, urllib3,
+# httpx, aiohttp, redis, openai, botocore). Names, because none of these packages has to be installed.
+CONNECTION_ERRORS = frozenset(
+    {
+        "ConnectionError",
+        "ConnectError",
+        "ConnectTimeout",
+        "ReadTimeout",
+        "PoolTimeout",
+        "WriteTimeout",
+        "NetworkError",
+        "RemoteProtocolError",
+        "RemoteDisconnected",
+        "MaxRetryError",
+        "NewConnectionError",
+        "ConnectTimeoutError",
+        "ReadTimeoutError",
+        "ProtocolError",
+        "ClientConnectionError",
+        "ServerTimeoutError",
+        "APIConnectionError",
+        "HTTPClientError",
+    }
+)
+GATEWAY_ERRORS = (502, 503, 504)  # HTTP statuses of a proxy whose server is gone, and of a server that is overloaded
+NETWORK_ERRORS = (errno.ETIMEDOUT, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
+UNKNOWN_HOST = (socket.EAI_NONAME, socket.EAI_NODATA)
+SOCKET_MODULES = ("socket", "ssl")
+
+# A wrong argument, or code that the model wrote, can raise these.
+MISTAKES = (OSError, ValueError, LookupError, TypeError, ArithmeticError, SyntaxError, subprocess.SubprocessError)
+
+
+def is_outage(error: BaseException) -> bool:
+    """
+    Return whether an exception, or one that it was raised from, says that a service gave no answer.
+
+    Refused and lost connections, timeouts of sockets and the errors of HTTP clients for these are outages. Other
+    `OSError`s are not: a model that names a path that does not exist gets a `FileNotFoundError`, and code that the
+    model wrote may run into any timeout. Nor is a host that does not exist: the model may have named it.
+    """
+    if isinstance(error, RetrieverError) and not isinstance(error, RetrieverDown):
+        # `SearchTool` raises it for every exception of its retriever. If the retriever cannot read a query, the model
+        # made a mistake.
+        cause = error.__cause__
+        if cause is not None and not isinstance(cause, OSError) and may_be_mistake(cause):
+            return False
+    chain = list(_chain(error))
+    if any(isinstance(link, socket.gaierror) and link.errno in UNKNOWN_HOST for link in chain):
+        return False
+    return any(_says_outage(link) for link in chain)
+
+
+def may_be_mistake(error: BaseException) -> bool:
+    """Return whether a wrong call by the model can raise this exception."""
+    return isinstance(error, MISTAKES) and not is_outage(error)
+
+
+def names_address(arguments: Mapping[str, Any]) -> bool:
+    """Return whether a call's arguments hold a URL. Then the model chose the address, and may have chosen it wrong."""
+    return any(isinstance(value, str) and "://" in value for value in arguments.values())
+
+
+class Streak:
+    """Failed calls of the latest generation batches, as long as no call of a batch succeeds."""
+
+    def __init__(self) -> None:
+        self.failures = self.batches = 0
+
+    def add(self, *, failed: float, total: float) -> None:
+        """Count the calls of one generation batch. A batch without any call says nothing."""
+        if not total:
+            return
+        if failed < total:
+            self.failures = self.batches = 0
+            return
+        self.failures += int(failed)
+        self.batches += 1
+
+    @property
+    def is_long(self) -> bool:
+        """True if there were enough failures in a row to be sure."""
+        return self.failures >= MOST_FAILURES
+
+    def describe(self, what: str) -> str:
+        """Return a clause such as "every tool call of this generation batch raised (8 of 8)"."""
+        batches = "this generation batch" if self.batches == 1 else f"the last {self.batches} generation batches"
+        return f"every {what} of {batches} raised ({self.failures} of {self.failures})"
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an exception, its members if it is a group, and the exceptions that it was raised from."""
+    waiting: list[BaseException] = [error]
+    seen: set[int] = set()
+    while waiting:
+        link = waiting.pop()
+        if id(link) in seen:
+            continue
+        seen.add(id(link))
+        yield link
+        if isinstance(link, BaseExceptionGroup):
+            waiting += link.exceptions
+        if link.__cause__ is not None:
+            waiting.append(link.__cause__)
+        # `open(path)` in the handler of a cache that is down raises an `OSError` of its own: it does not report the
+        # cache. `raise ToolError(...)` in such a handler does.
+        elif link.__context__ is not None and not link.__suppress_context__ and not isinstance(link, OSError):
+            waiting.append(link.__context__)
+        reason = vars(link).get("reason")  # `urllib.error.URLError` keeps its cause there
+        if isinstance(reason, BaseException):
+            waiting.append(reason)
+
+
+def _says_outage(error: BaseException) -> bool:
+    if isinstance(error, BrokenPipeError):  # a process that the tool started has ended
+        return False
+    if any(cls.__name__ in CONNECTION_ERRORS for cls in type(error).__mro__):
+        return True
+    if _http_status(error) in GATEWAY_ERRORS:
+        return True
+    if isinstance(error, socket.gaierror):
+        return True
+    if isinstance(error, TimeoutError) and _was_raised_by_socket(error):
+        return True
+    return isinstance(error, OSError) and error.errno in NETWORK_ERRORS
+
+
+def _http_status(error: BaseException) -> Any:
+    """Return the HTTP status that an exception of urllib, aiohttp, requests or httpx carries, or None."""
+    # Exceptions come from any package, so the attributes are looked up by name.
+    response = getattr(error, "response", None)
+    found = [getattr(error, "code", None), getattr(error, "status", None), getattr(response, "status_code", None)]
+    return next((status for status in found if isinstance(status, int)), None)
+
+
+def _was_raised_by_socket(error: BaseException) -> bool:
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_globals.get("__name__") in SOCKET_MODULES for frame, _ in frames)

@@ -1,0 +1,48 @@
+"""Copies of data-set rows and messages: in TRL every row owns what reward functions and environments may change."""
+
+import copy
+from typing import Any
+
+# Values that nobody can change, so that a copy would be the same object.
+CONSTANTS = (str, bytes, int, float, complex, bool, type(None))
+
+
+def own_copy(value: Any, memo: dict[int, Any] | None = None) -> Any:
+    """
+    Copy a value, and the lists and dictionaries inside of it.
+
+    Images are shared: they are large, and reward functions only read them. Objects that cannot be copied, such as
+    decoders of videos, are shared too.
+
+    Args:
+        value (`Any`):
+            A row of a data set, a column of it, or messages.
+        memo (`dict[int, Any]`, *optional*):
+            Copies that were made before, as in [`copy.deepcopy`].
+
+    Returns:
+        `Any`: The copy.
+    """
+    if isinstance(value, CONSTANTS):
+        return value
+    memo = {} if memo is None else memo
+    if id(value) in memo:
+        return memo[id(value)]
+    if type(value) is dict:
+        copied: Any = {}
+        memo[id(value)] = copied
+        for name, entry in value.items():
+            copied[name] = own_copy(entry, memo)
+        return copied
+    if type(value) is list:
+        copied = []
+        memo[id(value)] = copied
+        for entry in value:
+            copied.append(own_copy(entry, memo))
+        return copied
+    if type(value).__module__.partition(".")[0] == "PIL":
+        return value
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:  # the data set may hold any object
+        return value

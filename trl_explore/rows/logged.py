@@ -1,0 +1,66 @@
+"""Columns that reward functions log with `log_extra`, attributed to the rows that they were asked about."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+
+class LoggedColumns:
+    """
+    Collects what reward functions log while they are asked about some rows of a batch.
+
+    TRL appends everything that is logged to one list per column. With one value per row and column this is a table.
+    With two functions that log the same column, or a function that logs some rows only, the list no longer fits the
+    rows. Here each function is looked at by itself; if several log a column, the last one counts, as in TRL.
+
+    Args:
+        asked (`list[bool]`):
+            Rows that the functions are asked about, `[B]`.
+        known (`Sequence[Mapping[str, Any]]`, *optional*):
+            Values by column that were logged before, for rows that are not asked about, `[B]`.
+    """
+
+    def __init__(self, asked: list[bool], known: Sequence[Mapping[str, Any]] = ()) -> None:
+        self.asked, self.known = asked, known or [{} for _ in asked]
+        self._values: dict[str, dict[int, list[Any]]] = defaultdict(lambda: defaultdict(list))  # by column, function
+
+    def log_of(self, function: int) -> Callable[[str, Any], None]:
+        """Return the `log_extra` of a reward function, given by its number."""
+
+        def log_extra(column: str, values: Any) -> None:
+            self._values[column][function].extend(values)
+
+        return log_extra
+
+    def columns(self) -> tuple[dict[str, list[Any]], dict[str, int]]:
+        """
+        Return one value per row and column.
+
+        Returns:
+            `tuple[dict[str, list], dict[str, int]]`: Values `[B]` by column, None where nothing was logged; and of
+            columns whose values cannot be attributed to rows, the number of values. Their rows hold None.
+        """
+        number = sum(self.asked)
+        found: dict[str, list[Any]] = {}
+        unplaced: dict[str, int] = {}
+        names = dict.fromkeys(name for row in self.known for name in row)
+        for column in [*names, *(name for name in self._values if name not in names)]:
+            logged = _of_rows(list(self._values[column].values()), number) if column in self._values else []
+            if logged is None:
+                unplaced[column] = sum(map(len, self._values[column].values()))
+                logged = []
+            values = iter(logged)
+            found[column] = [
+                next(values, None) if asked else row.get(column)
+                for asked, row in zip(self.asked, self.known, strict=True)
+            ]
+        return found, unplaced
+
+
+def _of_rows(by_function: list[list[Any]], number: int) -> list[Any] | None:
+    """Return one value for each of `number` rows, or None if the values do not tell which rows they belong to."""
+    whole = [values for values in by_function if values and len(values) % number == 0]
+    if whole:
+        return whole[-1][-number:]  # a function that logs a column twice means the second time
+    together = [value for values in by_function for value in values]
+    return together if len(together) in (0, number) else None
