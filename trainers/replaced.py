@@ -17,8 +17,8 @@ COPIED = (
     "mask_truncated_completions",
     "num_iterations",
 )
-# Fields that decide which prompts are sampled and explored, and what a success is. The trainer's parts for this are made
-# from them.
+# Fields that decide which prompts are sampled and explored, and what a success is. The trainer's parts for this are
+# made from them.
 SELECTION = (
     "dynamic_sampling",
     "explore_threshold",
