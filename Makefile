@@ -154,4 +154,4 @@ drift: install
 	$(BIN)/python tests/drift.py
 
 clean:
-	rm -rf .venv .venv-wheel .venv-bare .venv-docs .venv-dist .venv-vllm* .venv-trl-* build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-3.* .venv-wheel .venv-bare .venv-docs .venv-dist .venv-vllm* .venv-trl-* build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

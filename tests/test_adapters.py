@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig, PeftModel, PromptTuningConfig
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from trl import GRPOConfig, GRPOTrainer
@@ -17,6 +17,7 @@ from trl_explore.evaluation.callbacks import PassAtKCallback
 from trl_explore.gradients.callback import GeometryCallback
 from trl_explore.methods import METHODS
 from trl_explore.tasks.tiny_model import VOCAB_SIZE, build_tokenizer
+from trl_explore.trainers import ExplorationConfig, ExplorationTrainer
 
 # Dropout as on the command line, or more: forward passes that draw it must not disturb each other.
 LORA = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.3, init_lora_weights=False)
@@ -201,3 +202,21 @@ def test_with_dropout_the_geometry_callback_leaves_no_trace(tmp_path):
     trainer.train()
     assert trainer.state.log_history[0]["geometry/mean_novelty"] > 0
     assert_same(parameters(trainer), expected)
+
+
+def test_a_trainer_samples_from_the_model_with_its_learned_prompt(tmp_path):
+    # PEFT 0.21 loses the prompt in `generate` of transformers 5.24.
+    adapter = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    trainer = make_trainer(ExplorationTrainer, ExplorationConfig, tmp_path, peft_config=adapter, top_k=1)
+    generator = torch.Generator().manual_seed(1)
+    row = [5, 6, 7]
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=generator))
+        for _ in range(6):
+            inputs = torch.tensor([row])
+            row.append(
+                int(trainer.model(input_ids=inputs, attention_mask=torch.ones_like(inputs)).logits[0, -1].argmax())
+            )
+    assert trainer.generate([row[:3]] * 2, 6) == [row[3:]] * 2

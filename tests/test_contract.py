@@ -12,15 +12,17 @@ import torch
 import trl
 from packaging.version import Version
 from test_doors import DOORS, FILES, attributes
+from transformers import DynamicCache
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import utils
 from trl.trainer.utils import RepeatSampler, split_tensor_dict
-from world import make_trainer
+from world import make_model, make_trainer
 
 from trl_explore.compat import SEAMS, check_trl_version, difference
 from trl_explore.rows.streams import LOSS_NORMALISERS
+from trl_explore.sampling.generation import cache_argument, given_cache
 from trl_explore.trainers import DeepGRPOTrainer, ExplorationTrainer, TreeGRPOTrainer
 
 
@@ -258,6 +260,15 @@ def test_the_installed_trl_is_supported_and_others_are_refused():
     for version in ("1.14.1", "2.0"):
         with pytest.raises(ImportError, match=f"trl {version} is installed"):
             check_trl_version(version)
+
+
+def test_generate_gives_the_model_its_cache_under_a_known_name():
+    # Under an unknown name, prompts and prefixes would be encoded again without a word.
+    model, seen = make_model(), []
+    model.register_forward_pre_hook(lambda module, args, kwargs: seen.append(given_cache(kwargs)), with_kwargs=True)
+    model.generate(torch.tensor([[5, 6, 7]]), min_new_tokens=2, max_new_tokens=2, pad_token_id=0)
+    assert [name for name, _ in seen] == [cache_argument(model)] * 2
+    assert all(isinstance(cache, DynamicCache) for _, cache in seen)
 
 
 def test_an_epoch_draws_its_order_when_it_begins(tmp_path):

@@ -5,11 +5,12 @@ import math
 import peft
 import pytest
 import torch
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
 from transformers import (
     DynamicCache,
     Gemma2Config,
     Gemma2ForCausalLM,
+    GenerationConfig,
     Lfm2Config,
     Lfm2ForCausalLM,
     LlamaConfig,
@@ -27,7 +28,15 @@ from transformers import (
 )
 from world import make_model
 
-from trl_explore.sampling.generation import GenerationRecord, has_dropout, recorded, row_entropies, whole_row_adapter
+from trl_explore.sampling.generation import (
+    GenerationRecord,
+    cache_argument,
+    complete,
+    has_dropout,
+    recorded,
+    row_entropies,
+    whole_row_adapter,
+)
 from trl_explore.sampling.sampler import without_dropout
 
 EOS, PAD = 1, 0
@@ -220,8 +229,8 @@ def test_sharing_the_prompt_pass_changes_no_token(make, do_sample):
     assert_close(plain_output.logits, output.logits)
     assert_close(plain_record.entropies, record.entropies)
     assert_close(
-        [x for keys, values, _ in plain_output.past_key_values for x in (keys, values)],
-        [x for keys, values, _ in output.past_key_values for x in (keys, values)],
+        [x for keys, values, _ in plain_output[cache_argument(model)] for x in (keys, values)],
+        [x for keys, values, _ in output[cache_argument(model)] for x in (keys, values)],
     )
     assert (plain_record.prefill_rows, plain_record.encoded_rows) == (8, 8)
     assert (record.prefill_rows, record.encoded_rows) == (8, 3)
@@ -297,8 +306,8 @@ def test_a_filled_cache_is_left_alone():
     for shared in (False, True):
         cache = DynamicCache(config=model.config)
         with torch.no_grad():
-            model(input_ids=torch.tensor([LONG[:3]] * 4), past_key_values=cache)
-        completions, _, record = generate(model, [LONG] * 4, past_key_values=cache, shared=shared)
+            model(input_ids=torch.tensor([LONG[:3]] * 4), **{cache_argument(model): cache})
+        completions, _, record = generate(model, [LONG] * 4, **{cache_argument(model): cache}, shared=shared)
         assert record.encoded_rows == record.prefill_rows == 4
         assert record.prefill_tokens == 4 * (len(LONG) - 3)
         generated.append(completions)
@@ -335,7 +344,8 @@ def test_only_inputs_that_are_understood_are_shared(inputs, encoded_rows):
     logits = []
     for shared in (False, True):
         with recorded(model, temperature=1.0, share_prefill=shared) as record, torch.no_grad():
-            logits.append(model(**inputs, past_key_values=DynamicCache(config=model.config)).logits)
+            cache = {cache_argument(model): DynamicCache(config=model.config)}
+            logits.append(model(**inputs, **cache).logits)
     torch.testing.assert_close(*logits, rtol=0, atol=1e-5)
     assert record.encoded_rows == encoded_rows and record.prefill_rows == 4
 
@@ -454,3 +464,40 @@ def test_hooks_are_gone_afterwards_also_after_an_exception():
     with pytest.raises(KeyboardInterrupt):
         generate(model, MIXED, stopping_criteria=StoppingCriteriaList([Interrupt()]))
     assert_no_hooks(model)
+
+
+# ---------------------------------------------------------------------------------------- adapters that learn a prompt
+
+
+def with_learned_prompt(config_class):
+    """A model with an adapter whose prompt is large enough to change its choices."""
+    model = get_peft_model(make_model(), config_class(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def likeliest(model, prompt, num_tokens):
+    """The likeliest tokens after a prompt, each from a forward pass over the whole row."""
+    row = list(prompt)
+    for _ in range(num_tokens):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([row]), attention_mask=torch.ones(1, len(row))).logits
+        row.append(int(logits[0, -1].argmax()))
+    return row[len(prompt) :]
+
+
+@pytest.mark.parametrize("config_class", [PromptTuningConfig, PromptEncoderConfig, PrefixTuningConfig])
+def test_samples_come_from_the_model_with_its_learned_prompt(config_class):
+    # PEFT 0.21 loses the prompt in `generate` of transformers 5.24.
+    model = with_learned_prompt(config_class)
+    config = GenerationConfig(do_sample=False, max_new_tokens=6, pad_token_id=PAD, eos_token_id=[-1])
+    prompts = [LONG, [7, *LONG[1:]], LONG]  # of one length: PEFT puts padding between its prompt and ours
+    expected = [likeliest(model, prompt, 6) for prompt in prompts]
+    with model.disable_adapter():
+        assert expected != [likeliest(model, prompt, 6) for prompt in prompts]
+    for _ in range(2):
+        assert complete(model, prompts, config) == expected

@@ -92,8 +92,8 @@ def test_the_pictures_are_what_the_script_draws():
 
 @pytest.mark.parametrize("config", [ExplorationConfig, *(METHODS[name].config_class for name in OURS)])
 def test_the_docstring_says_type_and_default_of_every_field_and_is_its_help(config):
-    entry = r"^        (\w+) \(`(.*?)`, \*optional\*(?:, defaults to `(.*)`)?\):$"
-    entries = re.findall(entry, config.__doc__, re.MULTILINE)
+    entry = r"^    (\w+) \(`(.*?)`, \*optional\*(?:, defaults to `(.*)`)?\):$"
+    entries = re.findall(entry, inspect.cleandoc(config.__doc__), re.MULTILINE)
     types = {name: inspect.formatannotation(kind) for name, kind in config.__annotations__.items()}
     assert [(name, kind) for name, kind, _ in entries] == [(n, t.removesuffix(" | None")) for n, t in types.items()]
     defaults = own_defaults(config)

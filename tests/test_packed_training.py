@@ -18,8 +18,8 @@ from transformers import (
     Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
-    GPTJConfig,
-    GPTJForCausalLM,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     Lfm2Config,
@@ -363,9 +363,9 @@ REFUSED = {
         "GPT2LMHeadModel gives packed rows other log-probabilities",
     ),
     "another interface": (
-        GPTJForCausalLM,
-        GPTJConfig(vocab_size=29, n_embd=16, n_layer=1, n_head=2, rotary_dim=4),
-        "GPTJForCausalLM does not use the attention interface of transformers",
+        GPTNeoForCausalLM,
+        GPTNeoConfig(vocab_size=29, hidden_size=16, num_layers=1, num_heads=2, attention_types=[[["global"], 1]]),
+        "GPTNeoForCausalLM does not use the attention interface of transformers",
     ),
     "dropped arguments": (
         StableLmForCausalLM,

@@ -173,7 +173,7 @@ def test_rewards_work_outside_the_main_thread_where_signals_do_not():
         daemon=True,
     )
     thread.start()
-    thread.join(timeout=20)
+    thread.join(timeout=120)  # ends a hang; a busy machine takes a while
     assert results == [[0.0] * len(GARBAGE) + [1.0]]
 
 

@@ -46,6 +46,7 @@ from trl_explore.rows.scorer import ScoredRows, Scorer
 from trl_explore.rows.streams import RowDict
 from trl_explore.rows.table import CompletionsTable, empty_logs
 from trl_explore.rows.training import StreamTraining
+from trl_explore.sampling.adapters import keep_learned_prompt
 from trl_explore.sampling.continued import counted_from_the_start
 from trl_explore.sampling.count import TokenCount
 from trl_explore.sampling.generation import generating_model
@@ -170,6 +171,7 @@ class ExplorationTrainer(GRPOTrainer):
                 rollout_func=rollout_func,
                 environment_factory=guarded_factories(environment_factory) if requires.turns else environment_factory,
             )
+        keep_learned_prompt(self.model)
         # One generator per process for everything a method draws; never the global one, which samples the main stream.
         self.exploration_generator = torch.Generator().manual_seed(args.seed + 7919 * (args.process_index + 1))
         self.saving.attach()

@@ -47,9 +47,11 @@ def _describe_vllm(ranges: dict[str, Requirement]) -> str:
 def _describe_devices() -> str:
     import torch
 
+    from trl_explore.runs.devices import available_accelerator
+
     if torch.cuda.is_available():
         return ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = available_accelerator()
     return accelerator.type if accelerator is not None else f"cpu ({torch.get_num_threads()} threads)"
 
 

@@ -113,12 +113,11 @@ class LazySampler:
                 gpu_memory_utilization=args.vllm_gpu_memory_utilization,
                 max_model_len=args.vllm_max_model_length,
             )
-        import torch
-
+        from trl_explore.runs.devices import available_accelerator
         from trl_explore.runs.threads import limit_threads
 
         model: Any = load_model(source, dtype=args.dtype, revision=args.model_revision)
-        model.to(torch.accelerator.current_accelerator() or "cpu")
+        model.to(available_accelerator() or "cpu")
         limit_threads(model)
         return TransformersSampler(model, self.tokenizer, batch_size=args.batch_size or 64)
 

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import GenerationConfig, set_seed
 
 from trl_explore.rows.rollouts import Continuation
+from trl_explore.runs.devices import available_accelerator
 from trl_explore.runs.threads import few_threads
 from trl_explore.sampling.generation import complete
 from trl_explore.sampling.sampler import without_dropout
@@ -72,7 +73,7 @@ def seed_at(seed: int, position: int) -> int:
 def undisturbed(model: nn.Module, *, seed: int) -> Iterator[None]:
     """`model` is `without_dropout` and the random generators start from `seed`; afterwards all is as before."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = available_accelerator()
     devices = range(torch.accelerator.device_count())  # seeding reaches all, not only the one in use
     try:
         device_type = accelerator.type if accelerator else "cuda"

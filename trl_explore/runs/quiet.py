@@ -20,6 +20,9 @@ def without_noise() -> Iterator[None]:
             # The fields and methods of transformers that its version 6 renames; TRL 1.16 uses them.
             renamed = r"`(is_)?gradient_checkpointing(_enable|_disable)?` is deprecated and will be removed in v6"
             warnings.filterwarnings("ignore", message=renamed, category=FutureWarning)
+            # The argument that transformers 5.24 renames; PEFT 0.21 uses it.
+            renamed = r"`past_key_values` is deprecated and will be removed in version"
+            warnings.filterwarnings("ignore", message=renamed, category=FutureWarning)
             yield
     finally:
         about_4bit.removeFilter(is_needed)

@@ -16,12 +16,17 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from trl.distributed import DistributedBackend
 from trl.models import unwrap_model_for_generation
 
+from trl_explore.sampling.adapters import keep_learned_prompt
+
 # Rows whose probabilities exist at the same time: with a large vocabulary, those of a whole batch would fill a device.
 ENTROPY_ROWS = 64
 
 # What a layer of these keeps is keys and values with the batch dimension first, all of which `reorder_cache` selects.
 # Other layers (quantized, linear attention, indexed) keep more, or mark their tensors as static.
 CACHE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+
+# Names of the cache in a model's arguments and outputs: transformers renames `past_key_values` to `cache` in 5.24.
+CACHE_NAMES = ("cache", "past_key_values")
 
 # All that tells the rows of a prompt pass apart.
 ROW_INPUTS = ("input_ids", "attention_mask", "position_ids")
@@ -97,6 +102,24 @@ def language_model(model: nn.Module) -> Any:
     return next(module for module in model.modules() if isinstance(module, GenerationMixin))
 
 
+def cache_argument(model: nn.Module) -> str:
+    """
+    Return the name of the argument in which a causal language model takes its cache.
+
+    The name depends on the model and not only on the version: a model with its own code may keep the old name.
+    """
+    new, old = CACHE_NAMES
+    return new if new in signature(language_model(model).forward).parameters else old
+
+
+def given_cache(kwargs: dict[str, Any]) -> tuple[str | None, Any]:
+    """Return the name and the value of the cache among the arguments of a forward pass, or None twice."""
+    for name in CACHE_NAMES:
+        if kwargs.get(name) is not None:
+            return name, kwargs[name]
+    return None, None
+
+
 def whole_row_adapter(model: Any) -> str | None:
     """
     Return what an adapter is called that reads more than the hidden state of a token, or None.
@@ -153,6 +176,7 @@ def complete(model: Any, prompt_ids: list[list[int]], config: GenerationConfig) 
     rows = [[config.pad_token_id] * n + ids for n, ids in zip(padding, prompt_ids, strict=True)]
     real = [[0] * n + [1] * len(ids) for n, ids in zip(padding, prompt_ids, strict=True)]
     input_ids, mask = torch.tensor(rows, device=model.device), torch.tensor(real, device=model.device)  # (B, P)
+    keep_learned_prompt(model)
     with recorded(model, temperature=1.0, entropies=False):
         output = model.generate(input_ids=input_ids, attention_mask=mask, generation_config=config)
     completion_ids = []
@@ -173,12 +197,14 @@ class _Hooks:
         self.entropies = entropies
         self.share_prefill = share_prefill
         self.encoded_row: torch.Tensor | None = None  # for each row asked for the encoded one, in a shared pass: (B,)
+        self.cache_name: str | None = None  # of the current forward pass
 
     @torch.compiler.disable
     def before(self, model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         self.encoded_row = None
         if args:  # `generate` passes all inputs by name; this pass is made by a logits processor
             return None
+        self.cache_name, cache = given_cache(kwargs)
         record, mask = self.record, kwargs.get("attention_mask")
         new = next(
             kwargs[name]
@@ -188,7 +214,7 @@ class _Hooks:
         num_rows, num_new = new.shape[:2]
         is_first = record.prefill_rows == 0
         # Without a cache, every step passes the whole row again.
-        if not is_first and (num_new == 1 or kwargs.get("past_key_values") is None):
+        if not is_first and (num_new == 1 or cache is None):
             return None
 
         # A prompt can come in several chunks; only the last of them is followed by a token.
@@ -219,7 +245,7 @@ class _Hooks:
             rows = self.encoded_row.to(output.logits.device)
             output.logits = output.logits.index_select(0, rows)
             # Not `batch_select_indices`: that one needs all layers on one device.
-            output.past_key_values.reorder_cache(rows)
+            output[self.cache_name].reorder_cache(rows)
             entropies = None if entropies is None else entropies.index_select(0, rows)
         if entropies is not None:
             self.record.entropies.append(entropies)
@@ -227,7 +253,8 @@ class _Hooks:
 
 def _is_understood(model: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether a forward pass is the start of a prompt pass all of whose inputs, states and outputs can be shared."""
-    cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
+    _, cache = given_cache(kwargs)
+    ids = kwargs.get("input_ids")
     tensors = [kwargs[name] for name in ROW_INPUTS if kwargs.get(name) is not None]
     others = {name: value for name, value in kwargs.items() if name not in ROW_INPUTS}
     return (
@@ -238,7 +265,7 @@ def _is_understood(model: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
         and all(
             value is None or isinstance(value, bool | int | float | str)
             for name, value in others.items()
-            if name not in ("past_key_values", "cache_position")
+            if name not in (*CACHE_NAMES, "cache_position")
         )
         and not others.get("output_attentions")
         and not others.get("output_hidden_states")

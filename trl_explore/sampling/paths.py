@@ -24,7 +24,13 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer
 
-from trl_explore.sampling.generation import has_dropout, language_model, row_entropies, whole_row_adapter
+from trl_explore.sampling.generation import (
+    cache_argument,
+    has_dropout,
+    language_model,
+    row_entropies,
+    whole_row_adapter,
+)
 from trl_explore.sampling.positions import fixed_rotary_length
 
 FIRST_SLOTS = 1024
@@ -40,7 +46,7 @@ OPTIONS |= {
     "transformers_version",
 }
 ONE_IS_NONE = {"num_beams", "num_return_sequences", "length_penalty", "typical_p", "guidance_scale"}
-INPUTS = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache"}
+INPUTS = {"input_ids", "attention_mask", "position_ids", "use_cache"}
 
 
 def effective_options(model: Any, config: GenerationConfig) -> GenerationConfig:
@@ -67,7 +73,7 @@ def why_not(model: Any, options: GenerationConfig, *, eos_token_ids: Sequence[in
     """
     inner = language_model(model)
     config = inner.config
-    missing = INPUTS - set(inspect.signature(inner.forward).parameters)
+    missing = (INPUTS | {cache_argument(inner)}) - set(inspect.signature(inner.forward).parameters)
     given = {
         name for name, value in options.to_diff_dict().items() if value and not (name in ONE_IS_NONE and value == 1)
     }
@@ -136,6 +142,7 @@ class PathCache:
         self._pad = options.pad_token_id
         takes = inspect.signature(language_model(model).forward).parameters
         self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+        self._cache_argument = cache_argument(model)
         config = language_model(model).config
         self.longest = fixed_rotary_length(config)
         # Alibi's positions are made of the usual mask.
@@ -292,8 +299,8 @@ class PathCache:
             input_ids=ids,
             attention_mask=ready,
             position_ids=positions,
-            past_key_values=cache,
             use_cache=True,
+            **{self._cache_argument: cache},
             **self._last_logits,
         )
         return output.logits[:, -1]

@@ -16,6 +16,7 @@ import transformers
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
+from trl_explore.runs.devices import available_accelerator
 from trl_explore.runs.inputs import UsageError
 from trl_explore.runs.threads import few_threads
 from trl_explore.tasks import TeachableTask
@@ -75,7 +76,7 @@ def warm_start(
     if steps < 1:
         raise ValueError(f"`steps` is {steps}; give at least 1.")
     model = build_model(seed=seed, hidden_size=hidden_size, num_layers=num_layers)
-    device = torch.device(device or torch.accelerator.current_accelerator() or "cpu")
+    device = torch.device(device or available_accelerator() or "cpu")
     key = cache_key(task, seed=seed, steps=steps, model_config=model.config.to_diff_dict(), device=device.type)
     folder = cache_root(cache_dir) / f"{task.name}-seed{seed}-{key}"
     if folder.is_dir():
