@@ -149,7 +149,7 @@ def test_environments_may_own_the_task_of_rows_without_a_prompt(tmp_path, method
     trainer.train()
     assert trainer.state.global_step == 2 and trainer.longest_prompt() is None
     example, environments = {"board": BOARDS[0]}, [trainer.environments[0]]
-    assert len(trainer.scorer.judge([example], [[5, 1]], environments=environments)[0]) == 1
+    assert len(trainer.scorer.judge([example], [[5, 1]], prompt_ids=[[3, 4]], environments=environments)[0]) == 1
     # As if another process had two rows more: they are filled up with rows that train nothing.
     trainer.ranks.most = lambda value: value + 2
     row = Rows([example], [[5]], [[6, 1]], [[1, 1]], group_size=1, known_rewards=[[1.0] * len(trainer.scorer.names)])

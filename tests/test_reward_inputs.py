@@ -120,7 +120,7 @@ def test_a_judge_without_prompts_is_a_type_error():
     parameter = inspect.signature(Scorer.judge).parameters["prompt_ids"]
     assert parameter.default is inspect.Parameter.empty
     with pytest.raises(TypeError, match="prompt_ids"):
-        Scorer(None, ["reward"], torch.ones(1)).judge([{"prompt": "p"}], [[6]])
+        Scorer(None).judge([{"prompt": "p"}], [[6]])
 
 
 def test_evaluation_parses_completions_with_their_prompt(tmp_path):

@@ -32,13 +32,17 @@ class Sampler:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.batch_size: int | None = policy.args.sampling_batch_size
         self.tokens = TokenCount()
         self.prefix_tokens_asked = self.prefix_tokens_encoded = 0
         self.metrics: dict[str, float] = {}
         self.paths: PathCache | None = None
         self._left: ExitStack | None = None  # what ends the rollout that `paths` belongs to
         self._warned = False
+
+    @property
+    def batch_size(self) -> int | None:
+        """Most rows of one sampling call; None for a single call."""
+        return self.policy.args.sampling_batch_size
 
     @contextmanager
     def rollout(self) -> Iterator[None]:
