@@ -117,7 +117,9 @@ def test_a_threshold_that_tells_no_completions_apart_is_named_under_the_table():
     plain, other = RUNS[:2], RUNS[2:]
     missed = [*plain, *(dict(one, steps=steps_with(0.0, 0.1, 0.6)) for one in other)]
     lines = markdown_table(missed, read_comparison(DOCUMENT)).splitlines()
-    assert lines[7].startswith("- deep | <b>: No completion reached `success_threshold`: rewards went from 0.1 to 0.6")
+    assert lines[7].startswith(
+        "- deep | <b>: No completion reached `success_threshold`: rewards were between 0.1 and 0.6"
+    )
     reached = [*plain, *(dict(one, steps=steps_with(0.2, 0.1, 1.0)) for one in other)]
     assert "success_threshold" not in markdown_table(reached, read_comparison(DOCUMENT))
 

@@ -651,8 +651,8 @@ class ExplorationTrainer(GRPOTrainer):
         return found
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        # Reward functions may change what they are given, and search goes on from the tokens and messages: the
-        # functions get copies of the tokens; of the messages we keep a copy, because TRL logs its own.
+        # Reward functions may change their arguments, and the search continues from the tokens and messages. So give
+        # the functions copies of the tokens, and keep a copy of the messages, because TRL logs the originals.
         token_copies = [[*ids] for ids in completion_ids_list]
         said = own_copy(completions)
         of_these = partial(super()._calculate_rewards, inputs, prompts, completions, token_copies)
@@ -854,8 +854,9 @@ class ExplorationTrainer(GRPOTrainer):
 
 
 def with_prompts(examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Examples with a prompt. Data without prompts are for environments that own the task. TRL then takes an empty
-    message as the prompt, but only while it resets environments, which it does not do for rows that have ended."""
+    """Return the examples; those without a prompt get an empty user message as their prompt. TRL adds this message
+    only when it resets environments, which it does not do for finished rows. Data without prompts are for environments
+    that define the task."""
     empty = [{"role": "user", "content": ""}]
     return [example if "prompt" in example else {**example, "prompt": empty} for example in examples]
 

@@ -52,8 +52,9 @@ class Replaced:
         trainer = self.trainer
         if trainer.args is not self.args:
             raise ValueError(
-                "`trainer.args` was replaced after the trainer was made, whose parts still hold the first one: set "
-                "the fields of `trainer.args` instead, or make a new trainer with `model=trainer.model`."
+                "`trainer.args` was replaced after the trainer was made, but parts of the trainer still use the "
+                "first arguments: set the fields of `trainer.args` instead, or make a new trainer with "
+                "`model=trainer.model`."
             )
         if trainer.model is not self.model:
             raise ValueError(
@@ -110,8 +111,9 @@ class Replaced:
             "temperature": " and `trainer.generation_config.temperature`",
         }
         raise ValueError(
-            f"`args.{name}` changed from {self.copied[name]!r} to {value!r} after the trainer was made, but TRL reads "
-            f"it only then: set `trainer.{name}`{also.get(name, '')} instead, or make a new trainer with "
+            f"`args.{name}` changed from {self.copied[name]!r} to {value!r} after the trainer was made. TRL copies "
+            f"this field when the trainer is made, and does not read it again: set `trainer.{name}`"
+            f"{also.get(name, '')} instead, or make a new trainer with "
             "`model=trainer.model`."
         )
 

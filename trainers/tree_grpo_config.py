@@ -197,8 +197,8 @@ class TreeGRPOConfig(ExplorationConfig):
         budget = self.max_completion_length
         if budget is None:
             raise ValueError(
-                "`max_completion_length=None`: a search tree divides the tokens of a completion among its nodes, so "
-                "that it needs their number. Set a number."
+                "`max_completion_length=None`: a search tree divides the token limit of a completion among its "
+                "nodes. Set a number."
             )
         if self.node_length is not None and self.node_length > budget:
             raise ValueError(

@@ -66,8 +66,8 @@ class Advice:
             return "This is no run of plain GRPO, which is what resemblance is read off: compare it with one."
         if self.regime is None and not self.signs.zero_or_one:
             return (
-                "Rewards are not only 0 and 1, as in all measured runs, so nothing measured resembles this: keep "
-                "GRPO, and tune its learning rate."
+                "All measured runs had rewards of 0 and 1 only. This run has others, so no measured run resembles "
+                "it: keep GRPO, and tune its learning rate."
             )
         if self.regime is None:
             return "Nothing measured resembles this: keep GRPO, and tune its learning rate."
@@ -129,7 +129,7 @@ def _findings(signs: Signs) -> Iterator[Finding]:
     if (cut := values.get("completions/clipped_ratio")) and cut.end >= CUT:
         yield Finding(
             f"{cut.end:.0%} of the completions at the end are cut off at `max_completion_length`. If your reward "
-            "needs the end of a completion, for example its answer, raise it first.",
+            "needs the end of a completion, for example its answer, raise `max_completion_length` first.",
             TROUBLES,
         )
     for name in signs.unpaid:

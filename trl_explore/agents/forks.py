@@ -107,8 +107,8 @@ class Forks:
         ]
 
     def _stop_if_dead(self, save: Callable[[], str]) -> None:
-        """Raise if a service has died: it would teach the policy not to ask. Warn if only the tools raise, since
-        GRPO shows the model their errors and goes on."""
+        """Raise if a service has died: training on its errors would teach the policy not to call tools. If tools raise
+        other errors, only warn, because GRPO also shows these to the model and goes on."""
         environments = self.world.environments or []
         failed = self.turns.failed if environments else []
         broken = [

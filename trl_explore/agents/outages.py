@@ -9,7 +9,7 @@ from typing import Any
 
 from trl_explore.retrieval.client import RetrieverDown, RetrieverError
 
-# So many failed calls in a row, and nothing but failed calls in their generation batches, end a run.
+# End the run after this many failed calls in a row, if no other call of their generation batches succeeded.
 MOST_FAILURES = 8
 
 # Names of exception classes that clients raise if they get no connection or no answer in time (requests, urllib3,

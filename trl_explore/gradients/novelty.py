@@ -109,7 +109,7 @@ def shuffle_in_groups(
 
 def map_rewards(rewards: torch.Tensor, mapping: str, *, threshold: float, group_size: int) -> torch.Tensor:
     """
-    Map rewards to what novelty scales.
+    Map rewards to the values that novelty multiplies.
 
     Args:
         rewards (`torch.Tensor`):

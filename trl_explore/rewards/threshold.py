@@ -45,8 +45,9 @@ def threshold_note(
     reward = "rewards" if success_reward is None else f"rewards of {success_reward!r}"
     other = "the" if success_reward is None else "another"
     return (
-        f"{start}: {reward} went from {lowest:.4g} to {highest:.4g}. So every completion counts as {taken}. If that "
-        f"is wrong, {change} `success_threshold`, or let `success_reward` name {other} reward function that decides."
+        f"{start}: {reward} were between {lowest:.4g} and {highest:.4g}. So every completion counts as {taken}. If "
+        f"that is wrong, {change} `success_threshold`, or let `success_reward` name {other} reward function that "
+        "decides."
     )
 
 

@@ -9,9 +9,9 @@ class LoggedColumns:
     """
     Collects what reward functions log while they are asked about some rows of a batch.
 
-    TRL appends everything that is logged to one list per column. With one value per row and column this is a table.
-    With two functions that log the same column, or a function that logs some rows only, the list no longer fits the
-    rows. Here each function is looked at by itself; if several log a column, the last one counts, as in TRL.
+    TRL appends everything that is logged to one list per column. If two functions log the same column, or a function
+    logs some rows only, that list no longer matches the rows. So this class collects the values of each function
+    separately. If several functions log a column, the last one counts, as in TRL.
 
     Args:
         asked (`list[bool]`):

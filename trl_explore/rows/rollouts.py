@@ -110,7 +110,8 @@ class Rows:
 
     def padded(self, num_rows: int, *, example: dict[str, Any], token_id: int, num_rewards: int) -> "Rows":
         """
-        Return copies of these rows, and rows that train nothing, up to `num_rows`: every process scores as many.
+        Return copies of these rows, filled up to `num_rows` with rows that train nothing: all processes score equally
+        many.
 
         Reward functions may change what they are given, so each row of the result owns its example, its messages and
         its tokens. A row that trains nothing has loss mask 0, one end-of-sequence `token_id` and NaN rewards;

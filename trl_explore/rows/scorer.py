@@ -206,7 +206,7 @@ class Scorer:
         )
 
     def begin_run(self, *, resumed: bool) -> None:
-        """Note that a run begins. A resumed run, and one after another of the trainer, may have had rewards before."""
+        """Record that a run begins. A resumed run counts as one that had rewards: they may be in its first part."""
         self._ever_scored = self._ever_scored or resumed
 
     def stop_if_unscored(self, rewards: torch.Tensor, example: dict[str, Any], *, group_size: int) -> None:

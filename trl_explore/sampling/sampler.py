@@ -106,8 +106,8 @@ class Sampler:
             max_new_tokens (`int` or `Sequence[int]`):
                 Budget of new tokens per prefix.
             begun (`Sequence[int]`, *optional*):
-                Number of tokens at the end of each prefix that belong to the completion, of at most
-                `max_completion_length` tokens. Sampling options that count from the start of a completion
+                Number of tokens at the end of each prefix that already belong to the completion. The whole completion
+                has at most `max_completion_length` tokens. Sampling options that count from the start of a completion
                 (`min_new_tokens`, ...) then count these tokens, too. None if no sample is a part of a longer
                 completion. vLLM and continuous batching count from the end of the prefix.
             main_stream (`bool`, *optional*, defaults to `False`):

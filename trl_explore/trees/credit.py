@@ -69,8 +69,8 @@ def tree_advantages(
 
 
 def is_uniform(tree: Tree) -> bool:
-    """Return whether a tree has no contrast: all trajectories that could be scored are correct, or all are wrong, and
-    their rewards do not differ if outcomes are scaled to them. Incomplete trajectories count as wrong."""
+    """Return whether a tree has no contrast: its scored trajectories are all correct, or all wrong. Incomplete ones
+    count as wrong. With scaled outcomes, a tree whose rewards differ has contrast."""
     # Outcomes cannot be compared: an `incomplete_score` would be a contrast between failures.
     kinds = set()
     for row in tree.results:

@@ -150,8 +150,8 @@ def backup(tree: Tree, leaf: int, *, decay_min: float) -> Tree:
     Back a terminal node's outcome up along its trajectory, and add it to the results. All nodes but the root, which is
     no step, get a [`backup_value`]. A node that could not be scored changes no value.
 
-    If the node has a `reward`, outcomes are on the scale of the tree's rewards. If that scale changes, the values are
-    computed again from all results.
+    If nodes have a `reward`, outcomes are scaled to the range of the tree's rewards. If the new result changes that
+    range, all values are computed again.
     """
     results = (*tree.results, leaf)
     if tree.nodes[leaf].outcome is None:
