@@ -23,6 +23,6 @@ def test_two_processes_end_where_one_does_on_the_same_rows(two_processes, tmp_pa
 
 @pytest.mark.parametrize("method", ["BranPO", "DeepGRPO"])
 def test_rows_fill_up_a_process_also_if_the_data_have_no_prompt(two_processes, method):
-    ranks = [rank["branpo"]["without prompts"][method] for rank in two_processes[0].values()]
+    ranks = [rank["without prompts"][method] for rank in two_processes[0]["branpo"].values()]
     assert ranks[0]["parameters"] == ranks[1]["parameters"]
     assert sum(rank["padded"] for rank in ranks) > 0

@@ -65,5 +65,5 @@ def test_hard_states_of_all_ranks_are_in_one_file(results):
 
 def test_every_rank_stops_where_none_has_a_reward_and_none_where_one_has(results):
     for found in results.values():
-        assert found["no rank scores"].startswith("None of the completions of 3 prompt(s) in a row has a reward")
+        assert found["no rank scores"].startswith("None of the completions of 9 prompt(s) in a row has a reward")
         assert found["one rank scores"] == "trained"
