@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import threading
 
 import pandas
 import pytest
@@ -505,3 +506,17 @@ def test_columns_of_branches_of_agents_reach_the_table(tmp_path, monkeypatch):
             assert len(rows) > 8 and all(
                 hand.startswith(cards) for hand, cards in zip(rows["hand"], drawn, strict=True)
             )
+
+
+def test_a_value_that_cannot_be_copied_is_shared_with_one_warning():
+    class Locked:
+        def __init__(self):
+            self.lock = threading.Lock()
+
+    row = {"grader": Locked(), "pair": (["a"], 1)}
+    with pytest.warns(UserWarning, match="a value of type Locked that cannot be copied") as seen:
+        copied = own_copy(row)
+        own_copy(row)
+    assert len(seen) == 1 and copied["grader"] is row["grader"]
+    copied["pair"][0].append("b")
+    assert row["pair"] == (["a"], 1)

@@ -1,6 +1,8 @@
 """Copies of data-set rows and messages: in TRL every row owns what reward functions and environments may change."""
 
 import copy
+import functools
+import warnings
 from typing import Any
 
 # Values that nobody can change, so that a copy would be the same object.
@@ -12,7 +14,7 @@ def own_copy(value: Any, memo: dict[int, Any] | None = None) -> Any:
     Copy a value, and the lists and dictionaries inside of it.
 
     Images are shared: they are large, and reward functions only read them. Objects that cannot be copied, such as
-    decoders of videos, are shared too.
+    decoders of videos, are shared too, with one warning per type.
 
     Args:
         value (`Any`):
@@ -42,7 +44,20 @@ def own_copy(value: Any, memo: dict[int, Any] | None = None) -> Any:
         return copied
     if type(value).__module__.partition(".")[0] == "PIL":
         return value
+    if type(value) is tuple:
+        return tuple(own_copy(entry, memo) for entry in value)
     try:
         return copy.deepcopy(value, memo)
     except Exception:  # the data set may hold any object
+        _warn_of_shared(type(value).__name__)
         return value
+
+
+@functools.cache
+def _warn_of_shared(kind: str) -> None:
+    """Warn once per type of values that cannot be copied."""
+    warnings.warn(
+        f"A row of the data holds a value of type {kind} that cannot be copied, so branches share it with their row. "
+        "Reward functions and environments must not change it.",
+        stacklevel=3,
+    )
