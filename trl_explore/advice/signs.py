@@ -47,8 +47,8 @@ class Signs:
         pass_at (`dict[int, Pair]`):
             Pass@k by k, at the first evaluation and at the last.
         all_wrong (`Pair`, *optional*):
-            Share of groups whose completions are all worth 0 or less, from the completions tables. None if the
-            rewards there have more than two values, which do not say what is wrong.
+            Share of groups whose completions are all worth 0 or less, from the completions tables. None if a
+            reward lies between 0 and 1, or if rewards have several values up to 0 or from 1 on.
         all_right (`Pair`, *optional*):
             Share of groups whose completions are all worth 1 or more.
         plain (`bool`, *optional*, defaults to `True`):
@@ -76,12 +76,12 @@ class Signs:
 
     @property
     def unscored(self) -> bool:
-        """Whether no logged step has a reward."""
+        """True if no logged step has a reward."""
         return "reward" not in self.values
 
     @property
     def can_learn(self) -> bool:
-        """Whether there are rewards, and they differ."""
+        """True if there are rewards, and they differ."""
         return not self.unscored and self.same_reward is None
 
     @property

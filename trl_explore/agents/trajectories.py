@@ -69,7 +69,7 @@ class Branch:
     num_sampled: int  # tokens that the policy sampled for it
     logprobs: list[float | None] | None = None  # of the prefix too, `[T]`; `None` where the backend reports none
     rewards: list[float] = field(default_factory=list)  # `[F]`, once it was judged
-    extra: Mapping[str, Any] = field(default_factory=dict)  # what the reward functions logged then, by column
+    extra: Mapping[str, Any] = field(default_factory=dict)  # values that the reward functions logged, by column
     states: dict[int, Any] = field(default_factory=dict)  # of its environment before each turn, where they are kept
 
     @property

@@ -17,7 +17,9 @@ class Leaf:
     reward: float = float("nan")  # NaN where unscorable
     solved: bool = False  # by what decides about success
     rewards: list[float] = field(default_factory=list)  # `[F]`, of a branch
-    extra: Mapping[str, Any] = field(default_factory=dict)  # what the reward functions logged of a branch, by column
+    extra: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # values that the reward functions logged for a branch, by column
 
     @property
     def length(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 from scipy.special import stdtrit
 
 Points = Sequence[Mapping[str, float]]
-FEWEST_SEEDS = 3  # of an interval: that of two seeds is 12.7 standard errors wide, and tells nothing
+FEWEST_SEEDS = 3  # of an interval: with two seeds it is ± 12.7 standard errors, which says nothing
 
 
 def t_95(count: int) -> float:

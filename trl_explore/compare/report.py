@@ -95,7 +95,7 @@ def equal_cost(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> flo
 
 
 def explanation(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> str:
-    """Return what the numbers of the table are."""
+    """Describe the numbers of the table."""
     count, base = len({run["seed"] for run in runs}), comparison.arms[0].name
     if count < FEWEST_SEEDS:
         seeds = {1: "One seed", 2: "Two seeds"}[count]
@@ -111,7 +111,7 @@ def explanation(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> st
 
 
 def notes(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> list[str]:
-    """Return what a reader of the table must know of single arms, one note each; they stand under the table."""
+    """Return notes on single arms, which are printed under the table."""
     return [*_other_starts(runs, comparison), *_thresholds(runs, comparison)]
 
 

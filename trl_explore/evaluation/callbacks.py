@@ -196,7 +196,7 @@ class PassAtKCallback(TrainerCallback):
 
 
 def _check_targets(value: Any) -> None:
-    """Raise if what a row has under `targets` is no list of answers."""
+    """Raise if the column `targets` of a row is no list of answers."""
     flat = isinstance(value, list | tuple) and all(isinstance(target, Hashable) for target in value)
     if not flat or not value:
         raise ValueError(
