@@ -295,8 +295,10 @@ def test_a_command_runs_as_it_stands(page, note, text, reader):
         told = run_line(line)
         assert told.strip(), f"it prints nothing: {line}"
         if "trl-explore train" in line and "--help" not in line:
-            assert moved(AutoModelForCausalLM.from_pretrained("out"), "model"), line
-            assert AutoTokenizer.from_pretrained("out")("5")
+            words = shlex.split(line, comments=True)
+            folder = words[words.index("--output_dir") + 1]
+            assert moved(AutoModelForCausalLM.from_pretrained(folder), "model"), line
+            assert AutoTokenizer.from_pretrained(folder)("5")
         if "--push_dry_run" in line:
             assert "Dry run: nothing was sent." in told and Path("out/_hub/README.md").is_file()
         if "--output hard.jsonl" in line:
