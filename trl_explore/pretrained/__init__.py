@@ -1,0 +1,1 @@
+"""A small pretrained language model, and how a task is taught to it."""
