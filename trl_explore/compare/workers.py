@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -26,6 +27,8 @@ from trl_explore.runs.quiet import quiet
 from trl_explore.runs.workers import AT_WORK, Job, WorkerFailed, Workers, count_cores
 from trl_explore.saving.full_disk import SAID
 from trl_explore.saving.interrupt import InterruptCallback
+
+SECONDS_BETWEEN_LINES = 60  # of a run, where the output is no terminal
 
 
 class HangUpCallback(InterruptCallback):
@@ -96,7 +99,8 @@ def train_job(
 
 
 class ArmLines:
-    """A live line per arm; where the output is no terminal, a line of text for every finished run."""
+    """A live line per arm. Where the output is no terminal: a line of text for every finished run, and for every run
+    that takes long, one in a minute at most."""
 
     def __init__(self, folder: ComparisonFolder, console: Console) -> None:
         self.folder, self.console, self.comparison = folder, console, folder.comparison
@@ -104,6 +108,7 @@ class ArmLines:
         missing = {(arm.name, seed) for arm, seed in folder.missing()}
         self.finished = self.spent.keys() - missing
         self.spent |= dict.fromkeys(self.finished, self.comparison.amount)
+        self.told_at = dict.fromkeys(missing, time.monotonic())  # when a run had its last line of text
         columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn())
         self.progress = Progress(
             *columns,
@@ -130,6 +135,11 @@ class ArmLines:
         """Shows a step of a run."""
         self.spent[arm.name, seed] = spent
         self._draw(arm.name, f", reward {reward}")
+        now = time.monotonic()
+        if not self.console.is_terminal and now - self.told_at[arm.name, seed] >= SECONDS_BETWEEN_LINES:
+            self.told_at[arm.name, seed] = now
+            share = 100 * spent / self.comparison.amount
+            self.print(f"{arm.name}, seed {seed}: {share:.0f} % of its budget, reward {reward}")
 
     def done(self, arm: Arm, seed: int, point: dict[str, Any]) -> None:
         """Shows the end of a run."""
