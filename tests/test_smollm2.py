@@ -39,6 +39,11 @@ needs_package = pytest.mark.skipif(
 
 QUESTIONS = ["Say a number.", "Name a fruit and a colour.", "What is 3 + 4?", "Tell me a word."]
 LONG_QUESTION = "Name a fruit. " + "Do not name one that is green or sour, or that has a hard shell. " * 5
+CAPITALS = {"France": "Paris", "Italy": "Rome", "Germany": "Berlin"}
+CITY_REWARD = """
+def names_the_city(completions, answer, **columns):
+    return [float(city in completion[0]["content"]) for completion, city in zip(completions, answer)]
+"""
 MOST = 16  # tokens of a completion
 # Smallest runs that do what each method is there for.
 OPTIONS = {
@@ -317,9 +322,9 @@ def calling_tools(tokenizer, monkeypatch):
     own = GRPOTrainer._generate_single_turn
 
     def sample(trainer, prompt_ids, *others, **options):
-        completions, extra = own(trainer, prompt_ids, *others, **options)
-        first = ["The total is" not in tokenizer.decode(ids) for ids in prompt_ids]
-        return [list(said) if now else ids for now, ids in zip(first, completions, strict=True)], extra
+        later = [ids for ids in prompt_ids if "The total is" in tokenizer.decode(ids)]
+        spoken = iter(own(trainer, later, *others, **options)[0] if later else [])
+        return [next(spoken) if ids in later else list(said) for ids in prompt_ids], None
 
     says(sample, monkeypatch.setattr)
     return said
@@ -339,20 +344,24 @@ def test_every_method_for_agents_trains(tmp_path, folder, name, monkeypatch):
         processing_class=tokenizer,
         environment_factory=Counter,
         reward_funcs=taking_turns(period=2),
-        max_completion_length=64,
+        max_completion_length=48,
         max_tool_calling_iterations=1,
         per_device_train_batch_size=2,
         num_generations=2,
-        learning_rate=1.0,
+        learning_rate=0.1,
     )
     trainer.train()
     log = check_steps(trainer, name)
     assert all(entry["tools/call_frequency"] == 1 and entry["tools/failure_frequency"] == 0 for entry in log)
     changed, all_names = moved(trainer.model, f"{folder}/model.safetensors")
     assert changed == all_names
+    asked = [
+        tokenizer.apply_chat_template([message(text)], tools=trainer.tools, add_generation_prompt=True)["input_ids"]
+        for text in QUESTIONS
+    ]
     prompts, completions = rows_of(trainer)
     for prompt, ids in zip(prompts, completions, strict=True):
-        assert "add" in tokenizer.decode(prompt) and ids[: len(said)] == said
+        assert prompt in asked and ids[: len(said)] == said
         assert "The total is 2.<|im_end|>\n<|im_start|>assistant\n" in tokenizer.decode(ids[len(said) :])
 
 
@@ -482,3 +491,50 @@ def test_a_resumed_run_ends_where_the_uninterrupted_one_does(emptied, folder):
     assert moved(again.model, emptied / "checkpoint-3" / "model.safetensors")[0] == set()
     changed, all_names = moved(again.model, emptied / "checkpoint-1" / "model.safetensors")
     assert changed == all_names
+
+
+# ----------------------------------------------------------------------------------------- evaluation, tables and cards
+
+
+@needs_package
+@pytest.mark.slow
+def test_the_command_evaluates_the_folder(tmp_path, folder, tokenizer, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": [message(f"What is the capital of {place}?")], "answer": city} for place, city in CAPITALS.items()]
+    Path("capitals.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("city_rewards.py").write_text(CITY_REWARD)
+    monkeypatch.syspath_prepend(tmp_path)
+    command = f"eval --model_name_or_path {folder} --dataset capitals.jsonl --reward_funcs city_rewards.names_the_city"
+    command += " --num_samples 2 --temperature 0.2 --max_new_tokens 24 --output_dir out"
+    assert main(command.split()) == 0
+    result = json.loads(Path("out/results.json").read_text())["results"]["capitals"]
+    assert result["num_prompts"] == 3 and result["metrics"]["pass@2"]["value"] >= 2 / 3  # it knows them
+    lines = Path("out/capitals/completions.jsonl").read_text().splitlines()[1:]
+    sampled = [ids for line in lines for ids in json.loads(line)["completion_ids"]]
+    assert len(sampled) == 6
+    for ids in sampled:
+        assert tokenizer.eos_token_id not in ids[:-1] and (len(ids) == 24 or ids[-1] == tokenizer.eos_token_id)
+
+
+@needs_package
+@pytest.mark.slow
+def test_a_run_leaves_a_table_of_completions_and_a_card(emptied, folder, tokenizer, capsys):
+    trainer = trainer_of("deep_grpo", folder, emptied / "out", max_steps=1, log_completions=True)
+    trainer.train()
+    table = pd.read_parquet(emptied / "out/completions/completions_00001.parquet")
+    main_rows, branches = table[table["stream"] == "main"], table[table["stream"] == "aux"]
+    assert len(main_rows) == 8 and len(branches) == 4
+    assert {prompt[0]["content"] for prompt in main_rows["prompt"]} < set(QUESTIONS)
+    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in rows_of(trainer)[1]]
+    assert sorted(row[0]["content"] for row in main_rows["completion"]) == sorted(texts)
+    for _, branch in branches.iterrows():
+        cut = int(branch["prefix_characters"])
+        assert cut > 0
+        assert branch["completion"][0]["content"][:cut] == table.loc[int(branch["parent"]), "completion"][0]["content"][:cut]
+    assert texts[0].split()[0] in capsys.readouterr().out
+    plan = trainer.push_to_hub(dry_run=True)
+    assert {"README.md", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= plan.files.keys()
+    card = (emptied / "out" / "README.md").read_text()
+    assert f"a local model, `{Path(folder).name}`" in card and str(Path(folder).parent) not in card
+    pushed = AutoTokenizer.from_pretrained(emptied / "out")
+    assert pushed.chat_template == SHORT_TEMPLATE and pushed.eos_token == "<|im_end|>"
