@@ -28,7 +28,6 @@ from datasets import Dataset, Features, Value
 
 from trl_explore.environments.forms import FORMS, Form
 from trl_explore.environments.gym_worker import decode, field_defaults, make_data_set, worker
-from trl_explore.environments.specs import Message
 from trl_explore.names import unknown_name
 from trl_explore.rewards.answers import BOXED, completion_text
 
@@ -128,7 +127,7 @@ class ReasoningGymReward:
 
     def __call__(
         self,
-        completions: Sequence[str | list[Message]],
+        completions: Sequence[str | list[dict[str, Any]]],
         question: Sequence[str] | None = None,
         answer: Sequence[str | None] | None = None,
         metadata: Sequence[str] | None = None,
@@ -319,9 +318,9 @@ class ReasoningGymSpec:
         """Fields of `GRPOConfig` that suit the task."""
         return {"max_completion_length": 1024 if self._form is None else self._form.max_completion_length}
 
-    def demonstration(self, row: Mapping[str, Any], rng: random.Random) -> list[Message]:
+    def demonstration(self, row: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
         """
-        Return messages that follow the row's `prompt` and show how it is done.
+        Write a demonstration for a row.
 
         Args:
             row (`Mapping`):
@@ -330,14 +329,15 @@ class ReasoningGymSpec:
                 Source of randomness.
 
         Returns:
-            `list[dict]`: One message of the assistant. About half of the demonstrations are right. With the form
-            `"package"`, they hold only the answer: the right one, or that of another training row.
+            `dict`: The row's `prompt`, and as `completion` one message of the assistant. About half of the
+            demonstrations are right. With the form `"package"`, they hold only the answer: the right one, or that of
+            another training row.
 
         Raises:
             ValueError: If the package has no answer to show.
         """
         text = self._marked_answer(row, rng) if self._form is None else self._form.demonstration(entry_of(row), rng)
-        return [{"role": "assistant", "content": text}]
+        return {"prompt": row["prompt"], "completion": [{"role": "assistant", "content": text}]}
 
     @cached_property
     def _train_rows(self) -> list[dict[str, Any]]:
@@ -374,7 +374,7 @@ class ReasoningGymSpec:
         }.get(self._answer_in, answer)
 
 
-def data_set_names() -> list[str]:
+def list_names() -> list[str]:
     """
     Return the names of the data sets that [`ReasoningGymSpec`] takes, in alphabetical order.
 
