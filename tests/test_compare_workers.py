@@ -5,6 +5,7 @@ from multiprocessing import Pipe
 from rich.console import Console
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
+from trl_explore.compare import workers
 from trl_explore.compare.folder import ComparisonFolder
 from trl_explore.compare.settings import read_comparison
 from trl_explore.compare.workers import ArmLines, HangUpCallback, Teller
@@ -47,6 +48,18 @@ def test_without_a_terminal_every_warm_start_and_every_finished_run_has_a_line(t
         "1/2 warm starts",
         "1/6 GRPO, seed 1: greedy accuracy 50.0 %, 9 wall seconds of training",
     ]
+
+
+def test_without_a_terminal_a_long_run_has_a_line_now_and_then(tmp_path, monkeypatch):
+    monkeypatch.setattr(workers, "SECONDS_BETWEEN_LINES", 0)
+    folder = ComparisonFolder(read_comparison(DOCUMENT), tmp_path)
+    console = Console(width=60, force_terminal=False)
+    lines = ArmLines(folder, console)
+    with console.capture() as shown:
+        lines.at_work(folder.comparison.arms[0], 1, 30_000, "0.25")
+        monkeypatch.setattr(workers, "SECONDS_BETWEEN_LINES", 3600)
+        lines.at_work(folder.comparison.arms[0], 1, 31_000, "0.35")
+    assert shown.get().splitlines() == ["GRPO, seed 1: 50 % of its budget, reward 0.25"]
 
 
 def test_a_run_tells_its_parent_what_it_has_spent():

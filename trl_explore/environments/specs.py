@@ -6,9 +6,12 @@ from typing import Any, Protocol
 
 from datasets import Dataset
 
-Message = dict[str, Any]
-
 SOURCES = ("reasoning_gym", "textarena")  # what may stand before the colon of a task's name
+
+
+def names_a_spec(name: str) -> bool:
+    """Return whether a task's name is written like that of another package's task: only those have a colon."""
+    return ":" in name
 
 
 class TaskSpec(Protocol):
@@ -42,8 +45,9 @@ class TaskSpec(Protocol):
 class TeachableSpec(TaskSpec, Protocol):
     """A task that can also show how it is done, which a supervised warm start needs."""
 
-    def demonstration(self, row: Mapping[str, Any], rng: random.Random) -> list[Message]:
-        """The messages that follow the row's `prompt`. About half of the demonstrations are right."""
+    def demonstration(self, row: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
+        """A row of `SFTTrainer`: conversational `prompt` and `completion`, and for an agent the schemas of its `tools`
+        as JSON text. The prompt is what a rollout on `row` begins with. About half of the demonstrations are right."""
 
 
 def load_spec(name: str, config: Mapping[str, Any] | None = None, *, seed: int = 0) -> TaskSpec:

@@ -6,9 +6,6 @@ import json
 import math
 import os
 import random
-import shutil
-import tempfile
-import uuid
 from pathlib import Path
 
 import torch
@@ -17,8 +14,8 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from trl_explore.runs.devices import available_accelerator
-from trl_explore.runs.inputs import UsageError
 from trl_explore.runs.threads import few_threads
+from trl_explore.saving.model_cache import cache_root, check_cache, publish
 from trl_explore.tasks import TeachableTask
 from trl_explore.tasks.tiny_model import ASSISTANT, CHARACTERS, EOS, USER, build_model, build_tokenizer
 
@@ -81,30 +78,12 @@ def warm_start(
     folder = cache_root(cache_dir) / f"{task.name}-seed{seed}-{key}"
     if folder.is_dir():
         return folder
-    _check_writable(folder.parent)
+    check_cache(folder.parent)
     tokenizer = build_tokenizer(tools=getattr(task, "tools", False))
     model.to(device)  # type: ignore[arg-type]
     train(model, tokenizer, task, rng=random.Random(f"demonstrations/{seed}"), steps=steps, progress=progress)
     publish(model, tokenizer, folder)
     return folder
-
-
-def cache_root(cache_dir: str | os.PathLike[str] | None = None) -> Path:
-    return Path(
-        cache_dir or os.environ.get("TRL_EXPLORE_CACHE") or Path.home() / ".cache" / "trl-explore"
-    ).expanduser()
-
-
-def _check_writable(folder: Path) -> None:
-    """What cannot be kept is known before it is trained."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise UsageError(
-            f"warm starts cannot be kept in {str(folder)!r} ({error.strerror}); name another folder in "
-            "TRL_EXPLORE_CACHE"
-        ) from error
 
 
 def cache_key(task: TeachableTask, *, seed: int, steps: int, model_config: dict, device: str = "cpu") -> str:
@@ -177,19 +156,3 @@ def learning_rate_share(step: int, steps: int) -> float:
     progress = (step - WARMUP_STEPS) / max(1, steps - WARMUP_STEPS)
     cosine = 0.5 * (1 + math.cos(math.pi * progress))
     return FINAL_LEARNING_RATE_SHARE + (1 - FINAL_LEARNING_RATE_SHARE) * cosine
-
-
-def publish(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Writes model and tokenizer so that `folder` appears all at once or not at all."""
-    unfinished = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}")
-    unfinished.mkdir(parents=True)
-    try:
-        model.save_pretrained(unfinished)
-        tokenizer.save_pretrained(unfinished)
-        unfinished.rename(folder)
-    except OSError:
-        # Another process has published the same warm start in the meantime: keep its copy.
-        if not folder.is_dir():
-            raise
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)

