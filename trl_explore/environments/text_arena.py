@@ -1,15 +1,15 @@
 """Games of TextArena as a task: rows with seeds, environments that play, and the reward of the games."""
 
+import json
 import random
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, partial
 from typing import Any
 
 from datasets import Dataset
+from transformers.utils import get_json_schema
 
-from trl_explore.environments.specs import Message
 from trl_explore.environments.text_arena_games import (
-    Chance,
     GameMaker,
     GameRules,
     TextArenaGame,
@@ -17,15 +17,17 @@ from trl_explore.environments.text_arena_games import (
     check_arguments,
     family_of,
     known_ids,
-    own_chance,
     why_not,
+    without_downloads,
 )
 from trl_explore.names import unknown_name
 
 MOST_TURNS = 50  # of games without a limit, or with a higher one, unless the user gives one
 # Arguments by which games limit their turns, and the turns that come on top: Bandit asks for a last choice.
 LIMITS = {"max_turns": 0, "num_turns": 1, "num_guesses": 0, "N": 0}
-NUM_SEEDS = 2**31
+SEED_OFFSET = 1_000_000  # from the seed of the training rows to that of the evaluation rows
+NUM_SEEDS = 2**31  # of games
+VARIANTS = ("-train", "-raw")  # ids of the same games with other wrappers, which are not used here
 TURN_TOKENS = 50  # of a tool call, a short answer, and the marks of two turns
 CHARACTERS_PER_TOKEN = 2  # of boards; prose has four
 CAREFUL_SHARE = 0.5  # of demonstrations that follow the hints of the game
@@ -75,7 +77,7 @@ class TextArenaSpec:
         eval_size (`int`, *optional*, defaults to `128`):
             Number of evaluation rows, at least 1.
         eval_seed (`int`, *optional*):
-            Seed from which the seeds of the evaluation rows are drawn. `None` gives the same games whatever `seed` is.
+            Seed from which the seeds of the evaluation rows are drawn; `None`: `seed` plus a million.
         max_turns (`int`, *optional*):
             Limit of tool calls, at least 1; invalid moves count. If the game has a limit of its own, it gets this one.
             `None` keeps the game's limit, but sets 50 if it has none or a higher one.
@@ -111,16 +113,19 @@ class TextArenaSpec:
         known = known_ids()
         if env_id not in known:
             raise ValueError(f"`env_id` is {env_id!r}: {unknown_name('game of TextArena', env_id, known)}")
-        for name, value in (("size", size), ("eval_size", eval_size), ("max_turns", max_turns)):
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"`{name}` is {value!r}; give a whole number of at least 1.")
+        eval_seed = seed + SEED_OFFSET if eval_seed is None and isinstance(seed, int) else eval_seed
+        for name, value, lowest in (("size", size, 1), ("eval_size", eval_size, 1), ("seed", seed, 0)):
+            _check_number(name, value, lowest)
+        _check_number("eval_seed", eval_seed, 0)
+        if max_turns is not None:
+            _check_number("max_turns", max_turns, 1)
         reason = why_not(env_id)
         if reason is not None:
             raise ValueError(f"`env_id` is {env_id!r}, which cannot be used: {reason}")
         check_arguments(env_id, config)
         self.env_id = env_id
         self.size, self.seed, self.eval_size = size, seed, eval_size
-        self.eval_seed = 0 if eval_seed is None else eval_seed
+        self.eval_seed = eval_seed
         self.system_prompt = system_prompt
         self.config, self.max_turns = _with_limit(env_id, config, max_turns)
         reason = why_not(env_id, self.config)
@@ -157,22 +162,23 @@ class TextArenaSpec:
     @property
     def options(self) -> dict[str, Any]:
         """Fields of `GRPOConfig`: as many tool calls as a game has turns, and an estimate of the tokens of a game."""
-        turn = TURN_TOKENS + self._board_length // CHARACTERS_PER_TOKEN
+        turn = TURN_TOKENS + self._maker.board_length() // CHARACTERS_PER_TOKEN
         return {"max_tool_calling_iterations": self.max_turns, "max_completion_length": self.max_turns * turn}
 
-    def demonstration(self, row: Mapping[str, Any], rng: random.Random) -> list[Message]:
+    def demonstration(self, row: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
         """
-        Show a game of GuessTheNumber. Half of the games always guess the middle of what the hints leave; the others
-        ignore the hints, and guess any number that was not guessed before.
+        Show a game of GuessTheNumber. Half of the games always guess the middle of what the hints leave, and win if
+        `max_turns` allows it. The others ignore the hints, and guess any number that was not guessed before.
 
         Args:
             row (`Mapping`):
-                A row of the data, of which `seed` is read.
+                A row of the data.
             rng (`random.Random`):
                 Chooses the player and its guesses.
 
         Returns:
-            `list[dict]`: Tool calls and answers up to the end of the game, and a last word of the assistant.
+            `dict`: A row of `SFTTrainer`. `prompt`: the row's prompt with the rules. `completion`: tool calls and
+            answers up to the end of the game, and a last word. `tools`: the schema of `act` as JSON text.
 
         Raises:
             ValueError: If the game is not GuessTheNumber.
@@ -184,28 +190,48 @@ class TextArenaSpec:
             )
         given = {**arguments_of(self.env_id), **self.config}
         game = self.environment_factory()
-        game.reset(seed=row["seed"])
-        return _guessing_game(game, given["min_number"], given["max_number"], rng)
+        rules = game.reset(seed=row["seed"])
+        *others, last = row["prompt"]
+        return {
+            "prompt": [*others, {**last, "content": last["content"] + rules}],
+            "completion": _guessing_game(game, given["min_number"], given["max_number"], rng),
+            "tools": json.dumps([get_json_schema(game.act)]),
+        }
 
     @cached_property
     def _eval_seeds(self) -> list[int]:
         return _seeds(f"evaluation {self.eval_seed}", self.eval_size)
 
-    @cached_property
-    def _board_length(self) -> int:
-        """Characters of the longest message of a first position, without the rules."""
-        from textarena import ObservationType
-
-        with own_chance(Chance.seeded(0)):
-            game = self._maker.make()
-            game.reset(num_players=1, seed=0)
-        messages = game.get_observation()[1]
-        return max((len(text) for _, text, kind in messages if kind is not ObservationType.PROMPT), default=0)
-
     def _rows(self, seeds: list[int]) -> Dataset:
         system = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
         prompt = [*system, {"role": "user", "content": ""}]
         return Dataset.from_dict({"prompt": [prompt] * len(seeds), "seed": seeds})
+
+
+def list_names() -> list[str]:
+    """
+    Return the ids of the games that [`TextArenaSpec`] takes on this machine, in the order of TextArena's registry. Ids
+    with `-train` and `-raw` are left out, as they stand for the same games. Nothing is downloaded.
+
+    Returns:
+        `list[str]`: The ids.
+
+    Raises:
+        ImportError: If TextArena is not installed.
+    """
+    usable: dict[str, bool] = {}
+    names = [name for name in known_ids() if not name.endswith(VARIANTS)]
+    with without_downloads():
+        for name in names:
+            family = family_of(name)
+            if family not in usable:
+                usable[family] = why_not(name) is None
+    return [name for name in names if usable[family_of(name)]]
+
+
+def _check_number(field: str, value: object, lowest: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
+        raise ValueError(f"`{field}` is {value!r}; give a whole number of at least {lowest}.")
 
 
 def _with_limit(env_id: str, config: Mapping[str, Any], max_turns: int | None) -> tuple[dict[str, Any], int]:
@@ -224,10 +250,10 @@ def _seeds(stream: str, number: int, without: Iterable[int] = ()) -> list[int]:
     return [seed for seed in drawn if seed not in left_out][:number]
 
 
-def _guessing_game(game: TextArenaGame, low: int, high: int, rng: random.Random) -> list[Message]:
+def _guessing_game(game: TextArenaGame, low: int, high: int, rng: random.Random) -> list[dict[str, Any]]:
     """Play a game of GuessTheNumber for a number from `low` to `high`."""
     follows_hints = rng.random() < CAREFUL_SHARE
-    messages: list[Message] = []
+    messages: list[dict[str, Any]] = []
     left = list(range(low, high + 1))
     while not game.done:
         guess = left[(len(left) - 1) // 2] if follows_hints else rng.choice(left)
@@ -242,6 +268,6 @@ def _guessing_game(game: TextArenaGame, low: int, high: int, rng: random.Random)
     return [*messages, {"role": "assistant", "content": LAST_WORD}]
 
 
-def _call(action: str) -> Message:
+def _call(action: str) -> dict[str, Any]:
     function = {"name": "act", "arguments": {"action": action}}
     return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}

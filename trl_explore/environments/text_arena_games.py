@@ -82,6 +82,16 @@ class GameMaker:
             return _unwrapped(self._constructed())
         return copy.deepcopy(self._template, self.memo())
 
+    def board_length(self) -> int:
+        """Return the characters of the longest message of a first position, without the rules."""
+        from textarena import ObservationType
+
+        with own_chance(Chance.seeded(0)):
+            game = self.make()
+            game.reset(num_players=1, seed=0)
+        messages = game.get_observation()[1]
+        return max((len(text) for _, text, kind in messages if kind is not ObservationType.PROMPT), default=0)
+
     def memo(self) -> dict[int, Any]:
         """Return a `memo` for [`copy.deepcopy`] with which copies of a game share what no game changes."""
         return {id(shared): shared for shared in (self, *self._constants)}
@@ -340,10 +350,25 @@ def known_ids() -> list[str]:
         ImportError: If TextArena is not installed.
     """
     try:
+        import textarena  # noqa: F401
         from textarena.envs.registration import ENV_REGISTRY
     except ModuleNotFoundError as error:
         raise ImportError(f'TextArenaSpec needs TextArena ({error}): pip install "trl-explore[textarena]".') from error
     return list(ENV_REGISTRY)
+
+
+@contextlib.contextmanager
+def without_downloads() -> Iterator[None]:
+    """Keep games from downloading the word lists that they lack."""
+    from textarena.envs.utils import word_lists
+
+    nltk = word_lists.nltk
+    before = nltk.download
+    nltk.download = lambda *names, **options: False
+    try:
+        yield
+    finally:
+        nltk.download = before
 
 
 def why_not(env_id: str, config: Mapping[str, Any] | None = None) -> str | None:
