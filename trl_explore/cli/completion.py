@@ -50,7 +50,7 @@ def complete_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
     commands = subcommands(parser)
     commands["train"] = _train_parser()
-    for name in ("advise", "compare", "eval", "filter", "tree"):
+    for name in ("advise", "compare", "eval", "filter", "tasks", "tree"):
         commands[name] = import_module(f"trl_explore.cli.{name}").build_parser()
     known: dict[str, Any] = {"method": METHODS, "methods": METHODS, "task": TASK_NAMES}
     for command in commands.values():
