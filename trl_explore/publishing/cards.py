@@ -154,7 +154,7 @@ def escape_markdown(text: object) -> str:
 
 def code_span(value: object, *, longest: int = 200) -> str:
     """A value as a Markdown code span of one line, also inside a table."""
-    text = value if isinstance(value, str) and re.fullmatch(r"[\w./@%-]+", value) else repr(value)
+    text = value if isinstance(value, str) and re.fullmatch(r"[\w./:@%-]+", value) else repr(value)
     if len(text) > longest:
         text = text[:longest] + " ..."
     fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
