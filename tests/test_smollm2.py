@@ -7,6 +7,7 @@ tokens, 30 layers, 9 heads on 3 key-value heads, a head tied to 49,152 embedding
 import gc
 import itertools
 import math
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -36,7 +37,7 @@ OPTIONS = {
     "deep_grpo": dict(num_branches=2, segmentation="fixed", segment_length=4, max_pivots_per_batch=2),
     "tree_grpo": dict(expansion_width=2, node_length=6, max_search_iterations=4, skip_uniform_trees=False),
     "sesa": dict(num_sketches=2, max_sketch_length=6),
-    "tree_rl": dict(num_forks=1, branches_per_fork=1),
+    "tree_rl": dict(num_forks=1, branches_per_fork=1, trained_leaves=5),
     "attn_rl": dict(num_forks=1, branches_per_fork=1, step_length=4, influence_distance=1, min_fork_distance=0),
     "branpo": dict(num_branches=1, num_branches_solved=1, redundancy_tries=0),
     "agent_tree_grpo": dict(num_rounds=1, num_expansions=1),
@@ -61,6 +62,13 @@ def one_model_at_a_time():
     gc.collect()
 
 
+@pytest.fixture
+def emptied(tmp_path):
+    """A folder for copies of the model, of 540 MB each, which pytest would keep for three runs."""
+    yield tmp_path
+    shutil.rmtree(tmp_path)
+
+
 def load(folder):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
@@ -69,12 +77,12 @@ def message(text, role="user"):
     return {"role": role, "content": text}
 
 
-def taking_turns():
+def taking_turns(period=3):
     """1 for every third completion, whatever it says: neither a group nor a tree has one reward only."""
-    third = itertools.cycle((1.0, 0.0, 0.0))
+    places = itertools.count()
 
     def every_third(completions, **columns):
-        return [next(third) for _ in completions]
+        return [float(next(places) % period == 0) for _ in completions]
 
     return every_third
 
@@ -282,3 +290,201 @@ def test_every_method_trains(tmp_path, folder, tokenizer, name):
     for ids in completions:
         assert scored[tuple(ids)] == [message(tokenizer.decode(ids, skip_special_tokens=True), "assistant")]
     assert all([*prompt] == [message(prompt[0]["content"])] for prompt, _, _ in seen)
+
+
+class Counter:
+    """An environment that counts, to be copied in the middle."""
+
+    def reset(self, prompt, **columns):
+        self.total = 0
+
+    def add(self, number: int) -> str:
+        """
+        Adds a number to the total.
+
+        Args:
+            number: What is added.
+
+        Returns:
+            The total.
+        """
+        self.total += number
+        return f"The total is {self.total}."
+
+
+def calling_tools(tokenizer, monkeypatch):
+    """Let the model call the tool in the first turn of every row, which it was never taught; then it speaks."""
+    call = {"type": "function", "function": {"name": "add", "arguments": {"number": 2}}}
+    asked = [message("Count.")]
+    calling = [*asked, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    before = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+    text = tokenizer.apply_chat_template(calling, tokenize=False).removeprefix(before)
+    said = tokenizer(text[: text.index(tokenizer.eos_token)] + tokenizer.eos_token)["input_ids"]
+    own = GRPOTrainer._generate_single_turn
+
+    def sample(trainer, prompt_ids, *others, **options):
+        completions, extra = own(trainer, prompt_ids, *others, **options)
+        first = ["The total is" not in tokenizer.decode(ids) for ids in prompt_ids]
+        return [list(said) if now else ids for now, ids in zip(first, completions, strict=True)], extra
+
+    says(sample, monkeypatch.setattr)
+    return said
+
+
+@needs_package
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, row in METHODS.items() if row.needs_tools])
+def test_every_method_for_agents_trains(tmp_path, folder, name, monkeypatch):
+    tools = pytest.importorskip("trl_explore.pretrained.tools")
+    tokenizer = tools.with_tools(AutoTokenizer.from_pretrained(folder))
+    said = calling_tools(tokenizer, monkeypatch)
+    trainer = trainer_of(
+        name,
+        folder,
+        tmp_path,
+        processing_class=tokenizer,
+        environment_factory=Counter,
+        reward_funcs=taking_turns(period=2),
+        max_completion_length=64,
+        max_tool_calling_iterations=1,
+        per_device_train_batch_size=2,
+        num_generations=2,
+        learning_rate=1.0,
+    )
+    trainer.train()
+    log = check_steps(trainer, name)
+    assert all(entry["tools/call_frequency"] == 1 and entry["tools/failure_frequency"] == 0 for entry in log)
+    changed, all_names = moved(trainer.model, f"{folder}/model.safetensors")
+    assert changed == all_names
+    prompts, completions = rows_of(trainer)
+    for prompt, ids in zip(prompts, completions, strict=True):
+        assert "add" in tokenizer.decode(prompt) and ids[: len(said)] == said
+        assert "The total is 2.<|im_end|>\n<|im_start|>assistant\n" in tokenizer.decode(ids[len(said) :])
+
+
+# ------------------------------------------------------------------------------------------------------------ adapters
+
+
+@needs_package
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["grpo", "deep_grpo"])
+def test_an_adapter_is_trained_saved_and_loaded_again(tmp_path, folder, tokenizer, name):
+    lora = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1)
+    trainer = trainer_of(name, folder, tmp_path, peft_config=lora, optim="adamw_torch", learning_rate=1e-3)
+    before = {key: p.detach().clone() for key, p in trainer.model.named_parameters() if p.requires_grad}
+    trainer.train()
+    check_steps(trainer, name)
+    after = dict(trainer.model.named_parameters())
+    assert all("lora_" in key and not torch.equal(after[key], value) for key, value in before.items())
+    assert len(before) == 2 * 7 * 30
+    trainer.save_model(tmp_path / "adapter")
+    assert not list(tmp_path.glob("adapter/model*"))
+    row = tokenizer(QUESTIONS[0], return_tensors="pt")
+    with torch.no_grad():
+        trained = trainer.model.eval()(**row).logits
+        base = load(folder)
+        plain = base(**row).logits
+        again = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()(**row).logits
+    assert torch.equal(again, trained) and not torch.allclose(again, plain, atol=1e-3)
+
+
+# ------------------------------------------------------------------------------------------------------ shared prefixes
+
+
+@needs_package
+@pytest.mark.slow
+def test_shared_prefixes_change_neither_loss_nor_gradients(tmp_path, folder):
+    questions = ["Name a fruit. Do not name one that is green or that is sour.", LONG_QUESTION]
+    trainer = trainer_of(
+        "exploration",
+        folder,
+        tmp_path,
+        train_dataset=Dataset.from_dict({"prompt": [[message(text)] for text in questions]}),
+        shared_prefix_training="on",
+        gradient_checkpointing=False,
+    )
+    rows = one_batch(trainer)
+    lengths = sorted(set(rows["prompt_mask"].sum(1).tolist()))
+    assert 25 <= lengths[0] <= 35 and 90 <= lengths[1] <= 110
+    ids = torch.cat([rows["prompt_ids"], rows["completion_ids"]], dim=1)
+    mask = torch.cat([rows["prompt_mask"], rows["completion_mask"]], dim=1)
+    losses, logps, gradients = {}, {}, {}
+    for mode in ("off", "on"):
+        trainer.packing.mode = mode
+        trainer.model.zero_grad()
+        loss = trainer.compute_loss(trainer.model, rows)
+        loss.backward()
+        losses[mode] = loss.item()
+        gradients[mode] = {name: p.grad for name, p in trainer.model.named_parameters()}
+        with torch.no_grad():
+            width = rows["completion_ids"].size(1)
+            found = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, width)[0]
+        logps[mode] = found[rows["completion_mask"].bool()]
+    log = trainer._metrics["train"]
+    assert log["packing/packed"] == [1.0] and log["packing/token_ratio"][0] > 2
+    torch.testing.assert_close(logps["on"], logps["off"], rtol=0, atol=1e-4)
+    assert losses["on"] == pytest.approx(losses["off"], rel=1e-4) and losses["off"] != 0
+    for name, expected in gradients["off"].items():
+        difference = (gradients["on"][name] - expected).abs().max()
+        assert 0 < expected.abs().max() and difference <= 1e-4 * expected.abs().max(), name
+
+
+# ------------------------------------------------------------------------------------------------------- kept prefixes
+
+
+@needs_package
+@pytest.mark.slow
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_kept_prefixes_are_continued_as_generate_does(folder, tokenizer, sampled):
+    model = load(folder).eval()
+    options = dict(do_sample=True, temperature=1.0, top_k=0) if sampled else dict(do_sample=False)
+    config = GenerationConfig(
+        **options, pad_token_id=tokenizer.pad_token_id, eos_token_id=[tokenizer.eos_token_id], disable_compile=True
+    )
+    options = effective_options(model, config)
+    assert why_not(model, options, eos_token_ids=[tokenizer.eos_token_id]) is None
+    paths = PathCache(model, options, 10_000)
+    rows = [
+        tokenizer.apply_chat_template([message(text)], add_generation_prompt=True)["input_ids"]
+        for text in (QUESTIONS[0], QUESTIONS[2], QUESTIONS[0], LONG_QUESTION)
+    ]
+    ended = 0
+    for number in range(4):
+        budgets = [3 + (place + number) % 4 for place in range(len(rows))]
+        torch.manual_seed(number)
+        found, _ = paths.complete(rows, budgets)
+        options.max_new_tokens = max(budgets)
+        torch.manual_seed(number)
+        assert found == complete(model, rows, options)
+        parts = [ids[:budget] for ids, budget in zip(found, budgets, strict=True)]
+        ended += sum(part[-1] == tokenizer.eos_token_id for part in parts)
+        rows = [row if part[-1] == tokenizer.eos_token_id else row + part for row, part in zip(rows, parts, strict=True)]
+    assert paths.encoded < paths.asked / 2
+    assert sampled or ended  # a short answer ends with the end token of the template
+
+
+# --------------------------------------------------------------------------------------------------------------- resume
+
+
+def mean_token(completion_ids, **columns):
+    """Rewards that the tokens alone decide, so that a resumed run gives the same."""
+    return [sum(ids) / len(ids) / 49152 for ids in completion_ids]
+
+
+@needs_package
+@pytest.mark.slow
+def test_a_resumed_run_ends_where_the_uninterrupted_one_does(emptied, folder):
+    # The checkpoint lies between the two steps of a batch, and the third step samples a new one.
+    options = dict(max_steps=3, steps_per_generation=2, per_device_train_batch_size=4, reward_funcs=mean_token)
+    options |= dict(optim="adafactor", learning_rate=1e-4)
+    whole = trainer_of("deep_grpo", folder, emptied, save_strategy="steps", save_steps=1, **options)
+    whole.train()
+    expected = [entry["loss"] for entry in check_steps(whole, "deep_grpo", 3)]
+    del whole
+    gc.collect()
+    again = trainer_of("deep_grpo", folder, emptied, **options)
+    again.train(resume_from_checkpoint=str(emptied / "checkpoint-1"))
+    assert [entry["loss"] for entry in again.state.log_history if "loss" in entry] == expected
+    assert moved(again.model, emptied / "checkpoint-3" / "model.safetensors")[0] == set()
+    changed, all_names = moved(again.model, emptied / "checkpoint-1" / "model.safetensors")
+    assert changed == all_names
