@@ -302,7 +302,7 @@ def test_an_embedded_task_is_compared_on_equal_seconds(workdir, capsys):
         ({"metrics": ["coverage_at_8"]}, "coverage_k needs a column `targets`"),
         ({"evaluations": 0}, "evaluations=0: give an integer of at least 1"),
         ({"num_eval": 100}, "num_eval=100: the split 'train' is 36 rows long"),
-        ({"warm_start_steps": 3}, "only an embedded `task` has a warm start"),
+        ({"warm_start_steps": 3}, "only a `task` has a warm start"),
         ({"model_size": {"num_layers": 3}}, "only the model of an embedded `task` is built"),
     ],
 )

@@ -218,7 +218,7 @@ def test_an_adapter_without_its_base_is_explained(adapter, capsys):
         ({"dataset": "data.jsonl ./data.jsonl"}, "2 of them are called 'data'"),
         ({"dataset": "none.yaml"}, "none.yaml cannot be read"),
         ({"output_dir": "data.jsonl"}, "output_dir='data.jsonl' is a file; name a folder"),
-        ({"dataset": None}, "required: --dataset"),
+        ({"dataset": None}, "nothing to evaluate on: pass --dataset gsm8k"),
         ({"dataset_split": "tset"}, "dataset_split: unknown split 'tset'; choose one of train."),
         ({"metrics": "pass@1 mja@4"}, "unknown metric 'mja@4'; did you mean 'maj@4'?"),
         ({"metrics": "pass@8"}, "pass@8 needs at least 8 samples per prompt, got num_samples=4"),

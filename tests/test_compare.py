@@ -278,7 +278,7 @@ def test_without_arms_every_method_that_suits_is_compared_with_grpo():
 @pytest.mark.parametrize("name", ALL_TASKS)
 def test_every_embedded_task_has_a_comparison_whose_configurations_can_be_built(name):
     comparison = read_comparison({"task": name, "budget": {"tokens": 1e3}})
-    assert comparison.task is find_task(name) and len(comparison.arms) >= 3
+    assert comparison.task.task is find_task(name) and len(comparison.arms) >= 3
 
 
 def test_differences_name_the_field_and_both_values():

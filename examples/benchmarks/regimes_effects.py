@@ -147,7 +147,7 @@ class Results:
 
     def facts(self) -> list[Hashable] | None:
         """The item that each held-out problem is about, where there are such."""
-        task = self.comparison.task
+        task = self.comparison.task and self.comparison.task.task
         if not isinstance(task, FactTask):
             return None
         return [item_of(problem) for problem in task.evaluation_set(self.comparison.num_eval)["problem"]]

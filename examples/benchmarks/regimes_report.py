@@ -13,7 +13,6 @@ from regimes_results import COSTS, read_results, timed_alike, to_runs
 
 from trl_explore.compare.costs import other_starts
 from trl_explore.compare.ends import ends_table
-from trl_explore.tasks import AGENTS
 
 INTRODUCTION = """# When does exploration pay? All numbers
 
@@ -209,13 +208,13 @@ def measured(results: list[Results]) -> list[dict[str, Any]]:
             shown = {what: [round(v, 1) for v in (e.mean, e.low, e.high)] for what, e in effects.items()}
             options = json.loads(row["options"])
             if method == "sesa":  # the task's own templates stand for nobody else, its kind of sketches does
-                options = {"mode": found.comparison.task.sesa_options["mode"], **options}
+                options = {"mode": found.comparison.task.task.sesa_options["mode"], **options}
             arms.append({"name": name, "method": method, "options": options, **shown})
         told.append(
             {
                 "name": regime.name,
                 "metric": label(regime.metric),
-                "agent": found.comparison.task.name in AGENTS,
+                "agent": found.comparison.task.is_agent,
                 "places": places,
                 "limits": found.limits,
                 "seeds": len(regime.seeds_of("verdict")),

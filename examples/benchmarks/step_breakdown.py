@@ -6,10 +6,14 @@
     python examples/benchmarks/step_breakdown.py doors --path_cache_tokens 0
     python examples/benchmarks/step_breakdown.py --long_prompts           # 384 tokens, six layers, random weights
     python examples/benchmarks/step_breakdown.py --half_billion           # Qwen2.5-0.5B's shape, random weights, CUDA
+    python examples/benchmarks/step_breakdown.py --model smollm2 --prompt_tokens 30 100 400   # a pretrained model
 
 All start from one model, which plain GRPO trained for `--grpo_steps`, and take turns, so that a machine that drifts
 slows all: figures are medians over the steps of all rounds, ratios are within a round, with smallest and largest.
 Seconds are CPU seconds of the process, on a GPU those of the wall. Trees have `--expansion_width` children per node.
+
+With `--model`, every prompt length has a table. A line below it says how much faster the loss and its gradients are
+computed with shared prefixes (eight completions of a prompt), next to the ratio of tokens.
 
 Passes are those of a step without gradients, which sampling needs. "By passes alone" is the ratio if nothing else cost
 a method more per token than it costs GRPO; on a GPU, which runs behind, it says nothing and is left out.
@@ -27,12 +31,15 @@ from typing import Any
 import torch
 import transformers
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, PrinterCallback, Qwen2Config
+from shared_prefix import seconds_of
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, Qwen2Config
 
 from trl_explore.compare.run import CostCallback, task_trainer
 from trl_explore.compare.settings import Arm, Budget
 from trl_explore.compare.tasks import common_options, find_task, task_options
 from trl_explore.methods import METHODS
+from trl_explore.packing.layout import pack_rows
+from trl_explore.pretrained.smollm2 import find_pretrained
 from trl_explore.sampling.generation import language_model
 from trl_explore.tasks.tiny_model import build_tokenizer
 from trl_explore.tasks.warm_start import warm_start
@@ -44,6 +51,12 @@ RANDOM = {
     "tree_grpo": lambda length: dict(node_length=length // 8),
     "sesa": lambda length: dict(max_sketch_length=length // 8),
     "g2rl": lambda length: {},
+}
+# Of a pretrained model that was not taught a task: its completions have no lines to cut at.
+PRETRAINED = RANDOM | {
+    "tree_rl": lambda length: {},
+    "attn_rl": lambda length: dict(step_length=length // 8, step_delimiters=[]),
+    "evol_rl": lambda length: dict(correctness="reward", embedding_model="ngrams"),
 }
 ENDS = dict(eos_token_id=1, pad_token_id=0)
 LONG_PROMPTS = Qwen2Config(
@@ -95,6 +108,61 @@ def random_trainer(shape: Qwen2Config, prompt: str, arm: Arm, config: Any, **mor
     )
 
 
+def prompt_of(tokenizer: Any, length: int) -> str:
+    """A text of so many tokens."""
+    text = "Use 11, 4, 17 to make 24. " * length
+    return tokenizer.decode(tokenizer(text).input_ids[:length])
+
+
+def pretrained_trainer(folder: str, prompt: str, arm: Arm, config: Any, **more: Any) -> Any:
+    """A trainer of a pretrained model. The reward is 1 if the sum of the token ids is a multiple of 4."""
+
+    def coin(completion_ids, **kwargs):
+        return [float(sum(ids) % 4 == 0) for ids in completion_ids]
+
+    config.model_init_kwargs = {"dtype": "float32"}
+    return METHODS[arm.method].trainer_class(
+        model=folder,
+        reward_funcs=coin,
+        args=config,
+        train_dataset=Dataset.from_dict({"prompt": [prompt] * 512}),
+        **more,
+    )
+
+
+def print_shared_prefixes(folder: str, prompt_length: int, completion_length: int, *, rounds: int, bf16: bool) -> None:
+    """Prints the seconds of the loss and its gradients for eight completions of a prompt, plain and packed."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with tempfile.TemporaryDirectory() as output:
+        config = METHODS["exploration"].config_class(
+            output_dir=output,
+            use_cpu=not torch.cuda.is_available(),
+            bf16=bf16,
+            report_to=[],
+            shared_prefix_training="on",
+        )
+        arm = Arm("Exploration", "exploration")
+        trainer = pretrained_trainer(folder, prompt_of(tokenizer, prompt_length), arm, config)
+        shared = torch.randint(3, len(tokenizer), (prompt_length,)).tolist()
+        rows = [shared + torch.randint(3, len(tokenizer), (completion_length,)).tolist() for _ in range(8)]
+        ids = torch.tensor(rows, device=trainer.accelerator.device)
+        ones, end = torch.ones_like(ids), slice(prompt_length, None)
+        start = slice(None, prompt_length)
+        ratio = pack_rows(ids[:, start], ones[:, start], ids[:, end], ones[:, end]).token_ratio
+        speedups = []
+        for number in range(rounds + 1):
+            with trainer.accelerator.autocast():
+                plain = seconds_of(trainer, "off", ids, prompt_length)[0]
+                packed = seconds_of(trainer, "on", ids, prompt_length)[0]
+            if number > 0:  # the first is a warm-up
+                speedups.append(plain / packed)
+    speedup = statistics.median(speedups)
+    print(
+        f"shared prefixes, prompt {prompt_length}, completion {completion_length}: {speedup:.2f} times faster "
+        f"[{min(speedups):.2f}, {max(speedups):.2f}], token ratio {ratio:.2f}, share of it {speedup / ratio:.2f}"
+    )
+
+
 class Passes:
     """Counts forward passes of a trainer's model without gradients, and their CPU seconds."""
 
@@ -140,8 +208,10 @@ def trained(make: Any, arm: Arm, options: dict[str, Any], *, save_to: Path | Non
 
 def arms_of(task: Any, args: argparse.Namespace) -> list[Arm]:
     """GRPO, the methods that suit the task, and those with more in parallel."""
-    if task is None:
-        own: dict[str, Any] = {name: options(512 if args.half_billion else 64) for name, options in RANDOM.items()}
+    if args.model is not None:
+        own: dict[str, Any] = {name: options(args.completion_tokens) for name, options in PRETRAINED.items()}
+    elif task is None:
+        own = {name: options(512 if args.half_billion else 64) for name, options in RANDOM.items()}
     else:
         own = {name: row.options(task) for name, row in METHODS.items() if not row.plain}
         own = {name: options for name, options in own.items() if options is not None}
@@ -193,12 +263,54 @@ def report(arms: list[Arm], rounds: list[dict[str, list[dict[str, float]]]]) -> 
         print(f"{arm.name}: percent of a step: " + ", ".join(f"{name} {share:.1f}" for name, share in shares.items()))
 
 
+def in_turns(make: Any, arms: list[Arm], options: dict[str, Any], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The steps of every arm in every round; within a round, arms take turns."""
+    rounds = []
+    for number in range(args.rounds):
+        own = {
+            **options,
+            "logging_steps": 1,
+            "disable_tqdm": True,
+            "max_steps": args.steps,
+            "seed": args.seed + number,
+        }
+        rounds.append({arm.name: trained(make, arm, own) for arm in arms})
+    return rounds
+
+
+def measure_pretrained(args: argparse.Namespace) -> None:
+    """Prints a table for every prompt length, with bfloat16 computation and float32 weights."""
+    folder = find_pretrained(args.model)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    options = dict(
+        num_generations=8,
+        per_device_train_batch_size=args.rows,
+        max_completion_length=args.completion_tokens,
+        learning_rate=1e-6,
+        gradient_checkpointing=False,
+        use_cpu=not torch.cuda.is_available(),
+        bf16=True,
+        report_to=[],
+        save_strategy="no",
+    )
+    arms = arms_of(None, args)
+    for length in args.prompt_tokens:
+        print(f"\nprompts of {length} tokens, {args.rows} rows of at most {args.completion_tokens} new tokens")
+        make = partial(pretrained_trainer, folder, prompt_of(tokenizer, length))
+        report(arms, in_turns(make, arms, options, args))
+        print_shared_prefixes(folder, length, args.completion_tokens, rounds=args.rounds, bf16=True)
+
+
 def main() -> None:
     """Trains all arms in turn, and reports."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", nargs="?", default="doors")
     parser.add_argument("--long_prompts", action="store_true")
     parser.add_argument("--half_billion", action="store_true")
+    parser.add_argument("--model", help="smollm2, or the folder or Hub name of a pretrained model")
+    parser.add_argument("--prompt_tokens", nargs="*", type=int, default=[30, 100, 400], help="with --model")
+    parser.add_argument("--completion_tokens", type=int, default=32, help="with --model")
+    parser.add_argument("--rows", type=int, default=32, help="per step, with --model; 8 for a prompt")
     parser.add_argument("--methods", nargs="*", choices=[name for name, row in METHODS.items() if not row.plain])
     parser.add_argument(
         "--parallel", nargs="*", type=int, default=[], help="also so many expansions, chains of sketches"
@@ -213,6 +325,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     transformers.utils.logging.set_verbosity_error()
+    if args.model is not None:
+        measure_pretrained(args)
+        return
     task = None if args.half_billion or args.long_prompts else find_task(args.task)
     arms = arms_of(task, args)
     with tempfile.TemporaryDirectory() as folder:
@@ -233,16 +348,7 @@ def main() -> None:
                 faster = {**options, "learning_rate": 1e-3, "scale_rewards": "none", "max_steps": args.grpo_steps}
                 trained(make, arms[0], faster, save_to=Path(folder))
                 make = partial(tiny_trainer, task, folder)
-        rounds = []
-        for number in range(args.rounds):
-            own = {
-                **options,
-                "logging_steps": 1,
-                "disable_tqdm": True,
-                "max_steps": args.steps,
-                "seed": args.seed + number,
-            }
-            rounds.append({arm.name: trained(make, arm, own) for arm in arms})
+        rounds = in_turns(make, arms, options, args)
         report(arms, rounds)
     if torch.cuda.is_available():
         print(f"peak memory of the last run {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")

@@ -26,7 +26,7 @@ AFTER_CTRL_C = {
     **dict.fromkeys(("compare", "quickstart", "eval", "filter"), "; the same command goes on from what is kept"),
 }
 # Of `train`, flags are fields of the method's config.
-READ_THEIR_FLAGS = ("train", "compare", "tree", "filter", "eval", "advise")
+READ_THEIR_FLAGS = ("train", "compare", "tasks", "tree", "filter", "eval", "advise")
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -39,6 +39,7 @@ def _build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("train", help="train a model: trl-explore train --method deep_grpo --config run.yaml")
     commands.add_parser("compare", help="several methods on the same budget: trl-explore compare --task chain")
+    commands.add_parser("tasks", help="tasks that bring data and rewards, with examples: trl-explore tasks chain")
     commands.add_parser("advise", help="what a run's logs say, and what to try: trl-explore advise out")
     commands.add_parser("tree", help="look at a dumped search tree: trl-explore tree FILE --index N --html tree.html")
     commands.add_parser("filter", help="keep the prompts that a model rarely solves: trl-explore filter --k 4 ...")

@@ -1,6 +1,8 @@
-"""What `trl-explore eval --dataset` names: a benchmark, a copy of one, an embedded task, or data of one's own."""
+"""What `trl-explore eval --dataset` names: a benchmark, a copy of one, an embedded task, or data of one's own; and the
+task that `--task` names."""
 
 import argparse
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable
@@ -42,7 +44,13 @@ class Benchmark(NamedTuple):
 
 def load_benchmarks(args: argparse.Namespace) -> list[Benchmark]:
     """The data sets that the command names, in their order, each with a name of its own."""
-    benchmarks = [load_benchmark(text, args) for text in args.dataset]
+    if not args.dataset and args.task is None:
+        raise UsageError("nothing to evaluate on: pass --dataset gsm8k, or --task reasoning_gym:countdown")
+    if args.task_config is not None and args.task is None:
+        raise UsageError(f"task_config={args.task_config!r} belongs to a task; name one with --task, or leave it out")
+    benchmarks = [load_benchmark(text, args) for text in args.dataset or []]
+    if args.task is not None:
+        benchmarks.append(_from_run_task(args))
     counts = Counter(benchmark.name for benchmark in benchmarks)
     for name, count in counts.items():
         if count > 1:
@@ -118,6 +126,31 @@ def _from_task(name: str, args: argparse.Namespace) -> Benchmark:
     return Benchmark(
         name, {"path": name, "config": None, "split": "evaluation"}, rows, rewards, str.strip, recommended, False
     )
+
+
+def _from_run_task(args: argparse.Namespace) -> Benchmark:
+    """The held-out rows of the task that `--task` names. Training on the task never sees one of them."""
+    from trl_explore.runs.tasks import find_run_task, read_task_config
+
+    fields = read_task_config(args.task_config)
+    task = find_run_task(args.task, fields)
+    if task.is_agent:
+        raise UsageError(
+            f"task={args.task!r} is played with tools, but eval samples completions of one turn: measure the model "
+            "with trl-explore compare, or in training with --eval_strategy steps"
+        )
+    if args.system_prompt is not None:
+        raise UsageError(f"system_prompt is for benchmarks; the task {args.task!r} has whole prompts: leave it out")
+    if task.brings_model:
+        return _from_task(args.task, args)
+    rows = task.task.eval_dataset
+    rows = rows.select(range(min(args.limit or len(rows), len(rows))))
+    rewards = load_reward_functions(args.reward_funcs, None) if args.reward_funcs else task.reward_funcs
+    recommended: dict[str, Any] = {"num_samples": TASK_SAMPLES}
+    if "max_completion_length" in task.options:
+        recommended["max_new_tokens"] = task.options["max_completion_length"]
+    origin = {"path": args.task, "config": json.dumps(fields) if fields else None, "split": "evaluation"}
+    return Benchmark(_label(args.task), origin, rows, rewards, task.answer_fn, recommended, False)
 
 
 def _from_own_data(text: str, args: argparse.Namespace) -> Benchmark:

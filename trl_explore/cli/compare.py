@@ -16,6 +16,7 @@ Train several methods on the same number of generated tokens (or seconds) and co
   trl-explore compare                                    # GRPO and what suits the task countdown, on a CPU
   trl-explore compare --task chain --tokens 2e5 --seeds 0 1
   trl-explore compare --task multi_hop --methods grpo branpo
+  trl-explore compare --task reasoning_gym:countdown --model_name_or_path smollm2 --warm_start_steps 60
   trl-explore compare --methods grpo my_module.MyTrainer # a trainer of your own
   trl-explore compare --config comparison.yaml           # your model, data and arms
 
@@ -40,8 +41,15 @@ TASK_NAMES = (
     *("countdown", "sudoku", "frozen_lake", "maze", "sokoban"),
     *("lake_agent", "multi_hop", "rare_hop", "late_hop"),
 )
+TASK_HELP = (
+    f"{', '.join(TASK_NAMES)}; with --model_name_or_path, reasoning_gym:NAME or textarena:ENV_ID; all: trl-explore "
+    f"tasks (default without --config: {DEFAULT_TASK})"
+)
 METHODS_HELP = f"of {', '.join(METHODS)}, or import paths of trainers; one arm each, the first is the baseline"
-FLAGS = ("task", "seeds", "metrics", "evaluations", "num_eval", "output_dir")
+FLAGS = (
+    *("task", "task_config", "model_name_or_path", "warm_start_steps"),
+    *("seeds", "metrics", "evaluations", "num_eval", "output_dir"),
+)
 
 
 def build_parser() -> FlagParser:
@@ -55,7 +63,10 @@ def build_parser() -> FlagParser:
     )
     add = parser.add_argument
     add("--config", metavar="FILE", help="YAML file: model, data and rewards or a task, budget, seeds, common, arms")
-    add("--task", metavar="TASK", help=f"{', '.join(TASK_NAMES)} (default without --config: {DEFAULT_TASK})")
+    add("--task", metavar="TASK", help=TASK_HELP)
+    add("--task_config", metavar="JSON", help="fields of a task of another package, see trl-explore tasks TASK")
+    add("--model_name_or_path", metavar="M", help="model for such a task: smollm2, a Hub name or a folder")
+    add("--warm_start_steps", type=int, metavar="N", help="supervised steps that teach the task to the model first")
     add("--methods", nargs="+", metavar="M", help=METHODS_HELP)
     add("--tokens", type=float, metavar="N", help=f"budget of each run (default without --config: {DEFAULT_TOKENS:g})")
     add("--seconds", type=float, metavar="N", help="budget of each run in wall seconds of training, instead of tokens")
@@ -94,7 +105,8 @@ def run(argv: list[str]) -> int:
         raise UsageError(f"processes={args.processes}: give an integer of at least 1")
     document = _document(args)
     # one folder per task, so that trying one after the other needs no flag
-    output_dir = document.pop("output_dir", None) or Path(DEFAULT_OUTPUT, str(document.get("task", "")))
+    folder_name = str(document.get("task", "")).replace(":", "-")
+    output_dir = document.pop("output_dir", None) or Path(DEFAULT_OUTPUT, folder_name)
 
     from trl_explore.compare.folder import ComparisonFolder
     from trl_explore.compare.settings import read_comparison

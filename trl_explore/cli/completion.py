@@ -47,17 +47,21 @@ def complete_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
     from trl_explore.cli.compare import TASK_NAMES
     from trl_explore.cli.flags import subcommands
+    from trl_explore.cli.tasks import GROUPS
 
     commands = subcommands(parser)
     commands["train"] = _train_parser()
-    for name in ("advise", "compare", "eval", "filter", "tree"):
+    for name in ("advise", "compare", "eval", "filter", "tasks", "tree"):
         commands[name] = import_module(f"trl_explore.cli.{name}").build_parser()
+    # Names of packages' tasks are left out: bash begins a new word at their colon.
     known: dict[str, Any] = {"method": METHODS, "methods": METHODS, "task": TASK_NAMES}
-    for command in commands.values():
+    for name, command in commands.items():
         actions: list[Any] = command._actions  # `complete` is an attribute that shtab reads
         for action in actions:
             if action.dest in known:
                 action.choices = list(known[action.dest])
+                if name == "tasks":
+                    action.choices += GROUPS
             elif action.dest in PATHS:
                 action.complete = shtab.FILE
     return parser

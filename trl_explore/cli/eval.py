@@ -38,7 +38,9 @@ D is one of
 - a YAML file with the fields of a benchmark
 - an embedded task, such as chain
 - data with the columns `prompt` and `answer`: a file, a folder or a Hub name
-What a flag leaves open, the benchmark recommends.
+What a flag leaves open, the benchmark recommends. --task names a task that brings data and reward, in the place of D:
+
+  trl-explore eval --model_name_or_path ./model --task reasoning_gym:countdown --output_dir out/eval
 
 An interrupted evaluation continues when the same command is given again. Other --metrics and --reward_funcs are
 computed from the completions that are there.
@@ -51,13 +53,15 @@ def build_parser() -> FlagParser:
         prog="trl-explore eval",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="trl-explore eval --model_name_or_path M --dataset D [D ...] --output_dir DIR [...]",
+        usage="trl-explore eval --model_name_or_path M (--dataset D [D ...] | --task T) --output_dir DIR [...]",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("--model_name_or_path", required=True, metavar="M", help="model, or the folder of an adapter")
     add("--adapter_name_or_path", metavar="A", help="adapter, where M is its base model")
-    add("--dataset", required=True, nargs="+", metavar="D", help="what to evaluate on, see above")
+    add("--dataset", nargs="+", metavar="D", help="what to evaluate on, see above")
+    add("--task", metavar="T", help="task to evaluate on, on its held-out problems; all: trl-explore tasks")
+    add("--task_config", metavar="JSON", help="fields of the task, as in `train`")
     add("--output_dir", required=True, metavar="DIR", help="results.json, and the completions of each data set")
     add("--metrics", nargs="+", metavar="NAME", help="pass@K, maj@K (default: pass@1, pass@N and maj@N)")
     add("--num_samples", type=int, metavar="N", help="completions per prompt")

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 # What a run says of itself before it turns to a method's own fields.
 FIRST_FIELDS = (
-    *("model_name_or_path", "dataset_name", "reward_funcs", "output_dir", "max_steps", "learning_rate"),
+    *("model_name_or_path", "dataset_name", "task", "reward_funcs", "output_dir", "max_steps", "learning_rate"),
     *("per_device_train_batch_size", "num_generations", "max_completion_length", "temperature", "beta"),
     *("use_peft", "use_vllm", "use_cpu"),
 )
@@ -50,6 +50,10 @@ exploration is GRPO with the fields that all our trainers share; a trainer of yo
 Fields are those of the method's config, ModelConfig and the script; flags override the file. A first run:
   trl-explore train --method deep_grpo --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct \\
       --dataset_name data.jsonl --reward_funcs accuracy_reward --output_dir out/first
+
+The same on a task that brings data and rewards (all: trl-explore tasks):
+  trl-explore train --method deep_grpo --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct \\
+      --task reasoning_gym:countdown --output_dir out/first
 
 Fields of a method: trl-explore train --method deep_grpo --help (with TRL's: --help-all)
 Several processes: accelerate launch --num_processes 4 -m trl_explore.cli train --method deep_grpo ...
@@ -151,10 +155,25 @@ def run(argv: list[str]) -> int:
         trainer = find_method(str(script_args.method)).trainer_class(**trainer_arguments(arguments))
     except (ValueError, NotImplementedError, HubError) as error:  # what a trainer refuses, it explains in its message
         raise UsageError(str(error)) from error
-    data = [source.path for source in mixture.datasets] or str(script_args.dataset_name)
+    if script_args.task is None:
+        data: str | list[str] | None = [source.path for source in mixture.datasets] or str(script_args.dataset_name)
+    else:
+        data = _name_task(trainer, script_args.task)
     if script_args.overwrite_output_dir and checkpoint is None:
         _set_aside_checkpoints(trainer)
     return _train(trainer, data, checkpoint, argv)
+
+
+def _name_task(trainer: "GRPOTrainer", task: str) -> str | None:
+    """Return what the model card calls the data of a run on a task. TRL's own card would link a data set of that name
+    on the Hub, so it gets no name."""
+    from trl_explore.publishing.cards import data_of_task
+    from trl_explore.trainers import ExplorationTrainer
+
+    if not isinstance(trainer, ExplorationTrainer):
+        return None
+    trainer.dataset_names = [data_of_task(task)]  # for the cards of checkpoints, too
+    return trainer.dataset_names[0]
 
 
 def _check_earlier_run(training_args: "GRPOConfig", checkpoint: str | None, model: str | None) -> None:
@@ -185,7 +204,7 @@ def _set_aside_checkpoints(trainer: "GRPOTrainer") -> None:
     trainer.accelerator.wait_for_everyone()
 
 
-def _train(trainer: "GRPOTrainer", data: str | list[str], checkpoint: str | None, argv: list[str]) -> int:
+def _train(trainer: "GRPOTrainer", data: str | list[str] | None, checkpoint: str | None, argv: list[str]) -> int:
     from trl_explore.runs.threads import limit_threads
     from trl_explore.saving.interrupt import InterruptCallback
 

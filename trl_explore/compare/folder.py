@@ -16,7 +16,6 @@ from trl_explore.runs.inputs import UsageError, check_output_dir
 from trl_explore.runs.threads import limit_threads
 from trl_explore.saving.whole_files import whole_file
 from trl_explore.tasks.tiny_model import build_model
-from trl_explore.tasks.warm_start import warm_start
 
 SETTINGS, RESULT = "comparison.yaml", "run.json"
 
@@ -28,10 +27,16 @@ def free_memory() -> None:
 
 
 def teach(comparison: Comparison, seed: int, *, progress: bool = True) -> str:
-    """Teaches a comparison's embedded task to its tiny model, or finds that it has been taught; the model's folder."""
-    device = "cpu" if comparison.common.get("use_cpu") else None
-    options: dict[str, Any] = {"steps": comparison.warm_start_steps, "device": device, **comparison.model_size}
-    return str(warm_start(comparison.task, seed=seed, progress=progress, **options))
+    """Teaches a comparison's task to its model, or finds that it has been taught; the model's folder."""
+    assert comparison.task is not None
+    return comparison.task.teach(
+        comparison.subject.get("model_name_or_path"),
+        steps=comparison.warm_start_steps,
+        seed=seed,
+        use_cpu=bool(comparison.common.get("use_cpu")),
+        progress=progress,
+        **comparison.model_size,
+    )
 
 
 class ComparisonFolder:
@@ -85,12 +90,14 @@ class ComparisonFolder:
         """Constructs the trainer of every arm that is to be trained, so that what one refuses, and how many threads
         suit their models, is known before the first."""
         with tempfile.TemporaryDirectory() as folder:
-            if self.comparison.task is not None:
+            start = None
+            if self.comparison.builds_model:
                 # In place of the warm start, which takes a while.
                 build_model(seed=0, **self.comparison.model_size).save_pretrained(folder)
+                start = folder
             for name, arm in {arm.name: arm for arm, _ in self.missing()}.items():
                 try:
-                    trainer = build_run(self.comparison, arm, seed=0, folder=Path(folder), start=folder)[0]
+                    trainer = build_run(self.comparison, arm, seed=0, folder=Path(folder), start=start)[0]
                 except (UsageError, ValueError, NotImplementedError) as error:  # what a trainer refuses, it explains
                     raise UsageError(f"arm {name}: {error}") from error
                 limit_threads(trainer.model, trainer.accelerator.device)
@@ -98,12 +105,19 @@ class ComparisonFolder:
                 free_memory()
 
     def warm_starts(self) -> dict[int, str]:
-        """Folders of the models that were taught an embedded task, by seed; empty for a model of the user's own."""
-        return {seed: teach(self.comparison, seed) for seed in self.seeds_to_teach()}
+        """Folders of the models that were taught the task, by the seed of the lesson; empty without a warm start."""
+        return {seed: teach(self.comparison, seed) for seed in self.lessons()}
 
-    def seeds_to_teach(self) -> list[int]:
-        """Seeds of missing runs, where an embedded task has to be taught to a model for each."""
-        return [] if self.comparison.task is None else self.unfinished_seeds()
+    def lessons(self) -> list[int]:
+        """Seeds of the warm starts that the missing runs begin with."""
+        seeds = [self.comparison.lesson(seed) for seed in self.unfinished_seeds()]
+        return list(dict.fromkeys(seed for seed in seeds if seed is not None))
+
+    def start_of(self, seed: int, starts: Mapping[int, str]) -> str | None:
+        """Return the folder of the model that a run begins with, of those that [`~ComparisonFolder.warm_starts`]
+        returned."""
+        lesson = self.comparison.lesson(seed)
+        return None if lesson is None else starts[lesson]
 
     def train(self, starts: Mapping[int, str], bar: Any) -> Iterator[int]:
         """Trains what is missing, one run after the other; yields a seed when all its runs are finished. `starts` are
@@ -112,7 +126,8 @@ class ComparisonFolder:
         for number, (arm, seed) in enumerate(missing, start=self.num_runs - len(missing) + 1):
             folder = self.of_run(arm, seed)
             bar.set_description(f"{number}/{self.num_runs} {arm.name}, seed {seed}")
-            run = train_run(self.comparison, arm, seed=seed, folder=folder, start=starts.get(seed), bar=bar)
+            start = self.start_of(seed, starts)
+            run = train_run(self.comparison, arm, seed=seed, folder=folder, start=start, bar=bar)
             run.save(folder / RESULT)
             bar.update(int(number * self.comparison.amount) - bar.n)
             free_memory()

@@ -28,18 +28,15 @@ from trl_explore.rows.streams import loss_mask
 from trl_explore.runs.arguments import RunArguments, trainer_arguments
 from trl_explore.runs.inputs import UsageError, load_train_and_eval
 from trl_explore.runs.methods import find_method
+from trl_explore.runs.tasks import EmbeddedTask
 from trl_explore.sampling.count import TokenCount
 from trl_explore.saving.checkpoints import last_complete_checkpoint
 from trl_explore.saving.interrupt import InterruptCallback
 from trl_explore.saving.whole_files import whole_file
-from trl_explore.tasks import AGENTS
-from trl_explore.tasks.lake_agent import LakeAgentTask
-from trl_explore.tasks.tiny_model import build_tokenizer
 from trl_explore.trainers.base import ExplorationTrainer, count_sampled, watch
 
-NUM_TRAIN, NUM_TRAIN_AGENT = 4000, 2000  # problems of an embedded task; there are not many more boards
 HELD_OUT_SEED = 0
-TASK_SAMPLING: dict[str, Any] = dict(batch_size=512, answer_fn=str.strip)  # of an embedded task's completions
+TINY_MODEL_BATCH = 512  # completions at a time in evaluations of a tiny model
 RECORD = "comparison.json"
 TRAINING = ("entropy", "frac_reward_zero_std")  # what a curve says of the steps between two evaluations
 
@@ -237,17 +234,14 @@ def task_trainer(
     arm: Arm, task: Any, start: str | Path, config: Any, *, num_train: int | None = None, rows: Any = None, **more: Any
 ) -> Any:
     """The trainer of an arm on an embedded task; `rows` are those that an agent is evaluated on."""
-    agent = task.name in AGENTS
-    return find_method(arm.method).trainer_class(
-        model=str(start),
-        reward_funcs=[] if isinstance(task, LakeAgentTask) else task.reward,  # its environment knows a game's worth
-        args=config,
-        train_dataset=task.build_dataset(num_train or (NUM_TRAIN_AGENT if agent else NUM_TRAIN), seed=config.seed),
-        eval_dataset=rows if agent else None,
-        processing_class=build_tokenizer(tools=agent),
-        environment_factory=task.environment_factory if agent else None,
-        **more,
-    )
+    of_run = EmbeddedTask(task)
+    given = of_run.trainer_arguments(seed=config.seed, evaluates=False)
+    if num_train is not None:
+        given["train_dataset"] = task.build_dataset(num_train, seed=config.seed)
+    if of_run.is_agent:
+        given["eval_dataset"] = rows
+    trainer_class = find_method(arm.method).trainer_class
+    return trainer_class(model=str(start), args=config, processing_class=of_run.tokenizer(), **given, **more)
 
 
 def held_out_split(comparison: Comparison, arguments: RunArguments) -> tuple[Any, list[dict[str, Any]]]:
@@ -269,18 +263,24 @@ def held_out_split(comparison: Comparison, arguments: RunArguments) -> tuple[Any
 
 
 def build_run(comparison: Comparison, arm: Arm, *, seed: int, folder: Path, start: str | None) -> tuple[Any, Evaluate]:
-    """The trainer of one run, and what measures its model; `start` is the folder of an embedded task's model."""
+    """The trainer of one run, and what measures its model; `start` is the folder of a model that was taught a task."""
     arguments = run_arguments(comparison, arm, seed=seed, folder=str(folder))
-    task, options = comparison.task, {}
-    agent, count = task is not None and task.name in AGENTS, comparison.samples_at_ends
+    config, task = arguments[1], comparison.task
+    agent, count = task is not None and task.is_agent, comparison.samples_at_ends
+    options: dict[str, Any] = {}  # of the callback that measures
+    if agent:
+        vars(config).update(agent_evaluation_options(comparison.num_samples))
     if task is None:
         train, rows = held_out_split(comparison, arguments)
         trainer = find_method(arm.method).trainer_class(**{**trainer_arguments(arguments), "train_dataset": train})
     else:
-        config, rows = arguments[1], task.evaluation_set(comparison.num_eval)
-        if agent:
-            vars(config).update(agent_evaluation_options(comparison.num_samples))
-        trainer, options = task_trainer(arm, task, str(start), config, rows=rows), TASK_SAMPLING
+        rows, options["answer_fn"] = task.held_out_rows(comparison.num_eval), task.answer_fn
+        if task.brings_model:
+            options["batch_size"] = TINY_MODEL_BATCH
+            trainer = task_trainer(arm, task.task, str(start), config, rows=rows)
+        else:
+            given = {**trainer_arguments(arguments, start=start), "eval_dataset": rows if agent else None}
+            trainer = find_method(arm.method).trainer_class(**given)
     usual: Callable[[], dict[str, Any]]
     if agent:
         usual = agent_evaluation(trainer, len(rows), comparison.values_of_k("pass"))

@@ -8,14 +8,15 @@ from typing import Any
 
 from trl import DatasetMixtureConfig, ModelConfig
 
-from trl_explore.compare import tasks
+from trl_explore.compare.tasks import AGENT_SAMPLES
 from trl_explore.methods import METHODS
 from trl_explore.names import unknown_name
 from trl_explore.runs.arguments import RunArguments, TrainArguments, build_arguments, is_shared, methods_with
+from trl_explore.runs.devices import available_accelerator
 from trl_explore.runs.inputs import UsageError
 from trl_explore.runs.methods import find_method
+from trl_explore.runs.tasks import LESSON_SEED, RunTask, find_run_task, read_task_config
 from trl_explore.runs.yaml_values import read_count, read_mapping, read_number
-from trl_explore.tasks import AGENTS
 from trl_explore.tasks.tiny_model import HEAD_SIZE
 from trl_explore.visible_text import visible_text
 
@@ -85,7 +86,7 @@ class Budget:
 class Comparison:
     """Everything that decides what a comparison computes."""
 
-    subject: dict[str, Any]  # fields of `trl-explore train`; or only `task`, an embedded one
+    subject: dict[str, Any]  # fields of `trl-explore train`: model and data, model and `task`, or an embedded `task`
     unit: str  # what is equal for all arms: "tokens", "seconds" or "steps"
     amount: float  # of it for each run
     seeds: tuple[int, ...]
@@ -96,14 +97,31 @@ class Comparison:
     num_eval: int  # held-out problems
     success_threshold: float | None  # smallest total reward of a success in the evaluation
     success_reward: str | None  # function that decides success there, in the place of the total
-    warm_start_steps: int | None  # that teach an embedded task to the tiny model
+    warm_start_steps: int | None  # that teach the task to the model
     samples_at_ends: int | None  # per held-out problem before and after training, for pass@k at large k
     model_size: dict[str, Any]  # `hidden_size` and `num_layers` where not the tiny model's
 
     @property
-    def task(self) -> Any:
-        """The embedded task, or `None`."""
-        return tasks.find_task(self.subject["task"]) if "task" in self.subject else None
+    def task(self) -> RunTask | None:
+        """The task, or `None` where the user has data of his own."""
+        if "task" not in self.subject:
+            return None
+        return find_run_task(self.subject["task"], self.subject.get("task_config"))
+
+    @property
+    def builds_model(self) -> bool:
+        """True if the runs train the tiny model of an embedded task."""
+        return self.task is not None and self.task.brings_model
+
+    def lesson(self, seed: int) -> int | None:
+        """
+        Return the seed of the warm start that a run begins with, or None if the model is not taught the task.
+
+        A tiny model is built and taught for each seed. A pretrained model is taught once for all runs.
+        """
+        if self.warm_start_steps is None:
+            return None
+        return seed if self.builds_model else LESSON_SEED
 
     @property
     def budget(self) -> Budget:
@@ -119,7 +137,7 @@ class Comparison:
     @property
     def num_samples(self) -> int:
         """Samples per held-out problem: as many as the largest k asks for, and at least 8 (agents 4)."""
-        fewest = tasks.AGENT_SAMPLES if self.task is not None and self.task.name in AGENTS else 8
+        fewest = AGENT_SAMPLES if self.task is not None and self.task.is_agent else 8
         return max([fewest, *(k for kind in ("pass", "maj", "coverage") for k in self.values_of_k(kind))])
 
     def values_of_k(self, kind: str) -> tuple[int, ...]:
@@ -153,12 +171,14 @@ def arm_folder(name: str) -> str:
 def read_comparison(document: Mapping[str, Any]) -> Comparison:
     """Check a comparison's document, flags in it, and fill it in. UsageError names field, value and remedy."""
     named = [spec.name for cls in (TrainArguments, ModelConfig, DatasetMixtureConfig) for spec in fields(cls)]
-    subject_names = {"task", *named} - {"method", "trainer"}
+    subject_names = {*named} - {"method", "trainer", "warm_start_steps"}
     own = {spec.name for spec in fields(Comparison)} - {"subject", "unit", "amount"} | {"budget"}
     for name in document:
         if name not in own | subject_names:
             raise UsageError(_unknown_top_level(str(name), own | subject_names))
     subject = {name: value for name, value in document.items() if name in subject_names}
+    if "task_config" in subject:
+        subject["task_config"] = read_task_config(subject["task_config"])
     task = _find_task(subject)
     unit, amount = _read_budget(document.get("budget"))
     common = read_mapping("common", document.get("common"))
@@ -169,18 +189,18 @@ def read_comparison(document: Mapping[str, Any]) -> Comparison:
         amount=amount,
         seeds=_read_seeds(document.get("seeds", [0])),
         arms=_read_arms(document.get("arms"), task, common),
-        common={**DEFAULTS, **({} if task is None else tasks.task_options(task)), **common},
+        common={**DEFAULTS, **_options_of_task(task), **common},
         metrics=_read_metrics(document.get("metrics"), task),
         evaluations=read_count("evaluations", document.get("evaluations", 10)),
-        num_eval=read_count("num_eval", document.get("num_eval", 128 if task is None else tasks.task_num_eval(task))),
+        num_eval=_read_num_eval(document.get("num_eval"), task),
         success_threshold=None if threshold is None else read_number("success_threshold", threshold),
         success_reward=document.get("success_reward"),
         warm_start_steps=_warm_start_steps(document.get("warm_start_steps"), task),
         samples_at_ends=None if many is None else read_count("samples_at_ends", many),
         model_size=_model_size(document.get("model_size"), task),
     )
-    agent, count = task is not None and task.name in AGENTS, comparison.num_samples
-    if agent and comparison.samples_at_ends is not None and comparison.samples_at_ends % count:
+    count = comparison.num_samples
+    if task is not None and task.is_agent and (comparison.samples_at_ends or 0) % count:
         raise UsageError(
             f"samples_at_ends={many}: give a multiple of {count}, which an evaluation of {task.name} samples"
         )
@@ -194,15 +214,43 @@ def _unknown_top_level(name: str, known: set[str]) -> str:
     return unknown_name("field", name, known)
 
 
-def _find_task(subject: Mapping[str, Any]) -> Any:
+def _find_task(subject: Mapping[str, Any]) -> RunTask | None:
     if "task" not in subject:
+        if "task_config" in subject:
+            raise UsageError(f"task_config={subject['task_config']} belongs to a `task`; name one, or leave it out")
         if "model_name_or_path" not in subject:
             raise UsageError("nothing to train: give `task` (an embedded task) or `model_name_or_path` and your data")
         return None
-    others = sorted(subject.keys() - {"task"})
+    task = find_run_task(str(subject["task"]), subject.get("task_config"))
+    has, allowed = "model, data and reward", {"task", "task_config"}
+    if not task.brings_model:
+        has, allowed = "data and reward", allowed | {spec.name for spec in fields(ModelConfig)}
+    others = sorted(subject.keys() - allowed)
     if others:
-        raise UsageError(f"{others[0]}: `task` has its own model, data and reward; leave one of the two out")
-    return tasks.find_task(str(subject["task"]))
+        raise UsageError(f"{others[0]}: `task` has its own {has}; leave one of the two out")
+    if not task.brings_model and subject.get("model_name_or_path") is None:
+        raise UsageError(
+            f"model_name_or_path is missing: {task.name} has no model of its own; give model_name_or_path, such as "
+            "smollm2"
+        )
+    return task
+
+
+def _options_of_task(task: RunTask | None) -> dict[str, Any]:
+    """Fields of all arms that suit a task. TRL's defaults need a GPU, so without one they are fields for a CPU."""
+    if task is None:
+        return {}
+    on_cpu = not task.brings_model and available_accelerator() is None
+    return {**({"use_cpu": True, "bf16": False} if on_cpu else {}), **task.options}
+
+
+def _read_num_eval(given: Any, task: RunTask | None) -> int:
+    if given is None:
+        return 128 if task is None else task.num_eval
+    count = read_count("num_eval", given)
+    if task is not None and not task.brings_model:
+        task.held_out_rows(count)  # raises where there are fewer
+    return count
 
 
 def _read_budget(given: Any) -> tuple[str, float]:
@@ -231,7 +279,7 @@ def _read_seeds(given: Any) -> tuple[int, ...]:
     return tuple(seeds)
 
 
-def _read_arms(given: Any, task: Any, common: Mapping[str, Any]) -> tuple[Arm, ...]:
+def _read_arms(given: Any, task: RunTask | None, common: Mapping[str, Any]) -> tuple[Arm, ...]:
     if given is None:
         given = [{"method": method} for method in _default_methods(task)]
     if not isinstance(given, list) or not given:
@@ -245,7 +293,7 @@ def _read_arms(given: Any, task: Any, common: Mapping[str, Any]) -> tuple[Arm, .
     return tuple(arms)
 
 
-def _read_arm(place: str, entry: Any, task: Any, common: Mapping[str, Any]) -> Arm:
+def _read_arm(place: str, entry: Any, task: RunTask | None, common: Mapping[str, Any]) -> Arm:
     entry = read_mapping(place, entry)
     for key in entry:
         if key not in ("name", "method", "options"):
@@ -253,10 +301,10 @@ def _read_arm(place: str, entry: Any, task: Any, common: Mapping[str, Any]) -> A
     if "method" not in entry:
         raise UsageError(f"{place}: method is missing; choose one of {', '.join(METHODS)}")
     method = find_method(str(entry["method"]), place)
-    suited = {} if task is None else method.options(task)
+    suited = {} if task is None else task.method_options(method)
     if suited is None:
-        others = ", ".join(name for name, other in tasks.ALL_TASKS.items() if method.options(other) is not None)
-        raise UsageError(f"{place}: {method.name} does not suit the task {task.name}; it suits {others}")
+        assert task is not None
+        raise UsageError(f"{place}: {task.unsuited(method)}")
     filled_in = {name: value for name, value in suited.items() if name not in common}
     return Arm(
         name=visible_text(str(entry.get("name", method.title))),
@@ -265,40 +313,45 @@ def _read_arm(place: str, entry: Any, task: Any, common: Mapping[str, Any]) -> A
     )
 
 
-def _default_methods(task: Any) -> list[str]:
+def _default_methods(task: RunTask | None) -> list[str]:
     """GRPO first, because differences are to the first arm; a data set has no tools."""
     others = [row for row in METHODS.values() if not row.plain]
-    suited = [row for row in others if (not row.needs_tools if task is None else row.options(task) is not None)]
+    if task is None:
+        suited = [row for row in others if not row.needs_tools]
+    else:
+        suited = [row for row in others if task.method_options(row) is not None]
     return ["grpo", *(row.name for row in suited)]
 
 
-def _read_metrics(given: Any, task: Any) -> tuple[str, ...]:
+def _read_metrics(given: Any, task: RunTask | None) -> tuple[str, ...]:
     if given is None:
-        return ("reward", "greedy_accuracy", "pass_at_1", "pass_at_8") if task is None else tasks.task_metrics(task)
+        return ("reward", "greedy_accuracy", "pass_at_1", "pass_at_8") if task is None else task.metrics
     names = [str(name).replace("@", "_at_") for name in (given if isinstance(given, list) else [given])]
     for name in names:
         if name not in METRICS and not COUNTED.fullmatch(name):
             raise UsageError(
                 f"metrics: {unknown_name('metric', name, METRICS)} Behind `_at_` stands any number from 1 on."
             )
-        if task is not None and task.name in AGENTS and not re.fullmatch(r"reward|pass_at_\d+", name):
+        if task is not None and task.is_agent and not re.fullmatch(r"reward|pass_at_\d+", name):
             raise UsageError(f"metrics: {name} is not measured for agents; {task.name} has `reward` and `pass_at_8`")
     if not names or len(set(names)) < len(names):
         raise UsageError(f"metrics={given}: give different names, for example [greedy_accuracy, pass_at_8]")
     return tuple(names)
 
 
-def _warm_start_steps(given: Any, task: Any) -> int | None:
+def _warm_start_steps(given: Any, task: RunTask | None) -> int | None:
     if given is None:
         return None if task is None else task.warm_start_steps
     if task is None:
-        raise UsageError(f"warm_start_steps={given}: only an embedded `task` has a warm start; leave it out")
-    return read_count("warm_start_steps", given)
+        raise UsageError(f"warm_start_steps={given}: only a `task` has a warm start; leave it out")
+    steps = read_count("warm_start_steps", given)
+    task.check_teaching(steps)
+    return steps
 
 
-def _model_size(given: Any, task: Any) -> dict[str, Any]:
+def _model_size(given: Any, task: RunTask | None) -> dict[str, Any]:
     size = {name: read_count(f"model_size.{name}", value) for name, value in read_mapping("model_size", given).items()}
-    if size and task is None:
+    if size and (task is None or not task.brings_model):
         raise UsageError(f"model_size={given}: only the model of an embedded `task` is built; leave it out")
     for name in size:
         if name not in ("hidden_size", "num_layers"):
@@ -342,6 +395,6 @@ def _check_fields(comparison: Comparison) -> None:
 
 def run_arguments(comparison: Comparison, arm: Arm, *, seed: int, folder: str) -> RunArguments:
     """The arguments of one run, as `trl-explore train` would have them; checkpoints go to `folder`."""
-    subject = {} if "task" in comparison.subject else comparison.subject
+    subject = {} if comparison.builds_model else comparison.subject
     fixed = {"method": arm.method, "seed": seed, "output_dir": folder, "logging_steps": 1}
     return build_arguments({**subject, **comparison.common, **arm.options, **fixed})

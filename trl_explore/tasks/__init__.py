@@ -45,6 +45,7 @@ __all__ = [
     "TeachableTask",
     "VaultTask",
     "get_task",
+    "is_agent",
     "paper_places",
 ]
 
@@ -93,6 +94,11 @@ EMBEDDED: tuple[TeachableTask, ...] = (
 )
 TASKS: dict[str, TeachableTask] = {task.name: task for task in EMBEDDED}
 AGENTS: dict[str, Any] = {task.name: task for task in (LAKE_AGENT, MULTI_HOP, RARE_HOP, LATE_HOP)}
+
+
+def is_agent(task: Any) -> bool:
+    """Return whether a task, embedded or of another package, is played with tools."""
+    return getattr(task, "environment_factory", None) is not None
 
 
 def get_task(name: str) -> TeachableTask:

