@@ -76,7 +76,8 @@ class GameMaker:
         return self._adds_brackets
 
     def make(self) -> Any:
-        """Return a new game, without TextArena's wrappers: they repeat the whole history in every answer."""
+        """Return a new game. Making it may draw from the global generators."""
+        # Without TextArena's wrappers: they repeat the whole history in every answer.
         self._prepare()
         if self._draws:
             return _unwrapped(self._constructed())
@@ -392,8 +393,8 @@ def why_not(env_id: str, config: Mapping[str, Any] | None = None) -> str | None:
     if family == "FifteenPuzzle" and not hasattr(SinglePlayerState, "set_winners"):
         return "it cannot be won: this TextArena raises an AttributeError (`set_winners`) at the winning move."
     try:
-        game = GameMaker(env_id, config or {}).make()
         with own_chance(Chance.seeded(0)):
+            game = GameMaker(env_id, config or {}).make()
             game.reset(num_players=1, seed=0)
     except Exception as error:  # each game fails in its own way
         return _reason(error, family, config or {})
