@@ -15,16 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from trl_explore.compare.folder import ComparisonFolder, teach
-from trl_explore.compare.settings import Comparison, read_comparison
-from trl_explore.compare.workers import carry_out
-from trl_explore.runs.inputs import UsageError
-from trl_explore.runs.quiet import quiet, without_noise
-from trl_explore.saving.checkpoints import last_complete_checkpoint
+from trl_explore.runs.quiet import without_noise
 
 NUM_SHOWN = 3
 
@@ -39,6 +30,16 @@ def main() -> int:
     parser.add_argument("--output_dir", default="out/real")
     args = parser.parse_args()
     began = time.perf_counter()
+
+    # Imported here, because each process that trains imports this file before it hides what other libraries print.
+    import yaml
+
+    from trl_explore.compare.folder import ComparisonFolder
+    from trl_explore.compare.settings import read_comparison
+    from trl_explore.compare.workers import carry_out
+    from trl_explore.runs.inputs import UsageError
+    from trl_explore.runs.quiet import quiet
+
     quiet()
     document = yaml.safe_load(Path(args.config).read_text())
     if args.tokens is not None:
@@ -57,8 +58,12 @@ def main() -> int:
     return code
 
 
-def show_completions(folder: ComparisonFolder) -> None:
-    """Prints the greedy completions of held-out problems before training, and after it for each arm."""
+def show_completions(folder: Any) -> None:
+    """Prints the greedy completions of held-out problems before training, and after it for each arm of a
+    [`~trl_explore.compare.folder.ComparisonFolder`]."""
+    from trl_explore.compare.folder import teach
+    from trl_explore.saving.checkpoints import last_complete_checkpoint
+
     comparison = folder.comparison
     rows = comparison.task.held_out_rows(NUM_SHOWN)
     seed = comparison.seeds[0]
@@ -76,8 +81,11 @@ def show_completions(folder: ComparisonFolder) -> None:
     print()
 
 
-def greedy_completions(path: str, rows: Any, comparison: Comparison) -> list[tuple[str, float]]:
+def greedy_completions(path: str, rows: Any, comparison: Any) -> list[tuple[str, float]]:
     """The greedy completion of each row by the model in a folder, and its reward."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     texts = []
