@@ -23,11 +23,11 @@ NUM_SHOWN = 3
 def main() -> int:
     """Trains, or goes on, and shows the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default=str(Path(__file__).with_suffix(".yaml")))
+    parser.add_argument("--config", default=str(Path(__file__).with_suffix(".yaml")), help="what is compared")
     parser.add_argument("--tokens", type=float, help="budget of each run (default: that of the file)")
     parser.add_argument("--seeds", type=int, nargs="+", help="seeds of each arm (default: those of the file)")
     parser.add_argument("--processes", type=int, default=2, help="runs at a time (default: %(default)s)")
-    parser.add_argument("--output_dir", default="out/real")
+    parser.add_argument("--output_dir", default="out/real", help="results and checkpoints (default: %(default)s)")
     args = parser.parse_args()
     began = time.perf_counter()
 
