@@ -19,11 +19,11 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trl_explore.compare.folder import ComparisonFolder
+from trl_explore.compare.folder import ComparisonFolder, teach
 from trl_explore.compare.settings import Comparison, read_comparison
 from trl_explore.compare.workers import carry_out
 from trl_explore.runs.inputs import UsageError
-from trl_explore.runs.quiet import quiet
+from trl_explore.runs.quiet import quiet, without_noise
 from trl_explore.saving.checkpoints import last_complete_checkpoint
 
 NUM_SHOWN = 3
@@ -62,7 +62,7 @@ def show_completions(folder: ComparisonFolder) -> None:
     comparison = folder.comparison
     rows = comparison.task.held_out_rows(NUM_SHOWN)
     seed = comparison.seeds[0]
-    models = {"before": folder.warm_starts()[seed]}
+    models = {"before": teach(comparison, seed, progress=False)}
     for arm in comparison.arms:
         checkpoint = last_complete_checkpoint(str(folder.of_run(arm, seed)))[0]
         if checkpoint is not None:
@@ -95,4 +95,6 @@ def greedy_completions(path: str, rows: Any, comparison: Comparison) -> list[tup
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with without_noise():
+        code = main()
+    sys.exit(code)
