@@ -74,7 +74,9 @@ def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     make_model().save_pretrained(folder / "tiny")
     make_tokenizer().save_pretrained(folder / "tiny")
-    build_model(seed=0, hidden_size=16, num_layers=1).save_pretrained(folder / "agent")
+    agent = build_model(seed=0, hidden_size=16, num_layers=1)
+    agent.config.max_position_embeddings = 1024  # a character is a token, and packages' prompts are long
+    agent.save_pretrained(folder / "agent")
     build_tokenizer(tools=True).save_pretrained(folder / "agent")
     return folder
 
@@ -214,6 +216,12 @@ def test_a_model_is_taught_a_task_before_the_run(loaded, taught, capfd):
     assert all(value.equal(end[name]) for name, value in start.items())
 
 
+def test_a_lesson_leaves_the_run_its_precision(loaded, capfd):
+    assert main(["train", *train_flags(warm_start_steps=1, max_steps=1)]) == 0  # bf16 is false, the lesson's is true
+    assert compare({**COMPARISON, "warm_start_steps": 2}, "--methods", "grpo", "exploration") == 0
+    assert len(list(Path("cache").glob("reasoning_gym-sums-*"))) == 2
+
+
 @pytest.mark.parametrize(("task", "length"), [("chain", 73), ("multi_hop", 113)])
 def test_an_embedded_task_brings_its_tiny_model(task, length, loaded, capfd):
     changes = {"task": task, "model_name_or_path": None, "method": "deep_grpo", "warm_start_steps": 2}
@@ -348,7 +356,7 @@ def test_all_runs_begin_with_the_model_that_was_taught_once(more, loaded, taught
         assert [embedded.lesson(seed) for seed in embedded.seeds] == [3, 4]
         return
     assert compare(COMPARISON, *flags) == 0
-    assert taught == [("./tiny", SUMS, 5, 0, "cpu")]
+    assert taught == [("tiny", SUMS, 5, 0, "cpu")]
     assert len({run["points"][0]["eval/reward"] for run in runs().values()}) == 1
     assert yaml.safe_load(Path("out/comparison.yaml").read_text())["warm_start_steps"] == 5
 
@@ -497,7 +505,7 @@ def test_every_task_has_one_line_with_an_example(packages, capsys):
     assert names == [*TASKS, *AGENTS, "reasoning_gym:sums", "reasoning_gym:words", *games]
     text = "\n".join(lines)
     assert "2a*3b*3c*3d-0e*7f*7g+1h*7i-4j+7" in text
-    assert "Ask sums about xxx" in text and "3 variants: Go-v0-raw, Go-v0-train" in text and "1 variant" in text
+    assert "Ask sums about xxx" in text and "3 variants, also Go-v0-raw, Go-v0-train" in text and "1 variant" in text
     assert max(map(len, lines)) <= 120
 
 

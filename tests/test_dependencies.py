@@ -30,6 +30,7 @@ EXTRAS = {
     "trl_explore/retrieval/server.py": {"serve"},
     "trl_explore/environments/reasoning_gym.py": {"reasoning-gym"},
     "trl_explore/environments/text_arena_games.py": {"textarena"},
+    "trl_explore/environments/text_arena_registry.py": {"textarena"},
     "trl_explore/evaluation/samplers.py": {"vllm"},
     "trl_explore/serving/engine.py": {"vllm"},
     "trl_explore/serving/plugin.py": {"vllm"},

@@ -6,7 +6,7 @@ import pytest
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from world import saved_model
+from world import make_trainer, saved_model
 
 from trl_explore.pretrained import teaching
 from trl_explore.pretrained.teaching import demonstrations, teach
@@ -83,3 +83,17 @@ def test_what_cannot_be_taught_is_refused_before_anything_is_trained(tmp_path):
     with pytest.raises(UsageError, match="cannot be kept in .*TRL_EXPLORE_CACHE"):
         teach(saved_model(), Sums(), steps=2, cache_dir=file)
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_run_has_its_own_precision_before_and_after_a_lesson(tmp_path):
+    for steps in (1, 2):
+        teach(saved_model(), Sums(), steps=steps, cache_dir=tmp_path, progress=False)
+        assert make_trainer(output_dir=tmp_path / "out").accelerator.mixed_precision == "no"
+
+
+def test_several_processes_find_a_taught_model_but_teach_none(tmp_path, monkeypatch):
+    folder = teach(saved_model(), Sums(), steps=1, cache_dir=tmp_path, progress=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert teach(saved_model(), Sums(), steps=1, cache_dir=tmp_path, progress=False) == folder
+    with pytest.raises(UsageError, match="warm_start_steps=2: a model is taught in one process. Run the same"):
+        teach(saved_model(), Sums(), steps=2, cache_dir=tmp_path, progress=False)

@@ -148,7 +148,7 @@ def _games(ids: list[str]) -> list[Listed]:
     for variants in families.values():
         first = min(variants, key=len)
         others = [name for name in variants if name != first]
-        count = "1 variant" if not others else f"{len(variants)} variants: {', '.join(others)}"
+        count = "1 variant" if not others else f"{len(variants)} variants, also {', '.join(others)}"
         lines.append(Listed(f"textarena:{first}", "textarena", count))
     return lines
 

@@ -9,10 +9,8 @@ from typing import Any
 from datasets import Dataset
 from transformers.utils import get_json_schema
 
-from trl_explore.environments.text_arena_games import (
-    GameMaker,
-    GameRules,
-    TextArenaGame,
+from trl_explore.environments.text_arena_games import GameMaker, GameRules, TextArenaGame
+from trl_explore.environments.text_arena_registry import (
     arguments_of,
     check_arguments,
     family_of,
@@ -22,7 +20,7 @@ from trl_explore.environments.text_arena_games import (
 )
 from trl_explore.names import unknown_name
 
-MOST_TURNS = 50  # of games without a limit, or with a higher one, unless the user gives one
+DEFAULT_TURNS = 50  # of games without a limit of their own
 # Arguments by which games limit their turns, and the turns that come on top: Bandit asks for a last choice.
 LIMITS = {"max_turns": 0, "num_turns": 1, "num_guesses": 0, "N": 0}
 SEED_OFFSET = 1_000_000  # from the seed of the training rows to that of the evaluation rows
@@ -80,7 +78,7 @@ class TextArenaSpec:
             Seed from which the seeds of the evaluation rows are drawn; `None`: `seed` plus a million.
         max_turns (`int`, *optional*):
             Limit of tool calls, at least 1; invalid moves count. If the game has a limit of its own, it gets this one.
-            `None` keeps the game's limit, but sets 50 if it has none or a higher one.
+            `None` keeps the game's limit, and sets 50 if it has none.
         system_prompt (`str`, *optional*):
             System message of each prompt.
         rules (`str`, *optional*):
@@ -239,7 +237,7 @@ def _with_limit(env_id: str, config: Mapping[str, Any], max_turns: int | None) -
     given = {**arguments_of(env_id), **config}
     if max_turns is None:
         own = [given[name] + more for name, more in LIMITS.items() if given.get(name)]
-        max_turns = min([*own, MOST_TURNS])
+        max_turns = min(own, default=DEFAULT_TURNS)
     return ({**config, "max_turns": max_turns} if "max_turns" in given else dict(config)), max_turns
 
 

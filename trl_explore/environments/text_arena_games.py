@@ -7,12 +7,9 @@ disturb each other or the training, and a copy of a game plays on exactly as the
 
 import contextlib
 import copy
-import inspect
 import io
 import math
 import random
-import re
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from numbers import Real
@@ -21,12 +18,7 @@ from typing import Any
 import numpy as np
 
 from trl_explore.agents.snapshots import not_a_tool
-from trl_explore.names import unknown_name
 
-# Games that ask a language model of a paid service to play a part, or to judge.
-ASKS_A_MODEL = ("Debate", "GuessWho", "ScenarioPlanning", "TwentyQuestions")
-FOR_SEVERAL = "it is a game for two or more players, and there is no opponent here."
-NLTK_DATA = "words averaged_perceptron_tagger_eng"
 # Names of the methods by which games say how much of a task is done. TextArena has no common name for them.
 PROGRESS_METHODS = ("_get_percentage_completion", "_calculate_progress", "_progress")
 WORD_LIST_SIZE = 1000  # a collection of so many entries is a word list or a table, which no game changes
@@ -76,7 +68,8 @@ class GameMaker:
         return self._adds_brackets
 
     def make(self) -> Any:
-        """Return a new game, without TextArena's wrappers: they repeat the whole history in every answer."""
+        """Return a new game. Making it may draw from the global generators."""
+        # Without TextArena's wrappers: they repeat the whole history in every answer.
         self._prepare()
         if self._draws:
             return _unwrapped(self._constructed())
@@ -337,117 +330,3 @@ def _word_lists(game: Any) -> list[Any]:
             if isinstance(value, (list, set, frozenset, dict)) and len(value) >= WORD_LIST_SIZE:
                 found.append(value)
     return found
-
-
-# ------------------------------------------------------------------------------------------------ what can be played
-
-
-def known_ids() -> list[str]:
-    """
-    Return the ids of TextArena's registry.
-
-    Raises:
-        ImportError: If TextArena is not installed.
-    """
-    try:
-        import textarena  # noqa: F401
-        from textarena.envs.registration import ENV_REGISTRY
-    except ModuleNotFoundError as error:
-        raise ImportError(f'TextArenaSpec needs TextArena ({error}): pip install "trl-explore[textarena]".') from error
-    return list(ENV_REGISTRY)
-
-
-@contextlib.contextmanager
-def without_downloads() -> Iterator[None]:
-    """Keep games from downloading the word lists that they lack."""
-    from textarena.envs.utils import word_lists
-
-    nltk = word_lists.nltk
-    before = nltk.download
-    nltk.download = lambda *names, **options: False
-    try:
-        yield
-    finally:
-        nltk.download = before
-
-
-def why_not(env_id: str, config: Mapping[str, Any] | None = None) -> str | None:
-    """
-    Say why a game cannot be used.
-
-    Args:
-        env_id (`str`):
-            Id in TextArena's registry.
-        config (`Mapping`, *optional*):
-            Arguments of the game's constructor.
-
-    Returns:
-        `str` or `None`: The reason in one sentence. None if the game can be used.
-    """
-    from textarena import SinglePlayerState
-
-    family = family_of(env_id)
-    if family in ASKS_A_MODEL:
-        return "it asks a language model of a paid service (OpenRouter) to play a part or to judge."
-    if family == "FifteenPuzzle" and not hasattr(SinglePlayerState, "set_winners"):
-        return "it cannot be won: this TextArena raises an AttributeError (`set_winners`) at the winning move."
-    try:
-        game = GameMaker(env_id, config or {}).make()
-        with own_chance(Chance.seeded(0)):
-            game.reset(num_players=1, seed=0)
-    except Exception as error:  # each game fails in its own way
-        return _reason(error, family, config or {})
-    if not isinstance(game.state, SinglePlayerState):
-        return FOR_SEVERAL
-    return None
-
-
-def family_of(env_id: str) -> str:
-    """Return the name of the package that a game is in, such as `Game2048` for `2048-v0`."""
-    from textarena.envs.registration import ENV_REGISTRY
-
-    return str(ENV_REGISTRY[env_id].entry_point).partition(":")[0].split(".")[-2]
-
-
-def arguments_of(env_id: str) -> dict[str, Any]:
-    """Return the arguments with which the registry makes a game, and the defaults of the others. An argument without
-    either is None."""
-    import importlib
-
-    from textarena.envs.registration import ENV_REGISTRY
-
-    module, _, name = str(ENV_REGISTRY[env_id].entry_point).partition(":")
-    parameters = inspect.signature(getattr(importlib.import_module(module), name)).parameters
-    defaults = {key: None if p.default is p.empty else p.default for key, p in parameters.items()}
-    return {**defaults, **ENV_REGISTRY[env_id].kwargs}
-
-
-def check_arguments(env_id: str, config: Mapping[str, Any]) -> None:
-    """
-    Check the names of a game's arguments.
-
-    Raises:
-        ValueError: If the game has no argument of such a name.
-    """
-    known = arguments_of(env_id)
-    for name in config:
-        if name not in known:
-            raise ValueError(f"TextArena's {env_id} does not take {name!r}: {unknown_name('argument', name, known)}")
-
-
-def _reason(error: Exception, family: str, config: Mapping[str, Any]) -> str:
-    text = " ".join(str(error).split())
-    if isinstance(error, LookupError) and "nltk" in text:
-        return f"it needs word lists of nltk that are not here: run `python -m nltk.downloader {NLTK_DATA}`."
-    if isinstance(error, SyntaxError):
-        version = ".".join(map(str, sys.version_info[:2]))
-        return f"textarena.envs.{family} does not compile under Python {version} ({error.msg}, line {error.lineno})."
-    if isinstance(error, ImportError):
-        return f"a module is missing ({text.rpartition('Error: ')[2]})."
-    if isinstance(error, FileNotFoundError):
-        path = text.rpartition("textarena/envs/")[2].strip("'")
-        return f"a file is missing from the installed TextArena ({path})."
-    if re.search("player", text, re.IGNORECASE):
-        return FOR_SEVERAL
-    given = f" with {dict(config)}" if config else ""
-    return f"it cannot be started{given} ({type(error).__name__}: {text})."

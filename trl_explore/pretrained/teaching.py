@@ -11,6 +11,8 @@ import os
 import random
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,8 +70,8 @@ def teach(
         `Path`: Folder that `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load.
 
     Raises:
-        UsageError: If `steps` is below 1, the task writes no demonstrations, the model cannot be found, or the cache
-            cannot be written to.
+        UsageError: If `steps` is below 1, the task writes no demonstrations, the model cannot be found, the cache
+            cannot be written to, or the model is not in the cache and this is one of several processes.
     """
     if steps < 1:
         raise UsageError(f"warm_start_steps={steps}: give at least 1")
@@ -82,6 +84,11 @@ def teach(
     if folder.is_dir():
         return folder
     check_cache(folder.parent)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UsageError(
+            f"warm_start_steps={steps}: a model is taught in one process. Run the same command once without "
+            "accelerate launch and with --max_steps 1; what was taught is kept, and this command finds it"
+        )
     if progress:
         print(f"trl-explore: teaching {spec.name} to {model} in {steps} supervised steps, once", file=sys.stderr)
     with tempfile.TemporaryDirectory() as scratch:
@@ -164,7 +171,7 @@ def _train(
         report_to="none",
         disable_tqdm=not progress,
     )
-    with undisturbed(nn.Identity(), seed=seed):
+    with undisturbed(nn.Identity(), seed=seed), _own_precision():
         trainer = SFTTrainer(
             model=source, args=config, train_dataset=Dataset.from_list(examples), processing_class=tokenizer
         )
@@ -172,3 +179,17 @@ def _train(
             trainer.remove_callback(PrinterCallback)
         trainer.train()
     return trainer
+
+
+@contextmanager
+def _own_precision() -> Iterator[None]:
+    """Compute in bfloat16, whatever the precision of the run is: accelerate keeps one precision per process."""
+    from accelerate.state import AcceleratorState
+
+    kept = dict(AcceleratorState._shared_state)
+    AcceleratorState._shared_state.clear()
+    try:
+        yield
+    finally:
+        AcceleratorState._shared_state.clear()
+        AcceleratorState._shared_state.update(kept)

@@ -40,7 +40,7 @@ RESPONSE_TEMPLATE = {
             "content": "json",
             "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
         },
-        "content": {"close": END, "content": "text"},
+        "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
     },
 }
 

@@ -6,6 +6,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_explore.compare.tasks import ALL_TASKS, task_metrics, task_num_eval, task_options
@@ -265,6 +266,8 @@ class SpecTask(RunTask):
 
         assert model is not None and steps is not None
         spec: Any = self.spec
+        folder = Path(model).expanduser()
+        model = str(folder) if folder.is_dir() else model
         device = "cpu" if use_cpu else None
         return str(teach(model, spec, steps=steps, seed=LESSON_SEED, progress=progress, device=device))
 
