@@ -1,6 +1,7 @@
 """A real vLLM server with SmolLM2-135M, whose prompts have a chat template and whose head is tied."""
 
 import itertools
+import time
 from importlib.util import find_spec
 
 import pytest
@@ -55,10 +56,12 @@ def test_what_is_sampled_is_what_is_trained(server, folder, tmp_path, name):
         vllm_server_timeout=2,
         **options,
     )
-    seen = watch(trainer)
+    seen, before = watch(trainer), trainer.model.model.embed_tokens.weight[:100].detach().clone()
+    start = time.perf_counter()
     trainer.train()
-    print(seen, [entry[NAME] for entry in trainer.state.log_history if NAME in entry])
+    print(f"{name}: {(time.perf_counter() - start) / 2:.1f} s per step, {seen}")
+    assert (trainer.model.model.embed_tokens.weight[:100] - before).abs().max() > 1e-4
     assert seen["syncs"] == 2 and seen["tokens"] > 100 and seen["largest"] < 1e-3
     differences = [entry[NAME] for entry in trainer.state.log_history if NAME in entry]
     assert len(differences) == 2 and max(differences) < 1e-4
-    trainer.vllm_generation.vllm_client.remove_files()
+    trainer.vllm_generation.vllm_client.remove_files()  # two copies of the weights, of 540 MB each
