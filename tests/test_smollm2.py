@@ -458,7 +458,9 @@ def test_kept_prefixes_are_continued_as_generate_does(folder, tokenizer, sampled
         assert found == complete(model, rows, options)
         parts = [ids[:budget] for ids, budget in zip(found, budgets, strict=True)]
         ended += sum(part[-1] == tokenizer.eos_token_id for part in parts)
-        rows = [row if part[-1] == tokenizer.eos_token_id else row + part for row, part in zip(rows, parts, strict=True)]
+        rows = [
+            row if part[-1] == tokenizer.eos_token_id else row + part for row, part in zip(rows, parts, strict=True)
+        ]
     assert paths.encoded < paths.asked / 2
     assert sampled or ended  # a short answer ends with the end token of the template
 
