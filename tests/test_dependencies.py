@@ -23,11 +23,13 @@ DISTRIBUTIONS = {"faiss": "faiss-cpu", "sklearn": "scikit-learn", "Stemmer": "Py
 EXTRAS = {
     "trl_explore/serving/backend.py": {"vllm"},
     "trl_explore/cli/completion.py": {"completion"},
+    "trl_explore/cli/tasks.py": {"reasoning-gym", "textarena"},
     "trl_explore/compare/plots.py": {"plots"},
     "trl_explore/publishing/curves.py": {"plots"},
     "trl_explore/label_free/embedding.py": {"dense"},
     "trl_explore/retrieval/index.py": {"dense", "retrieval"},
     "trl_explore/retrieval/server.py": {"serve"},
+    "trl_explore/environments/gym_worker.py": {"reasoning-gym"},
     "trl_explore/environments/reasoning_gym.py": {"reasoning-gym"},
     "trl_explore/environments/text_arena_games.py": {"textarena"},
     "trl_explore/environments/text_arena_registry.py": {"textarena"},
