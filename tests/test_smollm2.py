@@ -4,24 +4,33 @@ Tiny models have one token per character, one or two layers, and as many key-val
 tokens, 30 layers, 9 heads on 3 key-value heads, a head tied to 49,152 embeddings, and one token for padding and ends.
 """
 
+import copy
 import gc
 import itertools
+import json
 import math
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig, PeftModel
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from world import TINY, make_model, make_tokenizer, make_trainer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from trl import GRPOTrainer
+from world import TINY, make_model, make_tokenizer, make_trainer, one_batch, says
 
+from trl_explore.cli import main
 from trl_explore.methods import METHODS
 from trl_explore.pretrained import smollm2 as package
-from trl_explore.pretrained.smollm2 import PACKAGE, SHORT_TEMPLATE, find_pretrained, smollm2
+from trl_explore.pretrained.smollm2 import PACKAGE, find_pretrained, smollm2
+from trl_explore.pretrained.tools import TOOL_CHAT_TEMPLATE
 from trl_explore.runs.inputs import UsageError
+from trl_explore.sampling.generation import complete
+from trl_explore.sampling.paths import PathCache, effective_options, why_not
 
 # One worker of pytest-xdist runs all tests: two would convert the model twice, and hold it twice in memory.
 pytestmark = pytest.mark.xdist_group("smollm2")
@@ -31,6 +40,11 @@ needs_package = pytest.mark.skipif(
 
 QUESTIONS = ["Say a number.", "Name a fruit and a colour.", "What is 3 + 4?", "Tell me a word."]
 LONG_QUESTION = "Name a fruit. " + "Do not name one that is green or sour, or that has a hard shell. " * 5
+CAPITALS = {"France": "Paris", "Italy": "Rome", "Germany": "Berlin"}
+CITY_REWARD = """
+def names_the_city(completions, answer, **columns):
+    return [float(city in completion[0]["content"]) for completion, city in zip(completions, answer)]
+"""
 MOST = 16  # tokens of a completion
 # Smallest runs that do what each method is there for.
 OPTIONS = {
@@ -170,16 +184,20 @@ def test_a_cache_that_cannot_be_written_to_is_refused_before_anything_is_convert
 
 @needs_package
 def test_a_model_that_was_converted_before_is_not_converted_again(tmp_path, monkeypatch):
-    converted = []
-    monkeypatch.setattr(
-        package, "_convert", lambda source: converted.append(source) or (make_model(), make_tokenizer())
-    )
+    tokenizer, converted = make_tokenizer(), []
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+
+    def convert(source):
+        converted.append(source)
+        return make_model(), tokenizer
+
+    monkeypatch.setattr(package, "_convert", convert)
     first = smollm2(cache_dir=tmp_path)
     assert smollm2(cache_dir=tmp_path) == first and len(converted) == 1
     other = smollm2(cache_dir=tmp_path, system_prompt=True)
     assert len(converted) == 2 and other != first
-    assert AutoTokenizer.from_pretrained(first).chat_template == SHORT_TEMPLATE
-    assert AutoTokenizer.from_pretrained(other).chat_template == make_tokenizer().chat_template
+    assert AutoTokenizer.from_pretrained(first).chat_template == TOOL_CHAT_TEMPLATE
+    assert AutoTokenizer.from_pretrained(other).chat_template == tokenizer.chat_template != TOOL_CHAT_TEMPLATE
     assert sorted(tmp_path.iterdir()) == sorted([first, other])  # nothing half-written is left
 
 
@@ -213,29 +231,32 @@ def test_weights_are_those_of_the_package_rounded_to_bfloat16(folder, tokenizer,
 
 @needs_package
 @pytest.mark.slow
-def test_the_tokenizer_is_that_of_the_package(tmp_path, tokenizer, original, monkeypatch):
-    own = AutoTokenizer.from_pretrained(**original)
-    for text in (
-        *QUESTIONS,
-        "def f(x):\n\treturn x ** 2",
-        "naïve Größe 3.14159 字",
-        "<|im_start|>user\n a <|im_end|>",
-    ):
-        assert tokenizer(text)["input_ids"] == own(text)["input_ids"]
-        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    assert len(tokenizer) == len(own) == 49152
-    assert (tokenizer.eos_token, tokenizer.eos_token_id) == (own.eos_token, own.eos_token_id) == ("<|im_end|>", 2)
-    monkeypatch.setattr(package, "_convert", lambda source: (make_model(), own))
+def test_the_tokenizer_is_that_of_the_package(tmp_path, folder, tokenizer, original, monkeypatch):
+    own, config = AutoTokenizer.from_pretrained(**original), AutoConfig.from_pretrained(folder)
+    texts = (*QUESTIONS, "def f(x):\n\treturn x ** 2", "naïve Größe 3.14159 字", "<|im_start|>user\n a <|im_end|>")
+    of_package = [own(text)["input_ids"] for text in texts]
+    own.eos_token, own.pad_token = own.bos_token, None  # as some versions of transformers read the file
+    tiny = copy.deepcopy(config)
+    tiny.hidden_size, tiny.intermediate_size, tiny.num_hidden_layers = 18, 18, 1
+    model = AutoModelForCausalLM.from_config(tiny)
+    monkeypatch.setattr(package, "_convert", lambda source: (model, package._mended(own, config)))
     long = AutoTokenizer.from_pretrained(smollm2(cache_dir=tmp_path, system_prompt=True))
     assert long.chat_template == own.chat_template != tokenizer.chat_template
+    for found in (tokenizer, long):
+        assert [found(text)["input_ids"] for text in texts] == of_package
+        assert [found.decode(ids) for ids in of_package] == list(texts)
+        assert found.bos_token == "<|im_start|>" and found.eos_token == found.pad_token == "<|im_end|>"
+        assert len(found) == 49152 and found.eos_token_id == found.pad_token_id == config.eos_token_id == 2
+        # Digits stand by themselves, so that what is before them is split as at the end of a text.
+        assert found.tokenize("1.\n\n2.  34") == ["1", ".", "ĊĊ", "2", ".", "ĠĠ", "3", "4"]
     told = [message("Hi."), message("Hello.", "assistant"), message("Bye.")]
-    for system in ([], [message("Be brief.", "system")]):
-        both = [
-            t.apply_chat_template([*system, *told], tokenize=False, add_generation_prompt=True)
-            for t in (tokenizer, long)
-        ]
-        # A conversation with a system prompt of its own is written alike; the default one is all that the other adds.
-        assert both[0] == both[1] if system else both[1].endswith(both[0]) and "SmolLM" in both[1]
+    short, whole = (t.apply_chat_template(told, tokenize=False) for t in (tokenizer, long))
+    assert whole.endswith(short) and whole.startswith(
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM"
+    )
+    told.insert(0, message("Be brief.", "system"))  # in the place of the default
+    short, whole = (t.apply_chat_template(told, tokenize=False, add_generation_prompt=True) for t in (tokenizer, long))
+    assert whole == short
 
 
 @needs_package
@@ -323,9 +344,9 @@ def calling_tools(tokenizer, monkeypatch):
     own = GRPOTrainer._generate_single_turn
 
     def sample(trainer, prompt_ids, *others, **options):
-        completions, extra = own(trainer, prompt_ids, *others, **options)
-        first = ["The total is" not in tokenizer.decode(ids) for ids in prompt_ids]
-        return [list(said) if now else ids for now, ids in zip(first, completions, strict=True)], extra
+        later = [ids for ids in prompt_ids if "The total is" in tokenizer.decode(ids)]
+        spoken = iter(own(trainer, later, *others, **options)[0] if later else [])
+        return [next(spoken) if ids in later else list(said) for ids in prompt_ids], None
 
     says(sample, monkeypatch.setattr)
     return said
@@ -334,31 +355,32 @@ def calling_tools(tokenizer, monkeypatch):
 @needs_package
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, row in METHODS.items() if row.needs_tools])
-def test_every_method_for_agents_trains(tmp_path, folder, name, monkeypatch):
-    tools = pytest.importorskip("trl_explore.pretrained.tools")
-    tokenizer = tools.with_tools(AutoTokenizer.from_pretrained(folder))
+def test_every_method_for_agents_trains(tmp_path, folder, tokenizer, name, monkeypatch):
     said = calling_tools(tokenizer, monkeypatch)
     trainer = trainer_of(
         name,
         folder,
         tmp_path,
-        processing_class=tokenizer,
         environment_factory=Counter,
         reward_funcs=taking_turns(period=2),
-        max_completion_length=64,
+        max_completion_length=48,
         max_tool_calling_iterations=1,
         per_device_train_batch_size=2,
         num_generations=2,
-        learning_rate=1.0,
+        learning_rate=0.1,
     )
     trainer.train()
     log = check_steps(trainer, name)
     assert all(entry["tools/call_frequency"] == 1 and entry["tools/failure_frequency"] == 0 for entry in log)
     changed, all_names = moved(trainer.model, f"{folder}/model.safetensors")
     assert changed == all_names
+    asked = [
+        tokenizer.apply_chat_template([message(text)], tools=trainer.tools, add_generation_prompt=True)["input_ids"]
+        for text in QUESTIONS
+    ]
     prompts, completions = rows_of(trainer)
     for prompt, ids in zip(prompts, completions, strict=True):
-        assert "add" in tokenizer.decode(prompt) and ids[: len(said)] == said
+        assert prompt in asked and ids[: len(said)] == said
         assert "The total is 2.<|im_end|>\n<|im_start|>assistant\n" in tokenizer.decode(ids[len(said) :])
 
 
@@ -388,7 +410,7 @@ def test_an_adapter_is_trained_saved_and_loaded_again(tmp_path, folder, tokenize
     assert torch.equal(again, trained) and not torch.allclose(again, plain, atol=1e-3)
 
 
-# ------------------------------------------------------------------------------------------------------ shared prefixes
+# ----------------------------------------------------------------------------------------------------- shared prefixes
 
 
 @needs_package
@@ -449,7 +471,7 @@ def test_kept_prefixes_are_continued_as_generate_does(folder, tokenizer, sampled
         for text in (QUESTIONS[0], QUESTIONS[2], QUESTIONS[0], LONG_QUESTION)
     ]
     ended = 0
-    for number in range(4):
+    for number in range(3):
         budgets = [3 + (place + number) % 4 for place in range(len(rows))]
         torch.manual_seed(number)
         found, _ = paths.complete(rows, budgets)
@@ -458,12 +480,14 @@ def test_kept_prefixes_are_continued_as_generate_does(folder, tokenizer, sampled
         assert found == complete(model, rows, options)
         parts = [ids[:budget] for ids, budget in zip(found, budgets, strict=True)]
         ended += sum(part[-1] == tokenizer.eos_token_id for part in parts)
-        rows = [row if part[-1] == tokenizer.eos_token_id else row + part for row, part in zip(rows, parts, strict=True)]
+        rows = [
+            row if part[-1] == tokenizer.eos_token_id else row + part for row, part in zip(rows, parts, strict=True)
+        ]
     assert paths.encoded < paths.asked / 2
     assert sampled or ended  # a short answer ends with the end token of the template
 
 
-# --------------------------------------------------------------------------------------------------------------- resume
+# -------------------------------------------------------------------------------------------------------------- resume
 
 
 def mean_token(completion_ids, **columns):
@@ -488,3 +512,55 @@ def test_a_resumed_run_ends_where_the_uninterrupted_one_does(emptied, folder):
     assert moved(again.model, emptied / "checkpoint-3" / "model.safetensors")[0] == set()
     changed, all_names = moved(again.model, emptied / "checkpoint-1" / "model.safetensors")
     assert changed == all_names
+
+
+# ---------------------------------------------------------------------------------------- evaluation, tables and cards
+
+
+@needs_package
+@pytest.mark.slow
+def test_the_command_evaluates_the_folder(tmp_path, folder, tokenizer, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [
+        {"prompt": [message(f"What is the capital of {place}?")], "answer": city} for place, city in CAPITALS.items()
+    ]
+    Path("capitals.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("city_rewards.py").write_text(CITY_REWARD)
+    monkeypatch.syspath_prepend(tmp_path)
+    command = f"eval --model_name_or_path {folder} --dataset capitals.jsonl --reward_funcs city_rewards.names_the_city"
+    command += " --num_samples 2 --temperature 0.2 --max_new_tokens 24 --output_dir out"
+    assert main(command.split()) == 0
+    result = json.loads(Path("out/results.json").read_text())["results"]["capitals"]
+    assert result["num_prompts"] == 3 and result["metrics"]["pass@2"]["value"] >= 2 / 3  # it knows them
+    lines = Path("out/capitals/completions.jsonl").read_text().splitlines()[1:]
+    sampled = [ids for line in lines for ids in json.loads(line)["completion_ids"]]
+    assert len(sampled) == 6
+    for ids in sampled:
+        assert tokenizer.eos_token_id not in ids[:-1] and (len(ids) == 24 or ids[-1] == tokenizer.eos_token_id)
+
+
+@needs_package
+@pytest.mark.slow
+def test_a_run_leaves_a_table_of_completions_and_a_card(emptied, folder, tokenizer, capsys):
+    trainer = trainer_of("deep_grpo", folder, emptied / "out", max_steps=1, log_completions=True)
+    trainer.train()
+    table = pd.read_parquet(emptied / "out/completions/completions_00001.parquet")
+    main_rows, branches = table[table["stream"] == "main"], table[table["stream"] == "aux"]
+    assert len(main_rows) == 8 and len(branches) == 4
+    assert {prompt[0]["content"] for prompt in main_rows["prompt"]} < set(QUESTIONS)
+    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in rows_of(trainer)[1]]
+    assert sorted(row[0]["content"] for row in main_rows["completion"]) == sorted(texts)
+    for _, branch in branches.iterrows():
+        cut = int(branch["prefix_characters"])
+        assert cut > 0
+        assert (
+            branch["completion"][0]["content"][:cut]
+            == table.loc[int(branch["parent"]), "completion"][0]["content"][:cut]
+        )
+    assert texts[0].split()[0] in capsys.readouterr().out
+    plan = trainer.push_to_hub(dry_run=True)
+    assert {"README.md", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= plan.files.keys()
+    card = (emptied / "out" / "README.md").read_text()
+    assert f"a local model, `{Path(folder).name}`" in card and str(Path(folder).parent) not in card
+    pushed = AutoTokenizer.from_pretrained(emptied / "out")
+    assert pushed.chat_template == TOOL_CHAT_TEMPLATE and pushed.eos_token == "<|im_end|>"

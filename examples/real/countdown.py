@@ -15,16 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from trl_explore.compare.folder import ComparisonFolder, teach
-from trl_explore.compare.settings import Comparison, read_comparison
-from trl_explore.compare.workers import carry_out
-from trl_explore.runs.inputs import UsageError
-from trl_explore.runs.quiet import quiet, without_noise
-from trl_explore.saving.checkpoints import last_complete_checkpoint
+from trl_explore.runs.quiet import without_noise
 
 NUM_SHOWN = 3
 
@@ -32,13 +23,23 @@ NUM_SHOWN = 3
 def main() -> int:
     """Trains, or goes on, and shows the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default=str(Path(__file__).with_suffix(".yaml")))
+    parser.add_argument("--config", default=str(Path(__file__).with_suffix(".yaml")), help="what is compared")
     parser.add_argument("--tokens", type=float, help="budget of each run (default: that of the file)")
     parser.add_argument("--seeds", type=int, nargs="+", help="seeds of each arm (default: those of the file)")
     parser.add_argument("--processes", type=int, default=2, help="runs at a time (default: %(default)s)")
-    parser.add_argument("--output_dir", default="out/real")
+    parser.add_argument("--output_dir", default="out/real", help="results and checkpoints (default: %(default)s)")
     args = parser.parse_args()
     began = time.perf_counter()
+
+    # Imported here, because each process that trains imports this file before it hides what other libraries print.
+    import yaml
+
+    from trl_explore.compare.folder import ComparisonFolder
+    from trl_explore.compare.settings import read_comparison
+    from trl_explore.compare.workers import carry_out
+    from trl_explore.runs.inputs import UsageError
+    from trl_explore.runs.quiet import quiet
+
     quiet()
     document = yaml.safe_load(Path(args.config).read_text())
     if args.tokens is not None:
@@ -57,8 +58,12 @@ def main() -> int:
     return code
 
 
-def show_completions(folder: ComparisonFolder) -> None:
-    """Prints the greedy completions of held-out problems before training, and after it for each arm."""
+def show_completions(folder: Any) -> None:
+    """Prints the greedy completions of held-out problems before training, and after it for each arm of a
+    [`~trl_explore.compare.folder.ComparisonFolder`]."""
+    from trl_explore.compare.folder import teach
+    from trl_explore.saving.checkpoints import last_complete_checkpoint
+
     comparison = folder.comparison
     rows = comparison.task.held_out_rows(NUM_SHOWN)
     seed = comparison.seeds[0]
@@ -76,8 +81,11 @@ def show_completions(folder: ComparisonFolder) -> None:
     print()
 
 
-def greedy_completions(path: str, rows: Any, comparison: Comparison) -> list[tuple[str, float]]:
+def greedy_completions(path: str, rows: Any, comparison: Any) -> list[tuple[str, float]]:
     """The greedy completion of each row by the model in a folder, and its reward."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     texts = []

@@ -19,11 +19,14 @@ import datetime
 import json
 import math
 import os
+import random
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 CPU_SECONDS = 3.0  # per answer; the slowest sane answer needs less than one
@@ -40,10 +43,12 @@ FORMULAS = frozenset(
 )
 # No data set can parse this. It replaces answers that must not be evaluated.
 UNREADABLE = ")"
+NUMBERS: dict[str, Any] = {"Decimal": Decimal, "Fraction": Fraction, "complex": complex}  # written as text
+# Functions that a formula may call. Integral is one of them: the package's own answers use it.
 FUNCTIONS = frozenset(
-    "Abs Add E Float Function I Integer Max Min Mul Pow Rational Symbol abs acos acosh acot acsc asec asin asinh atan "
-    "atan2 atanh cbrt cos cosh cot coth csc csch erf exp factorial log ln max min pi pow root round sec sech sign sin "
-    "sinh sqrt tan tanh".split()
+    "Abs Add E Float Function I Integer Integral Max Min Mul Pow Rational Symbol abs acos acosh acot acsc asec asin "
+    "asinh atan atan2 atanh cbrt cos cosh cot coth csc csch erf exp factorial log ln max min pi pow root round sec "
+    "sech sign sin sinh sqrt tan tanh".split()
 )
 MAX_BITS = 100_000  # of the largest number in a formula
 
@@ -59,7 +64,8 @@ def encode(value: Any) -> str:
 
     Args:
         value (`Any`):
-            Lists, tuples, sets, dictionaries, numbers, strings, `None`, and numpy's scalars, nested in any way.
+            Lists, tuples, sets, dictionaries, numbers (also fractions, decimals, complex and numpy's), strings and
+            `None`, nested in any way.
 
     Returns:
         `str`: The text.
@@ -87,6 +93,8 @@ def _to_plain(value: Any) -> Any:
         return {"$dict": [[_to_plain(key), _to_plain(item)] for key, item in value.items()]}
     if kind in (tuple, set, frozenset):
         return {f"${kind.__name__}": [_to_plain(item) for item in value]}
+    if kind in NUMBERS.values():
+        return {f"${kind.__name__}": str(value)}
     if kind.__module__ == "numpy" and hasattr(value, "item") and value.ndim == 0:
         return {"$numpy": [kind.__name__, value.item()]}
     raise TypeError(f"metadata of type {kind.__module__}.{kind.__qualname__} cannot be written as JSON")
@@ -104,6 +112,8 @@ def _from_plain(value: Any) -> Any:
         if tag in ("$tuple", "$set", "$frozenset"):
             kind = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}[tag]
             return kind(_from_plain(item) for item in content)
+        if tag[1:] in NUMBERS and isinstance(content, str):
+            return NUMBERS[tag[1:]](content)
         if tag == "$numpy":
             import numpy as np
 
@@ -374,8 +384,9 @@ class Worker:
         return json.loads(line) if line.endswith("\n") else None
 
     def _started(self) -> "subprocess.Popen[str]":
-        if self._process is not None:
+        if self._process is not None and self._process.poll() is None:
             return self._process
+        self.close()
         # -P: the folder of this file must not come first in the path, since it has a module `reasoning_gym`.
         self._process = subprocess.Popen(
             [sys.executable, "-P", os.path.abspath(__file__)],
@@ -438,6 +449,7 @@ class _Server:
         data_set = make_data_set(message["name"], message["config"], seed=message["seed"], size=message["size"])
         rows = []
         for index in range(message["start"], message["start"] + message["count"]):
+            _seed_global(message["seed"] + index)
             entry = data_set[index]
             text = encode(entry["metadata"])
             if repr(decode(text)) != repr(entry["metadata"]) and decode(text) != entry["metadata"]:
@@ -459,6 +471,14 @@ class _Server:
         score = float(data_set.score_answer(given, entry))
         _limit_cpu(0.0)
         return score
+
+
+def _seed_global(seed: int) -> None:
+    """Seed the global generators: codeio runs programs that draw from them."""
+    import numpy as np
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 def _limit_cpu(seconds: float) -> None:

@@ -235,7 +235,7 @@ class ReasoningGymSpec:
     ```python
     >>> spec = ReasoningGymSpec("countdown", form="steps", size=2)
     >>> spec.train_dataset[0]["prompt"]
-    [{'role': 'user', 'content': 'Use 8, 2, 14 to make 44.'}]
+    [{'role': 'user', 'content': 'Use 14, 9, 2 to make 63.'}]
     ```
     """
 

