@@ -29,6 +29,7 @@ EXTRAS = {
     "trl_explore/label_free/embedding.py": {"dense"},
     "trl_explore/retrieval/index.py": {"dense", "retrieval"},
     "trl_explore/retrieval/server.py": {"serve"},
+    "trl_explore/environments/forms.py": {"reasoning-gym"},
     "trl_explore/environments/gym_worker.py": {"reasoning-gym"},
     "trl_explore/environments/reasoning_gym.py": {"reasoning-gym"},
     "trl_explore/environments/text_arena_games.py": {"textarena"},
