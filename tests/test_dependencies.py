@@ -35,6 +35,7 @@ EXTRAS = {
     "trl_explore/environments/text_arena_games.py": {"textarena"},
     "trl_explore/environments/text_arena_registry.py": {"textarena"},
     "trl_explore/evaluation/samplers.py": {"vllm"},
+    "trl_explore/pretrained/smollm2.py": {"real"},
     "trl_explore/serving/engine.py": {"vllm"},
     "trl_explore/serving/plugin.py": {"vllm"},
 }

@@ -313,6 +313,19 @@ class ReasoningGymSpec:
         form = "package" if self._form is None else "steps"
         return ReasoningGymReward(self._name, self._config, self._answer_in, form)
 
+    def answer_fn(self, text: str) -> str | None:
+        """
+        Read the answer of a completion, on which `maj@k` votes.
+
+        Args:
+            text (`str`):
+                Text of a completion.
+
+        Returns:
+            `str` or `None`: The answer, see [`find_answer`]; with the form `"steps"` the whole text.
+        """
+        return find_answer(text, self._answer_in) if self._form is None else text.strip() or None
+
     @property
     def options(self) -> dict[str, Any]:
         """Fields of `GRPOConfig` that suit the task."""
