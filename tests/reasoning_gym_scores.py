@@ -16,7 +16,7 @@ from datasets import Dataset, load_from_disk
 from reasoning_gym.factory import create_dataset
 
 from trl_explore.environments.gym_worker import CPU_SECONDS, _seed_global
-from trl_explore.environments.reasoning_gym import ReasoningGymSpec, data_set_names, entry_of, find_answer
+from trl_explore.environments.reasoning_gym import ReasoningGymSpec, entry_of, find_answer, list_names
 
 SEED = 7
 ROWS = 100
@@ -97,7 +97,7 @@ def main():
     signal.signal(signal.SIGPROF, out_of_time)
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
-        for name in sys.argv[1:] or data_set_names():
+        for name in sys.argv[1:] or list_names():
             start = time.perf_counter()
             mistakes = compare(name, folder)
             failed += bool(mistakes)

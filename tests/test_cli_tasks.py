@@ -3,12 +3,14 @@
 import importlib.util
 import json
 import random
+import shlex
 import sys
 import types
 from pathlib import Path
 
 import pytest
 import yaml
+from test_docs import page_blocks, parse
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig
 from world import contains_answer, make_dataset, make_model, make_tokenizer
@@ -619,6 +621,19 @@ def test_countdown_is_compared_and_evaluated(real, capfd):
     assert entry["num_prompts"] == 3
 
 
+def test_a_game_is_compared_and_listed(real, capfd):
+    pytest.importorskip("textarena")
+    name, rules = "textarena:GuessTheNumber-v0", {"rules": "guess", "max_turns": 2, "eval_size": 4}
+    common = {**COMPARISON["common"], "max_completion_length": 64}
+    document = {**COMPARISON, "task": name, "task_config": rules, "common": common, "model_name_or_path": "./agent"}
+    assert compare(document, "--methods", "grpo", "gigpo") == 0
+    assert all(run["points"][0].keys() >= {"eval/reward"} for run in runs().values())
+    assert yaml.safe_load(Path("out/comparison.yaml").read_text())["common"]["max_tool_calling_iterations"] == 2
+    capfd.readouterr()
+    assert main(["tasks", "textarena"]) == 0
+    assert name in capfd.readouterr().out
+
+
 def test_countdown_is_listed_and_shown(real, capsys):
     assert main(["tasks", "reasoning_gym"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -629,6 +644,20 @@ def test_countdown_is_listed_and_shown(real, capsys):
     assert "min_numbers" in shown and "max_completion_length" in shown
     assert main(["tasks", "reasoning_gym:countdwn"]) == 2
     assert "did you mean 'countdown'?" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_commands_of_the_page_tasks_md_are_read_and_its_lists_printed(real, models, tmp_path, capsys):
+    blocks = [text.replace("Qwen/Qwen2.5-0.5B-Instruct", "./agent") for text in page_blocks("tasks.md", "bash")]
+    lines = [line for text in blocks for line in text.replace("\\\n", " ").splitlines() if not line.startswith("#")]
+    assert {line.split()[1] for line in lines} == {"tasks", "train", "compare", "eval"}
+    for line in lines:
+        parse(line, tmp_path)
+        if line.startswith("trl-explore tasks reasoning_gym"):
+            assert main(shlex.split(line)[1:]) == 0
+    assert "min_numbers" in capsys.readouterr().out
+    (document,) = map(yaml.safe_load, page_blocks("tasks.md", "yaml"))
+    tasks.find_run_task(document["task"], document["task_config"]).check_teaching(document["warm_start_steps"])
 
 
 def test_demonstrations_of_the_stand_in_are_as_the_protocol_says():

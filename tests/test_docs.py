@@ -12,6 +12,7 @@ from commands import EXAMPLES, ROOT
 from trl_explore.cli import _build_parser, compare, tree
 from trl_explore.cli import eval as evaluating
 from trl_explore.cli import filter as filtering
+from trl_explore.cli import tasks as listing
 from trl_explore.cli.train import _split_arguments, parse_train_arguments
 from trl_explore.compare.settings import read_comparison
 from trl_explore.trainers import ExplorationConfig
@@ -42,7 +43,7 @@ def page_blocks(page, language):
 def parse(command, tmp_path):
     """The arguments of a `trl-explore` line, read by the command's own parser and then left."""
     name, *argv = shlex.split(command.partition(" > ")[0], comments=True)[1:]
-    of_flags = {"eval": evaluating, "filter": filtering, "compare": compare}
+    of_flags = {"eval": evaluating, "filter": filtering, "compare": compare, "tasks": listing}
     if name == "train" and {"--help", "--help-all"} & set(argv):
         if "my_module.MyTrainer" not in argv:
             _split_arguments([flag for flag in argv if flag not in ("--help", "--help-all")])

@@ -26,7 +26,7 @@ from reasoning_gym.factory import DATASETS, create_dataset  # noqa: E402
 from trl_explore.environments import gym_worker  # noqa: E402
 from trl_explore.environments.forms import FORMS  # noqa: E402
 from trl_explore.environments.gym_worker import Worker, decode, encode, safe_answer, worker  # noqa: E402
-from trl_explore.environments.reasoning_gym import REFUSED, data_set_names, entry_of, find_answer  # noqa: E402
+from trl_explore.environments.reasoning_gym import REFUSED, entry_of, find_answer, list_names  # noqa: E402
 from trl_explore.trainers import DeepGRPOConfig, DeepGRPOTrainer  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
@@ -169,7 +169,7 @@ def test_import_is_light():
 
 
 def test_refused_data_sets_still_deserve_it():
-    assert data_set_names() == sorted(DATASETS.keys() - REFUSED.keys())
+    assert list_names() == sorted(DATASETS.keys() - REFUSED.keys())
     halting = create_dataset("game_of_life_halting", size=3, seed=0)
     assert all(halting.score_answer("nonsense", entry) == 1.0 for entry in halting)
 

@@ -232,13 +232,16 @@ def _train(folder: ComparisonFolder, processes: int | None) -> None:
     )
     if not left:
         return
+    datasets.disable_progress_bars()  # there is one of ours
     if processes is not None:
+        if not comparison.builds_model:
+            folder.warm_starts()  # here, where the bar of the lesson is seen; the processes find it in the cache
+            free_memory()
         lines = ArmLines(folder, Console())
         with Workers(min(processes, left)) as workers, lines.progress:
             for _ in train_side_by_side(folder, workers, lines):
                 _report_so_far(folder)
         return
-    datasets.disable_progress_bars()  # there is one of ours
     starts = folder.warm_starts()
     total, initial = int(folder.num_runs * comparison.amount), int(done * comparison.amount)
     # smoothing 0: arms differ in speed, so the mean of all tells more than the last steps

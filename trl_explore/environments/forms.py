@@ -317,10 +317,11 @@ class JugsForm(Form):
     Water jugs: `Jugs 358, get 4.` is answered by the contents of all jugs after each move, such as `050` and `320`.
 
     Each line must follow from the line before by one move that changes something: fill a jug, empty it, or pour it
-    into another until one is empty or full. One digit per jug, so no jug holds more than nine litres.
+    into another until one is empty or full. One digit per jug, so no jug holds more than nine litres. With three jugs
+    there are only about 220 problems; with four jugs there are enough for the default sizes.
     """
 
-    config = dict(num_jugs=3, difficulty=4)
+    config = dict(num_jugs=4, difficulty=4)
 
     def question(self, entry: Entry) -> str:
         puzzle = entry["metadata"]["puzzle"]

@@ -235,7 +235,7 @@ class ReasoningGymSpec:
     ```python
     >>> spec = ReasoningGymSpec("countdown", form="steps", size=2)
     >>> spec.train_dataset[0]["prompt"]
-    [{'role': 'user', 'content': 'Use 8, 2, 14 to make 44.'}]
+    [{'role': 'user', 'content': 'Use 14, 9, 2 to make 63.'}]
     ```
     """
 
@@ -312,6 +312,19 @@ class ReasoningGymSpec:
         """Reward function with the name `reasoning_gym_NAME`."""
         form = "package" if self._form is None else "steps"
         return ReasoningGymReward(self._name, self._config, self._answer_in, form)
+
+    def answer_fn(self, text: str) -> str | None:
+        """
+        Read the answer of a completion, on which `maj@k` votes.
+
+        Args:
+            text (`str`):
+                Text of a completion.
+
+        Returns:
+            `str` or `None`: The answer, see [`find_answer`]; with the form `"steps"` the whole text.
+        """
+        return find_answer(text, self._answer_in) if self._form is None else text.strip() or None
 
     @property
     def options(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from trl_explore.pretrained.smollm2 import find_pretrained
 from trl_explore.pretrained.tools import with_tools
 from trl_explore.runs.devices import available_accelerator
 from trl_explore.runs.inputs import UsageError
-from trl_explore.saving.fingerprints import folder_probes
+from trl_explore.saving.fingerprints import digest, folder_probes
 from trl_explore.saving.model_cache import cache_root, check_cache, publish
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ CACHE_VERSION = 1  # raise it when the recipe below changes
 BATCH_SIZE = 24
 LEARNING_RATE = 1e-4
 WARMUP_SHARE = 0.1
+TOKENIZER_FILES = ("tokenizer.json", "chat_template.jinja")  # that decide what a demonstration looks like
 
 
 def teach(
@@ -120,10 +121,14 @@ def demonstrations(spec: TeachableSpec, count: int, *, seed: int) -> list[dict[s
 def _key(source: str, examples: list[dict[str, Any]], steps: int) -> str:
     """Twelve hexadecimal digits of what the taught model depends on."""
     folder = Path(source)
-    weights = [part.hex() for part in folder_probes(folder)] if folder.is_dir() else [source]
+    model = [source]
+    if folder.is_dir():
+        of_tokenizer = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+        contents = [*folder_probes(folder), *(path.read_bytes() for path in of_tokenizer)]
+        model = [digest(contents)]
     parts = {
         "version": CACHE_VERSION,
-        "weights": weights,
+        "model": model,
         "examples": examples,
         "steps": steps,
         "libraries": [".".join(version(name).split(".")[:2]) for name in ("torch", "transformers", "trl")],

@@ -6,8 +6,8 @@ from transformers import PreTrainedTokenizerBase
 
 START, END = "<|im_start|>", "<|im_end|>"
 
-# A call is `!name{"argument": "value"}`, and further calls of a turn are on lines of their own. JSON escapes line breaks,
-# so a value cannot be taken for the next call.
+# A call is `!name{"argument": "value"}`, and further calls of a turn are on lines of their own. JSON escapes line
+# breaks, so a value cannot be taken for the next call.
 TOOL_CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' }}"
@@ -49,9 +49,9 @@ def with_tools(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     """
     Return a copy of a ChatML tokenizer whose conversations may have tool calls, as `environment_factory` needs.
 
-    A call is written `!act{"action": "[5]"}`; an answer is a turn of the role `tool`. The template adds no system prompt,
-    and does not list the tools either: a small model learns from demonstrations how it calls them, and each prompt is
-    shorter by their description.
+    A call is written `!act{"action": "[5]"}`; an answer is a turn of the role `tool`. The template adds no system
+    prompt, and does not list the tools either: a small model learns from demonstrations how it calls them, and each
+    prompt is shorter by their description.
 
     Args:
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
@@ -67,8 +67,8 @@ def with_tools(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     for mark in (START, END):
         if mark not in vocabulary:
             raise ValueError(
-                f"`tokenizer` is a {type(tokenizer).__name__} without the token {mark}; give the tokenizer of a ChatML "
-                "model, such as SmolLM2-135M-Instruct."
+                f"`tokenizer` is a {type(tokenizer).__name__} without the token {mark}; give the tokenizer of a "
+                "ChatML model, such as SmolLM2-135M-Instruct."
             )
     twin = copy.deepcopy(tokenizer)
     twin.eos_token = END

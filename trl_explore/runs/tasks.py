@@ -301,7 +301,7 @@ def find_run_task(name: str, config: Mapping[str, Any] | None = None) -> RunTask
         raise UsageError(f"task: {unknown_name('task', name, [*ALL_TASKS, *SOURCES])} All: trl-explore tasks")
     if source not in SOURCES:
         raise UsageError(f"task={name!r}: {unknown_name('source of tasks', source, SOURCES)} All: trl-explore tasks")
-    return _spec_task(name, json.dumps(config or {}, sort_keys=True))
+    return _spec_task(name, json.dumps(config or {}, sort_keys=True, default=str))
 
 
 @functools.lru_cache(maxsize=16)
