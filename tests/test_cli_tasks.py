@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import random
+import re
 import shlex
 import sys
 import types
@@ -648,13 +649,16 @@ def test_countdown_is_listed_and_shown(real, capsys):
 
 @pytest.mark.slow
 def test_commands_of_the_page_tasks_md_are_read_and_its_lists_printed(real, models, tmp_path, capsys):
-    blocks = [text.replace("Qwen/Qwen2.5-0.5B-Instruct", "./agent") for text in page_blocks("tasks.md", "bash")]
+    blocks = [re.sub("Qwen/[^ ]*", "./agent", text) for text in page_blocks("tasks.md", "bash")]
     lines = [line for text in blocks for line in text.replace("\\\n", " ").splitlines() if not line.startswith("#")]
     assert {line.split()[1] for line in lines} == {"tasks", "train", "compare", "eval"}
     for line in lines:
         parse(line, tmp_path)
         if line.startswith("trl-explore tasks reasoning_gym"):
             assert main(shlex.split(line)[1:]) == 0
+        if "textarena" in line:
+            small = ["--max_steps", "1", "--num_generations", "2", "--per_device_train_batch_size", "2", "--use_cpu"]
+            assert main([*shlex.split(line)[1:], *small, "--bf16", "false", "--max_completion_length", "64"]) == 0
     assert "min_numbers" in capsys.readouterr().out
     (document,) = map(yaml.safe_load, page_blocks("tasks.md", "yaml"))
     tasks.find_run_task(document["task"], document["task_config"]).check_teaching(document["warm_start_steps"])
