@@ -415,7 +415,7 @@ def test_demonstrations_of_the_packages_form():
     rng = random.Random(0)
     scores = []
     for row in spec.train_dataset:
-        (message,) = spec.demonstration(row, rng)
+        (message,) = spec.demonstration(row, rng)["completion"]
         assert message["role"] == "assistant"
         scores.append(score(spec, message["content"], row))
     assert 15 < scores.count(1.0) < 40
@@ -440,7 +440,7 @@ def test_demonstrations_keep_to_the_form(name, harder):
     for row in spec.train_dataset:
         entry = entry_of(row)
         assert row["prompt"][0]["content"] == FORMS[name].question(entry)
-        (message,) = spec.demonstration(row, rng)
+        (message,) = spec.demonstration(row, rng)["completion"]
         text = message["content"]
         given = FORMS[name].answer(text, entry)
         assert given is not None, text

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from trl_explore.names import prompt_change, unknown_name
 from trl_explore.rewards.checks import checked
+from trl_explore.runs.errors import UsageError
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -35,10 +36,6 @@ MODEL_FILES = (
 )
 
 RewardFunction = Callable[..., Any]
-
-
-class UsageError(Exception):
-    """A mistake in the arguments, told in one line instead of a traceback; the command exits with code 2."""
 
 
 def looks_like_path(name: str) -> bool:
