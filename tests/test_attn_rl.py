@@ -1,8 +1,10 @@
 """AttnRL: reductions to GRPO, influence against attention maps, which steps are forked, resume, and its errors."""
 
+import gc
 import json
 import math
 import re
+import weakref
 
 import pytest
 import torch
@@ -183,6 +185,15 @@ def test_other_families_are_read(tmp_path):
     for model in models:
         found, _ = reader(tmp_path, model=model)
         assert found.influence([[5, 6, 7, 8]], [[(0, 1), (1, 2), (2, 3), (3, 4)]])[0][1] > 0
+
+
+def test_a_finished_trainer_leaves_memory(tmp_path):
+    trainer = make_trainer(AttnRLTrainer, AttnRLConfig, tmp_path, **TINY_STEPS, max_steps=1)
+    trainer.train()
+    alive = weakref.ref(trainer)
+    del trainer
+    gc.collect()
+    assert alive() is None  # transformers' table of attention functions refers to no trainer
 
 
 UNREADABLE_HYBRID = Lfm2Config(**SIZE, layer_types=["conv", "full_attention"], num_hidden_layers=2)

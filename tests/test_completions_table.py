@@ -1,5 +1,6 @@
 """The completions table: columns of every method, rows of every stream, evaluation, and who writes it down."""
 
+import json
 import math
 from functools import partial
 
@@ -11,6 +12,7 @@ from trl.trainer import grpo_trainer
 from world import contains_answer, make_dataset, make_tokenizer, make_trainer, says
 
 from trl_explore.rows.printed import print_rows, printed_visibly
+from trl_explore.rows.table import with_written_arguments
 from trl_explore.trainers import (
     DeepGRPOConfig,
     DeepGRPOTrainer,
@@ -198,7 +200,34 @@ def test_agents_tell_the_proposals_that_they_took(tmp_path, monkeypatch):
         ]
         taken = row["actions"].split(";")
         assert 1 <= len(taken) <= 2  # at the first `branch_depth` turns
-        assert taken == [f"move(direction={call['arguments']['direction']})" for call in said[: len(taken)]]
+        arguments = [json.loads(call["arguments"]) for call in said[: len(taken)]]
+        assert taken == [f"move(direction={given['direction']})" for given in arguments]
+
+
+def test_tool_calls_with_any_arguments_are_written(tmp_path, monkeypatch):
+    class Forgetful(Voice):
+        def answer(self):
+            return "!move"
+
+    says(Forgetful(stops=0.0), monkeypatch.setattr)
+    trainer = agent(tmp_path, log_completions=True, max_steps=1)
+    trainer.train()
+    calls = [row[0]["tool_calls"][0]["function"] for row in table(trainer)["completion"]]
+    assert len(calls) >= 8 and all(call == {"name": "move", "arguments": "{}"} for call in calls)
+
+
+def test_arguments_of_several_types_are_written_as_text(tmp_path):
+    given = [{"n": 2}, {"n": "ä"}, {}, '{"n":[]}']
+    calls = [{"type": "function", "function": {"name": "go", "arguments": arguments}} for arguments in given]
+    rows = [
+        [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": ""}] for call in calls
+    ]
+    file = tmp_path / "rows.parquet"
+    pd.DataFrame({"completion": [with_written_arguments(row) for row in rows]}).to_parquet(file)
+    found = [row[0]["tool_calls"][0]["function"]["arguments"] for row in pd.read_parquet(file)["completion"]]
+    assert found == ['{"n": 2}', '{"n": "ä"}', "{}", '{"n":[]}']
+    assert calls[0]["function"]["arguments"] == {"n": 2}  # what the trainer works with is left alone
+    assert with_written_arguments("a text") == "a text"
 
 
 def test_novelty_explains_the_shaped_reward(tmp_path):

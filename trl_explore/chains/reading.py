@@ -76,14 +76,15 @@ class AttentionReader:
         tokens. Virtual tokens of an adapter come before the row and belong to no step."""
         model = unwrapped(self.policy, self.policy.model)
         found: list[torch.Tensor] = []
+        layers, distance = self.layers, self.distance  # transformers keeps `attend`, which must not keep the trainer
 
         def attend(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             output, weights = vars(sys.modules[type(module).__module__])["eager_attention_forward"](
                 module, *args, **kwargs
             )
-            if module.layer_idx in self.layers:
+            if module.layer_idx in layers:
                 alpha = step_attention(weights[0, :, -num_tokens:, -num_tokens:], steps)
-                found.append(forward_influence(alpha, distance=self.distance).cpu())  # layers may be on other devices
+                found.append(forward_influence(alpha, distance=distance).cpu())  # layers may be on other devices
             return output, weights
 
         before = model.config._attn_implementation

@@ -1,5 +1,6 @@
 """The table of `log_completions=True`: columns of the method, and the rows of every stream."""
 
+import json
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -138,8 +139,11 @@ class CompletionsTable:
             }
 
         plain = [{name: logs[name] for name in ("prompt", "completion", "advantages")} for logs in parts.values()]
+        columns = joined(plain)
+        for name in ("prompt", "completion"):
+            columns[name] = [with_written_arguments(entry) for entry in columns[name]]
         return {
-            **joined(plain),
+            **columns,
             "images": main["images"],
             "rewards": joined([logs["rewards"] for logs in parts.values()]),
             "extra": {
@@ -147,6 +151,30 @@ class CompletionsTable:
                 **joined([logs["extra"] for logs in parts.values()]),
             },
         }
+
+
+def with_written_arguments(entry: Any) -> Any:
+    """
+    Return a conversation with the arguments of its tool calls as JSON text; a text is returned as it is.
+
+    A model may write any arguments: a number in one call and a word in the next, or none at all. A column of a Parquet
+    file has one type, so that such calls cannot be written otherwise.
+    """
+    if not isinstance(entry, list):
+        return entry
+    written = []
+    for message in entry:
+        calls = message.get("tool_calls")
+        written.append({**message, "tool_calls": [_written_call(call) for call in calls]} if calls else message)
+    return written
+
+
+def _written_call(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function") or {}
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        return call
+    return {**call, "function": {**function, "arguments": json.dumps(arguments, ensure_ascii=False)}}
 
 
 def logged_rows(policy: Policy, logs: Logs, rows: Rows, num_rows: int) -> Logs:
