@@ -262,7 +262,10 @@ def test_an_embedded_task_brings_its_tiny_model(task, length, loaded, capfd):
         ),
         ({"task": None, "dataset_name": "d.jsonl", "warm_start_steps": 2}, "warm_start_steps=2 belongs to a task"),
         ({"warm_start_steps": 0}, "warm_start_steps=0: give at least 1"),
-        ({"task": GAME, "warm_start_steps": 2}, f"warm_start_steps=2: {GAME} writes no demonstrations; leave it out"),
+        (
+            {"task": GAME, "warm_start_steps": 2},
+            f"warm_start_steps=2: {GAME} writes no demonstrations; leave warm_start_steps out",
+        ),
         ({"task": "chain", "warm_start_steps": 2}, "warm_start_steps=2 teaches chain to its tiny model, in the place"),
         ({"model_name_or_path": None}, f"model_name_or_path is missing: {SUMS} has no model of its own; pass"),
         ({"method": "branpo"}, f"branpo does not suit the task {SUMS}, which has no tools; use one of deep_grpo, "),

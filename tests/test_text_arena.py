@@ -585,6 +585,6 @@ def test_demonstrations_are_games_as_they_are_played_and_about_half_are_won():
 def test_other_games_have_no_demonstrations():
     spec = TextArenaSpec("Mastermind-v0", size=1, eval_size=1)
     with pytest.raises(
-        ValueError, match="'Mastermind-v0', of which there are no demonstrations: take GuessTheNumber-v0"
+        ValueError, match="'Mastermind-v0', a game that writes no demonstrations: leave `warm_start_steps` out"
     ):
         spec.demonstration(spec.train_dataset[0], random.Random(0))

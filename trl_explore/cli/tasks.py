@@ -1,7 +1,6 @@
 """`trl-explore tasks`: the tasks that there are, and an example of one."""
 
 import argparse
-import dataclasses
 import importlib
 import inspect
 import json
@@ -37,12 +36,12 @@ TITLES = {
     "reasoning_gym": "reasoning-gym (train, compare, eval)",
     "textarena": "TextArena, games for agents (train, compare)",
 }
-PACKAGES = {"reasoning_gym": "reasoning-gym", "textarena": "textarena"}  # and what `trl-explore[...]` calls them
-FEW_ROWS = {"size": 1, "eval_size": 1}  # for an example: a thousand problems of some data sets take a minute
+PACKAGES = {"reasoning_gym": "reasoning-gym", "textarena": "textarena"}  # names of the extras
+FEW_ROWS = {"size": 1, "eval_size": 1}  # an example needs one row, and 1,000 rows of some data sets take a minute
 PIPED_WIDTH = 120  # columns where the output is no terminal
 SHORTEST_EXAMPLE = 20
 LONGEST_VALUE = 80  # characters of a default value, and of a value in a row
-VARIANT = re.compile(r"-v\d+")  # of a game's id: what follows tells variants of the game apart
+VARIANT = re.compile(r"-v\d+")  # of a game's id; the text behind it names the variant
 
 
 class Listed(NamedTuple):
@@ -231,7 +230,7 @@ def config_fields(spec: Any) -> dict[str, Any]:
             The task.
 
     Returns:
-        `dict`: Default by name: of the spec's arguments, and of those of the data set or game.
+        `dict`: By name, the defaults of the spec's arguments, and the values that the data set or game has.
     """
     parameters = list(inspect.signature(type(spec)).parameters.values())[1:]  # the first one is the name
     own = {parameter.name: parameter.default for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
@@ -239,27 +238,21 @@ def config_fields(spec: Any) -> dict[str, Any]:
         return own
     source, _, name = spec.name.partition(":")
     more = _data_set_fields(name) if source == "reasoning_gym" else _game_arguments(name)
-    return {**more, **own}
+    return {**more, **getattr(spec, "config", {}), **own}
 
 
 def _data_set_fields(name: str) -> dict[str, Any]:
     from reasoning_gym.factory import DATASETS
 
-    found: dict[str, Any] = {}
-    for field in dataclasses.fields(DATASETS[name][1]):
-        found[field.name] = field.default
-        if field.default_factory is not dataclasses.MISSING:
-            found[field.name] = field.default_factory()
-    return found
+    from trl_explore.environments.gym_worker import field_defaults
+
+    return field_defaults(DATASETS[name][1])
 
 
 def _game_arguments(name: str) -> dict[str, Any]:
-    from textarena.envs.registration import ENV_REGISTRY
+    from trl_explore.environments.text_arena_registry import arguments_of
 
-    module, _, cls = str(ENV_REGISTRY[name].entry_point).partition(":")
-    parameters = inspect.signature(getattr(importlib.import_module(module), cls)).parameters.values()
-    defaults = {p.name: None if p.default is p.empty else p.default for p in parameters}
-    return {**defaults, **ENV_REGISTRY[name].kwargs}
+    return arguments_of(name)
 
 
 def description_text(shown: dict[str, Any]) -> str:
@@ -269,7 +262,7 @@ def description_text(shown: dict[str, Any]) -> str:
     lines.append(textwrap.indent(visible_text(prompt_text(shown["prompt"])), "  "))
     lines += ["", "other columns, with their values in that row:", *_pairs(shown["columns"])]
     if shown["fields"]:
-        lines += ["", "fields of task_config, with their defaults:", *_pairs(shown["fields"])]
+        lines += ["", "fields of task_config, with their values where you give none:", *_pairs(shown["fields"])]
     else:
         lines += ["", "task_config: none, the task has no fields"]
     lines += ["", "training options, unless you give others:", *_pairs(shown["options"])]

@@ -1,7 +1,8 @@
 """Short forms of reasoning-gym tasks, which a model of 135 million parameters can learn.
 
 A form rewrites the question of one data set as one or a few short lines. The model answers in short lines, and the
-form checks each of them. Demonstrations follow the form and the rules; about half of them solve the task.
+form checks each of them (in `chain_sum` its terms, not its results). Demonstrations follow the form and the rules;
+about half of them solve the task.
 """
 
 import random
@@ -25,7 +26,7 @@ class Form(ABC):
 
     Attributes:
         config (`dict`):
-            Fields of the data set that make problems of a size that fits the form. A user's own come first.
+            Fields of the data set that keep problems small. Fields that the user gives override them.
         max_completion_length (`int`):
             Tokens that the longest right answer needs with these fields, with some room.
     """
@@ -141,7 +142,7 @@ def _countdown_steps(numbers: Sequence[int], operators: Sequence[str]) -> Iterat
 
 class CountdownForm(Form):
     """
-    Countdown with three or four numbers: `Use 11, 4, 17 to make 24.` is answered by `11 - 4 = 7` and `7 + 17 = 24`.
+    Countdown with two to four numbers: `Use 11, 4, 17 to make 24.` is answered by `11 - 4 = 7` and `7 + 17 = 24`.
 
     Each line takes two numbers that are still there and replaces them by the result. All numbers must be used.
     """

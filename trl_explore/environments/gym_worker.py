@@ -1,11 +1,12 @@
 """A second Python process that makes rows of reasoning-gym and scores answers.
 
-Three reasons to score in a process of its own:
+Reasons for a process of its own:
 
 - reasoning-gym parses answers with `eval` and sympy. An answer such as `9**9**9` never ends, `R99999999999` fills the
   memory, and `exit()` ends the process. The training run must survive all of them.
-- Some data sets print, or iterate over sets. Python orders a set by the hash seed, which differs between processes. So
-  two processes of one run would get different questions. This process runs with a fixed hash seed.
+- Some data sets print to the standard output.
+- Some data sets iterate over sets. Python orders a set by the hash seed, which differs between processes. So two
+  processes of one run would get different questions. This process runs with a fixed hash seed.
 - The time limit works in every thread, and it also stops computations inside C code.
 
 This file is also the program of that process. It imports nothing of trl_explore, so that the process starts fast.
@@ -180,7 +181,7 @@ def safe_answer(name: str, answer: str) -> str:
 
 
 def _is_literal(answer: str) -> bool:
-    """Return whether `eval(answer)` fails, or only builds a value from constants."""
+    """Return whether `eval(answer)` fails, or builds a value from constants and names and calls nothing."""
     try:
         tree = ast.parse(answer.lstrip(" \t"), mode="eval")
     except Exception:
@@ -358,7 +359,7 @@ class Worker:
             try:
                 process = self._started()
                 reply = self._exchange(process, json.dumps(message), seconds)
-            except BaseException:  # an interrupted exchange would leave its reply to the next request
+            except BaseException:  # the next request would read the reply to this one
                 self.close()
                 raise
             if reply is None:

@@ -273,7 +273,7 @@ class ReasoningGymSpec:
         self._eval_size, self._eval_seed = eval_size, eval_seed
         self._answer_in = answer_in
         self._system_prompt = system_prompt
-        self._config = _checked_config(name, config, seed, size)
+        self.config = _checked_config(name, config, seed, size)
 
     @property
     def name(self) -> str:
@@ -294,7 +294,7 @@ class ReasoningGymSpec:
         for start in range(0, tries, self._eval_size):
             # The package seeds row i with seed + i, so the next seed continues the rows.
             seed = self._eval_seed + start
-            for row in worker().rows(self._name, self._config, seed=seed, size=self._eval_size):
+            for row in worker().rows(self._name, self.config, seed=seed, size=self._eval_size):
                 key = self._key(row)
                 if key not in seen and len(rows) < self._eval_size:
                     seen.add(key)
@@ -311,7 +311,7 @@ class ReasoningGymSpec:
     def reward_funcs(self) -> ReasoningGymReward:
         """Reward function with the name `reasoning_gym_NAME`."""
         form = "package" if self._form is None else "steps"
-        return ReasoningGymReward(self._name, self._config, self._answer_in, form)
+        return ReasoningGymReward(self._name, self.config, self._answer_in, form)
 
     def answer_fn(self, text: str) -> str | None:
         """
@@ -354,7 +354,7 @@ class ReasoningGymSpec:
 
     @cached_property
     def _train_rows(self) -> list[dict[str, Any]]:
-        return worker().rows(self._name, self._config, seed=self._seed, size=self._size)
+        return worker().rows(self._name, self.config, seed=self._seed, size=self._size)
 
     def _dataset(self, rows: Sequence[Mapping[str, Any]]) -> Dataset:
         return Dataset.from_list([self._row(row) for row in rows], features=FEATURES)

@@ -1,4 +1,4 @@
-"""What a task of another package is to a trainer and to the command line."""
+"""Protocols of tasks of other packages, and how one is made by its name."""
 
 import random
 from collections.abc import Callable, Mapping
@@ -6,11 +6,11 @@ from typing import Any, Protocol
 
 from datasets import Dataset
 
-SOURCES = ("reasoning_gym", "textarena")  # what may stand before the colon of a task's name
+SOURCES = ("reasoning_gym", "textarena")  # prefixes of the names of tasks
 
 
 def names_a_spec(name: str) -> bool:
-    """Return whether a task's name is written like that of another package's task: only those have a colon."""
+    """Return whether a name has the form of a task of another package, such as `reasoning_gym:countdown`."""
     return ":" in name
 
 
@@ -43,11 +43,11 @@ class TaskSpec(Protocol):
 
 
 class TeachableSpec(TaskSpec, Protocol):
-    """A task that can also show how it is done, which a supervised warm start needs."""
+    """A task that also writes demonstrations for a supervised warm start."""
 
     def demonstration(self, row: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
-        """A row of `SFTTrainer`: conversational `prompt` and `completion`, and for an agent the schemas of its `tools`
-        as JSON text. The prompt is what a rollout on `row` begins with. About half of the demonstrations are right."""
+        """Return a row of `SFTTrainer`: conversational `prompt` and `completion`, and for an agent the schemas of its
+        `tools` as JSON text. The prompt is that of a rollout on `row`. About half of the demonstrations are right."""
 
 
 def load_spec(name: str, config: Mapping[str, Any] | None = None, *, seed: int = 0) -> TaskSpec:

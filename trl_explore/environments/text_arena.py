@@ -21,7 +21,7 @@ from trl_explore.environments.text_arena_registry import (
 from trl_explore.names import unknown_name
 
 DEFAULT_TURNS = 50  # of games without a limit of their own
-# Arguments by which games limit their turns, and the turns that come on top: Bandit asks for a last choice.
+# Arguments by which games limit their turns, with the number of extra turns: Bandit asks for one more choice.
 LIMITS = {"max_turns": 0, "num_turns": 1, "num_guesses": 0, "N": 0}
 SEED_OFFSET = 1_000_000  # from the seed of the training rows to that of the evaluation rows
 NUM_SEEDS = 2**31  # of games
@@ -165,8 +165,8 @@ class TextArenaSpec:
 
     def demonstration(self, row: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
         """
-        Show a game of GuessTheNumber. Half of the games always guess the middle of what the hints leave, and win if
-        `max_turns` allows it. The others ignore the hints, and guess any number that was not guessed before.
+        Show a game of GuessTheNumber. Half of the games guess the middle of the numbers that are still possible, and
+        win if `max_turns` allows it. The others ignore the hints, and guess any number that was not guessed before.
 
         Args:
             row (`Mapping`):
@@ -183,8 +183,8 @@ class TextArenaSpec:
         """
         if family_of(self.env_id) != "GuessTheNumber":
             raise ValueError(
-                f"`env_id` is {self.env_id!r}, of which there are no demonstrations: take GuessTheNumber-v0 for a "
-                "warm start, or train without one."
+                f"`env_id` is {self.env_id!r}, a game that writes no demonstrations: leave `warm_start_steps` out, or "
+                "use GuessTheNumber-v0."
             )
         given = {**arguments_of(self.env_id), **self.config}
         game = self.environment_factory()

