@@ -23,7 +23,7 @@ DISTRIBUTIONS = {"faiss": "faiss-cpu", "sklearn": "scikit-learn", "Stemmer": "Py
 EXTRAS = {
     "trl_explore/serving/backend.py": {"vllm"},
     "trl_explore/cli/completion.py": {"completion"},
-    "trl_explore/cli/tasks.py": {"reasoning-gym", "textarena"},
+    "trl_explore/cli/tasks.py": {"reasoning-gym"},
     "trl_explore/compare/plots.py": {"plots"},
     "trl_explore/publishing/curves.py": {"plots"},
     "trl_explore/label_free/embedding.py": {"dense"},

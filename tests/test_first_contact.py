@@ -111,7 +111,7 @@ def contact(folder, *command, **environment):
 @pytest.mark.skipif(sys.platform != "linux", reason="nobody, root neither, writes to /proc")
 def test_a_cache_that_cannot_be_written_to_is_known_before_a_model_is_taught(monkeypatch):
     monkeypatch.setenv("TRL_EXPLORE_CACHE", "/proc/cache")
-    with pytest.raises(UsageError, match="kept in '/proc/cache' .*; name another folder in TRL_EXPLORE_CACHE"):
+    with pytest.raises(UsageError, match="folder ./proc/cache. .*; name another folder in TRL_EXPLORE_CACHE"):
         warm_start(get_task("doors"), seed=0)
 
 
