@@ -70,7 +70,9 @@ def teach_job(connection: Connection, comparison: Comparison, seed: int) -> str:
     quiet()
     if comparison.builds_model:  # one per seed, side by side
         torch.set_num_threads(1)
-    return teach(comparison, seed, progress=False)
+        return teach(comparison, seed, progress=False)
+    datasets.disable_progress_bars()
+    return teach(comparison, seed, progress=True)  # one for all seeds, which takes minutes
 
 
 def train_job(
@@ -167,11 +169,8 @@ class ArmLines:
         self.progress.update(self.lines[name], completed=sum(self.spent[name, seed] for seed in seeds), state=state)
 
 
-def train_side_by_side(folder: ComparisonFolder, workers: Workers, lines: ArmLines) -> Iterator[int]:
-    """Trains what is missing, several runs at a time; yields a seed when all its runs are finished."""
-    comparison = folder.comparison
-    lessons = [Job(f"the warm start of seed {n}", teach_job, (comparison, n)) for n in folder.lessons()]
-    starts: dict[int, str] = {}
+def _teach_side_by_side(lessons: list[Job], workers: Workers, lines: ArmLines, starts: dict[int, str]) -> None:
+    """Carry out the warm starts, and put the folders of the models into `starts` by their seeds."""
     try:
         lines.taught(0, len(lessons))
         for job, _, value in workers.do(lessons):
@@ -180,6 +179,19 @@ def train_side_by_side(folder: ComparisonFolder, workers: Workers, lines: ArmLin
     except KeyboardInterrupt:
         workers.kill()  # half a lesson is not kept
         raise
+
+
+def train_side_by_side(folder: ComparisonFolder, workers: Workers, lines: ArmLines) -> Iterator[int]:
+    """Trains what is missing, several runs at a time; yields a seed when all its runs are finished."""
+    comparison = folder.comparison
+    lessons = [Job(f"the warm start of seed {n}", teach_job, (comparison, n)) for n in folder.lessons()]
+    starts: dict[int, str] = {}
+    if comparison.builds_model or not lessons:
+        _teach_side_by_side(lessons, workers, lines, starts)
+    else:
+        # In a process of its own, because a large model leaves gigabytes behind.
+        with Workers(1) as teacher:
+            _teach_side_by_side(lessons, teacher, lines, starts)
     # A 100k-parameter model gains little from a second thread on an idle machine, and on a busy one it waits.
     threads = max(1, count_cores() // len(workers.processes)) if not comparison.builds_model else 1
     runs = []
@@ -234,9 +246,6 @@ def _train(folder: ComparisonFolder, processes: int | None) -> None:
         return
     datasets.disable_progress_bars()  # there is one of ours
     if processes is not None:
-        if not comparison.builds_model:
-            folder.warm_starts()  # here, where the bar of the lesson is seen; the processes find it in the cache
-            free_memory()
         lines = ArmLines(folder, Console())
         with Workers(min(processes, left)) as workers, lines.progress:
             for _ in train_side_by_side(folder, workers, lines):
