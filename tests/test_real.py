@@ -24,7 +24,8 @@ SMALLER = {
 def test_the_script_trains_both_arms_and_shows_completions_before_and_after(tmp_path):
     document = yaml.safe_load(SCRIPT.with_suffix(".yaml").read_text())
     document |= SMALLER
-    document["common"] |= {"per_device_train_batch_size": 8, "max_completion_length": 16}
+    smaller = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "max_completion_length": 16}
+    document["common"] |= smaller
     document["arms"][1]["options"] |= {"max_pivots_per_batch": 1, "num_branches": 2}
     config = tmp_path / "small.yaml"
     config.write_text(yaml.safe_dump(document))
