@@ -13,7 +13,7 @@ export HF_HUB_DISABLE_TELEMETRY = 1
 help:
 	@echo "make quickstart       GRPO, DEEP-GRPO and TreeGRPO on a tiny task that needs exploration: under 4 minutes on two CPU cores"
 	@echo "make quickstart-fast  the same in under 2 minutes: a check that everything runs, not a result"
-	@echo "make real             SmolLM2-135M learns Countdown, by GRPO and by DEEP-GRPO: within 30 minutes on two CPU cores"
+	@echo "make real             SmolLM2-135M learns Countdown, by GRPO and by DEEP-GRPO: about half an hour on two CPU cores"
 	@echo "make test             the default test suite"
 	@echo "make test-slow        the slow tests: real warm starts, two processes"
 	@echo "make test-wheel       build the wheel, run part of the suite on it from elsewhere, import it with its dependencies alone"
@@ -56,7 +56,7 @@ quickstart-fast: install
 	HF_HUB_OFFLINE=1 $(BIN)/trl-explore quickstart --fast
 
 real: install
-	@echo "Training a pretrained model of 135 million parameters, without network: within 30 minutes on two CPU cores. Ctrl-C keeps what is done."
+	@echo "Training a pretrained model of 135 million parameters, without network: about half an hour on two CPU cores. Ctrl-C keeps what is done."
 	HF_HUB_OFFLINE=1 $(BIN)/python examples/real/countdown.py
 
 test: install
