@@ -41,7 +41,7 @@ FEW_ROWS = {"size": 1, "eval_size": 1}  # an example needs one row, and 1,000 ro
 PIPED_WIDTH = 120  # columns where the output is no terminal
 SHORTEST_EXAMPLE = 20
 LONGEST_VALUE = 80  # characters of a default value, and of a value in a row
-VARIANT = re.compile(r"-v\d+")  # of a game's id; the text behind it names the variant
+VARIANT = re.compile(r"-v\d+")  # of a game's id; the text after it names the variant
 
 
 class Listed(NamedTuple):
@@ -213,7 +213,7 @@ def describe(name: str, config: str | None = None) -> dict[str, Any]:
 
 
 def _with_first_message(spec: Any, prompt: list[dict[str, Any]], row: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the prompt with what the environment says first, which TRL appends to the last message."""
+    """Return the prompt with the first message of the environment, which TRL appends to the last message."""
     said = spec.environment_factory().reset(prompt=prompt, **row)
     if not isinstance(said, str):
         return prompt

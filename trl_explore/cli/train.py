@@ -165,7 +165,7 @@ def run(argv: list[str]) -> int:
 
 
 def _name_task(trainer: "GRPOTrainer", task: str) -> str | None:
-    """Return what the model card calls the data of a run on a task. TRL's own card would link a data set of that name
+    """Return the name of a task's data in the model card. TRL's own card would link a data set of that name
     on the Hub, so it gets no name."""
     from trl_explore.publishing.cards import data_of_task
     from trl_explore.trainers import ExplorationTrainer

@@ -114,8 +114,8 @@ class ComparisonFolder:
         return list(dict.fromkeys(seed for seed in seeds if seed is not None))
 
     def start_of(self, seed: int, starts: Mapping[int, str]) -> str | None:
-        """Return the folder of the model that a run begins with, of those that [`~ComparisonFolder.warm_starts`]
-        returned."""
+        """Return the folder of the model that a run begins with; `starts` are the folders that
+        [`~ComparisonFolder.warm_starts`] returned."""
         lesson = self.comparison.lesson(seed)
         return None if lesson is None else starts[lesson]
 

@@ -9,7 +9,8 @@ Reasons for a process of its own:
   processes of one run would get different questions. This process runs with a fixed hash seed.
 - The time limit works in every thread, and it also stops computations inside C code.
 
-This file is also the program of that process. It imports nothing of trl_explore, so that the process starts fast.
+This file is also the program of that process. The file imports nothing of trl_explore, so that the process starts
+fast.
 """
 
 import ast
@@ -342,7 +343,9 @@ class Worker:
         """End the worker process."""
         process, self._process = self._process, None
         self._open.clear()
-        if process is None or os.getpid() != self._owner:  # a forked process must not end that of its parent
+        if (
+            process is None or os.getpid() != self._owner
+        ):  # a fork must not end its parent's worker
             return
         process.kill()
         for pipe in (process.stdin, process.stdout):
@@ -499,7 +502,7 @@ def _limit_memory() -> None:
 
 
 def _serve() -> None:
-    # What a data set prints must not come between the replies.
+    # Some data sets print. Their text must not come between the replies.
     replies = os.fdopen(os.dup(1), "w", encoding="ascii")
     silent = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silent, 1)

@@ -32,7 +32,7 @@ from trl_explore.names import unknown_name
 from trl_explore.rewards.answers import BOXED, completion_text
 
 SOURCE = "reasoning_gym"
-SEED_OFFSET = 1_000_000  # from the training seed to that of the evaluation rows
+SEED_OFFSET = 1_000_000  # added to the seed of the training rows gives the seed of the evaluation rows
 MAX_SEED = 2**31 - 1
 # Candidates that are tried per evaluation row before the data set counts as too small.
 TRIES_PER_ROW = 10

@@ -58,7 +58,7 @@ def load_spec(name: str, config: Mapping[str, Any] | None = None, *, seed: int =
         name (`str`):
             `reasoning_gym:NAME` or `textarena:ENV_ID`.
         config (`Mapping`, *optional*):
-            Arguments of [`ReasoningGymSpec`] or [`TextArenaSpec`] beside the name.
+            Arguments of [`ReasoningGymSpec`] or [`TextArenaSpec`] in addition to the name.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the training rows, where `config` has none.
 

@@ -23,7 +23,7 @@ from trl_explore.names import unknown_name
 DEFAULT_TURNS = 50  # of games without a limit of their own
 # Arguments by which games limit their turns, with the number of extra turns: Bandit asks for one more choice.
 LIMITS = {"max_turns": 0, "num_turns": 1, "num_guesses": 0, "N": 0}
-SEED_OFFSET = 1_000_000  # from the seed of the training rows to that of the evaluation rows
+SEED_OFFSET = 1_000_000  # added to the seed of the training rows gives the seed of the evaluation rows
 NUM_SEEDS = 2**31  # of games
 VARIANTS = ("-train", "-raw")  # ids of the same games with other wrappers, which are not used here
 TURN_TOKENS = 50  # of a tool call, a short answer, and the marks of two turns

@@ -45,7 +45,7 @@ class GameMaker:
         env_id (`str`):
             Id in TextArena's registry, such as `GuessTheNumber-v0`.
         config (`Mapping`):
-            Arguments of the game's constructor, over those of the registry.
+            Arguments of the game's constructor. They override the arguments in the registry.
     """
 
     def __init__(self, env_id: str, config: Mapping[str, Any]) -> None:
@@ -86,7 +86,7 @@ class GameMaker:
         return max((len(text) for _, text, kind in messages if kind is not ObservationType.PROMPT), default=0)
 
     def memo(self) -> dict[int, Any]:
-        """Return a `memo` for [`copy.deepcopy`] with which copies of a game share what no game changes."""
+        """Return a `memo` for [`copy.deepcopy`]: copies of a game share the word lists, which no game changes."""
         return {id(shared): shared for shared in (self, *self._constants)}
 
     def _prepare(self) -> None:
@@ -211,7 +211,7 @@ class TextArenaGame:
             action: The move, written as the rules of the game say, such as [5] or [up].
 
         Returns:
-            What the game answers.
+            The answer of the game.
         """
         if self.done:
             return GAME_OVER
@@ -295,7 +295,7 @@ class TextArenaGame:
 
 
 def _value(game: Any) -> float:
-    """Reward of a game that is over, or what it says of its progress."""
+    """Return the reward of a game that is over, or else its measure of progress."""
     value: Any = None
     if game.state.done:
         value = (game.state.rewards or {}).get(0)

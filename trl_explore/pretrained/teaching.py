@@ -79,7 +79,7 @@ def teach(
     source = find_pretrained(model)
     try:
         examples = demonstrations(spec, steps * BATCH_SIZE, seed=seed)
-    except (NotImplementedError, ValueError) as error:
+    except ValueError as error:
         raise UsageError(f"warm_start_steps={steps}: {error}") from error
     folder = cache_root(cache_dir) / f"{spec.name.replace(':', '-')}-{_key(source, examples, steps)}"
     if folder.is_dir():

@@ -258,7 +258,7 @@ class SpecTask(RunTask):
             )
         try:
             demonstration(self.spec.train_dataset[0], random.Random(0))
-        except (NotImplementedError, ValueError) as error:
+        except ValueError as error:
             raise UsageError(f"warm_start_steps={steps}: {error}") from error
 
     def teach(
