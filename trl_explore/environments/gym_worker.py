@@ -343,9 +343,7 @@ class Worker:
         """End the worker process."""
         process, self._process = self._process, None
         self._open.clear()
-        if (
-            process is None or os.getpid() != self._owner
-        ):  # a fork must not end its parent's worker
+        if process is None or os.getpid() != self._owner:  # a fork must not end its parent's worker
             return
         process.kill()
         for pipe in (process.stdin, process.stdout):
