@@ -113,7 +113,7 @@ def test_columns_of_reward_functions_reach_the_rows_of_streams(tmp_path):
 def test_rows_of_trees_tell_their_path(tmp_path):
     trainer = train(TreeGRPOTrainer, TreeGRPOConfig, tmp_path, **TREE, max_steps=1)
     rows = table(trainer)
-    nodes = [(tree, row) for tree in trainer._trees for row in tree.rows]
+    nodes = [(tree, row) for tree in trainer.explorer.trees for row in tree.rows]
     assert len(rows) == 8 and set(rows["stream"]) == {"main"}
     for (tree, row), (_, written) in zip(nodes, rows.iterrows(), strict=True):
         path = tree.path(row)

@@ -21,7 +21,7 @@ from world import (
 )
 
 from trl_explore.methods import METHODS
-from trl_explore.selection.need import share_at
+from trl_explore.selection.choice import share_at
 from trl_explore.trainers import (
     AgentTreeGRPOConfig,
     AgentTreeGRPOTrainer,
@@ -117,10 +117,10 @@ def test_solved_groups_have_the_rows_and_advantages_of_grpo(tmp_path, case):
 def test_unsolved_groups_have_the_credit_of_their_tree(tmp_path):
     trainer, output = batch("tree", tmp_path, skip_uniform_trees=False, incomplete_score=-0.5, **UNSOLVED)
     solved = ~torch.zeros(len(output["advantages"]), dtype=torch.bool).index_fill(
-        0, torch.tensor(trainer.need.rows), 1
+        0, torch.tensor(trainer.exploration.batch.rows), 1
     )
-    rows = [row for tree in trainer._trees for row in tree.rows]
-    assert len(rows) == len(trainer.need.rows) == int((~solved).sum()) > 0
+    rows = [row for tree in trainer.explorer.trees for row in tree.rows]
+    assert len(rows) == len(trainer.exploration.batch.rows) == int((~solved).sum()) > 0
     assert output["advantages"][~solved].std(dim=1).max() > 0  # tokens of one row differ in a tree
 
 
@@ -142,8 +142,8 @@ def test_every_row_is_asked_about_once(tmp_path, case):
         return odd_solved(completions, answer)
 
     trainer, output = batch(case, tmp_path, reward_funcs=noting, log_completions=True, **UNSOLVED)
-    explored = len(trainer.need.rows)
-    extra = sum(len(tree.nodes) for tree in trainer._trees) if "tree" in case else explored
+    explored = len(trainer.exploration.batch.rows)
+    extra = sum(len(tree.nodes) for tree in trainer.explorer.trees) if "tree" in case else explored
     assert len(output["advantages"]) < len(asked) <= len(output["advantages"]) + extra
     assert len(trainer._logs["extra"]["said"]) == len(output["advantages"])
 

@@ -98,7 +98,7 @@ def test_tree_search_with_continuous_batching_knows_its_entropies(tmp_path):
         expansion_width=3, node_length=2, max_steps=1,
     )  # fmt: skip
     trainer.train()
-    assert all(node.entropy > 0 for tree in trainer._trees for node in tree.nodes[1:])
+    assert all(node.entropy > 0 for tree in trainer.explorer.trees for node in tree.nodes[1:])
 
 
 def test_continuous_batching_samples_within_budgets(tmp_path):

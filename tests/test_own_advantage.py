@@ -23,7 +23,7 @@ from trl_explore.methods import METHODS
 from trl_explore.runs.methods import find_method
 from trl_explore.trainers import ExplorationConfig
 
-PAGE = (ROOT / "docs" / "own-method.md").read_text()
+PAGE = (ROOT / "docs" / "own-method.md").read_text().split("## Your own explorer")[0]
 SOURCE = (EXAMPLES / "own_advantage.py").read_text()
 OWN = "own_advantage.WReinforceTrainer"
 TRAINERS = """

@@ -80,6 +80,7 @@ class Watched(SESATrainer):
         super().setup()
         self.mode.sample = partial(self.noted)
         self.mode.sample.rollout, self.mode.sample.paths = self.sample.rollout, None  # rows come from `plain`
+        self.mode.sample.policy, self.mode.sample.token_logprobs = self, self.sample.token_logprobs
 
     def noted(self, prefixes, num_samples, max_new_tokens, **options):
         sampled = self.sample(prefixes, num_samples, max_new_tokens, **options)
@@ -259,6 +260,7 @@ class Listing(SESATrainer):
         super().setup()
         self.mode.sample = partial(self.noted)
         self.mode.sample.rollout, self.mode.sample.paths = self.sample.rollout, None  # rows come from `plain`
+        self.mode.sample.policy, self.mode.sample.token_logprobs = self, self.sample.token_logprobs
 
     def noted(self, prefixes, num_samples, max_new_tokens, **options):
         sampled = self.sample(prefixes, num_samples, max_new_tokens, **options)

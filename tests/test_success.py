@@ -212,9 +212,9 @@ def test_completions_that_the_deciding_function_does_not_score_are_not_branched(
 
 def test_a_tree_has_the_outcome_of_the_reward_that_decides(tmp_path):
     trainer, _, _ = batch(tmp_path, "tree_grpo", **WRONG)
-    assert {tree.nodes[row].outcome for tree in trainer._trees for row in tree.rows} == {-1.0}
+    assert {tree.nodes[row].outcome for tree in trainer.explorer.trees for row in tree.rows} == {-1.0}
     trainer, _, _ = batch(tmp_path, "tree_grpo", reward_funcs=[unknown, form], success_reward="unknown")
-    assert {tree.nodes[row].outcome for tree in trainer._trees for row in tree.rows} == {None}
+    assert {tree.nodes[row].outcome for tree in trainer.explorer.trees for row in tree.rows} == {None}
 
 
 def test_g2rl_maps_the_reward_that_decides_and_keeps_sums_where_it_maps_nothing(tmp_path):

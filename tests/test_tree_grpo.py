@@ -108,9 +108,9 @@ def test_rows_and_advantages_are_those_of_the_trees(tmp_path, selection):
     trainer = tree_trainer(tmp_path, selection=selection, skip_uniform_trees=False)
     inputs = first_batch(trainer)
     rows = rows_by_completion(inputs, trainer)
-    assert len(trainer._trees) == 2 and inputs["completion_ids"].shape[0] == 8
+    assert len(trainer.explorer.trees) == 2 and inputs["completion_ids"].shape[0] == 8
     depths = set()
-    for tree in trainer._trees:
+    for tree in trainer.explorer.trees:
         for row, advantages in zip(tree.rows, tree_advantages(tree), strict=True):
             i = rows[tuple(tree.prompt_ids), tuple(tree.completion_ids(row))].pop()
             got = inputs["advantages"][i].tolist()
@@ -126,7 +126,7 @@ def test_rows_and_advantages_are_those_of_the_trees(tmp_path, selection):
 def test_entropies_are_those_that_a_forward_pass_gives(tmp_path):
     trainer = tree_trainer(tmp_path, temperature=0.8)
     first_batch(trainer)
-    tree = trainer._trees[0]
+    tree = trainer.explorer.trees[0]
     row = tree.rows[-1]
     ids = torch.tensor([tree.prompt_ids + tree.completion_ids(row)])
     with torch.no_grad():
@@ -138,9 +138,12 @@ def test_entropies_are_those_that_a_forward_pass_gives(tmp_path):
 def test_continuous_batching_gives_the_same_kind_of_tree(tmp_path):
     trainer = tree_trainer(tmp_path)
     inputs = first_batch(trainer)
-    prefixes, ids = [t.prompt_ids for t in trainer._trees], [t.completion_ids(t.rows[0]) for t in trainer._trees]
+    prefixes, ids = (
+        [t.prompt_ids for t in trainer.explorer.trees],
+        [t.completion_ids(t.rows[0]) for t in trainer.explorer.trees],
+    )
     by_forward = trainer.sample._forward(prefixes, ids)[1].tolist()
-    for tree, row, tokens in zip(trainer._trees, by_forward, ids, strict=True):
+    for tree, row, tokens in zip(trainer.explorer.trees, by_forward, ids, strict=True):
         entropies = row[: len(tokens)]
         expected = tree.trajectory_entropy(tree.rows[0])
         assert sum(entropies) / len(entropies) == pytest.approx(expected, abs=1e-4)
@@ -170,15 +173,15 @@ def test_every_completion_is_scored_once(tmp_path, conversational):
     reward = Counting()
     trainer = tree_trainer(tmp_path, reward_funcs=reward, conversational=conversational)
     first_batch(trainer)
-    terminal = sum(node.terminal for tree in trainer._trees for node in tree.nodes)
+    terminal = sum(node.terminal for tree in trainer.explorer.trees for node in tree.nodes)
     assert sum(reward.seen.values()) == terminal
-    scored = [node for tree in trainer._trees for node in tree.nodes if node.terminal]
+    scored = [node for tree in trainer.explorer.trees for node in tree.nodes if node.terminal]
     assert all(node.rewards in ((0.0,), (1.0,)) for node in scored)
     # The table of completions shows what was logged when each was scored.
     lengths = [len(ids) for ids in trainer.main_completion_ids]
     assert list(trainer._logs["extra"]["length"]) == lengths
     assert trainer._metrics["train"]["calls"] and trainer._metrics["train"]["reward"][0] == pytest.approx(
-        sum(trainer.model is not None and node.rewards[0] for tree in trainer._trees for node in
+        sum(trainer.model is not None and node.rewards[0] for tree in trainer.explorer.trees for node in
             [tree.nodes[row] for row in tree.rows]) / 8
     )  # fmt: skip
 
@@ -194,9 +197,9 @@ def test_a_reward_model_sees_each_completion_once(tmp_path):
 
     trainer = tree_trainer(tmp_path, reward_funcs=Model(), reward_processing_classes=make_tokenizer())
     first_batch(trainer)
-    scored = sum(node.terminal for tree in trainer._trees for node in tree.nodes)
+    scored = sum(node.terminal for tree in trainer.explorer.trees for node in tree.nodes)
     assert Model.rows == scored
-    assert {node.outcome for tree in trainer._trees for node in tree.nodes if node.terminal} <= {1.0, -1.0}
+    assert {node.outcome for tree in trainer.explorer.trees for node in tree.nodes if node.terminal} <= {1.0, -1.0}
 
 
 def test_several_reward_functions_keep_their_values_and_weights(tmp_path):
@@ -212,7 +215,7 @@ def test_several_reward_functions_keep_their_values_and_weights(tmp_path):
     first_batch(trainer)
     metrics = trainer._metrics["train"]
     assert metrics["rewards/slow/mean"] == [0.5] and metrics["rewards/with_letter/mean"] == [0.0]
-    nodes = [tree.nodes[row] for tree in trainer._trees for row in tree.rows]
+    nodes = [tree.nodes[row] for tree in trainer.explorer.trees for row in tree.rows]
     assert all((node.outcome > 0) == (node.rewards[0] == 1.0) for node in nodes)
     assert metrics["reward"][0] == pytest.approx(1.0 + sum(node.rewards[0] for node in nodes) / 8)
 
@@ -226,7 +229,7 @@ def test_completions_that_cannot_be_scored_have_no_advantage(tmp_path):
     inputs = first_batch(trainer)
     rows = rows_by_completion(inputs, trainer)
     unscored = 0
-    for tree in trainer._trees:
+    for tree in trainer.explorer.trees:
         for row in tree.rows:
             i = rows[tuple(tree.prompt_ids), tuple(tree.completion_ids(row))].pop()
             if tree.nodes[row].outcome is None:
@@ -255,7 +258,7 @@ def test_shared_nodes_trained_once_give_the_gradient_over_distinct_nodes(tmp_pat
     trainer.train()
     model = AutoModelForCausalLM.from_pretrained(saved_model())
     loss, num_tokens, shared = 0.0, 0, 0
-    for tree in trainer._trees:
+    for tree in trainer.explorer.trees:
         advantages, masks = tree_advantages(tree), first_appearance(tree)
         for row, credit, mask in zip(tree.rows, advantages, masks, strict=True):
             completion = tree.completion_ids(row)
@@ -276,7 +279,7 @@ def test_shared_nodes_trained_once_give_the_gradient_over_distinct_nodes(tmp_pat
 def test_shared_nodes_trained_once_are_masked_in_later_rows(tmp_path):
     trainer = tree_trainer(tmp_path, share_prefix_once=True)
     inputs = first_batch(trainer)
-    distinct = sum(sum(mask) for tree in trainer._trees for mask in first_appearance(tree))
+    distinct = sum(sum(mask) for tree in trainer.explorer.trees for mask in first_appearance(tree))
     assert loss_mask(inputs).sum().item() == inputs["num_items_in_batch"].item() == distinct
     assert distinct < inputs["completion_mask"].sum().item()
 
@@ -284,11 +287,11 @@ def test_shared_nodes_trained_once_are_masked_in_later_rows(tmp_path):
 def test_direct_rollouts_fill_the_rows_when_the_budget_ends(tmp_path):
     trainer = tree_trainer(tmp_path, max_search_iterations=1)
     assert len(first_batch(trainer)["advantages"]) == 8
-    assert all(tree.iterations == 1 and len(tree.results) == 4 for tree in trainer._trees)
-    assert sum(tree.nodes[row].direct for tree in trainer._trees for row in tree.rows) >= 6
+    assert all(tree.iterations == 1 and len(tree.results) == 4 for tree in trainer.explorer.trees)
+    assert sum(tree.nodes[row].direct for tree in trainer.explorer.trees for row in tree.rows) >= 6
     trainer = tree_trainer(tmp_path, max_tree_tokens=20)
     first_batch(trainer)
-    for tree in trainer._trees:
+    for tree in trainer.explorer.trees:
         assert sum(len(node.token_ids) for node in tree.nodes if not node.direct) <= 20
 
 
@@ -334,7 +337,7 @@ def test_a_search_that_copies_one_completion_is_named(uniform, solved, warns):
 def test_metrics(tmp_path):
     trainer = tree_trainer(tmp_path, max_steps=1)
     trainer.train()
-    log, trees = trainer.state.log_history[0], trainer._trees
+    log, trees = trainer.state.log_history[0], trainer.explorer.trees
     rows = [(tree, row) for tree in trees for row in tree.rows]
     trained_tokens = sum(len(tree.completion_ids(row)) for tree, row in rows)
     assert log["tree/sampled_tokens"] == sum(tree.generated_tokens for tree in trees)
@@ -354,17 +357,17 @@ def test_metrics(tmp_path):
 def test_seconds_of_generation_are_those_of_the_whole_batch(tmp_path):
     trainer = tree_trainer(tmp_path)
     first_batch(trainer)
-    assert trainer._trees[0].iterations > 1 and len(trainer._metrics["train"]["generation/main_seconds"]) == 1
+    assert trainer.explorer.trees[0].iterations > 1 and len(trainer._metrics["train"]["generation/main_seconds"]) == 1
 
 
 def test_entropies_are_known_where_a_choice_looks_at_them(tmp_path):
     trainer = tree_trainer(tmp_path, max_search_iterations=5, dump_trees="trees", entropy_weight=0.0)
     first_batch(trainer)
-    nodes = [node for tree in trainer._trees for node in tree.nodes[1:]]
+    nodes = [node for tree in trainer.explorer.trees for node in tree.nodes[1:]]
     assert {node.direct for node in nodes} == {True, False} and all(
         (node.entropy == 0) == node.direct for node in nodes
     )
-    known = [(tree, row) for tree in trainer._trees for row in tree.rows if not tree.nodes[row].direct]
+    known = [(tree, row) for tree in trainer.explorer.trees for row in tree.rows if not tree.nodes[row].direct]
     expected = sum(tree.trajectory_entropy(row) for tree, row in known) / len(known)
     assert trainer._metrics["train"]["tree/trajectory_entropy"] == [pytest.approx(expected)]
     written = [json.loads(line) for line in (tmp_path / "trees" / "trees_0.jsonl").read_text().splitlines()]
@@ -382,13 +385,17 @@ def test_evaluation_is_plain_grpo(tmp_path):
     got = tree.evaluate()
     same = [key for key in expected if "time" not in key and "second" not in key]
     assert {k: got[k] for k in same} == {k: expected[k] for k in same}
-    assert tree._trees == [] and torch.equal(tree.exploration_generator.get_state(), state)
+    assert tree.explorer.trees == [] and torch.equal(tree.exploration_generator.get_state(), state)
 
 
 def test_a_plain_grpo_config_gets_the_defaults(tmp_path):
     trainer = make_trainer(TreeGRPOTrainer, GRPOConfig, tmp_path, max_steps=1)
     trainer.train()
-    assert trainer.limits.width == 8 and trainer.limits.node_length == 1 and trainer.limits.max_iterations == 4 * 8
+    assert (
+        trainer.explorer.limits.width == 8
+        and trainer.explorer.limits.node_length == 1
+        and trainer.explorer.limits.max_iterations == 4 * 8
+    )
     assert trl_explore.TreeGRPOTrainer is TreeGRPOTrainer
 
 
@@ -434,7 +441,7 @@ def test_a_replayed_row_keeps_successes_and_its_score(tmp_path):
     trainer.reward_funcs[0] = reward
     inputs = first_batch(trainer)
     assert len(inputs["advantages"]) == 8
-    for tree in trainer._trees:
+    for tree in trainer.explorer.trees:
         assert tree.reason == "replayed" and tree.iterations == 0
         (solution,) = solutions[tuple(tree.prompt_ids)]
         assert sum(tree.completion_ids(row) == solution for row in tree.rows) == 1
@@ -450,7 +457,7 @@ def test_nothing_is_replaced_where_nothing_failed(tmp_path):
     for prompt in dataset["prompt"]:
         trainer.solutions.offer(tokenizer(prompt)["input_ids"], [[2, 2, 1]], 0.25)
     first_batch(trainer)
-    assert not any(tree.completion_ids(row) == [2, 2, 1] for tree in trainer._trees for row in tree.rows)
+    assert not any(tree.completion_ids(row) == [2, 2, 1] for tree in trainer.explorer.trees for row in tree.rows)
 
 
 def offer_solutions(trainer, dataset, completion):
@@ -530,7 +537,7 @@ def test_trees_are_written_down(tmp_path):
     lines = (tmp_path / "trees" / "trees_0.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     assert [(r["step"], r["index"]) for r in records] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    last, tree = records[-1], trainer._trees[-1]
+    last, tree = records[-1], trainer.explorer.trees[-1]
     assert last["prompt"] == make_tokenizer().decode(tree.prompt_ids) and last["iterations"] == tree.iterations
     assert [n["token_ids"] for n in last["nodes"]] == [n.token_ids for n in tree.nodes]
     assert [n["result"] is not None for n in last["nodes"]] == [n.index in tree.results for n in tree.nodes]

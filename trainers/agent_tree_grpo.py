@@ -60,8 +60,8 @@ class AgentTreeGRPOTrainer(ExplorationTrainer):
             return
         start = time.perf_counter()
         explored = torch.ones(len(output["completion_ids"]), dtype=torch.bool)
-        if self.need is not None:
-            explored = self.ranks.local(self.need.explored(self.scorer.success()))
+        if self.choice is not None:
+            explored = self.ranks.local(self.choice.explored(self.scorer.success()))
         trees.grow(explored.tolist())
         trees.compare()
         self.log_metric("branch/seconds", time.perf_counter() - start)

@@ -50,7 +50,7 @@ class AttnRLTrainer(ExplorationTrainer):
         if not args.num_forks:
             return
         start = time.perf_counter()
-        explored = None if self.need is None else self.need.explored(self.scorer.success())
+        explored = None if self.choice is None else self.choice.explored(self.scorer.success())
         reported = None if self._rollout is None else self._rollout.logprobs
         options: dict[str, Any] = {"reported": reported, "logprobs": args.fork_selection == "uncertain"}
         chains.begin(output, self.main_examples, self.main_completion_ids, explored, **options)

@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ from trl_explore.agents.forks import Forks
 from trl_explore.agents.turns import Spoken, Turns, World, guarded_factories
 from trl_explore.agents.watch import ToolWatch
 from trl_explore.credit.part import Credit
+from trl_explore.explorers.exploration import Exploration
+from trl_explore.explorers.explorer import Explorer, PlainSampling
+from trl_explore.explorers.resample import ResampleExplorer
 from trl_explore.gradients.feature_pass import FeaturePass
 from trl_explore.methods import FromRow
 from trl_explore.packing.forward import PackedForward, unwrapped
@@ -35,7 +39,6 @@ from trl_explore.publishing.cards import citation
 from trl_explore.publishing.publisher import Publisher
 from trl_explore.rewards.success import check_success_reward
 from trl_explore.rewards.threshold import ThresholdWatch
-from trl_explore.rows.batch import Batch, Chooser
 from trl_explore.rows.columns import prompts_of, row_columns
 from trl_explore.rows.copies import own_copy
 from trl_explore.rows.policy import Pass
@@ -52,7 +55,7 @@ from trl_explore.sampling.count import TokenCount
 from trl_explore.sampling.generation import generating_model
 from trl_explore.sampling.positions import fixed_rotary_length
 from trl_explore.sampling.sampler import Sampler
-from trl_explore.selection.need import Need
+from trl_explore.selection.choice import PromptChoice
 from trl_explore.selection.rounds import Rounds, rounds_of
 from trl_explore.serving.backend import ServedGeneration, our_backend
 from trl_explore.serving.session import Serving
@@ -62,6 +65,7 @@ from .replaced import Replaced
 from .requires import Requires as Requires
 from .requires import check_arguments, check_vision
 from .saving import Saving
+from .step import Step
 
 # What TRL's tool loop works with, under the names of [`~trl_explore.agents.turns.World`].
 TOOL_LOOP = {
@@ -103,7 +107,6 @@ class ExplorationTrainer(GRPOTrainer):
     _tag_names: Any = FromRow(lambda row: [*row.tags])
     _paper: Any = FromRow(lambda r: {"citation": citation(r.card), **r.paper} if r.paper else GRPOTrainer._paper)
     dataset_names: list[str] = []  # of the training data, for the card
-    plain_columns: dict[str, Any] = {}  # of `completion_columns`, for rows that GRPO sampled
 
     # Class-level defaults: objects made without `__init__` behave as plain GRPO.
     args: Any
@@ -117,8 +120,11 @@ class ExplorationTrainer(GRPOTrainer):
     forks: Forks | None = None
     features: FeaturePass | None = None
     current: Pass | None = None  # the pass that is running; `None` for the main one and evaluation
-    main_completion_ids: list[list[int]] = []
-    main_examples: list[dict[str, Any]] = []
+    explorer: Explorer | None = None
+    # Of the generation batch at hand, on this process:
+    main_completion_ids: list[list[int]] = []  # tokens of the main rows, `[B][T_i]`
+    main_examples: list[dict[str, Any]] = []  # copies of the data-set rows, `[B]`
+    given_examples: list[dict[str, Any]] = []  # the rows that TRL has, `[B]`; environments and rewards change them
     _rollout: Rollout | None = None
     _budget_spent: Callable[[], float] | None = None
     _stream_tokens: dict[str, int] = {}
@@ -159,7 +165,7 @@ class ExplorationTrainer(GRPOTrainer):
             "rollout_func": rollout_func,
             "environment_factory": environment_factory,
             "train_dataset": train_dataset,
-            "samples_as_grpo": self._samples_as_grpo,
+            "samples_as_grpo": self._samples_as_grpo(args),
         }
         check_arguments(type(self).__name__, requires, args, **given)
         self.watch = ToolWatch()
@@ -182,30 +188,34 @@ class ExplorationTrainer(GRPOTrainer):
             self.packing.enable(ref_model=self.ref_model, longest_prompt=self.longest_prompt, **refused)
         check_success_reward(args.success_reward, self.reward_func_names)
         if self._is_vlm:
-            check_vision(type(self).__name__, args, taken=self._samples_as_grpo and requires.vision)
+            check_vision(type(self).__name__, args, taken=self._samples_as_grpo(args) and requires.vision)
         if requires.turns:
             loop, encode_answers = self._tool_call_loop, self._get_tool_suffix_ids
             self.turns = Turns(self, World(self, TOOL_LOOP, loop=loop, encode_answers=encode_answers))
         if requires.features:
             self.features = FeaturePass(self)
         self.replaced = Replaced(self, given)
+        self.explorer = self.make_explorer()
         self.setup()
 
-    @property
-    def _samples_as_grpo(self) -> bool:
-        """Whether GRPO samples all rows: then tools, environments, `rollout_func` and images are its own matter."""
+    def _samples_as_grpo(self, args: Any) -> bool:
+        """Return whether GRPO samples all rows. TRL then handles tools, environments, `rollout_func` and images."""
         own, plain = type(self), ExplorationTrainer
+        if own.make_explorer != plain.make_explorer or args.explore is not None:
+            return False
         return (own.rollout, own.search, own.extra_streams) == (plain.rollout, plain.search, plain.extra_streams)
 
     @property
     def changed_hooks(self) -> list[str]:
-        """Names of the hooks that the trainer's class overrides; a trainer without any is plain GRPO."""
+        """Return the names of the hooks that differ from GRPO: those that the class overrides, and those in which an
+        explorer works."""
         own, plain = type(self), ExplorationTrainer
+        explores = self.explorer is not None
         hooks = {
-            "rollout": own.rollout != plain.rollout,
+            "rollout": explores or own.rollout != plain.rollout,
             "shape_rewards": own.shape_rewards != plain.shape_rewards,
             "search": own.search != plain.search,
-            "assign_advantages": own.assign_advantages != plain.assign_advantages,
+            "assign_advantages": explores or own.assign_advantages != plain.assign_advantages,
             "extra_streams": own.extra_streams != plain.extra_streams,
         }
         return [name for name, changed in hooks.items() if changed]
@@ -216,13 +226,28 @@ class ExplorationTrainer(GRPOTrainer):
         """Raise where the method cannot work with what it is given; runs before any model work."""
 
     def requirements(self, args: Any) -> Requires:
-        """What the method needs with a configuration."""
-        return self.requires
+        """Return what the method needs with a configuration."""
+        if type(self).make_explorer != ExplorationTrainer.make_explorer and not self.requires.samples:
+            return replace(self.requires, samples=True, main_rows=True, whole_groups=True)
+        if args.explore is None:
+            return self.requires
+        if self.requires.samples:
+            raise ValueError(
+                f"`explore={args.explore!r}` is a way of exploring, and {type(self).__name__} has its own: leave the "
+                "field out, or use ExplorationTrainer."
+            )
+        return replace(self.requires, samples=True, main_rows=True, whole_groups=True)
+
+    def make_explorer(self) -> Explorer | None:
+        """Return the explorer that samples prompts in its own way, or None if GRPO samples them."""
+        if self.args.explore == "resample":
+            return ResampleExplorer(self, self.sample, self.scorer)
+        return None
 
     def setup(self) -> None:
         """Make the method's own state; runs at the end of construction."""
 
-    def rollout(self, prompt_ids: list[list[int]], plain: Chooser) -> Rollout:
+    def rollout(self, prompt_ids: list[list[int]], plain: PlainSampling) -> Rollout:
         """
         How is a group sampled? Training only.
 
@@ -235,7 +260,9 @@ class ExplorationTrainer(GRPOTrainer):
         Returns:
             [`Rollout`]: Exactly one completion per row.
         """
-        return plain(prompt_ids)
+        if self.exploration is None:
+            return plain(prompt_ids)
+        return self.exploration.rollout(prompt_ids, self.main_examples, plain)
 
     def shape_rewards(self, rewards_per_func: torch.Tensor) -> torch.Tensor:
         """
@@ -272,7 +299,7 @@ class ExplorationTrainer(GRPOTrainer):
         Returns:
             `torch.Tensor`: Advantages of shape `(B,)` or `(B, T)`.
         """
-        return output["advantages"]
+        return output["advantages"] if self.exploration is None else self.exploration.credit(output)
 
     def extra_streams(
         self, output: RowDict, examples: list[dict[str, Any]], rewards: torch.Tensor
@@ -304,7 +331,7 @@ class ExplorationTrainer(GRPOTrainer):
             `dict[str, list]`: Values by column for the rows of this process, `[B]`; the same columns on every process.
             A number that is not there is NaN and a text empty, so that a column has one type in all files.
         """
-        return {}
+        return {} if self.exploration is None else self.exploration.columns(len(self.main_completion_ids))
 
     def forget_data(self) -> None:
         """Drop everything that belongs to prompts of the data: `train_dataset` was replaced since the last run."""
@@ -313,14 +340,16 @@ class ExplorationTrainer(GRPOTrainer):
 
     def exploration_state(self) -> dict[str, Any]:
         """The method's own state for the checkpoint: tensors, numbers, strings and containers of them."""
-        return {}
+        return {} if self.explorer is None else self.explorer.state_dict()
 
     def load_exploration_state(self, state: dict[str, Any]) -> None:
         """Restore what `exploration_state` returned."""
+        if self.explorer is not None:
+            self.explorer.load_state_dict(state)
 
     def method_files(self) -> list[str]:
         """Files and folders inside `output_dir` that the method writes beside the model."""
-        return []
+        return [] if self.explorer is None else self.explorer.files()
 
     def run_files(self) -> list[Path]:
         """What is there of the files that a run adds to: those of the method and the completions tables."""
@@ -346,9 +375,21 @@ class ExplorationTrainer(GRPOTrainer):
         return Scorer(self)
 
     @cached_property
-    def need(self) -> Need | None:
-        """Chooses prompts to explore; `None`: all are."""
-        return Need(self, self.scorer, self.sample) if self.args.explores_some else None
+    def choice(self) -> PromptChoice | None:
+        """Chooses the prompts that are explored. None if all are."""
+        return PromptChoice(self) if self.args.explores_some else None
+
+    @cached_property
+    def exploration(self) -> Exploration | None:
+        """Lets the explorer sample main rows. None if there is no explorer."""
+        if self.explorer is None:
+            return None
+        return Exploration(self, self.explorer, self.choice, self.sample, self.scorer)
+
+    @property
+    def trains_further_rows(self) -> bool:
+        """Return whether rows beside the main ones are trained."""
+        return self.requires.extra_rows or (self.exploration is not None and self.exploration.joins)
 
     @cached_property
     def threshold_watch(self) -> ThresholdWatch | None:
@@ -357,7 +398,7 @@ class ExplorationTrainer(GRPOTrainer):
         if not args.asks_about_success:
             return None
         return ThresholdWatch(
-            threshold=vars(args).get("success_threshold", 1.0),
+            threshold=args.success_bar,
             success_reward=args.success_reward,
             warns=self.accelerator.is_main_process,
         )
@@ -370,11 +411,6 @@ class ExplorationTrainer(GRPOTrainer):
         return rounds_of(self, self.scorer, data, shuffle=bool(self.shuffle_dataset))
 
     @cached_property
-    def batch(self) -> Batch:
-        """Makes rows to train of what TRL samples and scores."""
-        return Batch(self)
-
-    @cached_property
     def credit(self) -> Credit:
         """Gives main rows their advantages where they are not GRPO's."""
         return Credit(self, self.scorer)
@@ -382,7 +418,7 @@ class ExplorationTrainer(GRPOTrainer):
     @cached_property
     def streams(self) -> StreamTraining:
         """Trains the rows of further streams."""
-        pooled = self.requires.pooled or (self.batch.need is not None and self.batch.need.adds)
+        pooled = self.requires.pooled or (self.exploration is not None and self.exploration.joins)
         return StreamTraining(
             self,
             pooled=pooled,
@@ -558,7 +594,7 @@ class ExplorationTrainer(GRPOTrainer):
         if self.is_training:
             self.replaced.follow()
             self._logs = logs if self.rounds is None else self.table.begin(logs)
-            return self.batch.run(inputs, own, self._logs, self._metrics["train"])
+            return Step(self, own, self._logs, self._metrics["train"]).run(inputs)
         if not self.log_completions:
             return own(inputs)
         self._logs = self.table.of_evaluation(logs, self.state.global_step)
@@ -582,7 +618,7 @@ class ExplorationTrainer(GRPOTrainer):
         if self.forks is not None:
             self.forks.set_limit()
             if training:
-                self.forks.begin(self.main_examples, self.batch.given, len(prompts))
+                self.forks.begin(self.main_examples, self.given_examples, len(prompts))
         turns = self.turns if self.tools else None
         num_sampled = self.sample.tokens.own
         with nullcontext() if turns is None else turns.of(prompts):
@@ -634,7 +670,7 @@ class ExplorationTrainer(GRPOTrainer):
             return Rollout(*own(contexts))
         if self.forks is not None:
             self.forks.before_turn()
-        self._rollout = self.batch.rolled_out(contexts, plain)
+        self._rollout = self.rollout(contexts, plain)
         return self._rollout
 
     def _tool_call_loop(self, prompts, prompt_ids, completion_ids, *args):

@@ -63,8 +63,8 @@ class BranPOTrainer(ExplorationTrainer):
         start, branches = time.perf_counter(), self.branches
         deciding = self.ranks.local(self.scorer.success()).tolist()
         possible = output["completion_mask"].any(dim=1)
-        if self.need is not None:
-            possible &= self.ranks.local(self.need.explored(self.scorer.success()))
+        if self.choice is not None:
+            possible &= self.ranks.local(self.choice.explored(self.scorer.success()))
         plans = branches.plans(deciding, possible.tolist())
         kept = branches.kept_branches(plans, deciding)
         self.log_metric("branch/seconds", time.perf_counter() - start)

@@ -16,6 +16,7 @@ from trl_explore.serving.agreement import WEIGHT_SYNCS
 
 # Rows of one stage of sampling that no real run comes near: what asks for more is a slip that would run for ever.
 MOST_STAGE_ROWS = 100_000
+EXPLORERS = ("resample",)  # values of `explore`
 LARGEST = sys.float_info.max  # of the finite numbers
 C = TypeVar("C", bound="ExplorationConfig")
 Check = Callable[[Any], None]  # of a configuration; raises a ValueError that names the field, its value and the remedy
@@ -62,6 +63,19 @@ def run_checks(args: GRPOConfig, checks: Iterable[Check]) -> None:
         check(args)
 
 
+def check_explore(args: Any) -> None:
+    """Raise if `explore` names no explorer, or one that has nothing to do."""
+    if args.explore is None:
+        return
+    if args.explore not in EXPLORERS:
+        raise ValueError(f"`explore`: {unknown_name('value', str(args.explore), EXPLORERS)}")
+    if args.explore_prompts == "all":
+        raise ValueError(
+            f"`explore={args.explore!r}` samples a prompt once more, which for all prompts is only another batch of "
+            "GRPO: set `explore_prompts='unsolved'`."
+        )
+
+
 TRAINING_CHECKS = (
     within(
         "temperature",
@@ -84,6 +98,7 @@ CHECKS = (
     one_of("budget", ("uniform", *GAINS)),
     at_least(2, "min_generations", words=": one row has nothing to be compared with"),
     check_budget,
+    check_explore,
     one_of("explore_prompts", ("all", "unsolved")),
     one_of("explore_into", ("replace", "add")),
     within("explore_share_end", low=0, high=1, words="be in [0, 1]: the share of prompts explored at the end"),
@@ -162,6 +177,13 @@ class ExplorationConfig(GRPOConfig):
             Fewest rows of a prompt with a `budget`, from 2 to `num_generations`.
         max_generations (`int`, *optional*):
             Most rows of a prompt with a `budget`; `None`: twice `num_generations`.
+        explore (`str`, *optional*):
+            How [`ExplorationTrainer`] explores prompts: `"resample"` samples another plain group. None: it does not
+            explore. `"resample"` needs `explore_prompts="unsolved"`. It is the control of the methods that search: it
+            spends tokens on the same prompts. Other trainers explore in their own way and refuse the field.
+        success_threshold (`float`, *optional*):
+            Smallest reward of a success. None means 1 for `explore_prompts`, `explore_threshold` and `budget`; with
+            `advantage="passk"`, None takes rewards of 0 and 1 only. Most methods set a default of their own.
         explore_prompts (`str`, *optional*, defaults to `"all"`):
             Which prompts the method explores: `"all"` or `"unsolved"`. With `"unsolved"`, a group is first sampled as
             in GRPO, and explored (searched, sketched or branched) if none of its completions reaches the method's
@@ -239,6 +261,8 @@ class ExplorationConfig(GRPOConfig):
     budget: str = "uniform"
     min_generations: int = 2
     max_generations: int | None = None
+    explore: str | None = None
+    success_threshold: float | None = None
     explore_prompts: str = "all"
     explore_into: str = "replace"
     explore_share_end: float = 1.0
@@ -300,6 +324,11 @@ class ExplorationConfig(GRPOConfig):
             or self.budget != "uniform"
             or self.advantage == "passk"
         )
+
+    @property
+    def success_bar(self) -> float:
+        """Return the smallest reward of a success."""
+        return 1.0 if self.success_threshold is None else self.success_threshold
 
     @property
     def explores_some(self) -> bool:

@@ -60,7 +60,7 @@ class DeepGRPOTrainer(ExplorationTrainer):
     def search(self, output: RowDict) -> None:
         super().search(output)
         start = time.perf_counter()
-        explored = None if self.need is None else self.need.explored(self.scorer.success())
+        explored = None if self.choice is None else self.choice.explored(self.scorer.success())
         prompt_ids = row_tokens(output)[0]
         chosen = self.pivots.choose(self.main_examples, prompt_ids, self.main_completion_ids, explored)
         self._own_seconds = time.perf_counter() - start

@@ -27,9 +27,9 @@ SELECTION = (
     "explore_into",
     "explore_share_end",
     "success_reward",
-    "success_threshold",  # of the methods that have it
+    "success_threshold",
 )
-PARTS = ("rounds", "need", "streams", "threshold_watch")  # of the trainer, made from the fields above
+PARTS = ("rounds", "choice", "exploration", "streams", "threshold_watch")  # of the trainer, made from the fields above
 
 
 class Replaced:

@@ -6,18 +6,17 @@ from typing import Any
 
 import torch
 
-from trl_explore.evaluation.metrics import coverage_at_k
-from trl_explore.rewards.success import succeeded
+from trl_explore.explorers.explorer import Explorer, PlainSampling
+from trl_explore.explorers.resample import ResampleExplorer
 from trl_explore.rows.rollouts import Rollout
-from trl_explore.rows.streams import RowDict, row_tokens
+from trl_explore.rows.streams import RowDict
 from trl_explore.sketches.agent import Actions, check_actions
 from trl_explore.sketches.lists import Lists
-from trl_explore.sketches.metrics import check_coverage_column, group_metrics, read_targets
+from trl_explore.sketches.metrics import check_coverage_column
 from trl_explore.sketches.mode import Mode
 from trl_explore.sketches.two_stage import TwoStage
-from trl_explore.sketches.weights import likelihood_ratios
 
-from .base import Chooser, ExplorationTrainer, Requires
+from .base import ExplorationTrainer, Requires
 from .sesa_config import SESAConfig
 
 
@@ -56,42 +55,29 @@ class SESATrainer(ExplorationTrainer):
     num_generations: int
     config_class = SESAConfig
     requires = Requires(samples=True, main_rows=True, whole_groups=True, turns=True)
-    mode: Mode
+    mode: Mode | None = None  # None if nothing is explored
 
-    # ------------------------------------------------------------------------------------------------ the algorithm
+    def make_explorer(self) -> Explorer | None:
+        if not self.args.explores:
+            return ResampleExplorer(self, self.sample, self.scorer) if self.args.explores_some else None
+        self.mode = self._make_mode()
+        return None if self.args.mode == "agent" else self.mode
 
-    def rollout(self, prompt_ids: list[list[int]], plain: Chooser) -> Rollout:
-        return self.mode.rollout(prompt_ids, self.main_examples, plain) if self.explores else plain(prompt_ids)
+    def rollout(self, prompt_ids: list[list[int]], plain: PlainSampling) -> Rollout:
+        if isinstance(self.mode, Actions):  # it chooses the turns of an agent, not whole completions
+            return self.mode.rollout(prompt_ids, plain)
+        return super().rollout(prompt_ids, plain)
 
     def assign_advantages(self, output: RowDict) -> torch.Tensor:
-        advantages = output["advantages"]
-        if self.explores:
-            self._log_group()
-        return self._weighted(advantages, output) if self.explores and self.args.off_policy_correction else advantages
+        if not isinstance(self.mode, Actions):
+            return super().assign_advantages(output)
+        assert self.scorer.rewards_per_func is not None
+        examples, rewards = self.main_examples[:: self.num_generations], self.scorer.rewards_per_func
+        self.mode.log_groups(examples, self.main_completion_ids, self.ranks.local(rewards))
+        return self.mode.weighted(output, self.main_completion_ids)
 
-    def _weighted(self, advantages: torch.Tensor, output: RowDict) -> torch.Tensor:
-        """Advantages `(B, T)`, weighted by likelihood ratios up to `off_policy_cap`, as `off_policy_scope` says."""
-        cap = self.args.off_policy_cap
-        ratios = likelihood_ratios(
-            self.sample,
-            row_tokens(output)[0],
-            self.main_completion_ids,
-            self.mode.drawn,
-            max_drawn=self.mode.max_drawn,
-            rows=self.mode.apart(len(self.main_completion_ids)),
-        )
-        ratios = ratios.to(advantages.device)
-        mask = output["completion_mask"] * output.get("tool_mask", 1)
-        wide = torch.ones_like(output["completion_mask"], dtype=ratios.dtype)  # (B, T)
-        wide[:, : ratios.shape[1]] = ratios
-        real = wide[mask.bool()]
-        counts = self.ranks.summed({"sum": real.sum().item(), "capped": (real > cap).sum().item(), "n": len(real)})
-        self.log_metric("sketch/ratio_mean", counts["sum"] / max(counts["n"], 1))
-        self.log_metric("sketch/ratio_capped_fraction", counts["capped"] / max(counts["n"], 1))
-        wide = wide.clamp(max=cap)
-        if self.args.off_policy_scope == "negative":
-            wide = torch.where(advantages.unsqueeze(1) < 0, wide, 1.0)
-        return advantages.unsqueeze(1) * wide
+    def completion_columns(self) -> dict[str, list[Any]]:
+        return self.mode.columns if isinstance(self.mode, Actions) else super().completion_columns()
 
     # ------------------------------------------------------------------------------------------- its mode, and metrics
 
@@ -124,75 +110,34 @@ class SESATrainer(ExplorationTrainer):
                 f"`num_generations={args.num_generations}`."
             )
 
-    def setup(self) -> None:
-        super().setup()
-        args, size = self.args, self.num_generations
-        check_coverage_column(
-            args.coverage_column, self.train_dataset, remove_unused_columns=args.remove_unused_columns
-        )
-        explored, num_sketches = args.explored_rows, args.sketches_per_prompt
-        self.explores = args.explores
+    def _make_mode(self) -> Mode:
+        args, num_sketches = self.args, self.args.sketches_per_prompt
         config: Any = self.accelerator.unwrap_model(self.model).config
         known = vars(config.get_text_config()).get("max_position_embeddings")
         served = self.serving.backend.max_served_length if self.serving is not None else None
         context_length = min(args.context_length or known or math.inf, served or math.inf)
         sketch_length = args.max_sketch_length if args.mode == "two_stage" and num_sketches else 0
-        if self.explores and context_length - max(sketch_length, self.max_completion_length) < 1:
+        if context_length - max(sketch_length, self.max_completion_length) < 1:
             raise ValueError(
                 f"`max_sketch_length={args.max_sketch_length}` and "
                 f"`max_completion_length={args.max_completion_length}` leave no room for a prompt in a context of "
                 f"{context_length} tokens: lower them, or set `context_length` if the model has more."
             )
-        sizes: Any = dict(group_size=size, num_explored=explored, context_length=context_length)
-        if args.mode == "two_stage":
-            self.plain_columns = {"sketch": ""}
-            self.mode = TwoStage(self, self.sample, num_sketches=num_sketches, **sizes)
-        elif args.mode == "sequential":
-            self.plain_columns = {"candidate": math.nan}
-            self.mode = Lists(self, self.sample, **sizes)
-        else:
-            assert self.turns is not None
-            self.mode = Actions(self, self.sample, turns=self.turns, **sizes)
-            for name, tools in self.turns.world.tools_by_environment().items():
-                check_actions(tools, "" if name is None else f"[{name!r}]")
-
-    def completion_columns(self) -> dict[str, list[Any]]:
-        return self.mode.columns
-
-    def _log_group(self) -> None:
-        size = self.num_generations
-        rewards = self.scorer.success_here().view(len(self.main_examples) // size, size)
-        successes = succeeded(rewards, threshold=self.args.success_threshold).tolist()
-        covered = []
-        for g, example in enumerate(self.main_examples[::size]):
-            column = self.args.coverage_column
-            targets = [] if column is None else read_targets(example.get(column), column)
-            if targets:
-                texts = [self.mode.text(ids) for ids in self.main_completion_ids[g * size : (g + 1) * size]]
-                covered.append(coverage_at_k(texts, targets, size))
-        own = self.mode.metrics
-        if self.args.mode == "agent":
-            rows = [tuple(ids) for ids in self.main_completion_ids]
-            own["trajectories"] = sum(len(set(rows[i : i + size])) for i in range(0, len(rows), size))
-        if self.args.mode == "two_stage":
-            sketches = self.mode.columns["sketch"]
-            behind = [
-                [ok for ok, sketch in zip(row, sketches[g * size :], strict=False) if sketch]
-                for g, row in enumerate(successes)
-            ]
-            own |= {"sketched": sum(map(len, behind)), "sketched_correct": sum(map(sum, behind))}
-            own |= {"sketched_groups": sum(map(bool, behind)), "sketched_solved": sum(map(any, behind))}
-        total = self.ranks.summed(
-            {
-                **own,
-                "groups": len(successes),
-                "correct": sum(map(sum, successes)),
-                "solved": sum(map(any, successes)),
-                "covered": sum(covered),
-                "with_targets": len(covered),
-            }
+        parts = (self, self.sample, self.scorer)
+        sizes: Any = dict(
+            group_size=self.num_generations, num_explored=args.explored_rows, context_length=context_length
         )
-        for name, value in group_metrics(total, size=size).items():
-            self.log_metric(name, value)
-        self.log_metric("sketch/drafting_seconds", own["drafting_seconds"])
-        self.log_metric("sketch/solving_seconds", own["solving_seconds"])
+        if args.mode == "two_stage":
+            return TwoStage(*parts, num_sketches=num_sketches, **sizes)
+        if args.mode == "sequential":
+            return Lists(*parts, **sizes)
+        assert self.turns is not None
+        for name, tools in self.turns.world.tools_by_environment().items():
+            check_actions(tools, "" if name is None else f"[{name!r}]")
+        return Actions(*parts, turns=self.turns, **sizes)
+
+    def setup(self) -> None:
+        super().setup()
+        check_coverage_column(
+            self.args.coverage_column, self.train_dataset, remove_unused_columns=self.args.remove_unused_columns
+        )

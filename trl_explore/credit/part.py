@@ -54,7 +54,7 @@ class Credit:
             return maxrl(rewards)
         if args.advantage == "passk":
             deciding = self.scorer.success().view(rewards.shape)
-            return pass_at_k(outcomes(deciding, threshold=vars(args).get("success_threshold")), k=args.passk_k)
+            return pass_at_k(outcomes(deciding, threshold=args.success_threshold), k=args.passk_k)
         if args.advantage != "unlikeliness":
             return pkpo(rewards, k=args.passk_k, leave_one_out=args.advantage == "pkpo_loo")
         mask = loss_mask(output)

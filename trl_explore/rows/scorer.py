@@ -37,7 +37,6 @@ class Scorer:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.rewards_per_func: torch.Tensor | None = None  # raw, of the main rows, `(N, F)`; NaN where not scored
-        self.deciding: torch.Tensor | None = None  # about success, of the rows that are credited, where those are some
         self.any_example: dict[str, Any] = {}
         self._num_unscored = 0  # prompts in a row without a reward
         self._ever_scored = False  # whether any prompt of the run had a reward
@@ -247,10 +246,6 @@ class Scorer:
         known. `rewards_per_func`, `(N, F)`, are the main rows' by default."""
         deciding = self.policy.args.success_reward
         return success_rewards(self._main(rewards_per_func), self.weights, self.names, deciding)
-
-    def success_here(self) -> torch.Tensor:
-        """What [`success`] is for the rows `(B,)` of this process that are credited."""
-        return self.policy.ranks.local(self.success()) if self.deciding is None else self.deciding
 
     def were_shaped(self, shaped: torch.Tensor) -> bool:
         """Whether rewards `(N, F)` that advantages came from are others than the raw ones of the main rows."""

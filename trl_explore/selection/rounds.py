@@ -183,7 +183,7 @@ class Rounds:
             return
         counts = self.rows_of or [self.size] * number
         deciding = self.policy.ranks.local(self.scorer.success())[: sum(counts)].split(counts)
-        threshold = vars(self.args).get("success_threshold", 1.0)
+        threshold = self.args.success_bar
         known = [group[~group.isnan()] for group in deciding]
         own = [
             (place, succeeded(group, threshold=threshold).float().mean().item())

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from trl_explore.agents.turns import Turn, Turns
+from trl_explore.explorers.explorer import PlainSampling
 from trl_explore.rows.rollouts import Rollout
 from trl_explore.sketches.actions import action_of, decision_blocks, share_out
 from trl_explore.sketches.drafts import diversity, fill_prompt, first_distinct, newest_that_fit
-from trl_explore.sketches.mode import Chooser, Mode
+from trl_explore.sketches.mode import Mode
 from trl_explore.sketches.weights import Drawn
 
 
@@ -37,7 +38,10 @@ class Actions(Mode):
         assert self.turns.turn is not None
         return self.turns.turn
 
-    def rollout(self, contexts: list[list[int]], examples: list[dict[str, Any]], plain: Chooser) -> Rollout:
+    name = "actions"
+
+    def rollout(self, contexts: list[list[int]], plain: PlainSampling) -> Rollout:
+        """Return a turn for each row that is in the tool loop, sampled behind `contexts`."""
         turn, args, size = self.turn, self.args, self.size
         if turn.number == 0:
             names = "tokens", "sampled_tokens", "drafting_seconds", "solving_seconds", "dropped", *diversity([])
@@ -85,6 +89,13 @@ class Actions(Mode):
         if self.policy.serving is None:
             return Rollout(turns)
         return Rollout(turns, [scored.get(place) or [None] * len(ids) for place, ids in enumerate(turns)])
+
+    def group_counts(self, completion_ids: list[list[int]], successes: list[list[bool]]) -> dict[str, float]:
+        rows = [tuple(ids) for ids in completion_ids]
+        distinct = 0
+        for start in range(0, len(rows), self.size):
+            distinct += len(set(rows[start : start + self.size]))
+        return {"trajectories": distinct}
 
     def _note_action(self, row: int, action: str) -> None:
         """The table tells a row's proposed actions, in the order in which it took them."""

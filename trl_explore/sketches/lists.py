@@ -2,9 +2,9 @@
 
 import math
 import time
-from typing import Any
+from collections.abc import Sequence
 
-from trl_explore.rows.rollouts import Rollout
+from trl_explore.explorers.explorer import Explored, PlainSampling, PromptGroup
 from trl_explore.sketches.drafts import (
     END_THINK,
     THINK,
@@ -15,7 +15,7 @@ from trl_explore.sketches.drafts import (
     split_candidates,
     split_thoughts,
 )
-from trl_explore.sketches.mode import Chooser, Mode
+from trl_explore.sketches.mode import Mode
 from trl_explore.sketches.weights import Drawn
 
 Candidate = tuple[str, list[int]]  # its text, and the context behind which it was drawn
@@ -26,14 +26,19 @@ class Lists(Mode):
     """`mode="sequential"`; candidates are repeated in turn where a list has too few. With `candidate_context="alone"`
     every row is the first candidate of a list of its own."""
 
-    def rollout(self, prompt_ids: list[list[int]], examples: list[dict[str, Any]], plain: Chooser) -> Rollout:
+    name = "lists"
+    plain_columns = {"candidate": math.nan}
+
+    def explore(self, groups: Sequence[PromptGroup], plain: PlainSampling) -> list[Explored]:
+        self.begin(groups)
         start = time.perf_counter()
         size = self.size
-        prompts = [example["prompt"] for example in examples[::size]]
+        prompts = [group.example["prompt"] for group in groups]
         with self.sample.rollout():
             listed, found, num_tokens = self._candidates(prompts)
+        prompt_ids = [group.prompt_ids for group in groups]
         # Under a prompt that begins a thought, an answer stands behind the end of it.
-        before = [self.encode(NO_THOUGHT) if self._begins_thought(ids) else [] for ids in prompt_ids[::size]]
+        before = [self.encode(NO_THOUGHT) if self._begins_thought(ids) else [] for ids in prompt_ids]
         candidates = [
             [self._candidate_ids(text, start) for text, _ in rows] for rows, start in zip(listed, before, strict=True)
         ]
@@ -42,9 +47,7 @@ class Lists(Mode):
         start = time.perf_counter()
         # Completions of the plain prompt would fill a group with what the policy says anyway.
         empty = [g for g, rows in enumerate(candidates) if not rows]
-        fillers = self.sample(
-            [prompt_ids[g * size] for g in empty], size, self.args.max_completion_length, main_stream=True
-        )
+        fillers = self.sample([prompt_ids[g] for g in empty], size, self.args.max_completion_length, main_stream=True)
         logprobs: list[list[list[float | None]]] = [[[None] * len(ids) for ids in rows] for rows in candidates]
         for g, continuations in zip(empty, fillers, strict=True):
             candidates[g] = [continuation.token_ids for continuation in continuations]
@@ -65,12 +68,17 @@ class Lists(Mode):
         ]
         self.drawn = [[parts[i % len(parts)]] if parts else [] for parts in drawn for i in range(size)]
         self.columns = {"candidate": [i % len(parts) if parts else math.nan for parts in drawn for i in range(size)]}
-        return Rollout(
-            [list(rows[i % len(rows)]) for rows in candidates for i in range(size)],
-            [list(rows[i % len(rows)]) for rows in logprobs for i in range(size)]
-            if self.policy.serving is not None
-            else None,
-        )
+        explored = []
+        for g, rows in enumerate(candidates):
+            places = [i % len(rows) for i in range(size)]
+            explored.append(
+                Explored(
+                    completion_ids=[list(rows[place]) for place in places],
+                    logprobs=None if self.policy.serving is None else [list(logprobs[g][place]) for place in places],
+                    columns=self.columns_of(g),
+                )
+            )
+        return explored
 
     def _candidates(self, prompts: list[Prompt]) -> tuple[list[list[Candidate]], list[list[str]], int]:
         """Per prompt the candidates that become rows, and all that were listed, and the tokens of all prompts."""

@@ -7,52 +7,51 @@ from typing import Any
 
 import torch
 
+from trl_explore.explorers.explorer import Explored, PlainSampling, PromptGroup, split_rollout
 from trl_explore.rows.rollouts import Rollout
 from trl_explore.sketches.drafts import Prompt, diversity, fill_prompt, newest_that_fit, other_prompts
-from trl_explore.sketches.mode import Chooser, Mode
+from trl_explore.sketches.mode import Mode
 from trl_explore.sketches.weights import Drawn
 
 
 class TwoStage(Mode):
     """Section 3.1 and algorithm 1 of the paper; `num_sketches` are drafted per prompt."""
 
+    name = "sketches"
+    plain_columns = {"sketch": ""}
+
     def __init__(self, *args: Any, num_sketches: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.num_sketches = num_sketches
 
-    def rollout(self, prompt_ids: list[list[int]], examples: list[dict[str, Any]], plain: Chooser) -> Rollout:
+    def explore(self, groups: Sequence[PromptGroup], plain: PlainSampling) -> list[Explored]:
+        self.begin(groups)
         with self.sample.rollout():
-            return self._drafted_and_solved(prompt_ids, examples, plain)
+            return self._drafted_and_solved(groups, plain)
 
-    def _drafted_and_solved(
-        self, prompt_ids: list[list[int]], examples: list[dict[str, Any]], plain: Chooser
-    ) -> Rollout:
+    def _drafted_and_solved(self, groups: Sequence[PromptGroup], plain: PlainSampling) -> list[Explored]:
         start = time.perf_counter()
         size = self.size
-        sketches = self._draft([example["prompt"] for example in examples[::size]])
+        sketches = self._draft([group.example["prompt"] for group in groups])
         if self.args.sketch_assignment == "shuffled":
-            sketches = self._exchanged(sketches, prompt_ids[::size])
+            sketches = self._exchanged(sketches, [group.prompt_ids for group in groups])
         draft_seconds = time.perf_counter() - start
 
         start = time.perf_counter()
-        rows = [
-            sketches[i // size][i % self.num_sketches] if i % size < self.num_explored else ""
-            for i in range(len(prompt_ids))
-        ]
-        # Rows of a prompt that follow the same words are encoded once, and those without a sketch were already.
-        places = {(i // size, sketch): i for i, sketch in enumerate(rows) if sketch}
-        asked = [
-            fill_prompt(examples[i]["prompt"], self.args.solve_template, {"sketch": sketch})
-            for (_, sketch), i in places.items()
-        ]
-        behind = dict(zip(places, self.policy.encode_prompts(asked), strict=True))
-        solve_ids = [
-            behind.get((i // size, sketch), prompt)
-            for i, (sketch, prompt) in enumerate(zip(rows, prompt_ids, strict=True))
-        ]
+        rows: list[str] = []  # the sketch of each row; empty if the row follows none
+        prompt_ids: list[list[int]] = []
+        for group, drafts in zip(groups, sketches, strict=True):
+            for place in range(size):
+                # Counted over the batch, so that all sketches are followed equally often if rows are no multiple.
+                sketch = drafts[len(rows) % self.num_sketches]
+                rows.append(sketch if place < self.num_explored else "")
+                prompt_ids.append(group.prompt_ids)
+        solve_ids = self._encode_solving(groups, rows, prompt_ids)
         too_long = [len(ids) + self.args.max_completion_length > self.context_length for ids in solve_ids]
-        solve_ids = [p if long else s for p, s, long in zip(prompt_ids, solve_ids, too_long, strict=True)]
-        self.columns = {"sketch": ["" if long else sketch for sketch, long in zip(rows, too_long, strict=True)]}
+        for row, long in enumerate(too_long):
+            if long:
+                solve_ids[row], rows[row] = prompt_ids[row], ""
+        self.columns = {"sketch": rows}
         rollout = self._solved(solve_ids, plain)
         self.drawn = [[Drawn(0, context, ids)] for context, ids in zip(solve_ids, rollout.completion_ids, strict=True)]
         self.metrics |= {
@@ -61,14 +60,50 @@ class TwoStage(Mode):
             "too_long": sum(too_long),
             "sampled_tokens": self.metrics["tokens"] + sum(map(len, rollout.completion_ids)),
         }
-        # Where the sampler saw another prompt, its log-probabilities say nothing about the behaviour under this one.
-        logprobs = rollout.logprobs and [
-            known if seen == prompt else [None] * len(known)
-            for known, seen, prompt in zip(rollout.logprobs, solve_ids, prompt_ids, strict=True)
-        ]
-        return Rollout(rollout.completion_ids, logprobs)
+        if rollout.logprobs is not None:
+            # If the sampler saw another prompt, its log-probabilities are not those of this prompt's policy.
+            for row, ids in enumerate(rollout.completion_ids):
+                if solve_ids[row] != prompt_ids[row]:
+                    rollout.logprobs[row] = [None] * len(ids)
+        explored = split_rollout(rollout, size)
+        for number, one in enumerate(explored):
+            one.columns = self.columns_of(number)
+        return explored
 
-    def _solved(self, solve_ids: list[list[int]], plain: Chooser) -> Rollout:
+    def _encode_solving(
+        self, groups: Sequence[PromptGroup], sketches: list[str], prompt_ids: list[list[int]]
+    ) -> list[list[int]]:
+        """Return the prompt tokens that each row is sampled from. Rows of a prompt with the same sketch are encoded
+        once, and rows without a sketch are encoded already."""
+        asked: dict[tuple[int, str], Prompt] = {}
+        for row, sketch in enumerate(sketches):
+            group = row // self.size
+            if sketch and (group, sketch) not in asked:
+                prompt = groups[group].example["prompt"]
+                asked[group, sketch] = fill_prompt(prompt, self.args.solve_template, {"sketch": sketch})
+        encoded = dict(zip(asked, self.policy.encode_prompts(list(asked.values())), strict=True))
+        solve_ids = []
+        for row, sketch in enumerate(sketches):
+            solve_ids.append(encoded.get((row // self.size, sketch), prompt_ids[row]))
+        return solve_ids
+
+    def group_counts(self, completion_ids: list[list[int]], successes: list[list[bool]]) -> dict[str, float]:
+        counts: dict[str, float] = dict.fromkeys(
+            ("sketched", "sketched_correct", "sketched_groups", "sketched_solved"), 0
+        )
+        sketches = self.columns["sketch"]
+        for g, group in enumerate(successes):
+            of_sketched = []
+            for place, success in enumerate(group):
+                if sketches[g * self.size + place]:
+                    of_sketched.append(success)
+            counts["sketched"] += len(of_sketched)
+            counts["sketched_correct"] += sum(of_sketched)
+            counts["sketched_groups"] += bool(of_sketched)
+            counts["sketched_solved"] += any(of_sketched)
+        return counts
+
+    def _solved(self, solve_ids: list[list[int]], plain: PlainSampling) -> Rollout:
         """Sample completions as GRPO does. If prefixes are kept, what rows have in common is encoded once."""
         options = self.args.generation_kwargs or {}
         most = options.get("max_new_tokens", self.args.max_completion_length)  # as in TRL

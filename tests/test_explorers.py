@@ -1,0 +1,221 @@
+"""Explorers: the smallest one, one of a user's own, and what the trainer checks of them."""
+
+import importlib
+import inspect
+import re
+
+import pandas as pd
+import pytest
+import torch
+from commands import EXAMPLES
+from trl import GRPOConfig, GRPOTrainer
+from world import (
+    always,
+    assert_same,
+    contains_answer,
+    differ,
+    make_trainer,
+    never,
+    one_batch,
+    parameters,
+    trained,
+)
+
+from trl_explore.explorers import resample
+from trl_explore.explorers.explorer import Explored, Explorer
+from trl_explore.trainers import (
+    DeepGRPOConfig,
+    DeepGRPOTrainer,
+    ExplorationConfig,
+    ExplorationTrainer,
+    G2RLConfig,
+    G2RLTrainer,
+    TreeGRPOConfig,
+    TreeGRPOTrainer,
+)
+
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(EXAMPLES))
+    HalfwayTrainer = importlib.import_module("own_explorer").HalfwayTrainer
+
+RESAMPLE = dict(explore="resample", explore_prompts="unsolved")
+CASES = {
+    "resample": (ExplorationTrainer, RESAMPLE),
+    "halfway": (HalfwayTrainer, dict(explore_prompts="unsolved")),
+    "halfway of all prompts": (HalfwayTrainer, {}),
+}
+UNSOLVED = [case for case in CASES if "all" not in case]
+
+
+def odd_solved(completions, answer, **kwargs):
+    """Sums with an odd answer are solved sometimes, other sums never."""
+    return [float(int(a) % 2 and len(c) % 3 > 0) for a, c in zip(answer, completions, strict=True)]
+
+
+def exploring(case, folder, **options):
+    trainer_class, own = CASES[case]
+    return make_trainer(trainer_class, ExplorationConfig, folder, **{**own, **options})
+
+
+def test_the_smallest_explorer_has_less_than_40_lines():
+    assert len(inspect.getsource(resample).splitlines()) < 40
+
+
+@pytest.mark.parametrize("case", UNSOLVED)
+def test_if_every_prompt_is_solved_it_is_grpo_bit_for_bit(tmp_path, case):
+    trainer_class, own = CASES[case]
+    rewards = [contains_answer, always]
+    options = dict(reward_funcs=rewards, success_reward="always", **own)
+    found, log = trained(trainer_class, ExplorationConfig, tmp_path, **options)
+    expected, _ = trained(GRPOTrainer, GRPOConfig, tmp_path, reward_funcs=rewards)
+    assert_same(found, expected)
+    assert all(entry["explore_share"] == 0 for entry in log if "reward" in entry)
+
+
+@pytest.mark.parametrize("case", UNSOLVED)
+def test_solved_prompts_keep_the_rows_of_grpo_and_unsolved_ones_get_others(tmp_path, case):
+    trainer = exploring(case, tmp_path, reward_funcs=odd_solved)
+    output = one_batch(trainer)
+    expected = one_batch(make_trainer(GRPOTrainer, GRPOConfig, tmp_path, reward_funcs=odd_solved))
+    solved = expected["advantages"].view(-1, 4).abs().sum(dim=1).repeat_interleave(4) > 0
+    assert 0 < solved.sum() < len(solved)
+    width = expected["completion_ids"].shape[1]
+    assert torch.equal(output["completion_ids"][solved][:, :width], expected["completion_ids"][solved])
+    assert not torch.equal(output["completion_ids"][~solved][:, :width], expected["completion_ids"][~solved])
+    assert torch.equal(output["advantages"][solved], expected["advantages"][solved])
+
+
+@pytest.mark.parametrize("case", UNSOLVED)
+def test_exploring_leaves_the_next_samples_of_grpo_as_they_are(tmp_path, case):
+    one_batch(exploring(case, tmp_path, reward_funcs=odd_solved))
+    after = torch.get_rng_state()
+    one_batch(make_trainer(GRPOTrainer, GRPOConfig, tmp_path, reward_funcs=odd_solved))
+    assert torch.equal(after, torch.get_rng_state())
+
+
+def test_a_group_that_was_sampled_again_has_the_advantages_of_its_rewards(tmp_path):
+    def first_letter(completion_ids, **kwargs):
+        return [float(ids[0] % 7) / 10 for ids in completion_ids]
+
+    trainer = exploring("resample", tmp_path, reward_funcs=first_letter)
+    output = one_batch(trainer)
+    rewards = torch.tensor(first_letter([ids for ids in trainer.main_completion_ids])).view(-1, 4)
+    expected = (rewards - rewards.mean(dim=1, keepdim=True)) / (rewards.std(dim=1, keepdim=True) + 1e-4)
+    assert len(trainer.exploration.batch.explored) == 2
+    torch.testing.assert_close(output["advantages"], expected.flatten(), atol=1e-4, rtol=1e-4)
+
+
+def test_the_half_that_is_kept_is_that_of_grpo_and_is_not_trained(tmp_path):
+    trainer = exploring("halfway", tmp_path, reward_funcs=never)
+    output = one_batch(trainer)
+    plain = make_trainer(GRPOTrainer, GRPOConfig, tmp_path, reward_funcs=never)
+    expected = one_batch(plain)
+    for row, ids in enumerate(expected["completion_ids"]):
+        length = int(expected["completion_mask"][row].sum())
+        half = length // 2
+        assert torch.equal(output["completion_ids"][row][:half], ids[:half])
+        assert output["tool_mask"][row][:half].sum() == 0 and output["tool_mask"][row][half] == 1
+
+
+@pytest.mark.parametrize("case", UNSOLVED)
+def test_all_sampled_tokens_are_counted(tmp_path, case):
+    asked = []
+
+    def noting(completion_ids, completions, answer, **columns):
+        asked.append(sum(len(ids) for ids in completion_ids))
+        return odd_solved(completions, answer)
+
+    trainer_class, own = CASES[case]
+    _, log = trained(trainer_class, ExplorationConfig, tmp_path, reward_funcs=noting, max_steps=1, **own)
+    plain, explored = asked
+    assert log[0]["explore/plain_tokens"] == plain
+    if case == "resample":
+        assert log[0]["generation/sampled_tokens"] == plain + explored
+    else:  # the first halves were sampled once
+        assert plain < log[0]["generation/sampled_tokens"] < plain + explored
+
+
+@pytest.mark.parametrize("into", ["replace", "add"])
+@pytest.mark.parametrize("case", CASES)
+def test_it_trains_and_resumes_bit_for_bit(tmp_path, case, into):
+    if into == "add" and case not in UNSOLVED:
+        pytest.skip("`explore_into` is about prompts that were chosen")
+    options = dict(max_steps=4, log_completions=True, num_completions_to_print=0, explore_into=into)
+    whole = exploring(case, tmp_path / "whole", save_strategy="steps", save_steps=2, **options)
+    start = parameters(whole)
+    start = {name: value.clone() for name, value in start.items()}
+    whole.train()
+    assert differ(parameters(whole), start)
+    again = exploring(case, tmp_path / "whole", **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert_same(parameters(again), parameters(whole))
+    for path in (tmp_path / "whole" / "completions").iterdir():
+        assert pd.read_parquet(path)["prompt"].notna().all()
+
+
+def test_rewards_may_be_shaped_as_well(tmp_path):
+    got, log = trained(G2RLTrainer, G2RLConfig, tmp_path, reward_funcs=odd_solved, success_threshold=0.5, **RESAMPLE)
+    assert log[0]["explore_share"] > 0 and "geometry/mean_novelty" in log[0]
+
+
+def test_evaluation_explores_nothing(tmp_path):
+    trainer = exploring("resample", tmp_path, reward_funcs=never, eval_strategy="no")
+    trainer.evaluate(trainer.train_dataset.select(range(4)))
+    assert trainer.exploration.batch.explored == [] and trainer.sample.tokens.own == 0
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(explore="resamble", explore_prompts="unsolved"), "`explore`: unknown value 'resamble'"),
+        (dict(explore="resample"), "`explore='resample'` samples a prompt once more"),
+    ],
+)
+def test_values_that_make_no_sense_are_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ExplorationConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options)
+
+
+@pytest.mark.parametrize(
+    "trainer_class, config_class", [(DeepGRPOTrainer, DeepGRPOConfig), (TreeGRPOTrainer, TreeGRPOConfig)]
+)
+def test_trainers_that_explore_in_their_own_way_refuse_the_field(tmp_path, trainer_class, config_class):
+    with pytest.raises(ValueError, match=rf"`explore='resample'` is a way of exploring, and {trainer_class.__name__}"):
+        make_trainer(trainer_class, config_class, tmp_path, **RESAMPLE)
+
+
+class Wrong(Explorer):
+    """Returns what the test says."""
+
+    name = "wrong"
+    result: list = []
+
+    def explore(self, groups, plain):
+        return self.result
+
+
+@pytest.mark.parametrize(
+    "result, message",
+    [
+        ([], "Explorer 'wrong' returned 0 results for 2 prompts."),
+        ([Explored([[1]] * 3), Explored([[1]] * 4)], "returned 3 completions for a prompt, but a prompt has"),
+        (
+            [Explored([[5, 1]] * 4, loss_mask=[[1]] * 4), Explored([[1]] * 4)],
+            "returned `loss_mask` of lengths [1, 1, 1, 1] for completions of [2, 2, 2, 2] tokens",
+        ),
+    ],
+)
+def test_an_explorer_that_returns_wrong_numbers_is_named(tmp_path, result, message):
+    class Trainer(ExplorationTrainer):
+        def make_explorer(self):
+            explorer = Wrong(self, self.sample, self.scorer)
+            explorer.result = result
+            return explorer
+
+    with pytest.raises(ValueError, match=re.escape(message)):
+        one_batch(make_trainer(Trainer, ExplorationConfig, tmp_path))
+
+
+def test_an_explorer_of_ones_own_refuses_tools_and_rollout_func(tmp_path):
+    with pytest.raises(ValueError, match="`rollout_func` cannot be combined with HalfwayTrainer"):
+        make_trainer(HalfwayTrainer, ExplorationConfig, tmp_path, rollout_func=lambda prompts, trainer: {})

@@ -1,0 +1,1 @@
+"""Explorers: ways of sampling completions that plain GRPO would not sample."""

@@ -1,0 +1,200 @@
+"""Sample the completions of a prompt by a Monte Carlo tree search, and credit their tokens by the values found."""
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trl_explore.explorers.explorer import Explored, Explorer, PlainSampling, PromptGroup
+from trl_explore.rows.rollouts import Continuation
+from trl_explore.saving.checkpoints import path_inside
+from trl_explore.saving.whole_files import MethodFile
+from trl_explore.trees.buffer import SOLUTIONS_FILE, ReplayBuffer
+from trl_explore.trees.credit import first_appearance, node_credit, tree_advantages
+from trl_explore.trees.metrics import NarrowSearch, tree_counts, tree_metrics
+from trl_explore.trees.records import tree_record
+from trl_explore.trees.search import Leaf, Tree, Verdict, search, select_by, terminal_outcome
+
+if TYPE_CHECKING:
+    from trl_explore.trainers.tree_grpo_config import TreeGRPOConfig
+
+
+class TreeExplorer(Explorer):
+    """
+    Grows one tree per prompt; all trees of the batch advance together, one sampling call per iteration.
+
+    Method of [DeepSearch](https://huggingface.co/papers/2509.25454). `trees` are those of the last batch.
+    """
+
+    args: "TreeGRPOConfig"
+    name = "tree"
+    plain_columns = {"origin": "plain", "depth": 0, "node_values": []}
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        config = self.args
+        self.limits = config.limits()
+        self.trees: list[Tree] = []
+        self.replay = ReplayBuffer(self.policy)
+        folder = config.dump_trees and path_inside(config.output_dir, config.dump_trees, field="dump_trees", suffix="")
+        self.dump = MethodFile(folder / f"trees_{self.policy.ranks.index}.jsonl" if folder else None)
+        self._groups: Sequence[PromptGroup] = ()
+        self._seconds = {"sampling": 0.0, "scoring": 0.0}
+        self._narrow = NarrowSearch(config)
+        self._value_scale: dict[str, Any] = {"q_temperature": config.q_temperature, "q_max": config.q_max}
+        self._select_fn = select_by(
+            config.selection,
+            quality_weight=config.quality_weight,
+            entropy_weight=config.entropy_weight,
+            depth_weight=config.depth_weight,
+            depth_bonus=config.depth_bonus,
+            uct_coef=config.uct_coef,
+        )
+
+    def explore(self, groups: Sequence[PromptGroup], plain: PlainSampling) -> list[Explored]:
+        start = time.perf_counter()
+        self.limits = self.args.limits()  # `max_completion_length` may grow during a run
+        self._groups = groups
+        self._seconds = {"sampling": 0.0, "scoring": 0.0}
+        self.sample.prefix_tokens_asked = self.sample.prefix_tokens_encoded = 0
+        searched = self._search()
+        self.trees = searched
+        if self.args.replay_buffer:
+            solutions = [self.replay.usable(group.prompt_ids) for group in groups]
+            self.trees = self.replay.replace(searched, solutions, self._score_leaves)
+            self.replay.remember(searched)
+        self._dump()
+        self._log(searched, time.perf_counter() - start)
+        return [self._explored(number, tree) for number, tree in enumerate(self.trees)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.replay.state(), "trees_bytes": self.dump.size}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.replay.load_state(state)
+        self.dump.cut_back(state["trees_bytes"])
+
+    def files(self) -> list[str]:
+        return [SOLUTIONS_FILE, *([self.args.dump_trees] if self.args.dump_trees else [])]
+
+    def _search(self) -> list[Tree]:
+        """Grow a tree for each prompt. Prompts with usable solutions get direct rollouts instead."""
+        roots = [group.prompt_ids for group in self._groups]
+        with self.sample.rollout():
+            return search(
+                roots,
+                self._sample_nodes,
+                self._score_leaves,
+                limits=self.limits,
+                select_fn=self._select_fn,
+                uct_coef=self.args.uct_coef,
+                decay_min=self.args.q_decay_min,
+                skip=[bool(self.replay.usable(root)) for root in roots],
+                direct_fn=partial(self._sample_nodes, entropies=False),
+                any_active=lambda here: bool(self.policy.ranks.gathered(here).any()),
+                tell_begun=True,
+            )
+
+    def _sample_nodes(
+        self,
+        prefixes: list[list[int]],
+        num_samples: int | Sequence[int],
+        max_new_tokens: int | Sequence[int],
+        *,
+        entropies: bool = True,
+        begun: Sequence[int] | None = None,
+    ) -> list[list[Continuation]]:
+        # Entropies are needed even with `entropy_weight=0`: of completions that end in one iteration, the search backs
+        # up the most confident one (Eq. 2).
+        start = time.perf_counter()
+        sampled = self.sample(
+            prefixes, num_samples, max_new_tokens, begun=begun, main_stream=True, entropies=entropies
+        )
+        self._seconds["sampling"] += time.perf_counter() - start
+        return sampled
+
+    def _score_leaves(self, leaves: list[Leaf]) -> list[Verdict]:
+        start = time.perf_counter()
+        groups = [self._groups[leaf.tree] for leaf in leaves]
+        rewards, logged = self.scorer.judge(
+            [group.example for group in groups],
+            [leaf.completion_ids for leaf in leaves],
+            prompt_ids=[group.prompt_ids for group in groups],
+        )
+        self._seconds["scoring"] += time.perf_counter() - start
+        if not leaves:
+            return []
+        args, verdicts = self.args, []
+        deciding = self.scorer.success(torch.tensor(rewards, dtype=torch.float32)).tolist()
+        for leaf, reward, given, columns in zip(leaves, deciding, rewards, logged, strict=True):
+            outcome = terminal_outcome(
+                reward,
+                finished=leaf.finished,
+                success_threshold=args.success_threshold,
+                incomplete_score=args.incomplete_score,
+            )
+            graded = reward if args.reward_mapping == "scaled" else None
+            verdicts.append(Verdict(outcome=outcome, reward=graded, rewards=tuple(given), extra=columns))
+        return verdicts
+
+    def _explored(self, number: int, tree: Tree) -> Explored:
+        args = self.args
+        ends = [tree.nodes[row] for row in tree.rows]
+        logprobs = None
+        if self.policy.serving is not None:
+            logprobs = [tree.completion_logprobs(row) for row in tree.rows]
+        advantages = tree_advantages(
+            tree,
+            credit=args.node_credit,
+            normalization=args.advantage_normalization,
+            skip_uniform=args.skip_uniform_trees,
+            max_completion_length=args.max_completion_length,
+            overlong_buffer=args.overlong_buffer,
+            overlong_penalty_weight=args.overlong_penalty,
+            **self._value_scale,
+        )
+        return Explored(
+            completion_ids=[tree.completion_ids(row) for row in tree.rows],
+            logprobs=logprobs,
+            loss_mask=first_appearance(tree) if args.share_prefix_once else None,
+            rewards=[list(end.rewards) for end in ends],
+            logged=[end.extra for end in ends],
+            advantages=advantages,
+            columns=self._columns(number, tree),
+        )
+
+    def _columns(self, number: int, tree: Tree) -> dict[str, list[Any]]:
+        columns: dict[str, list[Any]] = {name: [] for name in self.plain_columns}
+        for row in tree.rows:
+            end = tree.nodes[row]
+            origin = "direct" if end.direct else "search"
+            if (number, row) in self.replay.placed:
+                origin = "replayed"
+            values = [round(node_credit(tree, node, **self._value_scale), 3) for node in tree.path(row)]
+            columns["origin"].append(origin)
+            columns["depth"].append(end.depth)
+            columns["node_values"].append(values)
+        return columns
+
+    def _dump(self) -> None:
+        if not self.args.dump_trees:
+            return
+        noted: dict[str, Any] = {
+            "step": self.policy.state.global_step,
+            "decode": self.policy.tokenizer.decode,
+            "reward_weights": self.policy.reward_weights.tolist(),  # a callback may change them
+            **self._value_scale,
+        }
+        self.dump.append(tree_record(tree, index=i, **noted) for i, tree in enumerate(self.trees))
+
+    def _log(self, searched: list[Tree], seconds: float) -> None:
+        prefixes = {"asked": self.sample.prefix_tokens_asked, "encoded": self.sample.prefix_tokens_encoded}
+        total = self.policy.ranks.summed(tree_counts(searched, self.trees, self.limits) | prefixes)
+        self._narrow.look(total)
+        metrics = tree_metrics(total)
+        metrics |= {f"{name}_seconds": spent for name, spent in self._seconds.items()}
+        metrics["own_seconds"] = seconds - sum(self._seconds.values())
+        for name, value in metrics.items():
+            self.policy.log_metric(f"tree/{name}", value)
