@@ -1,11 +1,8 @@
-"""The one class between TRL's `GRPOTrainer` and a method: hooks for the method, and every seam into TRL once.
+"""The class between TRL's `GRPOTrainer` and the methods: it overrides each method of TRL once and asks a part.
 
-This file, `saving.py` and `serving/backend.py` are the only ones that name privates of TRL or of transformers'
-trainer; `tests/test_contract.py` pins each. The seams stand in the order in which TRL calls them, and each asks a part
-that knows nothing of TRL.
-
-A method answers up to four questions (how is a group sampled, what is a completion worth, which tokens get the credit,
-which further rows are trained); the answers given here are plain GRPO's.
+This file, `saving.py` and `serving/backend.py` are the only ones that name private attributes of TRL or of
+transformers' trainer; `tests/test_contract.py` pins each of them. `hooks.py` has what a method overrides, and
+`step.py` the order in which a generation batch is made.
 """
 
 import copy
@@ -13,9 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,12 +20,10 @@ from transformers.trainer_utils import HubStrategy
 from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
-from trl_explore.agents.forks import Forks
 from trl_explore.agents.turns import Spoken, Turns, World, guarded_factories
 from trl_explore.agents.watch import ToolWatch
 from trl_explore.credit.part import Credit
 from trl_explore.explorers.exploration import Exploration
-from trl_explore.explorers.explorer import Explorer, PlainSampling
 from trl_explore.explorers.resample import ResampleExplorer
 from trl_explore.gradients.feature_pass import FeaturePass
 from trl_explore.methods import FromRow
@@ -45,7 +38,7 @@ from trl_explore.rows.policy import Pass
 from trl_explore.rows.printed import printed_visibly
 from trl_explore.rows.ranks import Ranks
 from trl_explore.rows.rollouts import Rollout, Rows
-from trl_explore.rows.scorer import ScoredRows, Scorer
+from trl_explore.rows.scorer import Scorer
 from trl_explore.rows.streams import RowDict
 from trl_explore.rows.table import CompletionsTable, empty_logs
 from trl_explore.rows.training import StreamTraining
@@ -60,7 +53,8 @@ from trl_explore.selection.rounds import Rounds, rounds_of
 from trl_explore.serving.backend import ServedGeneration, our_backend
 from trl_explore.serving.session import Serving
 
-from .config import ExplorationConfig, upgrade_config
+from .config import upgrade_config
+from .hooks import Hooks
 from .replaced import Replaced
 from .requires import Requires as Requires
 from .requires import check_arguments, check_vision
@@ -83,13 +77,14 @@ TOOL_LOOP = {
 }
 
 
-class ExplorationTrainer(GRPOTrainer):
+class ExplorationTrainer(Hooks, GRPOTrainer):
     """
     Base class of the exploration trainers; used by itself it is [`~trl.GRPOTrainer`].
 
-    It gives subclasses four hooks ([`rollout`], [`shape_rewards`], [`assign_advantages`], [`extra_streams`]), a step
-    to sample further rows in ([`search`]), parts to do it with (`sample`, `scorer`, `ranks`), and it saves what a
-    bit-exact resume needs, also off generation boundaries.
+    A method overrides the hooks of [`~trl_explore.trainers.hooks.Hooks`] and works with parts (`sample`, `scorer`,
+    `ranks`, ...). This class connects hooks and parts to TRL: it overrides each method of TRL that they need, once, in
+    the order in which TRL calls them. Checkpoints hold what a bit-exact resume needs, also in the middle of a
+    generation batch.
 
     The constructor takes what [`~trl.GRPOTrainer`] takes. `args` may be a plain [`~trl.GRPOConfig`], which gets the
     method's defaults. A subclass that samples rows itself refuses `rollout_func`, vision-language models, and, unless
@@ -100,42 +95,24 @@ class ExplorationTrainer(GRPOTrainer):
         NotImplementedError: For a sampling backend that the method does not support yet.
     """
 
-    config_class: type[ExplorationConfig] = ExplorationConfig
-    requires = Requires()
-    method = "exploration"  # name of a row of `METHODS`
     _name: Any = FromRow(lambda row: row.title)
     _tag_names: Any = FromRow(lambda row: [*row.tags])
     _paper: Any = FromRow(lambda r: {"citation": citation(r.card), **r.paper} if r.paper else GRPOTrainer._paper)
     dataset_names: list[str] = []  # of the training data, for the card
 
     # Class-level defaults: objects made without `__init__` behave as plain GRPO.
-    args: Any
     hub_model_id: Any
     push_in_progress: Any
     vllm_generation: ServedGeneration
     environments: Any
     shaped_rewards: torch.Tensor  # of the main rows, `(N, F)`, once there are any
     use_vllm = log_completions = False
-    turns: Turns | None = None
-    forks: Forks | None = None
-    features: FeaturePass | None = None
     current: Pass | None = None  # the pass that is running; `None` for the main one and evaluation
-    explorer: Explorer | None = None
-    # Of the generation batch at hand, on this process:
-    main_completion_ids: list[list[int]] = []  # tokens of the main rows, `[B][T_i]`
-    main_examples: list[dict[str, Any]] = []  # copies of the data-set rows, `[B]`
-    given_examples: list[dict[str, Any]] = []  # the rows that TRL has, `[B]`; environments and rewards change them
     _rollout: Rollout | None = None
     _budget_spent: Callable[[], float] | None = None
     _stream_tokens: dict[str, int] = {}
     _tr_loss = torch.tensor(0.0)
     _globalstep_last_logged = 0
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        for parent in cls.__bases__:
-            if issubclass(parent, ExplorationTrainer):
-                cls.requires |= parent.requires
 
     def __init__(
         self,
@@ -165,7 +142,7 @@ class ExplorationTrainer(GRPOTrainer):
             "rollout_func": rollout_func,
             "environment_factory": environment_factory,
             "train_dataset": train_dataset,
-            "samples_as_grpo": self._samples_as_grpo(args),
+            "samples_as_grpo": self.samples_as_grpo(args),
         }
         check_arguments(type(self).__name__, requires, args, **given)
         self.watch = ToolWatch()
@@ -188,7 +165,7 @@ class ExplorationTrainer(GRPOTrainer):
             self.packing.enable(ref_model=self.ref_model, longest_prompt=self.longest_prompt, **refused)
         check_success_reward(args.success_reward, self.reward_func_names)
         if self._is_vlm:
-            check_vision(type(self).__name__, args, taken=self._samples_as_grpo(args) and requires.vision)
+            check_vision(type(self).__name__, args, taken=self.samples_as_grpo(args) and requires.vision)
         if requires.turns:
             loop, encode_answers = self._tool_call_loop, self._get_tool_suffix_ids
             self.turns = Turns(self, World(self, TOOL_LOOP, loop=loop, encode_answers=encode_answers))
@@ -196,166 +173,9 @@ class ExplorationTrainer(GRPOTrainer):
             self.features = FeaturePass(self)
         self.replaced = Replaced(self, given)
         self.explorer = self.make_explorer()
+        if args.explore == "resample":
+            self.explorer = ResampleExplorer(self, self.sample, self.scorer)
         self.setup()
-
-    def _samples_as_grpo(self, args: Any) -> bool:
-        """Return whether GRPO samples all rows. TRL then handles tools, environments, `rollout_func` and images."""
-        own, plain = type(self), ExplorationTrainer
-        if own.make_explorer != plain.make_explorer or args.explore is not None:
-            return False
-        return (own.rollout, own.search, own.extra_streams) == (plain.rollout, plain.search, plain.extra_streams)
-
-    @property
-    def changed_hooks(self) -> list[str]:
-        """Return the names of the hooks that differ from GRPO: those that the class overrides, and those in which an
-        explorer works."""
-        own, plain = type(self), ExplorationTrainer
-        explores = self.explorer is not None
-        hooks = {
-            "rollout": explores or own.rollout != plain.rollout,
-            "shape_rewards": own.shape_rewards != plain.shape_rewards,
-            "search": own.search != plain.search,
-            "assign_advantages": explores or own.assign_advantages != plain.assign_advantages,
-            "extra_streams": own.extra_streams != plain.extra_streams,
-        }
-        return [name for name, changed in hooks.items() if changed]
-
-    # ------------------------------------------------------------------ the four hooks, and what a method may define
-
-    def check(self, args: Any, *, tools: Any, environment_factory: Any) -> None:
-        """Raise where the method cannot work with what it is given; runs before any model work."""
-
-    def requirements(self, args: Any) -> Requires:
-        """Return what the method needs with a configuration."""
-        if type(self).make_explorer != ExplorationTrainer.make_explorer and not self.requires.samples:
-            return replace(self.requires, samples=True, main_rows=True, whole_groups=True)
-        if args.explore is None:
-            return self.requires
-        if self.requires.samples:
-            raise ValueError(
-                f"`explore={args.explore!r}` is a way of exploring, and {type(self).__name__} has its own: leave the "
-                "field out, or use ExplorationTrainer."
-            )
-        return replace(self.requires, samples=True, main_rows=True, whole_groups=True)
-
-    def make_explorer(self) -> Explorer | None:
-        """Return the explorer that samples prompts in its own way, or None if GRPO samples them."""
-        if self.args.explore == "resample":
-            return ResampleExplorer(self, self.sample, self.scorer)
-        return None
-
-    def setup(self) -> None:
-        """Make the method's own state; runs at the end of construction."""
-
-    def rollout(self, prompt_ids: list[list[int]], plain: PlainSampling) -> Rollout:
-        """
-        How is a group sampled? Training only.
-
-        Args:
-            prompt_ids (`list[list[int]]`):
-                Prompt tokens of this process's rows, `[B][P_i]`; the rows of a group are consecutive.
-            plain (`Callable[[list[list[int]]], Rollout]`):
-                GRPO's own sampling: one completion per token list that it is given.
-
-        Returns:
-            [`Rollout`]: Exactly one completion per row.
-        """
-        if self.exploration is None:
-            return plain(prompt_ids)
-        return self.exploration.rollout(prompt_ids, self.main_examples, plain)
-
-    def shape_rewards(self, rewards_per_func: torch.Tensor) -> torch.Tensor:
-        """
-        What is a completion worth? Training only; the logged `reward` stays the raw one.
-
-        Args:
-            rewards_per_func (`torch.Tensor`):
-                Raw rewards over all processes, shape `(N, F)`, groups consecutive; NaN where not scored.
-
-        Returns:
-            `torch.Tensor`: Rewards that GRPO's advantages are computed from, shape `(N, F)`.
-        """
-        return rewards_per_func
-
-    def search(self, output: RowDict) -> None:
-        """
-        Sample further rows ([`sample`], `forks`), for the credit of the main ones or to be trained themselves.
-
-        The step between the rewards of the main rows and their advantages; every process samples equally often.
-
-        Args:
-            output (`dict`):
-                The main rows as TRL scored them, of this process.
-        """
-
-    def assign_advantages(self, output: RowDict) -> torch.Tensor:
-        """
-        Which tokens get the credit? Samples nothing.
-
-        Args:
-            output (`dict`):
-                The main rows as TRL scored them, of this process.
-
-        Returns:
-            `torch.Tensor`: Advantages of shape `(B,)` or `(B, T)`.
-        """
-        return output["advantages"] if self.exploration is None else self.exploration.credit(output)
-
-    def extra_streams(
-        self, output: RowDict, examples: list[dict[str, Any]], rewards: torch.Tensor
-    ) -> dict[str, tuple[ScoredRows, float]]:
-        """
-        Which further rows are trained, and how strongly? Scores them ([`Scorer.score`]), and samples nothing.
-
-        Args:
-            output (`dict`):
-                The main rows as TRL scored them, of this process.
-            examples (`list[dict]`):
-                The data-set examples behind them, `[B]`.
-            rewards (`torch.Tensor`):
-                Total raw reward per main row over all processes, shape `(N,)`; NaN where unscorable.
-
-        Returns:
-            `dict[str, tuple[ScoredRows, float]]`: Streams by name with their weight; each is averaged over its own
-            rows or tokens.
-        """
-        return {}
-
-    def completion_columns(self) -> dict[str, list[Any]]:
-        """
-        What the completions table says of a main row beside its prompt, completion, rewards and advantage.
-
-        Asked for with `log_completions=True` only, once a generation batch is complete.
-
-        Returns:
-            `dict[str, list]`: Values by column for the rows of this process, `[B]`; the same columns on every process.
-            A number that is not there is NaN and a text empty, so that a column has one type in all files.
-        """
-        return {} if self.exploration is None else self.exploration.columns(len(self.main_completion_ids))
-
-    def forget_data(self) -> None:
-        """Drop everything that belongs to prompts of the data: `train_dataset` was replaced since the last run."""
-        if self.rounds is not None:
-            self.rounds.forget_data()
-
-    def exploration_state(self) -> dict[str, Any]:
-        """The method's own state for the checkpoint: tensors, numbers, strings and containers of them."""
-        return {} if self.explorer is None else self.explorer.state_dict()
-
-    def load_exploration_state(self, state: dict[str, Any]) -> None:
-        """Restore what `exploration_state` returned."""
-        if self.explorer is not None:
-            self.explorer.load_state_dict(state)
-
-    def method_files(self) -> list[str]:
-        """Files and folders inside `output_dir` that the method writes beside the model."""
-        return [] if self.explorer is None else self.explorer.files()
-
-    def run_files(self) -> list[Path]:
-        """What is there of the files that a run adds to: those of the method and the completions tables."""
-        names = [*self.method_files(), *(["completions"] if self.args.log_completions else [])]
-        found = [Path(self.args.output_dir) / name for name in names]
-        return [file for path in found for file in [path, *sorted(path.rglob("*"))] if file.is_file()]
 
     # ------------------------------------------------------------------------ parts, and what they see of the trainer
 
@@ -385,11 +205,6 @@ class ExplorationTrainer(GRPOTrainer):
         if self.explorer is None:
             return None
         return Exploration(self, self.explorer, self.choice, self.sample, self.scorer)
-
-    @property
-    def trains_further_rows(self) -> bool:
-        """Return whether rows beside the main ones are trained."""
-        return self.requires.extra_rows or (self.exploration is not None and self.exploration.joins)
 
     @cached_property
     def threshold_watch(self) -> ThresholdWatch | None:

@@ -4,7 +4,7 @@ This module conducts a step. It calls the trainer's hooks and parts in the order
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trl_explore.rows.advantages import has_signal
 from trl_explore.rows.copies import own_copy
@@ -12,8 +12,7 @@ from trl_explore.rows.printed import SHARED
 from trl_explore.rows.scorer import ScoredRows
 from trl_explore.rows.streams import RowDict
 
-if TYPE_CHECKING:
-    from .base import ExplorationTrainer
+from .hooks import Hooks
 
 Streams = dict[str, tuple[ScoredRows, float]]
 # TRL's sampling and scoring of data-set rows.
@@ -37,7 +36,7 @@ class Step:
 
     def __init__(
         self,
-        trainer: "ExplorationTrainer",
+        trainer: Hooks,
         sample_and_score: SampleAndScore,
         logs: dict[str, Any],
         metrics: dict[str, list[Any]],

@@ -74,6 +74,13 @@ class Explorer:
         self.policy, self.sample, self.scorer = policy, sample, scorer
         self.args = policy.args
 
+    @property
+    def max_completion_length(self) -> int:
+        """Return the most tokens of a completion; trainers whose explorer asks for it refuse None."""
+        length = self.args.max_completion_length
+        assert length is not None
+        return length
+
     def explore(self, groups: Sequence[PromptGroup], plain: PlainSampling) -> list[Explored]:
         """
         Sample completions of prompts.

@@ -47,7 +47,7 @@ class Lists(Mode):
         start = time.perf_counter()
         # Completions of the plain prompt would fill a group with what the policy says anyway.
         empty = [g for g, rows in enumerate(candidates) if not rows]
-        fillers = self.sample([prompt_ids[g] for g in empty], size, self.args.max_completion_length, main_stream=True)
+        fillers = self.sample([prompt_ids[g] for g in empty], size, self.max_completion_length, main_stream=True)
         logprobs: list[list[list[float | None]]] = [[[None] * len(ids) for ids in rows] for rows in candidates]
         for g, continuations in zip(empty, fillers, strict=True):
             candidates[g] = [continuation.token_ids for continuation in continuations]
@@ -84,14 +84,14 @@ class Lists(Mode):
         """Per prompt the candidates that become rows, and all that were listed, and the tokens of all prompts."""
         args, size = self.args, self.size
         if args.candidate_context == "list":
-            most = args.max_list_length or size * args.max_completion_length
+            most = args.max_list_length or size * self.max_completion_length
             asked, found, num_tokens = self._list_candidates(prompts, most=most, rounds=args.max_lists or size)
             listed = [
                 [(text, ids + self._begun_list(texts[: texts.index(text)])) for text in first_distinct(texts, size)]
                 for ids, texts in zip(asked, found, strict=True)
             ]
             return listed, found, num_tokens
-        most = args.max_list_length or args.max_completion_length + len(self.encode(args.candidate_separator))
+        most = args.max_list_length or self.max_completion_length + len(self.encode(args.candidate_separator))
         repeated = [prompt for prompt in prompts for _ in range(size)]
         asked, found, num_tokens = self._list_candidates(repeated, most=most, rounds=1)
         starts = range(0, len(asked), size)
@@ -142,7 +142,7 @@ class Lists(Mode):
 
     def _candidate_ids(self, text: str, before: list[int]) -> list[int]:
         ids = before + self.encode(text)
-        return [*ids[: self.args.max_completion_length - 1], self.policy.eos_token_ids[0]]
+        return [*ids[: self.max_completion_length - 1], self.policy.eos_token_ids[0]]
 
     def _begins_thought(self, prompt_ids: list[int]) -> bool:
         return self._text_and_thoughts(prompt_ids).rstrip().endswith(THINK)

@@ -47,7 +47,7 @@ class TwoStage(Mode):
                 rows.append(sketch if place < self.num_explored else "")
                 prompt_ids.append(group.prompt_ids)
         solve_ids = self._encode_solving(groups, rows, prompt_ids)
-        too_long = [len(ids) + self.args.max_completion_length > self.context_length for ids in solve_ids]
+        too_long = [len(ids) + self.max_completion_length > self.context_length for ids in solve_ids]
         for row, long in enumerate(too_long):
             if long:
                 solve_ids[row], rows[row] = prompt_ids[row], ""
@@ -105,8 +105,8 @@ class TwoStage(Mode):
 
     def _solved(self, solve_ids: list[list[int]], plain: PlainSampling) -> Rollout:
         """Sample completions as GRPO does. If prefixes are kept, what rows have in common is encoded once."""
-        options = self.args.generation_kwargs or {}
-        most = options.get("max_new_tokens", self.args.max_completion_length)  # as in TRL
+        options: Any = self.args.generation_kwargs or {}
+        most = options.get("max_new_tokens", self.max_completion_length)  # as in TRL
         if self.sample.paths is None or self.sample.batch_size is not None or most is None:
             return plain(solve_ids)
         return Rollout([one.token_ids for (one,) in self.sample(solve_ids, 1, most, main_stream=True)])

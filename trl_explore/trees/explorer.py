@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,8 +39,7 @@ class TreeExplorer(Explorer):
         self.limits = config.limits()
         self.trees: list[Tree] = []
         self.replay = ReplayBuffer(self.policy)
-        folder = config.dump_trees and path_inside(config.output_dir, config.dump_trees, field="dump_trees", suffix="")
-        self.dump = MethodFile(folder / f"trees_{self.policy.ranks.index}.jsonl" if folder else None)
+        self.dump = MethodFile(self._dump_path())
         self._groups: Sequence[PromptGroup] = ()
         self._seconds = {"sampling": 0.0, "scoring": 0.0}
         self._narrow = NarrowSearch(config)
@@ -150,7 +150,7 @@ class TreeExplorer(Explorer):
             credit=args.node_credit,
             normalization=args.advantage_normalization,
             skip_uniform=args.skip_uniform_trees,
-            max_completion_length=args.max_completion_length,
+            max_completion_length=args.max_completion_length or 0,
             overlong_buffer=args.overlong_buffer,
             overlong_penalty_weight=args.overlong_penalty,
             **self._value_scale,
@@ -177,6 +177,14 @@ class TreeExplorer(Explorer):
             columns["depth"].append(end.depth)
             columns["node_values"].append(values)
         return columns
+
+    def _dump_path(self) -> Path | None:
+        """Return the file for the trees of this process. None if trees are not written."""
+        if self.args.dump_trees is None:
+            return None
+        assert self.args.output_dir is not None
+        folder = path_inside(self.args.output_dir, self.args.dump_trees, field="dump_trees", suffix="")
+        return folder / f"trees_{self.policy.ranks.index}.jsonl"
 
     def _dump(self) -> None:
         if not self.args.dump_trees:
