@@ -170,11 +170,11 @@ def test_known_rewards_are_not_asked_for_again():
         asked.append(completions)
         return [1.0] * len(completions)
 
-    def ask(functions):
-        columns = {"completions": ["a", "b"], "log_extra": lambda name, values: None}
-        return torch.tensor([[value] for value in functions[0](**columns)])
-
-    rewards, columns = scorer().rewards(ask, [count], [[5.0], None], num_rows=2)
+    part = scorer()
+    question = part.question([count], [[5.0], None], num_rows=2)
+    given = {"completions": ["a", "b"], "log_extra": lambda name, values: None}
+    found = torch.tensor([[value] for value in question.functions[0](**given)])
+    rewards, columns = part.answered(question, found)
     assert rewards.tolist() == [[5.0], [1.0]] and columns == {}
     assert asked == [["b"]]
 
@@ -293,11 +293,12 @@ def test_a_row_whose_environment_raised_gets_no_further_turn():
         asked = []
         with turns.of([["p"], ["p"]]):
 
-            def sample(contexts):
-                asked.append(contexts)
-                return [[6] for _ in contexts], None
+            def speak(contexts):
+                speaking = turns.begin(contexts)
+                asked.append(speaking.contexts)
+                return turns.end(speaking, ([[6] for _ in speaking.contexts], None))
 
-            assert turns.speak([[5], [5]], sample) == ([[6], [6]], None)
+            assert speak([[5], [5]]) == ([[6], [6]], None)
             prompts = [[{"role": "user"}], [{"role": "user"}]]
             turns.loop_begins(prompts, [[5], [5]], [[6], [6]])
             try:
@@ -306,7 +307,7 @@ def test_a_row_whose_environment_raised_gets_no_further_turn():
                 pass
             for prompt in prompts:
                 prompt.append({"role": "tool", "content": "?"})
-            assert turns.speak([[5, 6, 7], [5, 6, 7]], sample) == ([[], [6]], None)
+            assert speak([[5, 6, 7], [5, 6, 7]]) == ([[], [6]], None)
             turns.note_failures()
     assert asked == [[[5], [5]], [[5, 6, 7]]] and turns.failed == [True, False]
     assert turns.known_rewards(None, num_rewards=2) == [[0.0, 0.0], None]

@@ -24,6 +24,7 @@ from trl_explore.agents.turns import Spoken, Turns, World, guarded_factories
 from trl_explore.agents.watch import ToolWatch
 from trl_explore.credit.part import Credit
 from trl_explore.explorers.exploration import Exploration
+from trl_explore.explorers.explorer import PlainSampling
 from trl_explore.explorers.resample import ResampleExplorer
 from trl_explore.gradients.feature_pass import FeaturePass
 from trl_explore.methods import FromRow
@@ -453,40 +454,46 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
         size = 1 if self.rounds is not None and self.rounds.rows_of else num_generations
-        single_turn, rest = super()._generate_single_turn, (images, multimodal_fields, size, has_tool_images)
-
-        def own(ids: list[list[int]]) -> Any:
-            with self.packing.own_attention():
-                return single_turn(ids, *rest)
-
-        def sample(contexts: list[list[int]]) -> Spoken:
-            rollout = self._rolled_out(contexts, own)
-            logprobs = rollout.logprobs
-            if logprobs is None and self.use_vllm:  # not sampled as they are trained: TRL corrects nothing there
-                logprobs = [[None] * len(ids) for ids in rollout.completion_ids]
-            return rollout.completion_ids, logprobs
-
-        return sample(prompt_ids) if self.turns is None else self.turns.speak(prompt_ids, sample)
-
-    def _rolled_out(self, contexts: list[list[int]], own: Callable) -> Rollout:
-        """One completion, or turn, for every context: by the method in training, as in GRPO otherwise."""
+        sample_turn = super()._generate_single_turn
+        options = (images, multimodal_fields, size, has_tool_images)
 
         def plain(ids: list[list[int]]) -> Rollout:
             start = time.perf_counter()
-            rollout = Rollout(*(own(ids) if self.features is None else self.features.sampled(own, ids)))
-            self.sample.note_seconds("main", time.perf_counter() - start)
-            self.sample.tokens.add(rollout.completion_ids)
+            with self.packing.own_attention():
+                if self.features is None or not self.is_training:
+                    found = sample_turn(ids, *options)
+                else:
+                    found = self.features.sampled(lambda contexts: sample_turn(contexts, *options), ids)
+            rollout = Rollout(*found)
+            if self.is_training:
+                self.sample.note_seconds("main", time.perf_counter() - start)
+                self.sample.tokens.add(rollout.completion_ids)
             return rollout
 
+        if self.turns is None:
+            return self._turn(prompt_ids, plain)
+        speaking = self.turns.begin(prompt_ids)
+        if not speaking.contexts:
+            return self.turns.end(speaking, ([], None))
+        with self.turns.budgeted(speaking):
+            spoken = self._turn(speaking.contexts, plain)
+        return self.turns.end(speaking, spoken)
+
+    def _turn(self, contexts: list[list[int]], plain: PlainSampling) -> Spoken:
+        """Return one completion, or turn, for each context: by the method in training, as in GRPO otherwise."""
         if self.forks is not None and self.forks.in_branches:
-            return self.forks.continued(contexts)
-        if not self.is_training:
-            self._rollout = None
-            return Rollout(*own(contexts))
-        if self.forks is not None:
-            self.forks.before_turn()
-        self._rollout = self.rollout(contexts, plain)
-        return self._rollout
+            rollout = self.forks.continued(contexts)
+        elif self.is_training:
+            if self.forks is not None:
+                self.forks.before_turn()
+            self._rollout = rollout = self.rollout(contexts, plain)
+        else:
+            self._rollout, rollout = None, plain(contexts)
+        logprobs = rollout.logprobs
+        if logprobs is None and self.use_vllm:
+            # The rows were not sampled as they are trained, so TRL must not correct them.
+            logprobs = [[None] * len(ids) for ids in rollout.completion_ids]
+        return rollout.completion_ids, logprobs
 
     def _tool_call_loop(self, prompts, prompt_ids, completion_ids, *args):
         if self.turns is not None:
@@ -506,21 +513,19 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
         # the functions copies of the tokens, and keep a copy of the messages, because TRL logs the originals.
         token_copies = [[*ids] for ids in completion_ids_list]
         said = own_copy(completions)
-        of_these = partial(super()._calculate_rewards, inputs, prompts, completions, token_copies)
-
-        def ask(reward_funcs: list[Any]) -> torch.Tensor:
-            own, self.reward_funcs = self.reward_funcs, reward_funcs
-            try:
-                return of_these()
-            finally:
-                self.reward_funcs = own
-
+        known, extra = self._known_rewards()
+        question = self.scorer.question(self.reward_funcs, known, extra, num_rows=len(prompts))
+        functions, self.reward_funcs = self.reward_funcs, question.functions
+        try:
+            rewards = super()._calculate_rewards(inputs, prompts, completions, token_copies)
+        finally:
+            self.reward_funcs = functions
+        rewards, columns = self.scorer.answered(question, rewards)
+        for column, values in columns.items():
+            self._pending_extra_logs[column].extend(values)
         if self.current is not None:
-            assert self.current.rows is not None
-            known, extra = self.current.rows.known_rewards, self.current.rows.extra
-            self.current.rewards_per_func = self._asked_rewards(ask, known, extra, len(prompts))
-            return self.current.rewards_per_func
-        rewards = self._asked_rewards(ask, *self._known_rewards(), len(prompts))
+            self.current.rewards_per_func = rewards
+            return rewards
         if self.turns is not None:
             rewards = self.turns.void_rewards(rewards, self._metrics["train" if self.is_training else "eval"])
         if not self.is_training:
@@ -534,20 +539,16 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
         self.shaped_rewards = self.shape_rewards(rewards.clone())
         return self.shaped_rewards
 
-    def _asked_rewards(self, ask, known, extra, num_rows: int) -> torch.Tensor:
-        """Return rewards `(N, F)`, and hand TRL what the reward functions logged, one value per row."""
-        rewards, columns = self.scorer.rewards(ask, self.reward_funcs, known, extra, num_rows=num_rows)
-        for column, values in columns.items():
-            self._pending_extra_logs[column].extend(values)
-        return rewards
-
     def _known_rewards(self) -> tuple[list[list[float] | None] | None, Sequence[Mapping[str, Any]]]:
         """
-        Return rewards of main rows that were scored before TRL asks, and what the reward functions logged with them.
+        Return rewards of rows that were scored before TRL asks, and what the reward functions logged with them.
 
         Returns:
             `tuple`: Rewards `[B][F]`, None if no row was scored before; and values by column, `[B]`.
         """
+        if self.current is not None:
+            assert self.current.rows is not None
+            return self.current.rows.known_rewards, self.current.rows.extra
         known: list[list[float] | None] | None = None
         extra: Sequence[Mapping[str, Any]] = ()
         if self._rollout is not None and self._rollout.known_rewards is not None:

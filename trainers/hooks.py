@@ -70,17 +70,15 @@ class Hooks:
 
     def requirements(self, args: Any) -> Requires:
         """Return what the method needs with a configuration."""
-        main_rows = replace(self.requires, samples=True, main_rows=True, whole_groups=True)
-        if type(self).make_explorer != Hooks.make_explorer:
-            return self.requires if self.requires.samples else main_rows
-        if args.explore is None:
-            return self.requires
-        if self.requires.samples:
+        own_explorer = type(self).make_explorer != Hooks.make_explorer
+        if args.explore is not None and (own_explorer or self.requires.samples):
             raise ValueError(
                 f"`explore={args.explore!r}` is a way of exploring, and {type(self).__name__} has its own: leave the "
                 "field out, or use ExplorationTrainer."
             )
-        return main_rows
+        if own_explorer or args.explore is not None:
+            return replace(self.requires, samples=True, main_rows=True, whole_groups=True)
+        return self.requires
 
     def make_explorer(self) -> Explorer | None:
         """Return the explorer that samples main rows in its own way, or None if GRPO samples them."""

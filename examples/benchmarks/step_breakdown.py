@@ -54,8 +54,9 @@ RANDOM = {
 }
 # Of a pretrained model that was not taught a task: its completions have no lines to cut at.
 PRETRAINED = RANDOM | {
-    "tree_rl": lambda length: {},
-    "attn_rl": lambda length: dict(step_length=length // 8, step_delimiters=[]),
+    # One round: with the default, a step samples ten times GRPO's tokens.
+    "tree_rl": lambda length: dict(num_rounds=1),
+    "attn_rl": lambda length: dict(step_length=length // 8),
     "evol_rl": lambda length: dict(correctness="reward", embedding_model="ngrams"),
 }
 ENDS = dict(eos_token_id=1, pad_token_id=0)

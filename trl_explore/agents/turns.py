@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
@@ -89,6 +89,16 @@ class Turn:
     last_messages: list[list[dict[str, Any]]]  # shown last: the whole prompt in turn 0, its tools' answers later
 
 
+@dataclass(frozen=True)
+class Speaking:
+    """Rows that speak in a turn."""
+
+    contexts: list[list[int]]  # their tokens so far
+    places: list[int]  # their places among the rows that TRL asks for a turn
+    num_asked: int  # number of rows that TRL asks for a turn
+    budgets: list[int] | None = None  # new tokens that each may still have; None: `max_completion_length`
+
+
 @dataclass
 class ToolLoop:
     """What TRL's loop works on and changes in place, all `[B]`."""
@@ -108,7 +118,7 @@ class Turns:
     """
     Follows TRL's tool loop and survives environments that raise.
 
-    In training, the method's [`rollout`] is asked once per turn, for the rows that speak; `turn` describes it. A
+    [`begin`] tells which rows speak in a turn, and [`end`] takes what they said; `turn` describes the turn between. A
     trajectory whose environment raised gets no further turn, and a reward of 0 from every reward function.
     """
 
@@ -134,41 +144,62 @@ class Turns:
         """TRL's loop has all first turns."""
         self._loop = ToolLoop(prompts, prompt_ids, completion_ids, [len(prompt) for prompt in prompts])
 
-    def speak(self, contexts: list[list[int]], sample: Callable[[list[list[int]]], Spoken]) -> Spoken:
-        """The next turn of every row that TRL asks for one; those that may not go on get none."""
-        most = self.policy.args.max_completion_length
+    def begin(self, contexts: list[list[int]]) -> Speaking:
+        """
+        Begin a turn of every row that TRL asks for one; rows that may not go on do not speak.
+
+        Args:
+            contexts (`list[list[int]]`):
+                Tokens of each of these rows so far.
+        """
+        everyone = Speaking(contexts, list(range(len(contexts))), len(contexts))
         if not self.world.tools or not self._prompts:
-            return sample(contexts)
+            return everyone
+        most = self.policy.args.max_completion_length
         if self._loop is None:
             # Every row needs a completion: one whose `reset` failed ends after its first turn.
-            rows, budgets = list(range(len(contexts))), [most] * len(contexts)
-            self.turn = Turn(0, rows, [0] * len(contexts), budgets, self._prompts)
-            return sample(contexts)
-
+            self.turn = Turn(0, everyone.places, [0] * len(contexts), [most] * len(contexts), self._prompts)
+            return everyone
         rows, loop = self._loop.advance(), self._loop
-        going = [place for place, row in enumerate(rows) if not (self._has_failed(row) or self._stopped(row))]
-        completion_ids: list[list[int]] = [[] for _ in rows]
-        logprobs: list[list[float | None]] = [[] for _ in rows]
-        if not going:
-            return completion_ids, logprobs
-        shown = [len(loop.prompt_ids[row]) + len(loop.completion_ids[row]) for row in rows]
-        used = [len(ids) - len(loop.prompt_ids[row]) for ids, row in zip(contexts, rows, strict=True)]
+        places = [place for place, row in enumerate(rows) if not (self._has_failed(row) or self._stopped(row))]
+        if not places:
+            return Speaking([], [], len(contexts))
+        shown, budgets, last_messages = [], [], []
+        for place in places:
+            row = rows[place]
+            prompt_length = len(loop.prompt_ids[row])
+            shown.append(prompt_length + len(loop.completion_ids[row]))
+            budgets.append(max(1, most - (len(contexts[place]) - prompt_length)))
+            last_messages.append(_trailing_tool_messages(loop.prompts[row]))
         self.turn = Turn(
             number=(self.turn.number if self.turn else 0) + 1,
-            rows=[rows[place] for place in going],
-            shown=[shown[place] for place in going],
-            budgets=[max(1, most - used[place]) for place in going],
-            last_messages=[_trailing_tool_messages(loop.prompts[rows[place]]) for place in going],
+            rows=[rows[place] for place in places],
+            shown=shown,
+            budgets=budgets,
+            last_messages=last_messages,
         )
-        asked = [contexts[place] for place in going]
-        serving = self.policy.serving
-        with nullcontext() if serving is None else serving.budgeted(asked, self.turn.budgets):
-            spoken, spoken_logprobs = sample(asked)
-        for i, place in enumerate(going):
-            completion_ids[place] = spoken[i]
-            if spoken_logprobs is not None:
-                logprobs[place] = spoken_logprobs[i]
-        return completion_ids, None if spoken_logprobs is None else logprobs
+        return Speaking([contexts[place] for place in places], places, len(contexts), budgets)
+
+    def budgeted(self, speaking: Speaking) -> AbstractContextManager[None]:
+        """Let vLLM sample at most as many tokens as the rows that speak may still have."""
+        if self.policy.serving is None or speaking.budgets is None:
+            return nullcontext()
+        return self.policy.serving.budgeted(speaking.contexts, speaking.budgets)
+
+    def end(self, speaking: Speaking, spoken: Spoken) -> Spoken:
+        """Return a turn for every row that TRL asked: empty for a row that did not speak."""
+        token_ids, logprobs = spoken
+        if len(speaking.places) == speaking.num_asked:
+            return spoken
+        completion_ids: list[list[int]] = [[] for _ in range(speaking.num_asked)]
+        all_logprobs: list[list[float | None]] = [[] for _ in range(speaking.num_asked)]
+        for i, place in enumerate(speaking.places):
+            completion_ids[place] = token_ids[i]
+            if logprobs is not None:
+                all_logprobs[place] = logprobs[i]
+        if logprobs is None and speaking.places:
+            return completion_ids, None
+        return completion_ids, all_logprobs
 
     def note_failures(self) -> None:
         """Look which environments have raised, once the batch is rolled out. Every process calls it."""

@@ -31,6 +31,16 @@ class ScoredRows:
     logged: Logs = field(default_factory=dict)  # of the real rows of all processes; empty without `log_completions`
 
 
+@dataclass(frozen=True)
+class RewardQuestion:
+    """A call of the reward functions about some rows of this process."""
+
+    functions: list[Any]  # called in place of the trainer's reward functions, `[F]`
+    known_rewards: list[list[float] | None] | None  # `[B][F]`; None if no row was scored before
+    missing: list[bool]  # rows that the functions are asked about, `[B]`
+    logged: LoggedColumns
+
+
 class Scorer:
     """Lets TRL score rows: rewards, advantages, log-probabilities and metrics."""
 
@@ -142,21 +152,18 @@ class Scorer:
         extra = [{name: values[i] for name, values in judging.columns.items()} for i in range(len(completion_ids))]
         return self.policy.ranks.local(rewards)[: len(completion_ids)].tolist(), extra
 
-    def rewards(
+    def question(
         self,
-        ask: Callable[[list[Any]], torch.Tensor],
         reward_funcs: list[Any],
         known_rewards: list[list[float] | None] | None,
         known_extra: Sequence[Mapping[str, Any]] = (),
         *,
         num_rows: int,
-    ) -> tuple[torch.Tensor, dict[str, list[Any]]]:
+    ) -> RewardQuestion:
         """
-        Let TRL's `ask` call each reward function once, only for rows whose rewards are not known.
+        Prepare a call of the reward functions about the rows whose rewards are not known.
 
         Args:
-            ask (`Callable`):
-                Calls the functions it is given, and returns their rewards `(N, F)`.
             reward_funcs (`list`):
                 The reward functions, `[F]`.
             known_rewards (`list`, *optional*):
@@ -167,28 +174,43 @@ class Scorer:
                 Rows of this process.
 
         Returns:
-            `tuple[torch.Tensor, dict[str, list]]`: Rewards `(N, F)`; and what was logged with `log_extra`, one value
-            per row of this process, by column.
+            [`RewardQuestion`]: Call its `functions` in place of `reward_funcs`, and pass the rewards to [`answered`].
         """
         missing = [known is None for known in known_rewards or [None] * num_rows]
         logged = LoggedColumns(missing, known_extra)
-        funcs = []
+        functions = []
         for number, (func, name) in enumerate(zip(reward_funcs, self.names, strict=True)):
             # TRL asks a reward model about all rows if it asks at all: a model has no side effects, and the rewards
             # of known rows are replaced.
             is_model = isinstance(func, torch.nn.Module)
             if not is_model or not any(missing):
                 func = _only_missing(func if is_model else checked(func, name), missing, logged.log_of(number))
-            funcs.append(func)
-        rewards = ask(funcs)
-        columns, unplaced = logged.columns()
-        self._warn_of_columns(unplaced, sum(missing))
-        if known_rewards is None:
+            functions.append(func)
+        return RewardQuestion(functions, known_rewards, missing, logged)
+
+    def answered(self, question: RewardQuestion, rewards: torch.Tensor) -> tuple[torch.Tensor, dict[str, list[Any]]]:
+        """
+        Return the rewards of all rows, and what was logged with `log_extra`.
+
+        Args:
+            question ([`RewardQuestion`]):
+                What was asked.
+            rewards (`torch.Tensor`):
+                The answers of its functions over all processes, `(N, F)`.
+
+        Returns:
+            `tuple[torch.Tensor, dict[str, list]]`: Rewards `(N, F)`; and one logged value per row of this process, by
+            column.
+        """
+        columns, unplaced = question.logged.columns()
+        self._warn_of_columns(unplaced, sum(question.missing))
+        if question.known_rewards is None:
             return rewards, columns
-        unknown = [0.0] * len(funcs)
-        known = torch.tensor([r or unknown for r in known_rewards], dtype=rewards.dtype, device=rewards.device)
+        unknown = [0.0] * len(question.functions)
+        known_rows = [row or unknown for row in question.known_rewards]
+        known = torch.tensor(known_rows, dtype=rewards.dtype, device=rewards.device)
         gather = self.policy.ranks.gather
-        keep = gather(torch.tensor(missing, device=rewards.device))
+        keep = gather(torch.tensor(question.missing, device=rewards.device))
         return torch.where(keep.unsqueeze(1), rewards, gather(known)), columns
 
     def _warn_of_columns(self, unplaced: dict[str, int], num_rows: int) -> None:
