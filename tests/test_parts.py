@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trl_explore.agents.environments import guarded
-from trl_explore.agents.turns import Turns, World
+from trl_explore.agents.turns import Turns
 from trl_explore.rewards.checks import RewardError
 from trl_explore.rows.policy import Pass
 from trl_explore.rows.ranks import Ranks
@@ -20,6 +20,7 @@ from trl_explore.rows.training import StreamTraining
 from trl_explore.sampling.sampler import Sampler
 from trl_explore.serving.backend import Answer
 from trl_explore.serving.session import Serving
+from trl_explore.trainers.tool_loop import TrainerToolLoop
 
 ARGS = dict(
     sampling_batch_size=None,
@@ -283,12 +284,8 @@ class Broken:
 def test_a_row_whose_environment_raised_gets_no_further_turn():
     environments = [guarded(Broken)() for _ in range(2)]
     with pytest.warns(UserWarning, match="an environment raised OSError: gone"):
-        world = World(
-            SimpleNamespace(tools=[1], environments=environments),
-            {"tools": "tools", "environments": "environments"},
-            loop=None,
-            encode_answers=None,
-        )
+        trainer = SimpleNamespace(tools=[1], environments=environments)
+        world = TrainerToolLoop(trainer, loop=None, encode_answers=None)
         turns = Turns(StandIn(), world)
         asked = []
         with turns.of([["p"], ["p"]]):

@@ -20,7 +20,7 @@ from transformers.trainer_utils import HubStrategy
 from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
-from trl_explore.agents.turns import Spoken, Turns, World, guarded_factories
+from trl_explore.agents.turns import Spoken, Turns, guarded_factories
 from trl_explore.agents.watch import ToolWatch
 from trl_explore.credit.part import Credit
 from trl_explore.explorers.exploration import Exploration
@@ -61,21 +61,7 @@ from .requires import Requires as Requires
 from .requires import check_arguments, check_vision
 from .saving import Saving
 from .step import Step
-
-# What TRL's tool loop works with, under the names of [`~trl_explore.agents.turns.World`].
-TOOL_LOOP = {
-    "tools": "tools",
-    "environments": "environments",
-    "factories": "environment_factories",
-    "pool": "_environment_pool",
-    "names": "_batch_environments",
-    "several": "_multi_environment",
-    "tools_by_name": "_env_tools",
-    "sync_tools": "_sync_tool_dicts",
-    "async_tools": "_async_tool_dicts",
-    "async_loop": "async_loop",
-    "most_rounds": "max_tool_calling_iterations",
-}
+from .tool_loop import TrainerToolLoop
 
 
 class ExplorationTrainer(Hooks, GRPOTrainer):
@@ -169,7 +155,7 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
             check_vision(type(self).__name__, args, taken=self.samples_as_grpo(args) and requires.vision)
         if requires.turns:
             loop, encode_answers = self._tool_call_loop, self._get_tool_suffix_ids
-            self.turns = Turns(self, World(self, TOOL_LOOP, loop=loop, encode_answers=encode_answers))
+            self.turns = Turns(self, TrainerToolLoop(self, loop=loop, encode_answers=encode_answers))
         if requires.features:
             self.features = FeaturePass(self)
         self.replaced = Replaced(self, given)
@@ -504,7 +490,10 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
         own, arguments = super()._get_per_token_logps_and_entropies, (model, input_ids, attention_mask, logits_to_keep)
         if self.features is not None and self.features.waits:  # watched row by row: nothing is packed
             return self.features.watched(partial(own, *arguments, *args, **kwargs), logits_to_keep)
-        found = self.packing(own, *arguments, *args, **kwargs)
+        if self.packing.mode == "off":
+            found = own(*arguments, *args, **kwargs)
+        else:
+            found = self.packing(own, *arguments, *args, **kwargs)
         self.credit.penalise(found[0])
         return found
 

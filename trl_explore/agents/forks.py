@@ -296,23 +296,29 @@ class Forks:
         """TRL's tool loop works on the branches' environments, and each may call tools as often as its row might."""
         world, rows = self.world, [branch.row for branch in branches]
         stopped: set[int] = set()
-        others: dict[str, Any] = {
-            name: [
-                {tool: self._limited(function, i, branch) for tool, function in functions[branch.row].items()}
-                for i, branch in enumerate(branches)
-            ]
-            for name, functions in (("sync_tools", world.sync_tools), ("async_tools", world.async_tools))
-        }
-        if world.environments:
-            others["environments"] = [branch.environment for branch in branches]
-        if world.factories is not None:
-            others["names"] = [world.names[row] for row in rows]
+        environments = [branch.environment for branch in branches] if world.environments else None
+        names = None if world.factories is None else [world.names[row] for row in rows]
+        sync_tools = self._limited_tools(branches, world.sync_tools)
+        async_tools = self._limited_tools(branches, world.async_tools)
+        working_on = world.working_on(
+            environments=environments, names=names, sync_tools=sync_tools, async_tools=async_tools
+        )
         self._stopped, self._branches = stopped, branches
         try:
-            with self.turns.of(rows, self._is_over), world.swapped(**others):
+            with self.turns.of(rows, self._is_over), working_on:
                 yield stopped
         finally:
             self._stopped, self._branches = None, []
+
+    def _limited_tools(
+        self, branches: list[Branch], functions_of_rows: list[dict[str, Callable]]
+    ) -> list[dict[str, Callable]]:
+        """Return the tools of each branch, made of those of its row."""
+        tools = []
+        for place, branch in enumerate(branches):
+            functions = functions_of_rows[branch.row]
+            tools.append({name: self._limited(function, place, branch) for name, function in functions.items()})
+        return tools
 
     def _limited(self, function: Callable, place: int, branch: Branch) -> Callable:
         """A tool of a branch, of its own environment; it does nothing once the branch has used up its interactions."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from inspect import signature
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from trl.chat_template_utils import parse_response
@@ -20,62 +20,59 @@ def _never(row: int) -> bool:
     return False
 
 
-class World:
-    """
-    What a trainer's tool loop works with: `attributes` of the trainer, by these names.
+class World(Protocol):
+    """TRL's tool loop, with the tools and environments that it works on. Lists with one entry per row are `[B]`."""
 
-    `names` says which environment each row of the batch has; the functions of its tools are `sync_tools` and
-    `async_tools`, by row. `loop` is TRL's, behind a first turn of each row; `encode_answers` gives the tokens between
-    two turns of the assistant.
-    """
+    @property
+    def tools(self) -> list[Any]: ...  # of all rows
 
-    tools: list[Any]
-    environments: list[Any] | None
-    factories: dict[Any, Callable[[], Any]] | None
-    pool: dict[Any, list[Any]]
-    names: list[Any]
-    several: bool
-    tools_by_name: dict[Any, list[Any]]
-    sync_tools: list[dict[str, Callable]]
-    async_tools: list[dict[str, Callable]]
-    async_loop: Any
-    most_rounds: int
+    @property
+    def environments(self) -> list[Any] | None: ...  # of each row; None without environments
 
-    def __init__(
+    @property
+    def factories(self) -> dict[Any, Callable[[], Any]] | None: ...  # of environments, by name
+
+    @property
+    def pool(self) -> dict[Any, list[Any]]: ...  # environments that were made, by name
+
+    @property
+    def names(self) -> list[Any]: ...  # of each row's environment
+
+    @property
+    def several(self) -> bool: ...  # whether there are environments of several names
+
+    @property
+    def sync_tools(self) -> list[dict[str, Callable]]: ...  # functions that each row may call, by name
+
+    @property
+    def async_tools(self) -> list[dict[str, Callable]]: ...  # coroutine functions that each row may call, by name
+
+    @property
+    def async_loop(self) -> Any: ...  # runs coroutines
+
+    @property
+    def most_rounds(self) -> int: ...  # of tool calls
+
+    @property
+    def loop(self) -> Callable[..., tuple]: ...  # TRL's loop, which runs after the first turn of each row
+
+    @property
+    def encode_answers(self) -> Callable[[list[dict[str, Any]]], list[int]]: ...  # tokens between two turns
+
+    def limit_rounds(self, number: int) -> None: ...  # let rows call tools in at most `number` rounds
+
+    def tools_of(self, row: int) -> list[Any]: ...  # tools that a row of the batch may call
+
+    def tools_by_environment(self) -> dict[Any, list[Any]]: ...  # by name; the name of the only one is None
+
+    def working_on(
         self,
-        trainer: Any,
-        attributes: dict[str, str],
         *,
-        loop: Callable[..., tuple],
-        encode_answers: Callable[[list[dict[str, Any]]], list[int]],
-    ) -> None:
-        self._own, self._attributes = vars(trainer), attributes
-        self.loop, self.encode_answers = loop, encode_answers
-
-    def __getattr__(self, name: str) -> Any:
-        return self._own[self._attributes[name]]
-
-    def limit_rounds(self, number: int) -> None:
-        """Let rows call tools in so many rounds."""
-        self._own[self._attributes["most_rounds"]] = number
-
-    def tools_of(self, row: int) -> list[Any]:
-        """Tools that a row of the batch may call."""
-        return self.tools if self.factories is None else self.tools_by_name[self.names[row]]
-
-    def tools_by_environment(self) -> dict[Any, list[Any]]:
-        """Tools that each environment offers, by its name; `None` for the only one."""
-        return {} if self.factories is None else self.tools_by_name
-
-    @contextmanager
-    def swapped(self, **others: Any) -> Iterator[None]:
-        """Let the loop work with others of these attributes."""
-        before = {self._attributes[name]: self._own[self._attributes[name]] for name in others}
-        self._own.update({self._attributes[name]: value for name, value in others.items()})
-        try:
-            yield
-        finally:
-            self._own.update(before)
+        environments: list[Any] | None = None,
+        names: list[Any] | None = None,
+        sync_tools: list[dict[str, Callable]] | None = None,
+        async_tools: list[dict[str, Callable]] | None = None,
+    ) -> AbstractContextManager[None]: ...  # let the loop work on other rows
 
 
 @dataclass
@@ -235,7 +232,7 @@ class Turns:
         """Tokens of a conversation with the tools of a row's environment, the generation prompt included."""
         if self.world.factories is None:
             return self.policy.encode_prompts([conversation])[0]
-        with self.world.swapped(names=[self.world.names[row]]):
+        with self.world.working_on(names=[self.world.names[row]]):
             return self.policy.encode_prompts([conversation])[0]
 
     def _has_failed(self, row: int) -> bool:

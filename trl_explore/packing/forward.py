@@ -185,8 +185,8 @@ class PackedForward:
         compute_entropy: bool = False,
         **kwargs: Any,
     ) -> tuple[Any, Any, Any]:
-        """What `own_pass`, TRL's, returns for these arguments; it is asked where packing does not pay."""
-        if self.mode == "off" or self._changes_positions(input_ids):
+        """Return what `own_pass`, TRL's, returns for these arguments. It is called if packing does not pay."""
+        if self._changes_positions(input_ids):
             options = {"batch_size": batch_size, "compute_entropy": compute_entropy, **kwargs}
             return own_pass(model, input_ids, attention_mask, logits_to_keep, **options)
         parts: list[Any] = []

@@ -16,7 +16,6 @@ class RewardError(ValueError):
 
 def checked(func: Callable[..., Any], name: str, *, tell: bool = False) -> Callable[..., Any]:
     """The function, explaining by a [`RewardError`] what is wrong with it; `tell`: also what it raises itself."""
-    from trl.trainer.utils import is_async_callable
 
     @functools.wraps(func)
     def call(**columns: Any) -> list[Any]:
@@ -32,9 +31,16 @@ def checked(func: Callable[..., Any], name: str, *, tell: bool = False) -> Calla
             rewards = await func(**columns)
         return check_rewards(rewards, name, len(columns["completions"]))
 
-    chosen: Any = call_async if is_async_callable(func) else call
+    chosen: Any = call_async if is_async(func) else call
     chosen.__name__ = name  # callable objects have none
     return chosen
+
+
+def is_async(func: Callable[..., Any]) -> bool:
+    """Return whether a call of a reward function returns a coroutine; it may be an object with `async __call__`."""
+    while isinstance(func, functools.partial):
+        func = func.func
+    return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(type(func).__call__)
 
 
 def check_rewards(rewards: Any, name: str, num_completions: int) -> list[Any]:

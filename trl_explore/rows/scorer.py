@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from trl.trainer.utils import is_async_callable
 
-from trl_explore.rewards.checks import RewardError, checked
+from trl_explore.rewards.checks import RewardError, checked, is_async
 from trl_explore.rows.advantages import combine_rewards, equal_rewards, success_rewards
 from trl_explore.rows.logged import LoggedColumns
 from trl_explore.rows.policy import Pass, Policy
@@ -346,4 +345,4 @@ def _only_missing(func: Any, missing: list[bool], log_extra: Callable[[str, Any]
     async def scored_async(**columns: Any) -> list[Any]:
         return spread(await func(**seen_by_function(columns)) if any(missing) else [])
 
-    return scored_async if is_async_callable(func) else scored
+    return scored_async if is_async(func) else scored
