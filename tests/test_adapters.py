@@ -14,10 +14,10 @@ from trl import GRPOConfig, GRPOTrainer
 from world import TINY, assert_same, make_model, make_tokenizer, make_trainer, parameters, tiny_methods, trained
 
 from trl_explore.evaluation.callbacks import PassAtKCallback
-from trl_explore.gradients.callback import GeometryCallback
 from trl_explore.methods import METHODS
 from trl_explore.tasks.tiny_model import VOCAB_SIZE, build_tokenizer
 from trl_explore.trainers import ExplorationConfig, ExplorationTrainer
+from trl_explore.trainers.geometry_callback import GeometryCallback
 
 # Dropout as on the command line, or more: forward passes that draw it must not disturb each other.
 LORA = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.3, init_lora_weights=False)

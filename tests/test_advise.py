@@ -16,8 +16,8 @@ from trl_explore.advice.advise import advise, change
 from trl_explore.advice.measured import nearest, read_measured
 from trl_explore.advice.signs import Pair, Signs, read_signs, shares_of_groups, signs_of
 from trl_explore.cli import main
+from trl_explore.errors import UsageError
 from trl_explore.methods import METHODS
-from trl_explore.runs.inputs import UsageError
 from trl_explore.trainers import DeepGRPOConfig, DeepGRPOTrainer, ExplorationConfig, ExplorationTrainer
 
 ROOT = Path(__file__).resolve().parent.parent

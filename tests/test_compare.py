@@ -13,9 +13,9 @@ from trl_explore.compare.costs import interval, mean_curve, other_starts, paired
 from trl_explore.compare.folder import ComparisonFolder, differences
 from trl_explore.compare.report import markdown_table, rich_table, summarize, write_report
 from trl_explore.compare.settings import METRICS, read_comparison
-from trl_explore.compare.tasks import ALL_TASKS, find_task
+from trl_explore.errors import UsageError
 from trl_explore.methods import METHODS
-from trl_explore.runs.inputs import UsageError
+from trl_explore.runs.embedded import ALL_TASKS, find_task
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = {

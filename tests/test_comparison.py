@@ -12,8 +12,8 @@ from transformers import TrainerCallback
 from trl_explore.compare.plots import arm_styles, learning_curves
 from trl_explore.compare.run import build_run
 from trl_explore.compare.settings import Arm, Budget, read_comparison
-from trl_explore.compare.tasks import find_task
 from trl_explore.methods import METHODS
+from trl_explore.runs.embedded import find_task
 from trl_explore.tasks import get_task
 from trl_explore.tasks.warm_start import warm_start
 

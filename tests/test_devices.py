@@ -5,7 +5,7 @@ import torch
 from test_cli_eval import flags, results, workdir  # noqa: F401
 
 from trl_explore.cli import main
-from trl_explore.runs.devices import available_accelerator
+from trl_explore.machine.devices import available_accelerator
 from trl_explore.tasks import get_task
 from trl_explore.tasks.warm_start import warm_start
 

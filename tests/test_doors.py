@@ -179,6 +179,34 @@ def test_no_more_modules_import_in_circles():
     assert circles(import_graph()) == CIRCLES
 
 
+def folder_graph():
+    """Which folder of the package imports modules of which others. Imports for type checkers alone do not count."""
+    folders = {Path(file).parent.name for file in FILES if file.count("/") > 1 or file.startswith("trainers/")}
+    graph = {folder: set() for folder in folders}
+    for file, tree in FILES.items():
+        folder = Path(file).parent.name
+        if folder not in folders:
+            continue
+        for node in runtime_nodes(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("trl_explore."):
+                graph[folder] |= {node.module.split(".")[1]} & folders - {folder}
+    return graph
+
+
+def runtime_nodes(tree):
+    """All nodes of a module but those under `if TYPE_CHECKING`."""
+    ahead = [tree]
+    while ahead:
+        node = ahead.pop()
+        yield node
+        if not (isinstance(node, ast.If) and name_of(node.test) == "TYPE_CHECKING"):
+            ahead += ast.iter_child_nodes(node)
+
+
+def test_no_folders_import_in_circles():
+    assert circles(folder_graph()) == set()
+
+
 def test_circles_are_found():
     graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": set(), "f": {"a"}}
     assert circles(graph) == {frozenset("abc")}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from trl_explore.cli import main
-from trl_explore.runs.inputs import UsageError
+from trl_explore.errors import UsageError
 from trl_explore.saving.full_disk import is_disk_full
 from trl_explore.tasks import get_task
 from trl_explore.tasks.warm_start import warm_start

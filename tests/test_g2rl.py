@@ -23,7 +23,6 @@ from world import (
     trained,
 )
 
-from trl_explore.gradients.callback import GeometryCallback
 from trl_explore.gradients.feature_pass import FeatureRows
 from trl_explore.gradients.novelty import geometry, novelty_scores
 from trl_explore.trainers import (
@@ -36,6 +35,7 @@ from trl_explore.trainers import (
     TreeGRPOConfig,
     TreeGRPOTrainer,
 )
+from trl_explore.trainers.geometry_callback import GeometryCallback
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
 DROPOUT = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, lora_dropout=0.05)

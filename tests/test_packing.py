@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
 from trl_explore.packing.attention import BLOCK, _TreeAttention, block_mask, masked_attention, num_compilations, spans
-from trl_explore.packing.layout import (
+from trl_explore.rows.layout import (
     Segment,
     bucket,
     build_trie,

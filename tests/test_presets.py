@@ -8,8 +8,8 @@ import yaml
 from datasets import Dataset
 
 from trl_explore.cli.benchmarks import load_benchmark
+from trl_explore.errors import UsageError
 from trl_explore.evaluation.presets import FOLDER, Preset, as_prompts, load_preset, preset_names
-from trl_explore.runs.inputs import UsageError
 
 BOXED = "\n\nReason step by step, and put your final answer within \\boxed{}."
 LETTER = "\n\nReason step by step, and put the letter of your choice within \\boxed{}."

@@ -24,11 +24,11 @@ from trl import GRPOTrainer
 from world import TINY, make_model, make_tokenizer, make_trainer, one_batch, says
 
 from trl_explore.cli import main
+from trl_explore.errors import UsageError
 from trl_explore.methods import METHODS
 from trl_explore.pretrained import smollm2 as package
 from trl_explore.pretrained.smollm2 import PACKAGE, find_pretrained, smollm2
 from trl_explore.pretrained.tools import TOOL_CHAT_TEMPLATE
-from trl_explore.runs.inputs import UsageError
 from trl_explore.sampling.generation import complete
 from trl_explore.sampling.paths import PathCache, effective_options, why_not
 

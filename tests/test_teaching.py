@@ -8,9 +8,9 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from world import make_trainer, saved_model
 
+from trl_explore.errors import UsageError
 from trl_explore.pretrained import teaching
 from trl_explore.pretrained.teaching import demonstrations, teach
-from trl_explore.runs.inputs import UsageError
 
 
 class Sums:

@@ -16,7 +16,7 @@ from trl_explore.cli import main
 from trl_explore.compare.settings import Arm, Budget
 from trl_explore.evaluation.evaluate import evaluate
 from trl_explore.evaluation.samplers import Sampling
-from trl_explore.runs.threads import TINY, suitable_threads
+from trl_explore.machine.threads import TINY, suitable_threads
 from trl_explore.tasks import get_task
 from trl_explore.tasks.warm_start import warm_start
 

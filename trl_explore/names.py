@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -18,6 +19,14 @@ QUESTION_COLUMNS = ("prompts", "question", "problem", "instruction", "query", "i
 CONVERSATION_COLUMNS = ("messages", "conversation", "conversations")
 # Columns that hold what is to be answered: they are no prompts.
 ANSWER_COLUMNS = ("answer", "answers", "solution", "completion", "response", "output", "label", "id", "index")
+
+# Builder that `datasets.load_dataset` uses for each kind of file.
+FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+
+
+def looks_like_path(name: str) -> bool:
+    """Return whether a name can only be a path, and not a repository of the Hub (`name` or `owner/name`)."""
+    return name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1 or Path(name).suffix in FILE_FORMATS
 
 
 def unknown_name(kind: str, name: str, choices: Iterable[str]) -> str:

@@ -13,10 +13,10 @@ from trl_explore.compare.costs import comparison_table
 from trl_explore.compare.plots import learning_curves
 from trl_explore.compare.run import CostCallback, Curve, Run, task_trainer
 from trl_explore.compare.settings import Arm, Budget
-from trl_explore.compare.tasks import common_options
 from trl_explore.evaluation.callbacks import PassAtKCallback
+from trl_explore.machine.threads import few_threads
 from trl_explore.methods import METHODS
-from trl_explore.runs.threads import few_threads
+from trl_explore.runs.embedded import common_options
 from trl_explore.tasks import AGENTS, Task
 
 

@@ -19,7 +19,7 @@ import transformers
 from transformers import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from trl_explore.compare.tasks import common_options
+from trl_explore.runs.embedded import common_options
 from trl_explore.tasks.multihop import MULTI_HOP
 from trl_explore.tasks.warm_start import warm_start
 from trl_explore.trainers import BranPOConfig, BranPOTrainer

@@ -21,9 +21,9 @@ from arms import train_arm
 from trl_explore.compare.costs import comparison_table
 from trl_explore.compare.plots import learning_curves
 from trl_explore.compare.settings import Arm, Budget
-from trl_explore.gradients.callback import GeometryCallback
 from trl_explore.tasks import get_task
 from trl_explore.tasks.warm_start import warm_start
+from trl_explore.trainers.geometry_callback import GeometryCallback
 
 METRICS = {"greedy": "eval/greedy_accuracy", "pass@1": "eval/pass_at_1", "pass@8": "eval/pass_at_8"}
 GEOMETRY = ("mean_cosine", "negative_pairs", "mean_novelty")

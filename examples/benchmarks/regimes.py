@@ -40,8 +40,8 @@ from regimes_results import Row, read_results, settings_of, to_rows, to_runs, wr
 
 from trl_explore.advice.measured import FILE
 from trl_explore.compare.run import Run
+from trl_explore.errors import UsageError
 from trl_explore.names import unknown_name
-from trl_explore.runs.inputs import UsageError
 
 OVERHEAD = 1.5  # what a run takes beside training: loading and evaluation
 TIMED_PROBLEMS = 16  # that are evaluated where only time is of interest

@@ -12,8 +12,8 @@ import yaml
 from regimes_results import MOST_SAMPLES, Row, settings_of, to_runs
 
 from trl_explore.compare.costs import mean_along
+from trl_explore.errors import UsageError
 from trl_explore.names import unknown_name
-from trl_explore.runs.inputs import UsageError
 
 HERE = Path(__file__).resolve().parent
 STAGES = (

@@ -19,7 +19,7 @@ import transformers
 from datasets import Dataset
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from trl_explore.packing.layout import pack_rows
+from trl_explore.rows.layout import pack_rows
 from trl_explore.tasks.tiny_model import build_tokenizer
 from trl_explore.trainers import ExplorationConfig, ExplorationTrainer
 

@@ -36,10 +36,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, Q
 
 from trl_explore.compare.run import CostCallback, task_trainer
 from trl_explore.compare.settings import Arm, Budget
-from trl_explore.compare.tasks import common_options, find_task, task_options
 from trl_explore.methods import METHODS
-from trl_explore.packing.layout import pack_rows
 from trl_explore.pretrained.smollm2 import find_pretrained
+from trl_explore.rows.layout import pack_rows
+from trl_explore.runs.embedded import common_options, find_task, task_options
 from trl_explore.sampling.generation import language_model
 from trl_explore.tasks.tiny_model import build_tokenizer
 from trl_explore.tasks.warm_start import warm_start

@@ -37,7 +37,7 @@ def main() -> int:
     from trl_explore.compare.folder import ComparisonFolder
     from trl_explore.compare.settings import read_comparison
     from trl_explore.compare.workers import carry_out
-    from trl_explore.runs.inputs import UsageError
+    from trl_explore.errors import UsageError
     from trl_explore.runs.quiet import quiet
 
     quiet()

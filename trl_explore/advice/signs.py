@@ -9,9 +9,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from trl_explore.errors import UsageError
 from trl_explore.methods import logged_by_a_method
 from trl_explore.rewards.threshold import threshold_note
-from trl_explore.runs.inputs import UsageError
 
 STATE = "trainer_state.json"
 SHARE = 8  # beginning and end are one of so many parts

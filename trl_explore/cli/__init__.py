@@ -9,9 +9,9 @@ from importlib import import_module
 
 from trl_explore import __version__
 from trl_explore.cli.flags import subcommands
+from trl_explore.errors import UsageError
 from trl_explore.names import unknown_name
 from trl_explore.rewards.checks import RewardError
-from trl_explore.runs.inputs import UsageError
 from trl_explore.runs.quiet import without_noise
 from trl_explore.runs.workers import count_cores
 from trl_explore.saving.full_disk import is_disk_full

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from trl_explore.cli.flags import FlagParser
+from trl_explore.errors import UsageError
 from trl_explore.methods import METHODS
 from trl_explore.runs.arguments import read_config
-from trl_explore.runs.inputs import UsageError
 
 DESCRIPTION = """\
 Train several methods on the same number of generated tokens (or seconds) and compare what they learned:
@@ -35,7 +35,7 @@ The folder gets curves.png, curves.svg, curves.csv, table.md, comparison.yaml an
 command continues an interrupted comparison; --seeds and arms may be added to a finished one.
 """
 DEFAULT_TASK, DEFAULT_TOKENS, DEFAULT_OUTPUT = "countdown", 3e5, "out/compare"
-# The keys of `compare.tasks.ALL_TASKS`, without the import that takes seconds.
+# The keys of `runs.embedded.ALL_TASKS`, without the import that takes seconds.
 TASK_NAMES = (
     *("chain", "chaind", "late1", "late3", "vault", "doors", "deep_doors", "dialects", "plans", "paths"),
     *("countdown", "sudoku", "frozen_lake", "maze", "sokoban"),

@@ -5,8 +5,8 @@ from dataclasses import fields
 from importlib import import_module
 from typing import Any
 
+from trl_explore.errors import UsageError
 from trl_explore.methods import METHODS
-from trl_explore.runs.inputs import UsageError
 
 # Flags whose value is a path.
 PATHS = (

@@ -47,7 +47,7 @@ def _describe_vllm(ranges: dict[str, Requirement]) -> str:
 def _describe_devices() -> str:
     import torch
 
-    from trl_explore.runs.devices import available_accelerator
+    from trl_explore.machine.devices import available_accelerator
 
     if torch.cuda.is_available():
         return ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))

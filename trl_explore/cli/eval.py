@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from trl_explore.cli.benchmarks import TASK_PROMPTS, Benchmark, load_benchmarks
 from trl_explore.cli.flags import FlagParser
+from trl_explore.errors import UsageError
 from trl_explore.evaluation.presets import preset_names
 from trl_explore.fitting_table import FittingTable
-from trl_explore.runs.inputs import UsageError, check_deciding_reward, check_output_dir
+from trl_explore.runs.inputs import check_deciding_reward, check_output_dir
 from trl_explore.runs.models import ModelSource, find_model, load_model, load_tokenizer
 from trl_explore.saving.whole_files import whole_file
 from trl_explore.visible_text import visible_text
@@ -117,8 +118,8 @@ class LazySampler:
                 gpu_memory_utilization=args.vllm_gpu_memory_utilization,
                 max_model_len=args.vllm_max_model_length,
             )
-        from trl_explore.runs.devices import available_accelerator
-        from trl_explore.runs.threads import limit_threads
+        from trl_explore.machine.devices import available_accelerator
+        from trl_explore.machine.threads import limit_threads
 
         model: Any = load_model(source, dtype=args.dtype, revision=args.model_revision)
         model.to(available_accelerator() or "cpu")

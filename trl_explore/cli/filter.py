@@ -118,7 +118,7 @@ def _filter(
     from accelerate import PartialState
 
     from trl_explore.evaluation.hard_prompts import filter_hard_prompts, read_pass_rates
-    from trl_explore.runs.threads import limit_threads
+    from trl_explore.machine.threads import limit_threads
     from trl_explore.saving.records import FileRefusedError
 
     options = {"revision": args.model_revision, "trust_remote_code": args.trust_remote_code}

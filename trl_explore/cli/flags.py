@@ -3,8 +3,8 @@
 import argparse
 from typing import NoReturn
 
+from trl_explore.errors import UsageError
 from trl_explore.names import unknown_name
-from trl_explore.runs.inputs import UsageError
 
 
 class FlagParser(argparse.ArgumentParser):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from trl_explore.cli.flags import FlagParser
 from trl_explore.environments.specs import SOURCES
-from trl_explore.runs.inputs import UsageError
+from trl_explore.errors import UsageError
 from trl_explore.visible_text import visible_text
 
 DESCRIPTION = """\

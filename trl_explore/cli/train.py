@@ -205,7 +205,7 @@ def _set_aside_checkpoints(trainer: "GRPOTrainer") -> None:
 
 
 def _train(trainer: "GRPOTrainer", data: str | list[str] | None, checkpoint: str | None, argv: list[str]) -> int:
-    from trl_explore.runs.threads import limit_threads
+    from trl_explore.machine.threads import limit_threads
     from trl_explore.saving.interrupt import InterruptCallback
 
     model: Any = trainer.model

@@ -12,7 +12,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from trl_explore.runs.inputs import UsageError
+from trl_explore.errors import UsageError
 from trl_explore.saving.whole_files import whole_file
 from trl_explore.tree_view.files import read_trees
 from trl_explore.tree_view.text import LEGEND, depths, html_page, plain, short_text, text_tree

@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any
 
-from trl_explore.compare.tasks import AGENT_SAMPLES
 from trl_explore.evaluation.metrics import pass_at_k
 from trl_explore.evaluation.samplers import undisturbed
 from trl_explore.rewards.success import is_success
 from trl_explore.rows.advantages import combine_rewards
+from trl_explore.runs.embedded import AGENT_SAMPLES
 from trl_explore.trainers.base import watch
 
 EVALUATION_SEED = 1234

@@ -12,8 +12,9 @@ import yaml
 
 from trl_explore.compare.run import Run, build_run, train_run
 from trl_explore.compare.settings import Arm, Comparison, arm_folder
-from trl_explore.runs.inputs import UsageError, check_output_dir
-from trl_explore.runs.threads import limit_threads
+from trl_explore.errors import UsageError
+from trl_explore.machine.threads import limit_threads
+from trl_explore.runs.inputs import check_output_dir
 from trl_explore.saving.whole_files import whole_file
 from trl_explore.tasks.tiny_model import build_model
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trl_explore.runs.inputs import UsageError
+from trl_explore.errors import UsageError
 from trl_explore.runs.quiet import quiet
 from trl_explore.runs.workers import count_cores
 

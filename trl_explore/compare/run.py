@@ -23,10 +23,11 @@ from trl_explore.compare.agents import (
     agent_evaluation_options,
 )
 from trl_explore.compare.settings import Arm, Budget, Comparison, Cost, run_arguments
+from trl_explore.errors import UsageError
 from trl_explore.evaluation.callbacks import PassAtKCallback
 from trl_explore.rows.streams import loss_mask
 from trl_explore.runs.arguments import RunArguments, trainer_arguments
-from trl_explore.runs.inputs import UsageError, load_train_and_eval
+from trl_explore.runs.inputs import load_train_and_eval
 from trl_explore.runs.methods import find_method
 from trl_explore.runs.tasks import EmbeddedTask
 from trl_explore.sampling.count import TokenCount

@@ -8,12 +8,12 @@ from typing import Any
 
 from trl import DatasetMixtureConfig, ModelConfig
 
-from trl_explore.compare.tasks import AGENT_SAMPLES
+from trl_explore.errors import UsageError
+from trl_explore.machine.devices import available_accelerator
 from trl_explore.methods import METHODS
 from trl_explore.names import unknown_name
 from trl_explore.runs.arguments import RunArguments, TrainArguments, build_arguments, is_shared, methods_with
-from trl_explore.runs.devices import available_accelerator
-from trl_explore.runs.inputs import UsageError
+from trl_explore.runs.embedded import AGENT_SAMPLES
 from trl_explore.runs.methods import find_method
 from trl_explore.runs.tasks import LESSON_SEED, RunTask, find_run_task, read_task_config
 from trl_explore.runs.yaml_values import read_count, read_mapping, read_number

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, set_seed
 
+from trl_explore.machine.devices import available_accelerator
+from trl_explore.machine.threads import few_threads
 from trl_explore.rows.rollouts import Continuation
-from trl_explore.runs.devices import available_accelerator
-from trl_explore.runs.threads import few_threads
 from trl_explore.sampling.generation import complete
 from trl_explore.sampling.sampler import without_dropout
 

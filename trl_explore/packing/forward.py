@@ -13,7 +13,7 @@ from trl.trainer.utils import split_tensor_dict
 
 from trl_explore.compat import moved
 from trl_explore.packing.attention import BLOCK, NO_MASK, enable_packing, num_compilations, own_attention
-from trl_explore.packing.layout import (
+from trl_explore.rows.layout import (
     MIN_SAVED,
     PackedRows,
     check_fits,

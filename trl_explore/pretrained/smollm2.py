@@ -11,8 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trl_explore.errors import UsageError
 from trl_explore.pretrained.tools import with_tools
-from trl_explore.runs.errors import UsageError
 from trl_explore.saving.model_cache import cache_root, check_cache, publish
 
 if TYPE_CHECKING:

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_explore.environments.specs import TeachableSpec
+from trl_explore.errors import UsageError
 from trl_explore.evaluation.samplers import undisturbed
+from trl_explore.machine.devices import available_accelerator
 from trl_explore.pretrained.smollm2 import find_pretrained
 from trl_explore.pretrained.tools import with_tools
-from trl_explore.runs.devices import available_accelerator
-from trl_explore.runs.inputs import UsageError
 from trl_explore.saving.fingerprints import digest, folder_probes
 from trl_explore.saving.model_cache import cache_root, check_cache, publish
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_explore.methods import METHODS
+from trl_explore.names import looks_like_path
 from trl_explore.publishing.card_metrics import (
     evaluation_results,
     format_duration,
@@ -19,7 +20,6 @@ from trl_explore.publishing.card_metrics import (
     metric_rows,
     training_seconds,
 )
-from trl_explore.runs.inputs import looks_like_path
 from trl_explore.visible_text import visible_text
 
 if TYPE_CHECKING:

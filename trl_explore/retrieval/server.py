@@ -5,9 +5,9 @@ import socket
 from collections.abc import Sequence
 from typing import Annotated, Any
 
+from trl_explore.errors import UsageError
 from trl_explore.retrieval.client import MAX_QUERIES, MAX_QUERY_CHARS, CachedRetriever
 from trl_explore.retrieval.index import Retriever, load_retriever
-from trl_explore.runs.inputs import UsageError
 
 try:
     import uvicorn

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from trl_explore.packing.layout import group_rows
+from trl_explore.rows.layout import group_rows
 
 RowDict = dict[str, Any]
 

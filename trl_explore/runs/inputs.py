@@ -13,16 +13,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trl_explore.names import prompt_change, unknown_name
+from trl_explore.errors import UsageError
+from trl_explore.names import FILE_FORMATS, looks_like_path, prompt_change, unknown_name
 from trl_explore.rewards.checks import checked
-from trl_explore.runs.errors import UsageError
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
     from trl import DatasetMixtureConfig, ScriptArguments
-
-# Builder that `datasets.load_dataset` uses for each kind of file.
-FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 RENAMED_FILE = "with_prompt.jsonl"  # what the line of [`renaming_command`] writes
 # Weights that `save_model` writes, of a model or of an adapter, in one file or in several.
@@ -36,11 +33,6 @@ MODEL_FILES = (
 )
 
 RewardFunction = Callable[..., Any]
-
-
-def looks_like_path(name: str) -> bool:
-    """Whether no Hub repository (`name` or `owner/name`) can be meant, but a path."""
-    return name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1 or Path(name).suffix in FILE_FORMATS
 
 
 def missing_path(field: str, path: Path) -> UsageError:

@@ -3,9 +3,10 @@
 import inspect
 from dataclasses import replace
 
+from trl_explore.errors import UsageError
 from trl_explore.methods import METHODS, Method
 from trl_explore.names import unknown_name
-from trl_explore.runs.inputs import UsageError, import_named, is_import_path
+from trl_explore.runs.inputs import import_named, is_import_path
 
 
 def find_method(name: str, field: str = "method") -> Method:

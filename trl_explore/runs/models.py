@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trl_explore.runs.inputs import UsageError, check_model, looks_like_path, missing_path
+from trl_explore.errors import UsageError
+from trl_explore.runs.inputs import check_model, looks_like_path, missing_path
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trl_explore.compare.tasks import ALL_TASKS, task_metrics, task_num_eval, task_options
 from trl_explore.environments import specs
 from trl_explore.environments.specs import SOURCES, TaskSpec, names_a_spec
+from trl_explore.errors import UsageError
 from trl_explore.methods import METHODS, Method
 from trl_explore.names import unknown_name
-from trl_explore.runs.inputs import UsageError
+from trl_explore.runs.embedded import ALL_TASKS, task_metrics, task_num_eval, task_options
 from trl_explore.tasks import is_agent
 from trl_explore.tasks.lake_agent import LakeAgentTask
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from trl_explore.runs.inputs import UsageError
+from trl_explore.errors import UsageError
 
 
 def read_mapping(place: str, given: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from trl_explore.runs.errors import UsageError
+from trl_explore.errors import UsageError
 
 
 def cache_root(cache_dir: str | os.PathLike[str] | None = None) -> Path:

@@ -13,8 +13,8 @@ import transformers
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from trl_explore.runs.devices import available_accelerator
-from trl_explore.runs.threads import few_threads
+from trl_explore.machine.devices import available_accelerator
+from trl_explore.machine.threads import few_threads
 from trl_explore.saving.model_cache import cache_root, check_cache, publish
 from trl_explore.tasks import TeachableTask
 from trl_explore.tasks.tiny_model import ASSISTANT, CHARACTERS, EOS, USER, build_model, build_tokenizer

@@ -3,7 +3,7 @@
 The rows of a micro-batch are a trie: completions of one prompt share the prompt, branches of one pivot share what
 precedes it. Its segments (runs of tokens without a branching) stand one after the other in depth-first order, so that
 the descendants of a segment follow it without a gap. A token then sees an earlier one exactly if it stands before the
-end of that one's descendants; `attention.py` computes attention from this alone.
+end of that one's descendants; `packing/attention.py` computes attention from this alone.
 """
 
 import math

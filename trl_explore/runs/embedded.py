@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from trl_explore.errors import UsageError
 from trl_explore.names import unknown_name
-from trl_explore.runs.inputs import UsageError
 from trl_explore.tasks import AGENTS, LAKE_AGENT, LATE_HOP, MULTI_HOP, RARE_HOP, TASKS, PathTask, Task
 
 ALL_TASKS: dict[str, Any] = TASKS | AGENTS

@@ -1,0 +1,1 @@
+"""The machine that a run is on: accelerators and threads."""
