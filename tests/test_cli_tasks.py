@@ -219,8 +219,9 @@ def test_a_model_is_taught_a_task_before_the_run(loaded, taught, capfd):
     assert all(value.equal(end[name]) for name, value in start.items())
 
 
-def test_a_lesson_leaves_the_run_its_precision(loaded, capfd):
-    assert main(["train", *train_flags(warm_start_steps=1, max_steps=1)]) == 0  # bf16 is false, the lesson's is true
+def test_a_warm_start_does_not_change_the_precision_of_the_run(loaded, capfd):
+    # The run's bf16 is false, and the warm start computes in bfloat16.
+    assert main(["train", *train_flags(warm_start_steps=1, max_steps=1)]) == 0
     assert compare({**COMPARISON, "warm_start_steps": 2}, "--methods", "grpo", "exploration") == 0
     assert len(list(Path("cache").glob("reasoning_gym-sums-*"))) == 2
 
@@ -357,9 +358,9 @@ def test_all_runs_begin_with_the_model_that_was_taught_once(more, loaded, taught
     flags = ("--methods", "grpo", "exploration", "--seeds", "3", "4", "--warm_start_steps", "5")
     if more:  # another process knows nothing of the stand-ins: only the settings are looked at
         comparison = read_comparison({**COMPARISON, "warm_start_steps": 5, "seeds": [3, 4]})
-        assert [comparison.lesson(seed) for seed in comparison.seeds] == [0, 0]
+        assert [comparison.warm_start_seed(seed) for seed in comparison.seeds] == [0, 0]
         embedded = read_comparison({"task": "chain", "budget": {"steps": 1}, "seeds": [3, 4]})
-        assert [embedded.lesson(seed) for seed in embedded.seeds] == [3, 4]
+        assert [embedded.warm_start_seed(seed) for seed in embedded.seeds] == [3, 4]
         return
     assert compare(COMPARISON, *flags) == 0
     assert taught == [("tiny", SUMS, 5, 0, "cpu")]

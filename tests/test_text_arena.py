@@ -201,12 +201,12 @@ def test_a_copy_in_mid_game_plays_on_as_the_original(env_id):
 
 
 @pytest.mark.parametrize("env_id", list(MOVES)[:3])
-def test_the_state_of_chance_belongs_to_a_snapshot(env_id):
-    """With another state of chance the same moves are answered otherwise, or the test above would show nothing."""
+def test_a_snapshot_holds_the_random_states(env_id):
+    """With other random states the game answers the same moves differently. Else the test above would show nothing."""
     game = game_of(env_id)
     state = game.snapshot()
     expected = played_on(game, env_id, 3, 20)
-    state.chance = games.Chance.seeded(7)
+    state.random_states = games.RandomStates.seeded(7)
     game.restore(state)
     assert played_on(game, env_id, 3, 20) != expected
 
@@ -252,8 +252,8 @@ def test_copies_share_what_no_game_changes():
     game._maker._constants = games._word_lists(game._maker._template)
     game.reset(seed=0)
     twin = copy.deepcopy(game)
-    assert twin._played.game.words is game._played.game.words is words
-    assert twin._played.game.guessed_numbers is not game._played.game.guessed_numbers
+    assert twin._started.game.words is game._started.game.words is words
+    assert twin._started.game.guessed_numbers is not game._started.game.guessed_numbers
 
 
 # ------------------------------------------------------------------------------------------- the rules of environments
@@ -263,7 +263,7 @@ def test_a_game_shows_its_rules_then_only_what_is_new():
     game = TextArenaSpec(GUESS, size=1, eval_size=1, max_number=50).environment_factory()
     rules = game.reset(seed=0, prompt=[{"role": "user", "content": ""}], other=3)
     assert rules.startswith("You are Player 0. You are playing Guess The Number.") and "between 1 and 50" in rules
-    number = game._played.game.game_number
+    number = game._started.game.game_number
     assert game.act(str(1 if number > 1 else 2)) in ("The target number is higher.", "The target number is lower.")
     assert not game.done and game.num_turns == 1
     assert game.act(f"[{number}]") == "Congratulations! You guessed the correct number."
@@ -284,7 +284,7 @@ def test_turns_are_limited_and_the_game_knows():
     assert spec.max_turns == spec.options["max_tool_calling_iterations"] == 2
     game = spec.environment_factory()
     assert "within 2 turns" in game.reset(seed=0)
-    number = game._played.game.game_number
+    number = game._started.game.game_number
     wrong = [guess for guess in range(1, 21) if guess != number]
     game.act(wrong[0])  # a model may write a number
     assert not game.done
@@ -298,11 +298,11 @@ def test_turns_are_limited_and_the_game_knows():
 def test_rewards_are_the_games_or_wins_only():
     plain, wins = (game_of("FrozenLake-v0", seed=1, wins_only=only) for only in (False, True))
     for game in (plain, wins):
-        game.act("right" if "H" not in str(game._played.game.state.game_state["grid"][0][1]) else "down")
+        game.act("right" if "H" not in str(game._started.game.state.game_state["grid"][0][1]) else "down")
     assert plain.reward == pytest.approx(1 / 6) and wins.reward == 0
     assert textarena_reward([plain, wins], prompts=[]) == [plain.reward, 0.0]
     won = game_of(GUESS, wins_only=True)
-    won.act(won._played.game.game_number)
+    won.act(won._started.game.game_number)
     assert won.reward == 1
     never_started = TextArenaSpec(GUESS, size=1, eval_size=1).environment_factory()
     assert never_started.reward == 0
@@ -356,7 +356,7 @@ SOLUTIONS = {
 def test_a_solved_game_is_worth_one_within_the_turns_that_it_has(env_id):
     for only in (False, True):
         game = game_of(env_id, seed=3, wins_only=only)
-        for move in SOLUTIONS[env_id](game._played.game):
+        for move in SOLUTIONS[env_id](game._started.game):
             assert not game.done and (game.reward < 1 or not only)
             game.act(move)
         assert game.done and game.reward == 1
@@ -366,7 +366,7 @@ def test_an_explanation_in_the_place_of_a_reward_counts_as_nothing():
     game = game_of("Cryptarithm-v0")
     game.act("what?")
     game.act("what?")
-    assert game.done and isinstance(game._played.game.state.rewards[0], str) and game.reward == 0
+    assert game.done and isinstance(game._started.game.state.rewards[0], str) and game.reward == 0
 
 
 def test_brackets_are_added_where_textarena_adds_them():
@@ -458,7 +458,7 @@ def test_a_missing_package_is_named(monkeypatch):
         ("TwentyQuestions-v0", {}, "it asks a language model of a paid service"),
         ("FifteenPuzzle-v0", {}, "it cannot be won"),
         ("Bandit-v0-hard", {}, "its reward is upside down"),
-        ("Set-v0", {}, "its reward can be had without playing"),
+        ("Set-v0", {}, "it gives the reward without a game: three times the same card"),
         ("ScorableGames-v0", {}, "a file is missing from the installed TextArena"),
         ("UsedCar-v0-balanced", {}, "a module is missing"),
         ("Klondike-v0", {}, "Klondike does not compile under Python"),
@@ -487,7 +487,7 @@ def test_every_id_of_the_registry_is_usable_or_refused_in_one_sentence():
     """Those for one player that can be used play some moves, from a snapshot as from the original."""
     usable, refused = [], {}
     for env_id in registry.known_ids():
-        reason = registry.why_not(env_id)
+        reason = registry.refusal_reason(env_id)
         if reason is None:
             usable.append(env_id)
         else:
@@ -544,7 +544,7 @@ for env_id, move in (("Wordle-v0", "plane"), ("Hangman-v0", "e"), ("WordSearch-v
     game.restore(state)
     assert told == [game.act(guess) for guess in ("stone", "t", "water")], env_id
     if env_id == "Wordle-v0":
-        assert twin._played.game.dictionary.uk_words is game._played.game.dictionary.uk_words
+        assert twin._started.game.dictionary.uk_words is game._started.game.dictionary.uk_words
 """
 
 

@@ -193,21 +193,21 @@ def describe(name: str, config: str | None = None) -> dict[str, Any]:
 
     fields = read_task_config(config)
     task = example = find_run_task(name, fields)
-    if not task.brings_model:
+    if not task.has_tiny_model:
         example = find_run_task(name, {**FEW_ROWS, **fields})
     try:
         row = dict(example.held_out_rows(1)[0])
     except ValueError as error:
         raise UsageError(f"task={name!r}: {error}") from error
     prompt = row.pop("prompt")
-    if task.is_agent and not task.brings_model:
+    if task.is_agent and not task.has_tiny_model:
         prompt = _with_first_message(example.task, prompt, row)
     return {
         "name": name,
         "agent": task.is_agent,
         "prompt": prompt,
         "columns": row,
-        "fields": {} if task.brings_model else config_fields(task.task),
+        "fields": {} if task.has_tiny_model else config_fields(task.task),
         "options": task.options,
     }
 

@@ -26,13 +26,13 @@ NUM_EVAL, NUM_EVAL_AGENT = 128, 64  # held-out rows of a comparison on a task of
 # Rows of a task of another package come from this seed, whatever the run's seed is: runs of different seeds, and
 # `trl-explore eval`, have the same held-out rows, and no run was trained on one of them.
 DATA_SEED = 0
-LESSON_SEED = 0  # of the one warm start that all runs on such a task begin with
+WARM_START_SEED = 0  # of the one warm start that all runs on such a task begin with
 
 
 class RunTask(ABC):
     """A task of a run."""
 
-    brings_model: bool  # whether the task has a model of its own, which is built and taught before the run
+    has_tiny_model: bool  # whether the task has a model of its own, which is built and taught before the run
 
     @property
     @abstractmethod
@@ -149,7 +149,7 @@ class EmbeddedTask(RunTask):
 
     embedded: Any
 
-    brings_model = True
+    has_tiny_model = True
 
     @property
     def task(self) -> Any:
@@ -208,7 +208,7 @@ class SpecTask(RunTask):
 
     spec: TaskSpec
 
-    brings_model = False
+    has_tiny_model = False
 
     @property
     def task(self) -> Any:
@@ -271,7 +271,7 @@ class SpecTask(RunTask):
         folder = Path(model).expanduser()
         model = str(folder) if folder.is_dir() else model
         device = "cpu" if use_cpu else None
-        return str(teach(model, spec, steps=steps, seed=LESSON_SEED, progress=progress, device=device))
+        return str(teach(model, spec, steps=steps, seed=WARM_START_SEED, progress=progress, device=device))
 
 
 def find_run_task(name: str, config: Mapping[str, Any] | None = None) -> RunTask:
