@@ -239,7 +239,7 @@ def test_the_tokenizer_is_that_of_the_package(tmp_path, folder, tokenizer, origi
     tiny = copy.deepcopy(config)
     tiny.hidden_size, tiny.intermediate_size, tiny.num_hidden_layers = 18, 18, 1
     model = AutoModelForCausalLM.from_config(tiny)
-    monkeypatch.setattr(package, "_convert", lambda source: (model, package._mended(own, config)))
+    monkeypatch.setattr(package, "_convert", lambda source: (model, package._corrected(own, config)))
     long = AutoTokenizer.from_pretrained(smollm2(cache_dir=tmp_path, system_prompt=True))
     assert long.chat_template == own.chat_template != tokenizer.chat_template
     for found in (tokenizer, long):
