@@ -1,4 +1,4 @@
-"""Tasks on the command line: in `train`, `compare` and `eval`, and the list of them."""
+"""Tasks on the command line: in `train`, `compare`, `eval` and `filter`, and the list of all tasks."""
 
 import importlib.util
 import json
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from commands import TINY_RUN, as_flags
 from test_docs import page_blocks, parse
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig
@@ -122,25 +123,10 @@ def taught(monkeypatch):
     return calls
 
 
-RUN = {
-    "max_steps": 2,
-    "per_device_train_batch_size": 4,
-    "num_generations": 4,
-    "learning_rate": 1e-2,
-    "lr_scheduler_type": "constant",
-    "save_steps": 1,
-    "logging_steps": 1,
-    "report_to": "none",
-    "use_cpu": "true",
-    "bf16": "false",
-    "disable_tqdm": "true",
-    "output_dir": "out",
-}
-
-
 def train_flags(**fields):
-    settings = {"method": "exploration", "model_name_or_path": "./tiny", "task": SUMS, **RUN, **fields}
-    return [text for name, value in settings.items() if value is not None for text in (f"--{name}", str(value))]
+    settings = {"method": "exploration", "model_name_or_path": "./tiny", "task": SUMS}
+    settings |= {"learning_rate": 1e-2, "lr_scheduler_type": "constant"}
+    return as_flags({**settings, **TINY_RUN, **fields})
 
 
 def card_of(folder):
@@ -188,6 +174,20 @@ def test_fields_of_a_task_hold_unless_file_or_flags_have_them(loaded):
     assert config(["--max_completion_length", "7"], max_completion_length=9).max_completion_length == 7
     assert config(["--max-completion-length", "5"]).max_completion_length == 5
     assert GRPOConfig("out", use_cpu=True, bf16=False).temperature == 1.0  # else this test would prove nothing
+
+
+def test_steps_of_attn_rl_end_where_the_task_says(loaded, monkeypatch):
+    def fields(*flags):
+        config = parse_train_arguments([*train_flags(method="attn_rl"), *flags])[1]
+        return config.step_delimiters, config.influence_distance, config.fork_distance
+
+    assert fields() == (["\n\n"], 4, 6 // 16)
+    monkeypatch.setattr(SumsSpec, "step_delimiters", ["\n"], raising=False)
+    assert fields() == (["\n"], 1, 0)
+    assert fields("--step_delimiters", ";", ".", "--influence_distance", "2") == ([";", "."], 2, 0)
+    arms = [{"method": "attn_rl"}, {"name": "other", "method": "attn_rl", "options": {"step_delimiters": [";"]}}]
+    options = [arm.options["step_delimiters"] for arm in read_comparison({**COMPARISON, "arms": arms}).arms]
+    assert options == [["\n"], [";"]]
 
 
 def test_a_file_names_a_task_with_a_mapping_and_flags_override_it(loaded):
@@ -409,7 +409,7 @@ def test_what_suits_a_task_is_filled_in(loaded, monkeypatch):
         ({"task": "chain", "model_name_or_path": None, "task_config": {"a": 1}}, "the embedded task chain has no"),
         ({"task": None, "task_config": {"a": 1}}, "task_config={'a': 1} belongs to a `task`; name one"),
         ({"task_config": "{"}, "task_config='{' is no JSON"),
-        ({"num_eval": 9}, f"num_eval=9: {SUMS} has 8 held-out rows; lower num_eval, or let task_config make more"),
+        ({"num_eval": 9}, f"num_eval=9: {SUMS} has 8 held-out rows; lower num_eval, or set a larger eval_size"),
         ({"model_size": {"num_layers": 3}}, "only the model of an embedded `task` is built"),
         ({"arms": [{"method": "gigpo"}]}, f"arms[0]: gigpo does not suit the task {SUMS}, which has no tools"),
         ({"warm_start_steps": 0}, "warm_start_steps=0: give an integer of at least 1"),
@@ -483,6 +483,77 @@ def test_mistakes_in_eval_are_told_in_one_line(flags, message, loaded, capsys):
     assert evaluate(*flags) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+# -------------------------------------------------------------------------------------------------------------- filter
+
+
+def keep_hard(*flags):
+    return main(["filter", "--model_name_or_path", "./tiny", "--output", "hard.jsonl", "--threshold", "1", *flags])
+
+
+def rows_of(path):
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def test_training_prompts_of_a_task_are_filtered_and_can_be_trained_on(loaded, capsys):
+    assert keep_hard("--task", SUMS, "--task_config", '{"harder": true, "size": 12}') == 0
+    assert loaded[-1] == (SUMS, {"harder": True, "size": 12}, 0) and "of 12 prompts" in capsys.readouterr().out
+    kept = rows_of("hard.jsonl")
+    rates = [row.pop("pass_rate") for row in kept]
+    of_task = SumsSpec("sums", size=12).train_dataset.to_list()
+    assert kept and all(row in of_task for row in kept) and max(rates) < 1
+    settings = rows_of("hard.jsonl.scores.jsonl")[0]
+    assert settings["max_completion_length"] == 6 and settings["reward_funcs"] == ["sums_reward"]
+
+    Path("sums_task.py").write_text("from test_cli_tasks import SumsSpec\nreward = SumsSpec('sums').reward_funcs\n")
+    data = {"task": None, "dataset_name": "hard.jsonl", "reward_funcs": "sums_task.reward"}
+    assert main(["train", *train_flags(**data, max_steps=1, max_completion_length=6)]) == 0
+    assert "rewards/sums_reward/mean" in logs()[0]
+
+
+def test_flags_of_filter_override_what_the_task_brings(loaded, capsys):
+    Path("always.py").write_text("def reward(completions, **columns):\n    return [1.0] * len(completions)\n")
+    assert keep_hard("--task", SUMS, "--reward_funcs", "always.reward", "--max_completion_length", "3") == 2
+    assert "no prompt is left" in capsys.readouterr().err
+    settings = rows_of("hard.jsonl.scores.jsonl")[0]
+    assert settings["max_completion_length"] == 3 and settings["reward_funcs"] == ["reward"]
+
+
+def test_prompts_of_an_embedded_task_are_filtered(loaded, monkeypatch, capsys):
+    monkeypatch.setattr(tasks, "NUM_TRAIN", 8)
+    assert keep_hard("--task", "vault", "--model_name_or_path", "./agent", "--seed", "3") == 0
+    assert [row["prompt"] for row in rows_of("hard.jsonl")] == TASKS["vault"].build_dataset(8, seed=3)["prompt"][:]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "nothing to filter: pass --dataset_name data.jsonl, or --task reasoning_gym:countdown"),
+        (
+            ["--task", SUMS, "--dataset_name", "d.jsonl"],
+            f"task='{SUMS}' and dataset_name='d.jsonl': a task brings its",
+        ),
+        (["--task", SUMS, "--dataset_train_split", "test"], "and dataset_train_split='test': a task brings its data"),
+        (["--dataset_name", "d.jsonl", "--task_config", "{}"], "task_config='{}' belongs to a task"),
+        (["--task", GAME], f"task='{GAME}' is played with tools, but filter samples completions of one turn"),
+        (["--task", "chian"], "unknown task 'chian'; did you mean 'chain'?"),
+        (["--task", SUMS, "--success_reward", "other"], "name one of sums_reward"),
+    ],
+)
+def test_mistakes_in_filter_are_told_in_one_line(flags, message, loaded, capsys):
+    assert keep_hard(*flags) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_rows_that_a_package_cannot_generate_end_filter_in_one_line(loaded, monkeypatch, capsys):
+    def fail(spec):
+        raise ValueError("no problem has these fields")
+
+    monkeypatch.setattr(SumsSpec, "train_dataset", property(fail))
+    assert keep_hard("--task", SUMS) == 2
+    assert capsys.readouterr().err == f"trl-explore: error: task='{SUMS}': no problem has these fields\n"
 
 
 # --------------------------------------------------------------------------------------------------------------- tasks

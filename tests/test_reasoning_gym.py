@@ -421,6 +421,13 @@ def test_demonstrations_of_the_packages_form():
     assert 15 < scores.count(1.0) < 40
 
 
+def test_lines_are_the_steps_of_short_answers():
+    spec = ReasoningGymSpec("countdown", form="steps", size=1)
+    assert spec.step_delimiters == ["\n"] and ReasoningGymSpec("countdown", size=1).step_delimiters is None
+    # DEEP-GRPO cuts there by default.
+    assert set(spec.step_delimiters) <= set(DeepGRPOConfig("out", use_cpu=True, bf16=False).segment_delimiters)
+
+
 HARDER = {
     "countdown": dict(min_numbers=4, max_numbers=4),
     "chain_sum": dict(allow_negation=True, min_terms=2, max_terms=6, min_digits=1, max_digits=3),

@@ -198,7 +198,10 @@ def test_a_model_that_was_converted_before_is_not_converted_again(tmp_path, monk
     assert len(converted) == 2 and other != first
     assert AutoTokenizer.from_pretrained(first).chat_template == TOOL_CHAT_TEMPLATE
     assert AutoTokenizer.from_pretrained(other).chat_template == tokenizer.chat_template != TOOL_CHAT_TEMPLATE
-    assert sorted(tmp_path.iterdir()) == sorted([first, other])  # nothing half-written is left
+    monkeypatch.setattr(package, "CACHE_VERSION", package.CACHE_VERSION + 1)  # as after a change of the conversion
+    changed = smollm2(cache_dir=tmp_path)
+    assert len(converted) == 3
+    assert sorted(tmp_path.iterdir()) == sorted({first, other, changed})  # nothing half-written is left
 
 
 @pytest.fixture(scope="module")
