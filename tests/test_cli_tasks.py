@@ -722,11 +722,24 @@ def test_countdown_is_listed_and_shown(real, capsys):
     assert "did you mean 'countdown'?" in capsys.readouterr().err
 
 
+def test_hard_problems_are_filtered_and_trained_on_as_the_page_tasks_md_says(real, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (module,) = [text for text in page_blocks("tasks.md", "python") if "# countdown_reward.py" in text]
+    Path("countdown_reward.py").write_text(module)
+    commands = [text for text in page_blocks("tasks.md", "bash") if "hard.jsonl" in text]
+    keep, train = (re.sub("Qwen/[^ ]*", "./agent", text.replace("\\\n", " ")) for text in commands)
+    keep = keep.replace('"max_numbers": 3}', '"max_numbers": 3, "size": 8}')
+    assert main([*shlex.split(keep)[1:], "--max_completion_length", "8"]) == 0
+    assert [row["pass_rate"] for row in rows_of("hard.jsonl")] == [0.0] * 8
+    assert main([*shlex.split(train)[1:], *as_flags({**TINY_RUN, "max_completion_length": 8})]) == 0
+    assert "rewards/reasoning_gym_countdown/mean" in logs()[0]
+
+
 @pytest.mark.slow
 def test_commands_of_the_page_tasks_md_are_read_and_its_lists_printed(real, models, tmp_path, capsys):
     blocks = [re.sub("Qwen/[^ ]*", "./agent", text) for text in page_blocks("tasks.md", "bash")]
     lines = [line for text in blocks for line in text.replace("\\\n", " ").splitlines() if not line.startswith("#")]
-    assert {line.split()[1] for line in lines} == {"tasks", "train", "compare", "eval"}
+    assert {line.split()[1] for line in lines} == {"tasks", "train", "compare", "eval", "filter"}
     for line in lines:
         parse(line, tmp_path)
         if line.startswith("trl-explore tasks reasoning_gym"):
