@@ -153,7 +153,7 @@ def _train(
     from trl import SFTTrainer
 
     with undisturbed(nn.Identity(), seed=config.seed):
-        trainer = SFTTrainer(
+        trainer: Any = SFTTrainer(
             model=source, args=config, train_dataset=Dataset.from_list(examples), processing_class=tokenizer
         )
         if config.disable_tqdm:
