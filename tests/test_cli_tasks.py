@@ -74,7 +74,7 @@ class SearchSpec:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Tiny models: one that knows digits, and one that plays with tools."""
+    """Folder with two tiny models: `tiny` writes digits, and `agent` calls tools."""
     folder = tmp_path_factory.mktemp("models")
     make_model().save_pretrained(folder / "tiny")
     make_tokenizer().save_pretrained(folder / "tiny")
@@ -87,7 +87,8 @@ def models(tmp_path_factory):
 
 @pytest.fixture
 def loaded(models, tmp_path, monkeypatch):
-    """A working directory, and what `load_spec` was called with: two tasks stand for those of packages."""
+    """Calls of `load_spec`, which returns stand-ins for the tasks of packages. The working directory is empty but for
+    two models."""
     calls = []
 
     def load(name, config=None, *, seed=0):
@@ -108,7 +109,7 @@ def loaded(models, tmp_path, monkeypatch):
 
 @pytest.fixture
 def taught(monkeypatch):
-    """What was taught; the model stays as it is."""
+    """Calls of `teach`, which returns a model without training it."""
     calls = []
 
     def teach(model, spec, *, steps, seed=0, cache_dir=None, progress=True, device=None):
@@ -239,7 +240,7 @@ def test_an_embedded_task_brings_its_tiny_model(task, length, loaded, capfd):
         "problems of the task" in Path("out/README.md").read_text()
         and f"`{task}`" in Path("out/README.md").read_text()
     )
-    # What was trained is trained further, in the place of the tiny model.
+    # The trained model is trained again instead of the tiny model.
     more = {**changes, "model_name_or_path": "out", "warm_start_steps": None, "output_dir": "more"}
     assert main(["train", *train_flags(**more, max_steps=1)]) == 0
     assert len(list(Path("cache").glob("*"))) == 1
@@ -356,7 +357,7 @@ def test_methods_are_compared_on_a_task_of_a_package(loaded, capfd):
 @pytest.mark.parametrize("more", [(), ("--processes", "1")])
 def test_all_runs_begin_with_the_model_that_was_taught_once(more, loaded, taught, capfd):
     flags = ("--methods", "grpo", "exploration", "--seeds", "3", "4", "--warm_start_steps", "5")
-    if more:  # another process knows nothing of the stand-ins: only the settings are looked at
+    if more:  # another process does not have the stand-ins, so check only the settings
         comparison = read_comparison({**COMPARISON, "warm_start_steps": 5, "seeds": [3, 4]})
         assert [comparison.warm_start_seed(seed) for seed in comparison.seeds] == [0, 0]
         embedded = read_comparison({"task": "chain", "budget": {"steps": 1}, "seeds": [3, 4]})
@@ -670,7 +671,7 @@ EASY = '{"min_numbers": 3, "max_numbers": 3}'
 
 @pytest.fixture
 def real(models, tmp_path, monkeypatch):
-    """A working directory, where reasoning-gym and its spec are installed."""
+    """Skip the test if reasoning-gym is not installed. The working directory has the two tiny models."""
     pytest.importorskip("reasoning_gym")
     if importlib.util.find_spec("trl_explore.environments.reasoning_gym") is None:
         pytest.skip("there is no ReasoningGymSpec yet")

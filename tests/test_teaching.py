@@ -1,4 +1,4 @@
-"""The supervised warm start of a pretrained model, on a tiny one: what it learns, its cache, and what it refuses."""
+"""Supervised warm start of a pretrained model, here a tiny one: its result, its cache and its errors."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Games of TextArena as tasks: plain GRPO and every method for agents, copies in mid-game, rewards, and refusals."""
+"""Games of TextArena as tasks: plain GRPO, every method for agents, copies of started games, rewards and refusals."""
 
 import copy
 import json
@@ -44,7 +44,7 @@ def game_of(env_id, seed=0, **options):
 
 
 class Voice:
-    """Says a random guess, or, now and then, a last word."""
+    """Writes a random guess, or sometimes a message without a tool call."""
 
     def __call__(self, trainer, prompt_ids, *others, **options):
         return [trainer._tokenizer(self.answer() + "<eos>")["input_ids"] for _ in prompt_ids], None
@@ -61,7 +61,7 @@ def voice(monkeypatch):
 
 
 def agent(folder, cls=GRPOTrainer, config=GRPOConfig, *, spec=None, **options):
-    """A tiny agent that plays. The rules are one word: a context is 256 characters."""
+    """Return a trainer with a tiny agent. The rules are one word, because the context has only 256 characters."""
     spec = spec or TextArenaSpec(GUESS, size=8, eval_size=4, max_turns=4, max_number=9, rules="guess")
     own = dict(train_dataset=spec.train_dataset, eval_dataset=spec.eval_dataset, reward_funcs=[spec.reward_funcs])
     own |= dict(environment_factory=spec.environment_factory)
@@ -83,7 +83,7 @@ def test_plain_grpo_plays_and_is_rewarded_by_the_game(tmp_path, voice):
     assert all(game.num_turns > 0 for game in trainer.environments[:1])
 
 
-# What each method needs on a game of four moves, and a metric that shows that it was at work.
+# Options of each method for a game of four moves, and a metric that is above 0 if the method was active.
 AGENTS = {
     "branpo": (dict(), "branch/sampled_tokens"),
     "deep_grpo": (dict(num_branches=2, success_threshold=0.95), "pivots/sampled_tokens"),
@@ -136,7 +136,7 @@ def test_branches_answer_as_a_new_game_with_the_same_moves(tmp_path, voice):
 # ------------------------------------------------------------------------------------------------------------- copies
 
 DIRECTIONS = ("up", "down", "left", "right")
-# Moves that are mostly legal, for games of each kind. Those of the first three draw random numbers after `reset`.
+# Mostly legal moves for games of each kind. The first three games use random numbers after `reset`.
 MOVES = {
     "2048-v0-ultra-easy": lambda rng: rng.choice(DIRECTIONS),
     "Blackjack-v0": lambda rng: rng.choice(["hit", "stand"]),
@@ -161,7 +161,7 @@ MOVES = {
 
 
 def played_on(game, env_id, seed, number, *, disturb=None):
-    """Answers, rewards and ends of so many moves, which `seed` chooses."""
+    """Make `number` moves, which `seed` chooses. Return the answer, the reward and `done` after each move."""
     moves, told = random.Random(f"moves {seed}"), []
     for _ in range(number):
         answer = game.act(MOVES[env_id](moves))
@@ -194,7 +194,7 @@ def test_a_copy_in_mid_game_plays_on_as_the_original(env_id):
         expected = played_on(game, env_id, seed + 100, 30)
         lengths.append(sum(not done for *_, done in expected))
         assert played_on(twin, env_id, seed + 100, 30, disturb=disturb) == expected
-        for _ in range(2):  # a state can be taken up again, also by another instance
+        for _ in range(2):  # a state can be restored several times, also in another instance
             fresh.restore(state)
             assert played_on(fresh, env_id, seed + 100, 30, disturb=disturb) == expected
     assert max(lengths) >= (0 if env_id in ("ThreeCardMonte-v0", "LogicPuzzle-v0") else 1)
@@ -245,7 +245,7 @@ def test_puzzles_that_the_constructor_draws_depend_on_the_seed_too():
 
 
 def test_copies_share_what_no_game_changes():
-    """Word lists are large; of the installed games none that can be used has one, so one is put in."""
+    """Copies share a word list. No usable game has one here, so the test adds a list."""
     game = game_of(GUESS)
     words = [str(number) for number in range(2000)]
     game._maker._template.words = words
@@ -286,12 +286,12 @@ def test_turns_are_limited_and_the_game_knows():
     assert "within 2 turns" in game.reset(seed=0)
     number = game._started.game.game_number
     wrong = [guess for guess in range(1, 21) if guess != number]
-    game.act(wrong[0])  # a model may write a number
+    game.act(wrong[0])  # a model may pass a number
     assert not game.done
     assert game.act(wrong[-1]).endswith("No turns are left. The game is over.") and game.done
-    assert game.reward == pytest.approx(1 - abs(wrong[-1] - number) / 19)  # the game's own: how near the last guess is
+    assert game.reward == pytest.approx(1 - abs(wrong[-1] - number) / 19)  # the game's reward for a near guess
     assert game_of("2048-v0")._rules.max_turns == 50
-    assert TextArenaSpec("Sudoku-v0", size=1, eval_size=1).max_turns == 100  # its own
+    assert TextArenaSpec("Sudoku-v0", size=1, eval_size=1).max_turns == 100  # the limit of the game
     assert TextArenaSpec("Secretary-v0", size=1, eval_size=1, N=7).max_turns == 7
 
 
@@ -395,7 +395,7 @@ def test_a_seed_without_a_puzzle_gives_the_next_ones(monkeypatch):
     limit = 10**9
     with pytest.raises(ZeroDivisionError, match="no puzzle"):
         game.reset(seed=5)
-    assert game.reward == 0  # and not that of the game before
+    assert game.reward == 0  # and not the reward of the previous game
 
 
 # ------------------------------------------------------------------------------------------------------ specs and rows
@@ -415,7 +415,7 @@ def test_rows_are_plain_and_evaluation_games_are_others():
 
 
 def test_evaluation_rows_are_never_training_rows_even_of_one_stream(monkeypatch):
-    """With few seeds the streams would meet."""
+    """With few possible seeds, training and evaluation rows would share some."""
     monkeypatch.setattr("trl_explore.environments.text_arena.NUM_SEEDS", 100)
     spec = TextArenaSpec(GUESS, size=60, eval_size=40)
     assert sorted([*spec.train_dataset["seed"], *spec.eval_dataset["seed"]]) == list(range(100))
@@ -484,7 +484,7 @@ def test_an_api_key_does_not_bring_a_paid_service_in(monkeypatch):
 
 @pytest.mark.slow
 def test_every_id_of_the_registry_is_usable_or_refused_in_one_sentence():
-    """Those for one player that can be used play some moves, from a snapshot as from the original."""
+    """The usable games for one player make some moves, from a snapshot and from the original."""
     usable, refused = [], {}
     for env_id in registry.known_ids():
         reason = registry.refusal_reason(env_id)
@@ -550,7 +550,7 @@ for env_id, move in (("Wordle-v0", "plane"), ("Hangman-v0", "e"), ("WordSearch-v
 
 @pytest.mark.slow
 def test_word_games_work_where_their_word_lists_are_there(tmp_path):
-    """A few words stand for the word lists of nltk; nothing is downloaded."""
+    """The test writes short word lists in the place of nltk's. Nothing is downloaded."""
     folder = tmp_path / "corpora" / "words"
     folder.mkdir(parents=True)
     words = "\n".join(["stone", "plane", "water", "apple", "house", "river", "train", "bread"]) + "\n"

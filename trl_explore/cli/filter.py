@@ -154,7 +154,7 @@ def _find_task(args: argparse.Namespace) -> "RunTask | None":
 
 
 def _find_rewards(args: argparse.Namespace, task: "RunTask | None") -> list[Any]:
-    """Return the reward functions that the flags name, or else those of the task."""
+    """Return the reward functions that the flags name, or else the reward functions of the task."""
     if task is None or args.reward_funcs or args.reward_model_name_or_path:
         rewards: list[Any] = load_reward_functions(args.reward_funcs, args.reward_model_name_or_path)
     else:
@@ -231,7 +231,7 @@ def _filter(
 
 
 def _histogram(rates: Iterable[float | None], k: int) -> str:
-    """How many prompts were solved how often, for example `0/4: 120, 1/4: 30, no reward: 2`."""
+    """Return the number of prompts per number of solved samples, for example `0/4: 120, 1/4: 30, no reward: 2`."""
     counts = Counter("no reward" if rate is None else f"{round(rate * k)}/{k}" for rate in rates)
     order = [*(f"{solved}/{k}" for solved in range(k + 1)), "no reward"]
     return ", ".join(f"{name}: {counts[name]}" for name in order if counts[name])

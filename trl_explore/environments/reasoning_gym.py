@@ -34,10 +34,9 @@ from trl_explore.rewards.answers import BOXED, completion_text
 SOURCE = "reasoning_gym"
 SEED_OFFSET = 1_000_000  # added to the seed of the training rows gives the seed of the evaluation rows
 MAX_SEED = 2**31 - 1
-# Number of questions to try before an error says that the data set has too few different questions: so many per
-# evaluation row, and at least `MIN_TRIES`.
-TRIES_PER_ROW = 10
-MIN_TRIES = 200
+# Number of questions to try before an error says that the data set has too few different questions.
+TRIES_PER_ROW = 10  # per evaluation row
+MIN_TRIES = 200  # in total, at least
 MAX_BOXES = 20  # number of boxes to try, from the last one backwards, until one is closed
 
 ANSWER_IN = {

@@ -15,7 +15,12 @@ def names_a_spec(name: str) -> bool:
 
 
 class TaskSpec(Protocol):
-    """A task of another package. The attributes have the names of `GRPOTrainer`'s arguments, as in TRL's own specs."""
+    """
+    A task of another package. The attributes have the names of `GRPOTrainer`'s arguments, as in TRL's own specs.
+
+    A task may have two more attributes: `step_delimiters`, a list of texts that end a step of an answer, for methods
+    that branch at steps; and `answer_fn`, a function that returns the answer in a completion, for votes.
+    """
 
     @property
     def name(self) -> str:

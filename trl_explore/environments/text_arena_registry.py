@@ -114,8 +114,8 @@ def family_of(env_id: str) -> str:
 
 
 def arguments_of(env_id: str) -> dict[str, Any]:
-    """Return the arguments of a game's constructor. The values are those of the registry, or else the constructor's
-    defaults, or else None."""
+    """Return the arguments of a game's constructor. Their values come from the registry, or else from the
+    constructor's defaults. An argument without a value is None."""
     from textarena.envs.registration import ENV_REGISTRY
 
     module, _, name = str(ENV_REGISTRY[env_id].entry_point).partition(":")
