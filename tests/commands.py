@@ -1,4 +1,4 @@
-"""What a command line of an example would do, up to the point where it would train."""
+"""Command lines: flags of a tiny run, and examples up to the point where they would train."""
 
 import json
 import os
@@ -11,6 +11,30 @@ from trl import TrlParser
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
+
+
+# Fields of `trl-explore train` for a run of two steps on a CPU.
+TINY_RUN = {
+    "output_dir": "out",
+    "max_steps": 2,
+    "per_device_train_batch_size": 4,
+    "num_generations": 4,
+    "save_steps": 1,
+    "logging_steps": 1,
+    "report_to": "none",
+    "use_cpu": "true",
+    "bf16": "false",
+    "disable_tqdm": "true",
+}
+
+
+def as_flags(fields):
+    """Return fields as flags of a command. Fields that are None are left out."""
+    flags = []
+    for name, value in fields.items():
+        if value is not None:
+            flags += [f"--{name}", str(value)]
+    return flags
 
 
 class Parsed(BaseException):

@@ -14,7 +14,7 @@ import pytest
 import torch
 import trl
 import yaml
-from commands import run_example
+from commands import TINY_RUN, as_flags, run_example
 from datasets import Dataset, DatasetDict
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -113,19 +113,9 @@ def flags(model_folder, **fields):
         "model_name_or_path": model_folder,
         "dataset_name": "data.jsonl",
         "reward_funcs": "my_rewards.variety_reward",
-        "output_dir": "out",
-        "max_steps": 2,
-        "per_device_train_batch_size": 4,
-        "num_generations": 4,
         "max_completion_length": 5,
-        "save_steps": 1,
-        "logging_steps": 1,
-        "report_to": "none",
-        "use_cpu": "true",
-        "bf16": "false",
-        "disable_tqdm": "true",
-    } | fields
-    return [text for name, value in settings.items() if value is not None for text in (f"--{name}", str(value))]
+    }
+    return as_flags({**settings, **TINY_RUN, **fields})
 
 
 def step_of(checkpoint):

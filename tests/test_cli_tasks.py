@@ -1,4 +1,4 @@
-"""Tasks on the command line: in `train`, `compare` and `eval`, and the list of them."""
+"""Tasks on the command line: in `train`, `compare`, `eval` and `filter`, and the list of all tasks."""
 
 import importlib.util
 import json
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from commands import TINY_RUN, as_flags
 from test_docs import page_blocks, parse
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig
@@ -73,7 +74,7 @@ class SearchSpec:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Tiny models: one that knows digits, and one that plays with tools."""
+    """Folder with two tiny models: `tiny` writes digits, and `agent` calls tools."""
     folder = tmp_path_factory.mktemp("models")
     make_model().save_pretrained(folder / "tiny")
     make_tokenizer().save_pretrained(folder / "tiny")
@@ -86,7 +87,8 @@ def models(tmp_path_factory):
 
 @pytest.fixture
 def loaded(models, tmp_path, monkeypatch):
-    """A working directory, and what `load_spec` was called with: two tasks stand for those of packages."""
+    """Calls of `load_spec`, which returns stand-ins for the tasks of packages. The working directory is empty but for
+    two models."""
     calls = []
 
     def load(name, config=None, *, seed=0):
@@ -107,7 +109,7 @@ def loaded(models, tmp_path, monkeypatch):
 
 @pytest.fixture
 def taught(monkeypatch):
-    """What was taught; the model stays as it is."""
+    """Calls of `teach`, which returns a model without training it."""
     calls = []
 
     def teach(model, spec, *, steps, seed=0, cache_dir=None, progress=True, device=None):
@@ -122,25 +124,10 @@ def taught(monkeypatch):
     return calls
 
 
-RUN = {
-    "max_steps": 2,
-    "per_device_train_batch_size": 4,
-    "num_generations": 4,
-    "learning_rate": 1e-2,
-    "lr_scheduler_type": "constant",
-    "save_steps": 1,
-    "logging_steps": 1,
-    "report_to": "none",
-    "use_cpu": "true",
-    "bf16": "false",
-    "disable_tqdm": "true",
-    "output_dir": "out",
-}
-
-
 def train_flags(**fields):
-    settings = {"method": "exploration", "model_name_or_path": "./tiny", "task": SUMS, **RUN, **fields}
-    return [text for name, value in settings.items() if value is not None for text in (f"--{name}", str(value))]
+    settings = {"method": "exploration", "model_name_or_path": "./tiny", "task": SUMS}
+    settings |= {"learning_rate": 1e-2, "lr_scheduler_type": "constant"}
+    return as_flags({**settings, **TINY_RUN, **fields})
 
 
 def card_of(folder):
@@ -190,6 +177,20 @@ def test_fields_of_a_task_hold_unless_file_or_flags_have_them(loaded):
     assert GRPOConfig("out", use_cpu=True, bf16=False).temperature == 1.0  # else this test would prove nothing
 
 
+def test_steps_of_attn_rl_end_where_the_task_says(loaded, monkeypatch):
+    def fields(*flags):
+        config = parse_train_arguments([*train_flags(method="attn_rl"), *flags])[1]
+        return config.step_delimiters, config.influence_distance, config.fork_distance
+
+    assert fields() == (["\n\n"], 4, 6 // 16)
+    monkeypatch.setattr(SumsSpec, "step_delimiters", ["\n"], raising=False)
+    assert fields() == (["\n"], 1, 0)
+    assert fields("--step_delimiters", ";", ".", "--influence_distance", "2") == ([";", "."], 2, 0)
+    arms = [{"method": "attn_rl"}, {"name": "other", "method": "attn_rl", "options": {"step_delimiters": [";"]}}]
+    options = [arm.options["step_delimiters"] for arm in read_comparison({**COMPARISON, "arms": arms}).arms]
+    assert options == [["\n"], [";"]]
+
+
 def test_a_file_names_a_task_with_a_mapping_and_flags_override_it(loaded):
     Path("run.yaml").write_text(yaml.safe_dump({"task": "chain", "task_config": {"size": 5}}))
     arguments = parse_train_arguments([*train_flags(), "--config", "run.yaml"])
@@ -219,8 +220,9 @@ def test_a_model_is_taught_a_task_before_the_run(loaded, taught, capfd):
     assert all(value.equal(end[name]) for name, value in start.items())
 
 
-def test_a_lesson_leaves_the_run_its_precision(loaded, capfd):
-    assert main(["train", *train_flags(warm_start_steps=1, max_steps=1)]) == 0  # bf16 is false, the lesson's is true
+def test_a_warm_start_does_not_change_the_precision_of_the_run(loaded, capfd):
+    # The run's bf16 is false, and the warm start computes in bfloat16.
+    assert main(["train", *train_flags(warm_start_steps=1, max_steps=1)]) == 0
     assert compare({**COMPARISON, "warm_start_steps": 2}, "--methods", "grpo", "exploration") == 0
     assert len(list(Path("cache").glob("reasoning_gym-sums-*"))) == 2
 
@@ -238,7 +240,7 @@ def test_an_embedded_task_brings_its_tiny_model(task, length, loaded, capfd):
         "problems of the task" in Path("out/README.md").read_text()
         and f"`{task}`" in Path("out/README.md").read_text()
     )
-    # What was trained is trained further, in the place of the tiny model.
+    # The trained model is trained again instead of the tiny model.
     more = {**changes, "model_name_or_path": "out", "warm_start_steps": None, "output_dir": "more"}
     assert main(["train", *train_flags(**more, max_steps=1)]) == 0
     assert len(list(Path("cache").glob("*"))) == 1
@@ -355,11 +357,11 @@ def test_methods_are_compared_on_a_task_of_a_package(loaded, capfd):
 @pytest.mark.parametrize("more", [(), ("--processes", "1")])
 def test_all_runs_begin_with_the_model_that_was_taught_once(more, loaded, taught, capfd):
     flags = ("--methods", "grpo", "exploration", "--seeds", "3", "4", "--warm_start_steps", "5")
-    if more:  # another process knows nothing of the stand-ins: only the settings are looked at
+    if more:  # another process does not have the stand-ins, so check only the settings
         comparison = read_comparison({**COMPARISON, "warm_start_steps": 5, "seeds": [3, 4]})
-        assert [comparison.lesson(seed) for seed in comparison.seeds] == [0, 0]
+        assert [comparison.warm_start_seed(seed) for seed in comparison.seeds] == [0, 0]
         embedded = read_comparison({"task": "chain", "budget": {"steps": 1}, "seeds": [3, 4]})
-        assert [embedded.lesson(seed) for seed in embedded.seeds] == [3, 4]
+        assert [embedded.warm_start_seed(seed) for seed in embedded.seeds] == [3, 4]
         return
     assert compare(COMPARISON, *flags) == 0
     assert taught == [("tiny", SUMS, 5, 0, "cpu")]
@@ -408,7 +410,7 @@ def test_what_suits_a_task_is_filled_in(loaded, monkeypatch):
         ({"task": "chain", "model_name_or_path": None, "task_config": {"a": 1}}, "the embedded task chain has no"),
         ({"task": None, "task_config": {"a": 1}}, "task_config={'a': 1} belongs to a `task`; name one"),
         ({"task_config": "{"}, "task_config='{' is no JSON"),
-        ({"num_eval": 9}, f"num_eval=9: {SUMS} has 8 held-out rows; lower num_eval, or let task_config make more"),
+        ({"num_eval": 9}, f"num_eval=9: {SUMS} has 8 held-out rows; lower num_eval, or set a larger eval_size"),
         ({"model_size": {"num_layers": 3}}, "only the model of an embedded `task` is built"),
         ({"arms": [{"method": "gigpo"}]}, f"arms[0]: gigpo does not suit the task {SUMS}, which has no tools"),
         ({"warm_start_steps": 0}, "warm_start_steps=0: give an integer of at least 1"),
@@ -482,6 +484,77 @@ def test_mistakes_in_eval_are_told_in_one_line(flags, message, loaded, capsys):
     assert evaluate(*flags) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+# -------------------------------------------------------------------------------------------------------------- filter
+
+
+def keep_hard(*flags):
+    return main(["filter", "--model_name_or_path", "./tiny", "--output", "hard.jsonl", "--threshold", "1", *flags])
+
+
+def rows_of(path):
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def test_training_prompts_of_a_task_are_filtered_and_can_be_trained_on(loaded, capsys):
+    assert keep_hard("--task", SUMS, "--task_config", '{"harder": true, "size": 12}') == 0
+    assert loaded[-1] == (SUMS, {"harder": True, "size": 12}, 0) and "of 12 prompts" in capsys.readouterr().out
+    kept = rows_of("hard.jsonl")
+    rates = [row.pop("pass_rate") for row in kept]
+    of_task = SumsSpec("sums", size=12).train_dataset.to_list()
+    assert kept and all(row in of_task for row in kept) and max(rates) < 1
+    settings = rows_of("hard.jsonl.scores.jsonl")[0]
+    assert settings["max_completion_length"] == 6 and settings["reward_funcs"] == ["sums_reward"]
+
+    Path("sums_task.py").write_text("from test_cli_tasks import SumsSpec\nreward = SumsSpec('sums').reward_funcs\n")
+    data = {"task": None, "dataset_name": "hard.jsonl", "reward_funcs": "sums_task.reward"}
+    assert main(["train", *train_flags(**data, max_steps=1, max_completion_length=6)]) == 0
+    assert "rewards/sums_reward/mean" in logs()[0]
+
+
+def test_flags_of_filter_override_what_the_task_brings(loaded, capsys):
+    Path("always.py").write_text("def reward(completions, **columns):\n    return [1.0] * len(completions)\n")
+    assert keep_hard("--task", SUMS, "--reward_funcs", "always.reward", "--max_completion_length", "3") == 2
+    assert "no prompt is left" in capsys.readouterr().err
+    settings = rows_of("hard.jsonl.scores.jsonl")[0]
+    assert settings["max_completion_length"] == 3 and settings["reward_funcs"] == ["reward"]
+
+
+def test_prompts_of_an_embedded_task_are_filtered(loaded, monkeypatch, capsys):
+    monkeypatch.setattr(tasks, "NUM_TRAIN", 8)
+    assert keep_hard("--task", "vault", "--model_name_or_path", "./agent", "--seed", "3") == 0
+    assert [row["prompt"] for row in rows_of("hard.jsonl")] == TASKS["vault"].build_dataset(8, seed=3)["prompt"][:]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "nothing to filter: pass --dataset_name data.jsonl, or --task reasoning_gym:countdown"),
+        (
+            ["--task", SUMS, "--dataset_name", "d.jsonl"],
+            f"task='{SUMS}' and dataset_name='d.jsonl': a task brings its",
+        ),
+        (["--task", SUMS, "--dataset_train_split", "test"], "and dataset_train_split='test': a task brings its data"),
+        (["--dataset_name", "d.jsonl", "--task_config", "{}"], "task_config='{}' belongs to a task"),
+        (["--task", GAME], f"task='{GAME}' is played with tools, but filter samples completions of one turn"),
+        (["--task", "chian"], "unknown task 'chian'; did you mean 'chain'?"),
+        (["--task", SUMS, "--success_reward", "other"], "name one of sums_reward"),
+    ],
+)
+def test_mistakes_in_filter_are_told_in_one_line(flags, message, loaded, capsys):
+    assert keep_hard(*flags) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_rows_that_a_package_cannot_generate_end_filter_in_one_line(loaded, monkeypatch, capsys):
+    def fail(spec):
+        raise ValueError("no problem has these fields")
+
+    monkeypatch.setattr(SumsSpec, "train_dataset", property(fail))
+    assert keep_hard("--task", SUMS) == 2
+    assert capsys.readouterr().err == f"trl-explore: error: task='{SUMS}': no problem has these fields\n"
 
 
 # --------------------------------------------------------------------------------------------------------------- tasks
@@ -598,7 +671,7 @@ EASY = '{"min_numbers": 3, "max_numbers": 3}'
 
 @pytest.fixture
 def real(models, tmp_path, monkeypatch):
-    """A working directory, where reasoning-gym and its spec are installed."""
+    """Skip the test if reasoning-gym is not installed. The working directory has the two tiny models."""
     pytest.importorskip("reasoning_gym")
     if importlib.util.find_spec("trl_explore.environments.reasoning_gym") is None:
         pytest.skip("there is no ReasoningGymSpec yet")
@@ -650,11 +723,24 @@ def test_countdown_is_listed_and_shown(real, capsys):
     assert "did you mean 'countdown'?" in capsys.readouterr().err
 
 
+def test_hard_problems_are_filtered_and_trained_on_as_the_page_tasks_md_says(real, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (module,) = [text for text in page_blocks("tasks.md", "python") if "# countdown_reward.py" in text]
+    Path("countdown_reward.py").write_text(module)
+    commands = [text for text in page_blocks("tasks.md", "bash") if "hard.jsonl" in text]
+    keep, train = (re.sub("Qwen/[^ ]*", "./agent", text.replace("\\\n", " ")) for text in commands)
+    keep = keep.replace('"max_numbers": 3}', '"max_numbers": 3, "size": 8}')
+    assert main([*shlex.split(keep)[1:], "--max_completion_length", "8"]) == 0
+    assert [row["pass_rate"] for row in rows_of("hard.jsonl")] == [0.0] * 8
+    assert main([*shlex.split(train)[1:], *as_flags({**TINY_RUN, "max_completion_length": 8})]) == 0
+    assert "rewards/reasoning_gym_countdown/mean" in logs()[0]
+
+
 @pytest.mark.slow
 def test_commands_of_the_page_tasks_md_are_read_and_its_lists_printed(real, models, tmp_path, capsys):
     blocks = [re.sub("Qwen/[^ ]*", "./agent", text) for text in page_blocks("tasks.md", "bash")]
     lines = [line for text in blocks for line in text.replace("\\\n", " ").splitlines() if not line.startswith("#")]
-    assert {line.split()[1] for line in lines} == {"tasks", "train", "compare", "eval"}
+    assert {line.split()[1] for line in lines} == {"tasks", "train", "compare", "eval", "filter"}
     for line in lines:
         parse(line, tmp_path)
         if line.startswith("trl-explore tasks reasoning_gym"):

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from commands import as_flags
 from datasets import Dataset, load_dataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
@@ -307,7 +308,7 @@ def flags(**fields):
         "threshold": 0.5,
         "output": "out/hard.jsonl",
     } | fields
-    return ["filter", *(text for name, value in settings.items() if value for text in (f"--{name}", str(value)))]
+    return ["filter", *as_flags(settings)]
 
 
 @pytest.mark.parametrize("name", ["out/hard.jsonl", "hard.json", "hard.parquet"])

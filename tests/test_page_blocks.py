@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from commands import EXAMPLES
+from commands import EXAMPLES, as_flags
 from datasets import load_dataset
 from peft import LoraConfig
 from test_docs import blocks
@@ -110,10 +110,6 @@ def train(*flags, method="deep_grpo"):
     given = dict(model_name_or_path="./model", dataset_name="data.jsonl", reward_funcs="accuracy_reward")
     command = ["trl-explore", "train", "--method", method, *as_flags(given), *flags, "--output_dir", "out"]
     return run_line(shlex.join(command))
-
-
-def as_flags(options):
-    return [text for name, value in options.items() for text in (f"--{name}", str(value))]
 
 
 def run_line(line):

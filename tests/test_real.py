@@ -1,4 +1,4 @@
-"""`make real`, with one supervised step and a budget of two steps of GRPO: it runs to its end, and goes on."""
+"""`make real` with one supervised step and a budget of two steps of GRPO. It runs to the end, and can be continued."""
 
 import subprocess
 import sys

@@ -389,7 +389,7 @@ def test_harmless_answers_reach_the_package():
 
 
 def test_all_data_sets_that_evaluate_answers_are_known():
-    """A new version of the package may evaluate answers in further data sets; they need `safe_answer`."""
+    """If a new version of the package evaluates answers in more data sets, these need `safe_answer`, too."""
     evaluating = set()
     for name, (data_set, _) in DATASETS.items():
         source = inspect.getsource(data_set.score_answer)
@@ -419,6 +419,13 @@ def test_demonstrations_of_the_packages_form():
         assert message["role"] == "assistant"
         scores.append(score(spec, message["content"], row))
     assert 15 < scores.count(1.0) < 40
+
+
+def test_lines_are_the_steps_of_short_answers():
+    spec = ReasoningGymSpec("countdown", form="steps", size=1)
+    assert spec.step_delimiters == ["\n"] and ReasoningGymSpec("countdown", size=1).step_delimiters is None
+    # DEEP-GRPO cuts there by default.
+    assert set(spec.step_delimiters) <= set(DeepGRPOConfig("out", use_cpu=True, bf16=False).segment_delimiters)
 
 
 HARDER = {
@@ -456,7 +463,7 @@ def test_demonstrations_keep_to_the_form(name, harder):
 
 @pytest.mark.parametrize("name", FORMS)
 def test_changed_solutions_do_not_score(name):
-    """Every character of a solution counts: what still scores after a change is another valid solution."""
+    """Every character of a solution counts. A changed text scores only if it is another valid solution."""
     spec = ReasoningGymSpec(name, form="steps", size=30)
     rng = random.Random(0)
     refused = 0

@@ -1,7 +1,8 @@
 """SmolLM2-135M, the pretrained model in an installed package, under everything that the trainers do.
 
-Tiny models have one token per character, one or two layers, and as many key-value heads as heads. SmolLM2 has merged
-tokens, 30 layers, 9 heads on 3 key-value heads, a head tied to 49,152 embeddings, and one token for padding and ends.
+The tiny models of other tests have one token per character, one or two layers, and one key-value head per attention
+head. SmolLM2 has merged tokens, 30 layers, 9 heads on 3 key-value heads, a head tied to 49,152 embeddings, and one
+token for padding and ends.
 """
 
 import copy
@@ -71,7 +72,7 @@ def tokenizer(folder):
 
 @pytest.fixture(autouse=True)
 def one_model_at_a_time():
-    """A trainer and its model refer to each other: without a collection, the next model would stand beside it."""
+    """A trainer and its model refer to each other. Without a collection, two models would be in memory."""
     yield
     gc.collect()
 
@@ -128,7 +129,7 @@ def check_steps(trainer, name, number=2):
 
 
 def moved(model, file):
-    """Names of the parameters that are not those of a safetensors file, and of all parameters."""
+    """Names of the parameters that differ from a safetensors file, and names of all parameters."""
     with safe_open(file, framework="pt") as saved:
         found = {name: p.detach() for name, p in model.named_parameters()}
         assert found.keys() == set(saved.keys())
@@ -198,12 +199,15 @@ def test_a_model_that_was_converted_before_is_not_converted_again(tmp_path, monk
     assert len(converted) == 2 and other != first
     assert AutoTokenizer.from_pretrained(first).chat_template == TOOL_CHAT_TEMPLATE
     assert AutoTokenizer.from_pretrained(other).chat_template == tokenizer.chat_template != TOOL_CHAT_TEMPLATE
-    assert sorted(tmp_path.iterdir()) == sorted([first, other])  # nothing half-written is left
+    monkeypatch.setattr(package, "CACHE_VERSION", package.CACHE_VERSION + 1)  # as after a change of the conversion
+    changed = smollm2(cache_dir=tmp_path)
+    assert len(converted) == 3
+    assert sorted(tmp_path.iterdir()) == sorted({first, other, changed})  # nothing half-written is left
 
 
 @pytest.fixture(scope="module")
 def original():
-    """Where the package's own file is."""
+    """Location of the package's own file."""
     file = package._gguf_file()
     return {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
 
@@ -239,7 +243,7 @@ def test_the_tokenizer_is_that_of_the_package(tmp_path, folder, tokenizer, origi
     tiny = copy.deepcopy(config)
     tiny.hidden_size, tiny.intermediate_size, tiny.num_hidden_layers = 18, 18, 1
     model = AutoModelForCausalLM.from_config(tiny)
-    monkeypatch.setattr(package, "_convert", lambda source: (model, package._mended(own, config)))
+    monkeypatch.setattr(package, "_convert", lambda source: (model, package._corrected(own, config)))
     long = AutoTokenizer.from_pretrained(smollm2(cache_dir=tmp_path, system_prompt=True))
     assert long.chat_template == own.chat_template != tokenizer.chat_template
     for found in (tokenizer, long):
@@ -247,7 +251,7 @@ def test_the_tokenizer_is_that_of_the_package(tmp_path, folder, tokenizer, origi
         assert [found.decode(ids) for ids in of_package] == list(texts)
         assert found.bos_token == "<|im_start|>" and found.eos_token == found.pad_token == "<|im_end|>"
         assert len(found) == 49152 and found.eos_token_id == found.pad_token_id == config.eos_token_id == 2
-        # Digits stand by themselves, so that what is before them is split as at the end of a text.
+        # Each digit is a token. So a text before a digit is split in the same way as at the end of a text.
         assert found.tokenize("1.\n\n2.  34") == ["1", ".", "ĊĊ", "2", ".", "ĠĠ", "3", "4"]
     told = [message("Hi."), message("Hello.", "assistant"), message("Bye.")]
     short, whole = (t.apply_chat_template(told, tokenize=False) for t in (tokenizer, long))

@@ -1,4 +1,4 @@
-"""The supervised warm start of a pretrained model, on a tiny one: what it learns, its cache, and what it refuses."""
+"""Supervised warm start of a pretrained model, here a tiny one: its result, its cache and its errors."""
 
 import random
 
@@ -85,9 +85,11 @@ def test_what_cannot_be_taught_is_refused_before_anything_is_trained(tmp_path):
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_a_run_has_its_own_precision_before_and_after_a_lesson(tmp_path):
+def test_a_warm_start_does_not_change_the_precision_of_other_runs(tmp_path):
+    before = make_trainer(output_dir=tmp_path / "before")
     for steps in (1, 2):
         teach(saved_model(), Sums(), steps=steps, cache_dir=tmp_path, progress=False)
+        assert before.accelerator.mixed_precision == "no"
         assert make_trainer(output_dir=tmp_path / "out").accelerator.mixed_precision == "no"
 
 

@@ -1,4 +1,4 @@
-"""Games of TextArena as tasks: plain GRPO and every method for agents, copies in mid-game, rewards, and refusals."""
+"""Games of TextArena as tasks: plain GRPO, every method for agents, copies of started games, rewards and refusals."""
 
 import copy
 import json
@@ -44,7 +44,7 @@ def game_of(env_id, seed=0, **options):
 
 
 class Voice:
-    """Says a random guess, or, now and then, a last word."""
+    """Writes a random guess, or sometimes a message without a tool call."""
 
     def __call__(self, trainer, prompt_ids, *others, **options):
         return [trainer._tokenizer(self.answer() + "<eos>")["input_ids"] for _ in prompt_ids], None
@@ -61,7 +61,7 @@ def voice(monkeypatch):
 
 
 def agent(folder, cls=GRPOTrainer, config=GRPOConfig, *, spec=None, **options):
-    """A tiny agent that plays. The rules are one word: a context is 256 characters."""
+    """Return a trainer with a tiny agent. The rules are one word, because the context has only 256 characters."""
     spec = spec or TextArenaSpec(GUESS, size=8, eval_size=4, max_turns=4, max_number=9, rules="guess")
     own = dict(train_dataset=spec.train_dataset, eval_dataset=spec.eval_dataset, reward_funcs=[spec.reward_funcs])
     own |= dict(environment_factory=spec.environment_factory)
@@ -83,7 +83,7 @@ def test_plain_grpo_plays_and_is_rewarded_by_the_game(tmp_path, voice):
     assert all(game.num_turns > 0 for game in trainer.environments[:1])
 
 
-# What each method needs on a game of four moves, and a metric that shows that it was at work.
+# Options of each method for a game of four moves, and a metric that is above 0 if the method was active.
 AGENTS = {
     "branpo": (dict(), "branch/sampled_tokens"),
     "deep_grpo": (dict(num_branches=2, success_threshold=0.95), "pivots/sampled_tokens"),
@@ -136,7 +136,7 @@ def test_branches_answer_as_a_new_game_with_the_same_moves(tmp_path, voice):
 # ------------------------------------------------------------------------------------------------------------- copies
 
 DIRECTIONS = ("up", "down", "left", "right")
-# Moves that are mostly legal, for games of each kind. Those of the first three draw random numbers after `reset`.
+# Mostly legal moves for games of each kind. The first three games use random numbers after `reset`.
 MOVES = {
     "2048-v0-ultra-easy": lambda rng: rng.choice(DIRECTIONS),
     "Blackjack-v0": lambda rng: rng.choice(["hit", "stand"]),
@@ -161,7 +161,7 @@ MOVES = {
 
 
 def played_on(game, env_id, seed, number, *, disturb=None):
-    """Answers, rewards and ends of so many moves, which `seed` chooses."""
+    """Make `number` moves, which `seed` chooses. Return the answer, the reward and `done` after each move."""
     moves, told = random.Random(f"moves {seed}"), []
     for _ in range(number):
         answer = game.act(MOVES[env_id](moves))
@@ -194,19 +194,19 @@ def test_a_copy_in_mid_game_plays_on_as_the_original(env_id):
         expected = played_on(game, env_id, seed + 100, 30)
         lengths.append(sum(not done for *_, done in expected))
         assert played_on(twin, env_id, seed + 100, 30, disturb=disturb) == expected
-        for _ in range(2):  # a state can be taken up again, also by another instance
+        for _ in range(2):  # a state can be restored several times, also in another instance
             fresh.restore(state)
             assert played_on(fresh, env_id, seed + 100, 30, disturb=disturb) == expected
     assert max(lengths) >= (0 if env_id in ("ThreeCardMonte-v0", "LogicPuzzle-v0") else 1)
 
 
 @pytest.mark.parametrize("env_id", list(MOVES)[:3])
-def test_the_state_of_chance_belongs_to_a_snapshot(env_id):
-    """With another state of chance the same moves are answered otherwise, or the test above would show nothing."""
+def test_a_snapshot_holds_the_random_states(env_id):
+    """With other random states the game answers the same moves differently. Else the test above would show nothing."""
     game = game_of(env_id)
     state = game.snapshot()
     expected = played_on(game, env_id, 3, 20)
-    state.chance = games.Chance.seeded(7)
+    state.random_states = games.RandomStates.seeded(7)
     game.restore(state)
     assert played_on(game, env_id, 3, 20) != expected
 
@@ -245,15 +245,15 @@ def test_puzzles_that_the_constructor_draws_depend_on_the_seed_too():
 
 
 def test_copies_share_what_no_game_changes():
-    """Word lists are large; of the installed games none that can be used has one, so one is put in."""
+    """Copies share a word list. No usable game has one here, so the test adds a list."""
     game = game_of(GUESS)
     words = [str(number) for number in range(2000)]
     game._maker._template.words = words
     game._maker._constants = games._word_lists(game._maker._template)
     game.reset(seed=0)
     twin = copy.deepcopy(game)
-    assert twin._played.game.words is game._played.game.words is words
-    assert twin._played.game.guessed_numbers is not game._played.game.guessed_numbers
+    assert twin._started.game.words is game._started.game.words is words
+    assert twin._started.game.guessed_numbers is not game._started.game.guessed_numbers
 
 
 # ------------------------------------------------------------------------------------------- the rules of environments
@@ -263,7 +263,7 @@ def test_a_game_shows_its_rules_then_only_what_is_new():
     game = TextArenaSpec(GUESS, size=1, eval_size=1, max_number=50).environment_factory()
     rules = game.reset(seed=0, prompt=[{"role": "user", "content": ""}], other=3)
     assert rules.startswith("You are Player 0. You are playing Guess The Number.") and "between 1 and 50" in rules
-    number = game._played.game.game_number
+    number = game._started.game.game_number
     assert game.act(str(1 if number > 1 else 2)) in ("The target number is higher.", "The target number is lower.")
     assert not game.done and game.num_turns == 1
     assert game.act(f"[{number}]") == "Congratulations! You guessed the correct number."
@@ -284,25 +284,25 @@ def test_turns_are_limited_and_the_game_knows():
     assert spec.max_turns == spec.options["max_tool_calling_iterations"] == 2
     game = spec.environment_factory()
     assert "within 2 turns" in game.reset(seed=0)
-    number = game._played.game.game_number
+    number = game._started.game.game_number
     wrong = [guess for guess in range(1, 21) if guess != number]
-    game.act(wrong[0])  # a model may write a number
+    game.act(wrong[0])  # a model may pass a number
     assert not game.done
     assert game.act(wrong[-1]).endswith("No turns are left. The game is over.") and game.done
-    assert game.reward == pytest.approx(1 - abs(wrong[-1] - number) / 19)  # the game's own: how near the last guess is
+    assert game.reward == pytest.approx(1 - abs(wrong[-1] - number) / 19)  # the game's reward for a near guess
     assert game_of("2048-v0")._rules.max_turns == 50
-    assert TextArenaSpec("Sudoku-v0", size=1, eval_size=1).max_turns == 100  # its own
+    assert TextArenaSpec("Sudoku-v0", size=1, eval_size=1).max_turns == 100  # the limit of the game
     assert TextArenaSpec("Secretary-v0", size=1, eval_size=1, N=7).max_turns == 7
 
 
 def test_rewards_are_the_games_or_wins_only():
     plain, wins = (game_of("FrozenLake-v0", seed=1, wins_only=only) for only in (False, True))
     for game in (plain, wins):
-        game.act("right" if "H" not in str(game._played.game.state.game_state["grid"][0][1]) else "down")
+        game.act("right" if "H" not in str(game._started.game.state.game_state["grid"][0][1]) else "down")
     assert plain.reward == pytest.approx(1 / 6) and wins.reward == 0
     assert textarena_reward([plain, wins], prompts=[]) == [plain.reward, 0.0]
     won = game_of(GUESS, wins_only=True)
-    won.act(won._played.game.game_number)
+    won.act(won._started.game.game_number)
     assert won.reward == 1
     never_started = TextArenaSpec(GUESS, size=1, eval_size=1).environment_factory()
     assert never_started.reward == 0
@@ -356,7 +356,7 @@ SOLUTIONS = {
 def test_a_solved_game_is_worth_one_within_the_turns_that_it_has(env_id):
     for only in (False, True):
         game = game_of(env_id, seed=3, wins_only=only)
-        for move in SOLUTIONS[env_id](game._played.game):
+        for move in SOLUTIONS[env_id](game._started.game):
             assert not game.done and (game.reward < 1 or not only)
             game.act(move)
         assert game.done and game.reward == 1
@@ -366,7 +366,7 @@ def test_an_explanation_in_the_place_of_a_reward_counts_as_nothing():
     game = game_of("Cryptarithm-v0")
     game.act("what?")
     game.act("what?")
-    assert game.done and isinstance(game._played.game.state.rewards[0], str) and game.reward == 0
+    assert game.done and isinstance(game._started.game.state.rewards[0], str) and game.reward == 0
 
 
 def test_brackets_are_added_where_textarena_adds_them():
@@ -395,7 +395,7 @@ def test_a_seed_without_a_puzzle_gives_the_next_ones(monkeypatch):
     limit = 10**9
     with pytest.raises(ZeroDivisionError, match="no puzzle"):
         game.reset(seed=5)
-    assert game.reward == 0  # and not that of the game before
+    assert game.reward == 0  # and not the reward of the previous game
 
 
 # ------------------------------------------------------------------------------------------------------ specs and rows
@@ -415,7 +415,7 @@ def test_rows_are_plain_and_evaluation_games_are_others():
 
 
 def test_evaluation_rows_are_never_training_rows_even_of_one_stream(monkeypatch):
-    """With few seeds the streams would meet."""
+    """With few possible seeds, training and evaluation rows would share some."""
     monkeypatch.setattr("trl_explore.environments.text_arena.NUM_SEEDS", 100)
     spec = TextArenaSpec(GUESS, size=60, eval_size=40)
     assert sorted([*spec.train_dataset["seed"], *spec.eval_dataset["seed"]]) == list(range(100))
@@ -458,7 +458,7 @@ def test_a_missing_package_is_named(monkeypatch):
         ("TwentyQuestions-v0", {}, "it asks a language model of a paid service"),
         ("FifteenPuzzle-v0", {}, "it cannot be won"),
         ("Bandit-v0-hard", {}, "its reward is upside down"),
-        ("Set-v0", {}, "its reward can be had without playing"),
+        ("Set-v0", {}, "it gives the reward without a game: three times the same card"),
         ("ScorableGames-v0", {}, "a file is missing from the installed TextArena"),
         ("UsedCar-v0-balanced", {}, "a module is missing"),
         ("Klondike-v0", {}, "Klondike does not compile under Python"),
@@ -484,10 +484,10 @@ def test_an_api_key_does_not_bring_a_paid_service_in(monkeypatch):
 
 @pytest.mark.slow
 def test_every_id_of_the_registry_is_usable_or_refused_in_one_sentence():
-    """Those for one player that can be used play some moves, from a snapshot as from the original."""
+    """The usable games for one player make some moves, from a snapshot and from the original."""
     usable, refused = [], {}
     for env_id in registry.known_ids():
-        reason = registry.why_not(env_id)
+        reason = registry.refusal_reason(env_id)
         if reason is None:
             usable.append(env_id)
         else:
@@ -544,13 +544,13 @@ for env_id, move in (("Wordle-v0", "plane"), ("Hangman-v0", "e"), ("WordSearch-v
     game.restore(state)
     assert told == [game.act(guess) for guess in ("stone", "t", "water")], env_id
     if env_id == "Wordle-v0":
-        assert twin._played.game.dictionary.uk_words is game._played.game.dictionary.uk_words
+        assert twin._started.game.dictionary.uk_words is game._started.game.dictionary.uk_words
 """
 
 
 @pytest.mark.slow
 def test_word_games_work_where_their_word_lists_are_there(tmp_path):
-    """A few words stand for the word lists of nltk; nothing is downloaded."""
+    """The test writes short word lists in the place of nltk's. Nothing is downloaded."""
     folder = tmp_path / "corpora" / "words"
     folder.mkdir(parents=True)
     words = "\n".join(["stone", "plane", "water", "apple", "house", "river", "train", "bread"]) + "\n"

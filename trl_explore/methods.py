@@ -97,7 +97,7 @@ def _pivots(task: Any) -> dict[str, Any] | None:
     from trl_explore.tasks import ChainTask, FactTask
 
     if _is_spec(task):
-        return {}
+        return {}  # the default `segment_delimiters` contain the line breaks that end a task's steps
     few = {"max_pivots_per_batch": 16, "sampling_batch_size": 64}
     if _is_agent(task):  # beside turns, the last one may be left inside
         return {**few, "segmentation": "fixed", "segment_length": 8}
@@ -147,14 +147,19 @@ def _single_turns(task: Any) -> dict[str, Any] | None:
 
 
 def _steps(task: Any) -> dict[str, Any] | None:
-    if _is_spec(task):
-        return _single_turns(task)
-    cuts = None if _single_turns(task) is None else _pivots(task)
-    if cuts is None:
+    if _is_agent(task):
         return None
-    near = {"influence_distance": 1, "min_fork_distance": 0}  # steps are few, and short
-    by_text = "segment_delimiters" in cuts
-    return {**near, **({"step_delimiters": [";"]} if by_text else {"step_length": cuts["segment_length"]})}
+    few_short_steps = {"influence_distance": 1, "min_fork_distance": 0}
+    if _is_spec(task):
+        # Short answers have no blank line, at which AttnRL cuts by default, so they would have no fork.
+        delimiters = getattr(task, "step_delimiters", None)
+        return {} if delimiters is None else {**few_short_steps, "step_delimiters": delimiters}
+    segments = _pivots(task)
+    if segments is None:
+        return None
+    if "segment_delimiters" in segments:
+        return {**few_short_steps, "step_delimiters": segments["segment_delimiters"]}
+    return {**few_short_steps, "step_length": segments["segment_length"]}
 
 
 def _of_trees(ends: Mapping[str, float]) -> list[Remark]:

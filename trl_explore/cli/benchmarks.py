@@ -141,7 +141,7 @@ def _from_run_task(args: argparse.Namespace) -> Benchmark:
         )
     if args.system_prompt is not None:
         raise UsageError(f"system_prompt is for benchmarks; the task {args.task!r} has whole prompts: leave it out")
-    if task.brings_model:
+    if task.has_tiny_model:
         return _from_task(args.task, args)
     rows = task.task.eval_dataset
     rows = rows.select(range(min(args.limit or len(rows), len(rows))))

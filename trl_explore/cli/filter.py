@@ -21,6 +21,8 @@ from trl_explore.saving.whole_files import whole_file
 if TYPE_CHECKING:
     from datasets import Dataset
 
+    from trl_explore.runs.tasks import RunTask
+
 DESCRIPTION = """\
 Keep the prompts of which a model solves less than a share THRESHOLD of K samples:
 
@@ -28,10 +30,16 @@ Keep the prompts of which a model solves less than a share THRESHOLD of K sample
       --reward_funcs accuracy_reward --k 4 --threshold 0.25 --output hard.jsonl
   trl-explore train --dataset_name hard.jsonl ...
 
+--task names a task, which brings training prompts and reward, in the place of --dataset_name and --reward_funcs:
+
+  trl-explore filter --model_name_or_path ./model --task reasoning_gym:countdown --output hard.jsonl
+
 An interrupted filter continues when the same command is given again.
 Several processes: accelerate launch --num_processes 4 -m trl_explore.cli filter ...
 """
 SUFFIXES = (".jsonl", ".json", ".parquet")
+COMPLETION_LENGTH = 256
+OF_DATA = ("dataset_name", "dataset_config", "dataset_train_split")  # flags that name the prompts without a task
 
 
 def build_parser() -> FlagParser:
@@ -40,15 +48,21 @@ def build_parser() -> FlagParser:
         prog="trl-explore filter",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="trl-explore filter --model_name_or_path M --dataset_name D --reward_funcs R --output FILE [...]",
+        usage="trl-explore filter --model_name_or_path M (--dataset_name D --reward_funcs R | --task T) --output FILE "
+        "[...]",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("--model_name_or_path", required=True, metavar="M", help="model or adapter: a Hub name or a folder")
     add("--adapter_name_or_path", metavar="A", help="adapter, where M is its base model")
-    add("--dataset_name", required=True, metavar="D", help="prompts: a file, a folder or a Hub name")
+    add("--dataset_name", metavar="D", help="prompts: a file, a folder or a Hub name")
+    add("--task", metavar="T", help="task whose training prompts are filtered; all: trl-explore tasks")
+    add("--task_config", metavar="JSON", help="fields of the task, as in `train`")
     add(
-        "--reward_funcs", nargs="+", metavar="R", help="as in `train`: names, or import paths such as my_module.reward"
+        "--reward_funcs",
+        nargs="+",
+        metavar="R",
+        help="as in `train`: names, or import paths such as my_module.reward (default: the task's)",
     )
     add("--output", required=True, metavar="FILE", help=f"where the hard prompts go: {', '.join(SUFFIXES)}")
     add("--k", type=int, default=4, help="samples per prompt (default: %(default)s)")
@@ -56,13 +70,13 @@ def build_parser() -> FlagParser:
     add("--success_threshold", type=float, default=1.0, help="smallest reward of a success (default: %(default)s)")
     add("--success_reward", metavar="NAME", help="reward function that decides success (default: the weighted sum)")
     add("--reward_weights", type=float, nargs="+", metavar="W", help="one per reward function (default: 1 each)")
-    add("--max_completion_length", type=int, default=256, metavar="N", help="tokens (default: %(default)s)")
+    add("--max_completion_length", type=int, metavar="N", help=f"tokens (default: {COMPLETION_LENGTH}, or the task's)")
     add("--temperature", type=float, default=1.0, help="of the samples (default: %(default)s)")
     add("--batch_size", type=int, default=64, metavar="N", help="samples at a time (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of the samples (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of the samples, and of an embedded task's prompts (default: %(default)s)")
     add("--reward_model_name_or_path", metavar="M", help="reward model, counted before the functions")
     add("--dataset_config", metavar="NAME", help="configuration of a data set on the Hub")
-    add("--dataset_train_split", default="train", metavar="NAME", help="split to filter (default: %(default)s)")
+    add("--dataset_train_split", metavar="NAME", help="split to filter (default: train)")
     add("--model_revision", default="main", metavar="NAME", help="revision on the Hub (default: %(default)s)")
     add("--dtype", default="auto", help="auto, bfloat16, float16 or float32 (default: %(default)s)")
     add("--trust_remote_code", action="store_true", help="run code from the model's Hub repository")
@@ -80,25 +94,13 @@ def _write(dataset: "Dataset", path: Path) -> None:
 def run(argv: list[str]) -> int:
     """Runs `trl-explore filter`; `130` when Ctrl-C stopped it early."""
     args = build_parser().parse(argv)
-    output = Path(args.output).expanduser()
-    if output.suffix not in SUFFIXES:
-        raise UsageError(f"output={args.output!r} must end with one of {', '.join(SUFFIXES)}")
-    if output.is_dir():
-        raise UsageError(f"output={args.output!r} is a folder; name a file")
-    check_output_dir(output.parent, "output")
-    if output.resolve() == Path(args.dataset_name).expanduser().resolve():
-        raise UsageError(f"output={args.output!r} is the data set itself; name another file")
-    rewards = load_reward_functions(args.reward_funcs, args.reward_model_name_or_path)
-    if args.reward_weights is not None and len(args.reward_weights) != len(rewards):
-        raise UsageError(
-            f"reward_weights: {len(args.reward_weights)} weights for {len(rewards)} rewards; one for each"
-        )
-    check_deciding_reward(args.success_reward, rewards)
-    from trl import DatasetMixtureConfig, ScriptArguments
-
-    data = ("dataset_name", "dataset_config", "dataset_train_split")
-    script_args = ScriptArguments(**{name: vars(args)[name] for name in data})
-    dataset, _ = load_train_and_eval(script_args, DatasetMixtureConfig(), needs_eval=False)
+    output = _check_output(args)
+    task = _find_task(args)
+    rewards = _find_rewards(args, task)
+    dataset = _load_prompts(args) if task is None else _prompts_of_task(args, task)
+    if args.max_completion_length is None:
+        suited = {} if task is None else task.options
+        args.max_completion_length = suited.get("max_completion_length", COMPLETION_LENGTH)
 
     from trl_explore.evaluation.hard_prompts import check_settings
 
@@ -109,6 +111,74 @@ def run(argv: list[str]) -> int:
     except ValueError as error:
         raise UsageError(str(error)) from error
     return _filter(args, dataset, rewards, settings, output)
+
+
+def _check_output(args: argparse.Namespace) -> Path:
+    """Return the file that the hard prompts go to. Raise a UsageError if it cannot be written."""
+    output = Path(args.output).expanduser()
+    if output.suffix not in SUFFIXES:
+        raise UsageError(f"output={args.output!r} must end with one of {', '.join(SUFFIXES)}")
+    if output.is_dir():
+        raise UsageError(f"output={args.output!r} is a folder; name a file")
+    check_output_dir(output.parent, "output")
+    if args.dataset_name is not None and output.resolve() == Path(args.dataset_name).expanduser().resolve():
+        raise UsageError(f"output={args.output!r} is the data set itself; name another file")
+    return output
+
+
+def _find_task(args: argparse.Namespace) -> "RunTask | None":
+    """Return the task that `--task` names, or None."""
+    if args.task is None:
+        if args.task_config is not None:
+            raise UsageError(
+                f"task_config={args.task_config!r} belongs to a task; name one with --task, or leave it out"
+            )
+        if args.dataset_name is None:
+            raise UsageError("nothing to filter: pass --dataset_name data.jsonl, or --task reasoning_gym:countdown")
+        return None
+    from trl_explore.runs.tasks import find_run_task, read_task_config
+
+    for name in OF_DATA:
+        value = vars(args)[name]
+        if value is not None:
+            raise UsageError(
+                f"task={args.task!r} and {name}={value!r}: a task brings its data; leave one of the two out"
+            )
+    task = find_run_task(args.task, read_task_config(args.task_config))
+    if task.is_agent:
+        raise UsageError(
+            f"task={args.task!r} is played with tools, but filter samples completions of one turn: name a task "
+            "without tools"
+        )
+    return task
+
+
+def _find_rewards(args: argparse.Namespace, task: "RunTask | None") -> list[Any]:
+    """Return the reward functions that the flags name, or else the reward functions of the task."""
+    if task is None or args.reward_funcs or args.reward_model_name_or_path:
+        rewards: list[Any] = load_reward_functions(args.reward_funcs, args.reward_model_name_or_path)
+    else:
+        rewards = task.reward_funcs
+    if args.reward_weights is not None and len(args.reward_weights) != len(rewards):
+        raise UsageError(
+            f"reward_weights: {len(args.reward_weights)} weights for {len(rewards)} rewards; one for each"
+        )
+    check_deciding_reward(args.success_reward, rewards)
+    return rewards
+
+
+def _load_prompts(args: argparse.Namespace) -> "Dataset":
+    from trl import DatasetMixtureConfig, ScriptArguments
+
+    fields = {name: vars(args)[name] for name in OF_DATA if vars(args)[name] is not None}
+    return load_train_and_eval(ScriptArguments(**fields), DatasetMixtureConfig(), needs_eval=False)[0]
+
+
+def _prompts_of_task(args: argparse.Namespace, task: "RunTask") -> "Dataset":
+    try:
+        return task.train_rows(args.seed)
+    except ValueError as error:
+        raise UsageError(f"task={args.task!r}: {error}") from error
 
 
 def _filter(
@@ -161,7 +231,7 @@ def _filter(
 
 
 def _histogram(rates: Iterable[float | None], k: int) -> str:
-    """How many prompts were solved how often, for example `0/4: 120, 1/4: 30, no reward: 2`."""
+    """Return the number of prompts per number of solved samples, for example `0/4: 120, 1/4: 30, no reward: 2`."""
     counts = Counter("no reward" if rate is None else f"{round(rate * k)}/{k}" for rate in rates)
     order = [*(f"{solved}/{k}" for solved in range(k + 1)), "no reward"]
     return ", ".join(f"{name}: {counts[name]}" for name in order if counts[name])

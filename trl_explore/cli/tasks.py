@@ -1,4 +1,4 @@
-"""`trl-explore tasks`: the tasks that there are, and an example of one."""
+"""`trl-explore tasks`: a list of all tasks, and an example of one task."""
 
 import argparse
 import importlib
@@ -16,10 +16,10 @@ from trl_explore.errors import UsageError
 from trl_explore.visible_text import visible_text
 
 DESCRIPTION = """\
-List the tasks that bring data and rewards, or show an example of one:
+List the tasks, which bring data and rewards, or show an example of one task:
 
-  trl-explore tasks                            # all of them
-  trl-explore tasks reasoning_gym              # those of one package
+  trl-explore tasks                            # all tasks
+  trl-explore tasks reasoning_gym              # the tasks of one package
   trl-explore tasks reasoning_gym:countdown    # prompt, columns, and fields of --task_config
 
 Train, compare and evaluate on them:
@@ -31,17 +31,18 @@ Train, compare and evaluate on them:
 EMBEDDED, AGENTS = "embedded", "agents"
 GROUPS = (EMBEDDED, AGENTS, *SOURCES)
 TITLES = {
-    EMBEDDED: "embedded, with a tiny model that is taught the task (train, compare, eval)",
+    EMBEDDED: "embedded, with a tiny model that is taught the task (train, compare, eval, filter)",
     AGENTS: "embedded, for agents, with a tiny model (train, compare)",
-    "reasoning_gym": "reasoning-gym (train, compare, eval)",
+    "reasoning_gym": "reasoning-gym (train, compare, eval, filter)",
     "textarena": "TextArena, games for agents (train, compare)",
 }
 PACKAGES = {"reasoning_gym": "reasoning-gym", "textarena": "textarena"}  # names of the extras
-FEW_ROWS = {"size": 1, "eval_size": 1}  # an example needs one row, and 1,000 rows of some data sets take a minute
-PIPED_WIDTH = 120  # columns where the output is no terminal
-SHORTEST_EXAMPLE = 20
-LONGEST_VALUE = 80  # characters of a default value, and of a value in a row
-VARIANT = re.compile(r"-v\d+")  # of a game's id; the text after it names the variant
+# Fields for an example, which needs only one row. The default, 1,000 rows, takes a minute for some data sets.
+ONE_ROW = {"size": 1, "eval_size": 1}
+PIPED_WIDTH = 120  # characters per line if the output is not a terminal
+SHORTEST_EXAMPLE = 20  # characters of an example in the list, at least
+LONGEST_VALUE = 80  # characters of a field's or column's value, at most
+VARIANT = re.compile(r"-v\d+")  # version in a game's id; the text after it names the variant
 
 
 class Listed(NamedTuple):
@@ -49,11 +50,11 @@ class Listed(NamedTuple):
 
     name: str
     group: str
-    example: str  # a prompt; of games, how many variants there are
+    example: str  # a prompt; for games, the variants
 
 
 def build_parser() -> FlagParser:
-    """The flags of `trl-explore tasks`."""
+    """Return the parser of `trl-explore tasks`."""
     parser = FlagParser(
         prog="trl-explore tasks",
         description=DESCRIPTION,
@@ -68,7 +69,7 @@ def build_parser() -> FlagParser:
 
 
 def run(argv: list[str]) -> int:
-    """Runs `trl-explore tasks`."""
+    """Run `trl-explore tasks`."""
     args = build_parser().parse(argv)
     if args.task is not None and args.task not in GROUPS:
         shown = describe(args.task, args.task_config)
@@ -91,15 +92,15 @@ def run(argv: list[str]) -> int:
 
 def list_tasks(groups: tuple[str, ...]) -> tuple[list[Listed], dict[str, str]]:
     """
-    Lists tasks.
+    List the tasks of some groups.
 
     Args:
         groups (`tuple[str, ...]`):
-            Some of `GROUPS`.
+            Groups, from [`GROUPS`].
 
     Returns:
-        `tuple[list[Listed], dict[str, str]]`: The tasks in the order of the groups; and for each package that is not
-            installed, a sentence on what to install.
+        `tuple[list[Listed], dict[str, str]]`: The tasks in the order of the groups; and a sentence with the command
+            that installs it for each package that is missing.
     """
     listed: list[Listed] = []
     missing: dict[str, str] = {}
@@ -131,15 +132,15 @@ def _of_package(source: str) -> list[Listed]:
 
 
 def _question(name: str) -> str:
-    """The package's question of one problem. All data sets together take two seconds; specs, which make many rows,
-    would take minutes."""
+    """Return the package's question of one problem. This takes two seconds for all data sets. Specs would take
+    minutes, because they generate many rows."""
     from reasoning_gym.factory import create_dataset
 
     return str(create_dataset(name, size=1, seed=0)[0]["question"])
 
 
 def _games(ids: list[str]) -> list[Listed]:
-    """One line for each game, whose variants differ in size and difficulty."""
+    """Return one line per game. Variants of a game differ in size and difficulty."""
     families: dict[str, list[str]] = {}
     for name in ids:
         families.setdefault(VARIANT.split(name, maxsplit=1)[0], []).append(name)
@@ -153,7 +154,7 @@ def _games(ids: list[str]) -> list[Listed]:
 
 
 def list_text(groups: tuple[str, ...], listed: list[Listed], missing: dict[str, str]) -> str:
-    """Return the list with one line per task, as wide as the terminal."""
+    """Return the list as text with one line per task. A line is at most as wide as the terminal."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPED_WIDTH
     longest = max((len(line.name) for line in listed), default=0)
     room = max(SHORTEST_EXAMPLE, width - longest - 4)
@@ -174,7 +175,7 @@ def list_text(groups: tuple[str, ...], listed: list[Listed], missing: dict[str, 
 
 def describe(name: str, config: str | None = None) -> dict[str, Any]:
     """
-    Describes one task.
+    Describe one task.
 
     Args:
         name (`str`):
@@ -183,54 +184,56 @@ def describe(name: str, config: str | None = None) -> dict[str, Any]:
             Fields of the task, as JSON text.
 
     Returns:
-        `dict`: `name`, `agent`, the `prompt` of a held-out row in messages, the other `columns` with their values in
-            that row, the `fields` of `task_config` with their defaults, and the `options` that suit the task.
+        `dict`: `name`; `agent`, True if the task has tools; the `prompt` of a held-out row as messages; the other
+            `columns` of that row with their values; the `fields` of `task_config` with their defaults; and the
+            training `options` that suit the task.
 
     Raises:
-        UsageError: If there is no such task.
+        UsageError: If there is no task with this name, or its rows cannot be generated.
     """
     from trl_explore.runs.tasks import find_run_task, read_task_config
 
     fields = read_task_config(config)
     task = example = find_run_task(name, fields)
-    if not task.brings_model:
-        example = find_run_task(name, {**FEW_ROWS, **fields})
+    if not task.has_tiny_model:
+        example = find_run_task(name, {**ONE_ROW, **fields})
     try:
         row = dict(example.held_out_rows(1)[0])
     except ValueError as error:
         raise UsageError(f"task={name!r}: {error}") from error
     prompt = row.pop("prompt")
-    if task.is_agent and not task.brings_model:
+    if task.is_agent and not task.has_tiny_model:
         prompt = _with_first_message(example.task, prompt, row)
     return {
         "name": name,
         "agent": task.is_agent,
         "prompt": prompt,
         "columns": row,
-        "fields": {} if task.brings_model else config_fields(task.task),
+        "fields": {} if task.has_tiny_model else config_fields(task.task),
         "options": task.options,
     }
 
 
 def _with_first_message(spec: Any, prompt: list[dict[str, Any]], row: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the prompt with the first message of the environment, which TRL appends to the last message."""
-    said = spec.environment_factory().reset(prompt=prompt, **row)
-    if not isinstance(said, str):
+    first_message = spec.environment_factory().reset(prompt=prompt, **row)
+    if not isinstance(first_message, str):
         return prompt
     *before, last = prompt
-    return [*before, {**last, "content": last["content"] + said}]
+    return [*before, {**last, "content": last["content"] + first_message}]
 
 
 def config_fields(spec: Any) -> dict[str, Any]:
     """
-    Returns the fields of a task's `task_config`.
+    Return the fields of a task's `task_config`.
 
     Args:
         spec ([`TaskSpec`]):
             The task.
 
     Returns:
-        `dict`: By name, the defaults of the spec's arguments, and the values that the data set or game has.
+        `dict`: Names and values: the arguments of the spec with their defaults, and the fields of the data set or
+            game with the values that the task uses.
     """
     parameters = list(inspect.signature(type(spec)).parameters.values())[1:]  # the first one is the name
     own = {parameter.name: parameter.default for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
@@ -260,9 +263,9 @@ def description_text(shown: dict[str, Any]) -> str:
     kind = "played with tools" if shown["agent"] else "one turn"
     lines = [f"{shown['name']} ({kind})", "", "prompt:"]
     lines.append(textwrap.indent(visible_text(prompt_text(shown["prompt"])), "  "))
-    lines += ["", "other columns, with their values in that row:", *_pairs(shown["columns"])]
+    lines += ["", "other columns, with their values for this prompt:", *_pairs(shown["columns"])]
     if shown["fields"]:
-        lines += ["", "fields of task_config, with their values where you give none:", *_pairs(shown["fields"])]
+        lines += ["", "fields of task_config, with their values:", *_pairs(shown["fields"])]
     else:
         lines += ["", "task_config: none, the task has no fields"]
     lines += ["", "training options, unless you give others:", *_pairs(shown["options"])]
@@ -275,7 +278,7 @@ def _pairs(values: dict[str, Any]) -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    """Return a value as `--task_config` takes it."""
+    """Return a value as the JSON text that `--task_config` accepts."""
     try:
         return json.dumps(value, ensure_ascii=False)
     except TypeError:
@@ -283,7 +286,7 @@ def _shown(value: Any) -> str:
 
 
 def prompt_text(prompt: Any) -> str:
-    """Return the text of a prompt. Roles are shown where there are several messages."""
+    """Return the text of a prompt. If it has several messages, each begins with its role."""
     if isinstance(prompt, str):
         return prompt
     if len(prompt) == 1:
@@ -292,6 +295,6 @@ def prompt_text(prompt: Any) -> str:
 
 
 def short(text: str, most: int) -> str:
-    """Return a text in one line of at most `most` characters."""
+    """Return a text as one line of at most `most` characters."""
     line = visible_text(" ".join(text.split()))
     return line if len(line) <= most else f"{line[: most - 3]}..."

@@ -106,19 +106,20 @@ class ComparisonFolder:
                 free_memory()
 
     def warm_starts(self) -> dict[int, str]:
-        """Folders of the models that were taught the task, by the seed of the lesson; empty without a warm start."""
-        return {seed: teach(self.comparison, seed) for seed in self.lessons()}
+        """Return the folders of the models that were taught the task, by the seed of the warm start. The mapping is
+        empty if the runs begin without a warm start."""
+        return {seed: teach(self.comparison, seed) for seed in self.warm_start_seeds()}
 
-    def lessons(self) -> list[int]:
-        """Seeds of the warm starts that the missing runs begin with."""
-        seeds = [self.comparison.lesson(seed) for seed in self.unfinished_seeds()]
+    def warm_start_seeds(self) -> list[int]:
+        """Return the seeds of the warm starts that the missing runs begin with."""
+        seeds = [self.comparison.warm_start_seed(seed) for seed in self.unfinished_seeds()]
         return list(dict.fromkeys(seed for seed in seeds if seed is not None))
 
     def start_of(self, seed: int, starts: Mapping[int, str]) -> str | None:
         """Return the folder of the model that a run begins with; `starts` are the folders that
         [`~ComparisonFolder.warm_starts`] returned."""
-        lesson = self.comparison.lesson(seed)
-        return None if lesson is None else starts[lesson]
+        warm_start = self.comparison.warm_start_seed(seed)
+        return None if warm_start is None else starts[warm_start]
 
     def train(self, starts: Mapping[int, str], bar: Any) -> Iterator[int]:
         """Trains what is missing, one run after the other; yields a seed when all its runs are finished. `starts` are

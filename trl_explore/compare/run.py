@@ -276,7 +276,7 @@ def build_run(comparison: Comparison, arm: Arm, *, seed: int, folder: Path, star
         trainer = find_method(arm.method).trainer_class(**{**trainer_arguments(arguments), "train_dataset": train})
     else:
         rows, options["answer_fn"] = task.held_out_rows(comparison.num_eval), task.answer_fn
-        if task.brings_model:
+        if task.has_tiny_model:
             options["batch_size"] = TINY_MODEL_BATCH
             trainer = task_trainer(arm, task.task, str(start), config, rows=rows)
         else:

@@ -15,7 +15,7 @@ from trl_explore.names import unknown_name
 from trl_explore.runs.arguments import RunArguments, TrainArguments, build_arguments, is_shared, methods_with
 from trl_explore.runs.embedded import AGENT_SAMPLES
 from trl_explore.runs.methods import find_method
-from trl_explore.runs.tasks import LESSON_SEED, RunTask, find_run_task, read_task_config
+from trl_explore.runs.tasks import WARM_START_SEED, RunTask, find_run_task, read_task_config
 from trl_explore.runs.yaml_values import read_count, read_mapping, read_number
 from trl_explore.tasks.tiny_model import HEAD_SIZE
 from trl_explore.visible_text import visible_text
@@ -111,9 +111,9 @@ class Comparison:
     @property
     def builds_model(self) -> bool:
         """True if the runs train the tiny model of an embedded task."""
-        return self.task is not None and self.task.brings_model
+        return self.task is not None and self.task.has_tiny_model
 
-    def lesson(self, seed: int) -> int | None:
+    def warm_start_seed(self, seed: int) -> int | None:
         """
         Return the seed of the warm start that a run begins with, or None if the model is not taught the task.
 
@@ -121,7 +121,7 @@ class Comparison:
         """
         if self.warm_start_steps is None:
             return None
-        return seed if self.builds_model else LESSON_SEED
+        return seed if self.builds_model else WARM_START_SEED
 
     @property
     def budget(self) -> Budget:
@@ -223,12 +223,12 @@ def _find_task(subject: Mapping[str, Any]) -> RunTask | None:
         return None
     task = find_run_task(str(subject["task"]), subject.get("task_config"))
     has, allowed = "model, data and reward", {"task", "task_config"}
-    if not task.brings_model:
+    if not task.has_tiny_model:
         has, allowed = "data and reward", allowed | {spec.name for spec in fields(ModelConfig)}
     others = sorted(subject.keys() - allowed)
     if others:
         raise UsageError(f"{others[0]}: `task` has its own {has}; leave one of the two out")
-    if not task.brings_model and subject.get("model_name_or_path") is None:
+    if not task.has_tiny_model and subject.get("model_name_or_path") is None:
         raise UsageError(
             f"model_name_or_path is missing: {task.name} has no model of its own; give model_name_or_path, such as "
             "smollm2"
@@ -240,7 +240,7 @@ def _options_of_task(task: RunTask | None) -> dict[str, Any]:
     """Fields of all arms that suit a task. TRL's defaults need a GPU, so without one they are fields for a CPU."""
     if task is None:
         return {}
-    on_cpu = not task.brings_model and available_accelerator() is None
+    on_cpu = not task.has_tiny_model and available_accelerator() is None
     return {**({"use_cpu": True, "bf16": False} if on_cpu else {}), **task.options}
 
 
@@ -248,7 +248,7 @@ def _read_num_eval(given: Any, task: RunTask | None) -> int:
     if given is None:
         return 128 if task is None else task.num_eval
     count = read_count("num_eval", given)
-    if task is not None and not task.brings_model:
+    if task is not None and not task.has_tiny_model:
         task.held_out_rows(count)  # raises where there are fewer
     return count
 
@@ -351,7 +351,7 @@ def _warm_start_steps(given: Any, task: RunTask | None) -> int | None:
 
 def _model_size(given: Any, task: RunTask | None) -> dict[str, Any]:
     size = {name: read_count(f"model_size.{name}", value) for name, value in read_mapping("model_size", given).items()}
-    if size and (task is None or not task.brings_model):
+    if size and (task is None or not task.has_tiny_model):
         raise UsageError(f"model_size={given}: only the model of an embedded `task` is built; leave it out")
     for name in size:
         if name not in ("hidden_size", "num_layers"):

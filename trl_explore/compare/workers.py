@@ -120,7 +120,7 @@ class ArmLines:
             disable=not console.is_terminal,
             refresh_per_second=4,
         )
-        self.lessons = self.progress.add_task("warm starts", visible=False, state="")
+        self.warm_starts = self.progress.add_task("warm starts", visible=False, state="")
         total = self.comparison.amount * len(self.comparison.seeds)
         self.lines = {
             arm.name: self.progress.add_task(arm.name, total=total, state="") for arm in self.comparison.arms
@@ -130,7 +130,7 @@ class ArmLines:
 
     def taught(self, count: int, total: int) -> None:
         """Shows how many models have been taught the task."""
-        self.progress.update(self.lessons, completed=count, total=total, visible=count < total)
+        self.progress.update(self.warm_starts, completed=count, total=total, visible=count < total)
         if total and not self.console.is_terminal:
             self.print(f"{count}/{total} warm starts")
 
@@ -169,29 +169,29 @@ class ArmLines:
         self.progress.update(self.lines[name], completed=sum(self.spent[name, seed] for seed in seeds), state=state)
 
 
-def _teach_side_by_side(lessons: list[Job], workers: Workers, lines: ArmLines, starts: dict[int, str]) -> None:
+def _teach_side_by_side(jobs: list[Job], workers: Workers, lines: ArmLines, starts: dict[int, str]) -> None:
     """Carry out the warm starts, and put the folders of the models into `starts` by their seeds."""
     try:
-        lines.taught(0, len(lessons))
-        for job, _, value in workers.do(lessons):
+        lines.taught(0, len(jobs))
+        for job, _, value in workers.do(jobs):
             starts[job.arguments[1]] = value
-            lines.taught(len(starts), len(lessons))
+            lines.taught(len(starts), len(jobs))
     except KeyboardInterrupt:
-        workers.kill()  # half a lesson is not kept
+        workers.kill()  # an interrupted warm start leaves nothing in the cache
         raise
 
 
 def train_side_by_side(folder: ComparisonFolder, workers: Workers, lines: ArmLines) -> Iterator[int]:
     """Trains what is missing, several runs at a time; yields a seed when all its runs are finished."""
     comparison = folder.comparison
-    lessons = [Job(f"the warm start of seed {n}", teach_job, (comparison, n)) for n in folder.lessons()]
+    teaching = [Job(f"the warm start of seed {n}", teach_job, (comparison, n)) for n in folder.warm_start_seeds()]
     starts: dict[int, str] = {}
-    if comparison.builds_model or not lessons:
-        _teach_side_by_side(lessons, workers, lines, starts)
+    if comparison.builds_model or not teaching:
+        _teach_side_by_side(teaching, workers, lines, starts)
     else:
         # In a process of its own, because a large model leaves gigabytes behind.
         with Workers(1) as teacher:
-            _teach_side_by_side(lessons, teacher, lines, starts)
+            _teach_side_by_side(teaching, teacher, lines, starts)
     # A 100k-parameter model gains little from a second thread on an idle machine, and on a busy one it waits.
     threads = max(1, count_cores() // len(workers.processes)) if not comparison.builds_model else 1
     runs = []

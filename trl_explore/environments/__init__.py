@@ -1,6 +1,7 @@
-"""Tasks of other packages, in the form of TRL's own specs: data, rewards and environments for any `GRPOTrainer`.
+"""Tasks of reasoning-gym and TextArena for any `GRPOTrainer`: data, reward functions and environments.
 
-Nothing of these packages is imported before a spec is made.
+A task is a spec, an object with the attributes of TRL's own specs such as `HarborSpec`. This module imports the
+packages only when a spec is created.
 """
 
 from trl_explore.environments.specs import TaskSpec, TeachableSpec, load_spec

@@ -1,8 +1,8 @@
 """Short forms of reasoning-gym tasks, which a model of 135 million parameters can learn.
 
-A form rewrites the question of one data set as one or a few short lines. The model answers in short lines, and the
-form checks each of them (in `chain_sum` its terms, not its results). Demonstrations follow the form and the rules;
-about half of them solve the task.
+A form rewrites the question of a data set as one or a few short lines. The model answers in short lines, and the form
+checks each line. (In `chain_sum`, it checks the terms of a line but not the result.) All demonstrations follow the
+form and the rules, and about half of them solve the task.
 """
 
 import random
@@ -15,24 +15,27 @@ from itertools import pairwise, permutations
 from typing import Any, TypeVar
 
 Entry = Mapping[str, Any]
-# Longer texts are no answer in any form.
+# Limits of an answer in all forms. A longer text counts as no answer.
 MAX_LINES = 40
 MAX_LENGTH = 2000
 
 
 class Form(ABC):
     """
-    A form of one data set.
+    Short questions and answers for one data set.
 
     Attributes:
         config (`dict`):
             Fields of the data set that keep problems small. Fields that the user gives override them.
         max_completion_length (`int`):
-            Tokens that the longest right answer needs with these fields, with some room.
+            Maximum number of tokens in a completion. With the fields of `config`, every right answer is shorter.
+        step_delimiters (`tuple[str, ...]`):
+            Texts that end a step of an answer.
     """
 
     config: dict[str, Any] = {}
     max_completion_length = 64
+    step_delimiters: tuple[str, ...] = ("\n",)
 
     @abstractmethod
     def question(self, entry: Entry) -> str:
@@ -53,7 +56,7 @@ class Form(ABC):
     @abstractmethod
     def answer(self, text: str, entry: Entry) -> str | None:
         """
-        Read an answer strictly.
+        Check a completion, and convert it to the package's format.
 
         Args:
             text (`str`):
@@ -62,20 +65,21 @@ class Form(ABC):
                 The package's entry.
 
         Returns:
-            `str` or `None`: The answer in the package's format. `None` if a line breaks the form or the rules.
+            `str` or `None`: The answer in the package's format. `None` if a line violates the form or the rules.
         """
 
     @abstractmethod
     def right_demonstration(self, entry: Entry, rng: random.Random) -> str | None:
-        """Return an answer that solves the task, or None if the form has none."""
+        """Return an answer that solves the task, or None if there is none."""
 
     @abstractmethod
     def wrong_demonstration(self, entry: Entry, rng: random.Random) -> str | None:
-        """Return an answer that keeps to form and rules but does not solve the task, or None if none exists."""
+        """Return an answer that follows the form and the rules but does not solve the task, or None if there is
+        none."""
 
     def demonstration(self, entry: Entry, rng: random.Random) -> str:
         """
-        Return an answer that keeps to the form and the rules.
+        Return an answer that follows the form and the rules.
 
         Args:
             entry (`Mapping`):
@@ -87,7 +91,7 @@ class Form(ABC):
             `str`: The answer. About half of the answers solve the task.
 
         Raises:
-            ValueError: If the form has no answer to this problem.
+            ValueError: If there is neither a right nor a wrong answer to this problem.
         """
         makers = [self.right_demonstration, self.wrong_demonstration]
         rng.shuffle(makers)
@@ -98,12 +102,13 @@ class Form(ABC):
         raise ValueError(f"There is no demonstration for {self.question(entry)!r}.")
 
     def key(self, entry: Entry) -> str:
-        """Return a text that is equal for equal problems. No problem is both in the training and evaluation rows."""
+        """Return a text that is equal for equal problems. A problem of a training row is left out of the evaluation
+        rows."""
         return self.question(entry)
 
 
 def _lines(text: str) -> list[str]:
-    """Return the lines of an answer, or an empty list if it is too long to be one."""
+    """Return the lines of an answer, or an empty list if the text is empty or too long."""
     text = text.strip()
     if not text or len(text) > MAX_LENGTH:
         return []
@@ -118,7 +123,7 @@ Step = tuple[int, str, int, int]
 
 
 def _calculate(left: int, operator: str, right: int) -> int | None:
-    """Return the result, or None if a division has a remainder or divides by zero."""
+    """Return the result of a calculation, or None for a division by zero or with a remainder."""
     if operator == "+":
         return left + right
     if operator == "-":
@@ -129,7 +134,7 @@ def _calculate(left: int, operator: str, right: int) -> int | None:
 
 
 def _countdown_steps(numbers: Sequence[int], operators: Sequence[str]) -> Iterator[tuple[Step, list[int]]]:
-    """Yield each possible step with the numbers that remain after it. No result is negative."""
+    """Yield each possible step, and the numbers that remain after it. No result is negative."""
     for first, second in permutations(range(len(numbers)), 2):
         for operator in operators:
             left, right = numbers[first], numbers[second]
@@ -144,7 +149,7 @@ class CountdownForm(Form):
     """
     Countdown with two to four numbers: `Use 11, 4, 17 to make 24.` is answered by `11 - 4 = 7` and `7 + 17 = 24`.
 
-    Each line takes two numbers that are still there and replaces them by the result. All numbers must be used.
+    Each line calculates with two of the remaining numbers, and replaces them by the result. All numbers must be used.
     """
 
     config = dict(min_numbers=3, max_numbers=3, min_value=1, max_value=20, min_target=10, max_target=99)
@@ -229,8 +234,8 @@ class ChainSumForm(Form):
     """
     A sum of several terms: `45 + 17 - 9 =` is answered by `45 + 17 = 62` and `62 - 9 = 53`.
 
-    Each line must begin with the result of the line before and take the next term. The results are not checked, so
-    one slip makes the end wrong.
+    Each line must begin with the result of the previous line, and add or subtract the next term. The form does not
+    check the results, so one wrong result makes the final answer wrong.
     """
 
     config = dict(min_terms=4, max_terms=5, min_digits=2, max_digits=2)
@@ -259,11 +264,12 @@ class ChainSumForm(Form):
             value = int(match[4])
         return str(value)
 
-    def _text(self, entry: Entry, slips: Mapping[int, int]) -> str:
+    def _text(self, entry: Entry, errors: Mapping[int, int]) -> str:
+        """Return an answer. `errors` are numbers to add to results, by the index of the line."""
         value, terms = self._terms(entry)
         lines = []
         for index, (operator, term) in enumerate(terms):
-            result = (value + term if operator == "+" else value - term) + slips.get(index, 0)
+            result = (value + term if operator == "+" else value - term) + errors.get(index, 0)
             lines.append(f"{value} {operator} {term} = {result}")
             value = result
         return "\n".join(lines)
@@ -272,20 +278,21 @@ class ChainSumForm(Form):
         return self._text(entry, {})
 
     def wrong_demonstration(self, entry: Entry, rng: random.Random) -> str | None:
-        slipped = rng.randrange(len(self._terms(entry)[1]))
-        return self._text(entry, {slipped: rng.choice([-10, -2, -1, 1, 2, 10])})
+        wrong_line = rng.randrange(len(self._terms(entry)[1]))
+        return self._text(entry, {wrong_line: rng.choice([-10, -2, -1, 1, 2, 10])})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 
 S = TypeVar("S")
-# The start, the states one move away from a state, and whether a state is an end.
+# The start state, a function that returns the states one move away from a state, and a test for end states.
 Search = tuple[S, Callable[[S], list[S]], Callable[[S], bool]]
 State = tuple[int, ...]
 
 
 def _walk(search: Search[S], rng: random.Random, length: int) -> list[S]:
-    """Return a random walk of at most `length` steps that never returns and never reaches an end; without `start`."""
+    """Return the states of a random walk of at most `length` moves, without the start. The walk visits no state twice
+    and no end state."""
     start, neighbours, is_end = search
     walk = [start]
     while len(walk) <= length:
@@ -297,7 +304,8 @@ def _walk(search: Search[S], rng: random.Random, length: int) -> list[S]:
 
 
 def _shortest(search: Search[S], rng: random.Random) -> list[S] | None:
-    """Return one of the shortest paths from `start` to an end, without `start`; None if there is no path."""
+    """Return the states of a shortest path from the start to an end state, without the start. Return None if there is
+    no path."""
     start, neighbours, is_end = search
     seen = {start}
     queue: deque[tuple[S, list[S]]] = deque([(start, [])])
@@ -317,9 +325,9 @@ class JugsForm(Form):
     """
     Water jugs: `Jugs 358, get 4.` is answered by the contents of all jugs after each move, such as `050` and `320`.
 
-    Each line must follow from the line before by one move that changes something: fill a jug, empty it, or pour it
-    into another until one is empty or full. One digit per jug, so no jug holds more than nine litres. With three jugs
-    there are only about 220 problems; with four jugs there are enough for the default sizes.
+    Each line must follow from the previous line by one move that changes something: fill a jug, empty a jug, or pour
+    one jug into another until the first is empty or the second is full. Each jug has one digit, so no jug holds more
+    than nine litres. Three jugs give only about 220 problems. Four jugs give enough for the default sizes.
     """
 
     config = dict(num_jugs=4, difficulty=4)
@@ -357,12 +365,12 @@ class JugsForm(Form):
         for line in _lines(text):
             if re.fullmatch(rf"[0-9]{{{len(capacities)}}}", line) is None:
                 return None
-            wanted = tuple(int(digit) for digit in line)
-            move = next((name for name, reached in self._moves(capacities, state) if reached == wanted), None)
+            new_state = tuple(int(digit) for digit in line)
+            move = next((name for name, reached in self._moves(capacities, state) if reached == new_state), None)
             if move is None:
                 return None
             moves.append(f'"{move}"')
-            state = wanted
+            state = new_state
         return f"[{', '.join(moves)}]" if moves else None
 
     def _search(self, entry: Entry) -> Search[State]:
@@ -392,16 +400,17 @@ class JugsForm(Form):
 Cell = tuple[int, int]
 DIGITS = {"O": "0", "X": "1", "*": "2", "#": "3"}
 DIRECTIONS = {(0, 1): "right", (1, 0): "down", (0, -1): "left", (-1, 0): "up"}
-INFEASIBLE = "infeasible"  # the package's answer
-NO_PATH = "none"
+INFEASIBLE = "infeasible"  # the package's answer if there is no path
+NO_PATH = "none"  # the form's answer if there is no path
 
 
 class ShortestPathForm(Form):
     """
-    Path through a grid from 2 to 3, around walls (1): the answer is the row and the column after each step.
+    Path through a grid from the cell 2 to the cell 3, around walls (1). The answer is the row and the column after
+    each step.
 
-    Rows and columns count from 1: `21` is the first cell of the second row. Each cell must be next to the one before
-    and no wall. `none` says that there is no path. Only a shortest path is right.
+    Rows and columns count from 1: `21` is the first cell of the second row. Each cell must be a neighbour of the
+    previous cell, and must not be a wall. `none` means that there is no path. Only a shortest path solves the task.
     """
 
     config = dict(min_rows=4, max_rows=4, min_cols=4, max_cols=4, p_blocked=0.3)
@@ -454,7 +463,7 @@ class ShortestPathForm(Form):
     def wrong_demonstration(self, entry: Entry, rng: random.Random) -> str | None:
         path = _shortest(self._search(entry), rng)
         walk = _walk(self._search(entry), rng, length=rng.randint(2, 6) if path is None else len(path))
-        # Some wrong answers say that there is no path where there is one.
+        # Some wrong demonstrations answer `none` although there is a path.
         if path is not None and (not walk or rng.random() < 0.1):
             return NO_PATH
         return self._text(walk) if walk else None
@@ -469,7 +478,8 @@ class ShortestPathForm(Form):
 
 @cache
 def _word_graph(length: int) -> dict[str, list[str]]:
-    """Return the words of the package with this many letters, in lower case, and the words one letter away."""
+    """Return the package's words with `length` letters in lower case. Each has a list of the words that differ from it
+    in one letter."""
     from reasoning_gym.algorithmic.word_ladder import WordLadderConfig, WordLadderDataset
 
     config = WordLadderConfig(min_word_length=length, max_word_length=length, seed=0, size=1)
@@ -479,9 +489,10 @@ def _word_graph(length: int) -> dict[str, list[str]]:
 
 class WordLadderForm(Form):
     """
-    Word ladder: `Change cat to dog.` is answered by `cot`, `cog` and `dog`, one word per line without the first one.
+    Word ladder: `Change cat to dog.` is answered by `cot`, `cog` and `dog`, one word per line, without the first word.
 
-    Each word must differ from the one before in one letter. The package checks that it knows all words.
+    Each word must differ from the previous word in one letter. An answer with a word that the package does not
+    know does not solve the task.
     """
 
     config = dict(min_word_length=3, max_word_length=3, min_chain_length=3, max_chain_length=5)

@@ -1,16 +1,16 @@
 """A second Python process that makes rows of reasoning-gym and scores answers.
 
-Reasons for a process of its own:
+Reasons for a second process:
 
-- reasoning-gym parses answers with `eval` and sympy. An answer such as `9**9**9` never ends, `R99999999999` fills the
-  memory, and `exit()` ends the process. The training run must survive all of them.
+- reasoning-gym parses answers with `eval` and sympy. Evaluating `9**9**9` never ends, `R99999999999` fills the memory,
+  and `exit()` ends the process. The training run must survive such answers.
 - Some data sets print to the standard output.
-- Some data sets iterate over sets. Python orders a set by the hash seed, which differs between processes. So two
-  processes of one run would get different questions. This process runs with a fixed hash seed.
-- The time limit works in every thread, and it also stops computations inside C code.
+- Some data sets iterate over sets. The order of a set depends on Python's hash seed, which differs between processes.
+  So two processes of one run would get different questions. This process runs with a fixed hash seed.
+- A time limit for a process works in every thread of the training run, and it also stops computations in C code.
 
-This file is also the program of that process. The file imports nothing of trl_explore, so that the process starts
-fast.
+The second process runs this file as its program. The file does not import other modules of trl_explore, so that the
+process starts fast.
 """
 
 import ast
@@ -31,10 +31,12 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-CPU_SECONDS = 3.0  # per answer; the slowest sane answer needs less than one
-WALL_SECONDS = 60.0  # per answer, for systems without a timer of CPU time, and for answers that wait
-MEMORY_BYTES = 8 * 2**30  # address space of the process
-# A longer answer scores 0: no data set has an answer of this length.
+CPU_SECONDS = 3.0  # per answer; the slowest reasonable answer needs less than one second
+WALL_SECONDS = (
+    60.0  # per answer, for systems that cannot limit CPU time, and for code that waits without using the CPU
+)
+MEMORY_BYTES = 8 * 2**30  # limit of the process's address space
+# A longer answer scores 0. No data set has right answers of this length.
 MAX_ANSWER_LENGTH = 100_000
 
 # Data sets that pass the answer to Python's `eval`.
@@ -43,10 +45,10 @@ EVALUATED = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_ins
 FORMULAS = frozenset(
     {"countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration"}
 )
-# No data set can parse this. It replaces answers that must not be evaluated.
+# Text that no data set can parse. It replaces answers that must not be evaluated.
 UNREADABLE = ")"
-NUMBERS: dict[str, Any] = {"Decimal": Decimal, "Fraction": Fraction, "complex": complex}  # written as text
-# Functions that a formula may call. Integral is one of them: the package's own answers use it.
+NUMBERS: dict[str, Any] = {"Decimal": Decimal, "Fraction": Fraction, "complex": complex}  # types stored as text
+# Functions that a formula may call. Integral is among them because the package's own answers use it.
 FUNCTIONS = frozenset(
     "Abs Add E Float Function I Integer Integral Max Min Mul Pow Rational Symbol abs acos acosh acot acsc asec asin "
     "asinh atan atan2 atanh cbrt cos cosh cot coth csc csch erf exp factorial log ln max min pi pow root round sec "
@@ -73,7 +75,7 @@ def encode(value: Any) -> str:
         `str`: The text.
 
     Raises:
-        TypeError: If `value` holds something of another type.
+        TypeError: If `value` contains an object of another type.
     """
     return json.dumps(_to_plain(value))
 
@@ -124,7 +126,7 @@ def _from_plain(value: Any) -> Any:
 
 
 def field_value(value: Any, default: Any) -> Any:
-    """Return a configuration value that came as JSON in the type of the field's `default`."""
+    """Convert a JSON value to the type of a configuration field, which is the type of `default`."""
     if isinstance(default, tuple) and isinstance(value, list):
         return tuple(value)
     if isinstance(default, (datetime.date, datetime.time)) and isinstance(value, str):
@@ -163,7 +165,8 @@ def make_data_set(name: str, config: Mapping[str, Any], *, seed: int, size: int)
 
 def safe_answer(name: str, answer: str) -> str:
     """
-    Return `answer`, or [`UNREADABLE`] if scoring it would run code that a model wrote, or compute a giant number.
+    Return `answer` if it is safe to score, or else [`UNREADABLE`]. An answer is unsafe if scoring it would run code
+    that the model wrote, or compute a huge number.
 
     Args:
         name (`str`):
@@ -182,7 +185,7 @@ def safe_answer(name: str, answer: str) -> str:
 
 
 def _is_literal(answer: str) -> bool:
-    """Return whether `eval(answer)` fails, or builds a value from constants and names and calls nothing."""
+    """Return whether `eval(answer)` raises a syntax error, or builds a value of constants and names without a call."""
     try:
         tree = ast.parse(answer.lstrip(" \t"), mode="eval")
     except Exception:
@@ -193,10 +196,10 @@ def _is_literal(answer: str) -> bool:
 
 
 def _is_formula(answer: str) -> bool:
-    """Return whether sympy fails to read `answer`, or reads a formula of elementary functions with small powers."""
+    """Return whether sympy cannot parse `answer`, or reads a formula of elementary functions with small numbers."""
     from sympy.parsing.sympy_parser import standard_transformations, stringify_expr
 
-    names: dict[str, Any] = dict(vars(builtins))  # parse_expr can call them, too
+    names: dict[str, Any] = dict(vars(builtins))  # parse_expr can also call these functions
     exec("from sympy import *", names)
     try:
         code = stringify_expr(answer, {}, names, standard_transformations)
@@ -207,7 +210,7 @@ def _is_formula(answer: str) -> bool:
 
 
 def _is_harmless(node: ast.AST) -> bool:
-    """Return whether `node` calls no function but the elementary ones, and reads no attribute."""
+    """Return whether `node` reads no attribute, and calls at most a function of [`FUNCTIONS`]."""
     if isinstance(node, ast.Call):
         called = node.func
         if isinstance(called, ast.Call):  # Function('f')(x)
@@ -220,7 +223,7 @@ def _is_harmless(node: ast.AST) -> bool:
 
 
 def _bits(node: ast.AST) -> float:
-    """Return an upper bound for the bits of the largest number that evaluating `node` makes."""
+    """Return an upper bound for the bits of the largest number that occurs when `node` is evaluated."""
     if isinstance(node, ast.Constant):
         return _bits_of_constant(node.value)
     if isinstance(node, ast.BinOp):
@@ -238,7 +241,7 @@ def _bits(node: ast.AST) -> float:
 
 
 def _bits_of_constant(value: Any) -> float:
-    if isinstance(value, str):  # auto_number writes Float('1e9'); other texts are names of symbols
+    if isinstance(value, str):  # sympy's parser writes numbers as Float('1e9'); other strings are names of symbols
         try:
             value = float(value)
         except ValueError:
@@ -255,12 +258,12 @@ def _bits_of_power(base: float, exponent: float) -> float:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The process that trains
+# In the training process
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 class Worker:
-    """Connection to a worker process, which starts with the first request and starts again after it died."""
+    """Connection to a worker process. The first request starts the process, and a request restarts it if it died."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
@@ -330,7 +333,7 @@ class Worker:
         message = dict(op="score", name=name, config=dict(config), given=answer)
         message.update({column: row[column] for column in ("question", "answer", "metadata")})
         key = (name, json.dumps(config, sort_keys=True))
-        if key not in self._open:  # loading the data set must not count as time of the answer
+        if key not in self._open:  # load the data set before the time limit of the answer starts
             opened = self._request(dict(op="open", name=name, config=dict(config)), None)
             if opened is None or "error" in opened:
                 reason = "its process ended" if opened is None else opened["error"]
@@ -350,7 +353,7 @@ class Worker:
             if pipe is not None:
                 try:
                     pipe.close()
-                except OSError:  # unsent text in a pipe that nobody reads
+                except OSError:  # closing a pipe sends buffered text, which the dead process cannot read
                     pass
         process.wait()
 
@@ -360,7 +363,7 @@ class Worker:
             try:
                 process = self._started()
                 reply = self._exchange(process, json.dumps(message), seconds)
-            except BaseException:  # the next request would read the reply to this one
+            except BaseException:  # end the process, or the next request would read the reply to this request
                 self.close()
                 raise
             if reply is None:
@@ -389,7 +392,7 @@ class Worker:
         if self._process is not None and self._process.poll() is None:
             return self._process
         self.close()
-        # -P: the folder of this file must not come first in the path, since it has a module `reasoning_gym`.
+        # -P keeps the folder of this file out of the module path, because the folder has a module `reasoning_gym`.
         self._process = subprocess.Popen(
             [sys.executable, "-P", os.path.abspath(__file__)],
             stdin=subprocess.PIPE,
@@ -397,7 +400,7 @@ class Worker:
             stderr=subprocess.DEVNULL,
             env={**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
             encoding="ascii",
-            start_new_session=True,  # Ctrl-C goes to the training run only
+            start_new_session=True,  # so that Ctrl-C interrupts the training run only
         )
         ready = self._exchange(self._process, json.dumps({"op": "ready", "path": sys.path}), None)
         if ready is None or "error" in ready:
@@ -410,7 +413,7 @@ _workers: dict[int, Worker] = {}
 
 
 def worker() -> Worker:
-    """Return this process's worker. A forked process gets one of its own."""
+    """Return the worker of this process. A forked process gets its own worker."""
     process = os.getpid()
     if process not in _workers:
         _workers[process] = Worker()
@@ -418,7 +421,7 @@ def worker() -> Worker:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The worker process
+# In the worker process
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -476,7 +479,7 @@ class _Server:
 
 
 def _seed_global(seed: int) -> None:
-    """Seed the global generators: codeio runs programs that draw from them."""
+    """Seed the global random generators, because programs in the rows of codeio use them."""
     import numpy as np
 
     random.seed(seed)
@@ -484,7 +487,8 @@ def _seed_global(seed: int) -> None:
 
 
 def _limit_cpu(seconds: float) -> None:
-    """End this process after so much CPU time; 0: no limit. The default action of the signal also stops C code."""
+    """End this process after `seconds` of CPU time; 0 removes the limit. The signal has its default action, which also
+    stops C code."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
@@ -500,16 +504,16 @@ def _limit_memory() -> None:
 
 
 def _serve() -> None:
-    # Some data sets print. Their text must not come between the replies.
+    # Some data sets print. Redirect the standard output, so that their text does not mix with the replies.
     replies = os.fdopen(os.dup(1), "w", encoding="ascii")
-    silent = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silent, 1)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
     _limit_memory()
     server = _Server()
     for line in sys.stdin:
         try:
             reply = server.answer(json.loads(line))
-        except BaseException as error:  # also SystemExit, which an evaluated answer may raise
+        except BaseException as error:  # includes SystemExit, which an evaluated answer may raise
             _limit_cpu(0.0)
             reply = {"error": f"{type(error).__name__}: {error}"}
         replies.write(json.dumps(reply) + "\n")

@@ -1,4 +1,4 @@
-r"""Tasks of the package reasoning-gym: rows, and a reward function that scores with the package's own `score_answer`.
+r"""Tasks of the package reasoning-gym: rows, and a reward function that calls the package's own `score_answer`.
 
 ```python
 >>> from trl import GRPOConfig, GRPOTrainer
@@ -34,10 +34,10 @@ from trl_explore.rewards.answers import BOXED, completion_text
 SOURCE = "reasoning_gym"
 SEED_OFFSET = 1_000_000  # added to the seed of the training rows gives the seed of the evaluation rows
 MAX_SEED = 2**31 - 1
-# Candidates that are tried per evaluation row before the data set counts as too small.
-TRIES_PER_ROW = 10
-MIN_TRIES = 200
-MAX_BOXES = 20  # boxes that are read from the end, until one is closed
+# Number of questions to try before an error says that the data set has too few different questions.
+TRIES_PER_ROW = 10  # per evaluation row
+MIN_TRIES = 200  # in total, at least
+MAX_BOXES = 20  # number of boxes to try, from the last one backwards, until one is closed
 
 ANSWER_IN = {
     "tags": "Write your final answer between <answer> and </answer>.",
@@ -91,7 +91,7 @@ def find_answer(text: str, answer_in: str) -> str | None:
 
 
 def _last_box(text: str) -> str | None:
-    # Unlike answers.extract_answer, this reads boxes of any length: solved grids are longer than 500 characters.
+    # answers.extract_answer reads boxes of at most 500 characters, and solved grids are longer.
     for mark in list(BOXED.finditer(text))[-MAX_BOXES:][::-1]:
         depth = 1
         for brace in re.finditer(r"[{}]", text[mark.end() :]):
@@ -103,9 +103,9 @@ def _last_box(text: str) -> str | None:
 
 class ReasoningGymReward:
     """
-    TRL reward function: the package's score of the answer in each completion.
+    Reward function for TRL: the package's score of the answer in each completion.
 
-    The object can be pickled. It reads the rows' columns `question`, `answer`, `metadata` and `dataset`.
+    The object can be pickled. It reads the columns `question`, `answer`, `metadata` and `dataset` of the rows.
 
     Args:
         name (`str`):
@@ -139,21 +139,21 @@ class ReasoningGymReward:
 
         Args:
             completions (`list[str]` or `list[list[dict]]`):
-                Completions, plain or as messages. Of messages the last one counts.
+                Completions, plain or as messages. In a list of messages, the last one is scored.
             question (`list[str]`):
                 Column of the rows: the package's question.
             answer (`list[str]`):
-                Column of the rows: the package's answer, or `None` where it has none.
+                Column of the rows: the package's answer, or `None` if it gives none.
             metadata (`list[str]`):
                 Column of the rows: the package's metadata as text.
             dataset (`list[str]`):
                 Column of the rows: name of the data set.
             **kwargs:
-                The other columns and TRL's arguments, unused.
+                Other columns and arguments that TRL passes. They are ignored.
 
         Returns:
-            `list[float | None]`: Scores, in most data sets 0 to 1. With the form `"steps"` 1.0 or 0.0. `None` for rows
-            of other data sets, which TRL skips: so the rows of several specs can be mixed.
+            `list[float | None]`: Scores, in most data sets between 0 and 1. With the form `"steps"`, 1.0 or 0.0. The
+            score is `None` for rows of other data sets. TRL skips these, so that rows of several specs can be mixed.
 
         Raises:
             ValueError: If the rows lack a column.
@@ -189,7 +189,8 @@ class ReasoningGymReward:
         given = FORMS[self.name].answer(text, entry_of(row))
         if given is None:
             return 0.0
-        # A part of the score for a wrong answer would reward answers that only keep to the form.
+        # The package gives a part of the score for some wrong answers. That would reward an answer that only follows
+        # the form, so count nothing but the full score.
         return float(worker().score(self.name, self.config, given, row) == 1.0)
 
 
@@ -214,14 +215,15 @@ class ReasoningGymSpec:
         eval_size (`int`, *optional*, defaults to `128`):
             Number of evaluation rows.
         eval_seed (`int`, *optional*):
-            Seed of the evaluation rows; `None`: `seed` plus a million. Questions of training rows are left out.
+            Seed of the evaluation rows. `None` is `seed` plus a million. Questions of training rows are left out.
         answer_in (`str`, *optional*, defaults to `"tags"`):
             Position of the answer in a completion: `"tags"` (between `<answer>` and `</answer>`), `"boxed"` (in
-            `\boxed{}`), `"last_line"` or `"completion"`. One sentence at the end of each question asks for it.
+            `\boxed{}`), `"last_line"` or `"completion"`. A sentence at the end of each question asks for this
+            position.
         form (`str`, *optional*, defaults to `"package"`):
-            `"package"`: the package's questions and answers. `"steps"`: short questions that are answered in short
-            lines, each of which is checked, for small models. Only some data sets have this form. It sets some fields
-            of `config` to values for easy problems, unless you set them.
+            `"package"`: the package's questions and answers. `"steps"`: short questions for small models. The model
+            answers in short lines, and each line is checked. Only some data sets have this form. It chooses fields of
+            `config` that give easy problems, and your own fields override them.
         system_prompt (`str`, *optional*):
             Text of a system message before each question.
         **config:
@@ -282,17 +284,18 @@ class ReasoningGymSpec:
 
     @cached_property
     def train_dataset(self) -> Dataset:
-        """Training rows: a conversational `prompt`, and what scoring reads as text."""
+        """Training rows: a conversational `prompt`, and columns of text that the reward function reads."""
         return self._dataset(self._train_rows)
 
     @cached_property
     def eval_dataset(self) -> Dataset:
-        """Evaluation rows with the same columns. Each question occurs once, and no question is a training row's."""
+        """Evaluation rows with the same columns. Each question occurs once, and none is the question of a training
+        row."""
         seen = {self._key(row) for row in self._train_rows}
         rows: list[dict[str, Any]] = []
         tries = max(MIN_TRIES, TRIES_PER_ROW * self._eval_size)
         for start in range(0, tries, self._eval_size):
-            # The package seeds row i with seed + i, so the next seed continues the rows.
+            # The package generates row i with the seed `seed + i`, so this seed continues the rows.
             seed = self._eval_seed + start
             for row in worker().rows(self._name, self.config, seed=seed, size=self._eval_size):
                 key = self._key(row)
@@ -309,20 +312,20 @@ class ReasoningGymSpec:
 
     @cached_property
     def reward_funcs(self) -> ReasoningGymReward:
-        """Reward function with the name `reasoning_gym_NAME`."""
+        """Reward function. Its name in TRL's metrics is `reasoning_gym_NAME`."""
         form = "package" if self._form is None else "steps"
         return ReasoningGymReward(self._name, self.config, self._answer_in, form)
 
     def answer_fn(self, text: str) -> str | None:
         """
-        Read the answer of a completion, on which `maj@k` votes.
+        Return the answer in a completion. `maj@k` counts votes for answers.
 
         Args:
             text (`str`):
                 Text of a completion.
 
         Returns:
-            `str` or `None`: The answer, see [`find_answer`]; with the form `"steps"` the whole text.
+            `str` or `None`: The answer, see [`find_answer`]. With the form `"steps"`, the whole text.
         """
         return find_answer(text, self._answer_in) if self._form is None else text.strip() or None
 
@@ -330,6 +333,11 @@ class ReasoningGymSpec:
     def options(self) -> dict[str, Any]:
         """Fields of `GRPOConfig` that suit the task."""
         return {"max_completion_length": 1024 if self._form is None else self._form.max_completion_length}
+
+    @property
+    def step_delimiters(self) -> list[str] | None:
+        """Texts that end a step of an answer. `None` for the form `"package"`, whose answers have no common format."""
+        return None if self._form is None else list(self._form.step_delimiters)
 
     def demonstration(self, row: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
         """
@@ -342,12 +350,12 @@ class ReasoningGymSpec:
                 Source of randomness.
 
         Returns:
-            `dict`: The row's `prompt`, and as `completion` one message of the assistant. About half of the
-            demonstrations are right. With the form `"package"`, they hold only the answer: the right one, or that of
-            another training row.
+            `dict`: A row of `SFTTrainer`: the row's `prompt`, and a `completion` of one message. About half of the
+            demonstrations solve the task. With the form `"package"`, a demonstration holds only an answer: the answer
+            of this row, or the answer of a random training row.
 
         Raises:
-            ValueError: If the package has no answer to show.
+            ValueError: If the data set has no answers.
         """
         text = self._marked_answer(row, rng) if self._form is None else self._form.demonstration(entry_of(row), rng)
         return {"prompt": row["prompt"], "completion": [{"role": "assistant", "content": text}]}
@@ -389,7 +397,7 @@ class ReasoningGymSpec:
 
 def list_names() -> list[str]:
     """
-    Return the names of the data sets that [`ReasoningGymSpec`] takes, in alphabetical order.
+    Return the names of the data sets that [`ReasoningGymSpec`] accepts, in alphabetical order.
 
     Returns:
         `list[str]`: The names.
@@ -441,7 +449,7 @@ def _steps_form(name: str, answer_in: str) -> Form:
 
 
 def _checked_config(name: str, config: Mapping[str, Any], seed: int, size: int) -> dict[str, Any]:
-    """Return the fields as JSON values, after the package has accepted them."""
+    """Return the fields as JSON values. Raise a ValueError if the package does not accept them."""
     defaults = field_defaults(_registry()[name][1])
     checked = {}
     for field, value in config.items():
@@ -451,25 +459,16 @@ def _checked_config(name: str, config: Mapping[str, Any], seed: int, size: int) 
     try:
         make_data_set(name, checked, seed=seed, size=size)
     except Exception as error:
-        raise ValueError(f"{SOURCE}:{name} refuses its fields: {_complaint(error)}") from error
+        raise ValueError(f"{SOURCE}:{name} refuses its fields: {_error_message(error)}") from error
     return checked
 
 
 def _checked_value(name: str, field: str, value: Any, default: Any) -> Any:
+    """Return the value of a field as JSON. Raise a ValueError if its type is wrong, or JSON has no such type."""
     if isinstance(value, (date, time)):
         value = value.isoformat()
-    kind = type(default)
-    right = isinstance(value, kind)
-    if isinstance(value, bool) or isinstance(default, bool):
-        right = isinstance(value, bool) and isinstance(default, bool)
-    elif kind is float:
-        right = isinstance(value, (int, float))
-    elif kind in (list, tuple):
-        right = isinstance(value, (list, tuple))
-    elif kind not in (int, str):
-        right = True  # the package checks it
-    if default is not None and not right:
-        raise ValueError(f"{SOURCE}:{name}: `{field}` is {value!r}; its type must be {kind.__name__}.")
+    if default is not None and not _has_type_of(default, value):
+        raise ValueError(f"{SOURCE}:{name}: `{field}` is {value!r}; its type must be {type(default).__name__}.")
     try:
         return json.loads(json.dumps(value))
     except TypeError:
@@ -478,8 +477,22 @@ def _checked_value(name: str, field: str, value: Any, default: Any) -> Any:
         ) from None
 
 
-def _complaint(error: Exception) -> str:
-    """Return the package's own words in one line; of an assertion without a text, the condition that failed."""
+def _has_type_of(default: Any, value: Any) -> bool:
+    """Return whether `value` has the type that a field with this default needs. The package itself checks fields whose
+    defaults are not numbers, strings or lists."""
+    if isinstance(value, bool) or isinstance(default, bool):  # in Python, a bool is also an int
+        return isinstance(value, bool) and isinstance(default, bool)
+    kind = type(default)
+    if kind is float:
+        return isinstance(value, (int, float))
+    if kind in (list, tuple):
+        return isinstance(value, (list, tuple))
+    return kind not in (int, str) or isinstance(value, kind)
+
+
+def _error_message(error: Exception) -> str:
+    """Return the message of the package's error in one line. If it is empty, as for `assert` without a text, return
+    the line of code that failed."""
     text = " ".join(str(error).split())
     if not text:
         text = traceback.extract_tb(error.__traceback__)[-1].line or type(error).__name__

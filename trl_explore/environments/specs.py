@@ -1,4 +1,4 @@
-"""Protocols of tasks of other packages, and how one is made by its name."""
+"""Protocols for tasks of other packages, and the function that creates such a task."""
 
 import random
 from collections.abc import Callable, Mapping
@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from datasets import Dataset
 
-SOURCES = ("reasoning_gym", "textarena")  # prefixes of the names of tasks
+SOURCES = ("reasoning_gym", "textarena")  # packages; a task's name begins with one of them and a colon
 
 
 def names_a_spec(name: str) -> bool:
@@ -15,7 +15,12 @@ def names_a_spec(name: str) -> bool:
 
 
 class TaskSpec(Protocol):
-    """A task: what `GRPOTrainer` takes, under the names of TRL's own specs."""
+    """
+    A task of another package. The attributes have the names of `GRPOTrainer`'s arguments, as in TRL's own specs.
+
+    A task may have two more attributes: `step_delimiters`, a list of texts that end a step of an answer, for methods
+    that branch at steps; and `answer_fn`, a function that returns the answer in a completion, for votes.
+    """
 
     @property
     def name(self) -> str:
@@ -23,36 +28,39 @@ class TaskSpec(Protocol):
 
     @property
     def train_dataset(self) -> Dataset:
-        """Training rows: a conversational `prompt`, and the plain columns that rewards and environments read."""
+        """Training rows: a conversational `prompt`, and the columns that the reward function or the environment
+        reads."""
 
     @property
     def eval_dataset(self) -> Dataset:
-        """Held-out rows with the same columns. They come from another seed, and none is a training row."""
+        """Evaluation rows with the same columns. They come from another seed, and none of them is a training row."""
 
     @property
     def reward_funcs(self) -> Callable[..., list[float | None]]:
-        """TRL reward function."""
+        """Reward function with the signature that TRL expects."""
 
     @property
     def environment_factory(self) -> Callable[[], Any] | None:
-        """Makes the environment of one rollout; `None` for a task of one turn."""
+        """Function that creates the environment of one rollout. `None` if the task has no tools."""
 
     @property
     def options(self) -> dict[str, Any]:
-        """Fields of `GRPOConfig` that suit the task, such as `max_completion_length`; a user's own come first."""
+        """Fields of `GRPOConfig` that suit the task, such as `max_completion_length`. The user's values override
+        them."""
 
 
 class TeachableSpec(TaskSpec, Protocol):
     """A task that also writes demonstrations for a supervised warm start."""
 
     def demonstration(self, row: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
-        """Return a row of `SFTTrainer`: conversational `prompt` and `completion`, and for an agent the schemas of its
-        `tools` as JSON text. The prompt is that of a rollout on `row`. About half of the demonstrations are right."""
+        """Return a row of `SFTTrainer`: a conversational `prompt` and `completion`, and for an agent the schemas of
+        its `tools` as JSON text. The prompt is the same as in a rollout on `row`. About half of the demonstrations
+        solve the task."""
 
 
 def load_spec(name: str, config: Mapping[str, Any] | None = None, *, seed: int = 0) -> TaskSpec:
     """
-    Makes the spec of a task of another package.
+    Create a task of another package.
 
     Args:
         name (`str`):
@@ -60,13 +68,13 @@ def load_spec(name: str, config: Mapping[str, Any] | None = None, *, seed: int =
         config (`Mapping`, *optional*):
             Arguments of [`ReasoningGymSpec`] or [`TextArenaSpec`] in addition to the name.
         seed (`int`, *optional*, defaults to `0`):
-            Seed of the training rows, where `config` has none.
+            Seed of the training rows, if `config` has no `seed`.
 
     Returns:
-        [`TaskSpec`]: The spec.
+        [`TaskSpec`]: The task.
 
     Raises:
-        ValueError: If there is no such task, or it has no such argument.
+        ValueError: If there is no task with this name, or an argument in `config` is wrong.
         ImportError: If the package is not installed.
     """
     source, _, rest = name.partition(":")

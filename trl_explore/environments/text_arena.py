@@ -1,4 +1,4 @@
-"""Games of TextArena as a task: rows with seeds, environments that play, and the reward of the games."""
+"""Tasks made of TextArena's games for one player: rows with seeds, environments, and a reward function."""
 
 import json
 import random
@@ -15,35 +15,36 @@ from trl_explore.environments.text_arena_registry import (
     check_arguments,
     family_of,
     known_ids,
-    why_not,
+    refusal_reason,
     without_downloads,
 )
 from trl_explore.names import unknown_name
 
-DEFAULT_TURNS = 50  # of games without a limit of their own
-# Arguments by which games limit their turns, with the number of extra turns: Bandit asks for one more choice.
+DEFAULT_TURNS = 50  # limit for games that have none
+# Arguments with which games limit their turns, and the number of turns that a game takes beyond that limit. Bandit
+# asks for one more choice after its `num_turns` turns.
 LIMITS = {"max_turns": 0, "num_turns": 1, "num_guesses": 0, "N": 0}
 SEED_OFFSET = 1_000_000  # added to the seed of the training rows gives the seed of the evaluation rows
-NUM_SEEDS = 2**31  # of games
-VARIANTS = ("-train", "-raw")  # ids of the same games with other wrappers, which are not used here
-TURN_TOKENS = 50  # of a tool call, a short answer, and the marks of two turns
-CHARACTERS_PER_TOKEN = 2  # of boards; prose has four
-CAREFUL_SHARE = 0.5  # of demonstrations that follow the hints of the game
-LAST_WORD = "Done."
+NUM_SEEDS = 2**31  # seeds of games are below this number
+VARIANTS = ("-train", "-raw")  # ends of ids that name the same games with other wrappers
+TURN_TOKENS = 50  # tokens of a tool call, a short answer, and the special tokens of both messages
+CHARACTERS_PER_TOKEN = 2  # in the text of a board; prose has about four
+HINT_SHARE = 0.5  # share of demonstrations that use the hints of the game
+FINAL_MESSAGE = "Done."  # of the assistant, after the game's last answer
 
 
 def textarena_reward(environments: list[TextArenaGame], **columns: Any) -> list[float | None]:
     """
-    Reward of each game, see [`TextArenaGame.reward`].
+    Return the reward of each game, see [`TextArenaGame.reward`].
 
     Args:
         environments (`list[TextArenaGame]`):
             The games that were played, `[B]`.
         columns (*optional*):
-            Other arguments of TRL, which are not read.
+            Other arguments that TRL passes. They are ignored.
 
     Returns:
-        `list[float]`: Rewards `[B]`, 0 to 1 for most games.
+        `list[float]`: Rewards `[B]`. In most games they are between 0 and 1.
     """
     return [game.reward for game in environments]
 
@@ -52,7 +53,7 @@ class TextArenaSpec:
     """
     A game of [TextArena](https://github.com/LeonGuertler/TextArena) for one player, as a task for `GRPOTrainer`.
 
-    The model plays by calls of one tool, `act(action)`. The rules and the first position are the prompt.
+    The model plays by calling one tool, `act(action)`. The prompt holds the rules and the first position.
 
     ```python
     spec = TextArenaSpec("GuessTheNumber-v0", max_turns=6)
@@ -69,23 +70,24 @@ class TextArenaSpec:
         env_id (`str`):
             Id of the game in TextArena's registry, such as `Minesweeper-v0-small`.
         size (`int`, *optional*, defaults to `1000`):
-            Number of training rows, at least 1. Each is a game of another seed.
+            Number of training rows, at least 1. Each row is a game with its own seed.
         seed (`int`, *optional*, defaults to `0`):
-            Seed from which the seeds of the training rows are drawn.
+            Seed of the random generator that chooses the seeds of the training rows.
         eval_size (`int`, *optional*, defaults to `128`):
             Number of evaluation rows, at least 1.
         eval_seed (`int`, *optional*):
-            Seed from which the seeds of the evaluation rows are drawn; `None`: `seed` plus a million.
+            Seed of the random generator that chooses the seeds of the evaluation rows. `None` is `seed` plus a
+            million.
         max_turns (`int`, *optional*):
-            Limit of tool calls, at least 1; invalid moves count. If the game has a limit of its own, it gets this one.
-            `None` keeps the game's limit, and sets 50 if it has none.
+            Maximum number of tool calls in a game, at least 1. Invalid moves count. If the game has its own limit, it
+            is set to `max_turns`. `None` keeps the game's limit; for a game without a limit, it is 50.
         system_prompt (`str`, *optional*):
             System message of each prompt.
         rules (`str`, *optional*):
-            Text to show instead of the game's rules. Short rules make cheap prompts.
+            Text to show instead of the game's rules. A shorter text gives shorter prompts.
         wins_only (`bool`, *optional*, defaults to `False`):
-            Give 1 for a win (a reward of the game of at least 1) and 0 otherwise. By default the reward is the game's,
-            and many games also reward the part of the task that is done.
+            If `True`, the reward is 1 for a win (a game's reward of at least 1) and 0 otherwise. If `False`, it is the
+            game's own reward, and many games also reward a part of the task.
         config (*optional*):
             Arguments of the game's constructor, such as `max_number=50`.
 
@@ -117,7 +119,7 @@ class TextArenaSpec:
         _check_number("eval_seed", eval_seed, 0)
         if max_turns is not None:
             _check_number("max_turns", max_turns, 1)
-        reason = why_not(env_id)
+        reason = refusal_reason(env_id)
         if reason is not None:
             raise ValueError(f"`env_id` is {env_id!r}, which cannot be used: {reason}")
         check_arguments(env_id, config)
@@ -126,7 +128,7 @@ class TextArenaSpec:
         self.eval_seed = eval_seed
         self.system_prompt = system_prompt
         self.config, self.max_turns = _with_limit(env_id, config, max_turns)
-        reason = why_not(env_id, self.config)
+        reason = refusal_reason(env_id, self.config)
         if reason is not None:
             raise ValueError(f"`env_id` is {env_id!r}, which cannot be used with these arguments: {reason}")
         self._maker = GameMaker(env_id, self.config)
@@ -154,29 +156,31 @@ class TextArenaSpec:
 
     @property
     def environment_factory(self) -> Callable[[], TextArenaGame]:
-        """Makes the environment of one rollout. It can be pickled."""
+        """Function that creates the environment of one rollout. It can be pickled."""
         return partial(TextArenaGame, self._maker, self._rules)
 
     @property
     def options(self) -> dict[str, Any]:
-        """Fields of `GRPOConfig`: as many tool calls as a game has turns, and an estimate of the tokens of a game."""
+        """Fields of `GRPOConfig`. `max_tool_calling_iterations` is the maximum number of turns, and
+        `max_completion_length` an estimate of the tokens of a game with that many turns."""
         turn = TURN_TOKENS + self._maker.board_length() // CHARACTERS_PER_TOKEN
         return {"max_tool_calling_iterations": self.max_turns, "max_completion_length": self.max_turns * turn}
 
     def demonstration(self, row: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
         """
-        Show a game of GuessTheNumber. Half of the games guess the middle of the numbers that are still possible, and
-        win if `max_turns` allows it. The others ignore the hints, and guess any number that was not guessed before.
+        Play a game of GuessTheNumber as a demonstration. About half of the demonstrations use the game's hints: they
+        guess the middle of the numbers that are still possible, and win if `max_turns` allows it. The others ignore
+        the hints and guess any number that they have not guessed before.
 
         Args:
             row (`Mapping`):
-                A row of the data.
+                A row of this task.
             rng (`random.Random`):
-                Chooses the player and its guesses.
+                Source of randomness.
 
         Returns:
             `dict`: A row of `SFTTrainer`. `prompt`: the row's prompt with the rules. `completion`: tool calls and
-            answers up to the end of the game, and a last word. `tools`: the schema of `act` as JSON text.
+            answers up to the end of the game, and a final message. `tools`: the schema of `act` as JSON text.
 
         Raises:
             ValueError: If the game is not GuessTheNumber.
@@ -208,8 +212,8 @@ class TextArenaSpec:
 
 def list_names() -> list[str]:
     """
-    Return the ids of the games that [`TextArenaSpec`] takes on this machine, in the order of TextArena's registry. Ids
-    with `-train` and `-raw` are left out, as they stand for the same games. Nothing is downloaded.
+    Return the ids of the games that [`TextArenaSpec`] accepts on this machine, in the order of TextArena's registry.
+    Ids that end in `-train` or `-raw` are left out, because they name the same games. Nothing is downloaded.
 
     Returns:
         `list[str]`: The ids.
@@ -223,7 +227,7 @@ def list_names() -> list[str]:
         for name in names:
             family = family_of(name)
             if family not in usable:
-                usable[family] = why_not(name) is None
+                usable[family] = refusal_reason(name) is None
     return [name for name in names if usable[family_of(name)]]
 
 
@@ -233,7 +237,8 @@ def _check_number(field: str, value: object, lowest: int) -> None:
 
 
 def _with_limit(env_id: str, config: Mapping[str, Any], max_turns: int | None) -> tuple[dict[str, Any], int]:
-    """Arguments of a game with its limit of turns, and that limit."""
+    """Return the arguments of a game, which include its maximum number of turns if the game has such an argument; and
+    that number."""
     given = {**arguments_of(env_id), **config}
     if max_turns is None:
         own = [given[name] + more for name, more in LIMITS.items() if given.get(name)]
@@ -242,15 +247,16 @@ def _with_limit(env_id: str, config: Mapping[str, Any], max_turns: int | None) -
 
 
 def _seeds(stream: str, number: int, without: Iterable[int] = ()) -> list[int]:
-    """Different seeds of games, drawn from a stream of that name."""
-    left_out = set(without)
-    drawn = random.Random(stream).sample(range(NUM_SEEDS), number + len(left_out))
-    return [seed for seed in drawn if seed not in left_out][:number]
+    """Return `number` different seeds of games, none of them in `without`. `stream` is the seed of the random
+    generator that chooses them."""
+    excluded = set(without)
+    candidates = random.Random(stream).sample(range(NUM_SEEDS), number + len(excluded))
+    return [seed for seed in candidates if seed not in excluded][:number]
 
 
 def _guessing_game(game: TextArenaGame, low: int, high: int, rng: random.Random) -> list[dict[str, Any]]:
-    """Play a game of GuessTheNumber for a number from `low` to `high`."""
-    follows_hints = rng.random() < CAREFUL_SHARE
+    """Play a game of GuessTheNumber for a number from `low` to `high`, and return the messages."""
+    follows_hints = rng.random() < HINT_SHARE
     messages: list[dict[str, Any]] = []
     left = list(range(low, high + 1))
     while not game.done:
@@ -263,9 +269,10 @@ def _guessing_game(game: TextArenaGame, low: int, high: int, rng: random.Random)
             left = [number for number in left if number > guess]
         else:
             left = [number for number in left if number < guess]
-    return [*messages, {"role": "assistant", "content": LAST_WORD}]
+    return [*messages, {"role": "assistant", "content": FINAL_MESSAGE}]
 
 
 def _call(action: str) -> dict[str, Any]:
+    """Return a message of the assistant that calls `act`."""
     function = {"name": "act", "arguments": {"action": action}}
     return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}

@@ -1,8 +1,9 @@
-"""Games of TextArena for one player, as environments that TRL's `environment_factory` makes.
+"""Games of TextArena for one player, as environments for TRL's `environment_factory`.
 
-TextArena's games draw from the global random generators of Python and NumPy, also in the middle of a game. Every game
-here has a state of its own for both, which is only swapped in while the game is asked something. So games do not
-disturb each other or the training, and a copy of a game plays on exactly as the original would.
+TextArena's games use the global random generators of Python and NumPy, also in the middle of a game. Each game here
+stores its own states of both generators. A call to the game installs these states, and restores the previous ones
+afterwards. So games do not influence each other or the training, and a copy of a game continues exactly as the
+original would.
 """
 
 import contextlib
@@ -19,10 +20,10 @@ import numpy as np
 
 from trl_explore.agents.snapshots import not_a_tool
 
-# Names of the methods by which games say how much of a task is done. TextArena has no common name for them.
+# Methods of games that return how much of the task is done. TextArena has no common name for them.
 PROGRESS_METHODS = ("_get_percentage_completion", "_calculate_progress", "_progress")
-WORD_LIST_SIZE = 1000  # a collection of so many entries is a word list or a table, which no game changes
-RESET_TRIES = 10  # some generators fail for a few seeds: the next seed is tried then
+WORD_LIST_SIZE = 1000  # a collection with at least this many entries is a word list or a table, which no game changes
+RESET_TRIES = 10  # some games fail to generate a puzzle for a few seeds, so `reset` tries the next seeds
 
 GAME_OVER = "The game is over."
 NO_TURNS_LEFT = "No turns are left. The game is over."
@@ -32,14 +33,14 @@ NO_TURNS_LEFT = "No turns are left. The game is over."
 class GameRules:
     """Settings that all games of a task share."""
 
-    max_turns: int  # tool calls of a game
-    rules: str | None = None  # in the place of the rules that the game shows; None keeps them
-    wins_only: bool = False  # reward 1 for a win and 0 otherwise, instead of the game's own
+    max_turns: int  # maximum number of tool calls in a game
+    rules: str | None = None  # text that replaces the rules that the game shows; None keeps the game's rules
+    wins_only: bool = False  # True: the reward is 1 for a win and 0 otherwise; False: the game's own reward
 
 
 class GameMaker:
     """
-    Makes games of one id.
+    Creates games of one id.
 
     Args:
         env_id (`str`):
@@ -52,7 +53,7 @@ class GameMaker:
         self.env_id, self.config = env_id, dict(config)
         self._template: Any = None
         self._adds_brackets = False
-        self._draws = False  # whether constructing a game draws random numbers
+        self._is_random = False  # True if the constructor of the game uses random numbers
         self._constants: list[Any] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -63,30 +64,31 @@ class GameMaker:
 
     @property
     def adds_brackets(self) -> bool:
-        """True if the game of this id takes `5` for `[5]`. Ids that end in `-raw` do not."""
+        """True if the game reads the move `5` as `[5]`. Games whose ids end in `-raw` do not."""
         self._prepare()
         return self._adds_brackets
 
     def make(self) -> Any:
-        """Return a new game. Making it may draw from the global generators."""
-        # Without TextArena's wrappers: they repeat the whole history in every answer.
+        """Return a new game. This may use the global random generators."""
+        # TextArena's wrappers repeat the whole history in every answer, so remove them.
         self._prepare()
-        if self._draws:
+        if self._is_random:
             return _unwrapped(self._constructed())
         return copy.deepcopy(self._template, self.memo())
 
     def board_length(self) -> int:
-        """Return the characters of the longest message of a first position, without the rules."""
+        """Return the number of characters in the longest message that a game starts with. The rules do not count."""
         from textarena import ObservationType
 
-        with own_chance(Chance.seeded(0)):
+        with use_random_states(RandomStates.seeded(0)):
             game = self.make()
             game.reset(num_players=1, seed=0)
         messages = game.get_observation()[1]
         return max((len(text) for _, text, kind in messages if kind is not ObservationType.PROMPT), default=0)
 
     def memo(self) -> dict[int, Any]:
-        """Return a `memo` for [`copy.deepcopy`]: copies of a game share the word lists, which no game changes."""
+        """Return a `memo` for [`copy.deepcopy`], with which copies share the word lists, because no game changes
+        them."""
         return {id(shared): shared for shared in (self, *self._constants)}
 
     def _prepare(self) -> None:
@@ -94,9 +96,9 @@ class GameMaker:
             return
         from textarena.wrappers import ActionFormattingWrapper
 
-        with own_chance(Chance.seeded(0)) as chance:
+        with use_random_states(RandomStates.seeded(0)) as states:
             wrapped = self._constructed()
-        self._draws = not chance.equals(Chance.seeded(0))
+        self._is_random = not states.equals(RandomStates.seeded(0))
         self._adds_brackets = _is_wrapped_with(wrapped, ActionFormattingWrapper)
         self._template = _unwrapped(wrapped)
         self._constants = _word_lists(self._template)
@@ -107,77 +109,84 @@ class GameMaker:
         return textarena.make(self.env_id, **copy.deepcopy(self.config))
 
 
-class Chance:
-    """States of the global random generators of Python and NumPy, stored for one game."""
+class RandomStates:
+    """States of the random generators of Python and NumPy, stored for one game."""
 
     def __init__(self, python: Any, numpy: Any) -> None:
         self.python, self.numpy = python, numpy
 
     @classmethod
-    def seeded(cls, seed: int) -> "Chance":
-        """Return the states of freshly seeded generators."""
+    def seeded(cls, seed: int) -> "RandomStates":
+        """Return the states of generators with the seed `seed`."""
         return cls(random.Random(seed).getstate(), np.random.RandomState(seed % 2**32).get_state())
 
     @classmethod
-    def current(cls) -> "Chance":
-        """Return the states of the global generators now."""
+    def current(cls) -> "RandomStates":
+        """Return the current states of the global generators."""
         return cls(random.getstate(), np.random.get_state())
 
-    def equals(self, other: "Chance") -> bool:
-        """True if both pairs of generators will draw the same numbers."""
+    def equals(self, other: "RandomStates") -> bool:
+        """Return whether generators with these states and with `other` give the same numbers."""
         keys = np.array_equal(self.numpy[1], other.numpy[1])
         return self.python == other.python and keys and self.numpy[2:] == other.numpy[2:]
 
     def install(self) -> None:
-        """Give the global generators these states."""
+        """Set the global generators to these states."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
 
 
 @contextlib.contextmanager
-def own_chance(chance: Chance) -> Iterator[Chance]:
-    """Install `chance` in the global generators, and store their final states in it at the end. What a game prints is
-    hidden."""
-    before = Chance.current()
-    chance.install()
+def use_random_states(states: RandomStates) -> Iterator[RandomStates]:
+    """
+    Run code with the generator states of a game, and hide the text that a game prints.
+
+    Args:
+        states ([`RandomStates`]):
+            States that the global generators get for the time of the block. At its end, `states` is set to the states
+            that they have then, and the global generators get their previous states again.
+    """
+    before = RandomStates.current()
+    states.install()
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            yield chance
+            yield states
     finally:
-        after = Chance.current()
-        chance.python, chance.numpy = after.python, after.numpy
+        after = RandomStates.current()
+        states.python, states.numpy = after.python, after.numpy
         before.install()
 
 
 @dataclass
-class Played:
-    """A game that was begun: all that changes while it is played."""
+class StartedGame:
+    """Everything that changes while a game is played."""
 
     game: Any
-    chance: Chance
-    turns: int = 0  # tool calls so far
+    random_states: RandomStates
+    turns: int = 0  # number of tool calls so far
 
-    def copied(self, memo: dict[int, Any]) -> "Played":
-        """Return a copy that plays on as this game would."""
-        # Nobody changes the states of generators in place, so both share them.
-        chance = Chance(self.chance.python, self.chance.numpy)
-        return Played(copy.deepcopy(self.game, memo), chance, self.turns)
+    def copied(self, memo: dict[int, Any]) -> "StartedGame":
+        """Return a copy that continues exactly as this game would."""
+        # No code changes a generator's state in place, so the copy can refer to the same objects.
+        states = RandomStates(self.random_states.python, self.random_states.numpy)
+        return StartedGame(copy.deepcopy(self.game, memo), states, self.turns)
 
 
 class TextArenaGame:
     """
-    A game of TextArena for one player, with one tool. It ends by the game's own rules, or after `max_turns` calls.
+    A game of TextArena for one player, with the tool `act`. The game ends according to its rules, or after `max_turns`
+    calls of the tool.
 
     Args:
         maker ([`GameMaker`]):
-            Makes the game.
+            Creates the game.
         rules ([`GameRules`]):
-            Its limit of turns and its reward.
+            Maximum number of turns, the text of the rules and the kind of reward.
     """
 
     def __init__(self, maker: GameMaker, rules: GameRules) -> None:
         self._maker, self._rules = maker, rules
-        self._played: Played | None = None
+        self._started: StartedGame | None = None
 
     def reset(self, seed: int, **columns: Any) -> str:
         """
@@ -187,21 +196,21 @@ class TextArenaGame:
             seed (`int`):
                 Seed of the game, at least 0. The same seed and the same moves always give the same game.
             columns (*optional*):
-                Other columns of the row, which are not read.
+                Other columns of the row. They are ignored.
 
         Returns:
-            `str`: The rules and the first position, which TRL appends to the prompt.
+            `str`: The rules and the first position. TRL appends them to the prompt.
         """
-        error: Exception | None = None
-        self._played = None
-        for place in range(RESET_TRIES):
+        first_error: Exception | None = None
+        self._started = None
+        for offset in range(RESET_TRIES):
             try:
-                self._played = self._begun(int(seed) + place)
-                return self._news()
-            except Exception as failed:  # a generator that finds no puzzle raises any type
-                error = error or failed
-        assert error is not None
-        raise error
+                self._started = self._start(int(seed) + offset)
+                return self._new_messages()
+            except Exception as error:  # a game that finds no puzzle may raise any type
+                first_error = first_error or error
+        assert first_error is not None
+        raise first_error
 
     def act(self, action: str) -> str:
         """
@@ -215,87 +224,88 @@ class TextArenaGame:
         """
         if self.done:
             return GAME_OVER
-        played = self._begun_game()
-        text = str(action).strip()  # a model may also write a number
+        started = self._require_started()
+        text = str(action).strip()  # a model may also pass a number
         if self._maker.adds_brackets and not set(text) & set("[]"):
             text = f"[{text}]"
-        played.turns += 1
-        with own_chance(played.chance):
-            played.game.step(text)
-        return self._news()
+        started.turns += 1
+        with use_random_states(started.random_states):
+            started.game.step(text)
+        return self._new_messages()
 
     @property
     def done(self) -> bool:
-        """Whether the game is over."""
-        played = self._begun_game()
-        return bool(played.game.state.done) or played.turns >= self._rules.max_turns
+        """True if the game is over."""
+        started = self._require_started()
+        return bool(started.game.state.done) or started.turns >= self._rules.max_turns
 
     @property
     def reward(self) -> float:
-        """Reward of the game: its own, or, if it has not ended, the part of the task that is done. 0 if the game does
-        not tell, or was never started."""
-        if self._played is None:
+        """Reward of the game. If the game has ended by its own rules, it is the game's own reward. Otherwise it is the
+        part of the task that is done, or 0 if the game does not measure that. Before `reset` it is 0."""
+        if self._started is None:
             return 0.0
-        with own_chance(self._played.chance):
-            value = _value(self._played.game)
+        with use_random_states(self._started.random_states):
+            value = _value(self._started.game)
         return float(value >= 1) if self._rules.wins_only else value
 
     @property
     def num_turns(self) -> int:
-        """Number of moves so far."""
-        return self._begun_game().turns
+        """Number of tool calls so far."""
+        return self._require_started().turns
 
     @not_a_tool
-    def snapshot(self) -> Played:
-        """Return the state of the game. Any number of games may go on from it."""
-        return self._begun_game().copied(self._maker.memo())
+    def snapshot(self) -> StartedGame:
+        """Return the state of the game. Any number of games can continue from it."""
+        return self._require_started().copied(self._maker.memo())
 
     @not_a_tool
-    def restore(self, state: Played) -> None:
-        """Go on from a snapshot, also from a snapshot of another instance of the same task."""
-        self._played = state.copied(self._maker.memo())
+    def restore(self, state: StartedGame) -> None:
+        """Continue from a snapshot. It may come from another instance of the same task."""
+        self._started = state.copied(self._maker.memo())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TextArenaGame":
         twin = copy.copy(self)
         memo |= {id(self): twin, **self._maker.memo()}
         for name, value in vars(self).items():
-            copied = value.copied(memo) if isinstance(value, Played) else copy.deepcopy(value, memo)
+            copied = value.copied(memo) if isinstance(value, StartedGame) else copy.deepcopy(value, memo)
             setattr(twin, name, copied)
         return twin
 
-    def _begun_game(self) -> Played:
-        if self._played is None:
+    def _require_started(self) -> StartedGame:
+        if self._started is None:
             raise RuntimeError("the game was not started: call `reset(seed=...)` first.")
-        return self._played
+        return self._started
 
-    def _begun(self, seed: int) -> Played:
-        chance = Chance.seeded(seed)
-        with own_chance(chance):
+    def _start(self, seed: int) -> StartedGame:
+        states = RandomStates.seeded(seed)
+        with use_random_states(states):
             game = self._maker.make()
             game.reset(num_players=1, seed=seed)
-        return Played(game, chance)
+        return StartedGame(game, states)
 
-    def _news(self) -> str:
-        """Return what the game has said since it was last asked, without the player's own moves."""
+    def _new_messages(self) -> str:
+        """Return the game's messages since the last call, without the player's moves. If the game is over, the last
+        message says so."""
         from textarena import ObservationType
 
-        played = self._begun_game()
+        started = self._require_started()
         texts = []
-        for _, text, kind in played.game.get_observation()[1]:
+        for _, text, kind in started.game.get_observation()[1]:
             if kind is ObservationType.PROMPT and self._rules.rules is not None:
                 text = self._rules.rules
-            # A few games mix up the arguments when they note the player's move: then a number is in place of the text.
+            # A few games swap arguments when they record the player's move. Then `text` is a number.
             if kind is not ObservationType.PLAYER_ACTION and isinstance(text, str):
                 texts.append(text)
-        if played.game.state.done:
-            texts.append(str(played.game.state.game_info[0].get("reason") or GAME_OVER))
+        if started.game.state.done:
+            texts.append(str(started.game.state.game_info[0].get("reason") or GAME_OVER))
         elif self.done:
             texts.append(NO_TURNS_LEFT)
         return "\n".join(stripped for text in texts if (stripped := text.strip("\n").rstrip()))
 
 
 def _value(game: Any) -> float:
-    """Return the reward of a game that is over, or else its measure of progress."""
+    """Return the reward of a game that is over, or the progress of a game that is not, or 0 if there is no number."""
     value: Any = None
     if game.state.done:
         value = (game.state.rewards or {}).get(0)
@@ -304,7 +314,7 @@ def _value(game: Any) -> float:
             if hasattr(game, name):
                 value = getattr(game, name)()
                 break
-    # After a second invalid move in a row, a few games pass their explanation as the reward: that counts as nothing.
+    # After a second invalid move in a row, a few games set the reward to a text. Such a game has the reward 0.
     return float(value) if isinstance(value, Real) and math.isfinite(value) else 0.0
 
 
@@ -323,7 +333,7 @@ def _is_wrapped_with(env: Any, kind: type) -> bool:
 
 
 def _word_lists(game: Any) -> list[Any]:
-    """Return the large collections of a game and of its parts, such as the words of a dictionary."""
+    """Return the large collections of a game and of the objects in its attributes, such as a dictionary's words."""
     found = []
     for owner in (game, *vars(game).values()):
         for value in getattr(owner, "__dict__", {}).values():

@@ -1,4 +1,4 @@
-"""TextArena's registry: which games can be used here, and why the others cannot."""
+"""TextArena's registry, with checks for games that cannot be used here."""
 
 import contextlib
 import importlib
@@ -8,10 +8,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from trl_explore.environments.text_arena_games import Chance, GameMaker, own_chance
+from trl_explore.environments.text_arena_games import GameMaker, RandomStates, use_random_states
 from trl_explore.names import unknown_name
 
-# Games that ask a language model of a paid service to play a part, or to judge.
+# Games in which a language model of a paid service plays a role or judges.
 ASKS_A_MODEL = ("Debate", "GuessWho", "ScenarioPlanning", "TwentyQuestions")
 FOR_SEVERAL = "it is a game for two or more players, and there is no opponent here."
 NLTK_DATA = "words averaged_perceptron_tagger_eng"
@@ -34,7 +34,7 @@ def known_ids() -> list[str]:
 
 @contextlib.contextmanager
 def without_downloads() -> Iterator[None]:
-    """Keep games from downloading the word lists that they lack."""
+    """Prevent games from downloading missing word lists."""
     from textarena.envs.utils import word_lists
 
     nltk = word_lists.nltk
@@ -46,9 +46,9 @@ def without_downloads() -> Iterator[None]:
         nltk.download = before
 
 
-def why_not(env_id: str, config: Mapping[str, Any] | None = None) -> str | None:
+def refusal_reason(env_id: str, config: Mapping[str, Any] | None = None) -> str | None:
     """
-    Say why a game cannot be used.
+    Return the reason why a game cannot be used, or None if it can be used.
 
     Args:
         env_id (`str`):
@@ -57,22 +57,22 @@ def why_not(env_id: str, config: Mapping[str, Any] | None = None) -> str | None:
             Arguments of the game's constructor.
 
     Returns:
-        `str` or `None`: The reason in one sentence. None if the game can be used.
+        `str` or `None`: The reason in one sentence.
     """
     from textarena import SinglePlayerState
 
     family = family_of(env_id)
     if family in ASKS_A_MODEL:
-        return "it asks a language model of a paid service (OpenRouter) to play a part or to judge."
+        return "it asks a language model of a paid service (OpenRouter) to play a role or to judge."
     try:
-        with own_chance(Chance.seeded(0)):
+        with use_random_states(RandomStates.seeded(0)):
             game = GameMaker(env_id, config or {}).make()
             game.reset(num_players=1, seed=0)
             if not isinstance(game.state, SinglePlayerState):
                 return FOR_SEVERAL
             return FAULTS[family](game) if family in FAULTS else None
-    except Exception as error:  # each game fails in its own way
-        return _reason(error, family, config or {})
+    except Exception as error:  # a game may raise any type
+        return _explain_failure(error, family, config or {})
 
 
 def _fault_of_fifteen_puzzle(game: Any) -> str | None:
@@ -83,7 +83,7 @@ def _fault_of_fifteen_puzzle(game: Any) -> str | None:
 
 def _fault_of_bandit(game: Any) -> str | None:
     means = game.state.game_state["ground_truth"]
-    game.state.turn = game.num_turns  # the last choice, which decides
+    game.state.turn = game.num_turns  # the reward depends on the last choice only
     game.step(f"[{max(means, key=means.get)}]")
     if game.state.rewards[0] >= 1:
         return None
@@ -94,10 +94,11 @@ def _fault_of_set(game: Any) -> str | None:
     game.step("[1, 1, 1]")
     if not game.state.game_state["score"]:
         return None
-    return "its reward can be had without playing: three times the same card, [1, 1, 1], counts as a set."
+    return "it gives the reward without a game: three times the same card, [1, 1, 1], counts as a set."
 
 
-# Checks of games whose rewards teach the wrong thing in TextArena 0.7.4; a later version may be sound.
+# Checks of games that reward wrong moves or fail at the winning move in TextArena 0.7.4. Each check plays the move, so
+# it accepts a later version that is correct.
 FAULTS: dict[str, Callable[[Any], str | None]] = {
     "FifteenPuzzle": _fault_of_fifteen_puzzle,
     "Bandit": _fault_of_bandit,
@@ -106,15 +107,15 @@ FAULTS: dict[str, Callable[[Any], str | None]] = {
 
 
 def family_of(env_id: str) -> str:
-    """Return the name of the package that a game is in, such as `Game2048` for `2048-v0`."""
+    """Return the name of a game's package in TextArena, such as `Game2048` for `2048-v0`."""
     from textarena.envs.registration import ENV_REGISTRY
 
     return str(ENV_REGISTRY[env_id].entry_point).partition(":")[0].split(".")[-2]
 
 
 def arguments_of(env_id: str) -> dict[str, Any]:
-    """Return the arguments with which the registry makes a game, and the defaults of the others. An argument without
-    either is None."""
+    """Return the arguments of a game's constructor. Their values come from the registry, or else from the
+    constructor's defaults. An argument without a value is None."""
     from textarena.envs.registration import ENV_REGISTRY
 
     module, _, name = str(ENV_REGISTRY[env_id].entry_point).partition(":")
@@ -128,7 +129,7 @@ def check_arguments(env_id: str, config: Mapping[str, Any]) -> None:
     Check the names of a game's arguments.
 
     Raises:
-        ValueError: If the game has no argument of such a name.
+        ValueError: If `config` has a name that is not an argument of the game.
     """
     known = arguments_of(env_id)
     for name in config:
@@ -136,10 +137,11 @@ def check_arguments(env_id: str, config: Mapping[str, Any]) -> None:
             raise ValueError(f"TextArena's {env_id} does not take {name!r}: {unknown_name('argument', name, known)}")
 
 
-def _reason(error: Exception, family: str, config: Mapping[str, Any]) -> str:
+def _explain_failure(error: Exception, family: str, config: Mapping[str, Any]) -> str:
+    """Return a sentence on the error with which a game failed to start."""
     text = " ".join(str(error).split())
     if isinstance(error, LookupError) and "nltk" in text:
-        return f"it needs word lists of nltk that are not here: run `python -m nltk.downloader {NLTK_DATA}`."
+        return f"it needs word lists of nltk, which are missing: run `python -m nltk.downloader {NLTK_DATA}`."
     if isinstance(error, SyntaxError):
         version = ".".join(map(str, sys.version_info[:2]))
         return f"textarena.envs.{family} does not compile under Python {version} ({error.msg}, line {error.lineno})."

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import gather_object, is_peft_model
 from datasets import Dataset, Value
 from tqdm.auto import tqdm
@@ -18,6 +17,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from trl_explore.evaluation.policy import PolicySamples
 from trl_explore.evaluation.samplers import seed_at, undisturbed
+from trl_explore.machine.accelerate_state import separate_accelerate_state
 from trl_explore.rewards.success import is_success
 from trl_explore.rows.columns import check_prompts
 from trl_explore.sampling.generation import generating_model
@@ -187,7 +187,7 @@ def _trainer_for(
     # TRL replaces the model's `forward` for its loss; a copy of the model would later run with this one's parameters.
     base: Any = model.get_base_model() if is_peft_model(model) else model
     forward = vars(base).get("forward")
-    with _own_accelerate_state(), tempfile.TemporaryDirectory() as folder:
+    with separate_accelerate_state(), tempfile.TemporaryDirectory() as folder:
         args = GRPOConfig(
             output_dir=folder,
             per_device_train_batch_size=2,
@@ -214,20 +214,6 @@ def _trainer_for(
             vars(base).pop("forward", None)
             if forward is not None:
                 base.forward = forward
-
-
-@contextmanager
-def _own_accelerate_state() -> Iterator[None]:
-    """Trainers share accelerate's state: one built for a moment must not change the precision of an earlier one."""
-    states = (PartialState, AcceleratorState, GradientState)
-    before = [dict(state._shared_state) for state in states]
-    try:
-        yield
-    finally:
-        if before[0]:  # else there is no earlier one, and the new state knows the process group
-            for state, values in zip(states, before, strict=True):
-                state._shared_state.clear()
-                state._shared_state.update(values)
 
 
 def _measure(

@@ -1,1 +1,1 @@
-"""A small pretrained language model, and how a task is taught to it."""
+"""A small pretrained language model, and supervised training that teaches it a task."""

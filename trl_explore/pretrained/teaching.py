@@ -1,8 +1,8 @@
 """Supervised warm start of a pretrained model: TRL's `SFTTrainer` on demonstrations that a task writes.
 
-A small model solves almost none of a task's problems in the form that the task asks for, so it would learn nothing
-from rewards. The demonstrations teach the form and the rules. About half of them reach the goal: how to reach it more
-often is left to reinforcement learning.
+A small model rarely answers in the form that a task asks for. Then nearly all its rewards are 0, and it learns nothing
+from them. The demonstrations teach the form and the rules. Only about half of them solve their problem, so that
+reinforcement learning has something left to teach.
 """
 
 import hashlib
@@ -11,8 +11,6 @@ import os
 import random
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from trl_explore.environments.specs import TeachableSpec
 from trl_explore.errors import UsageError
 from trl_explore.evaluation.samplers import undisturbed
+from trl_explore.machine.accelerate_state import separate_accelerate_state
 from trl_explore.machine.devices import available_accelerator
 from trl_explore.pretrained.smollm2 import find_pretrained
 from trl_explore.pretrained.tools import with_tools
@@ -27,14 +26,14 @@ from trl_explore.saving.fingerprints import digest, folder_probes
 from trl_explore.saving.model_cache import cache_root, check_cache, publish
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-    from trl import SFTTrainer
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from trl import SFTConfig
 
-CACHE_VERSION = 1  # raise it when the recipe below changes
+CACHE_VERSION = 1  # raise it when the training below changes
 BATCH_SIZE = 24
 LEARNING_RATE = 1e-4
-WARMUP_SHARE = 0.1
-TOKENIZER_FILES = ("tokenizer.json", "chat_template.jinja")  # which decide the tokens of a demonstration
+WARMUP_SHARE = 0.1  # share of the steps in which the learning rate rises
+TOKENIZER_FILES = ("tokenizer.json", "chat_template.jinja")  # files that determine the tokens of a demonstration
 
 
 def teach(
@@ -48,31 +47,33 @@ def teach(
     device: str | None = None,
 ) -> Path:
     """
-    Trains a pretrained model on a task's demonstrations, or finds the result in the cache. Only the answers are
-    trained, 24 demonstrations per step, with a learning rate that rises to 1e-4 and falls to 0.
+    Train a pretrained model on a task's demonstrations, or find the result in the cache.
+
+    A step has 24 demonstrations. The loss counts only the answers. The learning rate rises to 1e-4 and then falls to
+    0. Weights are float32, and the model computes in bfloat16.
 
     Args:
         model (`str`):
-            Folder or Hub name of the model; `smollm2` is found by [`find_pretrained`].
+            Folder or Hub name of the model, or `smollm2` for the model of the installed package.
         spec ([`TeachableSpec`]):
-            Task that writes the demonstrations, for problems of its training rows.
+            Task that writes demonstrations for the problems of its training rows.
         steps (`int`):
             Optimizer steps, at least 1.
         seed (`int`, *optional*, defaults to `0`):
-            Seed of the demonstrations and their order.
+            Seed of the demonstrations and of their order in training.
         cache_dir (`str` or `os.PathLike`, *optional*):
-            Where the model is kept. Defaults to `$TRL_EXPLORE_CACHE`, or else to `~/.cache/trl-explore`.
+            Folder of the cache. Defaults to `$TRL_EXPLORE_CACHE`, or else to `~/.cache/trl-explore`.
         progress (`bool`, *optional*, defaults to `True`):
-            Whether to show a progress bar and the loss.
+            If `True`, show a progress bar and the loss.
         device (`str`, *optional*):
-            `"cpu"` trains on the CPU even if the machine has a GPU. Weights are float32, computed in bfloat16.
+            `"cpu"` trains on the CPU even if the machine has a GPU. `None` trains on the GPU if there is one.
 
     Returns:
         `Path`: Folder that `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load.
 
     Raises:
-        UsageError: If `steps` is below 1, the task writes no demonstrations, the model cannot be found, the cache
-            cannot be written to, or the model is not in the cache and this is one of several processes.
+        UsageError: If `steps` is below 1, the task writes no demonstrations, the model cannot be found, or the cache
+            is not writable. Also if the taught model is not in the cache and this is one of several processes.
     """
     if steps < 1:
         raise UsageError(f"warm_start_steps={steps}: give at least 1")
@@ -93,26 +94,29 @@ def teach(
         )
     if progress:
         print(f"trl-explore: teaching {spec.name} to {model} in {steps} supervised steps, once", file=sys.stderr)
-    with tempfile.TemporaryDirectory() as scratch:
-        trainer = _train(source, examples, steps=steps, seed=seed, progress=progress, device=device, scratch=scratch)
-        publish(trainer.model, trainer.processing_class, folder)
+    with tempfile.TemporaryDirectory() as scratch, separate_accelerate_state():
+        is_agent = "tools" in examples[0]
+        config = _config(scratch, is_agent=is_agent, steps=steps, seed=seed, progress=progress, device=device)
+        taught, tokenizer = _train(source, _tokenizer(source, is_agent=is_agent), examples, config)
+    publish(taught, tokenizer, folder)
     return folder
 
 
 def demonstrations(spec: TeachableSpec, count: int, *, seed: int) -> list[dict[str, Any]]:
     """
-    Writes demonstrations for a task's training rows, which it goes through in order, again and again.
+    Write demonstrations for a task's training rows, in the order of the rows. After the last row, continue with the
+    first.
 
     Args:
         spec ([`TeachableSpec`]):
             The task.
         count (`int`):
-            How many to write.
+            Number of demonstrations.
         seed (`int`):
-            Seed of the choices in them.
+            Seed of the random choices in demonstrations.
 
     Returns:
-        `list[dict]`: Rows of `SFTTrainer`: conversational `prompt` and `completion`, and `tools` for an agent.
+        `list[dict]`: Rows of `SFTTrainer`: a conversational `prompt` and `completion`, and `tools` for an agent.
     """
     rng = random.Random(f"demonstrations/{seed}")
     rows = spec.train_dataset.to_list()
@@ -120,12 +124,13 @@ def demonstrations(spec: TeachableSpec, count: int, *, seed: int) -> list[dict[s
 
 
 def _key(source: str, examples: list[dict[str, Any]], steps: int) -> str:
-    """Twelve hexadecimal digits of the model, the demonstrations, the steps and the versions of libraries."""
+    """Return twelve hexadecimal digits that depend on the model, the demonstrations, the number of steps and the
+    versions of libraries."""
     folder = Path(source)
     model = [source]
     if folder.is_dir():
-        of_tokenizer = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
-        contents = [*folder_probes(folder), *(path.read_bytes() for path in of_tokenizer)]
+        tokenizer_files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+        contents = [*folder_probes(folder), *(path.read_bytes() for path in tokenizer_files)]
         model = [digest(contents)]
     parts = {
         "version": CACHE_VERSION,
@@ -138,28 +143,40 @@ def _key(source: str, examples: list[dict[str, Any]], steps: int) -> str:
 
 
 def _train(
-    source: str,
-    examples: list[dict[str, Any]],
-    *,
-    steps: int,
-    seed: int,
-    progress: bool,
-    device: str | None,
-    scratch: str,
-) -> "SFTTrainer":
-    """Trains on the demonstrations; the caller's random states are left alone."""
+    source: str, tokenizer: "PreTrainedTokenizerBase", examples: list[dict[str, Any]], config: "SFTConfig"
+) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    """Train a model on the demonstrations, and return it with the tokenizer of the trainer. The caller's random states
+    are restored afterwards."""
     from datasets import Dataset
     from torch import nn
-    from transformers import AutoTokenizer, PrinterCallback
-    from trl import SFTConfig, SFTTrainer
+    from transformers import PrinterCallback
+    from trl import SFTTrainer
+
+    with undisturbed(nn.Identity(), seed=config.seed):
+        trainer: Any = SFTTrainer(
+            model=source, args=config, train_dataset=Dataset.from_list(examples), processing_class=tokenizer
+        )
+        if config.disable_tqdm:
+            trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    return trainer.model, trainer.processing_class
+
+
+def _tokenizer(source: str, *, is_agent: bool) -> "PreTrainedTokenizerBase":
+    """Return the tokenizer of a model. For an agent, replace a chat template without tool calls."""
+    from transformers import AutoTokenizer
     from trl.chat_template_utils import supports_tool_calling
 
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
-    is_agent = "tools" in examples[0]
-    if is_agent and not supports_tool_calling(tokenizer):
-        tokenizer = with_tools(tokenizer)
+    return with_tools(tokenizer) if is_agent and not supports_tool_calling(tokenizer) else tokenizer
+
+
+def _config(scratch: str, *, is_agent: bool, steps: int, seed: int, progress: bool, device: str | None) -> "SFTConfig":
+    """Return the configuration of the supervised training."""
+    from trl import SFTConfig
+
     use_cpu = device == "cpu" or available_accelerator() is None
-    config = SFTConfig(
+    return SFTConfig(
         output_dir=scratch,
         max_steps=steps,
         per_device_train_batch_size=BATCH_SIZE,
@@ -167,7 +184,7 @@ def _train(
         lr_scheduler_type="cosine",
         warmup_steps=max(1, round(WARMUP_SHARE * steps)),
         max_length=None,
-        assistant_only_loss=is_agent,  # answers of tools are not trained
+        assistant_only_loss=is_agent,  # do not train the answers of tools
         model_init_kwargs={"dtype": "float32"},
         bf16=True,
         use_cpu=use_cpu,
@@ -177,25 +194,3 @@ def _train(
         report_to="none",
         disable_tqdm=not progress,
     )
-    with undisturbed(nn.Identity(), seed=seed), _own_precision():
-        trainer = SFTTrainer(
-            model=source, args=config, train_dataset=Dataset.from_list(examples), processing_class=tokenizer
-        )
-        if not progress:
-            trainer.remove_callback(PrinterCallback)
-        trainer.train()
-    return trainer
-
-
-@contextmanager
-def _own_precision() -> Iterator[None]:
-    """Compute in bfloat16, whatever the precision of the run is: accelerate keeps one precision per process."""
-    from accelerate.state import AcceleratorState
-
-    kept = dict(AcceleratorState._shared_state)
-    AcceleratorState._shared_state.clear()
-    try:
-        yield
-    finally:
-        AcceleratorState._shared_state.clear()
-        AcceleratorState._shared_state.update(kept)

@@ -1,4 +1,4 @@
-"""Tool calls for ChatML tokenizers that know none, such as SmolLM2's, in as few tokens as possible."""
+"""A short chat template with tool calls, for ChatML tokenizers without them, such as SmolLM2's."""
 
 import copy
 
@@ -6,8 +6,8 @@ from transformers import PreTrainedTokenizerBase
 
 START, END = "<|im_start|>", "<|im_end|>"
 
-# A call is `!name{"argument": "value"}`, and further calls of a turn are on lines of their own. JSON escapes line
-# breaks, so a value cannot be taken for the next call.
+# A call is `!name{"argument": "value"}`. Several calls in a message are on separate lines. JSON escapes line breaks,
+# so a value cannot be mistaken for the next call.
 TOOL_CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' }}"
@@ -47,31 +47,31 @@ RESPONSE_TEMPLATE = {
 
 def with_tools(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     """
-    Return a copy of a ChatML tokenizer whose conversations may have tool calls, as `environment_factory` needs.
+    Return a copy of a ChatML tokenizer with a chat template for tool calls, which `environment_factory` needs.
 
-    A call is written `!act{"action": "[5]"}`; an answer is a turn of the role `tool`. The template adds no system
-    prompt, and does not list the tools either: a small model learns from demonstrations how it calls them, and each
-    prompt is shorter by their description.
+    A call is written `!act{"action": "[5]"}`. The answer of a tool is a message of the role `tool`. The template adds
+    no system prompt and does not list the tools, which makes prompts shorter. So a model has to learn from
+    demonstrations how to call the tools.
 
     Args:
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            Tokenizer with the marks `<|im_start|>` and `<|im_end|>`.
+            Tokenizer with the tokens `<|im_start|>` and `<|im_end|>`.
 
     Returns:
-        [`~transformers.PreTrainedTokenizerBase`]: The copy. Its end of sequence is `<|im_end|>`.
+        [`~transformers.PreTrainedTokenizerBase`]: The copy. Its end-of-sequence token is `<|im_end|>`.
 
     Raises:
-        ValueError: If one of the marks is not a token of the tokenizer.
+        ValueError: If the tokenizer lacks one of these tokens.
     """
     vocabulary = tokenizer.get_vocab()
-    for mark in (START, END):
-        if mark not in vocabulary:
+    for token in (START, END):
+        if token not in vocabulary:
             raise ValueError(
-                f"`tokenizer` is a {type(tokenizer).__name__} without the token {mark}; give the tokenizer of a "
+                f"`tokenizer` is a {type(tokenizer).__name__} without the token {token}; give the tokenizer of a "
                 "ChatML model, such as SmolLM2-135M-Instruct."
             )
-    twin = copy.deepcopy(tokenizer)
-    twin.eos_token = END
-    twin.chat_template = TOOL_CHAT_TEMPLATE
-    twin.response_template = RESPONSE_TEMPLATE
-    return twin
+    copied = copy.deepcopy(tokenizer)
+    copied.eos_token = END
+    copied.chat_template = TOOL_CHAT_TEMPLATE
+    copied.response_template = RESPONSE_TEMPLATE
+    return copied

@@ -285,7 +285,7 @@ def trainer_arguments(arguments: RunArguments, *, start: str | None = None) -> d
         if script_args.reward_funcs or script_args.reward_model_name_or_path:
             more = load_reward_functions(script_args.reward_funcs, script_args.reward_model_name_or_path)
             found["reward_funcs"] = [*found["reward_funcs"], *more]
-        if task.brings_model and model_args.model_name_or_path is None:
+        if task.has_tiny_model and model_args.model_name_or_path is None:
             found["processing_class"] = task.tokenizer()
         model = start or _model_of_task(task, arguments)
     given: Any = training_args.model_init_kwargs or {}  # the config has turned JSON text into a dictionary
@@ -321,14 +321,14 @@ def _model_of_task(task: "RunTask", arguments: RunArguments) -> str:
     steps, name = script_args.warm_start_steps, model_args.model_name_or_path
     if steps is not None and steps < 1:
         raise UsageError(f"warm_start_steps={steps}: give at least 1, or leave it out")
-    if task.brings_model and name is not None:
+    if task.has_tiny_model and name is not None:
         if steps is not None:
             raise UsageError(
                 f"warm_start_steps={steps} teaches {task.name} to its tiny model, in the place of "
                 f"model_name_or_path={name!r}; leave one of the two out"
             )
         return _find_model(arguments)
-    if not task.brings_model:
+    if not task.has_tiny_model:
         if name is None:
             raise UsageError(
                 f"model_name_or_path is missing: {task.name} has no model of its own; pass a Hub name, a folder, or "

@@ -1,4 +1,4 @@
-"""A task by its name, embedded or of another package, and what `train`, `compare` and `eval` ask of it."""
+"""Tasks that `train`, `compare`, `eval` and `filter` find by name: embedded tasks, and tasks of other packages."""
 
 import functools
 import json
@@ -21,18 +21,19 @@ from trl_explore.tasks.lake_agent import LakeAgentTask
 if TYPE_CHECKING:
     from datasets import Dataset
 
-NUM_TRAIN, NUM_TRAIN_AGENT = 4000, 2000  # training rows of an embedded task; there are not many more boards
+# Training rows of an embedded task. The tasks of grid worlds have hardly more different boards than this.
+NUM_TRAIN, NUM_TRAIN_AGENT = 4000, 2000
 NUM_EVAL, NUM_EVAL_AGENT = 128, 64  # held-out rows of a comparison on a task of another package
-# Rows of a task of another package come from this seed, whatever the run's seed is: runs of different seeds, and
-# `trl-explore eval`, have the same held-out rows, and no run was trained on one of them.
+# Seed of the rows of a task of another package. It does not depend on the run's seed. So all runs and `trl-explore
+# eval` have the same held-out rows, and no run trains on one of them.
 DATA_SEED = 0
-LESSON_SEED = 0  # of the one warm start that all runs on such a task begin with
+WARM_START_SEED = 0  # seed of the warm start of a pretrained model, which all runs share
 
 
 class RunTask(ABC):
     """A task of a run."""
 
-    brings_model: bool  # whether the task has a model of its own, which is built and taught before the run
+    has_tiny_model: bool  # True if the task has a tiny model, which is built and taught before a run
 
     @property
     @abstractmethod
@@ -46,73 +47,73 @@ class RunTask(ABC):
 
     @property
     def is_agent(self) -> bool:
-        """True if the task is played with tools."""
+        """True if the task has tools."""
         return is_agent(self.task)
 
     @property
     @abstractmethod
     def options(self) -> dict[str, Any]:
-        """Fields of `GRPOConfig` that suit the task, for all methods."""
+        """Fields of `GRPOConfig` that suit the task, whatever the method is."""
 
     @property
     @abstractmethod
     def metrics(self) -> tuple[str, ...]:
-        """Metrics that a comparison shows, unless it is asked for others."""
+        """Metrics that a comparison shows by default."""
 
     @property
     @abstractmethod
     def num_eval(self) -> int:
-        """Held-out rows of an evaluation, unless it is asked for another number."""
+        """Number of held-out rows in an evaluation by default."""
 
     @property
     @abstractmethod
     def warm_start_steps(self) -> int | None:
-        """Supervised steps before a run, unless the user says otherwise. `None` if the task is not taught first."""
+        """Number of supervised steps before a run by default. `None` if there is no warm start by default."""
 
     @property
     @abstractmethod
     def reward_funcs(self) -> list[Callable[..., Any]]:
-        """The task's reward functions. Empty if its environment knows the reward."""
+        """The task's reward functions. Empty if its environment has `get_reward`."""
 
     @property
     @abstractmethod
     def answer_fn(self) -> Callable[[str], Hashable | None]:
-        """Reads the answer of a completion, for votes."""
+        """Function that reads the answer in a completion. Votes count equal answers."""
 
     def tokenizer(self) -> Any:
-        """The tokenizer of the task's own model. `None` if the task has no model of its own."""
+        """Return the tokenizer of the task's tiny model, or None if it has no tiny model."""
         return None
 
     @abstractmethod
     def train_rows(self, seed: int) -> "Dataset":
-        """Training rows; `seed` is the run's, which only embedded tasks use."""
+        """Return the training rows. `seed` is the seed of the run. Only embedded tasks use it."""
 
     @abstractmethod
     def held_out_rows(self, count: int) -> "Dataset":
-        """The first `count` held-out rows, which are the same for all runs."""
+        """Return the first `count` held-out rows. They are the same for all runs."""
 
     @abstractmethod
     def check_teaching(self, steps: int) -> None:
-        """Raises UsageError where the task cannot be taught by demonstrations."""
+        """Raise a UsageError if the task writes no demonstrations."""
 
     @abstractmethod
     def teach(
         self, model: str | None, *, steps: int | None, seed: int, use_cpu: bool, progress: bool = True, **size: Any
     ) -> str:
-        """Teaches the task to its tiny model, or to `model`; returns the folder of the result."""
+        """Teach the task to its tiny model, or to `model` if it has none. Return the folder of the taught model."""
 
     def trainer_arguments(self, *, seed: int, evaluates: bool) -> dict[str, Any]:
         """
-        What a trainer takes from the task.
+        Return arguments of a trainer for this task.
 
         Args:
             seed (`int`):
                 Seed of the run.
             evaluates (`bool`):
-                Whether the run evaluates, and needs held-out rows.
+                True if the run evaluates, so that it needs held-out rows.
 
         Returns:
-            `dict`: Rows, rewards and environments, by the names of `GRPOTrainer`'s arguments.
+            `dict`: Rows, reward functions and environments, by the names of `GRPOTrainer`'s arguments.
         """
         return {
             "train_dataset": self.train_rows(seed),
@@ -122,19 +123,19 @@ class RunTask(ABC):
         }
 
     def method_options(self, method: Method) -> dict[str, Any] | None:
-        """Fields of a method that suit the task, or None if the method does not suit it."""
+        """Return the fields of a method that suit the task, or None if the method does not suit it."""
         return method.options(self.task)
 
     def options_with(self, method: Method) -> dict[str, Any]:
-        """Fields that suit a run of one method, which a user's own override. UsageError if the method does not suit
-        the task."""
+        """Return all fields that suit a run of a method on the task. The user's values override them. Raise a
+        UsageError if the method does not suit the task."""
         own = self.method_options(method)
         if own is None:
             raise UsageError(self.unsuited(method))
         return {**self.options, **own}
 
     def unsuited(self, method: Method) -> str:
-        """Sentence on a method that does not suit the task."""
+        """Return the error message for a method that does not suit the task."""
         if names_a_spec(self.name):
             suited = [row.name for row in METHODS.values() if self.method_options(row) is not None]
             kind = "is played with tools" if self.is_agent else "has no tools"
@@ -145,11 +146,11 @@ class RunTask(ABC):
 
 @dataclass(frozen=True)
 class EmbeddedTask(RunTask):
-    """An embedded task. A run trains a tiny model, which is taught the task before."""
+    """An embedded task. By default, a run trains a tiny model that was taught the task before."""
 
     embedded: Any
 
-    brings_model = True
+    has_tiny_model = True
 
     @property
     def task(self) -> Any:
@@ -177,7 +178,7 @@ class EmbeddedTask(RunTask):
 
     @property
     def answer_fn(self) -> Callable[[str], Hashable | None]:
-        return str.strip  # answers are marked by each task in another way, so votes are for whole completions
+        return str.strip  # each task marks answers differently, so count votes for whole completions
 
     def train_rows(self, seed: int) -> "Dataset":
         return self.task.build_dataset(NUM_TRAIN_AGENT if self.is_agent else NUM_TRAIN, seed=seed)
@@ -186,7 +187,7 @@ class EmbeddedTask(RunTask):
         return self.task.evaluation_set(count)
 
     def check_teaching(self, steps: int) -> None:
-        """Nothing: every embedded task has demonstrations."""
+        """Accept any task, because every embedded task writes demonstrations."""
 
     def teach(
         self, model: str | None, *, steps: int | None, seed: int, use_cpu: bool, progress: bool = True, **size: Any
@@ -208,7 +209,7 @@ class SpecTask(RunTask):
 
     spec: TaskSpec
 
-    brings_model = False
+    has_tiny_model = False
 
     @property
     def task(self) -> Any:
@@ -245,8 +246,8 @@ class SpecTask(RunTask):
         rows = self.spec.eval_dataset
         if count > len(rows):
             raise UsageError(
-                f"num_eval={count}: {self.name} has {len(rows)} held-out rows; lower num_eval, or let task_config "
-                "make more of them"
+                f"num_eval={count}: {self.name} has {len(rows)} held-out rows; lower num_eval, or set a larger "
+                "eval_size in task_config"
             )
         return rows.select(range(count))
 
@@ -271,24 +272,26 @@ class SpecTask(RunTask):
         folder = Path(model).expanduser()
         model = str(folder) if folder.is_dir() else model
         device = "cpu" if use_cpu else None
-        return str(teach(model, spec, steps=steps, seed=LESSON_SEED, progress=progress, device=device))
+        return str(teach(model, spec, steps=steps, seed=WARM_START_SEED, progress=progress, device=device))
 
 
 def find_run_task(name: str, config: Mapping[str, Any] | None = None) -> RunTask:
     """
-    Looks a task up, or makes it.
+    Return the task with a name.
 
     Args:
         name (`str`):
             Name of an embedded task, `reasoning_gym:NAME` or `textarena:ENV_ID`.
         config (`Mapping`, *optional*):
-            Arguments of the spec, for a task of another package. Its rows come from seed 0 unless `seed` is there.
+            Arguments of the spec, if it is a task of another package. The seed of its rows is 0, unless `config` has
+            a `seed`.
 
     Returns:
-        [`RunTask`]: The task. The same name and arguments give the same object, whose rows are made once.
+        [`RunTask`]: The task. For a task of another package, equal arguments give the same object, whose rows are
+        generated only once.
 
     Raises:
-        UsageError: If there is no such task, it has no such argument, or its package is not installed.
+        UsageError: If there is no task with this name, an argument is wrong, or the package is not installed.
     """
     if name in ALL_TASKS:
         if config:
@@ -297,7 +300,7 @@ def find_run_task(name: str, config: Mapping[str, Any] | None = None) -> RunTask
     source = name.partition(":")[0]
     if name in SOURCES:
         raise UsageError(
-            f"task={name!r} is a package with many tasks; name one of them, as trl-explore tasks {name} lists them"
+            f"task={name!r} is a package with many tasks; name one of them, which trl-explore tasks {name} lists"
         )
     if not names_a_spec(name):
         raise UsageError(f"task: {unknown_name('task', name, [*ALL_TASKS, *SOURCES])} All: trl-explore tasks")
@@ -308,30 +311,31 @@ def find_run_task(name: str, config: Mapping[str, Any] | None = None) -> RunTask
 
 @functools.lru_cache(maxsize=16)
 def _spec_task(name: str, config: str) -> SpecTask:
-    """Make the spec of a task; a run and its checks ask for it several times, and rows may take seconds to make."""
+    """Create a task of another package. The result is cached, because a run needs the task several times and rows may
+    take seconds to generate."""
     fields = json.loads(config)
     given = f"task={name!r}" + (f" with task_config={config}" if fields else "")
     try:
         return SpecTask(specs.load_spec(name, fields, seed=DATA_SEED))
     except (ValueError, TypeError) as error:
         raise UsageError(f"{given}: {error}") from error
-    except ImportError as error:  # says what to install
+    except ImportError as error:  # the message names the package to install
         raise UsageError(f"task={name!r}: {error}") from error
 
 
 def read_task_config(given: Any) -> dict[str, Any]:
     """
-    Reads the fields of a task.
+    Read the fields of a task.
 
     Args:
         given (`Any`):
-            A mapping, JSON text of one, or `None` for no fields.
+            A mapping, the JSON text of a mapping, or `None` for no fields.
 
     Returns:
         `dict`: The fields.
 
     Raises:
-        UsageError: If it is neither.
+        UsageError: If `given` is something else.
     """
     example = """such as --task_config '{"min_numbers": 3}'"""
     read = given

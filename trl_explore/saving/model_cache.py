@@ -1,4 +1,4 @@
-"""The cache of models that the package makes itself: converted ones, and those after a supervised warm start."""
+"""Cache for models that trl-explore creates: converted models, and models after a supervised warm start."""
 
 import os
 import shutil
@@ -11,14 +11,14 @@ from trl_explore.errors import UsageError
 
 
 def cache_root(cache_dir: str | os.PathLike[str] | None = None) -> Path:
-    """The folder of the cache: `cache_dir`, else `$TRL_EXPLORE_CACHE`, else `~/.cache/trl-explore`."""
+    """Return the folder of the cache: `cache_dir`, or else `$TRL_EXPLORE_CACHE`, or else `~/.cache/trl-explore`."""
     return Path(
         cache_dir or os.environ.get("TRL_EXPLORE_CACHE") or Path.home() / ".cache" / "trl-explore"
     ).expanduser()
 
 
 def check_cache(folder: Path) -> None:
-    """Raises a UsageError if a folder is not writable, before minutes of work are lost."""
+    """Raise a UsageError if a folder is not writable. Call this before minutes of work whose result goes there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -30,7 +30,7 @@ def check_cache(folder: Path) -> None:
 
 
 def publish(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Writes model and tokenizer so that `folder` appears all at once or not at all."""
+    """Save a model and its tokenizer. `folder` exists only after both are complete, also if the process is killed."""
     unfinished = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}")
     unfinished.mkdir(parents=True)
     try:
