@@ -1,12 +1,13 @@
 """Describe what a run leaves in its output folder: files, tables, and the state in its checkpoints."""
 
+import math
 import re
 
 import pandas as pd
 import torch
-from recorder import digest
+from recorder import digest, number
 
-DECIMAL = re.compile(r"-?\d+\.\d+(?:[eE][-+]?\d+)?")
+DECIMAL = re.compile(r"-?\d+(?:\.\d+(?:[eE][-+]?\d+)?|[eE][-+]?\d+)")
 # Keys of a state that always come together, with their types.
 BUNDLES = {
     "rows": {
@@ -41,8 +42,7 @@ def files_of(folder):
     """
     Return the files below a folder with a description.
 
-    Files of all checkpoints are named once, below `checkpoint-*`. A table or a text is described by its lines and a
-    hash without decimal numbers, and each column of a table is an entry of its own.
+    Files of all checkpoints are named once, below `checkpoint-*`. Each column of a table is an entry of its own.
     """
     found, checkpoints, in_checkpoints = {}, sorted(folder.glob("checkpoint-*")), {}
     for checkpoint in checkpoints:
@@ -66,12 +66,14 @@ def files_of(folder):
 
 
 def description(path):
-    """Return the number of lines of a text, or of rows of a table, with a hash without decimal numbers."""
+    """Return the number of lines of a text, or of rows of a table, with a hash without decimal numbers, and a sum of
+    these that changes if they change places."""
     if path.suffix == ".parquet":
         text = pd.read_parquet(path).to_json(orient="records", lines=True)
     else:
         text = path.read_text()
-    return f"{len(text.splitlines())}:{digest(DECIMAL.sub('.', text))}"
+    total = sum(float(found) * math.cos(place) for place, found in enumerate(DECIMAL.findall(text)))
+    return f"{len(text.splitlines())}:{digest(DECIMAL.sub('.', text))}:{number(total)}"
 
 
 def states_of(folder, rank):

@@ -133,7 +133,7 @@ def differences(written: dict[str, Section], found: dict[str, Section]) -> list[
     for address in {**before, **after}:
         a, b = before.get(address, "nothing"), after.get(address, "nothing")
         if not same(a, b):
-            lines += [", ".join(filter(None, address)), f"    written  {a}", f"    found    {b}"]
+            lines += [", ".join(filter(None, address)), f"    written  {a or 'here'}", f"    found    {b or 'here'}"]
     return lines
 
 
@@ -145,7 +145,9 @@ def _by_address(sections: dict[str, Section]) -> dict[tuple[str, ...], str]:
         if not section:
             found[(name,)] = "here"
         for title, facts in section:
-            found.update({(name, title, label): text for label, text in facts.items()})
+            # Random generators come last, because samples say more about where a run went another way.
+            for label in sorted(facts, key="random".__eq__):
+                found[(name, title, label)] = facts[label]
             if not facts:
                 found[(name, title)] = "here"
     return found
