@@ -1,13 +1,12 @@
 """Describe what a run leaves in its output folder: files, tables, and the state in its checkpoints."""
 
+import json
 import math
-import re
 
 import pandas as pd
 import torch
 from recorder import digest, number
 
-DECIMAL = re.compile(r"-?\d+(?:\.\d+(?:[eE][-+]?\d+)?|[eE][-+]?\d+)")
 # Keys of a state that always come together, with their types.
 BUNDLES = {
     "rows": {
@@ -35,14 +34,15 @@ BUNDLES = {
     "places": {".parent[]": "int", ".prefix_characters[]": "int", ".prefix_tokens[]": "int"},
     "places_or_none": {".parent[]": "float", ".prefix_characters[]": "float", ".prefix_tokens[]": "float"},
 }
-TEXTS = {".json", ".jsonl", ".parquet"}  # of a method or of TRL, with nothing that depends on the machine
+RECORDS = {".jsonl", ".parquet"}  # endings of files with one record a row
 
 
 def files_of(folder):
     """
     Return the files below a folder with a description.
 
-    Files of all checkpoints are named once, below `checkpoint-*`. Each column of a table is an entry of its own.
+    Files of all checkpoints are named once, below `checkpoint-*`. The tables of completions are one entry, with the
+    description of each, and each column is an entry.
     """
     found, checkpoints, in_checkpoints = {}, sorted(folder.glob("checkpoint-*")), {}
     for checkpoint in checkpoints:
@@ -52,28 +52,48 @@ def files_of(folder):
     for name, having in in_checkpoints.items():
         places = ["checkpoint-*"] if len(having) == len(checkpoints) else having
         found.update({f"{place}/{name}": "" for place in places})
-    for path in folder.rglob("*"):
+    tables = sorted(folder.glob("completions/completions_*.parquet"))
+    for path in set(folder.rglob("*")) - set(tables):
         name = path.relative_to(folder).as_posix()
-        if path.is_dir() or name.startswith("checkpoint-"):
-            continue
-        found[name] = ""
-        if path.suffix in TEXTS:
-            found[name] = description(path)
-        if path.suffix == ".parquet":
-            found.update({f"columns/{column}": "" for column in pd.read_parquet(path).columns})
+        if path.is_file() and not name.startswith("checkpoint-"):
+            found[name] = description(records_of(path)) if path.suffix in RECORDS else ""
+    of_tables = [records_of(path) for path in tables]
+    found["completions/completions_*.parquet"] = ",".join(map(description, of_tables))
+    for records in of_tables:
+        found.update({f"columns/{column}": "" for column in records[0]})
     found["checkpoints"] = str(len(checkpoints))
     return found
 
 
-def description(path):
-    """Return the number of lines of a text, or of rows of a table, with a hash without decimal numbers, and a sum of
-    these that changes if they change places."""
+def records_of(path):
+    """Return the records of a table or of a file with a JSON text a line."""
     if path.suffix == ".parquet":
-        text = pd.read_parquet(path).to_json(orient="records", lines=True)
+        lines = pd.read_parquet(path).to_json(orient="records", lines=True).splitlines()
     else:
-        text = path.read_text()
-    total = sum(float(found) * math.cos(place) for place, found in enumerate(DECIMAL.findall(text)))
-    return f"{len(text.splitlines())}:{digest(DECIMAL.sub('.', text))}:{number(total)}"
+        lines = path.read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def description(records):
+    """Return the number of records, a hash of them without decimal numbers, and a sum of the decimal numbers that
+    changes if they change places."""
+    numbers = []
+    others = [without_decimals(record, numbers) for record in records]
+    total = sum(value * math.cos(place) for place, value in enumerate(numbers))
+    return f"{len(records)}:{digest(others)}:{number(total)}"
+
+
+def without_decimals(value, numbers):
+    """Return nested values without decimal numbers, which are added to a list."""
+    match value:
+        case dict():
+            return {key: without_decimals(inner, numbers) for key, inner in value.items()}
+        case list():
+            return [without_decimals(inner, numbers) for inner in value]
+        case float():
+            numbers.append(value)
+            return "decimal"
+    return value
 
 
 def states_of(folder, rank):
