@@ -29,7 +29,10 @@ def separator_of(section: str) -> str | None:
 
 def text_of(sections: dict[str, Section]) -> str:
     """Return the text of a file."""
-    return "".join(f"{line}\n" for name, section in sections.items() for line in _lines(name, section))
+    lines: list[str] = []
+    for name, section in sections.items():
+        lines += _lines(name, section)
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _lines(name: str, section: Section) -> Iterator[str]:
@@ -140,7 +143,7 @@ def differences(written: dict[str, Section], found: dict[str, Section]) -> list[
 def _by_address(sections: dict[str, Section]) -> dict[tuple[str, ...], str]:
     """Return each fact by its section, its part and its label; a section without parts and a part without
     facts are facts themselves."""
-    found = {}
+    found: dict[tuple[str, ...], str] = {}
     for name, section in sections.items():
         if not section:
             found[(name,)] = "here"

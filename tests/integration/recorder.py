@@ -1,9 +1,9 @@
 """
 Record a training run by what users can see of it: samples, rewards, trained rows, weights and random numbers.
 
-Functions of TRL and of torch are patched here, and one function of ours: `PathCache.complete`, which samples in the
-place of TRL. The order and the number of calls between our code and TRL leave no trace in a record. Hashes are of
-whole numbers and texts only, because another machine may round decimal numbers differently.
+The recorder patches functions of TRL and of torch, and one of ours: `PathCache.complete`, which samples instead of TRL.
+A record does not depend on the order and the number of calls between our code and TRL. Hashes are of whole numbers and
+texts only, because another machine may round decimal numbers differently.
 """
 
 import functools
@@ -50,7 +50,9 @@ BUNDLES = [
     ],
     ["/mean", "/std"],
 ]
-FIRST_ROWS = 8  # rows of the first hash of samples
+# Rows of the first hash of samples. Each further hash doubles the number of rows so far, so the first that differs shows
+# roughly where two runs differ.
+FIRST_ROWS = 8
 
 
 def digest(value):
@@ -162,9 +164,11 @@ class Part:
         return f"{len(self.sampled)} rows {tokens} tokens {' '.join(hashes)}"
 
     def _rewarded(self):
-        rows = [row for rows, _ in self.rewarded for row in rows]
-        rewards = [reward for _, rewards in self.rewarded for reward in rewards]
-        sizes = [len(rows) for rows, _ in self.rewarded]
+        rows, rewards, sizes = [], [], []
+        for rows_of_call, rewards_of_call in self.rewarded:
+            rows += rows_of_call
+            rewards += rewards_of_call
+            sizes.append(len(rows_of_call))
         hashes = f"{digest((sizes, rows))}>{digest(rewards)}"
         return f"{len(rows)} rows {len(sizes)} calls {hashes} sum {number(sum(rewards))}"
 
