@@ -1,7 +1,7 @@
 """
 Record a training run by what users can see of it: samples, rewards, trained rows, weights and random numbers.
 
-The recorder patches functions of TRL and of torch, and one of ours: `PathCache.complete`, which samples in TRL's place.
+The recorder patches functions of TRL and torch, and one of ours: `PathCache.complete`, which samples instead of TRL.
 A record does not depend on the order and the number of calls between our code and TRL. Hashes are of whole numbers and
 texts only, because another machine may round decimal numbers differently.
 """
@@ -50,7 +50,7 @@ BUNDLES = [
     ],
     ["/mean", "/std"],
 ]
-# Rows of the first hash of samples. Each further hash doubles the number of rows, so the first hash that differs shows
+# Rows of the first hash of samples. Each further hash doubles the number of rows, so the first that differs shows
 # roughly where two runs differ.
 FIRST_ROWS = 8
 
