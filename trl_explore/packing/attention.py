@@ -20,7 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .layout import PackedRows, Trie
+from trl_explore.rows.layout import PackedRows, Trie
 
 PREFIX = "packed_"
 LAYER_TYPES = {"full_attention", "sliding_attention"}
