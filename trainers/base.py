@@ -1,8 +1,8 @@
-"""The class between TRL's `GRPOTrainer` and the methods: it overrides each method of TRL once and asks a part.
+"""The class between TRL's `GRPOTrainer` and the methods. It overrides methods of TRL once, and delegates to parts.
 
-This file, `saving.py` and `serving/backend.py` are the only ones that name private attributes of TRL or of
-transformers' trainer; `tests/test_contract.py` pins each of them. `hooks.py` has what a method overrides, and
-`step.py` the order in which a generation batch is made.
+Only this file, `saving.py`, `tool_loop.py` and `serving/backend.py` name private attributes of TRL or of transformers'
+trainer, and `tests/test_contract.py` pins each of them. `hooks.py` holds the methods that a method of ours overrides.
+`step.py` shows the order in which a generation batch is made.
 """
 
 import copy
@@ -27,7 +27,7 @@ from trl_explore.explorers.exploration import Exploration
 from trl_explore.explorers.explorer import PlainSampling
 from trl_explore.explorers.resample import ResampleExplorer
 from trl_explore.gradients.feature_pass import FeaturePass
-from trl_explore.methods import FromRow
+from trl_explore.methods import FromRow, Method
 from trl_explore.packing.forward import PackedForward, unwrapped
 from trl_explore.publishing.cards import citation
 from trl_explore.publishing.publisher import Publisher
@@ -64,40 +64,47 @@ from .step import Step
 from .tool_loop import TrainerToolLoop
 
 
+def _paper_of(row: Method) -> Any:
+    """Return the paper that a model card cites: the method's own, or GRPO's if the method has none."""
+    if not row.paper:
+        return GRPOTrainer._paper
+    return {"citation": citation(row.card), **row.paper}
+
+
 class ExplorationTrainer(Hooks, GRPOTrainer):
     """
-    Base class of the exploration trainers; used by itself it is [`~trl.GRPOTrainer`].
+    Base class of the exploration trainers. Used directly, it is [`~trl.GRPOTrainer`].
 
-    A method overrides the hooks of [`~trl_explore.trainers.hooks.Hooks`] and works with parts (`sample`, `scorer`,
-    `ranks`, ...). This class connects hooks and parts to TRL: it overrides each method of TRL that they need, once, in
-    the order in which TRL calls them. Checkpoints hold what a bit-exact resume needs, also in the middle of a
-    generation batch.
+    A method overrides the hooks of [`~trl_explore.trainers.hooks.Hooks`] and uses parts (`sample`, `scorer`, `ranks`,
+    ...). This class connects hooks and parts to TRL: it overrides each method of TRL that they need once, in the order
+    in which TRL calls them. A run resumes bit for bit from its checkpoints, even from the middle of a generation
+    batch.
 
-    The constructor takes what [`~trl.GRPOTrainer`] takes. `args` may be a plain [`~trl.GRPOConfig`], which gets the
-    method's defaults. A subclass that samples rows itself refuses `rollout_func`, vision-language models, and, unless
-    it says otherwise, tools and environments.
+    The constructor has the arguments of [`~trl.GRPOTrainer`]. `args` may be a plain [`~trl.GRPOConfig`], which gets
+    the method's defaults. A subclass that samples rows itself refuses `rollout_func` and vision-language models. It
+    also refuses tools and environments, unless it sets `Requires(tools=True)`.
 
     Raises:
-        ValueError: For a field, data set or option the method cannot work with, before any model work.
-        NotImplementedError: For a sampling backend that the method does not support yet.
+        ValueError: If the method cannot work with a field, a data set or an option. Raised before the model is loaded.
+        NotImplementedError: If the method does not support the sampling backend yet.
     """
 
     _name: Any = FromRow(lambda row: row.title)
     _tag_names: Any = FromRow(lambda row: [*row.tags])
-    _paper: Any = FromRow(lambda r: {"citation": citation(r.card), **r.paper} if r.paper else GRPOTrainer._paper)
-    dataset_names: list[str] = []  # of the training data, for the card
+    _paper: Any = FromRow(_paper_of)
+    dataset_names: list[str] = []  # names of the training data, for the model card
 
-    # Class-level defaults: objects made without `__init__` behave as plain GRPO.
+    # Class-level defaults, so that an object made without `__init__` behaves as plain GRPO.
     hub_model_id: Any
     push_in_progress: Any
     vllm_generation: ServedGeneration
     environments: Any
-    shaped_rewards: torch.Tensor  # of the main rows, `(N, F)`, once there are any
+    shaped_rewards: torch.Tensor  # of the main rows, `(N, F)`; set when the first batch is scored
     use_vllm = log_completions = False
-    current: Pass | None = None  # the pass that is running; `None` for the main one and evaluation
-    _rollout: Rollout | None = None
-    _budget_spent: Callable[[], float] | None = None
-    _stream_tokens: dict[str, int] = {}
+    current: Pass | None = None  # the pass that runs now; None for the main rows and in evaluation
+    _rollout: Rollout | None = None  # the newest result of the hook `rollout`; None in evaluation
+    _budget_spent: Callable[[], float] | None = None  # see `end_by_budget`
+    _stream_tokens: dict[str, int] = {}  # number of tokens that each stream has seen, as TRL counts them
     _tr_loss = torch.tensor(0.0)
     _globalstep_last_logged = 0
 
@@ -133,16 +140,21 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
         }
         check_arguments(type(self).__name__, requires, args, **given)
         self.watch = ToolWatch()
+        if tools and requires.watched_tools:
+            tools = [self.watch.watched(tool) for tool in tools]
+        if requires.turns:
+            environment_factory = guarded_factories(environment_factory)
         with our_backend(args):
             super().__init__(
                 *(model, reward_funcs, args, train_dataset, eval_dataset, processing_class),
                 *(reward_processing_classes, callbacks, optimizers, quantization_config, peft_config),
-                tools=[self.watch.watched(tool) for tool in tools] if tools and requires.watched_tools else tools,
+                tools=tools,
                 rollout_func=rollout_func,
-                environment_factory=guarded_factories(environment_factory) if requires.turns else environment_factory,
+                environment_factory=environment_factory,
             )
         keep_learned_prompt(self.model)
-        # One generator per process for everything a method draws; never the global one, which samples the main stream.
+        # Methods draw from this generator, one per process. The global one samples the main rows as GRPO does, so a
+        # method must not draw from it.
         self.exploration_generator = torch.Generator().manual_seed(args.seed + 7919 * (args.process_index + 1))
         self.saving.attach()
         if self.serving is not None:
@@ -164,38 +176,39 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
             self.explorer = ResampleExplorer(self, self.sample, self.scorer)
         self.setup()
 
-    # ------------------------------------------------------------------------ parts, and what they see of the trainer
+    # ------------------------------------------------------ parts, and the methods of `Policy` through which they work
 
     @cached_property
     def ranks(self) -> Ranks:
-        """The processes of the run."""
+        """The processes of the run: sums and gathers over them."""
         return Ranks(self.accelerator)
 
     @cached_property
     def sample(self) -> Sampler:
-        """Continues any prefixes, as often and as far as asked."""
+        """Sampler of continuations of token prefixes."""
         return Sampler(self)
 
     @cached_property
     def scorer(self) -> Scorer:
-        """Scores further rows, and judges completions while they are sampled."""
+        """Scorer of further rows, and of completions while a method still samples (`judge`)."""
         return Scorer(self)
 
     @cached_property
     def choice(self) -> PromptChoice | None:
-        """Chooses the prompts that are explored. None if all are."""
+        """Chooser of the prompts to explore. None if all prompts are explored."""
         return PromptChoice(self) if self.args.explores_some else None
 
     @cached_property
     def exploration(self) -> Exploration | None:
-        """Lets the explorer sample main rows. None if there is no explorer."""
+        """Link between the explorer and the main rows. None without an explorer."""
         if self.explorer is None:
             return None
         return Exploration(self, self.explorer, self.choice, self.sample, self.scorer)
 
     @cached_property
     def threshold_watch(self) -> ThresholdWatch | None:
-        """Warns if the success threshold tells no completions apart. None if training does not ask about success."""
+        """Watch that warns if every completion counts as a failure, or every one as a success. None if training does
+        not use the success threshold."""
         args = self.args
         if not args.asks_about_success:
             return None
@@ -207,19 +220,21 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
 
     @cached_property
     def rounds(self) -> Rounds | None:
-        """Chooses the prompts of batches; `None`: the data loader does, and all groups are trained."""
-        data, args = self.train_dataset, self.args
-        data = self._remove_unused_columns(data, "training") if args.remove_unused_columns else data
+        """Dynamic sampling, and the choice of the prompts of a batch. None if the data loader chooses the prompts and
+        all groups are trained."""
+        data = self.train_dataset
+        if self.args.remove_unused_columns:
+            data = self._remove_unused_columns(data, "training")
         return rounds_of(self, self.scorer, data, shuffle=bool(self.shuffle_dataset))
 
     @cached_property
     def credit(self) -> Credit:
-        """Gives main rows their advantages where they are not GRPO's."""
+        """Advantages that replace GRPO's in the main rows if the configuration says so, for example `advantage`."""
         return Credit(self, self.scorer)
 
     @cached_property
     def streams(self) -> StreamTraining:
-        """Trains the rows of further streams."""
+        """Training of the rows of streams."""
         pooled = self.requires.pooled or (self.exploration is not None and self.exploration.joins)
         return StreamTraining(
             self,
@@ -236,22 +251,22 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
 
     @cached_property
     def packing(self) -> PackedForward:
-        """Computes shared prefixes once."""
+        """Forward passes that compute the shared prefix of several rows only once."""
         return PackedForward(self)
 
     @cached_property
     def serving(self) -> Serving | None:
-        """The vLLM backend."""
+        """The vLLM backend. None if transformers samples."""
         return Serving(self, self.vllm_generation, self._sync_weights) if self.use_vllm else None
 
     @cached_property
     def saving(self) -> Saving:
-        """Checkpoints and the way back from them."""
+        """Writing of checkpoints, and resuming from them."""
         return Saving(self)
 
     @cached_property
     def publisher(self) -> Publisher:
-        """Cards and pushes to the Hub."""
+        """Model cards, and pushes to the Hub."""
         return Publisher(self, self.args)
 
     @property
@@ -260,47 +275,53 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
 
     @property
     def is_training(self) -> bool:
-        """Whether rows are sampled to be trained, and not to be evaluated."""
+        """Return whether TRL samples rows for training. False in evaluation."""
         assert self.model is not None
         return self.model.training
 
     @property
     def training_progress(self) -> float:
-        """Share of the training that is over: of `max_steps`, or of the budget that ends it, whichever is larger."""
-        steps = self.state.global_step / max(self.state.max_steps, 1)
-        return steps if self._budget_spent is None else max(steps, self._budget_spent())
+        """Return the completed share of the training, from 0 to 1: the share of `max_steps`, or the share of the
+        budget if that is larger (see [`end_by_budget`])."""
+        share_of_steps = self.state.global_step / max(self.state.max_steps, 1)
+        if self._budget_spent is None:
+            return share_of_steps
+        return max(share_of_steps, self._budget_spent())
 
     def end_by_budget(self, share_spent: Callable[[], float]) -> None:
         """
-        Tell the trainer that something else than `max_steps` ends the training, for example a budget of tokens.
+        Announce that a budget, for example of tokens, may end the training before `max_steps`.
 
-        Fields that change over training (`explore_share_end`) then reach their end there.
+        Fields that change over training (`explore_share_end`) then reach their final value when the budget is spent.
 
         Args:
             share_spent (`Callable`):
-                Returns the share of the budget that is spent, from 0 to 1; the same number on all processes.
+                Returns the spent share of the budget, from 0 to 1. It must return the same number on all processes.
         """
         self._budget_spent = share_spent
 
     def log_metric(self, name: str, value: float) -> None:
-        """Log a training metric, `noun/stat`, averaged over the logging interval; equal on all processes."""
+        """Log a training metric, named `noun/stat`. Pass the same value on all processes. The logs have the mean over
+        the logging interval."""
         self._metrics["train"][name].append(float(value))
 
     def encode_prompts(self, prompts: list) -> list[list[int]]:
-        """Tokens `[R][P_i]` of prompts, plain or conversations, as TRL encodes those of the data set."""
+        """Return the tokens `[R][P_i]` of prompts, which are texts or conversations. TRL encodes the prompts of the
+        data set in the same way."""
         return self._tokenize_prompts(prompts)[0] if prompts else []
 
     def longest_prompt(self, most: int = 10_000) -> int | None:
         """Return the number of tokens of the longest of the first `most` prompts. None if tools, environments or
-        images add to prompts, and for a stream."""
+        images add tokens to prompts, or if the data set is not a [`~datasets.Dataset`] with a column `prompt`."""
         data = self.train_dataset
         if self.tools or self.environment_factories is not None or self._is_vlm or not isinstance(data, Dataset):
             return None
         if not len(data) or "prompt" not in (row_columns(data) or []):
             return None
         prompts = prompts_of(data, most)
-        longest = sorted(prompts, key=lambda prompt: len(str(prompt)))[-4:]
-        return max(map(len, self.encode_prompts(longest)))
+        # Encoding all prompts would be slow. The prompt with the most tokens is most likely among the longest texts.
+        longest_texts = sorted(prompts, key=lambda prompt: len(str(prompt)))[-4:]
+        return max(map(len, self.encode_prompts(longest_texts)))
 
     def generate(self, prefixes, max_new_tokens, parts=None):
         config = self.generation_config
@@ -329,7 +350,7 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
     def rewarded(self, rows: Rows) -> torch.Tensor:
         examples = with_prompts(rows.examples)
         prompts = [example["prompt"] for example in examples]
-        # TRL's own decoding: what reward functions see of a completion depends on it.
+        # Let TRL decode the completions, so that reward functions get the same texts or messages as for main rows.
         completions = self._generate(prompts)[3]
         return self._calculate_rewards(examples, prompts, completions, rows.completion_ids)
 
@@ -343,23 +364,27 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
 
     @contextmanager
     def running(self, other: Pass) -> Iterator[Pass]:
-        own = vars(self)
+        # 1. Keep the attributes of the main rows.
+        attributes = vars(self)
         names = ["current", "tools", "_logs", "_pending_extra_logs", "_pending_metrics", "_entropy_bonus_enabled"]
         names += ["aux_loss_enabled", "num_generations", "rollout_func", "environments", "environment_factories"]
-        before, metrics = {name: own[name] for name in names if name in own}, self._metrics["train"]
+        before = {name: attributes[name] for name in names if name in attributes}
+        metrics = self._metrics["train"]
         tokens_seen = self.state.num_input_tokens_seen
+        # 2. Let TRL log and count in the pass.
         other.logs = empty_logs(self._logs)
-        self.current, self._metrics["train"], self._logs = other, other.metrics, other.logs
+        self.current = other
+        self._metrics["train"], self._logs = other.metrics, other.logs
         self._pending_extra_logs, self._pending_metrics = other.columns, other.pending
         self.state.num_input_tokens_seen = self._stream_tokens.get(other.name or "", 0)
-        # Entropy bonus and router loss are regularisers of the policy, not of a stream: the main stream has them once.
+        # The loss of the main rows already has the entropy bonus and the router loss, which must not count twice.
         self._entropy_bonus_enabled = self.aux_loss_enabled = False
         if other.rows is not None:
             rows = other.rows
             self.num_generations = rows.group_size
-            # These rows have ended: no environment is reset for them, and no tool is called.
+            # These rows are finished: TRL must reset no environment and call no tool for them.
             self.environments, self.environment_factories, self.tools = other.environments, None, []
-            # TRL's own slot for finished rollouts: it decodes and scores them, and takes their loss mask.
+            # TRL takes the rollouts of a `rollout_func` as they are: it decodes and scores them, and uses their mask.
             self.rollout_func = lambda prompts, trainer: {
                 "prompt_ids": rows.prompt_ids,
                 "completion_ids": rows.completion_ids,
@@ -369,9 +394,11 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
         try:
             yield other
         finally:
+            # 3. Restore the main rows' attributes. The metrics of a stream join them under its name.
             self.current = None
-            own.update(before)
-            self._metrics["train"], self.state.num_input_tokens_seen = metrics, tokens_seen
+            attributes.update(before)
+            self._metrics["train"] = metrics
+            self.state.num_input_tokens_seen = tokens_seen
             if other.name is not None:
                 for key, values in other.metrics.items():
                     metrics[f"{other.name}/{key}"].extend(values)
@@ -381,55 +408,61 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
             for key, values in other.pending.items():
                 self._pending_metrics[key].extend(values)
 
-    # --------------------------------------------------------------- seams into TRL, in its calling order: rollouts
+    # ------------------------------------------------- seams into TRL, in the order in which TRL calls them: rollouts
 
     def _prepare_inputs(self, generation_batch):
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
-        if self.packing.mode == "off" or self._buffered_inputs is before:
+        if self.packing.mode == "off" or self._buffered_inputs is before:  # no new generation batch
             return inputs
         self._buffered_inputs = self.packing.regrouped(self._buffered_inputs)
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
     def _generate_and_score_completions(self, inputs):
-        own, logs = super()._generate_and_score_completions, self._logs
+        sample_and_score, logs = super()._generate_and_score_completions, self._logs
         if self.is_training:
             self.replaced.follow()
-            self._logs = logs if self.rounds is None else self.table.begin(logs)
-            return Step(self, own, self._logs, self._metrics["train"]).run(inputs)
+            if self.rounds is not None:
+                self._logs = self.table.begin(logs)
+            return Step(self, sample_and_score, self._logs, self._metrics["train"]).run(inputs)
         if not self.log_completions:
-            return own(inputs)
+            return sample_and_score(inputs)
         self._logs = self.table.of_evaluation(logs, self.state.global_step)
         try:
-            output = own(inputs)
+            output = sample_and_score(inputs)
             self.table.one_reward_per_name(self._logs, len(inputs))
             return output
         finally:
             self._logs = logs
 
     def _generate(self, prompts):
+        # TRL returns `prompt_ids, completion_ids, tool_mask, completions, logprobs, ...`.
         if self.current is not None and self.current.rows is not None:
             result = super()._generate(prompts)
             self.packing.check_lengths(*result[:2])
-            completions = self.current.rows.completions
-            if not any(completions):
+            known = self.current.rows.completions
+            if not any(known):
                 return result
-            spoken = [ours or decoded for ours, decoded in zip(completions, result[3], strict=True)]
-            return *result[:3], spoken, *result[4:]
+            # If the messages of a row are known, use them instead of those that TRL decodes from the tokens.
+            completions = []
+            for messages, decoded in zip(known, result[3], strict=True):
+                completions.append(messages or decoded)
+            return *result[:3], completions, *result[4:]
         training = self.is_training
         if self.forks is not None:
             self.forks.set_limit()
             if training:
                 self.forks.begin(self.main_examples, self.given_examples, len(prompts))
         turns = self.turns if self.tools else None
-        num_sampled = self.sample.tokens.own
+        num_before = self.sample.tokens.own
         with nullcontext() if turns is None else turns.of(prompts):
             result = super()._generate(prompts)
-        if training and self.rollout_func is not None and self.sample.tokens.own == num_sampled:
+        if training and self.rollout_func is not None and self.sample.tokens.own == num_before:
+            # The `rollout_func` did not sample through the trainer, so count the tokens that it returned.
             self.sample.tokens.add_returned(*result[1:3])
         self.packing.check_lengths(*result[:2])
-        if self._rollout is not None and (mask := self._rollout.loss_mask) is not None:
-            result = (*result[:2], mask, *result[3:])
+        if self._rollout is not None and self._rollout.loss_mask is not None:
+            result = (*result[:2], self._rollout.loss_mask, *result[3:])
         if turns is not None:
             turns.note_failures()
         if self.forks is not None and training:
@@ -439,23 +472,14 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
         return result
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
+        # With vLLM, TRL takes `num_generations` consecutive rows as one prompt. A `budget` changes these numbers.
         size = 1 if self.rounds is not None and self.rounds.rows_of else num_generations
-        sample_turn = super()._generate_single_turn
-        options = (images, multimodal_fields, size, has_tool_images)
+        own = super()._generate_single_turn
 
-        def plain(ids: list[list[int]]) -> Rollout:
-            start = time.perf_counter()
-            with self.packing.own_attention():
-                if self.features is None or not self.is_training:
-                    found = sample_turn(ids, *options)
-                else:
-                    found = self.features.sampled(lambda contexts: sample_turn(contexts, *options), ids)
-            rollout = Rollout(*found)
-            if self.is_training:
-                self.sample.note_seconds("main", time.perf_counter() - start)
-                self.sample.tokens.add(rollout.completion_ids)
-            return rollout
+        def sample_turn(contexts: list[list[int]]) -> tuple:
+            return own(contexts, images, multimodal_fields, size, has_tool_images)
 
+        plain = partial(self._plain_turn, sample_turn)
         if self.turns is None:
             return self._turn(prompt_ids, plain)
         speaking = self.turns.begin(prompt_ids)
@@ -465,8 +489,24 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
             spoken = self._turn(speaking.contexts, plain)
         return self.turns.end(speaking, spoken)
 
+    def _plain_turn(self, sample_turn: Callable[[list[list[int]]], tuple], contexts: list[list[int]]) -> Rollout:
+        """Sample one completion, or turn, for each context with TRL's `sample_turn`. In training, count the tokens and
+        seconds."""
+        start = time.perf_counter()
+        with self.packing.own_attention():
+            if self.features is None or not self.is_training:
+                sampled = sample_turn(contexts)
+            else:
+                sampled = self.features.sampled(sample_turn, contexts)
+        rollout = Rollout(*sampled)
+        if self.is_training:
+            self.sample.note_seconds("main", time.perf_counter() - start)
+            self.sample.tokens.add(rollout.completion_ids)
+        return rollout
+
     def _turn(self, contexts: list[list[int]], plain: PlainSampling) -> Spoken:
-        """Return one completion, or turn, for each context: by the method in training, as in GRPO otherwise."""
+        """Return one completion, or turn, for each context. In training, the hook `rollout` samples the main rows, and
+        `forks` continues branches. In evaluation, TRL samples."""
         if self.forks is not None and self.forks.in_branches:
             rollout = self.forks.continued(contexts)
         elif self.is_training:
@@ -477,7 +517,8 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
             self._rollout, rollout = None, plain(contexts)
         logprobs = rollout.logprobs
         if logprobs is None and self.use_vllm:
-            # The rows were not sampled as they are trained, so TRL must not correct them.
+            # The method reports no log-probabilities, for example because it sampled from another prompt. With None
+            # for each token, TRL's importance sampling correction leaves the rows unchanged.
             logprobs = [[None] * len(ids) for ids in rollout.completion_ids]
         return rollout.completion_ids, logprobs
 
@@ -487,21 +528,22 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
         return super()._tool_call_loop(prompts, prompt_ids, completion_ids, *args)
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
-        own, arguments = super()._get_per_token_logps_and_entropies, (model, input_ids, attention_mask, logits_to_keep)
-        if self.features is not None and self.features.waits:  # watched row by row: nothing is packed
-            return self.features.watched(partial(own, *arguments, *args, **kwargs), logits_to_keep)
+        own = super()._get_per_token_logps_and_entropies
+        arguments = (model, input_ids, attention_mask, logits_to_keep, *args)
+        if self.features is not None and self.features.waits:  # it needs the rows one by one, so do not pack them
+            return self.features.watched(partial(own, *arguments, **kwargs), logits_to_keep)
         if self.packing.mode == "off":
-            found = own(*arguments, *args, **kwargs)
+            result = own(*arguments, **kwargs)
         else:
-            found = self.packing(own, *arguments, *args, **kwargs)
-        self.credit.penalise(found[0])
-        return found
+            result = self.packing(own, *arguments, **kwargs)
+        self.credit.penalise(result[0])
+        return result
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        # Reward functions may change their arguments, and the search continues from the tokens and messages. So give
-        # the functions copies of the tokens, and keep a copy of the messages, because TRL logs the originals.
+        # Reward functions may change their arguments, but the search continues from the tokens and messages. So give
+        # the functions copies of the tokens. TRL logs the messages as the functions leave them, so keep a copy.
         token_copies = [[*ids] for ids in completion_ids_list]
-        said = own_copy(completions)
+        messages = own_copy(completions)
         known, extra = self._known_rewards()
         question = self.scorer.question(self.reward_funcs, known, extra, num_rows=len(prompts))
         functions, self.reward_funcs = self.reward_funcs, question.functions
@@ -521,7 +563,7 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
             return rewards
         self.scorer.stop_if_unscored(rewards, inputs[0], group_size=self.num_generations or 1)
         self.scorer.rewards_per_func, self.main_completion_ids = rewards, completion_ids_list
-        self.credit.completions = said
+        self.credit.completions = messages
         if self.threshold_watch is not None:
             for name, value in self.threshold_watch.look(self.scorer.success().tolist()).items():
                 self.log_metric(name, value)
@@ -530,10 +572,10 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
 
     def _known_rewards(self) -> tuple[list[list[float] | None] | None, Sequence[Mapping[str, Any]]]:
         """
-        Return rewards of rows that were scored before TRL asks, and what the reward functions logged with them.
+        Return the rewards of rows that were scored during sampling, and the values that were logged with them.
 
         Returns:
-            `tuple`: Rewards `[B][F]`, None if no row was scored before; and values by column, `[B]`.
+            `tuple`: Rewards `[B][F]`, or None if no row was scored; and logged values by column, `[B]`.
         """
         if self.current is not None:
             assert self.current.rows is not None
@@ -551,33 +593,37 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if not self.is_training or return_outputs:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        # The backward passes of streams run here. TRL runs that of the main rows, with the loss that this returns.
         accumulated = self.current_gradient_accumulation_steps
         extra = self.streams.backward(model, self._step % self.args.steps_per_generation, num_accumulated=accumulated)
-        # With the advantages, beta scales what TRL sums over tokens, and neither entropy bonus nor router loss.
-        scale, own = self.streams.main_scale(inputs), (self.beta, self.epsilon_low, self.epsilon_high)
+        # Scale advantages and beta together: this scales the policy and KL terms, but not the entropy bonus and the
+        # router loss.
+        scale = self.streams.main_scale(inputs)
+        before = self.beta, self.epsilon_low, self.epsilon_high
         if scale != 1.0:
             inputs = {**inputs, "advantages": inputs["advantages"] * scale}
         self.beta = self.beta * scale
-        if "kl_cov" in inputs:  # its penalty takes the place of the clip
+        if "kl_cov" in inputs:  # the penalty of `kl_cov` replaces the clip
             self.epsilon_low = self.epsilon_high = math.inf
         try:
             with self.credit.loss_of(inputs, scale=scale) as rows:
                 loss = super().compute_loss(model, rows, return_outputs, num_items_in_batch)
         finally:
-            self.beta, self.epsilon_low, self.epsilon_high = own
+            self.beta, self.epsilon_low, self.epsilon_high = before
         return loss if extra is None else loss + extra
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        own, wanted = self._logs, self.log_completions
-        if wanted and self.accelerator.is_main_process:
-            self._logs = self.table.whole(own, self.state.global_step)
-            # A run that goes on from a checkpoint without rows may have none yet: the file of that step stays.
+        before, writes_table = self._logs, self.log_completions
+        if writes_table and self.accelerator.is_main_process:
+            self._logs = self.table.whole(before, self.state.global_step)
+            # A run that resumes from a checkpoint without rows may have none yet. TRL must not write an empty table
+            # over the file of that step.
             self.log_completions = len(self._logs["prompt"]) > 0
         try:
             with printed_visibly():
                 super().log(logs, start_time)
         finally:
-            self._logs, self.log_completions = own, wanted
+            self._logs, self.log_completions = before, writes_table
 
     # ------------------------------------------------------------------------ seams into transformers: the run, saving
 
@@ -606,9 +652,9 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
         found = super()._init_training_state(max_steps, num_update_steps_per_epoch, *args, **kwargs)
         return self.saving.first_batch(found, max_steps, num_update_steps_per_epoch)
 
-    def _run_epoch(self, **told):  # type: ignore[override]  # all by name, as it is called
-        if self.saving.begin_epoch(told):
-            super()._run_epoch(**told)
+    def _run_epoch(self, **arguments):  # type: ignore[override]  # transformers passes all arguments by name
+        if self.saving.begin_epoch(arguments):
+            super()._run_epoch(**arguments)
 
     def _save_checkpoint(self, model, trial):
         with self.saving.checkpoint(trial):
@@ -620,7 +666,7 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
 
     def _save_rng_state(self, output_dir):
         super()._save_rng_state(output_dir)
-        # What tells that a checkpoint is whole is written next, by one process.
+        # Next, one process writes the file that marks the checkpoint as complete. All processes must be done by then.
         self.accelerator.wait_for_everyone()
 
     def _load_optimizer_and_scheduler(self, checkpoint):
@@ -629,7 +675,8 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
             self.saving.restore(checkpoint)
 
     def _save(self, output_dir=None, state_dict=None):
-        token, self.args.hub_token = self.args.hub_token, None  # the arguments are pickled beside the weights
+        # transformers pickles the arguments next to the weights, and the token must not be in that file.
+        token, self.args.hub_token = self.args.hub_token, None
         try:
             super()._save(output_dir, state_dict)
         finally:
@@ -638,8 +685,8 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
     # ------------------------------------------------------------------------------- seams into transformers: the Hub
 
     def init_hf_repo(self, token=None, private=None):
-        """As in TRL; also makes the branch, and raises `HubError` or `ValueError` where nothing could be sent. With
-        `push_dry_run`, the Hub is not asked."""
+        """Create the repository as TRL does, and its branch. Raise `HubError` or `ValueError` if pushes to it would
+        fail. With `push_dry_run`, do not contact the Hub."""
         if self.is_world_process_zero():
             if self.args.push_dry_run:
                 self.publisher.name_repo()
@@ -647,7 +694,7 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
                 self.publisher.make_repo(super().init_hf_repo, token, private)
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None):  # type: ignore[override]  # as in TRL
-        """As in TRL: `README.md` in `output_dir`, with the training curves beside it."""
+        """Write `README.md` into `output_dir` as TRL does, and the pictures of the training curves."""
         if self.is_world_process_zero():
             self.publisher.write_card(model_name, dataset_name, tags, method_tags=self._tag_names, paper=self._paper)
 
@@ -663,14 +710,16 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
         **kwargs,
     ):
         """
-        As in TRL: save the model in `output_dir` and publish it with its card; every process must call it. A branch
-        that is missing is made; `revision` and `private` default to `args.hub_revision` and `args.hub_private_repo`.
+        Save the model in `output_dir` and publish it with its card, as TRL does. Every process must call it.
 
-        With `dry_run=True` or `args.push_dry_run`, it sends nothing, and needs neither a token nor a network. It then
-        prints what would be sent, and returns that as a [`~trl_explore.publishing.hub.PushPlan`].
+        A missing branch is created. `revision` and `private` default to `args.hub_revision` and
+        `args.hub_private_repo`.
+
+        With `dry_run=True` or `args.push_dry_run`, this method sends nothing, and needs neither a token nor a network.
+        It prints which files would be sent, and returns the list as a [`~trl_explore.publishing.hub.PushPlan`].
 
         Raises:
-            HubError: If anything stands against it. The model is saved, and the message says how to send it.
+            HubError: If the push fails. The model is saved, and the message says how to send it.
         """
         dry_run = dry_run or self.args.push_dry_run
         if not dry_run:
@@ -689,34 +738,37 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
     def _push_from_checkpoint(self, checkpoint_folder):
         if self.args.hub_strategy == HubStrategy.END:
             return
-        self.accelerator.wait_for_everyone()  # a checkpoint is whole when every process wrote its part
+        self.accelerator.wait_for_everyone()  # a checkpoint is complete when every process has written its part
         if self.is_world_process_zero():
             self.publisher.push_checkpoint(checkpoint_folder)
 
 
 def with_prompts(examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the examples; those without a prompt get an empty user message as their prompt. TRL adds this message
-    only when it resets environments, which it does not do for finished rows. Data without prompts are for environments
-    that define the task."""
+    """
+    Return the examples, with an empty user message as the prompt of examples without one.
+
+    Data need no prompts if an environment defines the task. TRL adds this message when it resets environments, but it
+    does not reset them for finished rows.
+    """
     empty = [{"role": "user", "content": ""}]
     return [example if "prompt" in example else {**example, "prompt": empty} for example in examples]
 
 
 def watch(trainer: Any, method: str, seen: Callable[..., None]) -> Callable[[], None]:
     """
-    Watch one method of any GRPO trainer.
+    Call a function after each call of one method of a GRPO trainer.
 
     Args:
         trainer ([`~trl.GRPOTrainer`]):
             The trainer, of this class or a subclass.
         method (`str`):
             `"scored"` (rows with rewards and advantages), `"rewarded"`, `"loss"`, `"turn"` (completions, or turns of
-            an agent) or `"rollout"` (whole completions, with what tools answered).
+            an agent) or `"rollout"` (whole completions, with the answers of tools).
         seen (`Callable`):
-            Gets TRL's positional arguments, and behind them what TRL made of them.
+            Called with the positional arguments of TRL's method, followed by its result.
 
     Returns:
-        `Callable`: Ends the watch.
+        `Callable`: Call it to end the watch.
     """
     names = {
         "scored": "_generate_and_score_completions",
@@ -741,33 +793,35 @@ def count_sampled(trainer: Any) -> TokenCount:
     """
     Return the count of the tokens that a GRPO trainer samples in training.
 
-    An [`ExplorationTrainer`] counts by itself, and the count goes with its checkpoints. Any other trainer is counted
-    from now on: every completion or turn that TRL asks for, or what a `rollout_func` returns. Every process must call
-    it.
+    An [`ExplorationTrainer`] counts by itself, and its checkpoints hold the count. For any other trainer, counting
+    starts now. It counts every completion or turn that TRL samples, and the tokens that a `rollout_func` returns.
+    Every process must call this function.
     """
     if isinstance(trainer, ExplorationTrainer):
         return trainer.sample.tokens
     tokens, ranks = TokenCount(), Ranks(trainer.accelerator)
-    before = 0  # when the last rollout ended
+    count_before = 0  # the count at the end of the last rollout
 
-    def turn(*given: Any) -> None:
+    def after_turn(*arguments_and_result: Any) -> None:
         if trainer.model.training:
-            tokens.add(given[-1][0])
+            completion_ids = arguments_and_result[-1][0]
+            tokens.add(completion_ids)
 
-    def rollout(*given: Any) -> None:
-        nonlocal before
+    def after_rollout(*arguments_and_result: Any) -> None:
+        nonlocal count_before
         if not trainer.model.training:
             return
-        if tokens.own == before:  # by a `rollout_func`, which asks for no turn
-            tokens.add_returned(*given[-1][1:3])
-        before = tokens.own
+        if tokens.own == count_before:  # TRL sampled no turn, so a `rollout_func` made the completions
+            completion_ids, tool_mask = arguments_and_result[-1][1:3]
+            tokens.add_returned(completion_ids, tool_mask)
+        count_before = tokens.own
         tokens.sum_up(ranks)
 
-    watch(trainer, "turn", turn)
-    watch(trainer, "rollout", rollout)
+    watch(trainer, "turn", after_turn)
+    watch(trainer, "rollout", after_rollout)
     return tokens
 
 
 def log_metric(trainer: Any, name: str, value: float) -> None:
-    """Log a training metric with any GRPO trainer."""
+    """Log a training metric in any GRPO trainer."""
     trainer._metrics["train"][name].append(value)

@@ -64,7 +64,7 @@ def run_checks(args: GRPOConfig, checks: Iterable[Check]) -> None:
 
 
 def check_explore(args: Any) -> None:
-    """Raise if `explore` names no explorer, or one that has nothing to do."""
+    """Raise ValueError if `explore` is not the name of an explorer, or if `explore_prompts` does not fit it."""
     if args.explore is None:
         return
     if args.explore not in EXPLORERS:
@@ -178,12 +178,13 @@ class ExplorationConfig(GRPOConfig):
         max_generations (`int`, *optional*):
             Most rows of a prompt with a `budget`; `None`: twice `num_generations`.
         explore (`str`, *optional*):
-            How [`ExplorationTrainer`] explores prompts: `"resample"` samples another plain group. None: it does not
-            explore. `"resample"` needs `explore_prompts="unsolved"`. It is the control of the methods that search: it
-            spends tokens on the same prompts. Other trainers explore in their own way and refuse the field.
+            How [`ExplorationTrainer`] explores prompts. `"resample"` samples another plain group for each unsolved
+            prompt, and needs `explore_prompts="unsolved"`. Use it as the control of a method that searches: it spends
+            tokens on the same prompts without a search. None explores nothing. Other trainers have their own way of
+            exploring and refuse this field.
         success_threshold (`float`, *optional*):
-            Smallest reward of a success. None means 1 for `explore_prompts`, `explore_threshold` and `budget`; with
-            `advantage="passk"`, None takes rewards of 0 and 1 only. Most methods set a default of their own.
+            Smallest reward that counts as a success. `explore_prompts`, `explore_threshold` and `budget` take None as
+            1. With `advantage="passk"`, None allows only rewards of 0 and 1. Most methods set their own default.
         explore_prompts (`str`, *optional*, defaults to `"all"`):
             Which prompts the method explores: `"all"` or `"unsolved"`. With `"unsolved"`, a group is first sampled as
             in GRPO, and explored (searched, sketched or branched) if none of its completions reaches the method's
@@ -327,7 +328,7 @@ class ExplorationConfig(GRPOConfig):
 
     @property
     def success_bar(self) -> float:
-        """Return the smallest reward of a success."""
+        """Return `success_threshold`, or its default of 1."""
         return 1.0 if self.success_threshold is None else self.success_threshold
 
     @property

@@ -1,7 +1,10 @@
-"""The hooks of a trainer: all that the author of a method reads.
+"""The hooks of a trainer. To write a method, you need to read only this file.
 
-The defaults are plain GRPO. Hooks run in training only; evaluation is GRPO's. Dimension letters: B rows on this
-process, N rows over all processes, T completion tokens, F reward functions.
+The defaults are plain GRPO. Hooks run in training only; evaluation is GRPO's.
+
+Words: the *main rows* are the rows that GRPO has, `num_generations` consecutive ones for each prompt. A *stream* is a
+named set of further rows that are trained, with a weight. Dimension letters: B main rows on this process, N main rows
+over all processes, T completion tokens, F reward functions.
 """
 
 from dataclasses import replace
@@ -32,28 +35,29 @@ from .requires import Requires
 
 
 class Hooks:
-    """Base class of trainers with the methods that a method may override, and the parts that it may use."""
+    """Base class of trainers: the hooks that a method may override, and the parts that it may use."""
 
     config_class: type[ExplorationConfig] = ExplorationConfig
     requires = Requires()
-    method = "exploration"  # name of a row of `METHODS`
+    method = "exploration"  # key of the method's row in `METHODS`
 
     args: Any  # the configuration
     explorer: Explorer | None = None  # made by `make_explorer`
     # The generation batch on this process:
     main_examples: list[dict[str, Any]] = []  # copies of the data-set rows, `[B]`
     main_completion_ids: list[list[int]] = []  # tokens of the main rows, `[B][T_i]`
-    given_examples: list[dict[str, Any]] = []  # the rows that TRL has, `[B]`; environments and rewards change them
-    shaped_rewards: torch.Tensor  # rewards that the advantages of the main rows come from, `(N, F)`
+    given_examples: list[dict[str, Any]] = []  # TRL's own rows, `[B]`; environments and reward functions change them
+    shaped_rewards: torch.Tensor  # rewards from which TRL computes the advantages of the main rows, `(N, F)`
 
-    num_generations: Any  # rows of a prompt; TRL sets it
+    num_generations: Any  # number of rows per prompt; TRL sets it
     log_completions = False
-    turns: Turns | None = None  # an agent's turns; None unless `Requires(turns=True)`
-    forks: Forks | None = None  # continues an agent's trajectories from one of their turns
+    turns: Turns | None = None  # follows an agent's turns; None unless `Requires(turns=True)`
+    forks: Forks | None = None  # continues an agent's trajectories from an earlier turn; None unless a method sets it
     features: FeaturePass | None = None  # gradient features; None unless `Requires(features=True)`
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        # A subclass requires what any of its parents requires.
         for parent in cls.__bases__:
             if issubclass(parent, Hooks):
                 cls.requires |= parent.requires
@@ -62,14 +66,14 @@ class Hooks:
 
     def check(self, args: Any, *, tools: Any, environment_factory: Any) -> None:
         """
-        Check what the trainer is given, before any model is loaded.
+        Check the arguments of the trainer before any model is loaded.
 
         Raises:
-            ValueError: If the method cannot work with it. The message names the field, the value and the remedy.
+            ValueError: If the method cannot work with them. The message names the field, the value and the remedy.
         """
 
     def requirements(self, args: Any) -> Requires:
-        """Return what the method needs with a configuration."""
+        """Return the requirements of the method under this configuration."""
         own_explorer = type(self).make_explorer != Hooks.make_explorer
         if args.explore is not None and (own_explorer or self.requires.samples):
             raise ValueError(
@@ -81,21 +85,21 @@ class Hooks:
         return self.requires
 
     def make_explorer(self) -> Explorer | None:
-        """Return the explorer that samples main rows in its own way, or None if GRPO samples them."""
+        """Return the explorer that samples main rows, or None if GRPO samples all of them."""
         return None
 
     def setup(self) -> None:
-        """Make the method's own state. It runs at the end of construction, after `make_explorer`."""
+        """Create the method's own state. Called at the end of construction, after `make_explorer`."""
 
     # ---------------------------------------------------------------------------- a generation batch, in calling order
 
     def rollout(self, prompt_ids: list[list[int]], plain: PlainSampling) -> Rollout:
         """
-        Sample the main rows. An explorer is the simpler way.
+        Sample the main rows. Override it only if no explorer fits: an explorer is simpler.
 
         Args:
             prompt_ids (`list[list[int]]`):
-                Prompt tokens of this process's rows, `[B][P_i]`; the rows of a group are consecutive.
+                Prompt tokens of this process's rows, `[B][P_i]`. The rows of a group are consecutive.
             plain (`Callable[[list[list[int]]], Rollout]`):
                 GRPO's own sampling: one completion for each list of tokens.
 
@@ -108,11 +112,12 @@ class Hooks:
 
     def shape_rewards(self, rewards_per_func: torch.Tensor) -> torch.Tensor:
         """
-        Return the rewards that GRPO's advantages are computed from. The logged `reward` stays the raw one.
+        Return the rewards from which GRPO's advantages are computed. The logged `reward` stays the raw reward.
 
         Args:
             rewards_per_func (`torch.Tensor`):
-                Raw rewards over all processes, shape `(N, F)`, groups consecutive; NaN if a row was not scored.
+                Raw rewards of all processes, shape `(N, F)`. The rows of a group are consecutive. NaN if a row was not
+                scored.
 
         Returns:
             `torch.Tensor`: Rewards of shape `(N, F)`.
@@ -121,9 +126,10 @@ class Hooks:
 
     def search(self, output: RowDict) -> None:
         """
-        Sample further rows ([`sample`], `forks`), after the main rows are scored and before they are credited.
+        Sample further completions with `sample` or `forks`. Called after the main rows are scored and before
+        `assign_advantages`.
 
-        Every process calls the sampler equally often.
+        Every process must call the sampler the same number of times.
 
         Args:
             output (`dict`):
@@ -132,7 +138,7 @@ class Hooks:
 
     def assign_advantages(self, output: RowDict) -> torch.Tensor:
         """
-        Return the advantages of the main rows, or of their tokens. It samples nothing.
+        Return the advantages of the main rows, or of their tokens. Do not sample here.
 
         Args:
             output (`dict`):
@@ -147,36 +153,37 @@ class Hooks:
         self, output: RowDict, examples: list[dict[str, Any]], rewards: torch.Tensor
     ) -> dict[str, tuple[ScoredRows, float]]:
         """
-        Return further rows that are trained, and their weight. It scores them ([`Scorer.score`]) and samples nothing.
+        Return further rows to train, with their weights. Score the rows with [`Scorer.score`]; do not sample here.
 
         Args:
             output (`dict`):
                 The main rows of this process as TRL scored them.
             examples (`list[dict]`):
-                Their data-set rows, `[B]`.
+                Data-set rows of the main rows, `[B]`.
             rewards (`torch.Tensor`):
-                Total raw reward of each main row over all processes, shape `(N,)`; NaN if a row has none.
+                Total raw reward of each main row of all processes, shape `(N,)`. NaN if a row has no reward.
 
         Returns:
-            `dict[str, tuple[ScoredRows, float]]`: Streams by name with their weight. Each is averaged over its own
-            rows or tokens.
+            `dict[str, tuple[ScoredRows, float]]`: Rows and weight of each stream, by name. The loss of a stream is a
+            mean over its own rows or tokens, unless the trainer `requires` one mean over all rows (`pooled`).
         """
         return {}
 
     def completion_columns(self) -> dict[str, list[Any]]:
         """
-        Return further columns of the completions table. It is called with `log_completions=True` only.
+        Return further columns of the completions table. Called only with `log_completions=True`.
 
         Returns:
-            `dict[str, list]`: Values by column for the main rows of this process, `[B]`; the same columns on every
-            process. A missing number is NaN and a missing text is empty, so that a column has one type in all files.
+            `dict[str, list]`: Values by column for the main rows of this process, `[B]`. Every process must return the
+            same columns. Use NaN for a missing number and `""` for a missing text, so that a column has one type in
+            all files.
         """
         return {} if self.exploration is None else self.exploration.columns(len(self.main_completion_ids))
 
     # ------------------------------------------------------------------------------------------------- state and files
 
     def exploration_state(self) -> dict[str, Any]:
-        """Return the method's own state for the checkpoint: tensors, numbers, strings and containers of them."""
+        """Return the method's own state for the checkpoint: tensors, numbers, strings, and containers of these."""
         return {} if self.explorer is None else self.explorer.state_dict()
 
     def load_exploration_state(self, state: dict[str, Any]) -> None:
@@ -185,65 +192,68 @@ class Hooks:
             self.explorer.load_state_dict(state)
 
     def forget_data(self) -> None:
-        """Drop everything that belongs to prompts of the data, because `train_dataset` was replaced."""
+        """Drop all state about prompts of the data set. Called after a user replaced `train_dataset`."""
         if self.rounds is not None:
             self.rounds.forget_data()
 
     def method_files(self) -> list[str]:
-        """Return files and folders inside `output_dir` that the method writes beside the model."""
+        """Return the names of the files and folders in `output_dir` that the method writes, without the model."""
         return [] if self.explorer is None else self.explorer.files()
 
     def run_files(self) -> list[Path]:
-        """Return the existing files that a run adds to: those of the method, and the completions tables."""
+        """Return the existing files to which a run appends: the files of the method, and the completions tables."""
         names = self.method_files()
         if self.args.log_completions:
             names = [*names, "completions"]
         files = []
         for name in names:
             path = Path(self.args.output_dir) / name
-            files += [file for file in [path, *sorted(path.rglob("*"))] if file.is_file()]
+            for file in [path, *sorted(path.rglob("*"))]:
+                if file.is_file():
+                    files.append(file)
         return files
 
-    # ----------------------------------------------------- parts; ExplorationTrainer makes each when it is first used
+    # ------------------------------------------------- parts; `ExplorationTrainer` creates each when it is first used
 
     @property
     def sample(self) -> Sampler:
-        """Sampler of continuations of any token prefixes."""
+        """Sampler of continuations of token prefixes."""
         raise NotImplementedError
 
     @property
     def scorer(self) -> Scorer:
-        """Scorer of further rows; it also judges completions while they are sampled."""
+        """Scorer of further rows, and of completions while a method still samples (`judge`)."""
         raise NotImplementedError
 
     @property
     def ranks(self) -> Ranks:
-        """The processes of the run: sums and gathers."""
+        """The processes of the run: sums and gathers over them."""
         raise NotImplementedError
 
     @property
     def choice(self) -> PromptChoice | None:
-        """Chooser of the prompts that are explored. None if all are."""
+        """Chooser of the prompts to explore. None if all prompts are explored."""
         raise NotImplementedError
 
     @property
     def exploration(self) -> Exploration | None:
-        """The part that lets the explorer sample main rows. None without an explorer."""
+        """Link between the explorer and the main rows. None without an explorer."""
         raise NotImplementedError
 
     @property
     def rounds(self) -> Rounds | None:
-        """Dynamic sampling and the choice of prompts. None if the data loader chooses and all groups are trained."""
+        """Dynamic sampling, and the choice of the prompts of a batch. None if the data loader chooses the prompts and
+        all groups are trained."""
         raise NotImplementedError
 
     @property
     def credit(self) -> Credit:
-        """Advantages of main rows that are not GRPO's, for all methods."""
+        """Advantages that replace GRPO's in the main rows if the configuration says so, for example `advantage`."""
         raise NotImplementedError
 
     @property
     def streams(self) -> StreamTraining:
-        """Training of further rows."""
+        """Training of the rows of streams."""
         raise NotImplementedError
 
     @property
@@ -257,13 +267,14 @@ class Hooks:
         raise NotImplementedError
 
     def log_metric(self, name: str, value: float) -> None:
-        """Log a training metric, `noun/stat`, averaged over the logging interval; equal on all processes."""
+        """Log a training metric, named `noun/stat`. Pass the same value on all processes. The logs have the mean over
+        the logging interval."""
         raise NotImplementedError
 
-    # ------------------------------------------------------------------------------------------ what a class overrides
+    # -------------------------------------------------------------------------------------- which hooks are overridden
 
     def samples_as_grpo(self, args: Any) -> bool:
-        """Return whether GRPO samples all rows. TRL then handles tools, environments, `rollout_func` and images."""
+        """Return whether GRPO samples all rows. If so, TRL handles tools, environments, `rollout_func` and images."""
         own = type(self)
         if own.make_explorer != Hooks.make_explorer or args.explore is not None:
             return False
@@ -271,13 +282,13 @@ class Hooks:
 
     @property
     def trains_further_rows(self) -> bool:
-        """Return whether rows beside the main ones are trained."""
+        """Return whether further rows are trained in addition to the main rows."""
         return self.requires.extra_rows or (self.exploration is not None and self.exploration.joins)
 
     @property
     def changed_hooks(self) -> list[str]:
-        """Return the names of the hooks that differ from GRPO: those that the class overrides, and those in which an
-        explorer works."""
+        """Return the names of the hooks that differ from GRPO: the hooks that the class overrides, and the hooks that
+        an explorer uses."""
         own, explores = type(self), self.explorer is not None
         hooks = {
             "rollout": explores or own.rollout != Hooks.rollout,

@@ -1,4 +1,4 @@
-"""SESA: the completions of a prompt are drafted one after another, each knowing the drafts before it."""
+"""SESA: the policy drafts ideas for a prompt one after another, each with the earlier ones in view."""
 
 import math
 from dataclasses import replace
@@ -22,30 +22,32 @@ from .sesa_config import SESAConfig
 
 class SESATrainer(ExplorationTrainer):
     """
-    GRPO whose completions follow sketches drafted one after another, each prompted to differ from those before it.
+    GRPO whose completions follow sketches. Sketches are drafted one after another, each to differ from earlier ones.
 
     Method of [The Road Less Traveled: Enhancing Exploration in LLMs via Sequential
     Sampling](https://huggingface.co/papers/2510.15502). What changes with respect to GRPO, per generation batch:
 
-    1. For every prompt, `num_sketches` short sketches are drafted in turn; each prompt shows the earlier ones. Step j
-       is one batched call for all prompts.
-    2. One completion per row is sampled, from a prompt that shows the row's sketch, all in one call.
-    3. Rows are trained under the original prompt: the likelihood sees no sketch, as at evaluation.
+    1. For every prompt, the policy drafts `num_sketches` short sketches one after another. The request for a sketch
+       shows the earlier ones. Step j is one sampling call for all prompts.
+    2. The policy samples one completion per row, from a prompt that shows the row's sketch. This is one sampling call.
+    3. Rows are trained with the original prompt. So the loss sees no sketch, as in evaluation.
 
-    With `mode="sequential"` one response lists the candidates of a group, and each becomes a row. With `mode="agent"`,
-    `num_actions` actions are proposed, one after another, for trajectories of a group that stand before the same
-    decision, which share them out. `max_trajectories` bounds the rows of a group that explore; the others are sampled
-    as in GRPO. `num_sketches=0`, `branch_depth=0` and `max_trajectories=0` give GRPO's parameters bit for bit,
-    as do sketches that no template shows. Deviations from the paper (all of them in `docs/methods/sesa.md`):
+    With `mode="sequential"`, one response lists candidates for a prompt, and each candidate becomes the completion of
+    a row. With `mode="agent"`, the policy proposes `num_actions` actions one after another for trajectories of a group
+    that are at the same decision, and these trajectories take different actions. `max_trajectories` bounds the number
+    of rows per group that explore. The other rows are sampled as in GRPO. With `num_sketches=0`, `branch_depth=0` or
+    `max_trajectories=0`, the parameters are those of GRPO bit for bit. The same holds if no template shows sketches.
+    Deviations from the paper (all of them are in `docs/methods/sesa.md`):
 
-    1. The baseline of the advantage is the group's mean, not its maximum as printed in Eq. 1.
-    2. Empty sketches are not shown; their rows are sampled from the plain prompt. Duplicates are kept and counted.
-    3. A list of candidates that is too short is continued; if that does not help, its candidates are repeated.
-    4. Actions are counted as equal if their tool calls are; a branch is a row of the batch, so their number is fixed.
+    1. The baseline of the advantage is the mean of the group, not its maximum as in Eq. 1.
+    2. Empty sketches are not shown: their rows are sampled from the plain prompt. Duplicates are kept and counted.
+    3. If a list has too few candidates, the policy continues it. If it still has too few, candidates are repeated.
+    4. Two actions are equal if their tool calls are equal. Each branch is a row of the batch, so the number of
+       branches is fixed.
 
-    The constructor takes what [`~trl.GRPOTrainer`] takes; `args` is a [`SESAConfig`] or a plain [`~trl.GRPOConfig`].
-    `mode="agent"` needs an `environment_factory`, the other modes accept neither environments nor tools.
-    Vision-language models and `rollout_func` are refused. An environment that raises ends its trajectory with
+    The constructor has the arguments of [`~trl.GRPOTrainer`]. `args` is a [`SESAConfig`] or a plain
+    [`~trl.GRPOConfig`]. `mode="agent"` needs an `environment_factory`. The other modes refuse environments and tools,
+    and all modes refuse vision-language models and `rollout_func`. If an environment raises, its trajectory ends with
     reward 0.
     """
 
@@ -55,16 +57,18 @@ class SESATrainer(ExplorationTrainer):
     num_generations: int
     config_class = SESAConfig
     requires = Requires(samples=True, main_rows=True, whole_groups=True, turns=True)
-    mode: Mode | None = None  # None if nothing is explored
+    mode: Mode | None = None  # None if no row explores
 
     def make_explorer(self) -> Explorer | None:
-        if not self.args.explores:
-            return ResampleExplorer(self, self.sample, self.scorer) if self.args.explores_some else None
-        self.mode = self._make_mode()
-        return None if self.args.mode == "agent" else self.mode
+        if self.args.explores:
+            self.mode = self._make_mode()
+            return None if self.args.mode == "agent" else self.mode  # `Actions` works in the hook `rollout`
+        if self.args.explores_some:  # without sketches, a chosen prompt gets plain samples
+            return ResampleExplorer(self, self.sample, self.scorer)
+        return None
 
     def rollout(self, prompt_ids: list[list[int]], plain: PlainSampling) -> Rollout:
-        if isinstance(self.mode, Actions):  # it chooses the turns of an agent, not whole completions
+        if isinstance(self.mode, Actions):  # it chooses turns of an agent, not whole completions
             return self.mode.rollout(prompt_ids, plain)
         return super().rollout(prompt_ids, plain)
 
@@ -79,7 +83,7 @@ class SESATrainer(ExplorationTrainer):
     def completion_columns(self) -> dict[str, list[Any]]:
         return self.mode.columns if isinstance(self.mode, Actions) else super().completion_columns()
 
-    # ------------------------------------------------------------------------------------------- its mode, and metrics
+    # --------------------------------------------------------------------------------------------- checks and the mode
 
     def requirements(self, args: Any) -> Requires:
         return replace(super().requirements(args), tools=args.mode == "agent")
@@ -111,11 +115,13 @@ class SESATrainer(ExplorationTrainer):
             )
 
     def _make_mode(self) -> Mode:
+        """Create the part that samples in the configured mode. Raise ValueError if the model's context leaves no room
+        for a prompt."""
         args, num_sketches = self.args, self.args.sketches_per_prompt
         config: Any = self.accelerator.unwrap_model(self.model).config
-        known = vars(config.get_text_config()).get("max_position_embeddings")
-        served = self.serving.backend.max_served_length if self.serving is not None else None
-        context_length = min(args.context_length or known or math.inf, served or math.inf)
+        model_length = vars(config.get_text_config()).get("max_position_embeddings")
+        served_length = self.serving.backend.max_served_length if self.serving is not None else None
+        context_length = min(args.context_length or model_length or math.inf, served_length or math.inf)
         sketch_length = args.max_sketch_length if args.mode == "two_stage" and num_sketches else 0
         if context_length - max(sketch_length, self.max_completion_length) < 1:
             raise ValueError(

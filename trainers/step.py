@@ -1,6 +1,6 @@
-"""One generation batch: from the prompts that TRL hands over to rows that are ready to be trained.
+"""One generation batch: from the data-set rows that TRL passes to rows that are ready to be trained.
 
-This module conducts a step. It calls the trainer's hooks and parts in the order in which they stand here.
+Read this file from top to bottom to see in which order the hooks and parts of a trainer are called.
 """
 
 from collections.abc import Callable
@@ -14,24 +14,24 @@ from trl_explore.rows.streams import RowDict
 
 from .hooks import Hooks
 
-Streams = dict[str, tuple[ScoredRows, float]]
-# TRL's sampling and scoring of data-set rows.
+Streams = dict[str, tuple[ScoredRows, float]]  # further rows and their weight, by name
+# TRL's method that samples and scores completions for data-set rows.
 SampleAndScore = Callable[[list[dict[str, Any]]], RowDict]
 
 
 class Step:
     """
-    Makes the rows of a generation batch, in one round or, with dynamic sampling, in several.
+    Makes the training rows of a generation batch. With dynamic sampling, it may take several rounds of sampling.
 
     Args:
         trainer ([`~trl_explore.trainers.ExplorationTrainer`]):
-            The trainer, whose hooks and parts are called.
+            The trainer. Its hooks and parts are called.
         sample_and_score (`Callable[[list[dict]], dict]`):
             TRL's `_generate_and_score_completions`.
         logs (`dict`):
-            The completions table that TRL writes to.
+            The completions table into which TRL writes.
         metrics (`dict[str, list]`):
-            The metrics that TRL writes to.
+            The metrics into which TRL writes.
     """
 
     def __init__(
@@ -46,15 +46,16 @@ class Step:
 
     def run(self, inputs: list[dict[str, Any]]) -> RowDict:
         """
-        Return the main rows of the generation batch. The rows of further streams go to `trainer.streams`.
+        Return the main rows of the generation batch. The rows of streams go to `trainer.streams`.
 
         Args:
             inputs (`list[dict]`):
                 Rows of the data set, `[B]`; `num_generations` consecutive rows have the same prompt.
         """
         trainer = self.trainer
-        trainer.streams.main_totals, trainer.sample.metrics = None, {}
-        keep = None  # mask `(B,)` of the main rows that are trained; None: all are
+        trainer.streams.main_totals = None
+        trainer.sample.metrics = {}
+        keep = None  # mask `(B,)` of the main rows to train; None: train all
         if trainer.rounds is None:
             output, streams = self._round(inputs)
         else:
@@ -63,20 +64,21 @@ class Step:
             signal = has_signal(output["advantages"])
             keep = signal if keep is None else keep & signal
         elif keep is not None and trainer.ranks.gather(keep).all():
-            keep = None
+            keep = None  # no process drops a row, so the batch is GRPO's bit for bit
         if keep is not None:
             output = trainer.streams.drop(output, keep)
         trainer.credit.temper(output)
         if trainer.log_completions and trainer.rounds is None:
+            # In rounds, `table.add` has already put the advantages of each round into the table.
             trainer.table.show_advantages(self.logs, output)
         trainer.streams.prepare(output, streams)
         self._log_generation()
         return output
 
     def _round(self, inputs: list[dict[str, Any]]) -> tuple[RowDict, Streams]:
-        """Return main rows with their advantages, and the streams of further rows."""
+        """Sample and credit one round. Return the main rows with their advantages, and the streams."""
         trainer = self.trainer
-        # Environments and reward functions may change `inputs`. Explorers and hooks get copies from before that.
+        # Environments and reward functions may change `inputs`, so explorers and hooks get copies that are made now.
         trainer.given_examples = inputs
         trainer.main_examples = [own_copy(dict(example)) for example in inputs]
         trainer.scorer.any_example = trainer.main_examples[0]
@@ -88,8 +90,9 @@ class Step:
         if trainer.serving is not None:
             trainer.serving.watch_correction(output)
         if trainer.args.drop_zero_advantage:
-            level = trainer.scorer.level(shaped, group_size=trainer.num_generations or 1)
-            output["advantages"] = output["advantages"].masked_fill(level, 0.0)
+            # Rounding leaves tiny advantages in a group of equal rewards. Make them 0, so that the rows are dropped.
+            equal = trainer.scorer.level(shaped, group_size=trainer.num_generations or 1)
+            output["advantages"] = output["advantages"].masked_fill(equal, 0.0)
         output["advantages"] = trainer.credit.assigned(output, shaped)
         if trainer.rounds is not None:
             output["advantages"] = trainer.rounds.advantages(output["advantages"], shaped)
@@ -104,21 +107,23 @@ class Step:
         return output, streams
 
     def _add_to_table(self, output: RowDict, streams: Streams) -> None:
+        """Add the main rows and the rows of streams to the completions table."""
         trainer = self.trainer
         columns = trainer.completion_columns()
         if trainer.rounds is not None:
             columns = {**columns, **trainer.rounds.columns()}
-        origins: list[str] = []
+        stream_columns: list[str] = []  # columns that only the rows of streams have
         if trainer.trains_further_rows:
-            origins = ["parent", "prefix_tokens", SHARED]
+            stream_columns = ["parent", "prefix_tokens", SHARED]
         rows = {name: scored for name, (scored, _) in streams.items()}
-        trainer.table.add(self.logs, output, columns, rows, of_streams=origins)
+        trainer.table.add(self.logs, output, columns, rows, of_streams=stream_columns)
 
     def _log_generation(self) -> None:
+        """Log the times and sizes of sampling, the number of sampled tokens, and the number of changed hooks."""
         trainer = self.trainer
         for name, value in trainer.sample.metrics.items():
             trainer.log_metric(f"generation/{name}", value)
-        # The logged total is the newest one, not an average over the logging interval, as TRL's `num_tokens`.
+        # Log the newest total instead of an average over the logging interval, as TRL does for `num_tokens`.
         self.metrics["generation/sampled_tokens"] = [float(trainer.sample.tokens.sum_up(trainer.ranks))]
         if trainer.changed_hooks:
             trainer.log_metric("method/changed_hooks", len(trainer.changed_hooks))

@@ -1,4 +1,4 @@
-"""TRL's tool loop as the parts for agents see it: its attributes on the trainer, under plain names."""
+"""Access to TRL's tool loop under public names. TRL keeps the loop's state in private attributes of the trainer."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,9 +13,10 @@ class TrainerToolLoop:
         trainer ([`~trl.GRPOTrainer`]):
             The trainer.
         loop (`Callable`):
-            TRL's `_tool_call_loop`, which runs after the first turn of each row.
+            TRL's `_tool_call_loop`. It starts after the first turn of each row.
         encode_answers (`Callable`):
-            TRL's `_get_tool_suffix_ids`: the tokens between two turns of the assistant.
+            TRL's `_get_tool_suffix_ids`. It returns the tokens between two turns of the assistant: the answers of the
+            tools, in the chat template.
     """
 
     def __init__(
@@ -30,47 +31,47 @@ class TrainerToolLoop:
 
     @property
     def tools(self) -> list[Any]:
-        """Return the tools of all rows."""
+        """Return every tool that some row may call."""
         return self._trainer.tools
 
     @property
     def environments(self) -> list[Any] | None:
-        """Return the environment of each row, `[B]`. None without environments."""
+        """Return the environment of each row, `[B]`. None if the trainer has no environments."""
         return self._trainer.environments
 
     @property
     def factories(self) -> dict[Any, Callable[[], Any]] | None:
-        """Return the factories of environments by name. None without environments."""
+        """Return the factories of environments, by environment name. None if the trainer has no environments."""
         return self._trainer.environment_factories
 
     @property
     def pool(self) -> dict[Any, list[Any]]:
-        """Return all environments that were made, by name."""
+        """Return all environments that TRL has made, by environment name."""
         return self._trainer._environment_pool
 
     @property
     def names(self) -> list[Any]:
-        """Return the name of each row's environment, `[B]`."""
+        """Return the environment name of each row, `[B]`."""
         return self._trainer._batch_environments
 
     @property
     def several(self) -> bool:
-        """Return whether there are environments of several names."""
+        """Return whether the trainer has environments of more than one name."""
         return self._trainer._multi_environment
 
     @property
     def tools_by_name(self) -> dict[Any, list[Any]]:
-        """Return the tools of each environment, by its name."""
+        """Return the tools of each environment, by environment name."""
         return self._trainer._env_tools
 
     @property
     def sync_tools(self) -> list[dict[str, Callable]]:
-        """Return the functions that each row may call, by name, `[B]`."""
+        """Return the functions that each row may call, by function name, `[B]`."""
         return self._trainer._sync_tool_dicts
 
     @property
     def async_tools(self) -> list[dict[str, Callable]]:
-        """Return the coroutine functions that each row may call, by name, `[B]`."""
+        """Return the coroutine functions that each row may call, by function name, `[B]`."""
         return self._trainer._async_tool_dicts
 
     @property
@@ -80,11 +81,11 @@ class TrainerToolLoop:
 
     @property
     def most_rounds(self) -> int:
-        """Return the most rounds of tool calls."""
+        """Return the maximum number of rounds of tool calls."""
         return self._trainer.max_tool_calling_iterations
 
     def limit_rounds(self, number: int) -> None:
-        """Let rows call tools in at most `number` rounds."""
+        """Set the maximum number of rounds of tool calls."""
         self._trainer.max_tool_calling_iterations = number
 
     def tools_of(self, row: int) -> list[Any]:
@@ -92,7 +93,8 @@ class TrainerToolLoop:
         return self.tools if self.factories is None else self.tools_by_name[self.names[row]]
 
     def tools_by_environment(self) -> dict[Any, list[Any]]:
-        """Return the tools of each environment, by its name; the name of the only one is None."""
+        """Return the tools of each environment, by environment name. The name is None if `environment_factory` is a
+        single factory. Empty if the trainer has no environments."""
         return {} if self.factories is None else self.tools_by_name
 
     @contextmanager
@@ -104,18 +106,29 @@ class TrainerToolLoop:
         sync_tools: list[dict[str, Callable]] | None = None,
         async_tools: list[dict[str, Callable]] | None = None,
     ) -> Iterator[None]:
-        """Let the loop work on other rows: their environments, the names of these, and their tools. None keeps what
-        the loop has."""
-        given = {
+        """
+        Replace the rows that the loop works on, and restore them at the end.
+
+        Args:
+            environments (`list`, *optional*):
+                Environment of each row. None keeps the current list, here and below.
+            names (`list`, *optional*):
+                Environment name of each row.
+            sync_tools (`list[dict]`, *optional*):
+                Functions that each row may call, by function name.
+            async_tools (`list[dict]`, *optional*):
+                Coroutine functions that each row may call, by function name.
+        """
+        arguments = {
             "environments": environments,
             "_batch_environments": names,
             "_sync_tool_dicts": sync_tools,
             "_async_tool_dicts": async_tools,
         }
-        others = {name: value for name, value in given.items() if value is not None}
+        replacements = {name: value for name, value in arguments.items() if value is not None}
         attributes = vars(self._trainer)
-        before = {name: attributes[name] for name in others}
-        attributes.update(others)
+        before = {name: attributes[name] for name in replacements}
+        attributes.update(replacements)
         try:
             yield
         finally:

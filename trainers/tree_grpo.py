@@ -1,4 +1,4 @@
-"""TreeGRPO: the completions of a prompt come from a Monte Carlo tree search, and its values credit every step."""
+"""TreeGRPO: a Monte Carlo tree search samples the completions of a prompt, and its node values credit their tokens."""
 
 from pathlib import Path
 from typing import Any
@@ -12,31 +12,33 @@ from .tree_grpo_config import TreeGRPOConfig
 
 class TreeGRPOTrainer(ExplorationTrainer):
     """
-    GRPO whose completions come from a tree search per prompt, with the values found by the search as advantages.
+    GRPO whose completions come from one tree search per prompt. Advantages come from the node values of the search.
 
     Method of [DeepSearch: Overcome the Bottleneck of Reinforcement Learning with Verifiable Rewards via Monte Carlo
     Tree Search](https://huggingface.co/papers/2509.25454). What changes with respect to GRPO, per generation batch:
 
-    1. Every prompt grows a tree of chunks of `node_length` tokens; all trees of the batch advance together, one
-       batched sampling call per iteration. The reward functions score every completion that ends, once.
-    2. Per iteration one completion is backed up: a correct one, else the most confident wrong one (Eq. 2-7). The
-       search goes on at the best node of the whole tree (Eq. 9-10), until there are `num_generations` completions.
+    1. Every prompt gets a tree. A node is a chunk of `node_length` tokens. All trees of the batch grow together, with
+       one sampling call per iteration. The reward functions score each finished completion once.
+    2. Each iteration backs up one completion: a correct one, or the most confident wrong one if none is correct (Eq.
+       2-7). The search continues at the best node of the whole tree (Eq. 9-10), until it has `num_generations`
+       completions.
     3. Every token gets the softly clipped value of its node minus the mean outcome of the tree (Eq. 16-18). Outcomes
-       are +1 for correct and -1 for wrong completions. Graded rewards are scaled to [-1, 1] in each tree
-       (`reward_mapping`).
+       are +1 for correct and -1 for wrong completions. With `reward_mapping="scaled"`, the outcomes are the rewards,
+       scaled to [-1, 1] in each tree.
 
     With `expansion_width=num_generations`, `max_tree_depth=1`, `node_length=max_completion_length` and
-    `epsilon_high=None` it is GRPO with `scale_rewards="none"` on rewards of +1 and -1: the same parameters bit for
-    bit, unless the rounding of a prompt that is encoded once changes a sampled token. Deviations from the paper (all
-    of them in `docs/methods/tree_grpo.md`):
+    `epsilon_high=None`, the parameters are those of GRPO bit for bit, on rewards of +1 and -1 and with
+    `scale_rewards="none"`. There is one exception: each prompt is encoded only once, and rounding may change a sampled
+    token. Deviations from the paper (all of them are in `docs/methods/tree_grpo.md`):
 
-    1. `skip_uniform_trees=True`: trees without contrast train nothing.
-    2. `node_length` follows short completions, and iterations are bounded; both only matter where the paper is silent.
-    3. A search that runs out of nodes or budget first uses terminal nodes that it had passed over, then direct
-       rollouts.
+    1. With `skip_uniform_trees=True`, trees whose outcomes are all equal train nothing.
+    2. `node_length` follows short completions, and the number of iterations is bounded. The paper does not specify
+       these cases.
+    3. A search may run out of nodes or budget. It then uses terminal nodes that it had passed over, and after them
+       direct rollouts.
 
-    The constructor takes what [`~trl.GRPOTrainer`] takes; `args` is a [`TreeGRPOConfig`] or a plain
-    [`~trl.GRPOConfig`]. Tools, environments, vision-language models and `rollout_func` are refused.
+    The constructor has the arguments of [`~trl.GRPOTrainer`]. `args` is a [`TreeGRPOConfig`] or a plain
+    [`~trl.GRPOConfig`]. The trainer refuses tools, environments, vision-language models and `rollout_func`.
     """
 
     method = "tree_grpo"
@@ -50,7 +52,7 @@ class TreeGRPOTrainer(ExplorationTrainer):
 
     @property
     def solutions(self) -> SolutionCache:
-        """The replay buffer's solutions of hard prompts."""
+        """Solutions of hard prompts in the replay buffer."""
         return self.explorer.replay.solutions
 
     def check(self, args: Any, *, tools: Any, environment_factory: Any) -> None:
@@ -62,6 +64,8 @@ class TreeGRPOTrainer(ExplorationTrainer):
             )
 
     def run_files(self) -> list[Path]:
-        # A file of solutions that the user passed is read only: the run writes its solutions into another file.
-        replayed = self.args.replay_file and Path(self.args.replay_file).resolve()
-        return [path for path in super().run_files() if path.resolve() != replayed]
+        # The run only reads the user's `replay_file`, and writes its own solutions into another file.
+        if not self.args.replay_file:
+            return super().run_files()
+        replay_file = Path(self.args.replay_file).resolve()
+        return [path for path in super().run_files() if path.resolve() != replay_file]

@@ -1,4 +1,4 @@
-"""TRL's tool loop, turn by turn: which rows speak, what they have seen, and whose environment has failed."""
+"""TRL's tool loop, turn by turn: which rows get a turn, how long it may be, and which environments have failed."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,53 +17,58 @@ Spoken = tuple[list[list[int]], list[list[float | None]] | None]  # tokens and l
 
 
 def _never(row: int) -> bool:
+    """Default of `stopped`: no row is stopped."""
     return False
 
 
 class World(Protocol):
-    """TRL's tool loop, with the tools and environments that it works on. Lists with one entry per row are `[B]`."""
+    """
+    TRL's tool loop, with the tools and environments that it works on.
+
+    [`~trl_explore.trainers.tool_loop.TrainerToolLoop`] implements it. Lists with one entry per row are `[B]`.
+    """
 
     @property
-    def tools(self) -> list[Any]: ...  # of all rows
+    def tools(self) -> list[Any]: ...  # every tool that some row may call
 
     @property
-    def environments(self) -> list[Any] | None: ...  # of each row; None without environments
+    def environments(self) -> list[Any] | None: ...  # environment of each row; None without environments
 
     @property
-    def factories(self) -> dict[Any, Callable[[], Any]] | None: ...  # of environments, by name
+    def factories(self) -> dict[Any, Callable[[], Any]] | None: ...  # factories of environments, by environment name
 
     @property
-    def pool(self) -> dict[Any, list[Any]]: ...  # environments that were made, by name
+    def pool(self) -> dict[Any, list[Any]]: ...  # all environments that were made, by environment name
 
     @property
-    def names(self) -> list[Any]: ...  # of each row's environment
+    def names(self) -> list[Any]: ...  # environment name of each row
 
     @property
-    def several(self) -> bool: ...  # whether there are environments of several names
+    def several(self) -> bool: ...  # True if environments have more than one name
 
     @property
-    def sync_tools(self) -> list[dict[str, Callable]]: ...  # functions that each row may call, by name
+    def sync_tools(self) -> list[dict[str, Callable]]: ...  # functions that each row may call, by function name
 
     @property
     def async_tools(self) -> list[dict[str, Callable]]: ...  # coroutine functions that each row may call, by name
 
     @property
-    def async_loop(self) -> Any: ...  # runs coroutines
+    def async_loop(self) -> Any: ...  # event loop that runs coroutines
 
     @property
-    def most_rounds(self) -> int: ...  # of tool calls
+    def most_rounds(self) -> int: ...  # maximum number of rounds of tool calls
 
     @property
-    def loop(self) -> Callable[..., tuple]: ...  # TRL's loop, which runs after the first turn of each row
+    def loop(self) -> Callable[..., tuple]: ...  # TRL's loop; it starts after the first turn of each row
 
     @property
     def encode_answers(self) -> Callable[[list[dict[str, Any]]], list[int]]: ...  # tokens between two turns
 
-    def limit_rounds(self, number: int) -> None: ...  # let rows call tools in at most `number` rounds
+    def limit_rounds(self, number: int) -> None: ...  # set `most_rounds`
 
     def tools_of(self, row: int) -> list[Any]: ...  # tools that a row of the batch may call
 
-    def tools_by_environment(self) -> dict[Any, list[Any]]: ...  # by name; the name of the only one is None
+    def tools_by_environment(self) -> dict[Any, list[Any]]: ...  # by environment name; None for a single factory
 
     def working_on(
         self,
@@ -72,65 +77,67 @@ class World(Protocol):
         names: list[Any] | None = None,
         sync_tools: list[dict[str, Callable]] | None = None,
         async_tools: list[dict[str, Callable]] | None = None,
-    ) -> AbstractContextManager[None]: ...  # let the loop work on other rows
+    ) -> AbstractContextManager[None]: ...  # let the loop work on other rows for a while
 
 
 @dataclass
 class Turn:
-    """One round of the tool loop."""
+    """One turn of the assistant in all rows that get one. All lists have one entry for each of these rows."""
 
     number: int  # 0 for the first turn of the assistant
-    rows: list[int]  # that speak now, in the order in which they are sampled
-    shown: list[int]  # tokens of each before what its tools answered last; 0 in turn 0
-    budgets: list[int]  # new tokens that each may still have, at least 1
-    last_messages: list[list[dict[str, Any]]]  # shown last: the whole prompt in turn 0, its tools' answers later
+    rows: list[int]  # indices into the batch, in the order in which the turns are sampled
+    shown: list[int]  # number of tokens before the newest answers of tools; 0 in turn 0
+    budgets: list[int]  # maximum number of new tokens, at least 1
+    last_messages: list[list[dict[str, Any]]]  # newest messages: the prompt in turn 0, later the answers of tools
 
 
 @dataclass(frozen=True)
 class Speaking:
-    """Rows that speak in a turn."""
+    """Rows that get a turn, out of the rows for which TRL asks for one."""
 
-    contexts: list[list[int]]  # their tokens so far
-    places: list[int]  # their places among the rows that TRL asks for a turn
-    num_asked: int  # number of rows that TRL asks for a turn
-    budgets: list[int] | None = None  # new tokens that each may still have; None: `max_completion_length`
+    contexts: list[list[int]]  # tokens of each row so far
+    places: list[int]  # index of each row among the rows for which TRL asks
+    num_asked: int  # number of rows for which TRL asks
+    budgets: list[int] | None = None  # maximum number of new tokens of each row; None: `max_completion_length`
 
 
 @dataclass
 class ToolLoop:
-    """What TRL's loop works on and changes in place, all `[B]`."""
+    """The lists of TRL's loop, which it changes in place. All are `[B]`."""
 
-    prompts: list[list[dict[str, Any]]]
+    prompts: list[list[dict[str, Any]]]  # messages of each row so far
     prompt_ids: list[list[int]]
     completion_ids: list[list[int]]
-    num_messages: list[int] = field(default_factory=list)
+    num_messages: list[int] = field(default_factory=list)  # length of `prompts` at the last call of `advance`
 
     def advance(self) -> list[int]:
-        """Rows with new messages: TRL takes back those of rows that may not go on."""
-        before, self.num_messages = self.num_messages, [len(prompt) for prompt in self.prompts]
-        return [row for row, (old, new) in enumerate(zip(before, self.num_messages, strict=True)) if new > old]
+        """Return the rows that have got new messages since the last call. TRL asks for a turn of these rows, because
+        it removes the new messages of rows that may not continue."""
+        before = self.num_messages
+        self.num_messages = [len(prompt) for prompt in self.prompts]
+        return [row for row, number in enumerate(self.num_messages) if number > before[row]]
 
 
 class Turns:
     """
-    Follows TRL's tool loop and survives environments that raise.
+    Follows TRL's tool loop, and keeps a run going if an environment raises.
 
-    [`begin`] tells which rows speak in a turn, and [`end`] takes what they said; `turn` describes the turn between. A
-    trajectory whose environment raised gets no further turn, and a reward of 0 from every reward function.
+    [`begin`] returns the rows that get a turn, and [`end`] takes their turns. Between the two, `turn` describes the
+    turn. If an environment raises, its row gets no further turn, and a reward of 0 from every reward function.
     """
 
     def __init__(self, policy: Policy, world: World) -> None:
         self.policy, self.world = policy, world
         self.turn: Turn | None = None
-        self.failed: list[bool] = []  # rows of the last batch whose environment raised
-        self._any_failed = False  # on some process
-        self._loop: ToolLoop | None = None
-        self._prompts: list = []
+        self.failed: list[bool] = []  # True for rows of the newest batch whose environment raised
+        self._any_failed = False  # True if any row of any process failed
+        self._loop: ToolLoop | None = None  # None before TRL's loop starts, thus in turn 0
+        self._prompts: list = []  # prompts of the batch; empty outside of [`of`]
         self._stopped: Callable[[int], bool] = _never
 
     @contextmanager
     def of(self, prompts: list, stopped: Callable[[int], bool] = _never) -> Iterator[None]:
-        """A batch, or branches of one, are rolled out; `stopped` tells rows that may not go on."""
+        """Follow the rollout of a batch, or of branches. `stopped(row)` returns True if a row may not continue."""
         self._prompts, self._loop, self.turn, self._stopped = prompts, None, None, stopped
         try:
             yield
@@ -138,23 +145,26 @@ class Turns:
             self._prompts, self._loop, self.turn, self._stopped = [], None, None, _never
 
     def loop_begins(self, prompts: list, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> None:
-        """TRL's loop has all first turns."""
+        """Record that TRL's tool loop starts, after the first turn of every row."""
         self._loop = ToolLoop(prompts, prompt_ids, completion_ids, [len(prompt) for prompt in prompts])
 
     def begin(self, contexts: list[list[int]]) -> Speaking:
         """
-        Begin a turn of every row that TRL asks for one; rows that may not go on do not speak.
+        Begin a turn. TRL asks for a turn of some rows, and those of them that may continue get one.
 
         Args:
             contexts (`list[list[int]]`):
-                Tokens of each of these rows so far.
+                Tokens so far of each row for which TRL asks.
+
+        Returns:
+            [`Speaking`]: The rows that get a turn.
         """
         everyone = Speaking(contexts, list(range(len(contexts))), len(contexts))
         if not self.world.tools or not self._prompts:
             return everyone
         most = self.policy.args.max_completion_length
         if self._loop is None:
-            # Every row needs a completion: one whose `reset` failed ends after its first turn.
+            # Every row needs a completion. So even a row whose `reset` failed gets its first turn.
             self.turn = Turn(0, everyone.places, [0] * len(contexts), [most] * len(contexts), self._prompts)
             return everyone
         rows, loop = self._loop.advance(), self._loop
@@ -178,13 +188,13 @@ class Turns:
         return Speaking([contexts[place] for place in places], places, len(contexts), budgets)
 
     def budgeted(self, speaking: Speaking) -> AbstractContextManager[None]:
-        """Let vLLM sample at most as many tokens as the rows that speak may still have."""
+        """Let vLLM sample at most the `budgets` of the rows that get a turn."""
         if self.policy.serving is None or speaking.budgets is None:
             return nullcontext()
         return self.policy.serving.budgeted(speaking.contexts, speaking.budgets)
 
     def end(self, speaking: Speaking, spoken: Spoken) -> Spoken:
-        """Return a turn for every row that TRL asked: empty for a row that did not speak."""
+        """Return a turn for every row for which TRL asks. The turn is empty for rows that got none."""
         token_ids, logprobs = spoken
         if len(speaking.places) == speaking.num_asked:
             return spoken
@@ -199,14 +209,15 @@ class Turns:
         return completion_ids, all_logprobs
 
     def note_failures(self) -> None:
-        """Look which environments have raised, once the batch is rolled out. Every process calls it."""
+        """Set `failed` after the rollout of a batch. Every process calls it."""
         self.failed = self._failures()
         self._any_failed = self.policy.ranks.summed({"failed": sum(self.failed)})["failed"] > 0
 
     def known_rewards(
         self, known: list[list[float] | None] | None, *, num_rewards: int
     ) -> list[list[float] | None] | None:
-        """Rewards `[B][F]` that are known before the functions are asked: those of failed rows are 0."""
+        """Return `known` rewards `[B][F]`, with rewards of 0 for failed rows: reward functions are not asked about
+        these rows. None if no reward is known."""
         if not self._any_failed:
             return known
         rewards = list(known) if known is not None else [None] * len(self.failed)
@@ -214,22 +225,23 @@ class Turns:
         return [zeros if failed else reward for reward, failed in zip(rewards, self.failed, strict=True)]
 
     def void_rewards(self, rewards: torch.Tensor, metrics: dict[str, list[float]]) -> torch.Tensor:
-        """Rewards `(N, F)` without those of rows whose environment raised, whose number is logged."""
+        """Return rewards `(N, F)` with 0 for rows whose environment raised. Log the number of these rows."""
         if not self.world.environments:
             return rewards
-        # `get_reward` may have failed only now.
+        # Look again, because `get_reward` may have raised since `note_failures`.
         failed = self.policy.ranks.gather(torch.tensor(self._failures(), device=rewards.device))
         metrics["agent/environment_errors"].append(failed.sum().item())
         return rewards.masked_fill(failed.unsqueeze(1), 0.0)
 
     def parse_turn(self, row: int, context: list[int], token_ids: list[int]) -> dict[str, Any]:
-        """The message that TRL makes of a turn behind a context, with `tool_calls` where there are any."""
-        # Below 1.16, TRL reads arguments without the types that the tools give them, and so do we.
+        """Parse a turn as TRL does. Return its message, which has `tool_calls` if the turn calls tools. `context` are
+        the tokens before the turn."""
+        # Before version 1.16, TRL does not use the types of a tool's parameters to parse arguments.
         typed = {"tools": self.world.tools_of(row)} if "tools" in signature(parse_response).parameters else {}
         return parse_response(self.policy.tokenizer, token_ids, prefix=context, **typed)
 
     def encode_conversation(self, row: int, conversation: list[dict[str, Any]]) -> list[int]:
-        """Tokens of a conversation with the tools of a row's environment, the generation prompt included."""
+        """Return the tokens of a conversation, with the tools of a row's environment and the generation prompt."""
         if self.world.factories is None:
             return self.policy.encode_prompts([conversation])[0]
         with self.world.working_on(names=[self.world.names[row]]):
@@ -240,7 +252,7 @@ class Turns:
         return environments is not None and environment_error(environments[row]) is not None
 
     def _failures(self) -> list[bool]:
-        """Whether the environment of each row has raised, `[B]`; warns if one has."""
+        """Return whether the environment of each row has raised, `[B]`. Warn if any has."""
         errors = [environment_error(environment) for environment in self.world.environments or []]
         error = next((error for error in errors if error is not None), None)
         if error is not None:
@@ -254,13 +266,14 @@ class Turns:
 
 
 def guarded_factories(environment_factory: Any) -> Any:
-    """What the user passed as `environment_factory`, with environments whose failures end a trajectory only."""
+    """Return the user's `environment_factory`, changed so that a failing environment ends only its trajectory."""
     if isinstance(environment_factory, dict):
         return {name: guarded(factory) for name, factory in environment_factory.items()}
     return None if environment_factory is None else guarded(environment_factory)
 
 
 def _trailing_tool_messages(conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the answers of tools at the end of a conversation."""
     first = len(conversation)
     while first and conversation[first - 1]["role"] == "tool":
         first -= 1

@@ -1,4 +1,4 @@
-"""Explore prompts of a generation batch, and put the explored completions among the rows that are trained."""
+"""Let an explorer sample some prompts of a generation batch, and add its completions to the training rows."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,10 +27,10 @@ from trl_explore.selection.choice import PromptChoice
 class ExploredBatch:
     """The explored prompts of one generation batch."""
 
-    rows: list[int]  # main rows of the explored prompts of this process, whole groups
-    explored: list[Explored]  # one for each explored prompt
-    beside: Rows | None = None  # explored completions that join GRPO's; None if they replace GRPO's
-    anywhere: bool = True  # whether any process explored a prompt
+    rows: list[int]  # indices of this process's main rows whose prompt is explored; whole groups
+    explored: list[Explored]  # one for each explored prompt of this process
+    beside: Rows | None = None  # rows to train in addition to GRPO's; None if explored completions replace GRPO's
+    anywhere: bool = True  # True if at least one process explores a prompt
 
     @property
     def replaces(self) -> bool:
@@ -40,9 +40,9 @@ class ExploredBatch:
 
 class Exploration:
     """
-    Lets an explorer sample prompts of each generation batch. GRPO samples and credits the other prompts.
+    Lets an explorer sample the chosen prompts of each generation batch. GRPO samples and credits the other prompts.
 
-    `batch` holds the explored prompts of the generation batch at hand.
+    `batch` holds the explored prompts of the current generation batch.
     """
 
     def __init__(
@@ -50,14 +50,21 @@ class Exploration:
     ) -> None:
         self.policy, self.explorer, self.choice = policy, explorer, choice
         self.sample, self.scorer, self.args = sample, scorer, policy.args
-        # Explored completions join the group of GRPO's samples, or replace it.
+        # True: explored completions are trained in addition to GRPO's. False: they replace GRPO's.
         self.joins = choice is not None and policy.args.explore_into == "add"
         self.batch = ExploredBatch([], [], anywhere=False)
 
     @property
     def size(self) -> int:
-        """Return the number of rows of a prompt."""
+        """Return the number of rows of each prompt."""
         return self.args.num_generations
+
+    @property
+    def _samples_all_prompts(self) -> bool:
+        """Return whether GRPO samples every prompt first, the explored ones included."""
+        if self.choice is None:  # all prompts are explored
+            return self.explorer.needs_samples
+        return self.choice.needs_rewards or self.joins or self.explorer.needs_samples
 
     # ------------------------------------------------------------------------------------------------ sample main rows
 
@@ -67,7 +74,7 @@ class Exploration:
 
         Args:
             prompt_ids (`list[list[int]]`):
-                Prompt tokens of this process's rows, `[B][P_i]`; the rows of a prompt are consecutive.
+                Prompt tokens of this process's rows, `[B][P_i]`. The rows of one prompt are consecutive.
             examples (`list[dict]`):
                 Rows of the data set, `[B]`.
             plain (`Callable[[list[list[int]]], Rollout]`):
@@ -77,28 +84,32 @@ class Exploration:
             [`Rollout`]: One completion for each row.
         """
         if self.choice is None and not self.explorer.needs_samples:
-            return self._explored_everywhere(prompt_ids, examples, plain)
-        if self.choice is None or self.choice.needs_rewards or self.joins or self.explorer.needs_samples:
-            rollout = self._judged(plain(prompt_ids), prompt_ids, examples)
-            deciding = self.scorer.success(self.policy.ranks.gather(self._rewards(rollout.known_rewards)))
-            mask = torch.ones_like(deciding, dtype=torch.bool)
-            if self.choice is not None:
-                mask = self.choice.explored(deciding)
+            return self._explore_all(prompt_ids, examples, plain)
+        if self._samples_all_prompts:
+            rollout = self._with_rewards(plain(prompt_ids), prompt_ids, examples)
+            rewards = self.policy.ranks.gather(self._rewards(rollout.known_rewards))
+            mask = self._chosen(self.scorer.success(rewards))
         else:
-            # Only the prompts that are not explored need GRPO's samples.
-            mask = self.choice.explored(
-                torch.zeros(len(prompt_ids) * self.policy.ranks.number, device=self.policy.ranks.device)
-            )
-            rollout = self._of_others(mask, prompt_ids, examples) if mask.any() else plain(prompt_ids)
+            # The choice is random. So choose first, and let GRPO sample only the prompts that are not explored.
+            no_rewards = torch.zeros(len(prompt_ids) * self.policy.ranks.number, device=self.policy.ranks.device)
+            mask = self._chosen(no_rewards)
+            rollout = self._sample_others(mask, prompt_ids, examples) if mask.any() else plain(prompt_ids)
         if not mask.any():
             self.batch = ExploredBatch([], [], anywhere=False)
             return rollout
         self._log_plain_tokens(rollout)
-        return self._explored(self._local_rows(mask), rollout, prompt_ids, examples)
+        return self._explore_rows(self._local_rows(mask), rollout, prompt_ids, examples)
 
-    def _explored_everywhere(
+    def _chosen(self, deciding: torch.Tensor) -> torch.Tensor:
+        """Return the mask `(N,)` of the rows to explore. `deciding` are the rewards that decide about success."""
+        if self.choice is None:
+            return torch.ones_like(deciding, dtype=torch.bool)
+        return self.choice.explored(deciding)
+
+    def _explore_all(
         self, prompt_ids: list[list[int]], examples: list[dict[str, Any]], plain: PlainSampling
     ) -> Rollout:
+        """Explore every prompt. GRPO samples nothing."""
         groups = []
         for row in range(0, len(prompt_ids), self.size):
             groups.append(PromptGroup(examples[row], prompt_ids[row]))
@@ -106,16 +117,22 @@ class Exploration:
         self.batch = ExploredBatch(list(range(len(prompt_ids))), explored)
         return joined(explored, masks_tokens=self._masks_tokens(explored))
 
-    def _explored(
+    def _explore_rows(
         self, rows: list[int], rollout: Rollout, prompt_ids: list[list[int]], examples: list[dict[str, Any]]
     ) -> Rollout:
-        """Explore the prompts of `rows`. `rollout` holds GRPO's samples of the main rows, with rewards."""
+        """
+        Explore the prompts of `rows`, and return the completions of all main rows.
+
+        `rollout` holds GRPO's completions with rewards. The result is `rollout` with the explored rows replaced. With
+        `explore_into="add"` it is `rollout` itself, and the explored completions go to `batch.beside`.
+        """
         groups = []
         for row in rows[:: self.size]:
             groups.append(PromptGroup(examples[row], prompt_ids[row], self._samples(rollout, row)))
         # The next batch of GRPO's samples must not depend on how many prompts are explored now.
         with self.sample.forked_randomness():
-            explored = self._scored(groups, self._explore(groups, self._plain))
+            explored = self._explore(groups, self._plain)
+            self._score_missing(groups, explored)
         self._log_solved(explored)
         found = joined(explored, masks_tokens=self._masks_tokens(explored))
         if not self.joins:
@@ -140,6 +157,7 @@ class Exploration:
         return explored
 
     def _samples(self, rollout: Rollout, row: int) -> list[Sample]:
+        """Return GRPO's completions of the prompt whose first row is `row`."""
         samples = []
         for i in range(row, row + self.size):
             if rollout.completion_ids[i]:  # empty if GRPO did not sample this prompt
@@ -148,22 +166,25 @@ class Exploration:
         return samples
 
     def _masks_tokens(self, explored: list[Explored]) -> bool:
-        """Return whether the explorer of any process masks tokens: either all processes have a loss mask, or none."""
+        """Return whether the explorer masks tokens on any process. If so, every process must return a loss mask."""
         return self._on_any_process(any(one.loss_mask is not None for one in explored))
 
     def _on_any_process(self, here: bool) -> bool:
+        """Return whether `here` is True on at least one process. Every process must call it."""
         return bool(self.policy.ranks.gathered(here).any())
 
     def _local_rows(self, mask: torch.Tensor) -> list[int]:
-        """Return the rows of this process in a mask `(N,)` of all processes."""
+        """Return the indices of this process's rows that are True in `mask`, `(N,)`, the mask of all processes."""
         return self.policy.ranks.local(mask).nonzero().squeeze(1).tolist()
 
-    def _of_others(self, mask: torch.Tensor, prompt_ids: list[list[int]], examples: list[dict[str, Any]]) -> Rollout:
-        """Return GRPO's samples, with rewards, of the rows that are not in `mask`. Rows in `mask` are empty."""
+    def _sample_others(
+        self, mask: torch.Tensor, prompt_ids: list[list[int]], examples: list[dict[str, Any]]
+    ) -> Rollout:
+        """Sample as GRPO does, with rewards, the rows outside `mask`. Rows in `mask` get empty completions."""
         number = len(prompt_ids)
         others = self._local_rows(~mask)
         prompts = [prompt_ids[row] for row in others]
-        rollout = self._judged(self._plain(prompts), prompts, [examples[row] for row in others])
+        rollout = self._with_rewards(self._plain(prompts), prompts, [examples[row] for row in others])
         empty: list[Any] = [[] for _ in range(number)]
         return Rollout(
             completion_ids=put(empty, others, rollout.completion_ids),
@@ -173,7 +194,7 @@ class Exploration:
         )
 
     def _plain(self, prompts: list[list[int]]) -> Rollout:
-        """Sample as GRPO does. TRL's own sampling needs equally many rows on all processes; this does not."""
+        """Sample as GRPO does. Processes may pass different numbers of prompts, which TRL's own sampling forbids."""
         sampled = self.sample(prompts, 1, self.args.max_completion_length, main_stream=True)
         completion_ids, logprobs = [], []
         for (continuation,) in sampled:
@@ -183,13 +204,14 @@ class Exploration:
 
     # --------------------------------------------------------------------------------------------------------- rewards
 
-    def _judged(self, rollout: Rollout, prompt_ids: list[list[int]], examples: list[dict[str, Any]]) -> Rollout:
-        """Return the rollout with rewards."""
+    def _with_rewards(self, rollout: Rollout, prompt_ids: list[list[int]], examples: list[dict[str, Any]]) -> Rollout:
+        """Return a copy of `rollout` with the rewards of its completions."""
         rewards, extra = self.scorer.judge(examples, rollout.completion_ids, prompt_ids=prompt_ids)
         return replace(rollout, known_rewards=rewards, extra=extra)
 
-    def _scored(self, groups: list[PromptGroup], explored: list[Explored]) -> list[Explored]:
-        """Ask the reward functions about the completions that the explorer did not score."""
+    def _score_missing(self, groups: list[PromptGroup], explored: list[Explored]) -> None:
+        """Ask the reward functions about the completions that the explorer did not score, and store the rewards in
+        `explored`. All of them are one call, and every process makes it."""
         examples, prompt_ids, completion_ids = [], [], []
         for group, one in zip(groups, explored, strict=True):
             if one.rewards is None:
@@ -203,10 +225,9 @@ class Exploration:
                 end = start + len(one.completion_ids)
                 one.rewards, one.logged = rewards[start:end], logged[start:end]
                 start = end
-        return explored
 
     def _rewards(self, rewards: Sequence[list[float]] | None) -> torch.Tensor:
-        """Return rewards `[R][F]` as a tensor `(R, F)`."""
+        """Return rewards `[R][F]` as a tensor `(R, F)`. None is a tensor without rows."""
         found = list(rewards or [])
         tensor = torch.tensor(found, dtype=torch.float32, device=self.policy.ranks.device)
         return tensor.view(len(found), len(self.scorer.names))
@@ -215,7 +236,7 @@ class Exploration:
 
     def credit(self, output: RowDict) -> torch.Tensor:
         """
-        Return the advantages of the main rows: the explorer's if a row is explored, GRPO's otherwise.
+        Return the advantages of the main rows: the explorer's for explored rows, and GRPO's for the others.
 
         Args:
             output (`dict`):
@@ -224,24 +245,25 @@ class Exploration:
         Returns:
             `torch.Tensor`: Advantages of shape `(B,)` or `(B, T)`.
         """
-        batch = self.batch
-        if not batch.replaces:
+        if not self.batch.replaces:
             return output["advantages"]
-        self._note_rewards()
-        return self._credited(output, batch.rows)
+        self._store_rewards()
+        return self._with_explorer_credit(output, self.batch.rows)
 
     def streams(self) -> dict[str, tuple[ScoredRows, float]]:
-        """Return the explored completions that join GRPO's, as rows of training."""
-        if self.batch.beside is None:
-            return {}
+        """Return the stream `explored` with weight 1: the completions that are trained in addition to GRPO's. Without
+        `explore_into="add"` there is no such stream."""
         beside = self.batch.beside
+        if beside is None:
+            return {}
         scored = self.scorer.score("explored", beside)
         assert scored is not None
-        scored.rows["advantages"] = self._credited(scored.rows, list(range(len(beside))))
+        scored.rows["advantages"] = self._with_explorer_credit(scored.rows, list(range(len(beside))))
         return {"explored": (scored, 1.0)}
 
     def columns(self, num_rows: int) -> dict[str, list[Any]]:
-        """Return columns `[B]` of the completions table: the explorer's, and its `plain_columns` for GRPO's rows."""
+        """Return columns `[B]` of the completions table. Explored rows have the explorer's values, and GRPO's rows
+        have its `plain_columns`."""
         columns = {name: [value] * num_rows for name, value in self.explorer.plain_columns.items()}
         if not self.batch.replaces:
             return columns
@@ -252,34 +274,37 @@ class Exploration:
             columns[name] = put(columns[name], self.batch.rows, values)
         return columns
 
-    def _note_rewards(self) -> None:
-        """Note the rewards that TRL computed, for completions that the explorer did not score."""
+    def _store_rewards(self) -> None:
+        """Store TRL's rewards in the explored completions that the explorer did not score. This occurs only if every
+        prompt is explored, so that the main rows are the explored rows in the same order."""
         assert self.scorer.rewards_per_func is not None
         rewards = self.policy.ranks.local(self.scorer.rewards_per_func).tolist()
         for group, one in enumerate(self.batch.explored):
             if one.rewards is None:
                 one.rewards = rewards[group * self.size : (group + 1) * self.size]
 
-    def _credited(self, rows: RowDict, places: list[int]) -> torch.Tensor:
-        """Return the advantages of rows. The explored rows are at `places`."""
+    def _with_explorer_credit(self, rows: RowDict, places: list[int]) -> torch.Tensor:
+        """Return the advantages of `rows`, with the explorer's at `places`, the indices of the explored rows."""
         advantages = rows["advantages"]
         index = torch.tensor(places, dtype=torch.long, device=advantages.device)
         credited = self.explorer.credit(self.batch.explored, select_rows(rows, index))
-        # A process without explored prompts must return advantages of tokens, too, if another process has them.
+        # If one process has an advantage per token, all processes must have them, even without explored prompts.
         if self._on_any_process(credited.dim() == 2):
-            advantages = advantages.unsqueeze(1).repeat(1, rows["completion_ids"].shape[1])
+            num_tokens = rows["completion_ids"].shape[1]
+            advantages = advantages.unsqueeze(1).repeat(1, num_tokens)
             if credited.dim() == 1:
-                credited = credited.unsqueeze(1).repeat(1, rows["completion_ids"].shape[1])
+                credited = credited.unsqueeze(1).repeat(1, num_tokens)
         return advantages.index_copy(0, index, credited)
 
     # --------------------------------------------------------------------------------------------------------- metrics
 
     def _log_plain_tokens(self, rollout: Rollout) -> None:
-        own = sum(len(ids) for ids in rollout.completion_ids)
-        self.policy.log_metric("explore/plain_tokens", self.policy.ranks.summed({"plain": own})["plain"])
+        """Log the number of tokens that GRPO sampled before exploration, over all processes."""
+        num_tokens = sum(len(ids) for ids in rollout.completion_ids)
+        self.policy.log_metric("explore/plain_tokens", self.policy.ranks.summed({"plain": num_tokens})["plain"])
 
     def _log_solved(self, explored: list[Explored]) -> None:
-        """Log the share of explored prompts that have a success by now."""
+        """Log the share of explored prompts with at least one successful explored completion."""
         rewards: list[list[float]] = []
         for one in explored:
             rewards += one.rewards or []
@@ -290,7 +315,12 @@ class Exploration:
 
 
 def joined(explored: list[Explored], *, masks_tokens: bool) -> Rollout:
-    """Return the completions of several prompts as one rollout. `masks_tokens`: whether it has a loss mask."""
+    """
+    Return the completions of several prompts as one rollout.
+
+    The rollout has log-probabilities if any prompt has some, and rewards only if all prompts have them. It has a loss
+    mask if `masks_tokens` is True.
+    """
     completion_ids: list[list[int]] = []
     logprobs: list[list[float | None]] = []
     loss_mask: list[list[int]] = []
@@ -313,7 +343,8 @@ def joined(explored: list[Explored], *, masks_tokens: bool) -> Rollout:
 
 
 def replaced(rollout: Rollout, rows: list[int], found: Rollout) -> Rollout:
-    """Return the rollout with the completions of `found` in `rows`. Both have rewards."""
+    """Return a rollout with the completions of `found` at `rows`, and those of `rollout` elsewhere. Both arguments
+    have rewards. Only `found` may have a loss mask."""
     logprobs = rollout.logprobs
     if logprobs is not None:
         logprobs = put(logprobs, rows, found.logprobs or unknown(found.completion_ids))
@@ -330,7 +361,7 @@ def replaced(rollout: Rollout, rows: list[int], found: Rollout) -> Rollout:
 
 
 def put(values: Sequence[Any], places: Sequence[int], others: Sequence[Any]) -> list[Any]:
-    """Return the values with `others` at `places`."""
+    """Return a copy of `values` with `others` at `places`."""
     merged = list(values)
     for place, other in zip(places, others, strict=True):
         merged[place] = other
@@ -343,5 +374,5 @@ def whole(completion_ids: list[list[int]]) -> list[list[int]]:
 
 
 def unknown(completion_ids: list[list[int]]) -> list[list[float | None]]:
-    """Return log-probabilities that say that the sampler reported none."""
+    """Return None for the log-probability of every token: the sampler reported none."""
     return [[None] * len(ids) for ids in completion_ids]

@@ -1,7 +1,7 @@
 """The interface of an explorer, and the objects that it receives and returns.
 
-An explorer samples completions of prompts in its own way. It gets prompts and returns completions with their credit.
-It never touches the trainer's attributes, so several explorers can work in one run.
+An explorer samples completions of prompts in its own way. It gets prompts and returns completions, with their credit
+if it differs from GRPO's. It never sets attributes of the trainer, so one run can have several explorers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ from trl_explore.rows.scorer import Scorer
 from trl_explore.rows.streams import RowDict
 from trl_explore.sampling.sampler import Sampler
 
-# Samples as GRPO does: one completion for each list of prompt tokens.
+# GRPO's own sampling: it returns one completion for each list of prompt tokens.
 PlainSampling = Callable[[list[list[int]]], Rollout]
 
 
@@ -32,43 +32,43 @@ class Sample:
 class PromptGroup:
     """A prompt of the generation batch."""
 
-    example: dict[str, Any]  # row of the data set; make a copy before changing it
+    example: dict[str, Any]  # row of the data set; copy it before you change it
     prompt_ids: list[int]
     samples: Sequence[Sample] = ()  # GRPO's completions of this prompt; empty if GRPO sampled none
 
 
 @dataclass
 class Explored:
-    """Completions that an explorer sampled for one prompt, R of them."""
+    """R completions that an explorer sampled for one prompt."""
 
     completion_ids: list[list[int]]  # `[R][T_i]`
-    logprobs: list[list[float | None]] | None = None  # under the sampler, `[R][T_i]`; None if they are not known
-    loss_mask: list[list[int]] | None = None  # 1 if a token is trained, `[R][T_i]`; None: all are
+    logprobs: list[list[float | None]] | None = None  # under the sampler, `[R][T_i]`; None: not known
+    loss_mask: list[list[int]] | None = None  # 1 for a token that is trained, else 0, `[R][T_i]`; None: train all
     rewards: list[list[float]] | None = None  # `[R][F]`; None: the trainer asks the reward functions
     logged: Sequence[Mapping[str, Any]] = ()  # values that reward functions logged with `log_extra`, by column, `[R]`
-    advantages: list[list[float]] | None = None  # of the tokens, `[R][T_i]`; None: GRPO's among the R completions
-    columns: dict[str, list[Any]] = field(default_factory=dict)  # of the completions table, `[R]`
+    advantages: list[list[float]] | None = None  # per token, `[R][T_i]`; None: GRPO's, computed over the R completions
+    columns: dict[str, list[Any]] = field(default_factory=dict)  # columns of the completions table, `[R]` each
 
 
 class Explorer:
     """
-    Base class of explorers that sample `num_generations` completions of a prompt in their own way.
+    Base class of explorers, which sample `num_generations` completions of a prompt in their own way.
 
-    Every process calls each method equally often, also if it has no prompt to explore.
+    Every process calls each method the same number of times, even if it has no prompt to explore.
 
     Args:
         policy ([`~trl_explore.rows.policy.Policy`]):
             The trainer. `policy.args` is its configuration, and `policy.log_metric(name, value)` logs a metric.
         sample ([`~trl_explore.sampling.sampler.Sampler`]):
-            Samples continuations of any token prefixes.
+            Samples continuations of token prefixes.
         scorer ([`~trl_explore.rows.scorer.Scorer`]):
             Asks the reward functions about completions.
     """
 
-    name = ""
-    needs_samples = False  # whether it starts from GRPO's completions of a prompt
-    args: Any  # the trainer's configuration; a subclass names its class
-    plain_columns: Mapping[str, Any] = {}  # values of the columns of `Explored` for a completion of plain GRPO
+    name = ""  # for error messages
+    needs_samples = False  # True if `explore` reads `PromptGroup.samples`: GRPO then samples every prompt first
+    args: Any  # the trainer's configuration; a subclass may narrow the type
+    plain_columns: Mapping[str, Any] = {}  # the column names of `Explored.columns`, with the value for rows of GRPO
 
     def __init__(self, policy: Policy, sample: Sampler, scorer: Scorer) -> None:
         self.policy, self.sample, self.scorer = policy, sample, scorer
@@ -76,7 +76,8 @@ class Explorer:
 
     @property
     def max_completion_length(self) -> int:
-        """Return the most tokens of a completion; trainers whose explorer asks for it refuse None."""
+        """Return the maximum number of tokens of a completion. If your explorer reads it, its trainer must refuse
+        `max_completion_length=None`."""
         length = self.args.max_completion_length
         assert length is not None
         return length
@@ -87,25 +88,25 @@ class Explorer:
 
         Args:
             groups (`Sequence[PromptGroup]`):
-                The prompts of this process that are explored; may be empty. They have `samples` if the explorer
-                `needs_samples`, or if prompts are chosen by them (`explore_prompts="unsolved"`).
+                This process's prompts to explore; may be empty. A prompt has `samples` if GRPO sampled it first, for
+                example if `needs_samples` is True or with `explore_prompts="unsolved"`.
             plain (`Callable[[list[list[int]]], Rollout]`):
-                Samples as GRPO does: one completion for each list of prompt tokens.
+                GRPO's own sampling: it returns one completion for each list of prompt tokens.
 
         Returns:
-            `list[Explored]`: `num_generations` completions of each prompt.
+            `list[Explored]`: `num_generations` completions of each prompt, in the order of `groups`.
         """
         raise NotImplementedError
 
     def credit(self, explored: Sequence[Explored], rows: RowDict) -> torch.Tensor:
         """
-        Return the advantages of the explored rows. The rewards of all of them are known by now.
+        Return the advantages of the explored rows: `Explored.advantages` if an explorer set them, else GRPO's.
 
         Args:
             explored (`Sequence[Explored]`):
-                The completions that `explore` returned, with their rewards.
+                The completions that `explore` returned. All of them have rewards.
             rows (`dict`):
-                The same completions as TRL scored them, R rows; `rows["advantages"]`, `(R,)`, are GRPO's.
+                The same completions as TRL scored them, R rows. `rows["advantages"]` holds GRPO's advantages, `(R,)`.
 
         Returns:
             `torch.Tensor`: Advantages of shape `(R,)` or `(R, T)`.
@@ -122,19 +123,19 @@ class Explorer:
         return advantages
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the explorer's state for the checkpoint: tensors, numbers, strings and containers of them."""
+        """Return the explorer's state for the checkpoint: tensors, numbers, strings, and containers of these."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
 
     def files(self) -> list[str]:
-        """Return files and folders inside `output_dir` that the explorer writes."""
+        """Return the names of the files and folders in `output_dir` that the explorer writes."""
         return []
 
 
 def split_rollout(rollout: Rollout, size: int) -> list[Explored]:
-    """Return the completions of a rollout, `size` for each prompt."""
+    """Split a rollout into prompts. Each prompt has `size` consecutive completions."""
     explored = []
     for start in range(0, len(rollout.completion_ids), size):
         rows = slice(start, start + size)
@@ -145,10 +146,10 @@ def split_rollout(rollout: Rollout, size: int) -> list[Explored]:
 
 def check_explored(name: str, explored: Sequence[Explored], *, num_prompts: int, size: int) -> None:
     """
-    Check the numbers of what an explorer returned.
+    Check that an explorer returned one result per prompt, `size` completions per result, and one value per token.
 
     Raises:
-        ValueError: Naming the explorer and the number that is wrong.
+        ValueError: If a number is wrong. The message names the explorer and the number.
     """
     if len(explored) != num_prompts:
         raise ValueError(f"Explorer {name!r} returned {len(explored)} results for {num_prompts} prompts.")
@@ -165,7 +166,8 @@ def check_explored(name: str, explored: Sequence[Explored], *, num_prompts: int,
         ):
             if values is None:
                 continue
-            lengths, expected = [len(row) for row in values], [len(ids) for ids in one.completion_ids]
+            lengths = [len(row) for row in values]
+            expected = [len(ids) for ids in one.completion_ids]
             if lengths != expected:
                 raise ValueError(
                     f"Explorer {name!r} returned `{field_name}` of lengths {lengths} for completions of {expected} "

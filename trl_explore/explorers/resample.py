@@ -1,4 +1,4 @@
-"""The smallest explorer: another group of plain samples for an unsolved prompt."""
+"""The smallest explorer: it samples another plain group for an unsolved prompt."""
 
 from collections.abc import Sequence
 
@@ -7,9 +7,9 @@ from trl_explore.explorers.explorer import Explored, Explorer, PlainSampling, Pr
 
 class ResampleExplorer(Explorer):
     """
-    Samples prompts again, as GRPO does.
+    Samples another group of completions as GRPO does.
 
-    It is the control of all other explorers: it spends as many tokens on a prompt, and searches nothing.
+    Use it as the control of other explorers: it spends tokens on the same prompts, but it does not search.
     """
 
     name = "resample"

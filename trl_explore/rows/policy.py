@@ -1,4 +1,4 @@
-"""What the parts of a trainer know of it: the policy that is trained, and the pass that is running."""
+"""`Policy`, the interface through which parts see the trainer, and `Pass`, the state of a pass over further rows."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -21,17 +21,21 @@ def _lists() -> Lists:
 
 @dataclass
 class Pass:
-    """TRL's methods at work on other rows than the main ones; nothing that they log or count there touches those."""
+    """
+    A pass: a time in which TRL's methods work on rows other than the main rows.
 
-    name: str | None = None  # stream, prefix of its metrics; `None` for a judgement, whose logs are dropped
-    rows: Rows | None = None  # sampled already; `None` while a stream's loss is computed
-    environments: list[Any] | None = None  # after each of the rows, for reward functions
-    keep_metrics: bool = False  # metrics that reward functions log are the main rows' all the same
-    metrics: Lists = field(default_factory=_lists)  # what TRL logs meanwhile, like the three below
-    logs: dict[str, Any] = field(default_factory=dict)
-    columns: Lists = field(default_factory=_lists)  # `log_extra` of reward functions
-    pending: Lists = field(default_factory=_lists)  # `log_metric` of reward functions
-    rewards_per_func: torch.Tensor | None = None  # raw, `(N, F)`; NaN where not scored
+    The pass collects all that TRL logs and counts in it, so that the logs and counts of the main rows do not change.
+    """
+
+    name: str | None = None  # stream, prefix of its metrics; None for `Scorer.judge`, whose logs are dropped
+    rows: Rows | None = None  # rows that are already sampled; None while the loss of a stream is computed
+    environments: list[Any] | None = None  # environment of each row after its completion, for reward functions
+    keep_metrics: bool = False  # True: metrics that reward functions log count as metrics of the main rows
+    metrics: Lists = field(default_factory=_lists)  # metrics that TRL logs in this pass
+    logs: dict[str, Any] = field(default_factory=dict)  # completions table of this pass
+    columns: Lists = field(default_factory=_lists)  # values that reward functions log with `log_extra`
+    pending: Lists = field(default_factory=_lists)  # values that reward functions log with `log_metric`
+    rewards_per_func: torch.Tensor | None = None  # raw rewards, `(N, F)`; NaN if a row was not scored
 
 
 class Policy(Protocol):
@@ -39,77 +43,79 @@ class Policy(Protocol):
 
     args: Any
     accelerator: Any
-    model: Any  # as it is trained
-    state: Any  # transformers': how far the training is
+    model: Any  # the model in training, wrapped by accelerate
+    state: Any  # `TrainerState` of transformers
     eos_token_ids: list[int]
     reward_func_names: list[str]
     reward_weights: torch.Tensor  # `(F,)`
     log_completions: bool
-    exploration_generator: torch.Generator  # draws everything beside the main stream
+    exploration_generator: torch.Generator  # for all random choices of a method; not used to sample main rows
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer, also where images are processed."""
+        """The tokenizer; that of the processor if the model takes images."""
         ...
 
     @property
     def ranks(self) -> Ranks:
-        """The processes of the run."""
+        """The processes of the run: sums and gathers over them."""
         ...
 
     @property
     def training_progress(self) -> float:
-        """Share of the training that is over, from 0 to 1."""
+        """Completed share of the training, from 0 to 1."""
         ...
 
     @property
     def serving(self) -> Any:
-        """The vLLM backend, a [`~trl_explore.serving.session.Serving`]; `None` where transformers samples."""
+        """The vLLM backend, a [`~trl_explore.serving.session.Serving`]. None if transformers samples."""
         ...
 
     def generate(
         self, prefixes: list[list[int]], max_new_tokens: int, parts: Sequence[Part] | None = None
     ) -> list[list[int]]:
-        """Return one continuation of each prefix, by TRL's own generation in transformers. `parts` are the places of
-        the new tokens in their completions, for options that count from the start of a completion."""
+        """Return one continuation of each prefix, sampled by TRL with transformers. Some options count tokens from the
+        start of a completion. For these, `parts` says how many tokens of its completion each prefix already has."""
         ...
 
     def generating(self) -> AbstractContextManager[tuple[Any, GenerationConfig]]:
-        """The model as TRL generates with it in transformers, and its sampling options; every process enters."""
+        """Prepare the model for generation as TRL does with transformers. Yield the model and its sampling options.
+        Every process must enter."""
         ...
 
     def forward(
         self, model: Any, ids: torch.Tensor, mask: torch.Tensor, width: int, **options: Any
     ) -> tuple[torch.Tensor, Any]:
-        """Log-probabilities and, with `compute_entropy`, entropies `(R, width)` of the last tokens of padded rows."""
+        """Return log-probabilities `(R, width)` of the last `width` tokens of padded rows, and with `compute_entropy`
+        their entropies, `(R, width)`."""
         ...
 
     def encode_prompts(self, prompts: list) -> list[list[int]]:
-        """Tokens of prompts, as TRL encodes those of the data set."""
+        """Return the tokens of prompts (texts or conversations), encoded as TRL encodes the prompts of a data set."""
         ...
 
     def running(self, other: Pass) -> AbstractContextManager[Pass]:
-        """Let TRL's methods work on another pass."""
+        """Let TRL's methods work in the pass `other`, and restore the state of the main rows at the end."""
         ...
 
     def scored(self, rows: Rows) -> dict[str, Any]:
-        """The rows of the pass that is running, as TRL's loss receives them."""
+        """Score the rows of the running pass. Return them as TRL's loss receives them."""
         ...
 
     def rewarded(self, rows: Rows) -> torch.Tensor:
-        """Rewards `(N, F)` of the rows of the pass that is running, and nothing more."""
+        """Return the rewards `(N, F)` of the rows of the running pass. Compute no advantages or log-probabilities."""
         ...
 
     def loss(self, model: Any, rows: dict[str, Any]) -> torch.Tensor:
-        """TRL's loss of a micro-batch."""
+        """Return TRL's loss of a micro-batch."""
         ...
 
     def log_metric(self, name: str, value: float) -> None:
-        """Log a training metric, averaged over the logging interval."""
+        """Log a training metric. Pass the same value on all processes. The logs have the mean over the interval."""
         ...
 
 
 def tokenizer_of(trainer: Any) -> Any:
-    """The tokenizer of a trainer, also where it processes images."""
+    """Return the tokenizer of a trainer; that of its processor if the model takes images."""
     processing = trainer.processing_class
     return processing.tokenizer if isinstance(processing, ProcessorMixin) else processing

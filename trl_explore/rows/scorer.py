@@ -1,4 +1,4 @@
-"""Rows beside the main ones are scored by TRL in a second pass that touches nothing of the first."""
+"""Let TRL score further rows and completions in a second pass. The pass leaves the state of the main rows as it is."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -15,46 +15,48 @@ from trl_explore.rows.rollouts import Rows
 from trl_explore.rows.streams import RowDict, kept_randomness
 from trl_explore.rows.table import Logs, by_name, logged_rows
 
-# A run ends when so many prompts in a row have no reward at all. Fewer may lack a readable gold answer.
+# If this many consecutive prompts have no reward at all, the run stops. A few prompts may lack a readable gold answer.
 MOST_UNSCORED_PROMPTS = 8
 
 
 @dataclass
 class ScoredRows:
-    """Rows of an extra stream after TRL has scored them."""
+    """Rows of a stream after TRL has scored them."""
 
-    rows: RowDict  # what TRL's loss receives, padded to the same B on every process
-    real: torch.Tensor  # mask `(B,)`: `False` on rows that only pad
-    rewards: torch.Tensor  # total per real row of this process, `(B_real,)`; NaN where unscorable
-    success_rewards: torch.Tensor  # decides about success, `(B_real,)`; NaN where not known
-    logged: Logs = field(default_factory=dict)  # of the real rows of all processes; empty without `log_completions`
+    rows: RowDict  # rows as TRL's loss receives them, padded with filler rows to the same B on every process
+    real: torch.Tensor  # mask `(B,)`; False for filler rows
+    rewards: torch.Tensor  # total reward of each real row of this process, `(B_real,)`; NaN if it has no reward
+    success_rewards: torch.Tensor  # reward that decides about success, `(B_real,)`; NaN if it has no reward
+    # Completions table of the real rows of all processes. Empty without `log_completions`.
+    logged: Logs = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class RewardQuestion:
-    """A call of the reward functions about some rows of this process."""
+    """A call of the reward functions about those rows of this process whose rewards are not known."""
 
-    functions: list[Any]  # called in place of the trainer's reward functions, `[F]`
+    functions: list[Any]  # functions that TRL calls instead of the trainer's reward functions, `[F]`
     known_rewards: list[list[float] | None] | None  # `[B][F]`; None if no row was scored before
-    missing: list[bool]  # rows that the functions are asked about, `[B]`
-    logged: LoggedColumns
+    missing: list[bool]  # True for rows whose rewards are not known, `[B]`
+    logged: LoggedColumns  # values that the functions log with `log_extra`
 
 
 class Scorer:
-    """Lets TRL score rows: rewards, advantages, log-probabilities and metrics."""
+    """Lets TRL score rows: it computes rewards, advantages, log-probabilities and metrics."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.rewards_per_func: torch.Tensor | None = None  # raw, of the main rows, `(N, F)`; NaN where not scored
-        self.any_example: dict[str, Any] = {}
-        self._num_unscored = 0  # prompts in a row without a reward
-        self._ever_scored = False  # whether any prompt of the run had a reward
-        self._columns: list[str] = []  # of the data, as reward functions get them
+        # Raw rewards of the main rows, `(N, F)`. NaN if a row was not scored.
+        self.rewards_per_func: torch.Tensor | None = None
+        self.any_example: dict[str, Any] = {}  # a data-set row; it gives columns to filler rows
+        self._num_unscored = 0  # number of consecutive prompts without a reward, up to now
+        self._ever_scored = False  # True if any prompt of the run had a reward
+        self._columns: list[str] = []  # columns of the data that reward functions get
         self._warned_of_columns = False
 
     @property
     def names(self) -> list[str]:
-        """Names of the trainer's reward functions, `[F]`. A user may replace them, so nothing is kept here."""
+        """Names of the trainer's reward functions, `[F]`. A user may replace the functions, so read them each time."""
         return self.policy.reward_func_names
 
     @property
@@ -64,18 +66,19 @@ class Scorer:
 
     def score(self, name: str, rows: Rows) -> ScoredRows | None:
         """
-        Let TRL score rows that are already sampled: rewards, advantages among siblings, old and reference log-probs.
+        Let TRL score rows that are already sampled. It computes rewards, advantages within each group of rows, and old
+        and reference log-probabilities.
 
-        Reward functions see each row once, and no row whose rewards are known. Every process calls it.
+        Reward functions are asked once about each row whose rewards are not known. Every process calls this method.
 
         Args:
             name (`str`):
-                Name of the stream; what TRL logs meanwhile is logged under `name/`.
+                Name of the stream. TRL's metrics of these rows are logged under `name/`.
             rows ([`Rows`]):
                 Rows of this process, in whole groups; may be empty.
 
         Returns:
-            [`ScoredRows`] or `None`: `None` where no process has a row.
+            [`ScoredRows`] or `None`: The scored rows. None if no process has a row.
         """
         policy = self.policy
         num_rows = policy.ranks.most(len(rows))
@@ -90,8 +93,8 @@ class Scorer:
                 policy.serving.watch_correction(output)
             rewards = scoring.rewards_per_func
             assert rewards is not None
-            level = self.level(rewards, group_size=rows.group_size)
-            output["advantages"] = output["advantages"].masked_fill(level, 0.0)
+            equal = self.level(rewards, group_size=rows.group_size)
+            output["advantages"] = output["advantages"].masked_fill(equal, 0.0)  # rounding left tiny values
             own = policy.ranks.own(num_rows)
             totals, deciding = self.totals(rewards)[own], self.success(rewards)[own]
             logged = logged_rows(policy, scoring.logs, rows, num_rows) if policy.log_completions else {}
@@ -109,28 +112,29 @@ class Scorer:
         keep_metrics: bool = True,
     ) -> tuple[list[list[float]], list[dict[str, Any]]]:
         """
-        Compute rewards of completions while they are being sampled; rows made of them need not be scored again.
+        Return rewards of completions while a method still samples. Training rows made of these completions keep the
+        rewards, so that no completion is scored twice.
 
-        Every process calls it equally often, also without completions. Reward functions see what they see of training
-        rows, in copies: what they change there changes neither `examples` nor `completions`.
+        Every process must call it the same number of times, even without completions. Reward functions get the same
+        arguments as for training rows. They get copies, so that they cannot change `examples` or `completions`.
 
         Args:
             examples (`list[dict]`):
-                The data-set example of each completion, `[R]`.
+                The data-set row of each completion, `[R]`.
             completion_ids (`list[list[int]]`):
                 Tokens of the completions, `[R][T_i]`.
             prompt_ids (`list[list[int]]`):
-                Tokens of the prompts as TRL encoded them, `[R][P_i]`: TRL parses a completion with its prompt.
+                Tokens of the prompts as TRL encoded them, `[R][P_i]`. TRL needs the prompt to parse a completion.
             completions (`list[list[dict]]`, *optional*):
-                Messages of the completions, `[R]`; by default TRL makes them of the tokens.
+                Messages of the completions, `[R]`. By default, TRL decodes them from the tokens.
             environments (`list`, *optional*):
-                The environment of each completion, after it, `[R]`.
+                The environment of each completion, in its state after the completion, `[R]`.
             keep_metrics (`bool`, *optional*, defaults to `True`):
-                Whether to log the metrics that reward functions log of these completions.
+                Whether to keep the metrics that reward functions log about these completions.
 
         Returns:
-            `tuple[list[list[float]], list[dict]]`: Rewards `[R][F]`, NaN where a function returned `None`; and what
-            functions logged with `log_extra`, by column, `[R]`.
+            `tuple[list[list[float]], list[dict]]`: Rewards `[R][F]`, NaN if a function returned None; and the values
+            that functions logged with `log_extra`, by column, `[R]`.
         """
         num_rows = self.policy.ranks.most(len(completion_ids))
         if num_rows == 0:
@@ -148,7 +152,9 @@ class Scorer:
             environments = environments + [None] * (num_rows - len(environments))
         with self.policy.running(Pass(None, rows, environments, keep_metrics=keep_metrics)) as judging:
             rewards = self.policy.rewarded(rows)
-        extra = [{name: values[i] for name, values in judging.columns.items()} for i in range(len(completion_ids))]
+        extra = []
+        for row in range(len(completion_ids)):
+            extra.append({name: values[row] for name, values in judging.columns.items()})
         return self.policy.ranks.local(rewards)[: len(completion_ids)].tolist(), extra
 
     def question(
@@ -168,34 +174,38 @@ class Scorer:
             known_rewards (`list`, *optional*):
                 Rewards `[B][F]`; None for a row that the functions are asked about. None if they are asked about all.
             known_extra (`Sequence[Mapping]`, *optional*):
-                What the functions logged with the known rewards, by column, `[B]`.
+                Values that the functions logged with the known rewards, by column, `[B]`.
             num_rows (`int`):
-                Rows of this process.
+                Number of rows of this process.
 
         Returns:
-            [`RewardQuestion`]: Call its `functions` in place of `reward_funcs`, and pass the rewards to [`answered`].
+            [`RewardQuestion`]: Call its `functions` instead of `reward_funcs`, and pass the rewards to [`answered`].
         """
-        missing = [known is None for known in known_rewards or [None] * num_rows]
+        missing = [True] * num_rows
+        if known_rewards:
+            missing = [known is None for known in known_rewards]
         logged = LoggedColumns(missing, known_extra)
         functions = []
         for number, (func, name) in enumerate(zip(reward_funcs, self.names, strict=True)):
-            # TRL asks a reward model about all rows if it asks at all: a model has no side effects, and the rewards
-            # of known rows are replaced.
             is_model = isinstance(func, torch.nn.Module)
-            if not is_model or not any(missing):
-                func = _only_missing(func if is_model else checked(func, name), missing, logged.log_of(number))
+            if not is_model:
+                func = _only_missing(checked(func, name), missing, logged.log_of(number))
+            elif not any(missing):
+                func = _only_missing(func, missing, logged.log_of(number))
+            # Otherwise, TRL asks the reward model about all rows. A model has no side effects, and `answered` replaces
+            # its rewards of known rows.
             functions.append(func)
         return RewardQuestion(functions, known_rewards, missing, logged)
 
     def answered(self, question: RewardQuestion, rewards: torch.Tensor) -> tuple[torch.Tensor, dict[str, list[Any]]]:
         """
-        Return the rewards of all rows, and what was logged with `log_extra`.
+        Return the rewards of all rows, and the values that were logged with `log_extra`.
 
         Args:
             question ([`RewardQuestion`]):
-                What was asked.
+                The question that [`question`] made.
             rewards (`torch.Tensor`):
-                The answers of its functions over all processes, `(N, F)`.
+                Rewards that its functions returned, for the rows of all processes, `(N, F)`.
 
         Returns:
             `tuple[torch.Tensor, dict[str, list]]`: Rewards `(N, F)`; and one logged value per row of this process, by
@@ -213,7 +223,8 @@ class Scorer:
         return torch.where(keep.unsqueeze(1), rewards, gather(known)), columns
 
     def _warn_of_columns(self, unplaced: dict[str, int], num_rows: int) -> None:
-        """Warn once of columns, with their number of values, that do not fit `num_rows` rows."""
+        """Warn once if columns have a number of values that does not fit `num_rows` rows. `unplaced` holds these
+        numbers, by column."""
         if not unplaced or self._warned_of_columns or not self.policy.args.log_completions:
             return
         self._warned_of_columns = True
@@ -226,12 +237,12 @@ class Scorer:
         )
 
     def begin_run(self, *, resumed: bool) -> None:
-        """Record that a run begins. A resumed run counts as one that had rewards: they may be in its first part."""
+        """Record that a run begins. Assume that a resumed run had rewards before it was interrupted."""
         self._ever_scored = self._ever_scored or resumed
 
     def stop_if_unscored(self, rewards: torch.Tensor, example: dict[str, Any], *, group_size: int) -> None:
-        """Raise RewardError if the last [`MOST_UNSCORED_PROMPTS`] prompts have no reward in `rewards` `(N, F)` of all
-        processes. TRL would go on and save a model that learned nothing."""
+        """Raise RewardError if the last [`MOST_UNSCORED_PROMPTS`] prompts have no reward. `rewards`, `(N, F)`, are
+        those of the newest batch of all processes. TRL would continue, and save a model that learned nothing."""
         if not rewards.isnan().all():
             self._num_unscored, self._ever_scored = 0, True
             return
@@ -241,7 +252,8 @@ class Scorer:
             raise self._unscored_error()
 
     def stop_if_never_scored(self) -> None:
-        """Raise RewardError at the end of a run in which no prompt had a reward: it was too short to stop before."""
+        """Raise RewardError if no prompt of the run had a reward. Called at the end of a run, because a short run ends
+        before `stop_if_unscored` raises."""
         if self._num_unscored and not self._ever_scored:
             raise self._unscored_error()
 
@@ -253,28 +265,34 @@ class Scorer:
         )
 
     def level(self, rewards_per_func: torch.Tensor, *, group_size: int) -> torch.Tensor:
-        """Rows of this process `(B,)` whose advantage is 0 but for rounding, by the rewards `(N, F)` it came from."""
+        """Return the mask `(B,)` of this process's rows in groups of equal rewards. Their advantage is 0, except for
+        rounding. `rewards_per_func`, `(N, F)`, are the rewards from which the advantages were computed."""
         per_function = self.policy.args.multi_objective_aggregation == "normalize_then_sum"
         found = equal_rewards(rewards_per_func, self.weights, group_size=group_size, per_function=per_function)
         return self.policy.ranks.local(found)
 
     def totals(self, rewards_per_func: torch.Tensor | None = None) -> torch.Tensor:
-        """Total reward of each row, `(N,)`, NaN where unscorable; of the main rows by default."""
+        """Return the total reward of each row, `(N,)`. NaN if a row has no reward. `rewards_per_func`, `(N, F)`, are
+        the rewards of the main rows by default."""
         return combine_rewards(self._main(rewards_per_func), self.weights)
 
     def success(self, rewards_per_func: torch.Tensor | None = None) -> torch.Tensor:
-        """The reward `(N,)` that decides whether each row succeeded, as `success_reward` says; NaN where it is not
-        known. `rewards_per_func`, `(N, F)`, are the main rows' by default."""
+        """Return the reward of each row that decides about its success, `(N,)`: the reward that `success_reward`
+        names, or the sum of all rewards. NaN if it is not known. `rewards_per_func`, `(N, F)`, are the rewards of the
+        main rows by default."""
         deciding = self.policy.args.success_reward
         return success_rewards(self._main(rewards_per_func), self.weights, self.names, deciding)
 
     def were_shaped(self, shaped: torch.Tensor) -> bool:
-        """Whether rewards `(N, F)` that advantages came from are others than the raw ones of the main rows."""
+        """Return whether the hook `shape_rewards` changed the raw rewards of the main rows into `shaped`, `(N, F)`."""
         return not torch.equal(self._main(None).nan_to_num(), shaped.nan_to_num())
 
     def show_raw(self, metrics: dict[str, list[Any]], table: Any) -> None:
-        """TRL has just logged the shaped rewards it normalised; users compare `reward` across methods, so it becomes
-        the raw one, in its metrics and in the columns of its table."""
+        """
+        Replace shaped rewards by raw rewards in TRL's metrics and in its completions table.
+
+        TRL has just logged the shaped rewards. But users compare `reward` across methods, so it must be the raw one.
+        """
         raw = self._main(None)
         total = self.totals()
         metrics["shaped_reward"].append(metrics["reward"][-1])
@@ -282,7 +300,7 @@ class Scorer:
         metrics["reward_std"][-1] = total[~total.isnan()].std().item()
         for i, name in enumerate(self.names):
             column = raw[:, i][~raw[:, i].isnan()]
-            # Functions of one name share a metric, and each has added a value to it, in their order.
+            # Functions of the same name share a metric, and each has appended one value, in their order.
             place = -self.names[i:].count(name)
             metrics[f"rewards/{name}/mean"][place] = column.mean().item()
             metrics[f"rewards/{name}/std"][place] = column.std().item()
@@ -297,52 +315,66 @@ class Scorer:
         return found
 
     def _padded(self, rows: Rows, num_rows: int) -> Rows:
+        """Return copies of the rows, with filler rows up to `num_rows`."""
         return rows.padded(
             num_rows, example=self.any_example, token_id=self.policy.eos_token_ids[0], num_rewards=len(self.names)
         )
 
     def _log_real_rows(self, rows: Rows, scoring: Pass, *, all_rows: int) -> None:
-        """Log lengths and groups again without the rows that only pad: each has one prompt token and trains none."""
+        """Correct TRL's metrics of lengths and groups, which also count filler rows. A filler row has one prompt
+        token, and no token of it is trained."""
         ends = {*self.policy.eos_token_ids, self.policy.tokenizer.pad_token_id}
-        own = [(sum(mask), ids[-1] in ends) for ids, mask in zip(rows.completion_ids, rows.loss_mask, strict=True)]
+        own = []  # length of each row of this process, and whether it ended by itself
+        for ids, mask in zip(rows.completion_ids, rows.loss_mask, strict=True):
+            own.append((sum(mask), ids[-1] in ends))
         real = self.policy.ranks.objects(own)
         if len(real) == all_rows:
             return
         metrics = scoring.metrics
         metrics["num_tokens"][-1] -= all_rows - len(real)
         metrics["completions/clipped_ratio"] = [sum(not ended for _, ended in real) / len(real)]
-        for kind, lengths in (
-            ("", [length for length, _ in real]),
-            ("terminated_", [length for length, ended in real if ended] or [0]),
-        ):
+        all_lengths = [length for length, _ in real]
+        ended_lengths = [length for length, ended in real if ended] or [0]
+        for kind, lengths in (("", all_lengths), ("terminated_", ended_lengths)):
             metrics[f"completions/mean_{kind}length"] = [sum(lengths) / len(lengths)]
             metrics[f"completions/min_{kind}length"] = [float(min(lengths))]
             metrics[f"completions/max_{kind}length"] = [float(max(lengths))]
         args = self.policy.args
         per_group = args.multi_objective_aggregation == "sum_then_normalize" and args.scale_rewards != "batch"
-        if per_group and rows.group_size > 1:  # groups of NaN count as groups with spread
+        if per_group and rows.group_size > 1:
+            # Filler rows have NaN rewards. TRL counts their groups as groups with spread, so divide by real rows only.
             metrics["frac_reward_zero_std"][-1] *= all_rows / len(real)
 
 
 def _only_missing(func: Any, missing: list[bool], log_extra: Callable[[str, Any], None]) -> Any:
-    """Return a reward function that is asked about the rows without rewards only; other rows get a placeholder."""
+    """
+    Return a reward function that asks `func` only about the rows that are True in `missing`.
 
-    def pick(value: Any) -> Any:
-        if all(missing) or not isinstance(value, list):
-            return value
-        return [v for v, m in zip(value, missing, strict=True) if m]
+    It returns a reward for every row, 0 for the rows that `func` is not asked about. If no row is missing, it does not
+    call `func` at all.
+    """
 
-    def spread(rewards: list[Any]) -> list[Any]:
-        found = iter(rewards)
-        return [next(found) if m else 0.0 for m in missing]
+    def only_missing(columns: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments without the values of known rows. Arguments that are no lists stay as they are."""
+        arguments: dict[str, Any] = {}
+        for name, value in columns.items():
+            if isinstance(value, list) and not all(missing):
+                value = [entry for entry, is_missing in zip(value, missing, strict=True) if is_missing]
+            arguments[name] = value
+        arguments["log_extra"] = log_extra
+        return arguments
 
-    def seen_by_function(columns: dict[str, Any]) -> dict[str, Any]:
-        return {**{name: pick(value) for name, value in columns.items()}, "log_extra": log_extra}
+    def of_all_rows(rewards: list[Any]) -> list[Any]:
+        """Return the rewards of missing rows at their places, and 0 elsewhere."""
+        remaining = iter(rewards)
+        return [next(remaining) if is_missing else 0.0 for is_missing in missing]
 
     def scored(**columns: Any) -> list[Any]:
-        return spread(func(**seen_by_function(columns)) if any(missing) else [])
+        rewards = func(**only_missing(columns)) if any(missing) else []
+        return of_all_rows(rewards)
 
     async def scored_async(**columns: Any) -> list[Any]:
-        return spread(await func(**seen_by_function(columns)) if any(missing) else [])
+        rewards = await func(**only_missing(columns)) if any(missing) else []
+        return of_all_rows(rewards)
 
     return scored_async if is_async(func) else scored

@@ -1,4 +1,4 @@
-"""Which prompts of a generation batch are explored: all, the unsolved ones, or a random share of either."""
+"""Choice of the prompts of a generation batch that are explored: the unsolved ones, a random share, or both."""
 
 import torch
 
@@ -7,7 +7,8 @@ from trl_explore.rows.policy import Policy
 
 
 def share_at(progress: float, end: float) -> float:
-    """Return the share of prompts that may be explored: 1 at `progress` 0, `end` at `progress` 1."""
+    """Return the share of prompts that may be explored. It falls linearly from 1 at `progress=0` to `end` at
+    `progress=1`."""
     return 1.0 + (end - 1.0) * min(max(progress, 0.0), 1.0)
 
 
@@ -28,8 +29,8 @@ class PromptChoice:
 
         Args:
             deciding (`torch.Tensor`):
-                The reward that decides about success, of the main rows of all processes, `(N,)`; groups are
-                consecutive. NaN where it is not known.
+                Rewards that decide about success, for the main rows of all processes, `(N,)`. The rows of a group are
+                consecutive. NaN if a row has no reward. Only the shape matters unless `needs_rewards` is True.
 
         Returns:
             `torch.Tensor`: Boolean mask of shape `(N,)`.
@@ -39,12 +40,14 @@ class PromptChoice:
         mask = torch.ones_like(groups[:, 0], dtype=torch.bool)
         if self.needs_rewards:
             solved = succeeded(groups, threshold=args.success_bar).any(dim=1)
-            unscored = groups.isnan().all(dim=1)  # not a failure: nothing is known about these prompts
+            # A prompt without any reward is not a failure: it is not known whether the completions are right.
+            unscored = groups.isnan().all(dim=1)
             mask = ~solved & ~unscored
         if args.explore_share_end < 1:
-            # One number per row of this process, so that each process draws equally many numbers.
+            # Every process draws one number per row. The number of the first row decides about the group.
             own = torch.rand(len(deciding) // self.policy.ranks.number, generator=self.policy.exploration_generator)
-            drawn = self.policy.ranks.gather(own.to(deciding.device)).view(-1, args.num_generations)[:, 0]
-            mask &= drawn < share_at(self.policy.training_progress, args.explore_share_end)
+            of_rows = self.policy.ranks.gather(own.to(deciding.device))
+            of_groups = of_rows.view(-1, args.num_generations)[:, 0]
+            mask &= of_groups < share_at(self.policy.training_progress, args.explore_share_end)
         self.policy.log_metric("explore_share", mask.float().mean().item())
         return mask.repeat_interleave(args.num_generations)

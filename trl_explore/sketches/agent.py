@@ -1,4 +1,4 @@
-"""SESA for agents: at every decision, actions are proposed one after another, each knowing those before it."""
+"""SESA for agents: at a decision, the policy proposes actions one after another, and each differs from the others."""
 
 import inspect
 import time
@@ -15,16 +15,23 @@ from trl_explore.sketches.weights import Drawn
 
 
 class Proposal(NamedTuple):
-    """A turn that a block of rows may take."""
+    """A proposed turn of the assistant. One or several rows of a block take it."""
 
-    action: str
-    token_ids: list[int]
-    goes_on: bool
-    context: list[int]
+    action: str  # text of the tool calls, or the final answer
+    token_ids: list[int]  # tokens of the turn
+    goes_on: bool  # True if the turn calls a tool, so that the episode continues
+    context: list[int]  # tokens from which the turn was sampled
 
 
 class Actions(Mode):
-    """`mode="agent"`; section 3.1 of the paper. Rows before the same decision share out proposed actions."""
+    """
+    SESA's `mode="agent"`, after section 3.1 of the paper. It chooses turns of an agent, not whole completions.
+
+    Rows of a group with the same tokens so far are a block: they are at the same decision. The policy proposes actions
+    for the block one after another, and the rows of the block take different ones.
+    """
+
+    name = "actions"
 
     def __init__(self, *args: Any, turns: Turns, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -34,61 +41,74 @@ class Actions(Mode):
 
     @property
     def turn(self) -> Turn:
-        """The turn that is sampled."""
+        """The current turn of the tool loop."""
         assert self.turns.turn is not None
         return self.turns.turn
 
-    name = "actions"
-
     def rollout(self, contexts: list[list[int]], plain: PlainSampling) -> Rollout:
-        """Return a turn for each row that is in the tool loop, sampled behind `contexts`."""
+        """Return the next turn of each row in the tool loop. `contexts` are the tokens of these rows so far."""
         turn, args, size = self.turn, self.args, self.size
         if turn.number == 0:
-            names = "tokens", "sampled_tokens", "drafting_seconds", "solving_seconds", "dropped", *diversity([])
-            self.metrics = dict.fromkeys(names, 0.0)
-            self.drawn = [[] for _ in contexts]
-            self.columns = {"actions": ["" for _ in contexts]}
-            self._prompt_lengths = [len(context) for context in contexts]
+            self._begin_batch(contexts)
+        # A place is an index into `contexts`. A row is an index into the batch.
         start = time.perf_counter()
-        branches = [row % size < self.num_explored and turn.number < args.branch_depth for row in turn.rows]
-        blocks = decision_blocks([row // size for row in turn.rows], contexts, branches)
+        explores = [row % size < self.num_explored and turn.number < args.branch_depth for row in turn.rows]
+        blocks = decision_blocks([row // size for row in turn.rows], contexts, explores)
         with self.sample.rollout():
             proposed = self._propose(contexts, blocks)
-        spoken: dict[int, list[int]] = {}
+        turn_ids: dict[int, list[int]] = {}  # tokens of the new turn, by place
         for block, proposals in zip(blocks, proposed, strict=True):
-            actions = {proposal.action: proposal for proposal in reversed(proposals)}  # the first of equal ones
-            distinct = [actions[action] for action in first_distinct([p.action for p in proposals], len(block))]
-            shares = share_out(len(block), [proposal.goes_on for proposal in distinct])
-            for place, share in zip(block, shares, strict=True):
-                spoken[place] = list(distinct[share].token_ids)
-                self._note_action(turn.rows[place], distinct[share].action)
-                if distinct[share].context != contexts[place]:
-                    row = turn.rows[place]
+            for place, proposal in zip(block, self._shared_out(proposals, len(block)), strict=True):
+                row = turn.rows[place]
+                turn_ids[place] = list(proposal.token_ids)
+                self._note_action(row, proposal.action)
+                if proposal.context != contexts[place]:
                     offset = len(contexts[place]) - self._prompt_lengths[row]
-                    self.drawn[row].append(Drawn(offset, distinct[share].context, distinct[share].token_ids))
+                    self.drawn[row].append(Drawn(offset, proposal.context, proposal.token_ids))
         draft_seconds = time.perf_counter() - start
 
+        # Rows outside blocks get a plain turn. Only its log-probabilities are known: proposed turns were sampled from
+        # a context that shows other proposals.
         start = time.perf_counter()
-        scored: dict[int, list[float | None]] = {}  # what was proposed to a row was sampled behind other proposals
-        rest = [place for place in range(len(contexts)) if place not in spoken]
+        logprobs: dict[int, list[float | None]] = {}  # by place
+        rest = [place for place in range(len(contexts)) if place not in turn_ids]
         if rest:
-            alone = plain([contexts[place] for place in rest])
-            spoken |= dict(zip(rest, alone.completion_ids, strict=True))
-            scored = dict(zip(rest, alone.logprobs or [], strict=False))
-        own, num_tokens = self.metrics, sum(len(p.token_ids) for proposals in proposed for p in proposals)
+            sampled = plain([contexts[place] for place in rest])
+            turn_ids |= dict(zip(rest, sampled.completion_ids, strict=True))
+            logprobs = dict(zip(rest, sampled.logprobs or [], strict=False))
+        num_proposed_tokens = 0
+        for proposals in proposed:
+            num_proposed_tokens += sum(len(proposal.token_ids) for proposal in proposals)
         added = {
-            "tokens": num_tokens,
-            "sampled_tokens": num_tokens + sum(len(spoken[place]) for place in rest),
+            "tokens": num_proposed_tokens,
+            "sampled_tokens": num_proposed_tokens + sum(len(turn_ids[place]) for place in rest),
             "drafting_seconds": draft_seconds,
             "solving_seconds": time.perf_counter() - start,
-            "dropped": 0,
+            "dropped": 0,  # `_ask_for_another` has already counted these
             **diversity([[proposal.action for proposal in proposals] for proposals in proposed]),
         }
-        self.metrics = {name: own[name] + value for name, value in added.items()}
-        turns = [spoken[place] for place in range(len(contexts))]
+        self.metrics = {name: self.metrics[name] + value for name, value in added.items()}
+        turns = [turn_ids[place] for place in range(len(contexts))]
         if self.policy.serving is None:
             return Rollout(turns)
-        return Rollout(turns, [scored.get(place) or [None] * len(ids) for place, ids in enumerate(turns)])
+        return Rollout(turns, [logprobs.get(place) or [None] * len(ids) for place, ids in enumerate(turns)])
+
+    def _begin_batch(self, contexts: list[list[int]]) -> None:
+        """Reset metrics, columns and `drawn` at the first turn of a batch. `contexts` are the prompts of its rows."""
+        names = "tokens", "sampled_tokens", "drafting_seconds", "solving_seconds", "dropped", *diversity([])
+        self.metrics = dict.fromkeys(names, 0.0)
+        self.drawn = [[] for _ in contexts]
+        self.columns = {"actions": ["" for _ in contexts]}
+        self._prompt_lengths = [len(context) for context in contexts]
+
+    def _shared_out(self, proposals: list[Proposal], num_rows: int) -> list[Proposal]:
+        """Return the proposal that each row of a block takes. Of proposals with equal actions, the first counts."""
+        by_action: dict[str, Proposal] = {}
+        for proposal in proposals:
+            by_action.setdefault(proposal.action, proposal)
+        distinct = list(by_action.values())[:num_rows]
+        shares = share_out(num_rows, [proposal.goes_on for proposal in distinct])
+        return [distinct[share] for share in shares]
 
     def group_counts(self, completion_ids: list[list[int]], successes: list[list[bool]]) -> dict[str, float]:
         rows = [tuple(ids) for ids in completion_ids]
@@ -98,50 +118,61 @@ class Actions(Mode):
         return {"trajectories": distinct}
 
     def _note_action(self, row: int, action: str) -> None:
-        """The table tells a row's proposed actions, in the order in which it took them."""
+        """Append an action that a row takes to its cell in the completions table."""
         taken = self.columns["actions"]
         taken[row] = self.args.action_separator.join(filter(None, (taken[row], action)))
 
     def _propose(self, contexts: list[list[int]], blocks: list[list[int]]) -> list[list[Proposal]]:
-        """Actions for every block of rows, with duplicates: the j-th ones are one call for all blocks."""
+        """Sample proposals for every block, with duplicates. The j-th proposals of all blocks are one sampling call. A
+        block gets `num_actions` proposals, but not more than it has rows."""
         proposed: list[list[Proposal]] = [[] for _ in blocks]
         for j in range(min(self.args.num_actions, max(map(len, blocks), default=0))):
-            asked = [
-                (block[0], proposals) for block, proposals in zip(blocks, proposed, strict=True) if j < len(block)
-            ]
-            prefixes = [self._ask_for_another(place, contexts[place], proposals) for place, proposals in asked]
-            room = [
-                int(max(1, min(self.turn.budgets[place], self.context_length - len(ids))))
-                for (place, _), ids in zip(asked, prefixes, strict=True)
-            ]
-            # Other processes are at other turns: their tool loops are theirs.
-            sampled = self.sample(prefixes, 1, room, main_stream=True, collective=False)
-            for (place, proposals), context, (continuation,) in zip(asked, prefixes, sampled, strict=True):
-                ids = continuation.token_ids
+            numbers: list[int] = []  # blocks that get another proposal
+            prefixes, budgets = [], []
+            for number, block in enumerate(blocks):
+                if j >= len(block):
+                    continue
+                place = block[0]  # all rows of a block have the same context
+                prefix = self._ask_for_another(place, contexts[place], proposed[number])
+                numbers.append(number)
+                prefixes.append(prefix)
+                budgets.append(int(max(1, min(self.turn.budgets[place], self.context_length - len(prefix)))))
+            # Each process has its own tool loop and number of turns, so this call cannot be collective.
+            sampled = self.sample(prefixes, 1, budgets, main_stream=True, collective=False)
+            for number, prefix, (continuation,) in zip(numbers, prefixes, sampled, strict=True):
+                place, ids = blocks[number][0], continuation.token_ids
                 message = self.turns.parse_turn(self.turn.rows[place], contexts[place], ids)
-                proposals.append(Proposal(action_of(message), ids, bool(message.get("tool_calls")), context))
+                calls_tool = bool(message.get("tool_calls"))
+                proposed[number].append(Proposal(action_of(message), ids, goes_on=calls_tool, context=prefix))
         return proposed
 
     def _ask_for_another(self, place: int, context: list[int], proposals: list[Proposal]) -> list[int]:
-        """The context with a last message that shows what was proposed, as far as there is room."""
-        turn, args = self.turn, self.args
-
-        def shown(actions: Sequence[str]) -> list[int]:
-            slots = {"actions": args.action_separator.join(actions)}
-            messages = fill_prompt(turn.last_messages[place], args.action_template, slots)
-            if turn.number == 0:
-                return self.turns.encode_conversation(turn.rows[place], messages)
-            return context[: turn.shown[place]] + self.turns.world.encode_answers(messages)
-
+        """Return the context with a last message that shows the earlier proposals. If there is no room for all, it
+        shows the newest ones. If there is no room for any, return `context` itself."""
         actions = first_distinct([proposal.action for proposal in proposals if proposal.action], len(proposals))
-        longest = max((len(proposal.token_ids) for proposal in proposals), default=1)  # the next one may be as long
-        kept = newest_that_fit(actions, lambda some: len(shown(some)) + longest <= self.context_length)
+        longest = max((len(proposal.token_ids) for proposal in proposals), default=1)
+
+        def fits(shown: Sequence[str]) -> bool:
+            # Leave room for a turn as long as the longest proposal so far.
+            return len(self._with_actions(place, context, shown)) + longest <= self.context_length
+
+        kept = newest_that_fit(actions, fits)
         self.metrics["dropped"] += len(actions) - len(kept)
-        return shown(kept) if kept else context
+        return self._with_actions(place, context, kept) if kept else context
+
+    def _with_actions(self, place: int, context: list[int], actions: Sequence[str]) -> list[int]:
+        """Return the context with a last message that shows these actions."""
+        turn = self.turn
+        slots = {"actions": self.args.action_separator.join(actions)}
+        messages = fill_prompt(turn.last_messages[place], self.args.action_template, slots)
+        if turn.number == 0:
+            return self.turns.encode_conversation(turn.rows[place], messages)
+        return context[: turn.shown[place]] + self.turns.world.encode_answers(messages)
 
 
 def check_actions(tools: list[Any], where: str) -> None:
-    """Actions are tool calls: ValueError, saying `where`, if all calls are equal, or there is no tool."""
+    """Raise ValueError if agents cannot take different actions: there is no tool, or only one without parameters. The
+    message shows `where`, the index into `environment_factory`, or `""` if that is a single factory."""
     if len(tools) > 1 or any(inspect.signature(tool).parameters for tool in tools):
         return
     found = f"only {tools[0].__name__!r}, without parameters" if tools else "none"

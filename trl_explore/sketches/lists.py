@@ -1,4 +1,4 @@
-"""SESA in one response: it lists the candidates of a group, and each becomes a row."""
+"""SESA in one response: the policy lists candidates for a prompt, and each candidate becomes a completion."""
 
 import math
 import time
@@ -18,13 +18,18 @@ from trl_explore.sketches.drafts import (
 from trl_explore.sketches.mode import Mode
 from trl_explore.sketches.weights import Drawn
 
-Candidate = tuple[str, list[int]]  # its text, and the context behind which it was drawn
-NO_THOUGHT = f"\n{END_THINK}\n\n"  # what ends a thought that the prompt has begun, as chat templates write it
+Candidate = tuple[str, list[int]]  # text of the candidate, and the context that it was sampled from
+# Ends a thought that the prompt has begun, without any thinking, as chat templates write it.
+NO_THOUGHT = f"\n{END_THINK}\n\n"
 
 
 class Lists(Mode):
-    """`mode="sequential"`; candidates are repeated in turn where a list has too few. With `candidate_context="alone"`
-    every row is the first candidate of a list of its own."""
+    """
+    Explorer for `mode="sequential"`: the policy lists candidates, and each becomes the completion of a row.
+
+    If a list has too few candidates, they are repeated in turn. With `candidate_context="alone"`, each row has a list
+    of its own, and the first candidate of the list becomes the completion.
+    """
 
     name = "lists"
     plain_columns = {"candidate": math.nan}
@@ -37,39 +42,38 @@ class Lists(Mode):
         with self.sample.rollout():
             listed, found, num_tokens = self._candidates(prompts)
         prompt_ids = [group.prompt_ids for group in groups]
-        # Under a prompt that begins a thought, an answer stands behind the end of it.
-        before = [self.encode(NO_THOUGHT) if self._begins_thought(ids) else [] for ids in prompt_ids]
-        candidates = [
-            [self._candidate_ids(text, start) for text, _ in rows] for rows, start in zip(listed, before, strict=True)
-        ]
+        # If a prompt begins a thought, the completion must end the thought before the answer.
+        thought_ends = [self.encode(NO_THOUGHT) if self._begins_thought(ids) else [] for ids in prompt_ids]
+        completions: list[list[list[int]]] = []  # the different completions of each prompt, at most `size`
+        logprobs: list[list[list[float | None]]] = []  # of their tokens; a list has no log-probabilities for them
+        for candidates, thought_end in zip(listed, thought_ends, strict=True):
+            completions.append([self._candidate_ids(text, thought_end) for text, _ in candidates])
+            logprobs.append([[None] * len(ids) for ids in completions[-1]])
         draft_seconds = time.perf_counter() - start
 
         start = time.perf_counter()
-        # Completions of the plain prompt would fill a group with what the policy says anyway.
-        empty = [g for g, rows in enumerate(candidates) if not rows]
+        # Only prompts without any candidate get plain completions. In other groups, plain completions in the place of
+        # missing candidates would repeat what the policy samples anyway.
+        empty = [g for g, rows in enumerate(completions) if not rows]
         fillers = self.sample([prompt_ids[g] for g in empty], size, self.max_completion_length, main_stream=True)
-        logprobs: list[list[list[float | None]]] = [[[None] * len(ids) for ids in rows] for rows in candidates]
+        num_filler_tokens = 0
         for g, continuations in zip(empty, fillers, strict=True):
-            candidates[g] = [continuation.token_ids for continuation in continuations]
-            logprobs[g] = [c.logprobs or [None] * len(c.token_ids) for c in continuations]
+            for continuation in continuations:
+                completions[g].append(continuation.token_ids)
+                logprobs[g].append(continuation.logprobs or [None] * len(continuation.token_ids))
+                num_filler_tokens += len(continuation.token_ids)
         self.metrics = {
             "tokens": num_tokens,
-            "repeats": sum(size - len(rows) for rows in candidates),
+            "repeats": sum(size - len(rows) for rows in completions),
             "fillers": len(empty) * size,
             "drafting_seconds": draft_seconds,
             "solving_seconds": time.perf_counter() - start,
-            "sampled_tokens": num_tokens + sum(len(c.token_ids) for group in fillers for c in group),
+            "sampled_tokens": num_tokens + num_filler_tokens,
             **diversity(found),
         }
-        # A list has the end token of a candidate in another form.
-        drawn = [
-            [Drawn(len(start), context, ids[len(start) : -1]) for (_, context), ids in zip(rows, group, strict=False)]
-            for rows, group, start in zip(listed, candidates, before, strict=True)
-        ]
-        self.drawn = [[parts[i % len(parts)]] if parts else [] for parts in drawn for i in range(size)]
-        self.columns = {"candidate": [i % len(parts) if parts else math.nan for parts in drawn for i in range(size)]}
+        self._note_origins(listed, completions, thought_ends)
         explored = []
-        for g, rows in enumerate(candidates):
+        for g, rows in enumerate(completions):
             places = [i % len(rows) for i in range(size)]
             explored.append(
                 Explored(
@@ -80,30 +84,91 @@ class Lists(Mode):
             )
         return explored
 
+    def _note_origins(
+        self, listed: list[list[Candidate]], completions: list[list[list[int]]], thought_ends: list[list[int]]
+    ) -> None:
+        """Set `drawn` and the column `candidate` of all rows. A row without a candidate has neither."""
+        self.drawn = []
+        numbers: list[float] = []  # of the candidate that each row has
+        for candidates, rows, thought_end in zip(listed, completions, thought_ends, strict=True):
+            for i in range(self.size):
+                if not candidates:
+                    self.drawn.append([])
+                    numbers.append(math.nan)
+                    continue
+                number = i % len(candidates)
+                _, context = candidates[number]
+                # Without the end token: in a list, a separator ends a candidate.
+                listed_ids = rows[number][len(thought_end) : -1]
+                self.drawn.append([Drawn(len(thought_end), context, listed_ids)])
+                numbers.append(number)
+        self.columns = {"candidate": numbers}
+
     def _candidates(self, prompts: list[Prompt]) -> tuple[list[list[Candidate]], list[list[str]], int]:
-        """Per prompt the candidates that become rows, and all that were listed, and the tokens of all prompts."""
+        """
+        Sample lists of candidates.
+
+        Returns:
+            `tuple`: The candidates of each prompt that become completions; the texts of all candidates that were
+            listed for it; and the number of sampled tokens of all prompts.
+        """
+        if self.args.candidate_context == "list":
+            return self._from_one_list(prompts)
+        return self._from_own_lists(prompts)
+
+    def _from_one_list(self, prompts: list[Prompt]) -> tuple[list[list[Candidate]], list[list[str]], int]:
+        """Take the first distinct candidates of one list per prompt. The context of a candidate is the list before."""
+        size = self.size
+        most = self.args.max_list_length or size * self.max_completion_length
+        asked, found, num_tokens = self._list_candidates(prompts, most=most, rounds=self.args.max_lists or size)
+        listed = []
+        for ids, texts in zip(asked, found, strict=True):
+            candidates = []
+            for text in first_distinct(texts, size):
+                earlier = texts[: texts.index(text)]
+                candidates.append((text, ids + self._begun_list(earlier)))
+            listed.append(candidates)
+        return listed, found, num_tokens
+
+    def _from_own_lists(self, prompts: list[Prompt]) -> tuple[list[list[Candidate]], list[list[str]], int]:
+        """Sample a list for each row, and take its first candidate. An empty list gives no candidate."""
         args, size = self.args, self.size
-        if args.candidate_context == "list":
-            most = args.max_list_length or size * self.max_completion_length
-            asked, found, num_tokens = self._list_candidates(prompts, most=most, rounds=args.max_lists or size)
-            listed = [
-                [(text, ids + self._begun_list(texts[: texts.index(text)])) for text in first_distinct(texts, size)]
-                for ids, texts in zip(asked, found, strict=True)
-            ]
-            return listed, found, num_tokens
         most = args.max_list_length or self.max_completion_length + len(self.encode(args.candidate_separator))
-        repeated = [prompt for prompt in prompts for _ in range(size)]
-        asked, found, num_tokens = self._list_candidates(repeated, most=most, rounds=1)
-        starts = range(0, len(asked), size)
-        listed = [[(found[i][0], asked[i]) for i in range(start, start + size) if found[i]] for start in starts]
-        return listed, [[text for text, _ in rows] for rows in listed], num_tokens
+        prompt_of_rows = []
+        for prompt in prompts:
+            prompt_of_rows += [prompt] * size
+        asked, found, num_tokens = self._list_candidates(prompt_of_rows, most=most, rounds=1)
+        listed, texts = [], []
+        for start in range(0, len(asked), size):
+            candidates = []
+            for row in range(start, start + size):
+                if found[row]:
+                    candidates.append((found[row][0], asked[row]))
+            listed.append(candidates)
+            texts.append([text for text, _ in candidates])
+        return listed, texts, num_tokens
 
     def _list_candidates(
         self, prompts: list[Prompt], *, most: int, rounds: int
     ) -> tuple[list[list[int]], list[list[str]], int]:
-        """Prompts that ask for lists, the candidates of each with duplicates, and the tokens they cost. A list that
-        ends too early is continued: its distinct candidates are put into the model's mouth, behind what it thought
-        before the first of them, each round in one call for all prompts."""
+        """
+        Ask the policy for a list of candidates per prompt.
+
+        If a list ends with too few distinct candidates, the next round continues it. The policy then sees its own
+        thought and its distinct candidates as the beginning of its response. Each round is one sampling call.
+
+        Args:
+            prompts (`list`):
+                Prompts, `[P]`.
+            most (`int`):
+                Maximum number of new tokens of a prompt in a round.
+            rounds (`int`):
+                Maximum number of rounds.
+
+        Returns:
+            `tuple`: Tokens of each prompt with the request for a list and the policy's thought, `[P][P_i]`; the texts
+            of its candidates, with duplicates; and the number of sampled tokens of all prompts.
+        """
         args, size = self.args, self.size
         asked = self.policy.encode_prompts(
             [fill_prompt(prompt, args.candidate_template, {"num_candidates": str(size)}) for prompt in prompts]
@@ -111,44 +176,54 @@ class Lists(Mode):
         prompt_lengths = [len(ids) for ids in asked]
         found: list[list[str]] = [[] for _ in prompts]
         num_tokens = 0
-        open_lists = set(range(len(prompts)))
+        open_lists = set(range(len(prompts)))  # prompts whose newest response added a candidate
         for _ in range(rounds):
-            begun = [asked[i] + self._begun_list(first_distinct(texts, size)) for i, texts in enumerate(found)]
-            room = [int(min(most, self.context_length - len(ids))) for ids in begun]
-            short = [i for i, texts in enumerate(found) if i in open_lists and len(set(texts)) < size and room[i] > 0]
-            lists = self.sample(
-                [begun[i] for i in short],
-                1,
-                [room[i] for i in short],
-                main_stream=True,
-                begun=[len(begun[i]) - prompt_lengths[i] for i in short],
-            )
-            for i, (continuation,) in zip(short, lists, strict=True):
+            continued: list[int] = []  # prompts whose list is begun or continued in this round
+            prefixes, budgets, begun = [], [], []
+            for i, texts in enumerate(found):
+                if i not in open_lists or len(set(texts)) >= size:
+                    continue
+                prefix = asked[i] + self._begun_list(first_distinct(texts, size))
+                budget = int(min(most, self.context_length - len(prefix)))
+                if budget > 0:
+                    continued.append(i)
+                    prefixes.append(prefix)
+                    budgets.append(budget)
+                    begun.append(len(prefix) - prompt_lengths[i])
+            lists = self.sample(prefixes, 1, budgets, main_stream=True, begun=begun)
+            for i, prefix, (continuation,) in zip(continued, prefixes, lists, strict=True):
                 text = self._text_and_thoughts(continuation.token_ids)
-                thought, answer = split_thoughts(text, opened=self._begins_thought(begun[i]))
-                # A list that was cut off may end within a candidate: whole ones have a separator behind them.
-                whole = answer if continuation.finished else answer.rpartition(args.candidate_separator)[0]
-                texts = split_candidates(whole, separator=args.candidate_separator)
+                thought, answer = split_thoughts(text, opened=self._begins_thought(prefix))
+                if not continuation.finished:
+                    # The list was cut off, maybe in the middle of a candidate. Keep the candidates before a separator.
+                    answer = answer.rpartition(args.candidate_separator)[0]
+                texts = split_candidates(answer, separator=args.candidate_separator)
                 if not found[i]:
                     asked[i] = asked[i] + self.encode(thought)
                 if set(texts) <= set(found[i]):
-                    open_lists.discard(i)  # the policy has nothing to add
+                    open_lists.discard(i)  # the policy added no new candidate
                 found[i] += texts
                 num_tokens += len(continuation.token_ids)
         return asked, found, num_tokens
 
     def _begun_list(self, texts: list[str]) -> list[int]:
+        """Return the tokens of a list with these candidates, each with a separator after it."""
         return self.encode("".join(text + self.args.candidate_separator for text in texts))
 
     def _candidate_ids(self, text: str, before: list[int]) -> list[int]:
+        """Return the tokens of a completion: `before`, the candidate and the end token. Cut it if it is too long."""
         ids = before + self.encode(text)
         return [*ids[: self.max_completion_length - 1], self.policy.eos_token_ids[0]]
 
     def _begins_thought(self, prompt_ids: list[int]) -> bool:
+        """Return whether a prompt ends with the tag that begins a thought."""
         return self._text_and_thoughts(prompt_ids).rstrip().endswith(THINK)
 
     def _text_and_thoughts(self, token_ids: list[int]) -> str:
-        """Text without special tokens, but with the tags of thoughts, which some tokenizers count among them."""
-        added = self.policy.tokenizer.added_tokens_decoder
-        silent = {i for i, token in added.items() if token.special and token.content not in (THINK, END_THINK)}
-        return self.policy.tokenizer.decode([i for i in token_ids if i not in silent], skip_special_tokens=False)
+        """Decode tokens without special tokens, but with `<think>` and `</think>`, which are special in some
+        tokenizers."""
+        removed = set()
+        for token_id, token in self.policy.tokenizer.added_tokens_decoder.items():
+            if token.special and token.content not in (THINK, END_THINK):
+                removed.add(token_id)
+        return self.policy.tokenizer.decode([i for i in token_ids if i not in removed], skip_special_tokens=False)

@@ -1,4 +1,4 @@
-"""The parts that the modes of SESA share: sizes, metrics, and the credit of rows sampled behind other contexts."""
+"""Base class of SESA's modes: sizes, metrics, and the credit of rows that were sampled from another prompt."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,15 +21,18 @@ if TYPE_CHECKING:
 
 class Mode(Explorer):
     """
-    Samples the rows of a prompt one after another; `num_explored` of its `group_size` rows explore.
+    Explorer that samples the completions of a prompt so that they differ from each other.
 
-    `metrics`, `columns` and `drawn` belong to the last batch: sums over the prompts of this process, columns of the
-    completions table, and for each row the tokens that were not sampled behind the row's own context. A prompt with
+    Of the `group_size` rows of a prompt, `num_explored` explore, and the others are sampled as in GRPO. A prompt with
     its completion has at most `context_length` tokens.
+
+    Three attributes describe the newest batch. `metrics` are sums over the prompts of this process. `columns` are
+    columns of the completions table. `drawn` holds the tokens of each row that were sampled from another context than
+    the row is trained with, for example from a prompt with a sketch.
     """
 
     args: "SESAConfig"
-    max_drawn = 1  # most parts of a row that were sampled behind another context
+    max_drawn = 1  # largest number of parts of a row that were sampled from another context
 
     def __init__(
         self,
@@ -46,7 +49,7 @@ class Mode(Explorer):
         self.metrics: dict[str, float] = {}
         self.columns: dict[str, list[Any]] = {}
         self.drawn: list[list[Drawn]] = []
-        self._examples: list[dict[str, Any]] = []  # one per prompt
+        self._examples: list[dict[str, Any]] = []  # data-set row of each prompt of the newest batch
 
     def credit(self, explored: Sequence[Explored], rows: RowDict) -> torch.Tensor:
         completion_ids: list[list[int]] = []
@@ -59,8 +62,22 @@ class Mode(Explorer):
         return self.weighted(rows, completion_ids)
 
     def weighted(self, rows: RowDict, completion_ids: list[list[int]]) -> torch.Tensor:
-        """Return advantages `(B,)`; with `off_policy_correction` `(B, T)`, weighted by likelihood ratios up to
-        `off_policy_cap`, as `off_policy_scope` says."""
+        """
+        Return the advantages of rows, weighted by likelihood ratios if `off_policy_correction` is True.
+
+        The likelihood ratio of a token compares the context that the row is trained with to the context that the token
+        was sampled from. `off_policy_cap` bounds it. With `off_policy_scope="negative"`, it weights negative
+        advantages only.
+
+        Args:
+            rows (`dict`):
+                Rows as TRL scored them, B rows.
+            completion_ids (`list[list[int]]`):
+                Tokens of their completions, `[B][T_i]`.
+
+        Returns:
+            `torch.Tensor`: Advantages of shape `(B,)`; with `off_policy_correction`, of shape `(B, T)`.
+        """
         advantages, args = rows["advantages"], self.args
         if not args.off_policy_correction:
             return advantages
@@ -74,27 +91,31 @@ class Mode(Explorer):
         )
         ratios = ratios.to(advantages.device)
         mask = rows["completion_mask"] * rows.get("tool_mask", 1)
-        wide = torch.ones_like(rows["completion_mask"], dtype=ratios.dtype)  # (B, T)
-        wide[:, : ratios.shape[1]] = ratios
-        real = wide[mask.bool()]
-        counts = {"sum": real.sum().item(), "capped": (real > args.off_policy_cap).sum().item(), "n": len(real)}
+        weights = torch.ones_like(rows["completion_mask"], dtype=ratios.dtype)  # (B, T)
+        weights[:, : ratios.shape[1]] = ratios
+        trained = weights[mask.bool()]
+        counts = {
+            "sum": trained.sum().item(),
+            "capped": (trained > args.off_policy_cap).sum().item(),
+            "n": len(trained),
+        }
         total = self.policy.ranks.summed(counts)
         self.policy.log_metric("sketch/ratio_mean", total["sum"] / max(total["n"], 1))
         self.policy.log_metric("sketch/ratio_capped_fraction", total["capped"] / max(total["n"], 1))
-        wide = wide.clamp(max=args.off_policy_cap)
+        weights = weights.clamp(max=args.off_policy_cap)
         if args.off_policy_scope == "negative":
-            wide = torch.where(advantages.unsqueeze(1) < 0, wide, 1.0)
-        return advantages.unsqueeze(1) * wide
+            weights = torch.where(advantages.unsqueeze(1) < 0, weights, 1.0)
+        return advantages.unsqueeze(1) * weights
 
     def log_groups(
         self, examples: Sequence[dict[str, Any]], completion_ids: list[list[int]], rewards: torch.Tensor
     ) -> None:
         """
-        Log what the rows of this process's prompts achieved.
+        Log the success, coverage and diversity of the newest batch. Every process calls it.
 
         Args:
             examples (`Sequence[dict]`):
-                Data-set row of each prompt, `[P]`.
+                Data-set row of each prompt of this process, `[P]`.
             completion_ids (`list[list[int]]`):
                 Tokens of the completions, `[P * group_size][T_i]`.
             rewards (`torch.Tensor`):
@@ -115,11 +136,20 @@ class Mode(Explorer):
         self.policy.log_metric("sketch/solving_seconds", self.metrics["solving_seconds"])
 
     def group_counts(self, completion_ids: list[list[int]], successes: list[list[bool]]) -> dict[str, float]:
-        """Return further counts of a batch: tokens of the rows, and for each prompt which rows succeeded."""
+        """
+        Return further counts of a mode, for the metrics. The base class has none.
+
+        Args:
+            completion_ids (`list[list[int]]`):
+                Tokens of the completions, `[P * group_size][T_i]`.
+            successes (`list[list[bool]]`):
+                Whether each row succeeded, `[P][group_size]`.
+        """
         return {}
 
     def _coverage(self, examples: Sequence[dict[str, Any]], completion_ids: list[list[int]]) -> dict[str, float]:
-        """Return the sum of the coverage of right answers, and the number of prompts that list these."""
+        """Return two sums over prompts that list their right answers in `coverage_column`: the covered shares of these
+        answers, and the number of the prompts."""
         covered, column = [], self.args.coverage_column
         for g, example in enumerate(examples):
             targets = [] if column is None else read_targets(example.get(column), column)
@@ -129,22 +159,22 @@ class Mode(Explorer):
         return {"covered": sum(covered), "with_targets": len(covered)}
 
     def columns_of(self, group: int) -> dict[str, list[Any]]:
-        """Return the columns of one prompt's rows."""
+        """Return the columns of the completions table for the rows of one prompt, given by its number."""
         rows = slice(group * self.size, (group + 1) * self.size)
         return {name: values[rows] for name, values in self.columns.items()}
 
     def begin(self, groups: Sequence[PromptGroup]) -> None:
-        """Keep the data-set rows of a batch for its metrics."""
+        """Keep the data-set rows of a new batch for its metrics."""
         self._examples = [group.example for group in groups]
 
     def apart(self, num_rows: int) -> list[int]:
-        """Return the rows that may have been sampled behind another context, equally many on every process."""
+        """Return the rows, out of `num_rows`, that may have been sampled from another context."""
         return list(range(num_rows))
 
     def text(self, token_ids: list[int]) -> str:
-        """Return the text of tokens, without special ones."""
+        """Decode tokens, without special tokens and outer spaces."""
         return self.policy.tokenizer.decode(token_ids, skip_special_tokens=True).strip()
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a piece of a completion."""
+        """Encode a part of a completion, without special tokens."""
         return self.policy.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []

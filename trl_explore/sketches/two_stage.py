@@ -1,4 +1,4 @@
-"""SESA in two stages: sketches are drafted one after another, and each completion follows one of them."""
+"""SESA in two stages: draft sketches one after another, and then sample completions that each follow one sketch."""
 
 import time
 from collections.abc import Sequence
@@ -15,7 +15,8 @@ from trl_explore.sketches.weights import Drawn
 
 
 class TwoStage(Mode):
-    """Section 3.1 and algorithm 1 of the paper; `num_sketches` are drafted per prompt."""
+    """Explorer for `mode="two_stage"`: it drafts `num_sketches` sketches per prompt, and samples each explored row
+    from a prompt that shows one of them. After section 3.1 and algorithm 1 of the paper."""
 
     name = "sketches"
     plain_columns = {"sketch": ""}
@@ -31,41 +32,42 @@ class TwoStage(Mode):
 
     def _drafted_and_solved(self, groups: Sequence[PromptGroup], plain: PlainSampling) -> list[Explored]:
         start = time.perf_counter()
-        size = self.size
-        sketches = self._draft([group.example["prompt"] for group in groups])
+        drafts = self._draft([group.example["prompt"] for group in groups])  # [P][num_sketches]
         if self.args.sketch_assignment == "shuffled":
-            sketches = self._exchanged(sketches, [group.prompt_ids for group in groups])
+            drafts = self._exchanged(drafts, [group.prompt_ids for group in groups])
         draft_seconds = time.perf_counter() - start
 
         start = time.perf_counter()
-        rows: list[str] = []  # the sketch of each row; empty if the row follows none
+        sketches: list[str] = []  # sketch of each row; empty if the row follows no sketch
         prompt_ids: list[list[int]] = []
-        for group, drafts in zip(groups, sketches, strict=True):
-            for place in range(size):
-                # Counted over the batch, so that all sketches are followed equally often if rows are no multiple.
-                sketch = drafts[len(rows) % self.num_sketches]
-                rows.append(sketch if place < self.num_explored else "")
+        for group, own_drafts in zip(groups, drafts, strict=True):
+            for place in range(self.size):
+                # Count rows over the whole batch, not per prompt. Otherwise, if `group_size` is no multiple of
+                # `num_sketches`, the first sketches of every prompt would be followed more often than the last ones.
+                sketch = own_drafts[len(sketches) % self.num_sketches]
+                sketches.append(sketch if place < self.num_explored else "")
                 prompt_ids.append(group.prompt_ids)
-        solve_ids = self._encode_solving(groups, rows, prompt_ids)
-        too_long = [len(ids) + self.max_completion_length > self.context_length for ids in solve_ids]
-        for row, long in enumerate(too_long):
-            if long:
-                solve_ids[row], rows[row] = prompt_ids[row], ""
-        self.columns = {"sketch": rows}
+        solve_ids = self._encode_solving(groups, sketches, prompt_ids)
+        num_too_long = 0
+        for row, ids in enumerate(solve_ids):
+            if len(ids) + self.max_completion_length > self.context_length:
+                solve_ids[row], sketches[row] = prompt_ids[row], ""
+                num_too_long += 1
+        self.columns = {"sketch": sketches}
         rollout = self._solved(solve_ids, plain)
         self.drawn = [[Drawn(0, context, ids)] for context, ids in zip(solve_ids, rollout.completion_ids, strict=True)]
         self.metrics |= {
             "drafting_seconds": draft_seconds,
             "solving_seconds": time.perf_counter() - start,
-            "too_long": sum(too_long),
+            "too_long": num_too_long,
             "sampled_tokens": self.metrics["tokens"] + sum(map(len, rollout.completion_ids)),
         }
         if rollout.logprobs is not None:
-            # If the sampler saw another prompt, its log-probabilities are not those of this prompt's policy.
+            # The log-probabilities of a row that was sampled from a prompt with a sketch do not fit its own prompt.
             for row, ids in enumerate(rollout.completion_ids):
                 if solve_ids[row] != prompt_ids[row]:
                     rollout.logprobs[row] = [None] * len(ids)
-        explored = split_rollout(rollout, size)
+        explored = split_rollout(rollout, self.size)
         for number, one in enumerate(explored):
             one.columns = self.columns_of(number)
         return explored
@@ -73,15 +75,15 @@ class TwoStage(Mode):
     def _encode_solving(
         self, groups: Sequence[PromptGroup], sketches: list[str], prompt_ids: list[list[int]]
     ) -> list[list[int]]:
-        """Return the prompt tokens that each row is sampled from. Rows of a prompt with the same sketch are encoded
-        once, and rows without a sketch are encoded already."""
-        asked: dict[tuple[int, str], Prompt] = {}
+        """Return the prompt tokens from which each row is sampled: the prompt with the row's sketch. A row without a
+        sketch has the tokens of its plain prompt. Equal prompts with equal sketches are encoded once."""
+        prompts: dict[tuple[int, str], Prompt] = {}  # by number of the group and sketch
         for row, sketch in enumerate(sketches):
             group = row // self.size
-            if sketch and (group, sketch) not in asked:
+            if sketch and (group, sketch) not in prompts:
                 prompt = groups[group].example["prompt"]
-                asked[group, sketch] = fill_prompt(prompt, self.args.solve_template, {"sketch": sketch})
-        encoded = dict(zip(asked, self.policy.encode_prompts(list(asked.values())), strict=True))
+                prompts[group, sketch] = fill_prompt(prompt, self.args.solve_template, {"sketch": sketch})
+        encoded = dict(zip(prompts, self.policy.encode_prompts(list(prompts.values())), strict=True))
         solve_ids = []
         for row, sketch in enumerate(sketches):
             solve_ids.append(encoded.get((row // self.size, sketch), prompt_ids[row]))
@@ -104,7 +106,8 @@ class TwoStage(Mode):
         return counts
 
     def _solved(self, solve_ids: list[list[int]], plain: PlainSampling) -> Rollout:
-        """Sample completions as GRPO does. If prefixes are kept, what rows have in common is encoded once."""
+        """Sample one completion per row as GRPO does. If the sampler keeps the keys of prefixes, use it, because it
+        encodes common prefixes of rows only once."""
         options: Any = self.args.generation_kwargs or {}
         most = options.get("max_new_tokens", self.max_completion_length)  # as in TRL
         if self.sample.paths is None or self.sample.batch_size is not None or most is None:
@@ -115,36 +118,49 @@ class TwoStage(Mode):
         return [row for row in range(num_rows) if row % self.size < self.num_explored]
 
     def _draft(self, prompts: list[Prompt]) -> list[list[str]]:
-        """Sketches of every prompt, `[P][num_sketches]`: each step is one call for all of them, in which the
-        `parallel_sketches` chains of a prompt get one more each."""
+        """
+        Draft the sketches of every prompt, `[P][num_sketches]`.
+
+        A prompt has `parallel_sketches` chains of sketches, and a sketch sees the earlier sketches of its own chain.
+        Each step is one sampling call that adds one sketch to every chain of every prompt.
+        """
         chains = self.args.parallel_sketches
-        drafts: list[list[str]] = [[] for _ in prompts]
+        drafts: list[list[str]] = [[] for _ in prompts]  # sketch number n belongs to chain n % chains
         num_tokens = num_dropped = 0
         for first in range(0, self.num_sketches, chains):
-            places = range(first, min(first + chains, self.num_sketches))
-            steps = [(i, place) for i in range(len(prompts)) for place in places]
-            shown = [[sketch for sketch in drafts[i][place % chains :: chains] if sketch] for i, place in steps]
-            asked = self.policy.encode_prompts(
-                [self._sketch_prompt(prompts[i], some) for (i, _), some in zip(steps, shown, strict=True)]
-            )
+            # 1. A request for each new sketch: the number of its prompt, and the earlier sketches of its chain.
+            numbers, shown = [], []
+            for number in range(len(prompts)):
+                for place in range(first, min(first + chains, self.num_sketches)):
+                    earlier = drafts[number][place % chains :: chains]
+                    numbers.append(number)
+                    shown.append([sketch for sketch in earlier if sketch])
+            requests = []
+            for number, earlier in zip(numbers, shown, strict=True):
+                requests.append(self._sketch_prompt(prompts[number], earlier))
+            asked = self.policy.encode_prompts(requests)
+            # 2. If a prompt is too long, drop the oldest sketches.
             for row, ids in enumerate(asked):
                 if len(ids) > self._sketch_room:
-                    prompt = prompts[steps[row][0]]
+                    prompt = prompts[numbers[row]]
                     kept = newest_that_fit(shown[row], partial(self._fits, prompt))
                     num_dropped += len(shown[row]) - len(kept)
                     asked[row] = self.policy.encode_prompts([self._sketch_prompt(prompt, kept)])[0]
+            # 3. Sample all new sketches.
             sampled = self.sample(asked, 1, self.args.max_sketch_length)
-            for (i, _), (continuation,) in zip(steps, sampled, strict=True):
-                drafts[i].append(self.text(continuation.token_ids))
+            for number, (continuation,) in zip(numbers, sampled, strict=True):
+                drafts[number].append(self.text(continuation.token_ids))
                 num_tokens += len(continuation.token_ids)
         self.metrics = {"tokens": num_tokens, "dropped": num_dropped, **diversity(drafts)}
         return drafts
 
-    def _exchanged(self, sketches: list[list[str]], prompt_ids: list[list[int]]) -> list[list[str]]:
-        order = torch.randperm(len(sketches), generator=self.policy.exploration_generator).tolist()
-        return [sketches[place] for place in other_prompts([tuple(ids) for ids in prompt_ids], order)]
+    def _exchanged(self, drafts: list[list[str]], prompt_ids: list[list[int]]) -> list[list[str]]:
+        """Give each prompt the sketches of another prompt, at random."""
+        order = torch.randperm(len(drafts), generator=self.policy.exploration_generator).tolist()
+        return [drafts[place] for place in other_prompts([tuple(ids) for ids in prompt_ids], order)]
 
     def _sketch_prompt(self, prompt: Prompt, earlier: Sequence[str]) -> Prompt:
+        """Return the prompt that asks for a sketch and shows the earlier ones."""
         if not earlier:
             return fill_prompt(prompt, self.args.sketch_template, {})
         slots = {"sketches": self.args.sketch_separator.join(earlier)}
@@ -152,7 +168,9 @@ class TwoStage(Mode):
 
     @property
     def _sketch_room(self) -> float:
+        """Maximum number of tokens of a prompt that asks for a sketch."""
         return self.context_length - self.args.max_sketch_length
 
     def _fits(self, prompt: Prompt, earlier: Sequence[str]) -> bool:
+        """Return whether the prompt that shows these earlier sketches is short enough."""
         return len(self.policy.encode_prompts([self._sketch_prompt(prompt, earlier)])[0]) <= self._sketch_room

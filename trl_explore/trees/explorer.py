@@ -1,4 +1,4 @@
-"""Sample the completions of a prompt by a Monte Carlo tree search, and credit their tokens by the values found."""
+"""TreeGRPO's explorer: it samples completions by a Monte Carlo tree search, and credits tokens by the node values."""
 
 import time
 from collections.abc import Sequence
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 class TreeExplorer(Explorer):
     """
-    Grows one tree per prompt; all trees of the batch advance together, one sampling call per iteration.
+    Grows one tree per prompt. All trees of a batch grow together, with one sampling call per iteration.
 
-    Method of [DeepSearch](https://huggingface.co/papers/2509.25454). `trees` are those of the last batch.
+    Method of [DeepSearch](https://huggingface.co/papers/2509.25454). `trees` holds the trees of the newest batch.
     """
 
     args: "TreeGRPOConfig"
@@ -80,7 +80,7 @@ class TreeExplorer(Explorer):
         return [SOLUTIONS_FILE, *([self.args.dump_trees] if self.args.dump_trees else [])]
 
     def _search(self) -> list[Tree]:
-        """Grow a tree for each prompt. Prompts with usable solutions get direct rollouts instead."""
+        """Grow a tree for each prompt. A prompt with usable solutions in the replay buffer gets direct rollouts."""
         roots = [group.prompt_ids for group in self._groups]
         with self.sample.rollout():
             return search(
@@ -106,8 +106,8 @@ class TreeExplorer(Explorer):
         entropies: bool = True,
         begun: Sequence[int] | None = None,
     ) -> list[list[Continuation]]:
-        # Entropies are needed even with `entropy_weight=0`: of completions that end in one iteration, the search backs
-        # up the most confident one (Eq. 2).
+        # Entropies are needed even with `entropy_weight=0`: if all completions that end in an iteration are wrong, the
+        # search backs up the most confident one (Eq. 2).
         start = time.perf_counter()
         sampled = self.sample(
             prefixes, num_samples, max_new_tokens, begun=begun, main_stream=True, entropies=entropies
@@ -116,6 +116,7 @@ class TreeExplorer(Explorer):
         return sampled
 
     def _score_leaves(self, leaves: list[Leaf]) -> list[Verdict]:
+        """Ask the reward functions about completions. Every process calls it, even without leaves."""
         start = time.perf_counter()
         groups = [self._groups[leaf.tree] for leaf in leaves]
         rewards, logged = self.scorer.judge(
@@ -140,6 +141,7 @@ class TreeExplorer(Explorer):
         return verdicts
 
     def _explored(self, number: int, tree: Tree) -> Explored:
+        """Return the completions of a tree with their credit. `number` is the index of its prompt."""
         args = self.args
         ends = [tree.nodes[row] for row in tree.rows]
         logprobs = None
@@ -166,6 +168,7 @@ class TreeExplorer(Explorer):
         )
 
     def _columns(self, number: int, tree: Tree) -> dict[str, list[Any]]:
+        """Return the columns of the completions table for the completions of a tree."""
         columns: dict[str, list[Any]] = {name: [] for name in self.plain_columns}
         for row in tree.rows:
             end = tree.nodes[row]
@@ -179,7 +182,7 @@ class TreeExplorer(Explorer):
         return columns
 
     def _dump_path(self) -> Path | None:
-        """Return the file for the trees of this process. None if trees are not written."""
+        """Return the path of the file into which this process writes its trees. None without `dump_trees`."""
         if self.args.dump_trees is None:
             return None
         assert self.args.output_dir is not None
@@ -187,17 +190,19 @@ class TreeExplorer(Explorer):
         return folder / f"trees_{self.policy.ranks.index}.jsonl"
 
     def _dump(self) -> None:
+        """Append the trees of the newest batch to the file of this process."""
         if not self.args.dump_trees:
             return
-        noted: dict[str, Any] = {
+        shared: dict[str, Any] = {
             "step": self.policy.state.global_step,
             "decode": self.policy.tokenizer.decode,
             "reward_weights": self.policy.reward_weights.tolist(),  # a callback may change them
             **self._value_scale,
         }
-        self.dump.append(tree_record(tree, index=i, **noted) for i, tree in enumerate(self.trees))
+        self.dump.append(tree_record(tree, index=i, **shared) for i, tree in enumerate(self.trees))
 
     def _log(self, searched: list[Tree], seconds: float) -> None:
+        """Log metrics of the search. `searched` are the trees before the replay buffer replaced some of them."""
         prefixes = {"asked": self.sample.prefix_tokens_asked, "encoded": self.sample.prefix_tokens_encoded}
         total = self.policy.ranks.summed(tree_counts(searched, self.trees, self.limits) | prefixes)
         self._narrow.look(total)
