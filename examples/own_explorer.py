@@ -1,10 +1,14 @@
-"""An explorer of your own: keep the first half of each failed completion, and sample the second half again.
+"""An explorer of your own: keep the first half of GRPO's completions, and sample the second half again.
 
-trl-explore train --trainer own_explorer.HalfwayTrainer --explore_prompts unsolved ...
+    trl-explore train --trainer own_explorer.HalfwayTrainer ...
+
+The page is docs/own-method.md.
 """
 
+from dataclasses import dataclass
+
 from trl_explore.explorers.explorer import Explored, Explorer
-from trl_explore.trainers import ExplorationTrainer
+from trl_explore.trainers import ExplorationConfig, ExplorationTrainer
 
 
 class HalfwayExplorer(Explorer):
@@ -20,22 +24,28 @@ class HalfwayExplorer(Explorer):
                 half = sample.token_ids[: len(sample.token_ids) // 2]
                 halves.append(half)
                 prefixes.append(group.prompt_ids + half)
-        budgets = [self.args.max_completion_length - len(half) for half in halves]
-        endings = iter(self.sample(prefixes, 1, budgets, begun=[len(half) for half in halves]))
+        lengths = [len(half) for half in halves]
+        budgets = [self.args.max_completion_length - length for length in lengths]
+        endings = self.sample(prefixes, 1, budgets, begun=lengths)
 
-        starts, explored = iter(halves), []
-        for group in groups:
-            result = Explored(completion_ids=[], loss_mask=[])
-            for _ in group.samples:
-                half, (ending,) = next(starts), next(endings)
-                result.completion_ids.append(half + ending.token_ids)
-                result.loss_mask.append([0] * len(half) + [1] * len(ending.token_ids))
-            explored.append(result)
-        return explored
+        completions, masks = [], []
+        for half, (ending,) in zip(halves, endings, strict=True):
+            completions.append(half + ending.token_ids)
+            masks.append([0] * len(half) + [1] * len(ending.token_ids))
+        size = self.args.num_generations
+        starts = range(0, len(completions), size)
+        return [Explored(completions[i : i + size], loss_mask=masks[i : i + size]) for i in starts]
+
+
+@dataclass
+class HalfwayConfig(ExplorationConfig):
+    explore_prompts: str = "unsolved"
 
 
 class HalfwayTrainer(ExplorationTrainer):
-    """GRPO that samples the second half of failed completions again."""
+    """GRPO that samples the second half again for prompts that no completion solves."""
+
+    config_class = HalfwayConfig
 
     def make_explorer(self):
         return HalfwayExplorer(self, self.sample, self.scorer)

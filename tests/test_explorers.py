@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import math
 import re
 
 import pandas as pd
@@ -23,6 +24,7 @@ from world import (
 
 from trl_explore.explorers import resample
 from trl_explore.explorers.explorer import Explored, Explorer
+from trl_explore.rows.rollouts import Continuation
 from trl_explore.trainers import (
     DeepGRPOConfig,
     DeepGRPOTrainer,
@@ -42,7 +44,7 @@ RESAMPLE = dict(explore="resample", explore_prompts="unsolved")
 CASES = {
     "resample": (ExplorationTrainer, RESAMPLE),
     "halfway": (HalfwayTrainer, dict(explore_prompts="unsolved")),
-    "halfway of all prompts": (HalfwayTrainer, {}),
+    "halfway of all prompts": (HalfwayTrainer, dict(explore_prompts="all")),
 }
 UNSOLVED = [case for case in CASES if "all" not in case]
 
@@ -135,11 +137,8 @@ def test_all_sampled_tokens_are_counted(tmp_path, case):
         assert plain < log[0]["generation/sampled_tokens"] < plain + explored
 
 
-@pytest.mark.parametrize("into", ["replace", "add"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case, into", [*((case, "replace") for case in CASES), *((case, "add") for case in UNSOLVED)])
 def test_it_trains_and_resumes_bit_for_bit(tmp_path, case, into):
-    if into == "add" and case not in UNSOLVED:
-        pytest.skip("`explore_into` is about prompts that were chosen")
     options = dict(max_steps=4, log_completions=True, num_completions_to_print=0, explore_into=into)
     whole = exploring(case, tmp_path / "whole", save_strategy="steps", save_steps=2, **options)
     start = parameters(whole)
@@ -169,6 +168,8 @@ def test_evaluation_explores_nothing(tmp_path):
     [
         (dict(explore="resamble", explore_prompts="unsolved"), "`explore`: unknown value 'resamble'"),
         (dict(explore="resample"), "`explore='resample'` samples a prompt once more"),
+        (dict(explore_into="add"), "`explore_into='add'` is about prompts that GRPO samples first"),
+        (dict(RESAMPLE, max_completion_length=None), "`explore='resample'` needs a limit"),
     ],
 )
 def test_values_that_make_no_sense_are_refused(tmp_path, options, message):
@@ -184,36 +185,125 @@ def test_trainers_that_explore_in_their_own_way_refuse_the_field(tmp_path, train
         make_trainer(trainer_class, config_class, tmp_path, **RESAMPLE)
 
 
-class Wrong(Explorer):
+class Given(Explorer):
     """Returns what the test says."""
 
-    name = "wrong"
-    result: list = []
+    name = "given"
+    result: object = None
 
     def explore(self, groups, plain):
         return self.result
 
 
-@pytest.mark.parametrize(
-    "result, message",
-    [
-        ([], "Explorer 'wrong' returned 0 results for 2 prompts."),
-        ([Explored([[1]] * 3), Explored([[1]] * 4)], "returned 3 completions for a prompt, but a prompt has"),
-        (
-            [Explored([[5, 1]] * 4, loss_mask=[[1]] * 4), Explored([[1]] * 4)],
-            "returned `loss_mask` of lengths [1, 1, 1, 1] for completions of [2, 2, 2, 2] tokens",
-        ),
-    ],
-)
-def test_an_explorer_that_returns_wrong_numbers_is_named(tmp_path, result, message):
+def given(folder, result, **options):
     class Trainer(ExplorationTrainer):
         def make_explorer(self):
-            explorer = Wrong(self, self.sample, self.scorer)
+            explorer = Given(self, self.sample, self.scorer)
             explorer.result = result
             return explorer
 
+    return make_trainer(Trainer, ExplorationConfig, folder, **options)
+
+
+FOUR = Explored([[1]] * 4)
+
+
+@pytest.mark.parametrize(
+    "result, message",
+    [
+        (None, "Explorer 'given' returned None: return a list with one `Explored` for each prompt."),
+        ([None, FOUR], "return a list with one `Explored` for each prompt."),
+        ([], "Explorer 'given' returned 0 results for 2 prompts."),
+        ([Explored([[1]] * 3), FOUR], "returned 3 completions for a prompt, but a prompt has"),
+        ([Explored([[1], [], [1], [1]]), FOUR], "returned an empty completion: give at least one token."),
+        ([Explored(["a"] * 4), FOUR], "returned 'a' as a completion: give a list of token ids."),
+        ([Explored([Continuation([1])] * 4), FOUR], "as a completion: give a list of token ids."),
+        ([Explored([[5] * 9] * 4), FOUR], "a completion of 9 tokens, more than `max_completion_length=8`"),
+        (
+            [Explored([[5, 1]] * 4, loss_mask=[[1]] * 4), FOUR],
+            "returned `loss_mask` of lengths [1, 1, 1, 1] for completions of [2, 2, 2, 2] tokens",
+        ),
+        ([Explored([[1]] * 4, loss_mask=[[0.5]] * 4), FOUR], "returned a `loss_mask` of [0.5]: use 1 to train"),
+        ([Explored([[1]] * 4, advantages=[1.0] * 4), FOUR], "`advantages` of lengths [0, 0, 0, 0]"),
+        ([Explored([[1]] * 4, advantages=[[math.nan]] * 4), FOUR], "`advantages` that are not finite: [nan]"),
+        ([Explored([[1]] * 4, rewards=[[1.0, 2.0]] * 4), FOUR], "returned `rewards` with [2, 2, 2, 2] values for 4"),
+        ([Explored([[1]] * 4, rewards=[1.0] * 4), FOUR], "returned `rewards` with [0, 0, 0, 0] values for 4"),
+    ],
+)
+def test_a_wrong_result_of_an_explorer_is_named(tmp_path, result, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        one_batch(make_trainer(Trainer, ExplorationConfig, tmp_path))
+        one_batch(given(tmp_path, result))
+
+
+def test_a_prompt_without_advantages_keeps_those_of_grpo(tmp_path):
+    own = Explored([[5, 1]] * 4, advantages=[[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]])
+    grpo = Explored([[6, 1], [7, 1], [8, 1], [9, 1]])
+
+    def first(completion_ids, **kwargs):
+        return [float(ids[0]) for ids in completion_ids]
+
+    found = one_batch(given(tmp_path, [grpo, own], reward_funcs=first))["advantages"]
+    assert found[4:].tolist() == own.advantages
+    expected = torch.tensor([6.0, 7.0, 8.0, 9.0])
+    expected = (expected - expected.mean()) / (expected.std() + 1e-4)
+    torch.testing.assert_close(found[:4], expected.unsqueeze(1).repeat(1, 2), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("prompts", ["all", "unsolved"])
+def test_rewards_of_some_prompts_are_kept_and_the_others_are_asked_for(tmp_path, prompts):
+    result = [Explored([[5, 1]] * 4, rewards=[[0.1], [0.2], [0.3], [0.4]]), Explored([[6, 1]] * 4)]
+    trainer = given(tmp_path, result, reward_funcs=never, explore_prompts=prompts)
+    one_batch(trainer)
+    expected = torch.tensor([0.1, 0.2, 0.3, 0.4, 0, 0, 0, 0])
+    torch.testing.assert_close(trainer.scorer.totals(), expected)
+
+
+def test_changes_of_a_prompt_by_its_explorer_are_changes_of_copies(tmp_path):
+    class Changing(Explorer):
+        needs_samples = True
+
+        def explore(self, groups, plain):
+            for group in groups:
+                group.prompt_ids.append(5)
+                group.example["answer"] = "?"
+                for sample in group.samples:
+                    sample.token_ids.append(5)
+                    sample.rewards[0] = 7.0
+            return [Explored([[5, 1]] * 4) for _ in groups]
+
+    class Trainer(ExplorationTrainer):
+        def make_explorer(self):
+            return Changing(self, self.sample, self.scorer)
+
+    answers = []
+
+    def noting(completions, answer, **kwargs):
+        answers.extend(answer)
+        return [0.0] * len(completions)
+
+    trainer = make_trainer(Trainer, ExplorationConfig, tmp_path, reward_funcs=noting)
+    output = one_batch(trainer)
+    expected = one_batch(make_trainer(GRPOTrainer, GRPOConfig, tmp_path, reward_funcs=never))
+    assert torch.equal(output["prompt_ids"], expected["prompt_ids"])
+    assert "?" not in answers and len(answers) == 16
+    assert all(example["answer"] != "?" for example in trainer.main_examples)
+
+
+def test_make_explorer_must_return_an_explorer(tmp_path):
+    class Trainer(ExplorationTrainer):
+        def make_explorer(self):
+            return Given
+
+    with pytest.raises(TypeError, match="`make_explorer` of Trainer returned .* return an `Explorer`, made with"):
+        make_trainer(Trainer, ExplorationConfig, tmp_path)
+
+
+def test_a_prefix_must_not_be_empty_and_begun_has_one_entry_for_each(tmp_path):
+    trainer = make_trainer(ExplorationTrainer, ExplorationConfig, tmp_path)
+    with pytest.raises(ValueError, match="A prefix is empty: begin with the tokens of the prompt."):
+        trainer.sample([[]], 1, 4)
+    with pytest.raises(ValueError, match="`begun` has 2 entries for 1 prefixes"):
+        trainer.sample([[5]], 1, 4, begun=[0, 0])
 
 
 def test_an_explorer_of_ones_own_refuses_tools_and_rollout_func(tmp_path):

@@ -26,7 +26,7 @@ def block(language):
 def test_the_page_shows_the_example_and_the_explorer_has_at_most_thirty_lines():
     code = block("python")
     assert SOURCE.endswith(code)
-    explorer = code[code.index("class HalfwayExplorer") : code.index("class HalfwayTrainer")]
+    explorer = code[code.index("class HalfwayExplorer") : code.index("@dataclass\nclass HalfwayConfig")]
     assert len([line for line in explorer.splitlines() if line]) <= 30
 
 

@@ -32,7 +32,7 @@ from world import CHAT_TEMPLATE, make_model
 from trl_explore.cli import main
 from trl_explore.rewards import accuracy_reward
 from trl_explore.tasks.tiny_model import build_model, build_tokenizer
-from trl_explore.trainers import ExplorationConfig, TreeGRPOTrainer
+from trl_explore.trainers import TreeGRPOTrainer
 
 # What a page says, and what a test can afford.
 SMALLER = {
@@ -225,7 +225,7 @@ def own_advantage(text, folder):
 
 def own_explorer(text, folder):
     scope, _ = run_script(text)
-    config = ExplorationConfig(output_dir="out", explore_prompts="unsolved", **SMALL)
+    config = scope["HalfwayConfig"](output_dir="out", **SMALL)
     trainer = scope["HalfwayTrainer"](
         model="./model", reward_funcs=accuracy_reward, args=config, train_dataset=rows_of(folder)
     )

@@ -24,7 +24,7 @@ from trl_explore.agents.turns import Spoken, Turns, guarded_factories
 from trl_explore.agents.watch import ToolWatch
 from trl_explore.credit.part import Credit
 from trl_explore.explorers.exploration import Exploration
-from trl_explore.explorers.explorer import PlainSampling
+from trl_explore.explorers.explorer import Explorer, PlainSampling
 from trl_explore.explorers.resample import ResampleExplorer
 from trl_explore.gradients.feature_pass import FeaturePass
 from trl_explore.methods import FromRow, Method
@@ -174,6 +174,11 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
         self.explorer = self.make_explorer()
         if args.explore == "resample":
             self.explorer = ResampleExplorer(self, self.sample, self.scorer)
+        if self.explorer is not None and not isinstance(self.explorer, Explorer):
+            raise TypeError(
+                f"`make_explorer` of {type(self).__name__} returned {self.explorer!r}: return an `Explorer`, made with "
+                "`(self, self.sample, self.scorer)`."
+            )
         self.setup()
 
     # ------------------------------------------------------ parts, and the methods of `Policy` through which they work
@@ -235,7 +240,7 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
     @cached_property
     def streams(self) -> StreamTraining:
         """Training of the rows of streams."""
-        pooled = self.requires.pooled or (self.exploration is not None and self.exploration.joins)
+        pooled = self.requires.pooled or (self.exploration is not None and self.exploration.adds)
         return StreamTraining(
             self,
             pooled=pooled,

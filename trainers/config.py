@@ -74,6 +74,8 @@ def check_explore(args: Any) -> None:
             f"`explore={args.explore!r}` samples a prompt once more, which for all prompts is only another batch of "
             "GRPO: set `explore_prompts='unsolved'`."
         )
+    if args.max_completion_length is None:
+        raise ValueError(f"`explore={args.explore!r}` needs a limit: set `max_completion_length` to a number.")
 
 
 TRAINING_CHECKS = (

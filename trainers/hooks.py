@@ -198,7 +198,7 @@ class Hooks:
 
     def method_files(self) -> list[str]:
         """Return the names of the files and folders in `output_dir` that the method writes, without the model."""
-        return [] if self.explorer is None else self.explorer.files()
+        return []
 
     def run_files(self) -> list[Path]:
         """Return the existing files to which a run appends: the files of the method, and the completions tables."""
@@ -283,13 +283,14 @@ class Hooks:
     @property
     def trains_further_rows(self) -> bool:
         """Return whether further rows are trained in addition to the main rows."""
-        return self.requires.extra_rows or (self.exploration is not None and self.exploration.joins)
+        return self.requires.extra_rows or (self.exploration is not None and self.exploration.adds)
 
     @property
     def changed_hooks(self) -> list[str]:
         """Return the names of the hooks that differ from GRPO: the hooks that the class overrides, and the hooks that
         an explorer uses."""
-        own, explores = type(self), self.explorer is not None
+        own = type(self)
+        explores = self.explorer is not None or own.make_explorer != Hooks.make_explorer
         hooks = {
             "rollout": explores or own.rollout != Hooks.rollout,
             "shape_rewards": own.shape_rewards != Hooks.shape_rewards,

@@ -57,6 +57,8 @@ def check_arguments(
         )
     if (tools or environment_factory is not None) and not (samples_as_grpo or requires.tools):
         field = "tools" if tools else "environment_factory"
+        if args.explore is not None:
+            name = f"`explore={args.explore!r}`"
         raise ValueError(f"{name} does not support `{field}` (multi-turn rollouts): remove it, or use GRPOTrainer.")
     if (tools or environment_factory is not None) and args.max_completion_length is None:
         raise ValueError(
@@ -67,7 +69,7 @@ def check_arguments(
         field = "explore_share_end" if args.explore_prompts == "all" else "explore_prompts"
         raise ValueError(
             f"`{field}={vars(args)[field]!r}` chooses prompts to search, sketch or branch, and {name} does none of "
-            "it: leave it out, or use another trainer."
+            "it: leave it out, use another trainer, or set `explore='resample'`."
         )
     _check_order(name, args, train_dataset)
     if args.dynamic_sampling == "refill" and environment_factory is not None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from trl_explore.trees.buffer import SOLUTIONS_FILE
 from trl_explore.trees.explorer import TreeExplorer
 from trl_explore.trees.replay import SolutionCache
 
@@ -62,6 +63,12 @@ class TreeGRPOTrainer(ExplorationTrainer):
                 f"`multi_objective_aggregation={args.multi_objective_aggregation!r}` has no meaning for a tree "
                 "search, whose completions are right or wrong: use 'sum_then_normalize'."
             )
+
+    def method_files(self) -> list[str]:
+        files = [SOLUTIONS_FILE]
+        if self.args.dump_trees:
+            files.append(self.args.dump_trees)
+        return files
 
     def run_files(self) -> list[Path]:
         # The run only reads the user's `replay_file`, and writes its own solutions into another file.

@@ -19,6 +19,7 @@ import torch
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
+from trl_explore.agents.environments import guarded
 from trl_explore.sampling.paths import PathCache
 
 # Functions of torch.distributed, each with the argument that this process passes in.
@@ -392,6 +393,7 @@ def bundled(metrics):
 def recording(environment_class):
     """Yield a [`Recorder`]; it also records calls of the environments of a class, which has an `episode`."""
     recorder = Recorder()
+    guarded(environment_class)()  # wraps methods of the class for good, so it must see the class without patches
     with ExitStack() as patches:
         patches.enter_context(recorder._sampling(GRPOTrainer, "_generate_single_turn"))
         patches.enter_context(recorder._sampling(PathCache, "complete"))

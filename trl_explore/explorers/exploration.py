@@ -15,6 +15,7 @@ from trl_explore.explorers.explorer import (
     check_explored,
 )
 from trl_explore.rewards.success import succeeded
+from trl_explore.rows.copies import own_copy
 from trl_explore.rows.policy import Policy
 from trl_explore.rows.rollouts import Rollout, Rows
 from trl_explore.rows.scorer import ScoredRows, Scorer
@@ -29,13 +30,13 @@ class ExploredBatch:
 
     rows: list[int]  # indices of this process's main rows whose prompt is explored; whole groups
     explored: list[Explored]  # one for each explored prompt of this process
-    beside: Rows | None = None  # rows to train in addition to GRPO's; None if explored completions replace GRPO's
-    anywhere: bool = True  # True if at least one process explores a prompt
+    added: Rows | None = None  # rows to train in addition to GRPO's; None if explored completions replace GRPO's
+    on_any_process: bool = True  # True if at least one process explores a prompt
 
     @property
-    def replaces(self) -> bool:
+    def replaces_main_rows(self) -> bool:
         """Return whether explored completions replace GRPO's in the main rows."""
-        return self.anywhere and self.beside is None
+        return self.on_any_process and self.added is None
 
 
 class Exploration:
@@ -51,8 +52,8 @@ class Exploration:
         self.policy, self.explorer, self.choice = policy, explorer, choice
         self.sample, self.scorer, self.args = sample, scorer, policy.args
         # True: explored completions are trained in addition to GRPO's. False: they replace GRPO's.
-        self.joins = choice is not None and policy.args.explore_into == "add"
-        self.batch = ExploredBatch([], [], anywhere=False)
+        self.adds = choice is not None and policy.args.explore_into == "add"
+        self.batch = ExploredBatch([], [], on_any_process=False)
 
     @property
     def size(self) -> int:
@@ -64,7 +65,7 @@ class Exploration:
         """Return whether GRPO samples every prompt first, the explored ones included."""
         if self.choice is None:  # all prompts are explored
             return self.explorer.needs_samples
-        return self.choice.needs_rewards or self.joins or self.explorer.needs_samples
+        return self.choice.needs_rewards or self.adds or self.explorer.needs_samples
 
     # ------------------------------------------------------------------------------------------------ sample main rows
 
@@ -95,7 +96,7 @@ class Exploration:
             mask = self._chosen(no_rewards)
             rollout = self._sample_others(mask, prompt_ids, examples) if mask.any() else plain(prompt_ids)
         if not mask.any():
-            self.batch = ExploredBatch([], [], anywhere=False)
+            self.batch = ExploredBatch([], [], on_any_process=False)
             return rollout
         self._log_plain_tokens(rollout)
         return self._explore_rows(self._local_rows(mask), rollout, prompt_ids, examples)
@@ -112,10 +113,14 @@ class Exploration:
         """Explore every prompt. GRPO samples nothing."""
         groups = []
         for row in range(0, len(prompt_ids), self.size):
-            groups.append(PromptGroup(examples[row], prompt_ids[row]))
+            groups.append(PromptGroup(own_copy(examples[row]), [*prompt_ids[row]]))
         explored = self._explore(groups, plain)
-        self.batch = ExploredBatch(list(range(len(prompt_ids))), explored)
-        return joined(explored, masks_tokens=self._masks_tokens(explored))
+        rows = list(range(len(prompt_ids)))
+        some_have_rewards = self._on_any_process(any(one.rewards is not None for one in explored))
+        if some_have_rewards:
+            self._score_missing(rows, explored, prompt_ids, examples)
+        self.batch = ExploredBatch(rows, explored)
+        return as_rollout(explored, masks_tokens=self._masks_tokens(explored))
 
     def _explore_rows(
         self, rows: list[int], rollout: Rollout, prompt_ids: list[list[int]], examples: list[dict[str, Any]]
@@ -124,25 +129,25 @@ class Exploration:
         Explore the prompts of `rows`, and return the completions of all main rows.
 
         `rollout` holds GRPO's completions with rewards. The result is `rollout` with the explored rows replaced. With
-        `explore_into="add"` it is `rollout` itself, and the explored completions go to `batch.beside`.
+        `explore_into="add"` it is `rollout` itself, and the explored completions go to `batch.added`.
         """
         groups = []
         for row in rows[:: self.size]:
-            groups.append(PromptGroup(examples[row], prompt_ids[row], self._samples(rollout, row)))
+            groups.append(PromptGroup(own_copy(examples[row]), [*prompt_ids[row]], self._samples(rollout, row)))
         # The next batch of GRPO's samples must not depend on how many prompts are explored now.
         with self.sample.forked_randomness():
             explored = self._explore(groups, self._plain)
-            self._score_missing(groups, explored)
+            self._score_missing(rows, explored, prompt_ids, examples)
         self._log_solved(explored)
-        found = joined(explored, masks_tokens=self._masks_tokens(explored))
-        if not self.joins:
+        found = as_rollout(explored, masks_tokens=self._masks_tokens(explored))
+        if not self.adds:
             self.batch = ExploredBatch(rows, explored)
-            return replaced(rollout, rows, found)
+            return with_replaced_rows(rollout, rows, found)
         beside = Rows(
             examples=[examples[row] for row in rows],
             prompt_ids=[prompt_ids[row] for row in rows],
             completion_ids=found.completion_ids,
-            loss_mask=found.loss_mask or whole(found.completion_ids),
+            loss_mask=found.loss_mask or train_all_mask(found.completion_ids),
             group_size=self.size,
             logprobs=found.logprobs,
             known_rewards=[*(found.known_rewards or [])],
@@ -153,8 +158,22 @@ class Exploration:
 
     def _explore(self, groups: list[PromptGroup], plain: PlainSampling) -> list[Explored]:
         explored = self.explorer.explore(groups, plain)
-        check_explored(self.explorer.name, explored, num_prompts=len(groups), size=self.size)
-        return explored
+        check_explored(
+            self.explorer.name,
+            explored,
+            num_prompts=len(groups),
+            size=self.size,
+            num_rewards=len(self.scorer.names),
+            max_length=self._max_length,
+        )
+        return list(explored)
+
+    @property
+    def _max_length(self) -> int | None:
+        """Return the most tokens of a completion. Like TRL, it lets `generation_kwargs` raise the limit."""
+        limit = self.args.max_completion_length
+        other = (self.args.generation_kwargs or {}).get("max_new_tokens")
+        return limit if limit is None or other is None else max(limit, other)
 
     def _samples(self, rollout: Rollout, row: int) -> list[Sample]:
         """Return GRPO's completions of the prompt whose first row is `row`."""
@@ -162,7 +181,7 @@ class Exploration:
         for i in range(row, row + self.size):
             if rollout.completion_ids[i]:  # empty if GRPO did not sample this prompt
                 assert rollout.known_rewards is not None
-                samples.append(Sample(rollout.completion_ids[i], rollout.known_rewards[i]))
+                samples.append(Sample([*rollout.completion_ids[i]], [*rollout.known_rewards[i]]))
         return samples
 
     def _masks_tokens(self, explored: list[Explored]) -> bool:
@@ -187,10 +206,10 @@ class Exploration:
         rollout = self._with_rewards(self._plain(prompts), prompts, [examples[row] for row in others])
         empty: list[Any] = [[] for _ in range(number)]
         return Rollout(
-            completion_ids=put(empty, others, rollout.completion_ids),
-            logprobs=None if rollout.logprobs is None else put(empty, others, rollout.logprobs),
-            known_rewards=put(empty, others, rollout.known_rewards or []),
-            extra=put([{} for _ in range(number)], others, rollout.extra or []),
+            completion_ids=put_at(empty, others, rollout.completion_ids),
+            logprobs=None if rollout.logprobs is None else put_at(empty, others, rollout.logprobs),
+            known_rewards=put_at(empty, others, rollout.known_rewards or []),
+            extra=put_at([{} for _ in range(number)], others, rollout.extra or []),
         )
 
     def _plain(self, prompts: list[list[int]]) -> Rollout:
@@ -209,16 +228,27 @@ class Exploration:
         rewards, extra = self.scorer.judge(examples, rollout.completion_ids, prompt_ids=prompt_ids)
         return replace(rollout, known_rewards=rewards, extra=extra)
 
-    def _score_missing(self, groups: list[PromptGroup], explored: list[Explored]) -> None:
-        """Ask the reward functions about the completions that the explorer did not score, and store the rewards in
-        `explored`. All of them are one call, and every process makes it."""
-        examples, prompt_ids, completion_ids = [], [], []
-        for group, one in zip(groups, explored, strict=True):
+    def _score_missing(
+        self,
+        rows: list[int],
+        explored: list[Explored],
+        prompt_ids: list[list[int]],
+        examples: list[dict[str, Any]],
+    ) -> None:
+        """
+        Ask the reward functions about the completions that the explorer did not score, in one call, and store the
+        rewards in `explored`. Every process must call it.
+
+        `rows` are the explored main rows; `prompt_ids` and `examples` are those of all main rows, because an explorer
+        may have changed its own copies.
+        """
+        asked_examples, asked_prompts, completion_ids = [], [], []
+        for row, one in zip(rows[:: self.size], explored, strict=True):
             if one.rewards is None:
-                examples += [group.example] * len(one.completion_ids)
-                prompt_ids += [group.prompt_ids] * len(one.completion_ids)
+                asked_examples += [examples[row]] * len(one.completion_ids)
+                asked_prompts += [prompt_ids[row]] * len(one.completion_ids)
                 completion_ids += one.completion_ids
-        rewards, logged = self.scorer.judge(examples, completion_ids, prompt_ids=prompt_ids)
+        rewards, logged = self.scorer.judge(asked_examples, completion_ids, prompt_ids=asked_prompts)
         start = 0
         for one in explored:
             if one.rewards is None:
@@ -245,7 +275,7 @@ class Exploration:
         Returns:
             `torch.Tensor`: Advantages of shape `(B,)` or `(B, T)`.
         """
-        if not self.batch.replaces:
+        if not self.batch.replaces_main_rows:
             return output["advantages"]
         self._store_rewards()
         return self._with_explorer_credit(output, self.batch.rows)
@@ -253,7 +283,7 @@ class Exploration:
     def streams(self) -> dict[str, tuple[ScoredRows, float]]:
         """Return the stream `explored` with weight 1: the completions that are trained in addition to GRPO's. Without
         `explore_into="add"` there is no such stream."""
-        beside = self.batch.beside
+        beside = self.batch.added
         if beside is None:
             return {}
         scored = self.scorer.score("explored", beside)
@@ -265,13 +295,13 @@ class Exploration:
         """Return columns `[B]` of the completions table. Explored rows have the explorer's values, and GRPO's rows
         have its `plain_columns`."""
         columns = {name: [value] * num_rows for name, value in self.explorer.plain_columns.items()}
-        if not self.batch.replaces:
+        if not self.batch.replaces_main_rows:
             return columns
         for name in columns:
             values: list[Any] = []
             for one in self.batch.explored:
                 values += one.columns[name]
-            columns[name] = put(columns[name], self.batch.rows, values)
+            columns[name] = put_at(columns[name], self.batch.rows, values)
         return columns
 
     def _store_rewards(self) -> None:
@@ -314,7 +344,7 @@ class Exploration:
         self.policy.log_metric("explore/solved_after", total["solved"] / total["groups"])
 
 
-def joined(explored: list[Explored], *, masks_tokens: bool) -> Rollout:
+def as_rollout(explored: list[Explored], *, masks_tokens: bool) -> Rollout:
     """
     Return the completions of several prompts as one rollout.
 
@@ -328,8 +358,8 @@ def joined(explored: list[Explored], *, masks_tokens: bool) -> Rollout:
     extra: list[Mapping[str, Any]] = []
     for one in explored:
         completion_ids += one.completion_ids
-        logprobs += one.logprobs or unknown(one.completion_ids)
-        loss_mask += one.loss_mask or whole(one.completion_ids)
+        logprobs += one.logprobs or no_logprobs(one.completion_ids)
+        loss_mask += one.loss_mask or train_all_mask(one.completion_ids)
         rewards += one.rewards or []
         extra += one.logged or [{} for _ in one.completion_ids]
     rollout = Rollout(completion_ids)
@@ -342,25 +372,25 @@ def joined(explored: list[Explored], *, masks_tokens: bool) -> Rollout:
     return rollout
 
 
-def replaced(rollout: Rollout, rows: list[int], found: Rollout) -> Rollout:
+def with_replaced_rows(rollout: Rollout, rows: list[int], found: Rollout) -> Rollout:
     """Return a rollout with the completions of `found` at `rows`, and those of `rollout` elsewhere. Both arguments
     have rewards. Only `found` may have a loss mask."""
     logprobs = rollout.logprobs
     if logprobs is not None:
-        logprobs = put(logprobs, rows, found.logprobs or unknown(found.completion_ids))
+        logprobs = put_at(logprobs, rows, found.logprobs or no_logprobs(found.completion_ids))
     loss_mask = None
     if found.loss_mask is not None:
-        loss_mask = put(whole(rollout.completion_ids), rows, found.loss_mask)
+        loss_mask = put_at(train_all_mask(rollout.completion_ids), rows, found.loss_mask)
     return Rollout(
-        completion_ids=put(rollout.completion_ids, rows, found.completion_ids),
+        completion_ids=put_at(rollout.completion_ids, rows, found.completion_ids),
         logprobs=logprobs,
         loss_mask=loss_mask,
-        known_rewards=put(rollout.known_rewards or [], rows, found.known_rewards or []),
-        extra=put(rollout.extra or [], rows, found.extra or []),
+        known_rewards=put_at(rollout.known_rewards or [], rows, found.known_rewards or []),
+        extra=put_at(rollout.extra or [], rows, found.extra or []),
     )
 
 
-def put(values: Sequence[Any], places: Sequence[int], others: Sequence[Any]) -> list[Any]:
+def put_at(values: Sequence[Any], places: Sequence[int], others: Sequence[Any]) -> list[Any]:
     """Return a copy of `values` with `others` at `places`."""
     merged = list(values)
     for place, other in zip(places, others, strict=True):
@@ -368,11 +398,11 @@ def put(values: Sequence[Any], places: Sequence[int], others: Sequence[Any]) -> 
     return merged
 
 
-def whole(completion_ids: list[list[int]]) -> list[list[int]]:
+def train_all_mask(completion_ids: list[list[int]]) -> list[list[int]]:
     """Return a loss mask that trains every token."""
     return [[1] * len(ids) for ids in completion_ids]
 
 
-def unknown(completion_ids: list[list[int]]) -> list[list[float | None]]:
+def no_logprobs(completion_ids: list[list[int]]) -> list[list[float | None]]:
     """Return None for the log-probability of every token: the sampler reported none."""
     return [[None] * len(ids) for ids in completion_ids]

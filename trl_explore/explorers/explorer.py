@@ -4,7 +4,9 @@ An explorer samples completions of prompts in its own way. It gets prompts and r
 if it differs from GRPO's. It never sets attributes of the trainer, so one run can have several explorers.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+import reprlib
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,14 +113,17 @@ class Explorer:
         Returns:
             `torch.Tensor`: Advantages of shape `(R,)` or `(R, T)`.
         """
-        if not any(one.advantages for one in explored):
+        if all(one.advantages is None for one in explored):
             return rows["advantages"]
-        ids = rows["completion_ids"]
-        advantages = torch.zeros(ids.shape, device=ids.device)  # (R, T)
+        num_tokens = rows["completion_ids"].shape[1]
+        advantages = rows["advantages"].unsqueeze(1).repeat(1, num_tokens)  # (R, T)
         row = 0
         for one in explored:
-            for values in one.advantages or []:
-                advantages[row, : len(values)] = torch.tensor(values)
+            for place in range(len(one.completion_ids)):
+                if one.advantages is not None:
+                    values = one.advantages[place]
+                    advantages[row] = 0.0
+                    advantages[row, : len(values)] = torch.tensor(values)
                 row += 1
         return advantages
 
@@ -128,10 +133,6 @@ class Explorer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-
-    def files(self) -> list[str]:
-        """Return the names of the files and folders in `output_dir` that the explorer writes."""
-        return []
 
 
 def split_rollout(rollout: Rollout, size: int) -> list[Explored]:
@@ -144,32 +145,85 @@ def split_rollout(rollout: Rollout, size: int) -> list[Explored]:
     return explored
 
 
-def check_explored(name: str, explored: Sequence[Explored], *, num_prompts: int, size: int) -> None:
+def check_explored(
+    name: str, explored: Any, *, num_prompts: int, size: int, num_rewards: int, max_length: int | None
+) -> None:
     """
-    Check that an explorer returned one result per prompt, `size` completions per result, and one value per token.
+    Check what an explorer returned.
+
+    Args:
+        name (`str`):
+            Name of the explorer, for messages.
+        explored:
+            Its result.
+        num_prompts (`int`):
+            Number of prompts that it was given.
+        size (`int`):
+            Number of completions per prompt.
+        num_rewards (`int`):
+            Number of reward functions (F).
+        max_length (`int`, *optional*):
+            Most tokens of a completion. None for no limit.
 
     Raises:
-        ValueError: If a number is wrong. The message names the explorer and the number.
+        ValueError: If something is wrong. The message names the explorer, the field, the value and the remedy.
     """
+    start = f"Explorer {name!r} returned"
+    if not isinstance(explored, list | tuple) or not all(isinstance(one, Explored) for one in explored):
+        raise ValueError(f"{start} {reprlib.repr(explored)}: return a list with one `Explored` for each prompt.")
     if len(explored) != num_prompts:
-        raise ValueError(f"Explorer {name!r} returned {len(explored)} results for {num_prompts} prompts.")
+        raise ValueError(f"{start} {len(explored)} results for {num_prompts} prompts.")
     for one in explored:
-        if len(one.completion_ids) != size:
-            raise ValueError(
-                f"Explorer {name!r} returned {len(one.completion_ids)} completions for a prompt, but a prompt has "
-                f"`num_generations={size}` rows: return as many."
-            )
+        _check_completions(start, one.completion_ids, size=size, max_length=max_length)
+        lengths = [len(ids) for ids in one.completion_ids]
         for field_name, values in (
             ("logprobs", one.logprobs),
             ("loss_mask", one.loss_mask),
             ("advantages", one.advantages),
         ):
-            if values is None:
-                continue
-            lengths = [len(row) for row in values]
-            expected = [len(ids) for ids in one.completion_ids]
-            if lengths != expected:
-                raise ValueError(
-                    f"Explorer {name!r} returned `{field_name}` of lengths {lengths} for completions of {expected} "
-                    "tokens: give one value for each token."
-                )
+            if values is not None:
+                _check_per_token(start, field_name, values, lengths)
+        for values in one.advantages or []:
+            if not all(math.isfinite(value) for value in values):
+                raise ValueError(f"{start} `advantages` that are not finite: {reprlib.repr(values)}.")
+        for values in one.loss_mask or []:
+            if not all(value in (0, 1) for value in values):
+                raise ValueError(f"{start} a `loss_mask` of {reprlib.repr(values)}: use 1 to train a token, else 0.")
+        if one.rewards is not None:
+            _check_rewards(start, one.rewards, size=size, num_rewards=num_rewards)
+
+
+def _check_completions(start: str, completion_ids: Any, *, size: int, max_length: int | None) -> None:
+    if len(completion_ids) != size:
+        raise ValueError(
+            f"{start} {len(completion_ids)} completions for a prompt, but a prompt has `num_generations={size}` rows: "
+            "return as many."
+        )
+    for ids in completion_ids:
+        if isinstance(ids, str | int) or not isinstance(ids, Sized):
+            raise ValueError(f"{start} {reprlib.repr(ids)} as a completion: give a list of token ids.")
+        if len(ids) == 0:
+            raise ValueError(f"{start} an empty completion: give at least one token.")
+        if max_length is not None and len(ids) > max_length:
+            raise ValueError(
+                f"{start} a completion of {len(ids)} tokens, more than `max_completion_length={max_length}`: lower "
+                "`max_new_tokens` by the number of tokens that are kept."
+            )
+
+
+def _check_per_token(start: str, field_name: str, values: Any, lengths: list[int]) -> None:
+    found = [len(row) if isinstance(row, list | tuple) else 0 for row in values]
+    if found != lengths:
+        raise ValueError(
+            f"{start} `{field_name}` of lengths {found} for completions of {lengths} tokens: give one list for each "
+            "completion, with one value for each token."
+        )
+
+
+def _check_rewards(start: str, rewards: Any, *, size: int, num_rewards: int) -> None:
+    found = [len(row) if isinstance(row, list | tuple) else 0 for row in rewards]
+    if found != [num_rewards] * size:
+        raise ValueError(
+            f"{start} `rewards` with {found} values for {size} completions and {num_rewards} reward function(s): give "
+            "one list for each completion, with one reward for each function."
+        )

@@ -126,6 +126,7 @@ class Sampler:
         """
         counts = per_request(num_samples, len(prefixes), name="num_samples")
         budgets = per_request(max_new_tokens, len(prefixes), name="max_new_tokens")
+        _check_prefixes(prefixes, begun)
         if self.policy.serving is not None:
             asked = [Request(*request) for request in zip(prefixes, counts, budgets, strict=True)]
             return self._sample_served(asked, main_stream=main_stream)
@@ -281,6 +282,13 @@ class Sampler:
         seed = int(torch.randint(2**62, (1,), generator=self.policy.exploration_generator))
         with kept_randomness(self.policy.accelerator.device, seed=seed):
             yield
+
+
+def _check_prefixes(prefixes: list[list[int]], begun: Sequence[int] | None) -> None:
+    if not all(prefixes):
+        raise ValueError("A prefix is empty: begin with the tokens of the prompt.")
+    if begun is not None and len(begun) != len(prefixes):
+        raise ValueError(f"`begun` has {len(begun)} entries for {len(prefixes)} prefixes; pass one per prefix.")
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from trl_explore.explorers.explorer import Explored, Explorer, PlainSampling, Pr
 from trl_explore.rows.rollouts import Continuation
 from trl_explore.saving.checkpoints import path_inside
 from trl_explore.saving.whole_files import MethodFile
-from trl_explore.trees.buffer import SOLUTIONS_FILE, ReplayBuffer
+from trl_explore.trees.buffer import ReplayBuffer
 from trl_explore.trees.credit import first_appearance, node_credit, tree_advantages
 from trl_explore.trees.metrics import NarrowSearch, tree_counts, tree_metrics
 from trl_explore.trees.records import tree_record
@@ -75,9 +75,6 @@ class TreeExplorer(Explorer):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.replay.load_state(state)
         self.dump.cut_back(state["trees_bytes"])
-
-    def files(self) -> list[str]:
-        return [SOLUTIONS_FILE, *([self.args.dump_trees] if self.args.dump_trees else [])]
 
     def _search(self) -> list[Tree]:
         """Grow a tree for each prompt. A prompt with usable solutions in the replay buffer gets direct rollouts."""
