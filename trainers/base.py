@@ -176,8 +176,8 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
             self.explorer = ResampleExplorer(self, self.sample, self.scorer)
         if self.explorer is not None and not isinstance(self.explorer, Explorer):
             raise TypeError(
-                f"`make_explorer` of {type(self).__name__} returned {self.explorer!r}: return an `Explorer`, made with "
-                "`(self, self.sample, self.scorer)`."
+                f"`make_explorer` of {type(self).__name__} returned {self.explorer!r}: return an `Explorer`, made "
+                "with `(self, self.sample, self.scorer)`."
             )
         self.setup()
 
