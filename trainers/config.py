@@ -67,8 +67,8 @@ def check_explore(args: Any) -> None:
     """Raise ValueError if `explore` is not the name of an explorer, or if `explore_prompts` does not fit it."""
     if args.explore_into == "add" and not args.explores_some:
         raise ValueError(
-            "`explore_into='add'` is about prompts that GRPO samples first, and `explore_prompts='all'` leaves none of "
-            "them: set `explore_prompts='unsolved'`, or leave it out."
+            "`explore_into='add'` is about prompts that GRPO samples first, and `explore_prompts='all'` leaves "
+            "none of them: set `explore_prompts='unsolved'`, or leave it out."
         )
     if args.explore is None:
         return
