@@ -294,7 +294,7 @@ def test_make_explorer_must_return_an_explorer(tmp_path):
         def make_explorer(self):
             return Given
 
-    with pytest.raises(TypeError, match="`make_explorer` of Trainer returned .* return an `Explorer`, made with"):
+    with pytest.raises(TypeError, match=r"Trainer\.make_explorer returned .*: return an `Explorer`, made with"):
         make_trainer(Trainer, ExplorationConfig, tmp_path)
 
 

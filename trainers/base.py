@@ -176,7 +176,7 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
             self.explorer = ResampleExplorer(self, self.sample, self.scorer)
         if self.explorer is not None and not isinstance(self.explorer, Explorer):
             raise TypeError(
-                f"`make_explorer` of {type(self).__name__} returned {self.explorer!r}: return an `Explorer`, made "
+                f"{type(self).__name__}.make_explorer returned {self.explorer!r}: return an `Explorer`, made "
                 "with `(self, self.sample, self.scorer)`."
             )
         self.setup()
