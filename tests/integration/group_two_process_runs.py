@@ -9,6 +9,7 @@ from trl import GRPOConfig, GRPOTrainer
 from world import contains_answer, make_trainer, parameters, says
 
 from trl_explore.trainers import SESAConfig, SESATrainer, TreeGRPOConfig, TreeGRPOTrainer
+from trl_explore.trees.explorer import TreeExplorer
 
 SMALL = dict(expansion_width=3, node_length=2, per_device_train_batch_size=8, num_generations=4)
 SKETCHES = dict(
@@ -53,20 +54,24 @@ def main(folder):
         scored.extend(tuple(ids) for ids in completion_ids)
         return contains_answer(completions, answer)
 
-    class Watching(TreeGRPOTrainer):
+    class WatchingExplorer(TreeExplorer):
         iterations, terminal = [], 0
 
-        def _log_trees(self, searched, trees, seconds):
+        def _log(self, searched, seconds):
             self.iterations.append(max(tree.iterations for tree in searched))
-            Watching.terminal += sum(node.terminal for tree in searched for node in tree.nodes)
-            super()._log_trees(searched, trees, seconds)
+            WatchingExplorer.terminal += sum(node.terminal for tree in searched for node in tree.nodes)
+            super()._log(searched, seconds)
+
+    class Watching(TreeGRPOTrainer):
+        def make_explorer(self):
+            return WatchingExplorer(self, self.sample, self.scorer)
 
     tree = run(
         Watching, TreeGRPOConfig, folder, **SMALL, reward_funcs=counting, max_steps=5, skip_uniform_trees=False,
         max_search_iterations=4 if rank == 0 else 9, dump_trees="trees",
     )  # fmt: skip
-    out["iterations"] = Watching.iterations
-    out["scored"] = [len(scored), Watching.terminal]
+    out["iterations"] = WatchingExplorer.iterations
+    out["scored"] = [len(scored), WatchingExplorer.terminal]
     out["unequal"] = fingerprint(tree)
     out["logged"] = [entry["tree/iterations"] for entry in tree.state.log_history[:-1]]
     tree.accelerator.wait_for_everyone()
