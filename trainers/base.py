@@ -389,7 +389,7 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
             self.num_generations = rows.group_size
             # These rows are finished: TRL must reset no environment and call no tool for them.
             self.environments, self.environment_factories, self.tools = other.environments, None, []
-            # TRL takes the rollouts of a `rollout_func` as they are: it decodes and scores them, and uses their mask.
+            # TRL samples nothing for a `rollout_func`: it decodes and scores its rollouts, and uses their mask.
             self.rollout_func = lambda prompts, trainer: {
                 "prompt_ids": rows.prompt_ids,
                 "completion_ids": rows.completion_ids,
@@ -448,7 +448,7 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
             known = self.current.rows.completions
             if not any(known):
                 return result
-            # If the messages of a row are known, use them instead of those that TRL decodes from the tokens.
+            # If the messages of a row are known, use them. TRL would decode messages from the tokens.
             completions = []
             for messages, decoded in zip(known, result[3], strict=True):
                 completions.append(messages or decoded)
@@ -598,7 +598,7 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if not self.is_training or return_outputs:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        # The backward passes of streams run here. TRL runs that of the main rows, with the loss that this returns.
+        # Run the backward passes of streams here. TRL runs the pass of the main rows, with the returned loss.
         accumulated = self.current_gradient_accumulation_steps
         extra = self.streams.backward(model, self._step % self.args.steps_per_generation, num_accumulated=accumulated)
         # Scale advantages and beta together: this scales the policy and KL terms, but not the entropy bonus and the

@@ -313,7 +313,7 @@ class Forks:
     def _limited_tools(
         self, branches: list[Branch], functions_of_rows: list[dict[str, Callable]]
     ) -> list[dict[str, Callable]]:
-        """Return the tools of each branch, made of those of its row."""
+        """Return the tools of each branch: the tools of its row, with the limit of the branch."""
         tools = []
         for place, branch in enumerate(branches):
             functions = functions_of_rows[branch.row]

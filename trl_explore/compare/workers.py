@@ -182,7 +182,7 @@ def _teach_side_by_side(jobs: list[Job], workers: Workers, lines: ArmLines, star
 
 
 def train_side_by_side(folder: ComparisonFolder, workers: Workers, lines: ArmLines) -> Iterator[int]:
-    """Trains what is missing, several runs at a time; yields a seed when all its runs are finished."""
+    """Trains the missing runs, several at a time; yields a seed when all its runs are finished."""
     comparison = folder.comparison
     teaching = [Job(f"the warm start of seed {n}", teach_job, (comparison, n)) for n in folder.warm_start_seeds()]
     starts: dict[int, str] = {}

@@ -149,7 +149,7 @@ def check_explored(
     name: str, explored: Any, *, num_prompts: int, size: int, num_rewards: int, max_length: int | None
 ) -> None:
     """
-    Check what an explorer returned.
+    Check the result of an explorer.
 
     Args:
         name (`str`):

@@ -53,7 +53,7 @@ class Policy(Protocol):
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer; that of the processor if the model takes images."""
+        """The tokenizer; with images, the tokenizer of the processor."""
         ...
 
     @property
@@ -116,6 +116,6 @@ class Policy(Protocol):
 
 
 def tokenizer_of(trainer: Any) -> Any:
-    """Return the tokenizer of a trainer; that of its processor if the model takes images."""
+    """Return the tokenizer of a trainer; with images, the tokenizer of its processor."""
     processing = trainer.processing_class
     return processing.tokenizer if isinstance(processing, ProcessorMixin) else processing

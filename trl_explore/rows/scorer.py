@@ -355,7 +355,7 @@ def _only_missing(func: Any, missing: list[bool], log_extra: Callable[[str, Any]
     """
 
     def only_missing(columns: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments without the values of known rows. Arguments that are no lists stay as they are."""
+        """Return the arguments without the values of known rows. Arguments that are no lists stay unchanged."""
         arguments: dict[str, Any] = {}
         for name, value in columns.items():
             if isinstance(value, list) and not all(missing):

@@ -143,7 +143,7 @@ class Mode(Explorer):
             completion_ids (`list[list[int]]`):
                 Tokens of the completions, `[P * group_size][T_i]`.
             successes (`list[list[bool]]`):
-                Whether each row succeeded, `[P][group_size]`.
+                True for each row that succeeded, `[P][group_size]`.
         """
         return {}
 

@@ -59,10 +59,10 @@ class TreeExplorer(Explorer):
         self._groups = groups
         self._seconds = {"sampling": 0.0, "scoring": 0.0}
         self.sample.prefix_tokens_asked = self.sample.prefix_tokens_encoded = 0
-        searched = self._search()
+        solutions = [self.replay.usable(group.prompt_ids) for group in groups]
+        searched = self._search(skip=[bool(found) for found in solutions])
         self.trees = searched
         if self.args.replay_buffer:
-            solutions = [self.replay.usable(group.prompt_ids) for group in groups]
             self.trees = self.replay.replace(searched, solutions, self._score_leaves)
             self.replay.remember(searched)
         self._dump()
@@ -76,7 +76,7 @@ class TreeExplorer(Explorer):
         self.replay.load_state(state)
         self.dump.cut_back(state["trees_bytes"])
 
-    def _search(self) -> list[Tree]:
+    def _search(self, *, skip: list[bool]) -> list[Tree]:
         """Grow a tree for each prompt. A prompt with usable solutions in the replay buffer gets direct rollouts."""
         roots = [group.prompt_ids for group in self._groups]
         with self.sample.rollout():
@@ -88,7 +88,7 @@ class TreeExplorer(Explorer):
                 select_fn=self._select_fn,
                 uct_coef=self.args.uct_coef,
                 decay_min=self.args.q_decay_min,
-                skip=[bool(self.replay.usable(root)) for root in roots],
+                skip=skip,
                 direct_fn=partial(self._sample_nodes, entropies=False),
                 any_active=lambda here: bool(self.policy.ranks.gathered(here).any()),
                 tell_begun=True,
