@@ -65,7 +65,7 @@ def forks(trainer):
     """Where every chain of every tree was left."""
     return [
         [sorted({leaf.start for leaf in tree.leaves if leaf.parent == chain}) for chain in range(4)]
-        for tree in trainer.chains.trees
+        for tree in trainer.branch_explorer.trees
     ]
 
 
@@ -205,10 +205,10 @@ UNREADABLE_HYBRID = Lfm2Config(**SIZE, layer_types=["conv", "full_attention"], n
 def test_all_chains_of_unsolved_prompts_are_forked_where_they_have_most_influence(tmp_path):
     trainer, _ = batch(tmp_path, reward_funcs=never, num_forks=1, influence_quantile=1.0)
     read, _ = reader(tmp_path)
-    for tree, found in zip(trainer.chains.trees, forks(trainer), strict=True):
+    for tree, found in zip(trainer.branch_explorer.trees, forks(trainer), strict=True):
         for chain, own in enumerate(found):
             ids, first = tree.leaves[chain].token_ids, len(tree.prompt_ids)
-            starts = trainer.steps.cuts[tree.row // 4][chain].starts
+            starts = trainer.branch_explorer.steps.cuts[tree.row // 4][chain].starts
             steps = [(first + a, first + b) for a, b in zip(starts, [*starts[1:], len(ids)], strict=True)]
             influence = read.influence([tree.prompt_ids + ids], [steps])[0]
             best = max(influence[1:], default=0)
@@ -230,16 +230,16 @@ def test_as_many_chains_are_forked_as_accuracy_says(tmp_path):
 def test_prompts_that_are_solved_are_forked_where_they_have_more_influence_than_usual(tmp_path):
     trainer, _ = batch(tmp_path, reward_funcs=always, per_device_train_batch_size=16)
     means = [
-        sum(sum(cut.influence) for cut in own) / sum(len(cut.influence) for cut in own) for own in trainer.steps.cuts
+        sum(sum(cut.influence) for cut in own) / sum(len(cut.influence) for cut in own) for own in trainer.branch_explorer.steps.cuts
     ]
     usual = sum(means) / len(means)
     assert [any(own) for own in forks(trainer)] == [mean > usual for mean in means]
-    assert trainer.steps.number == 4 and trainer.steps.sum == pytest.approx(sum(means))
+    assert trainer.branch_explorer.steps.number == 4 and trainer.branch_explorer.steps.sum == pytest.approx(sum(means))
 
 
 def test_without_adaptive_sampling_all_chains_are_forked(tmp_path):
     trainer, _ = batch(tmp_path, reward_funcs=always, adaptive_sampling=False)
-    assert trainer._metrics["train"]["steps/forked_fraction"] == [1.0] and trainer.steps.number == 0
+    assert trainer._metrics["train"]["steps/forked_fraction"] == [1.0] and trainer.branch_explorer.steps.number == 0
 
 
 @pytest.mark.parametrize("selection", ["uncertain", "random"])
@@ -251,7 +251,7 @@ def test_controls_fork_as_many_steps_elsewhere(tmp_path, selection):
     ]
     assert forks(control) != forks(trainer)
     if selection == "uncertain":
-        for tree, cuts, found in zip(control.chains.trees, control.steps.cuts, forks(control), strict=True):
+        for tree, cuts, found in zip(control.branch_explorer.trees, control.branch_explorer.steps.cuts, forks(control), strict=True):
             for leaf, cut, own in zip(tree.leaves[:4], cuts, found, strict=True):
                 assert own == sorted(sorted(cut.starts[1:], key=leaf.logprobs.__getitem__)[:2])
 
@@ -265,14 +265,14 @@ def test_completions_of_one_step_are_not_forked_and_a_warning_says_so(tmp_path):
     trainer = make_trainer(AttnRLTrainer, AttnRLConfig, tmp_path)
     with pytest.warns(UserWarning, match="All 8 completions of the first batch are without any of .*`step_length`"):
         output = one_batch(trainer)
-    assert trainer.chains.branch_rows is None and trainer._metrics["train"]["branch/forks"] == [0]
-    rewards = torch.tensor([[leaf.reward for leaf in tree.leaves] for tree in trainer.chains.trees])
+    assert trainer.branch_explorer.branch_rows is None and trainer._metrics["train"]["branch/forks"] == [0]
+    rewards = torch.tensor([[leaf.reward for leaf in tree.leaves] for tree in trainer.branch_explorer.trees])
     assert output["advantages"][:, 0].tolist() == pytest.approx((2 * (rewards - rewards.mean(1, True))).flatten())
 
 
 def test_no_step_is_forked_behind_the_end_of_thinking(tmp_path):
     trainer, _ = batch(tmp_path, reward_funcs=never, fork_until=[*"0123456789"], num_forks=8)
-    for tree, found in zip(trainer.chains.trees, forks(trainer), strict=True):
+    for tree, found in zip(trainer.branch_explorer.trees, forks(trainer), strict=True):
         for leaf, own in zip(tree.leaves[:4], found, strict=True):
             said = make_tokenizer().convert_ids_to_tokens(leaf.token_ids)
             first = next((i for i, token in enumerate(said) if token.isdigit()), 8)
@@ -282,8 +282,8 @@ def test_no_step_is_forked_behind_the_end_of_thinking(tmp_path):
 def test_main_rows_and_branches_have_the_advantages_of_their_tree(tmp_path):
     trainer, output = batch(tmp_path)
     _, totals, _ = trainer.streams.steps["branch"]
-    assert totals.num_rows == sum(len(tree.leaves) for tree in trainer.chains.trees) > 8
-    for tree in trainer.chains.trees:
+    assert totals.num_rows == sum(len(tree.leaves) for tree in trainer.branch_explorer.trees) > 8
+    for tree in trainer.branch_explorer.trees:
         for chain, expected in enumerate(token_advantages(tree.leaves)[:4]):
             assert output["advantages"][tree.row + chain, : len(expected)].tolist() == pytest.approx(expected)
 
@@ -291,7 +291,7 @@ def test_main_rows_and_branches_have_the_advantages_of_their_tree(tmp_path):
 def test_only_unsolved_prompts_may_be_explored(tmp_path):
     trainer, _ = batch(tmp_path, explore_prompts="unsolved", per_device_train_batch_size=16)
     solved = trainer.scorer.totals().view(-1, 4).amax(dim=1) > 0
-    assert [tree.row // 4 for tree in trainer.chains.trees] == (~solved).nonzero().squeeze(1).tolist()
+    assert [tree.row // 4 for tree in trainer.branch_explorer.trees] == (~solved).nonzero().squeeze(1).tolist()
 
 
 # --------------------------------------------------------------------------------------------------------------- state

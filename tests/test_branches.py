@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trl.trainer.utils import nanstd
 
-from trl_explore.agents.trajectories import suffix_mask, turns
+from trl_explore.forks.trajectories import suffix_mask, turns
 from trl_explore.branches.choice import (
     branch_advantages,
     branch_count,

@@ -21,7 +21,7 @@ from world import BOARDS, QUIET, assert_same, differ, make_agent, make_trainer, 
 from trl_explore.agents.environments import environment_error
 from trl_explore.agents.forks import Forks
 from trl_explore.agents.snapshots import not_a_tool
-from trl_explore.agents.trajectories import turns
+from trl_explore.forks.trajectories import turns
 from trl_explore.branches.choice import branch_advantages
 from trl_explore.rewards.questions import search_reward
 from trl_explore.tasks.frozen_lake import FrozenLakeEnvironment

@@ -85,16 +85,16 @@ def streams_of(trainer):
 
 
 def drawn(trainer, row):
-    ids = trainer.main_completion_ids
-    return trainer.pivots.draw(row, ids[row], trainer.pivots.budget(ids))
+    forks = trainer.branch_explorer.forks
+    return trainer.branch_explorer.draw(row, forks.trajectories[row], forks.longest_completion())
 
 
 class Duplicated(DeepGRPOTrainer):
     def setup(self):
         super().setup()
-        rows, learn = self.pivots.rows, self.pivots.learn
-        self.pivots.rows = lambda branchings: rows([b for b in branchings for _ in range(2)])
-        self.pivots.learn = lambda branchings, scored: learn([b for b in branchings for _ in range(2)], scored)[::2]
+        rows, learn = self.branch_explorer.rows, self.branch_explorer.learn
+        self.branch_explorer.rows = lambda branchings: rows([b for b in branchings for _ in range(2)])
+        self.branch_explorer.learn = lambda branchings, scored: learn([b for b in branchings for _ in range(2)], scored)[::2]
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo"])
@@ -238,11 +238,11 @@ def test_the_cap_bounds_pivots_and_serves_every_completion_before_a_second_pivot
         beta=0.1,
     )
     rows = []
-    draw = trainer.pivots.draw
-    trainer.pivots.draw = lambda row, ids, most: rows.append(row) or draw(row, ids, most)
-    capped = trainer.pivots._capped
+    draw = trainer.branch_explorer.draw
+    trainer.branch_explorer.draw = lambda row, *arguments: rows.append(row) or draw(row, *arguments)
+    capped = trainer.branch_explorer._capped
     kept = []
-    trainer.pivots._capped = lambda pivots, limit: kept.extend(capped(pivots, limit)) or kept
+    trainer.branch_explorer._capped = lambda pivots, limit: kept.extend(capped(pivots, limit)) or kept
     streams_of(trainer)
     assert rows == list(range(8))
     assert sorted(p.row for p in kept) == list(range(8))
@@ -342,9 +342,9 @@ def test_the_estimator_learns_from_every_pivot_and_steers_the_next_draw(tmp_path
     trainer = make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **CUTS, max_steps=6)
     trainer.train()
     tried = sum(entry.get("pivots/tried", 0) for entry in trainer.state.log_history)
-    assert len(trainer.estimator) == tried
-    assert trainer.estimator.weight != 0.0
-    assert trainer.state.log_history[-2]["pivots/success_weight"] == trainer.estimator.weight
+    assert len(trainer.branch_explorer.estimator) == tried
+    assert trainer.branch_explorer.estimator.weight != 0.0
+    assert trainer.state.log_history[-2]["pivots/success_weight"] == trainer.branch_explorer.estimator.weight
 
 
 def test_updates_are_as_rare_as_configured(tmp_path):
@@ -406,7 +406,7 @@ def test_pivots_whose_branches_nobody_scores_have_no_outcome(tmp_path, reward, l
     assert [log["pivots/tried"] for log in logs] == [8, 8]
     assert [log.get("pivots/recovered_fraction") for log in logs] == [label] * 2
     assert [log["pivots/informative_fraction"] for log in logs] == [0, 0]
-    assert len(trainer.estimator) == (0 if label is None else 16)
+    assert len(trainer.branch_explorer.estimator) == (0 if label is None else 16)
     path = tmp_path / "hard.jsonl"
     assert (len(path.read_text().splitlines()) if path.exists() else 0) == (16 if label == 0 else 0)
     recovered = trainer.completion_columns()["recovered"]
@@ -425,7 +425,7 @@ def test_evaluation_is_plain_and_touches_no_state(tmp_path):
     same = [k for k in second if not k.endswith(("runtime", "per_second", "_time"))]
     assert {k: first[k] for k in same} == {k: second[k] for k in same}
     assert not any("pivots" in k or "aux" in k for k in first)
-    assert len(with_eval.estimator) == 0 and with_eval.main_completion_ids == []
+    assert len(with_eval.branch_explorer.estimator) == 0 and with_eval.main_completion_ids == []
 
 
 def test_a_plain_config_gets_the_papers_defaults(tmp_path):

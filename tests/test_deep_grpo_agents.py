@@ -90,7 +90,7 @@ def test_branches_go_on_with_their_tools_from_the_state_of_their_turn(tmp_path, 
     trainer.forks.judge = watched
     one_batch(trainer)
     assert trainer.forks.states._kinds == {None: state}
-    points, inside = trainer._points, 0
+    points, inside = trainer.branch_explorer._points, 0
     assert len(judged) == 3 * len(points) > 0
     for i, (branch, steps) in enumerate(judged):
         point, origin = points[i // 3], branch.origin
@@ -114,10 +114,10 @@ def test_only_what_the_policy_said_behind_the_fork_is_trained(tmp_path, voice):
     voice(0.2)
     trainer = agent(tmp_path, num_pivots=2)
     one_batch(trainer)
-    branches = [branch for point in trainer._points for branch in point.trajectories]
+    branches = [branch for point in trainer.branch_explorer._points for branch in point.branches]
     _, _, steps = trainer.streams.steps["aux"]
     trained = sum(int(loss_mask(part).sum()) for parts in steps for part in parts)
-    contrasts = [point for point in trainer._points if len({tuple(b.rewards) for b in point.trajectories}) > 1]
+    contrasts = [point for point in trainer.branch_explorer._points if len({tuple(b.rewards) for b in point.branches}) > 1]
     # Siblings with equal rewards need no pass.
     assert trained == sum(point.num_sampled for point in contrasts) > 0
     metrics = trainer._metrics["train"]
@@ -131,9 +131,9 @@ def test_an_environment_that_raises_gives_its_branch_nothing(tmp_path, voice, mo
     trainer = agent(tmp_path, reward_funcs=[lambda completions, **columns: [0.5] * len(completions)])
     with pytest.warns(UserWarning, match="no ice to the u"):
         one_batch(trainer)
-    rows = {point.row for point in trainer._points}
+    rows = {point.origin.row for point in trainer.branch_explorer._points}
     assert rows == {row for row in range(8) if not trainer.turns.failed[row]} and 0 < len(rows) < 8
-    rewards = {tuple(branch.rewards) for point in trainer._points for branch in point.trajectories}
+    rewards = {tuple(branch.rewards) for point in trainer.branch_explorer._points for branch in point.branches}
     assert (0.0, 0.0) in rewards and len(rewards) > 1
 
 

@@ -58,7 +58,7 @@ def test_a_resumed_run_ends_where_the_uninterrupted_one_does(tmp_path, options):
     whole = run(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **options)
     again = resumed(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **options)
     assert_same(parameters(again), parameters(whole))
-    assert again.estimator.state_dict() == whole.estimator.state_dict()
+    assert again.branch_explorer.estimator.state_dict() == whole.branch_explorer.estimator.state_dict()
     assert torch.equal(again.exploration_generator.get_state(), whole.exploration_generator.get_state())
     timing = ("seconds", "_time", "runtime", "per_second", "train_loss")
     for first, second in zip(again.state.log_history[-3:], whole.state.log_history[-3:], strict=True):

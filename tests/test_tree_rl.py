@@ -99,7 +99,7 @@ def test_where_all_leaves_are_alike_nothing_is_learned(tmp_path, reward):
 def test_chains_are_forked_at_their_least_likely_tokens(tmp_path, options):
     trainer, output = batch(tmp_path, **options)
     prompts, completions = row_tokens(output)
-    for tree in trainer.chains.trees:
+    for tree in trainer.branch_explorer.trees:
         for chain in range(4):
             row = tree.row + chain
             ids = torch.tensor([prompts[row] + completions[row]])
@@ -111,7 +111,7 @@ def test_chains_are_forked_at_their_least_likely_tokens(tmp_path, options):
 
 def test_every_fork_is_continued_as_often_as_asked_from_the_tokens_before_it(tmp_path):
     trainer, _ = batch(tmp_path, num_forks=3, branches_per_fork=2)
-    for tree in trainer.chains.trees:
+    for tree in trainer.branch_explorer.trees:
         assert [leaf.parent for leaf in tree.leaves[:4]] == [None] * 4
         forks = [(leaf.parent, leaf.start) for _, leaf in branches(tree)]
         assert all(forks.count(fork) == 2 for fork in forks)
@@ -126,9 +126,9 @@ def test_a_round_is_one_call_for_all_trees(tmp_path):
     class Counting(TreeRLTrainer):
         def setup(self):
             super().setup()
-            sample = self.chains.sample
-            self.chains.sample = lambda *args: calls.append(len(args[0])) or sample(*args)
-            vars(self.chains.sample).update(token_logprobs=sample.token_logprobs, rollout=sample.rollout)
+            sample = self.branch_explorer.sample
+            self.branch_explorer.sample = lambda *args: calls.append(len(args[0])) or sample(*args)
+            vars(self.branch_explorer.sample).update(token_logprobs=sample.token_logprobs, rollout=sample.rollout)
 
     batch(tmp_path, cls=Counting, num_rounds=2)
     assert len(calls) == 2 and all(number > 4 for number in calls)
@@ -136,9 +136,9 @@ def test_a_round_is_one_call_for_all_trees(tmp_path):
 
 def test_later_rounds_fork_branches_too(tmp_path):
     trainer, _ = batch(tmp_path, num_rounds=3, num_forks=1)
-    deep = [leaf for tree in trainer.chains.trees for _, leaf in branches(tree) if leaf.parent >= 4]
-    assert deep and all(leaf.start > trainer.chains.trees[0].leaves[0].start for leaf in deep)
-    for tree in trainer.chains.trees:
+    deep = [leaf for tree in trainer.branch_explorer.trees for _, leaf in branches(tree) if leaf.parent >= 4]
+    assert deep and all(leaf.start > trainer.branch_explorer.trees[0].leaves[0].start for leaf in deep)
+    for tree in trainer.branch_explorer.trees:
         for _, leaf in branches(tree):
             assert leaf.start != tree.leaves[leaf.parent].start or tree.leaves[leaf.parent].parent is None
         forks = [(leaf.parent, leaf.start) for _, leaf in branches(tree)]
@@ -147,14 +147,14 @@ def test_later_rounds_fork_branches_too(tmp_path):
 
 def test_the_control_forks_anywhere_and_needs_no_probabilities(tmp_path):
     trainer, _ = batch(tmp_path, fork_selection="random", num_rounds=2)
-    assert all(leaf.logprobs is None for tree in trainer.chains.trees for leaf in tree.leaves)
-    assert sum(len(tree.leaves) for tree in trainer.chains.trees) > 8
+    assert all(leaf.logprobs is None for tree in trainer.branch_explorer.trees for leaf in tree.leaves)
+    assert sum(len(tree.leaves) for tree in trainer.branch_explorer.trees) > 8
 
 
 def test_nothing_is_forked_behind_the_answer(tmp_path):
     texts = [*"0123456789"]
     trainer, _ = batch(tmp_path, fork_until=texts, num_forks=8)
-    for tree in trainer.chains.trees:
+    for tree in trainer.branch_explorer.trees:
         for chain, leaf in enumerate(tree.leaves[:4]):
             said = make_tokenizer().convert_ids_to_tokens(leaf.token_ids)
             first = next((i for i, token in enumerate(said) if token in texts), 8)
@@ -164,7 +164,7 @@ def test_nothing_is_forked_behind_the_answer(tmp_path):
 
 def test_completions_that_are_cut_off_are_not_forked_where_they_are_not_trained(tmp_path):
     trainer, output = batch(tmp_path, mask_truncated_completions=True)
-    for tree in trainer.chains.trees:
+    for tree in trainer.branch_explorer.trees:
         for chain in range(4):
             left = any(leaf.parent == chain for _, leaf in branches(tree))
             assert left == bool(output["completion_mask"][tree.row + chain].any())
@@ -178,7 +178,7 @@ def test_every_completion_is_asked_about_once(tmp_path):
         return contains_answer(completions, answer)
 
     trainer, output = batch(tmp_path, reward_funcs=noting)
-    leaves = [completion(tree.leaves, i) for tree in trainer.chains.trees for i in range(len(tree.leaves))]
+    leaves = [completion(tree.leaves, i) for tree in trainer.branch_explorer.trees for i in range(len(tree.leaves))]
     assert sorted(asked) == sorted(leaves) and len(leaves) > len(output["advantages"])
 
 
@@ -189,10 +189,10 @@ def test_every_completion_is_asked_about_once(tmp_path):
 def test_main_rows_and_branches_have_the_advantages_of_their_tree(tmp_path, options):
     trainer, output = batch(tmp_path, **options)
     scored, weight = trainer.streams_of_batch["branch"]
-    rows = [(tree, i) for tree in trainer.chains.trees for i in tree.trained if i >= 4]
+    rows = [(tree, i) for tree in trainer.branch_explorer.trees for i in tree.trained if i >= 4]
     assert weight == 1.0 and len(scored.rewards) == len(rows)
     found = {"main": output, "branch": scored.rows}
-    places = {"main": [(tree, i) for tree in trainer.chains.trees for i in range(4)], "branch": rows}
+    places = {"main": [(tree, i) for tree in trainer.branch_explorer.trees for i in range(4)], "branch": rows}
     for name in found:
         ids = row_tokens(found[name])[1]
         for place, (tree, i) in enumerate(places[name]):
@@ -207,21 +207,21 @@ def test_main_rows_and_branches_have_the_advantages_of_their_tree(tmp_path, opti
 def test_branches_and_main_rows_are_one_mean(tmp_path):
     trainer, output = batch(tmp_path)
     _, totals, _ = trainer.streams.steps["branch"]
-    branched = sum(len(branches(tree)) for tree in trainer.chains.trees)
+    branched = sum(len(branches(tree)) for tree in trainer.branch_explorer.trees)
     assert totals.num_rows == len(output["advantages"]) + branched == trainer.streams.main_totals.num_rows
 
 
 def test_so_many_leaves_are_trained_all_chains_among_them(tmp_path):
     trainer, _ = batch(tmp_path, trained_leaves=7)
-    assert [len(tree.trained) for tree in trainer.chains.trees] == [7, 7]
-    assert all(tree.trained[:4] == [0, 1, 2, 3] for tree in trainer.chains.trees)
+    assert [len(tree.trained) for tree in trainer.branch_explorer.trees] == [7, 7]
+    assert all(tree.trained[:4] == [0, 1, 2, 3] for tree in trainer.branch_explorer.trees)
     assert trainer._metrics["train"]["branch/trained_fraction"][0] < 1
 
 
 def test_only_chains_may_be_trained(tmp_path):
     trainer, output = batch(tmp_path, trained_leaves=4)
     assert trainer.streams_of_batch == {} and output["advantages"].dim() == 2
-    for tree in trainer.chains.trees:
+    for tree in trainer.branch_explorer.trees:
         expected = token_advantages(tree.leaves, range(4))[0]
         assert output["advantages"][tree.row, : len(expected)].tolist() == pytest.approx(expected)
 
@@ -231,9 +231,9 @@ def test_unscorable_rows_have_no_advantage_and_count_nowhere(tmp_path):
         return [None if len(ids) % 2 else float(ids[0] % 2) for ids in completion_ids]
 
     trainer, output = batch(tmp_path, reward_funcs=some, max_completion_length=5)
-    unscored = [leaf for tree in trainer.chains.trees for leaf in tree.leaves if math.isnan(leaf.reward)]
+    unscored = [leaf for tree in trainer.branch_explorer.trees for leaf in tree.leaves if math.isnan(leaf.reward)]
     assert unscored and output["advantages"].isfinite().all()
-    for tree in trainer.chains.trees:
+    for tree in trainer.branch_explorer.trees:
         for chain in range(4):
             assert not (math.isnan(tree.leaves[chain].reward) and output["advantages"][tree.row + chain].any())
 
@@ -247,14 +247,14 @@ def test_solved_prompts_are_grpos_where_only_the_unsolved_are_explored(tmp_path)
     expected = one_batch(make_trainer(GRPOTrainer, GRPOConfig, tmp_path, **options))
     solved = trainer.scorer.totals().view(-1, 4).amax(dim=1).repeat_interleave(4) > 0
     assert 0 < solved.sum() < 16
-    assert [tree.row for tree in trainer.chains.trees] == (~solved).nonzero().squeeze(1)[::4].tolist()
+    assert [tree.row for tree in trainer.branch_explorer.trees] == (~solved).nonzero().squeeze(1)[::4].tolist()
     assert torch.equal(output["advantages"][solved][:, 0], expected["advantages"][solved])
 
 
 def test_it_generates_and_trains_what_the_formula_of_the_readme_says(tmp_path):
     trainer, output = batch(tmp_path, num_rounds=2)
     found = {name: values[0] for name, values in trainer._metrics["train"].items()}
-    trees = trainer.chains.trees
+    trees = trainer.branch_explorer.trees
     assert found["branch/forks"] == sum(
         len({(leaf.parent, leaf.start) for _, leaf in branches(tree)}) for tree in trees
     )
@@ -274,14 +274,14 @@ def test_the_table_says_where_branches_left_and_what_their_trees_are_worth(tmp_p
     trainer.train()
     rows = pd.read_parquet(next((tmp_path / "completions").iterdir()))
     main, found = rows[rows["stream"] == "main"], rows[rows["stream"] == "branch"]
-    leaves = [(tree, i) for tree in trainer.chains.trees for i, _ in branches(tree)]
+    leaves = [(tree, i) for tree in trainer.branch_explorer.trees for i, _ in branches(tree)]
     assert list(found["parent"]) == [tree.row + chain_of(tree.leaves, i) for tree, i in leaves]
     for (_, row), (tree, i) in zip(found.iterrows(), leaves, strict=True):
         chain, own = tree.leaves[chain_of(tree.leaves, i)].token_ids, completion(tree.leaves, i)
         shared = int(row["prefix_tokens"])
         assert own[:shared] == chain[:shared] and shared <= tree.leaves[i].start
     assert list(main["branches"]) == [list(found["parent"]).count(row) for row in range(8)]
-    for tree in trainer.chains.trees:
+    for tree in trainer.branch_explorer.trees:
         mean = sum(leaf.reward for leaf in tree.leaves) / len(tree.leaves)
         assert list(main["tree_value"][tree.row : tree.row + 4]) == pytest.approx([mean] * 4)
 
@@ -301,7 +301,7 @@ def test_evaluation_is_plain(tmp_path):
     trainer = make_trainer(TreeRLTrainer, TreeRLConfig, tmp_path, eval_dataset=data, num_generations_eval=4)
     state = trainer.exploration_generator.get_state()
     metrics = trainer.evaluate()
-    assert not any("branch" in name for name in metrics) and trainer.chains.trees == []
+    assert not any("branch" in name for name in metrics) and trainer.branch_explorer.trees == []
     assert torch.equal(trainer.exploration_generator.get_state(), state)
 
 

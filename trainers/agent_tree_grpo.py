@@ -1,16 +1,8 @@
 """Tree-GRPO: trajectories of agents grow into trees at random turns, whose leaves are compared twice."""
 
-import time
 import warnings
-from typing import Any
 
-import torch
-
-from trl_explore.agent_trees.search import AgentTrees
-from trl_explore.agents.forks import Forks
-from trl_explore.agents.turns import Turns
-from trl_explore.rows.scorer import ScoredRows
-from trl_explore.rows.streams import RowDict
+from trl_explore.agent_trees.explorer import TurnTreeExplorer
 
 from .agent_tree_grpo_config import AgentTreeGRPOConfig
 from .base import ExplorationTrainer, Requires
@@ -50,35 +42,11 @@ class AgentTreeGRPOTrainer(ExplorationTrainer):
     requires = Requires(
         samples=True, extra_rows=True, pooled=True, whole_groups=True, tools=True, turns=True, watched_tools=True
     )
-    turns: Turns
-    forks: Forks
-    _leaves: ScoredRows | None = None
 
-    def search(self, output: RowDict) -> None:
-        args, trees = self.args, self.trees
-        if args.num_expansions == 0:
-            return
-        start = time.perf_counter()
-        explored = torch.ones(len(output["completion_ids"]), dtype=torch.bool)
-        if self.choice is not None:
-            explored = self.ranks.local(self.choice.explored(self.scorer.success()))
-        trees.grow(explored.tolist())
-        trees.compare()
-        self.log_metric("branch/seconds", time.perf_counter() - start)
-        for name, value in trees.metrics().items():
-            self.log_metric(name, value)
-        self._leaves = trees.rows()
-
-    def assign_advantages(self, output: RowDict) -> torch.Tensor:
-        advantages = super().assign_advantages(output)
-        return self.trees.advantages(output) if self.args.num_expansions else advantages
-
-    def extra_streams(self, output, examples, rewards):
-        return {} if self._leaves is None else {"branch": (self._leaves, 1.0)}
+    def make_branch_explorer(self) -> TurnTreeExplorer:
+        return TurnTreeExplorer(self, self.make_agent_forks(keep_states=self.args.num_rounds > 1), self.scorer)
 
     def setup(self) -> None:
-        self.forks = Forks(self, self.turns, self.sample, self.watch, keep_states=self.args.num_rounds > 1)
-        self.trees: AgentTrees = AgentTrees(self, self.scorer, self.forks)
         super().setup()
         if not self.tools:
             warnings.warn(
@@ -88,7 +56,3 @@ class AgentTreeGRPOTrainer(ExplorationTrainer):
                 "completions of one turn.",
                 stacklevel=2,
             )
-
-    def completion_columns(self) -> dict[str, list[Any]]:
-        columns = super().completion_columns()
-        return {**columns, **self.trees.columns()} if self.args.num_expansions else columns

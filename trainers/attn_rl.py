@@ -1,15 +1,7 @@
 """AttnRL: completions are forked at steps that later steps attend to, and credited as one tree."""
 
-import time
-from typing import Any
-
-import torch
-
 from trl_explore.chains.reading import AttentionReader
-from trl_explore.chains.search import ChainSearch
-from trl_explore.chains.steps import StepForks
-from trl_explore.rows.scorer import ScoredRows
-from trl_explore.rows.streams import RowDict
+from trl_explore.chains.steps import StepForkExplorer
 
 from .attn_rl_config import AttnRLConfig
 from .base import ExplorationTrainer, Requires
@@ -43,49 +35,8 @@ class AttnRLTrainer(ExplorationTrainer):
     config_class = AttnRLConfig
     requires = Requires(samples=True, extra_rows=True, pooled=True, whole_groups=True)
 
-    # ------------------------------------------------------------------------------------------------ the algorithm
-
-    def search(self, output: RowDict) -> None:
-        args, chains = self.args, self.chains
-        if not args.num_forks:
-            return
-        start = time.perf_counter()
-        explored = None if self.choice is None else self.choice.explored(self.scorer.success())
-        reported = None if self._rollout is None else self._rollout.logprobs
-        options: dict[str, Any] = {"reported": reported, "logprobs": args.fork_selection == "uncertain"}
-        chains.begin(output, self.main_examples, self.main_completion_ids, explored, **options)
-        forks = self.steps.choose()
-        self.log_metric("steps/seconds", time.perf_counter() - start)
-        chains.grow(forks, args.branches_per_fork, logprobs=False)
-        chains.score(None)
-        self.log_metric("branch/seconds", time.perf_counter() - start)
-        for name, value in chains.metrics(sum(map(len, self.main_completion_ids))).items():
-            self.log_metric(name, value)
-
-    def assign_advantages(self, output: RowDict) -> torch.Tensor:
-        return self.chains.advantages(output)
-
-    def extra_streams(
-        self, output: RowDict, examples: list[dict[str, Any]], rewards: torch.Tensor
-    ) -> dict[str, tuple[ScoredRows, float]]:
-        return {} if self.chains.branch_rows is None else {"branch": (self.chains.branch_rows, 1.0)}
-
-    # -------------------------------------------------------------------------------------------- its parts and state
-
-    def setup(self) -> None:
-        super().setup()
+    def make_branch_explorer(self) -> StepForkExplorer:
         reader = AttentionReader(self, distance=self.args.influence_distance, layers=self.args.attention_layers)
         if self.args.num_forks:
             reader.check()
-        self.chains = ChainSearch(self, self.scorer, self.sample)
-        self.steps = StepForks(self, self.chains, reader)
-
-    def completion_columns(self) -> dict[str, list[Any]]:
-        return self.chains.columns(len(self.main_completion_ids))
-
-    def exploration_state(self) -> dict[str, Any]:
-        return {**super().exploration_state(), "easy_prompts": self.steps.state()}
-
-    def load_exploration_state(self, state: dict[str, Any]) -> None:
-        super().load_exploration_state(state)
-        self.steps.load_state(state["easy_prompts"])
+        return StepForkExplorer(self, self.make_forks(), self.scorer, reader)

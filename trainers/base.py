@@ -20,12 +20,15 @@ from transformers.trainer_utils import HubStrategy
 from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
+from trl_explore.agents.forks import AgentForks
 from trl_explore.agents.turns import Spoken, Turns, guarded_factories
 from trl_explore.agents.watch import ToolWatch
 from trl_explore.credit.part import Credit
+from trl_explore.explorers.branching import Branching
 from trl_explore.explorers.exploration import Exploration
 from trl_explore.explorers.explorer import Explorer, PlainSampling
 from trl_explore.explorers.resample import ResampleExplorer
+from trl_explore.forks.engine import Forks
 from trl_explore.gradients.feature_pass import FeaturePass
 from trl_explore.methods import FromRow, Method
 from trl_explore.packing.forward import PackedForward, unwrapped
@@ -102,7 +105,6 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
     shaped_rewards: torch.Tensor  # of the main rows, `(N, F)`; set when the first batch is scored
     use_vllm = log_completions = False
     current: Pass | None = None  # the pass that runs now; None for the main rows and in evaluation
-    _rollout: Rollout | None = None  # the newest result of the hook `rollout`; None in evaluation
     _budget_spent: Callable[[], float] | None = None  # see `end_by_budget`
     _stream_tokens: dict[str, int] = {}  # number of tokens that each stream has seen, as TRL counts them
     _tr_loss = torch.tensor(0.0)
@@ -172,6 +174,7 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
             self.features = FeaturePass(self)
         self.replaced = Replaced(self, given)
         self.explorer = self.make_explorer()
+        self.branch_explorer = self.make_branch_explorer()
         if args.explore == "resample":
             self.explorer = ResampleExplorer(self, self.sample, self.scorer)
         if self.explorer is not None and not isinstance(self.explorer, Explorer):
@@ -209,6 +212,26 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
         if self.explorer is None:
             return None
         return Exploration(self, self.explorer, self.choice, self.sample, self.scorer)
+
+    @cached_property
+    def branching(self) -> Branching | None:
+        """Link between the branch explorer and the training rows. None without a branch explorer."""
+        if self.branch_explorer is None:
+            return None
+        return Branching(self, self.branch_explorer, self.choice, self.scorer)
+
+    def make_forks(self) -> Forks:
+        """Return the engine that samples branches of completions of one turn, or of an agent's trajectories."""
+        if self.tools or self.environments:
+            return self.make_agent_forks()
+        return Forks(self, self.sample, self.scorer)
+
+    def make_agent_forks(self, **options: Any) -> AgentForks:
+        """Return the engine that samples branches of trajectories. It follows the main rows from now on. For the
+        options, see [`~trl_explore.agents.forks.AgentForks`]."""
+        assert self.turns is not None
+        self.forks = AgentForks(self, self.turns, self.sample, self.scorer, self.watch, **options)
+        return self.forks
 
     @cached_property
     def threshold_watch(self) -> ThresholdWatch | None:
@@ -466,8 +489,8 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
             # The `rollout_func` did not sample through the trainer, so count the tokens that it returned.
             self.sample.tokens.add_returned(*result[1:3])
         self.packing.check_lengths(*result[:2])
-        if self._rollout is not None and self._rollout.loss_mask is not None:
-            result = (*result[:2], self._rollout.loss_mask, *result[3:])
+        if self.main_rollout is not None and self.main_rollout.loss_mask is not None:
+            result = (*result[:2], self.main_rollout.loss_mask, *result[3:])
         if turns is not None:
             turns.note_failures()
         if self.forks is not None and training:
@@ -517,9 +540,9 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
         elif self.is_training:
             if self.forks is not None:
                 self.forks.before_turn()
-            self._rollout = rollout = self.rollout(contexts, plain)
+            self.main_rollout = rollout = self.rollout(contexts, plain)
         else:
-            self._rollout, rollout = None, plain(contexts)
+            self.main_rollout, rollout = None, plain(contexts)
         logprobs = rollout.logprobs
         if logprobs is None and self.use_vllm:
             # The method reports no log-probabilities, for example because it sampled from another prompt. With None
@@ -587,8 +610,8 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
             return self.current.rows.known_rewards, self.current.rows.extra
         known: list[list[float] | None] | None = None
         extra: Sequence[Mapping[str, Any]] = ()
-        if self._rollout is not None and self._rollout.known_rewards is not None:
-            known, extra = [*self._rollout.known_rewards], self._rollout.extra or ()
+        if self.main_rollout is not None and self.main_rollout.known_rewards is not None:
+            known, extra = [*self.main_rollout.known_rewards], self.main_rollout.extra or ()
         if self.turns is not None:
             known = self.turns.known_rewards(known, num_rewards=len(self.reward_funcs))
         return known, extra

@@ -1,18 +1,11 @@
 """BranPO: trajectories of agents are left near their tail, and contrasting continuations take the credit there."""
 
 import sys
-import time
 import warnings
 from typing import Any
 
-import torch
-
-from trl_explore.agents.forks import Forks
-from trl_explore.agents.trajectories import Trajectory
-from trl_explore.agents.turns import Turns
-from trl_explore.branches.search import REDUNDANCY_DEPTH, BranchSearch
-from trl_explore.rows.scorer import ScoredRows
-from trl_explore.rows.streams import RowDict
+from trl_explore.branches.explorer import REDUNDANCY_DEPTH, TailBranchExplorer
+from trl_explore.forks.trajectories import Trajectory
 
 from .base import ExplorationTrainer, Requires
 from .branpo_config import BranPOConfig
@@ -51,43 +44,13 @@ class BranPOTrainer(ExplorationTrainer):
     requires = Requires(
         samples=True, extra_rows=True, pooled=True, whole_groups=True, tools=True, turns=True, watched_tools=True
     )
-    turns: Turns
-    forks: Forks
-    _branch_rows: ScoredRows | None = None
-    _credit: dict[int, list[float]] = {}  # of the tokens of main rows, where it is not GRPO's
-    _columns: dict[str, list[Any]] = {}
 
-    # ------------------------------------------------------------------------------------------------ the algorithm
-
-    def search(self, output: RowDict) -> None:
-        start, branches = time.perf_counter(), self.branches
-        deciding = self.ranks.local(self.scorer.success()).tolist()
-        possible = output["completion_mask"].any(dim=1)
-        if self.choice is not None:
-            possible &= self.ranks.local(self.choice.explored(self.scorer.success()))
-        plans = branches.plans(deciding, possible.tolist())
-        kept = branches.kept_branches(plans, deciding)
-        self.log_metric("branch/seconds", time.perf_counter() - start)
-        for name, value in branches.metrics(plans, kept).items():
-            self.log_metric(name, value)
-        if self.log_completions:
-            self._columns = branches.columns(plans, kept)
-        rows, of_branches = branches.advantages(self.ranks.local(self.scorer.totals()).tolist(), kept)
-        self._branch_rows = branches.score(kept, of_branches)
-        self._credit = {row: branches.credit_of(row, kept.get(row), plans[row], *rows[row]) for row in rows}
-
-    def assign_advantages(self, output: RowDict) -> torch.Tensor:
-        if self._branch_rows is None:
-            return output["advantages"]
-        advantages = output["advantages"].unsqueeze(1).repeat(1, output["completion_ids"].shape[1])
-        for row, own in self._credit.items():
-            advantages[row, : len(own)] = torch.tensor(own, device=advantages.device)
-        return advantages
-
-    def extra_streams(self, output, examples, rewards):
-        return {} if self._branch_rows is None else {"branch": (self._branch_rows, 1.0)}
-
-    # -------------------------------------------------------------------------------------------- its parts and limits
+    def make_branch_explorer(self) -> TailBranchExplorer:
+        args = self.args
+        depths = args.branch_depth_hard, args.branch_depth, args.branch_depth_solved, REDUNDANCY_DEPTH
+        num_turns = sys.maxsize if args.branch_selection == "random" else max(depths)
+        forks = self.make_agent_forks(num_turns=num_turns, most_rounds=self.interaction_limit)
+        return TailBranchExplorer(self, forks, self.scorer)
 
     def check(self, args: Any, *, tools: Any, environment_factory: Any) -> None:
         if not tools and environment_factory is None:
@@ -100,12 +63,6 @@ class BranPOTrainer(ExplorationTrainer):
         super().check(args, tools=tools, environment_factory=environment_factory)
 
     def setup(self) -> None:
-        args = self.args
-        depths = args.branch_depth_hard, args.branch_depth, args.branch_depth_solved, REDUNDANCY_DEPTH
-        num_turns = sys.maxsize if args.branch_selection == "random" else max(depths)
-        limit = self.interaction_limit
-        self.forks = Forks(self, self.turns, self.sample, self.watch, num_turns=num_turns, most_rounds=limit)
-        self.branches = BranchSearch(self, self.scorer, self.forks)
         super().setup()
         if not self.tools:
             warnings.warn(
@@ -117,13 +74,11 @@ class BranPOTrainer(ExplorationTrainer):
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """The main rows as they were rolled out."""
+        """The trajectories of the newest generation batch."""
+        assert self.forks is not None
         return self.forks.trajectories
 
     def interaction_limit(self) -> int | None:
         """Rounds of tool calls that the trajectories of the next batch may have; `None` for any number."""
         limit = self.args.interaction_limit(self.state.global_step)
         return limit if self.is_training else self.args.eval_interaction_limit or limit
-
-    def completion_columns(self) -> dict[str, list[Any]]:
-        return self._columns

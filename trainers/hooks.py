@@ -13,11 +13,14 @@ from typing import Any
 
 import torch
 
-from trl_explore.agents.forks import Forks
+from trl_explore.agents.forks import AgentForks
 from trl_explore.agents.turns import Turns
 from trl_explore.credit.part import Credit
+from trl_explore.explorers.branch_explorer import BranchExplorer
+from trl_explore.explorers.branching import Branching
 from trl_explore.explorers.exploration import Exploration
 from trl_explore.explorers.explorer import Explorer, PlainSampling
+from trl_explore.forks.engine import Forks
 from trl_explore.gradients.feature_pass import FeaturePass
 from trl_explore.rows.ranks import Ranks
 from trl_explore.rows.rollouts import Rollout
@@ -43,16 +46,18 @@ class Hooks:
 
     args: Any  # the configuration
     explorer: Explorer | None = None  # made by `make_explorer`
+    branch_explorer: BranchExplorer | None = None  # made by `make_branch_explorer`
     # The generation batch on this process:
     main_examples: list[dict[str, Any]] = []  # copies of the data-set rows, `[B]`
     main_completion_ids: list[list[int]] = []  # tokens of the main rows, `[B][T_i]`
+    main_rollout: Rollout | None = None  # result of the last call of `rollout`; None in evaluation
     given_examples: list[dict[str, Any]] = []  # TRL's own rows, `[B]`; environments and reward functions change them
     shaped_rewards: torch.Tensor  # rewards from which TRL computes the advantages of the main rows, `(N, F)`
 
     num_generations: Any  # number of rows per prompt; TRL sets it
     log_completions = False
     turns: Turns | None = None  # follows an agent's turns; None unless `Requires(turns=True)`
-    forks: Forks | None = None  # continues an agent's trajectories from an earlier turn; None unless a method sets it
+    forks: AgentForks | None = None  # samples branches of an agent's trajectories; made by `make_forks`
     features: FeaturePass | None = None  # gradient features; None unless `Requires(features=True)`
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -88,8 +93,21 @@ class Hooks:
         """Return the explorer that samples main rows, or None if GRPO samples all of them."""
         return None
 
+    def make_branch_explorer(self) -> BranchExplorer | None:
+        """Return the explorer that continues GRPO's completions after these are scored, or None."""
+        return None
+
+    def make_forks(self) -> Forks:
+        """Return the engine that samples branches of completions of one turn, or of an agent's trajectories."""
+        raise NotImplementedError
+
+    def make_agent_forks(self, **options: Any) -> AgentForks:
+        """Return the engine that samples branches of trajectories. It follows the main rows from now on. For the
+        options, see [`~trl_explore.agents.forks.AgentForks`]."""
+        raise NotImplementedError
+
     def setup(self) -> None:
-        """Create the method's own state. Called at the end of construction, after `make_explorer`."""
+        """Create the method's own state. Called at the end of construction, after the explorers are made."""
 
     # ---------------------------------------------------------------------------- a generation batch, in calling order
 
@@ -106,9 +124,11 @@ class Hooks:
         Returns:
             [`Rollout`]: Exactly one completion per row.
         """
-        if self.exploration is None:
-            return plain(prompt_ids)
-        return self.exploration.rollout(prompt_ids, self.main_examples, plain)
+        if self.branch_explorer is not None:
+            return self.branch_explorer.rollout(prompt_ids, plain)
+        if self.exploration is not None:
+            return self.exploration.rollout(prompt_ids, self.main_examples, plain)
+        return plain(prompt_ids)
 
     def shape_rewards(self, rewards_per_func: torch.Tensor) -> torch.Tensor:
         """
@@ -126,8 +146,8 @@ class Hooks:
 
     def search(self, output: RowDict) -> None:
         """
-        Sample further completions with `sample` or `forks`. Called after the main rows are scored and before
-        `assign_advantages`.
+        Sample further completions with `sample`. Called after the main rows are scored and before
+        `assign_advantages`. Override it only if no [`BranchExplorer`] fits: a branch explorer is simpler.
 
         Every process must call the sampler the same number of times.
 
@@ -178,23 +198,35 @@ class Hooks:
             same columns. Use NaN for a missing number and `""` for a missing text, so that a column has one type in
             all files.
         """
-        return {} if self.exploration is None else self.exploration.columns(len(self.main_completion_ids))
+        columns: dict[str, list[Any]] = {}
+        if self.exploration is not None:
+            columns |= self.exploration.columns(len(self.main_completion_ids))
+        if self.branch_explorer is not None:
+            columns |= self.branch_explorer.columns(len(self.main_completion_ids))
+        return columns
 
     # ------------------------------------------------------------------------------------------------- state and files
 
     def exploration_state(self) -> dict[str, Any]:
         """Return the method's own state for the checkpoint: tensors, numbers, strings, and containers of these."""
-        return {} if self.explorer is None else self.explorer.state_dict()
+        state: dict[str, Any] = {}
+        for explorer in (self.explorer, self.branch_explorer):
+            if explorer is not None:
+                state |= explorer.state_dict()
+        return state
 
     def load_exploration_state(self, state: dict[str, Any]) -> None:
         """Restore what `exploration_state` returned."""
-        if self.explorer is not None:
-            self.explorer.load_state_dict(state)
+        for explorer in (self.explorer, self.branch_explorer):
+            if explorer is not None:
+                explorer.load_state_dict(state)
 
     def forget_data(self) -> None:
         """Drop all state about prompts of the data set. Called after a user replaced `train_dataset`."""
         if self.rounds is not None:
             self.rounds.forget_data()
+        if self.branch_explorer is not None:
+            self.branch_explorer.forget_data()
 
     def method_files(self) -> list[str]:
         """Return the names of the files and folders in `output_dir` that the method writes, without the model."""
@@ -241,6 +273,11 @@ class Hooks:
         raise NotImplementedError
 
     @property
+    def branching(self) -> Branching | None:
+        """Link between the branch explorer and the training rows. None without a branch explorer."""
+        raise NotImplementedError
+
+    @property
     def rounds(self) -> Rounds | None:
         """Dynamic sampling, and the choice of the prompts of a batch. None if the data loader chooses the prompts and
         all groups are trained."""
@@ -278,6 +315,8 @@ class Hooks:
         own = type(self)
         if own.make_explorer != Hooks.make_explorer or args.explore is not None:
             return False
+        if own.make_branch_explorer != Hooks.make_branch_explorer:
+            return False
         return (own.rollout, own.search, own.extra_streams) == (Hooks.rollout, Hooks.search, Hooks.extra_streams)
 
     @property
@@ -291,11 +330,17 @@ class Hooks:
         an explorer uses."""
         own = type(self)
         explores = self.explorer is not None or own.make_explorer != Hooks.make_explorer
+        branches = own.make_branch_explorer != Hooks.make_branch_explorer
+        kind = type(self.branch_explorer) if self.branch_explorer is not None else BranchExplorer
+        samples_more = kind.rollout != BranchExplorer.rollout
+        credits = explores or kind.credits_main_rows
         hooks = {
-            "rollout": explores or own.rollout != Hooks.rollout,
+            "rollout": explores or samples_more or own.rollout != Hooks.rollout,
             "shape_rewards": own.shape_rewards != Hooks.shape_rewards,
-            "search": own.search != Hooks.search,
-            "assign_advantages": explores or own.assign_advantages != Hooks.assign_advantages,
-            "extra_streams": own.extra_streams != Hooks.extra_streams,
+            "search": branches or own.search != Hooks.search,
+            "assign_advantages": explores
+            or kind.credits_main_rows
+            or own.assign_advantages != Hooks.assign_advantages,
+            "extra_streams": branches or own.extra_streams != Hooks.extra_streams,
         }
         return [name for name, changed in hooks.items() if changed]

@@ -97,11 +97,23 @@ class Step:
         if trainer.rounds is not None:
             output["advantages"] = trainer.rounds.advantages(output["advantages"], shaped)
         trainer.search(output)
+        branching = trainer.branching
+        if branching is not None:
+            branching.search(
+                output,
+                examples=trainer.main_examples,
+                completion_ids=trainer.main_completion_ids,
+                rollout=trainer.main_rollout,
+            )
         output["advantages"] = trainer.assign_advantages(output)
+        if branching is not None:
+            output["advantages"] = branching.credit(output["advantages"], output["completion_ids"].shape[1])
         examples = [own_copy(row) for row in trainer.main_examples]
         streams = trainer.extra_streams(output, examples, trainer.scorer.totals())
         if trainer.exploration is not None:
             streams |= trainer.exploration.streams()
+        if branching is not None:
+            streams |= branching.streams()
         if trainer.log_completions:
             self._add_to_table(output, streams)
         return output, streams

@@ -1,13 +1,6 @@
 """TreeRL: the completions of a prompt are forked where the policy was least certain, and credited as one tree."""
 
-import time
-from typing import Any
-
-import torch
-
-from trl_explore.chains.search import ChainSearch
-from trl_explore.rows.scorer import ScoredRows
-from trl_explore.rows.streams import RowDict
+from trl_explore.chains.explorer import UncertainForkExplorer
 
 from .base import ExplorationTrainer, Requires
 from .tree_rl_config import TreeRLConfig
@@ -39,39 +32,5 @@ class TreeRLTrainer(ExplorationTrainer):
     config_class = TreeRLConfig
     requires = Requires(samples=True, extra_rows=True, pooled=True, whole_groups=True)
 
-    # ------------------------------------------------------------------------------------------------ the algorithm
-
-    def search(self, output: RowDict) -> None:
-        args, chains = self.args, self.chains
-        if not args.num_rounds:
-            return
-        start = time.perf_counter()
-        explored = None if self.choice is None else self.choice.explored(self.scorer.success())
-        reported = None if self._rollout is None else self._rollout.logprobs
-        options: dict[str, Any] = {"reported": reported, "logprobs": args.fork_selection == "uncertain"}
-        chains.begin(output, self.main_examples, self.main_completion_ids, explored, **options)
-        for number in range(args.num_rounds):
-            again = number + 1 < args.num_rounds and args.fork_selection == "uncertain"
-            forks = chains.forks(args.num_forks, selection=args.fork_selection)
-            chains.grow(forks, args.branches_per_fork, logprobs=again)
-        chains.score(args.trained_leaves)
-        self.log_metric("branch/seconds", time.perf_counter() - start)
-        for name, value in chains.metrics(sum(map(len, self.main_completion_ids))).items():
-            self.log_metric(name, value)
-
-    def assign_advantages(self, output: RowDict) -> torch.Tensor:
-        return self.chains.advantages(output)
-
-    def extra_streams(
-        self, output: RowDict, examples: list[dict[str, Any]], rewards: torch.Tensor
-    ) -> dict[str, tuple[ScoredRows, float]]:
-        return {} if self.chains.branch_rows is None else {"branch": (self.chains.branch_rows, 1.0)}
-
-    # -------------------------------------------------------------------------------------------- its parts and limits
-
-    def setup(self) -> None:
-        super().setup()
-        self.chains = ChainSearch(self, self.scorer, self.sample)
-
-    def completion_columns(self) -> dict[str, list[Any]]:
-        return self.chains.columns(len(self.main_completion_ids))
+    def make_branch_explorer(self) -> UncertainForkExplorer:
+        return UncertainForkExplorer(self, self.make_forks(), self.scorer)

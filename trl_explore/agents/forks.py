@@ -1,19 +1,20 @@
-"""Leaving trajectories at one of their turns: other continuations of the same prefix, with tools and environments."""
+"""Sample branches of an agent's trajectories, with its tools and environments."""
 
 import copy
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from trl_explore.agents.environments import environment_error, model_may_have_failed
 from trl_explore.agents.outages import Streak
 from trl_explore.agents.states import KeptStates
-from trl_explore.agents.trajectories import Branch, Fork, Trajectory
 from trl_explore.agents.turns import Turns, World
 from trl_explore.agents.watch import ToolWatch
+from trl_explore.forks.engine import Forks
+from trl_explore.forks.trajectories import Branch, Fork, Trajectory
 from trl_explore.rows.copies import own_copy
 from trl_explore.rows.policy import Policy
 from trl_explore.rows.rollouts import Continuation, Rollout
@@ -21,29 +22,36 @@ from trl_explore.rows.scorer import Scorer
 from trl_explore.sampling.sampler import Sampler
 
 
-class Forks:
-    """Leaves trajectories at any of their last `num_turns` turns, in sampled token ids. Environments go on from the
-    state that they had: each branch has its own. With `keep_states` branches can be left in their turn."""
+class AgentForks(Forks):
+    """
+    Samples branches of the trajectories of an agent, which continue with its tools.
+
+    A branch has its own environment, in the state that the environment of its main row had before the turn of the
+    fork. Main rows can be continued from their last `num_turns` turns, and branches if `keep_states` is True.
+    """
+
+    is_agent = True
 
     def __init__(
         self,
         policy: Policy,
         turns: Turns,
         sample: Sampler,
+        scorer: Scorer,
         watch: ToolWatch,
         *,
         num_turns: int = sys.maxsize,
         most_rounds: Callable[[], int | None] | None = None,
         keep_states: bool = False,
     ) -> None:
-        self.policy, self.turns, self.sample, self.watch = policy, turns, sample, watch
+        super().__init__(policy, sample, scorer)
+        self.turns, self.watch = turns, watch
         self.states = KeptStates(policy, turns.world, wanted=policy.args.environment_state, num_turns=num_turns)
         self.world: World = turns.world
         self.most_rounds = most_rounds or (lambda: policy.args.max_tool_calling_iterations)
         self.keep_states = keep_states
-        self.trajectories: list[Trajectory] = []
-        self._stopped: set[int] | None = None  # branches that may call no further tool; `None` outside branching
-        self._branches: list[Branch] = []  # of the tool loop
+        self._stopped: set[int] | None = None  # branches that may call no further tool; None outside branching
+        self._branches: list[Branch] = []  # branches in the tool loop
         # Every process counts the calls of all processes, so that all of them stop together.
         self._unanswered, self._outages, self._broken = Streak(), Streak(), Streak()
         self._warned = False
@@ -93,7 +101,7 @@ class Forks:
         self.trajectories = [
             Trajectory(
                 row=row,
-                prompt=own_copy(prompts[row]),
+                example={**self.states.examples[row], "prompt": own_copy(prompts[row])},
                 prompt_ids=prompt_ids[row],
                 completion_ids=ids,
                 loss_mask=[1] * len(ids) if mask is None else mask[row],
@@ -146,79 +154,41 @@ class Forks:
 
     # ------------------------------------------------------------------------------------------------------ branches
 
-    def branch(self, requests: list[tuple[int, int, int]]) -> list[Branch]:
-        """Continue main rows otherwise from a turn: row, turn and number of continuations. See [`leave`]."""
-        return self.leave([Fork(self.trajectories[row], turn, number) for row, turn, number in requests])
+    def begin_search(self, examples: Any, prompt_ids: Any, completion_ids: Any, logprobs: Any) -> None:
+        """Do nothing: the trajectories were stored when they ended, with their messages and states."""
 
-    def leave(self, forks: list[Fork]) -> list[Branch]:
-        """
-        Continue trajectories otherwise, all of them in one batched rollout: what was sampled from the fork on is
-        sampled anew.
-
-        Every process must call it equally often; a process may have no fork. The main stream's random state is left
-        as it was.
-
-        Args:
-            forks (`list[Fork]`):
-                Where trajectories are left.
-
-        Returns:
-            `list[Branch]`: The continuations, in the order of the forks.
-        """
+    def leave(self, forks: Sequence[Fork]) -> list[Branch]:
         self.states.check(self.trajectories, self.turns.failed)
-        starts = [fork.origin.turns[fork.turn][0] if fork.start is None else fork.start for fork in forks]
-        origins = [fork.origin for fork in forks]
-        prefixes = [t.prompt_ids + t.completion_ids[:start] for t, start in zip(origins, starts, strict=True)]
-        budgets = [self._longest_completion() - start for start in starts]
-        # TRL samples every turn by itself, so that sampling options count from the start of the turn.
-        begun = [start - fork.origin.turns[fork.turn][0] for fork, start in zip(forks, starts, strict=True)]
         self.states.begin_branches()
         with self.sample.rollout():
-            first = self.sample(prefixes, [fork.number for fork in forks], budgets, begun=begun)
-            branches = [
-                self._begin(fork, start, continuation)
-                for fork, start, continuations in zip(forks, starts, first, strict=True)
-                for continuation in continuations
-            ]
+            branches = self._first_turns(forks)
             if self.world.tools and branches:
                 self._use_tools(branches)
         for branch in branches:
             branch.complete = self._is_complete(branch)
         return branches
 
-    def _longest_completion(self) -> int:
-        """Return the number of tokens that a branch may have with its prefix. Without a limit, branches end where the
-        longest main row of this process ends."""
-        given = self.policy.args.max_completion_length
-        return given or max(len(trajectory.completion_ids) for trajectory in self.trajectories)
-
     def has_failed(self, row: int) -> bool:
-        """Whether the environment of a main row has raised."""
         return bool(self.turns.failed) and self.turns.failed[row]
 
-    def judge(self, branches: list[Branch], scorer: Scorer) -> None:
-        """Score branches by the reward functions, into their `rewards`; every process calls it. One whose environment
-        raised gets 0 from each, as a main row does."""
-        rewards, logged = scorer.judge(
+    def judge(self, branches: Sequence[Branch]) -> None:
+        # A main row whose environment raised an exception gets 0 from each reward function, and so does a branch.
+        rewards, logged = self.scorer.judge(
             [self._example_of(branch) for branch in branches],
             [branch.completion_ids for branch in branches],
             prompt_ids=[branch.origin.prompt_ids for branch in branches],
             completions=[branch.messages for branch in branches],
             environments=[branch.environment for branch in branches] if self.world.environments else None,
-            keep_metrics=False,  # what reward functions log of branches is not the main rows'
+            keep_metrics=False,  # metrics that reward functions log are those of the main rows
         )
         for branch, values, extra in zip(branches, rewards, logged, strict=True):
             branch.rewards = values if environment_error(branch.environment) is None else [0.0] * len(values)
             branch.extra = extra
 
-    def example(self, row: int) -> dict[str, Any]:
-        """The data-set example behind a main row, with the prompt as it was sampled from."""
-        return {**self.states.examples[row], "prompt": self.trajectories[row].prompt}
-
     def _example_of(self, branch: Branch) -> dict[str, Any]:
         """Return the example of a branch as its environment left it."""
         changed = self.states.row_of(branch.environment) or {}
-        return {**self.example(branch.row), **changed, "prompt": branch.origin.prompt}
+        return {**branch.origin.example, **changed, "prompt": branch.origin.example["prompt"]}
 
     def continued(self, contexts: list[list[int]]) -> Rollout:
         """The next turn of branches that are in the tool loop."""
@@ -234,37 +204,24 @@ class Forks:
         logprobs = [continuation.logprobs or [] for (continuation,) in sampled] if served else None
         return Rollout([continuation.token_ids for (continuation,) in sampled], logprobs)
 
-    def _begin(self, fork: Fork, start: int, continuation: Continuation) -> Branch:
-        origin, token_ids = fork.origin, continuation.token_ids
-        messages = None
+    def begin_branch(self, fork: Fork, continuation: Continuation) -> Branch:
+        branch, origin = super().begin_branch(fork, continuation), fork.origin
         if origin.messages is not None:
             first = origin.turns[fork.turn][0]
             turn = self.turns.parse_turn(
-                origin.row,
-                origin.prompt_ids + origin.completion_ids[:first],
-                origin.completion_ids[first:start] + token_ids,
+                branch.row, origin.prompt_ids + origin.completion_ids[:first], branch.completion_ids[first:]
             )
-            messages = [*origin.messages_before(fork.turn), turn]
-        known = [0.0] * start if origin.logprobs is None else origin.logprobs[:start]
-        return Branch(
-            origin=origin,
-            turn=fork.turn,
-            start=start,
-            completion_ids=origin.completion_ids[:start] + token_ids,
-            loss_mask=origin.loss_mask[:start] + [1] * len(token_ids),
-            messages=messages,
-            environment=self.states.at(origin, fork.turn) if self.world.environments else None,
-            complete=False,
-            num_sampled=len(token_ids),
-            logprobs=None if continuation.logprobs is None else [*known, *continuation.logprobs],
-        )
+            branch.messages = [*origin.messages_before(fork.turn), turn]
+        if self.world.environments:
+            branch.environment = self.states.at(origin, fork.turn)
+        return branch
 
     def _use_tools(self, branches: list[Branch]) -> None:
         """Let TRL's own loop call tools and sample turns until every branch has ended."""
         prompts, completions = [], []
         for branch in branches:
             assert branch.messages is not None
-            prompts.append(copy.deepcopy(branch.origin.prompt) + branch.messages[:-1])
+            prompts.append(copy.deepcopy(branch.origin.example["prompt"]) + branch.messages[:-1])
             completions.append([branch.messages[-1]])
         with self._branch_loop(branches) as stopped:
             masks, completions, completion_ids, logprobs, *_ = self.world.loop(

@@ -11,8 +11,8 @@ from typing import Any
 from trl_explore.agents.environments import environment_error, guard, note_error
 from trl_explore.agents.outages import is_outage
 from trl_explore.agents.snapshots import check_replay, choose_state, explain_wrong_state, take
-from trl_explore.agents.trajectories import Message, Trajectory
 from trl_explore.agents.turns import World
+from trl_explore.forks.trajectories import Message, Trajectory
 from trl_explore.rows.copies import own_copy
 from trl_explore.rows.policy import Policy
 
@@ -117,7 +117,7 @@ class KeptStates:
     def at(self, trajectory: Trajectory, turn: int) -> Any:
         """Return an environment for a branch, in the state before a turn. If an outage prevents that, the environment
         counts as failed, and its branch is dropped."""
-        row = trajectory.row
+        row = trajectory.main_row
         kind, state = self._kind(row), trajectory.states.get(turn)
         if kind == "copy":
             memo: dict[int, Any] = {}

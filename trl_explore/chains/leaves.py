@@ -1,9 +1,8 @@
 """The completions of one prompt as leaves of a tree: chains from the prompt, and what left them at forks. Follows
 EPTree of TreeRL (https://huggingface.co/papers/2506.11902), section 3."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 
 @dataclass
@@ -16,10 +15,6 @@ class Leaf:
     logprobs: list[float | None] | None = None  # of its own tokens, where they are known
     reward: float = float("nan")  # NaN where unscorable
     solved: bool = False  # by what decides about success
-    rewards: list[float] = field(default_factory=list)  # `[F]`, of a branch
-    extra: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # values that the reward functions logged for a branch, by column
 
     @property
     def length(self) -> int:
@@ -31,13 +26,6 @@ def completion(leaves: Sequence[Leaf], place: int) -> list[int]:
     """Tokens of the leaf at a place, shared ones first."""
     leaf = leaves[place]
     return leaf.token_ids if leaf.parent is None else completion(leaves, leaf.parent)[: leaf.start] + leaf.token_ids
-
-
-def completion_logprobs(leaves: Sequence[Leaf], place: int) -> list[float | None]:
-    """Their log-probabilities, each under the sampler that drew it; those of a branch's prefix are its parent's."""
-    leaf = leaves[place]
-    own = leaf.logprobs or [None] * len(leaf.token_ids)
-    return own if leaf.parent is None else completion_logprobs(leaves, leaf.parent)[: leaf.start] + own
 
 
 def chain_of(leaves: Sequence[Leaf], place: int) -> int:

@@ -1,20 +1,26 @@
 """Where AttnRL forks: which chains, by how often a prompt is solved, and which of their steps, by influence."""
 
 import math
+import time
 import warnings
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trl_explore.chains.explorer import ForkExplorer, Tree
 from trl_explore.chains.influence import forked_chains, influential_steps, open_steps
 from trl_explore.chains.leaves import Leaf
 from trl_explore.chains.reading import AttentionReader
-from trl_explore.chains.search import ChainSearch, Tree
-from trl_explore.chains.uncertain import Fork, uncertainty
+from trl_explore.chains.uncertain import Place, uncertainty
+from trl_explore.forks.engine import Forks
 from trl_explore.pivots.choice import drop_empty_end, segment_delimiters, segment_fixed
 from trl_explore.rows.policy import Policy
+from trl_explore.rows.scorer import Scorer
+
+if TYPE_CHECKING:
+    from trl_explore.trainers.attn_rl_config import AttnRLConfig
 
 SELECTIONS = ("attention", "uncertain", "random")
 
@@ -32,14 +38,14 @@ class StepForks:
     """Chooses the forks of a generation batch. `sum` and `number` are those of the mean influence in prompts that all
     their chains solved, over the run: such a prompt is forked where it has more than their mean."""
 
-    def __init__(self, policy: Policy, chains: ChainSearch, reader: AttentionReader) -> None:
+    def __init__(self, policy: Policy, chains: ForkExplorer, reader: AttentionReader) -> None:
         self.policy, self.chains, self.reader, self.args = policy, chains, reader, policy.args
         self.sum = self.number = 0.0
         self.cuts: list[list[Cut]] = []  # of the chains of every tree
         self._texts: dict[int, str] = {}  # of tokens
         self._warned = False
 
-    def choose(self) -> list[list[Fork]]:
+    def choose(self) -> list[list[Place]]:
         """Forks of every tree; every process calls it."""
         trees, cuts = self.chains.trees, self._cuts()
         self.cuts, forked = cuts, self._forked(trees, cuts)
@@ -147,3 +153,29 @@ class StepForks:
 
 def _all_solved(leaves: list[Leaf], scored: list[bool]) -> bool:
     return any(scored) and all(leaf.solved for leaf, known in zip(leaves, scored, strict=True) if known)
+
+
+class StepForkExplorer(ForkExplorer):
+    """AttnRL's explorer: forks completions at steps that later steps attend to."""
+
+    args: "AttnRLConfig"
+
+    def __init__(self, policy: Policy, forks: Forks, scorer: Scorer, reader: AttentionReader) -> None:
+        super().__init__(policy, forks, scorer)
+        self.steps = StepForks(policy, self, reader)
+
+    @property
+    def is_active(self) -> bool:
+        return self.args.num_forks > 0
+
+    def search(self) -> None:
+        start = time.perf_counter()
+        forks = self.steps.choose()
+        self.policy.log_metric("steps/seconds", time.perf_counter() - start)
+        self.grow(forks, self.args.branches_per_fork, logprobs=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"easy_prompts": self.steps.state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps.load_state(state["easy_prompts"])

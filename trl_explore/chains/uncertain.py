@@ -13,10 +13,10 @@ from trl_explore.chains.leaves import Leaf, chain_of
 from trl_explore.pivots.choice import Decoder, token_texts
 
 SELECTIONS = ("uncertain", "random")
-Fork = tuple[int, int]  # place of a leaf, and the token of its completion that is sampled anew
+Place = tuple[int, int]  # place of a leaf, and the token of its completion that is sampled anew
 
 
-def open_places(leaves: Sequence[Leaf], ends: Sequence[int]) -> list[Fork]:
+def open_places(leaves: Sequence[Leaf], ends: Sequence[int]) -> list[Place]:
     """Where leaves may be forked, before token `ends` `[L]` of their completions: at every token of their own but a
     branch's first, which is where it left, and where nothing left before."""
     taken = {(leaf.parent, leaf.start) for leaf in leaves}
@@ -29,12 +29,12 @@ def open_places(leaves: Sequence[Leaf], ends: Sequence[int]) -> list[Fork]:
 
 
 def choose_forks(
-    leaves: Sequence[Leaf], places: Sequence[Fork], number: int, *, selection: str, generator: torch.Generator
-) -> list[Fork]:
+    leaves: Sequence[Leaf], places: Sequence[Place], number: int, *, selection: str, generator: torch.Generator
+) -> list[Place]:
     """So many `places` of every chain and what grows on it, or all where there are fewer: those with the highest
     `-log p` of the sampled token (`"uncertain"`; not known counts as certain), or any (`"random"`)."""
     chains = [chain_of(leaves, i) for i in range(len(leaves))]
-    of_chain: dict[int, list[Fork]] = {chain: [] for chain in chains}
+    of_chain: dict[int, list[Place]] = {chain: [] for chain in chains}
     for place in places:
         of_chain[chains[place[0]]].append(place)
     if selection == "uncertain":
@@ -43,7 +43,7 @@ def choose_forks(
     return [of_chain[chain][i] for chain, found in drawn.items() for i in found.tolist()]
 
 
-def uncertainty(leaves: Sequence[Leaf], fork: Fork) -> float:
+def uncertainty(leaves: Sequence[Leaf], fork: Place) -> float:
     """`-log p` of the token that is sampled anew; 0 where it is not known."""
     place, token = fork
     leaf = leaves[place]

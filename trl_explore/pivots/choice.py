@@ -10,9 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
-from trl_explore.agents.trajectories import Branch
+from trl_explore.forks.trajectories import Branch, Fork, Trajectory
 from trl_explore.rewards.success import failed, succeeded
-from trl_explore.rows.rollouts import Continuation
 
 BROKEN = "\ufffd"  # what a decoder shows of a character that is not whole
 
@@ -36,27 +35,37 @@ class Pivot:
 
 @dataclass
 class BranchPoint:
-    """One pivot of the batch and what was sampled from it."""
+    """A pivot of the batch, and the branches that were sampled from it."""
 
-    example: dict[str, Any]
-    prompt_ids: list[int]
-    prefix_ids: list[int]  # of the completion, before the pivot
-    depth: float  # relative, in (0, 1]
-    branches: list[Continuation] = field(default_factory=list)  # the K continuations
-    row: int | None = None  # of this process's batch; `None` once that is over
-    trajectories: list[Branch] = field(default_factory=list)  # the continuations, where it is an agent's
+    origin: Trajectory  # the failed completion; `origin.row` is None if it is of an earlier batch
+    start: int  # number of tokens that the branches keep
+    depth: float  # relative depth, in (0, 1]
+    branches: list[Branch] = field(default_factory=list)  # K branches
+
+    @property
+    def prefix_ids(self) -> list[int]:
+        """Return the tokens of the completion that the branches keep."""
+        return self.origin.completion_ids[: self.start]
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that the policy sampled for the branches."""
-        own = sum(branch.num_sampled for branch in self.trajectories)
-        return own or sum(len(branch.token_ids) for branch in self.branches)
+        """Return the number of tokens that the policy sampled for the branches."""
+        return sum(branch.num_sampled for branch in self.branches)
+
+    def fork(self, number: int) -> Fork:
+        """Return the fork from which `number` branches are sampled."""
+        return Fork(self.origin, self.origin.turn_at(self.start), number, self.start)
 
     def record(self, step: int, decode: Callable[[list[int]], str]) -> dict[str, Any]:
-        """The state to branch from, for a file."""
-        prefix = decode(self.prefix_ids)
-        ids = {"prompt_ids": self.prompt_ids, "prefix_ids": self.prefix_ids}
-        return {"step": step, "prompt": self.example["prompt"], "prefix": prefix, **ids, "depth": self.depth}
+        """Return the pivot as a row of the file of hard states."""
+        return {
+            "step": step,
+            "prompt": self.origin.example["prompt"],
+            "prefix": decode(self.prefix_ids),
+            "prompt_ids": self.origin.prompt_ids,
+            "prefix_ids": self.prefix_ids,
+            "depth": self.depth,
+        }
 
 
 def segment_fixed(num_tokens: int, *, length: int) -> list[int]:

@@ -6,7 +6,7 @@ After GiGPO (https://huggingface.co/papers/2505.10978), section 4.2: its anchor 
 from collections.abc import Hashable, Sequence
 from difflib import SequenceMatcher
 
-from trl_explore.agents.trajectories import turns
+from trl_explore.forks.trajectories import turns
 
 
 def shown_tokens(

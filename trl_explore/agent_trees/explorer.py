@@ -1,0 +1,166 @@
+"""Tree-GRPO's explorer: the trajectories of a generation batch grow into trees of turns."""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from trl.trainer.utils import nanstd
+
+from trl_explore.agent_trees.credit import leaf_advantages
+from trl_explore.agent_trees.nodes import Span, draw_leaves, draw_nodes
+from trl_explore.agents.environments import environment_error
+from trl_explore.explorers.branch_explorer import Branches, BranchExplorer, ScoredGroup
+from trl_explore.forks.engine import Forks
+from trl_explore.forks.trajectories import Branch, Fork, Trajectory
+from trl_explore.rows.policy import Policy
+from trl_explore.rows.scorer import Scorer
+
+if TYPE_CHECKING:
+    from trl_explore.trainers.agent_tree_grpo_config import AgentTreeGRPOConfig
+
+
+@dataclass
+class AgentTree:
+    """A main row and its branches. Leaves are in the order in which they were sampled."""
+
+    leaves: list[Trajectory]  # the main row first
+    spans: list[Span]  # turns at which each leaf can be forked
+    reward: float  # total reward of the main row
+    branches: list[Branch] = field(default_factory=list)  # all leaves but the main row
+
+    def add(self, branch: Branch) -> None:
+        """Add a leaf."""
+        leaf = branch.as_trajectory()
+        self.branches.append(branch)
+        self.leaves.append(leaf)
+        self.spans.append(Span(branch.turn + 1, len(leaf.turns)))
+
+
+class TurnTreeExplorer(BranchExplorer):
+    """Grows a tree of turns from every explored main row, and compares the leaves in the prompt and in their tree."""
+
+    name = "turn_trees"
+    credits_main_rows = True
+    args: "AgentTreeGRPOConfig"
+
+    def __init__(self, policy: Policy, forks: Forks, scorer: Scorer) -> None:
+        super().__init__(policy, forks, scorer)
+        self.trees: dict[int, AgentTree] = {}  # by main row
+        self.num_sampled = self.num_dropped = 0
+
+    @property
+    def is_active(self) -> bool:
+        return self.args.num_expansions > 0
+
+    def explore(self, groups: Sequence[ScoredGroup]) -> Branches:
+        start = time.perf_counter()
+        self.grow(groups)
+        credit = self.credit(groups)
+        self.policy.log_metric("branch/seconds", time.perf_counter() - start)
+        for name, value in self.metrics().items():
+            self.policy.log_metric(name, value)
+        branches: list[Branch] = []
+        advantages: list[float | list[float]] = []
+        for row, tree in sorted(self.trees.items()):
+            branches += tree.branches
+            advantages += credit.get(row, [])[1:]
+        # A node is trained once for each leaf below it, so rows are trained whole.
+        rows = self.forks.rows(branches, group_size=1, trains_prefixes=True)
+        return Branches(rows, advantages, {row: own[0] for row, own in credit.items()})
+
+    def grow(self, groups: Sequence[ScoredGroup]) -> None:
+        """Expand the main rows, round by round, and keep the leaves that are trained."""
+        args, generator = self.args, self.policy.exploration_generator
+        self.trees = {}
+        for group in groups:
+            for trajectory, reward in zip(group.trajectories, group.rewards, strict=True):
+                row = trajectory.main_row
+                if not self.forks.has_failed(row):
+                    self.trees[row] = AgentTree([trajectory], [Span(0, len(trajectory.turns))], reward)
+        self.num_sampled = self.num_dropped = 0
+        for _ in range(args.num_rounds):
+            forks = []
+            for tree in self.trees.values():
+                drawn = draw_nodes(tree.spans, args.num_expansions, generator=generator)
+                for (leaf, turn), number in drawn.items():
+                    forks.append(Fork(tree.leaves[leaf], turn, number))
+            branches = self.forks.leave(forks)
+            # If the environment raised an exception, the reward says nothing about the policy.
+            sound = [branch for branch in branches if environment_error(branch.environment) is None]
+            self.forks.judge(sound)  # now, because the next round uses the environments again
+            for branch in sound:
+                self.trees[branch.row].add(branch)
+            self.num_sampled += sum(branch.num_sampled for branch in branches)
+            self.num_dropped += len(branches) - len(sound)
+        for tree in self.trees.values():
+            kept = draw_leaves(len(tree.branches), args.leaves_per_tree, generator=generator)
+            tree.branches = [tree.branches[place] for place in kept]
+            tree.leaves = [tree.leaves[0], *(tree.leaves[place + 1] for place in kept)]
+
+    def credit(self, groups: Sequence[ScoredGroup]) -> dict[int, list[float]]:
+        """Return the advantages of the leaves of each main row, the main row first, in prompts with branches."""
+        args, credit = self.args, {}
+        std = 1.0
+        if args.scale_rewards == "batch":
+            std = nanstd(self.scorer.totals()).item() + 1e-4
+        scale = "group" if args.scale_rewards == "group" else "none"
+        for group in groups:
+            found = []
+            for place, reward in enumerate(group.rewards):
+                tree = self.trees.get(group.first_row + place)
+                found.append([reward, *map(self._total, tree.branches if tree else [])])
+            if all(len(rewards) == 1 for rewards in found):
+                continue
+            of_leaves = leaf_advantages(found, intra_weight=args.intra_weight, scale=scale)
+            for place, values in enumerate(of_leaves):
+                credit[group.first_row + place] = [value / std for value in values]
+        return credit
+
+    def _total(self, branch: Branch) -> float:
+        return self.scorer.totals(torch.tensor([branch.rewards])).item()
+
+    def columns(self, num_rows: int) -> dict[str, list[Any]]:
+        if not self.is_active:
+            return {}
+        lengths = [len(trajectory.turns) for trajectory in self.forks.trajectories]
+        leaves = [1] * num_rows
+        for row, tree in self.trees.items():
+            leaves[row] = len(tree.leaves)
+        return {"turns": lengths, "leaves": leaves}
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of a batch's trees. Every process must call it."""
+        trajectories = self.forks.trajectories
+        num_contrasts = num_leaves = 0
+        depth = 0.0
+        for tree in self.trees.values():
+            rewards = {tree.reward, *map(self._total, tree.branches)}
+            num_contrasts += len({reward for reward in rewards if not math.isnan(reward)}) > 1
+            num_leaves += len(tree.branches)
+            for branch in tree.branches:
+                depth += branch.turn / len(branch.origin.turns)
+        total = self.policy.ranks.summed(
+            {
+                "rows": len(trajectories),
+                "turns": sum(len(trajectory.turns) for trajectory in trajectories),
+                "trees": len(self.trees),
+                "contrast": num_contrasts,
+                "leaves": num_leaves,
+                "depth": depth,
+                "tokens": self.num_sampled,
+                "main_tokens": sum(sum(trajectory.loss_mask) for trajectory in trajectories),
+                "dropped": self.num_dropped,
+            }
+        )
+        return {
+            "branch/trees": total["trees"],
+            "branch/contrast_fraction": total["contrast"] / max(total["trees"], 1),
+            "branch/mean_depth": total["depth"] / max(total["leaves"], 1),
+            "branch/sampled_tokens": total["tokens"],
+            "branch/token_ratio": total["tokens"] / (total["tokens"] + total["main_tokens"]),
+            "branch/dropped": total["dropped"],
+            "agent/turns": total["turns"] / total["rows"],
+        }

@@ -1,0 +1,240 @@
+"""BranPO's explorer: other endings of trajectories, and what the tokens of both endings are worth."""
+
+import itertools
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from trl.trainer.utils import nanstd
+
+from trl_explore.branches.choice import (
+    branch_advantages,
+    branch_count,
+    credit,
+    first_contrastive,
+    first_shorter,
+    fork_depths,
+    group_accuracy,
+    recursion_depth,
+    seeks_shorter,
+)
+from trl_explore.explorers.branch_explorer import Branches, BranchExplorer, ScoredGroup
+from trl_explore.forks.engine import Forks
+from trl_explore.forks.trajectories import Branch, Fork, Trajectory, turns
+from trl_explore.rows.policy import Policy
+from trl_explore.rows.scorer import Scorer
+
+if TYPE_CHECKING:
+    from trl_explore.trainers.branpo_config import BranPOConfig
+
+
+REDUNDANCY_DEPTH = 2  # from the penultimate response, section 4.4
+
+
+@dataclass
+class Plan:
+    """Where other endings of a trajectory are sampled."""
+
+    depths: list[int]  # responses to go back, one number per round; empty: none is sampled
+    tries: int  # endings per round
+    shorter: bool = False  # True: look for a shorter success. False: look for the other outcome
+
+
+class TailBranchExplorer(BranchExplorer):
+    """Samples other endings of trajectories, from one response further back in each round, and keeps the first ending
+    with the other outcome."""
+
+    name = "tail_branches"
+    credits_main_rows = True
+    args: "BranPOConfig"
+
+    def __init__(self, policy: Policy, forks: Forks, scorer: Scorer) -> None:
+        super().__init__(policy, forks, scorer)
+        self.num_sampled = self.num_incomplete = 0
+        self._plans: dict[int, Plan] = {}  # of this batch, by main row
+        self._kept: dict[int, Branch] = {}  # kept ending of each main row that has one
+
+    def explore(self, groups: Sequence[ScoredGroup]) -> Branches:
+        start = time.perf_counter()
+        self._plans = self.plans(groups)
+        self._kept = self.kept_branches(groups, self._plans)
+        self.policy.log_metric("branch/seconds", time.perf_counter() - start)
+        for name, value in self.metrics(self._plans, self._kept).items():
+            self.policy.log_metric(name, value)
+        rewards: dict[int, float] = {}
+        for group in groups:
+            for trajectory, reward in zip(group.trajectories, group.rewards, strict=True):
+                rewards[trajectory.main_row] = reward
+        of_rows, of_branches = self.advantages(rewards, self._kept)
+        main_advantages: dict[int, float | list[float]] = {}
+        for row, (base, suffix) in of_rows.items():
+            main_advantages[row] = self.credit_of(row, base, suffix)
+        kept_rows = sorted(self._kept)
+        rows = self.forks.rows([self._kept[row] for row in kept_rows], group_size=1, trains_prefixes=False)
+        return Branches(rows, [of_branches[row] for row in kept_rows], main_advantages)
+
+    # ------------------------------------------------------------------------------------------------- sample endings
+
+    def plans(self, groups: Sequence[ScoredGroup]) -> dict[int, Plan]:
+        """Return where other endings of each main row are sampled (Eq. 15, 16 and section 4.4)."""
+        args, threshold = self.args, self.args.success_threshold
+        depths = partial(fork_depths, selection=args.branch_selection, generator=self.policy.exploration_generator)
+        plans: dict[int, Plan] = {}
+        for group in groups:
+            rewards = list(group.deciding)
+            lengths = [len(trajectory.turns) for trajectory in group.trajectories]
+            accuracy = group_accuracy(rewards, definition=args.accuracy, threshold=threshold)
+            longer = seeks_shorter(rewards, lengths, accuracy=accuracy, threshold=threshold)
+            for place, (length, reward) in enumerate(zip(lengths, rewards, strict=True)):
+                row = group.first_row + place
+                if math.isnan(reward) or not group.is_trained[place] or self.forks.has_failed(row):
+                    plans[row] = Plan([], 0)
+                    continue
+                if longer[place] and args.redundancy_tries:
+                    nearest = depths(length, 1, nearest=REDUNDANCY_DEPTH)
+                    plans[row] = Plan(nearest, args.redundancy_tries, shorter=True)
+                    continue
+                tries = branch_count(
+                    accuracy, num_branches=args.num_branches, num_branches_solved=args.num_branches_solved
+                )
+                deepest = recursion_depth(
+                    reward,
+                    accuracy,
+                    threshold=threshold,
+                    depth=args.branch_depth,
+                    depth_hard=args.branch_depth_hard,
+                    depth_solved=args.branch_depth_solved,
+                )
+                plans[row] = Plan(depths(length, deepest if tries else 0), tries)
+        return plans
+
+    def kept_branches(self, groups: Sequence[ScoredGroup], plans: dict[int, Plan]) -> dict[int, Branch]:
+        """Sample endings, for all main rows one response further back in each round. Return the kept ending of every
+        main row that has one."""
+        trajectories: dict[int, Trajectory] = {}
+        deciding: dict[int, float] = {}
+        for group in groups:
+            for trajectory, reward in zip(group.trajectories, group.deciding, strict=True):
+                trajectories[trajectory.main_row] = trajectory
+                deciding[trajectory.main_row] = reward
+        kept: dict[int, Branch] = {}
+        self.num_sampled = self.num_incomplete = 0
+        num_rounds = max((len(plan.depths) for plan in plans.values()), default=0)
+        for number in range(self.policy.ranks.most(num_rounds)):
+            forks = []
+            for row, plan in plans.items():
+                if row not in kept and number < len(plan.depths):
+                    turn = len(trajectories[row].turns) - plan.depths[number]
+                    forks.append(Fork(trajectories[row], turn, plan.tries))
+            branches = self.forks.leave(forks)
+            complete = [branch for branch in branches if branch.complete]
+            self.forks.judge(complete)
+            for row, own in itertools.groupby(complete, key=lambda branch: branch.row):
+                found = list(own)
+                place = self._first_wanted(found, plans[row], deciding[row])
+                if place is not None:
+                    kept[row] = found[place]
+            self.num_sampled += sum(branch.num_sampled for branch in branches)
+            self.num_incomplete += len(branches) - len(complete)
+        return kept
+
+    def _first_wanted(self, found: list[Branch], plan: Plan, reward: float) -> int | None:
+        """Return the place of the first ending of a row that its plan looks for, or None."""
+        threshold = self.args.success_threshold
+        deciding = self.scorer.success(torch.tensor([branch.rewards for branch in found])).tolist()
+        if not plan.shorter:
+            return first_contrastive(deciding, reward, threshold=threshold)
+        lengths = [len(turns(branch.loss_mask)) for branch in found]
+        return first_shorter(deciding, lengths, len(found[0].origin.turns), threshold=threshold)
+
+    # --------------------------------------------------------------------------------------------------------- credit
+
+    def _total(self, branch: Branch) -> float:
+        return self.scorer.totals(torch.tensor([branch.rewards])).item()
+
+    def advantages(
+        self, rewards: dict[int, float], kept: dict[int, Branch]
+    ) -> tuple[dict[int, tuple[float, float]], dict[int, float]]:
+        """
+        Return the advantages in prompts with a kept ending (Eq. 10-12).
+
+        Args:
+            rewards (`dict[int, float]`):
+                Total reward of each explored main row.
+            kept (`dict[int, Branch]`):
+                Kept ending of each main row that has one.
+
+        Returns:
+            `tuple[dict, dict]`: The advantages of prefix and ending of each main row; and the advantage of each kept
+            ending, by main row.
+        """
+        size = self.args.num_generations
+        assert size is not None
+        of_rows: dict[int, tuple[float, float]] = {}
+        of_branches: dict[int, float] = {}
+        for first in sorted({row - row % size for row in kept}):
+            found = []
+            for row in range(first, first + size):
+                found.append([rewards[row], self._total(kept[row])] if row in kept else [rewards[row]])
+            scale = "group" if self.args.scale_rewards == "group" else "none"
+            prefixes, endings = branch_advantages(found, group=self.args.branch_group, scale=scale)
+            std = 1.0
+            if self.args.scale_rewards == "batch":
+                std = nanstd(self.scorer.totals()).item() + 1e-4
+            for place, row in enumerate(range(first, first + size)):
+                of_rows[row] = prefixes[place] / std, endings[place][0] / std
+                if row in kept:
+                    of_branches[row] = endings[place][1] / std
+        return of_rows, of_branches
+
+    def credit_of(self, row: int, prefix: float, ending: float) -> list[float]:
+        """Return the advantages of the tokens of a main row, `[T]`."""
+        trajectory, branch = self.forks.trajectories[row], self._kept.get(row)
+        # Without a kept ending, the last response is the ending.
+        start = trajectory.turns[-1][0] if branch is None else branch.start
+        redundant = branch is not None and self._plans[row].shorter
+        return credit(prefix, ending, start, num_tokens=len(trajectory.completion_ids), redundant=redundant)
+
+    # --------------------------------------------------------------------------------------------- table and metrics
+
+    def columns(self, num_rows: int) -> dict[str, list[Any]]:
+        lengths = [len(trajectory.turns) for trajectory in self.forks.trajectories]
+        outcomes = ["not branched"] * num_rows
+        depths = [math.nan] * num_rows
+        for row, plan in self._plans.items():
+            if plan.depths:
+                outcomes[row] = "none"
+        for row, branch in self._kept.items():
+            outcomes[row] = "redundant" if self._plans[row].shorter else "contrastive"
+            depths[row] = lengths[row] - branch.turn
+        return {"turns": lengths, "branch": outcomes, "branch_depth": depths}
+
+    def metrics(self, plans: dict[int, Plan], kept: dict[int, Branch]) -> dict[str, float]:
+        """Return the metrics of a batch's endings. Every process must call it."""
+        trajectories = self.forks.trajectories
+        total = self.policy.ranks.summed(
+            {
+                "rows": len(trajectories),
+                "branched": sum(bool(plan.depths) for plan in plans.values()),
+                "contrastive": sum(not plans[row].shorter for row in kept),
+                "redundant": sum(plans[row].shorter for row in kept),
+                "depth": sum(len(trajectories[row].turns) - branch.turn for row, branch in kept.items()),
+                "turns": sum(len(trajectory.turns) for trajectory in trajectories),
+                "tokens": self.num_sampled,
+                "main_tokens": sum(sum(trajectory.loss_mask) for trajectory in trajectories),
+                "incomplete": self.num_incomplete,
+            }
+        )
+        names = ("branched", "contrastive", "redundant")
+        metrics = {f"branch/{name}_fraction": total[name] / total["rows"] for name in names}
+        if kept_rows := total["contrastive"] + total["redundant"]:
+            metrics["branch/depth"] = total["depth"] / kept_rows
+        metrics["branch/sampled_tokens"] = total["tokens"]
+        metrics["branch/token_ratio"] = total["tokens"] / (total["tokens"] + total["main_tokens"])
+        metrics["branch/incomplete"] = total["incomplete"]
+        metrics["agent/turns"] = total["turns"] / total["rows"]
+        return metrics

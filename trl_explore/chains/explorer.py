@@ -1,0 +1,269 @@
+"""The explorers of TreeRL and AttnRL: they fork completions, and credit all completions of a prompt as one tree."""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trl_explore.chains.leaves import Leaf, chain_of
+from trl_explore.chains.uncertain import Place, choose_forks, drawn_leaves, open_places, said_at, uncertainty
+from trl_explore.chains.values import token_advantages
+from trl_explore.explorers.branch_explorer import Branches, BranchExplorer, ScoredGroup
+from trl_explore.forks.engine import Forks
+from trl_explore.forks.trajectories import Branch, Fork, Trajectory
+from trl_explore.rewards.success import succeeded
+from trl_explore.rows.policy import Policy
+from trl_explore.rows.scorer import Scorer
+
+if TYPE_CHECKING:
+    from trl_explore.trainers.attn_rl_config import AttnRLConfig
+    from trl_explore.trainers.tree_rl_config import TreeRLConfig
+
+
+@dataclass
+class Tree:
+    """The completions of one prompt. The first `num_generations` leaves are GRPO's completions (chains)."""
+
+    row: int  # first main row of the prompt
+    prompt_ids: list[int]
+    leaves: list[Leaf]
+    trajectories: list[Trajectory]  # the completion of each leaf, `[L]`
+    branches: dict[int, Branch] = field(default_factory=dict)  # leaves that are branches, by place
+    trained: list[int] = field(default_factory=list)  # places of the leaves whose rows are trained
+
+    def add(self, branch: Branch, parent: int) -> Leaf:
+        """Add a branch of the leaf at place `parent`."""
+        logprobs = None if branch.logprobs is None else branch.logprobs[branch.start :]
+        leaf = Leaf(branch.completion_ids[branch.start :], parent, branch.start, logprobs)
+        self.branches[len(self.leaves)] = branch
+        self.leaves.append(leaf)
+        self.trajectories.append(branch.as_trajectory())
+        return leaf
+
+
+class ForkExplorer(BranchExplorer):
+    """Base class: forks the completions of a prompt, and credits all of them as the leaves of one tree."""
+
+    name = "forks"
+    credits_main_rows = True
+    args: "TreeRLConfig | AttnRLConfig"
+
+    def __init__(self, policy: Policy, forks: Forks, scorer: Scorer) -> None:
+        super().__init__(policy, forks, scorer)
+        self.trees: list[Tree] = []
+        self.uncertainty: list[float] = []  # at the forks
+        self._texts: dict[int, str] = {}  # text of each token
+
+    @property
+    def needs_logprobs(self) -> bool:
+        return self.args.fork_selection == "uncertain"
+
+    @property
+    def trained_leaves(self) -> int | None:
+        """Return the number of leaves of a prompt that are trained. None: all."""
+        return None
+
+    def search(self) -> None:
+        """Fork `trees` with [`grow`]. Every process must call [`grow`] the same number of times."""
+        raise NotImplementedError
+
+    def explore(self, groups: Sequence[ScoredGroup]) -> Branches:
+        start = time.perf_counter()
+        self.begin(groups)
+        self.search()
+        self.score()
+        self.policy.log_metric("branch/seconds", time.perf_counter() - start)
+        for name, value in self.metrics().items():
+            self.policy.log_metric(name, value)
+        size = self.args.num_generations
+        assert size is not None
+        branches: list[Branch] = []
+        advantages: list[float | list[float]] = []
+        main_advantages: dict[int, float | list[float]] = {}
+        for tree in self.trees:
+            of_leaves = token_advantages(tree.leaves, tree.trained)
+            for place in tree.trained:
+                if place >= size:
+                    branches.append(tree.branches[place])
+                    advantages.append(of_leaves[place])
+            for place in range(size):
+                main_advantages[tree.row + place] = of_leaves[place]
+        rows = self.forks.rows(branches, group_size=1, trains_prefixes=True)
+        return Branches(rows, advantages, main_advantages)
+
+    def begin(self, groups: Sequence[ScoredGroup]) -> None:
+        """Make a tree of the completions of each prompt."""
+        self.trees, self.uncertainty = [], []
+        prefixes, completions = [], []
+        for group in groups:
+            leaves = []
+            solved = self._solved(torch.tensor(group.deciding))
+            for place, trajectory in enumerate(group.trajectories):
+                leaf = Leaf(trajectory.completion_ids, logprobs=trajectory.logprobs)
+                leaf.reward, leaf.solved = group.rewards[place], solved[place]
+                leaves.append(leaf)
+                prefixes.append(trajectory.prompt_ids)
+                completions.append(trajectory.completion_ids)
+            trajectories = list(group.trajectories)
+            tree = Tree(group.first_row, trajectories[0].prompt_ids, leaves, trajectories)
+            tree.trained = list(range(len(leaves)))
+            self.trees.append(tree)
+        unknown = any(leaf.logprobs is None for tree in self.trees for leaf in tree.leaves)
+        if self.needs_logprobs and self.policy.ranks.most(unknown):
+            found = iter(self.logprobs(prefixes, completions))
+            for tree in self.trees:
+                for leaf in tree.leaves:
+                    leaf.logprobs = next(found)
+
+    def logprobs(self, prefixes: list[list[int]], completion_ids: list[list[int]]) -> list[list[float | None]]:
+        """Return the log-probabilities of completions after prefixes, from a forward pass of the policy."""
+        number, filler = self.policy.ranks.most(len(prefixes)), [self.policy.eos_token_ids[0]]
+        if number == 0:
+            return []
+        fill = [filler] * (number - len(prefixes))
+        found = self.forks.sample.token_logprobs(prefixes + fill, completion_ids + fill)
+        return [[*values] for values in found[: len(prefixes)]]
+
+    def end(self, leaf: Leaf) -> int:
+        """Return the first token of a completion at which it is not forked: the token after `fork_until`. It is 0 for
+        a completion that was cut off and is not trained."""
+        ends = (*self.policy.eos_token_ids, self.policy.tokenizer.pad_token_id)
+        if self.args.mask_truncated_completions and leaf.token_ids[-1] not in ends:
+            return 0
+        said = said_at(leaf.token_ids, self.policy.tokenizer, self.args.fork_until, cache=self._texts)
+        return leaf.length if said is None else leaf.start + said + 1
+
+    def grow(self, forks: Sequence[Sequence[Place]], number: int, *, logprobs: bool) -> None:
+        """
+        Sample branches from the forks of every tree, all in one call.
+
+        Args:
+            forks (`Sequence[Sequence[tuple[int, int]]]`):
+                Forks of each tree: the place of a leaf, and the number of tokens to keep.
+            number (`int`):
+                Number of branches per fork.
+            logprobs (`bool`):
+                Whether the log-probabilities of the branches are needed.
+        """
+        owners: list[tuple[Tree, int]] = []  # tree and leaf of each branch
+        requests = []
+        for tree, of_tree in zip(self.trees, forks, strict=True):
+            for place, token in of_tree:
+                self.uncertainty.append(uncertainty(tree.leaves, (place, token)))
+                requests.append(Fork(tree.trajectories[place], 0, number, token))
+                owners += [(tree, place)] * number
+        leaves, prefixes = [], []
+        for (tree, parent), branch in zip(owners, self.forks.leave(requests), strict=True):
+            leaves.append(tree.add(branch, parent))
+            prefixes.append(tree.prompt_ids + branch.completion_ids[: branch.start])
+        if logprobs and self.policy.serving is None:
+            known = self.logprobs(prefixes, [leaf.token_ids for leaf in leaves])
+            for leaf, values in zip(leaves, known, strict=True):
+                leaf.logprobs = values
+
+    def score(self) -> None:
+        """Ask the reward functions about all branches, and draw the leaves that are trained."""
+        branches, leaves = [], []
+        for tree in self.trees:
+            for place, branch in tree.branches.items():
+                branches.append(branch)
+                leaves.append(tree.leaves[place])
+        self.forks.judge(branches)
+        rewards = torch.tensor([branch.rewards for branch in branches], dtype=torch.float32)
+        rewards = rewards.view(len(branches), len(self.scorer.names))
+        totals, solved = self.scorer.totals(rewards).tolist(), self._solved(self.scorer.success(rewards))
+        for leaf, total, is_solved in zip(leaves, totals, solved, strict=True):
+            leaf.reward, leaf.solved = total, is_solved
+        for tree in self.trees:
+            tree.trained = drawn_leaves(tree.leaves, self.trained_leaves, generator=self.policy.exploration_generator)
+
+    def _solved(self, deciding: torch.Tensor) -> list[bool]:
+        return succeeded(deciding, threshold=self.args.success_threshold).tolist()
+
+    def columns(self, num_rows: int) -> dict[str, list[Any]]:
+        branches, values = [0] * num_rows, [math.nan] * num_rows
+        for tree in self.trees:
+            for place in tree.branches:
+                branches[tree.row + chain_of(tree.leaves, place)] += 1
+            known = [leaf.reward for leaf in tree.leaves if not math.isnan(leaf.reward)]
+            for row in range(tree.row, tree.row + len(tree.leaves) - len(tree.branches)):
+                values[row] = sum(known) / len(known) if known else math.nan
+        return {"branches": branches, "tree_value": values}
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of a batch's branches. Every process must call it."""
+        left: list[tuple[Leaf, Leaf]] = []  # each branch and the leaf that it forks from
+        num_contrasts = num_trained = 0
+        for tree in self.trees:
+            known = {leaf.reward for leaf in tree.leaves if not math.isnan(leaf.reward)}
+            num_contrasts += len(known) > 1
+            num_trained += len(tree.trained) - (len(tree.leaves) - len(tree.branches))
+            for leaf in tree.leaves:
+                if leaf.parent is not None:
+                    left.append((leaf, tree.leaves[leaf.parent]))
+        total = self.policy.ranks.summed(
+            {
+                "trees": len(self.trees),
+                "contrast": num_contrasts,
+                "forks": len(self.uncertainty),
+                "uncertainty": sum(self.uncertainty),
+                "branches": len(left),
+                "depth": sum(leaf.start / parent.length for leaf, parent in left),
+                "other": sum(abs(leaf.reward - parent.reward) > 0 for leaf, parent in left),  # not where one is NaN
+                "tokens": sum(len(leaf.token_ids) for leaf, _ in left),
+                "solved": sum(leaf.solved for leaf, _ in left),
+                "trained": num_trained,
+                "main_tokens": sum(len(trajectory.completion_ids) for trajectory in self.forks.trajectories),
+            }
+        )
+        metrics = {
+            "forks": total["forks"],
+            "sampled_tokens": total["tokens"],
+            "token_ratio": total["tokens"] / (total["tokens"] + total["main_tokens"]),
+        }
+        if total["trees"]:
+            metrics["contrast_fraction"] = total["contrast"] / total["trees"]
+        if total["branches"]:
+            metrics["depth"] = total["depth"] / total["branches"]
+            if total["uncertainty"]:  # where it is known
+                metrics["uncertainty"] = total["uncertainty"] / total["forks"]
+            metrics["other_fraction"] = total["other"] / total["branches"]
+            metrics["success_fraction"] = total["solved"] / total["branches"]
+            metrics["trained_fraction"] = total["trained"] / total["branches"]
+            metrics["mean_suffix_length"] = total["tokens"] / total["branches"]
+        return {f"branch/{name}": value for name, value in metrics.items()}
+
+
+class UncertainForkExplorer(ForkExplorer):
+    """TreeRL's explorer: forks completions at the tokens of highest `-log p`, in several rounds."""
+
+    args: "TreeRLConfig"
+
+    @property
+    def is_active(self) -> bool:
+        return self.args.num_rounds > 0
+
+    @property
+    def trained_leaves(self) -> int | None:
+        return self.args.trained_leaves
+
+    def search(self) -> None:
+        args = self.args
+        for number in range(args.num_rounds):
+            forks = []
+            for tree in self.trees:
+                places = open_places(tree.leaves, [self.end(leaf) for leaf in tree.leaves])
+                forks.append(
+                    choose_forks(
+                        tree.leaves,
+                        places,
+                        args.num_forks,
+                        selection=args.fork_selection,
+                        generator=self.policy.exploration_generator,
+                    )
+                )
+            again = number + 1 < args.num_rounds and args.fork_selection == "uncertain"
+            self.grow(forks, args.branches_per_fork, logprobs=again)

@@ -1,0 +1,117 @@
+"""The interface of a branch explorer, and the objects that it receives and returns.
+
+A branch explorer starts from the completions that GRPO sampled and scored. It adds rows to the training rows, and may
+change the credit of GRPO's rows. It also works for agents. An [`~trl_explore.explorers.explorer.Explorer`] replaces
+GRPO's rows instead.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trl_explore.explorers.explorer import PlainSampling
+from trl_explore.forks.engine import Forks
+from trl_explore.forks.trajectories import Trajectory
+from trl_explore.rows.policy import Policy
+from trl_explore.rows.rollouts import Rollout, Rows
+from trl_explore.rows.scorer import ScoredRows, Scorer
+
+
+@dataclass(frozen=True)
+class ScoredGroup:
+    """A prompt of the generation batch, with the G completions that GRPO sampled."""
+
+    trajectories: Sequence[Trajectory]  # `[G]`
+    rewards: Sequence[float]  # total raw rewards, `[G]`; NaN if a completion was not scored
+    deciding: Sequence[float]  # rewards that decide about success, `[G]`; NaN if a completion was not scored
+    is_trained: Sequence[bool]  # False if TRL masks the whole completion, `[G]`
+
+    @property
+    def first_row(self) -> int:
+        """Return the index of the group's first main row on this process."""
+        return self.trajectories[0].main_row
+
+
+@dataclass
+class Branches:
+    """R rows that a branch explorer adds to the training rows of a generation batch."""
+
+    rows: Rows
+    # Advantages of the rows, one number or a list `[T_i]` for each, `[R]`. None: GRPO's, over `rows.group_size` rows.
+    advantages: Sequence[float | list[float]] | None = None
+    # Advantages of the main rows whose credit changes, one number or a list `[T_i]` for each, by row.
+    main_advantages: Mapping[int, float | list[float]] = field(default_factory=dict)
+
+
+class BranchExplorer:
+    """
+    Base class of explorers that continue GRPO's completions after these are scored.
+
+    Every process calls each method the same number of times, even if it has no prompt to explore.
+
+    Args:
+        policy ([`~trl_explore.rows.policy.Policy`]):
+            The trainer. `policy.args` is its configuration, and `policy.log_metric(name, value)` logs a metric.
+        forks ([`~trl_explore.forks.engine.Forks`]):
+            Samples branches, scores them and makes rows of them.
+        scorer ([`~trl_explore.rows.scorer.Scorer`]):
+            Asks the reward functions, and computes total rewards.
+    """
+
+    name = ""  # for error messages
+    stream = "branch"  # name of the added rows in metrics and in the completions table
+    credits_main_rows = False  # True: `explore` may return `main_advantages`
+    args: Any  # the trainer's configuration; a subclass may narrow the type
+
+    def __init__(self, policy: Policy, forks: Forks, scorer: Scorer) -> None:
+        self.policy, self.forks, self.scorer = policy, forks, scorer
+        self.args = policy.args
+
+    @property
+    def weight(self) -> float:
+        """Return the weight of the loss of the added rows. 0: the rows are not trained."""
+        return 1.0
+
+    @property
+    def is_active(self) -> bool:
+        """Return False if the configuration switches the explorer off, so that the trainer is plain GRPO."""
+        return True
+
+    @property
+    def needs_logprobs(self) -> bool:
+        """Return True if the explorer reads `Trajectory.logprobs` even without vLLM."""
+        return False
+
+    def rollout(self, prompt_ids: list[list[int]], plain: PlainSampling) -> Rollout:
+        """Sample the main rows. Override it to sample further completions in the same call."""
+        return plain(prompt_ids)
+
+    def explore(self, groups: Sequence[ScoredGroup]) -> Branches:
+        """
+        Sample branches.
+
+        Args:
+            groups (`Sequence[ScoredGroup]`):
+                This process's prompts to explore; may be empty.
+
+        Returns:
+            [`Branches`]: Rows to add, in any order.
+        """
+        raise NotImplementedError
+
+    def after_scoring(self, branches: Branches, scored: ScoredRows | None) -> None:
+        """Learn from the scored rows that `explore` returned, or log them. None if no process has rows."""
+
+    def columns(self, num_rows: int) -> dict[str, list[Any]]:
+        """Return columns of the completions table, for all main rows of this process, `[B]`."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the explorer's state for the checkpoint: tensors, numbers, strings, and containers of these."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+
+    def forget_data(self) -> None:
+        """Drop all state about prompts. Called after a user replaced `train_dataset`."""

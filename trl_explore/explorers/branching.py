@@ -1,0 +1,136 @@
+"""Let a branch explorer continue GRPO's completions of a generation batch, and credit the rows."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from trl_explore.explorers.branch_explorer import Branches, BranchExplorer, ScoredGroup
+from trl_explore.rows.policy import Policy
+from trl_explore.rows.rollouts import Rollout
+from trl_explore.rows.scorer import ScoredRows, Scorer
+from trl_explore.rows.streams import RowDict, row_tokens
+from trl_explore.selection.choice import PromptChoice
+
+
+class Branching:
+    """
+    Lets a branch explorer work on the chosen prompts of each generation batch.
+
+    Args:
+        policy ([`~trl_explore.rows.policy.Policy`]):
+            The trainer.
+        explorer ([`~trl_explore.explorers.branch_explorer.BranchExplorer`]):
+            Samples branches.
+        choice ([`~trl_explore.selection.choice.PromptChoice`], *optional*):
+            Chooses the prompts to explore. None: all prompts are explored.
+        scorer ([`~trl_explore.rows.scorer.Scorer`]):
+            Scores the rows.
+    """
+
+    def __init__(self, policy: Policy, explorer: BranchExplorer, choice: PromptChoice | None, scorer: Scorer) -> None:
+        self.policy, self.explorer, self.choice, self.scorer = policy, explorer, choice, scorer
+        self.branches: Branches | None = None  # of the current generation batch; None if the explorer is off
+        self.scored: ScoredRows | None = None  # its rows as TRL scored them; None if no process has rows
+
+    def search(
+        self,
+        output: RowDict,
+        *,
+        examples: list[dict[str, Any]],
+        completion_ids: list[list[int]],
+        rollout: Rollout | None,
+    ) -> None:
+        """
+        Sample, score and credit the branches of a generation batch.
+
+        Args:
+            output (`dict`):
+                The main rows of this process as TRL scored them, B rows.
+            examples (`list[dict]`):
+                Rows of the data set, `[B]`.
+            completion_ids (`list[list[int]]`):
+                Tokens of the main rows, `[B][T_i]`.
+            rollout ([`Rollout`], *optional*):
+                The result of sampling, with the log-probabilities that the sampler reported.
+        """
+        self.branches = self.scored = None
+        if not self.explorer.is_active:
+            return
+        logprobs = None if rollout is None else rollout.logprobs
+        if logprobs is None and self.explorer.needs_logprobs and "old_per_token_logps" in output:
+            logprobs = []
+            for row, ids in zip(output["old_per_token_logps"].tolist(), completion_ids, strict=True):
+                logprobs.append(row[: len(ids)])
+        self.explorer.forks.begin_search(examples, row_tokens(output)[0], completion_ids, logprobs)
+        self.branches = self.explorer.explore(self._groups(output))
+        self.scored = self.scorer.score(self.explorer.stream, self.branches.rows)
+        if self.scored is not None and self.policy.ranks.most(self.branches.advantages is not None):
+            self._credit_branches(self.scored.rows, self.branches.advantages or [])
+        self.explorer.after_scoring(self.branches, self.scored)
+
+    def _groups(self, output: RowDict) -> list[ScoredGroup]:
+        """Return this process's prompts to explore."""
+        ranks, size = self.policy.ranks, self.policy.args.num_generations
+        deciding = self.scorer.success()
+        explored = torch.ones_like(deciding, dtype=torch.bool)
+        if self.choice is not None:
+            explored = self.choice.explored(deciding)
+        is_explored = ranks.local(explored).tolist()
+        rewards, of_success = ranks.local(self.scorer.totals()).tolist(), ranks.local(deciding).tolist()
+        is_trained = output["completion_mask"].any(dim=1).tolist()
+        groups = []
+        for row in range(0, len(is_explored), size):
+            if is_explored[row]:
+                rows = slice(row, row + size)
+                trajectories = self.explorer.forks.trajectories[rows]
+                groups.append(ScoredGroup(trajectories, rewards[rows], of_success[rows], is_trained[rows]))
+        return groups
+
+    def _credit_branches(self, rows: RowDict, advantages: Sequence[float | list[float]]) -> None:
+        """Replace the advantages of `rows` by those of the explorer. Filler rows keep theirs, or get 0."""
+        if self._per_token(advantages):
+            rows["advantages"] = torch.zeros_like(rows["completion_ids"], dtype=torch.float32)  # (R, T)
+        _fill(rows["advantages"], dict(enumerate(advantages)))
+
+    def credit(self, advantages: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """
+        Return the advantages of the main rows: those of the explorer, if it has some, else `advantages`.
+
+        Args:
+            advantages (`torch.Tensor`):
+                Advantages of GRPO, `(B,)`.
+            num_tokens (`int`):
+                T.
+
+        Returns:
+            `torch.Tensor`: Advantages of shape `(B,)` or `(B, T)`.
+        """
+        if self.branches is None:
+            return advantages
+        changed = self.branches.main_advantages
+        if self._per_token(list(changed.values())):
+            advantages = advantages.unsqueeze(1).repeat(1, num_tokens)
+        else:
+            advantages = advantages.clone()
+        _fill(advantages, changed)
+        return advantages
+
+    def streams(self) -> dict[str, tuple[ScoredRows, float]]:
+        """Return the stream of the branches with its weight. Empty if there are none."""
+        if self.scored is None:
+            return {}
+        return {self.explorer.stream: (self.scored, self.explorer.weight)}
+
+    def _per_token(self, advantages: Sequence[float | list[float]]) -> bool:
+        """Return whether any process has an advantage for each token. If so, all processes must have them."""
+        return self.policy.ranks.most(any(isinstance(value, list) for value in advantages)) > 0
+
+
+def _fill(advantages: torch.Tensor, values: Mapping[int, float | list[float]]) -> None:
+    """Write values into rows of `advantages`, `(B,)` or `(B, T)`."""
+    for row, value in values.items():
+        if isinstance(value, list):
+            advantages[row, : len(value)] = torch.tensor(value, device=advantages.device)
+        else:
+            advantages[row] = value

@@ -1,0 +1,118 @@
+"""Completions that can be continued in another way, and branches, which are such continuations."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+Message = dict[str, Any]
+
+
+def turns(loss_mask: Sequence[int]) -> list[tuple[int, int]]:
+    """Return start and end (exclusive) of the model's responses, which are the maximal runs of ones."""
+    flips = [token for token, (left, right) in enumerate(pairwise([0, *loss_mask, 0])) if left != right]
+    return list(zip(flips[::2], flips[1::2], strict=True))
+
+
+def suffix_mask(loss_mask: Sequence[int], start: int) -> list[int]:
+    """Return the loss mask `[T]` of a branch from token `start`: its prefix is not trained."""
+    return [0] * start + list(loss_mask[start:])
+
+
+@dataclass
+class Trajectory:
+    """A completion: a main row, or a branch of one."""
+
+    row: int | None  # index of the main row on this process; None: the main row of an earlier batch
+    example: dict[
+        str, Any
+    ]  # row of the data set; an agent's `prompt` also has what its environment's `reset` returned
+    prompt_ids: list[int]
+    completion_ids: list[int]  # tokens of the policy and of tools, `[T]`
+    loss_mask: list[int]  # 1 for a token of the policy, `[T]`
+    messages: list[Message] | None = None  # messages of an agent's completion; None: plain text
+    states: dict[int, Any] = field(default_factory=dict)  # of the environment before each of the last turns, by turn
+    logprobs: list[float | None] | None = None  # `[T]`; None if the backend reports none
+    shared: int | None = None  # number of first tokens that a branch shares with its main row; None: a main row
+
+    def __post_init__(self) -> None:
+        self.turns = turns(self.loss_mask)
+
+    @property
+    def main_row(self) -> int:
+        """Return `row` of a completion of the current batch."""
+        assert self.row is not None
+        return self.row
+
+    def turn_at(self, token: int) -> int:
+        """Return the number of the turn, from 0, that contains a token of the policy."""
+        return sum(first <= token for first, _ in self.turns) - 1
+
+    def messages_before(self, turn: int) -> list[Message]:
+        """Return copies of the messages before a turn. Turns are counted from 0."""
+        if not self.messages:
+            return []
+        assistant = [place for place, message in enumerate(self.messages) if message["role"] == "assistant"]
+        return copy.deepcopy(self.messages[: assistant[turn]])
+
+
+@dataclass(frozen=True)
+class Fork:
+    """A place in a completion from which branches are sampled."""
+
+    origin: Trajectory
+    turn: int  # from 0
+    number: int  # of branches
+    start: int | None = None  # number of tokens that the branches keep; None: all before the turn
+
+    @property
+    def prefix_length(self) -> int:
+        """Return the number of tokens of the completion that the branches keep."""
+        return self.origin.turns[self.turn][0] if self.start is None else self.start
+
+    @property
+    def begun(self) -> int:
+        """Return how many tokens of its turn the fork keeps."""
+        return self.prefix_length - self.origin.turns[self.turn][0]
+
+
+@dataclass
+class Branch:
+    """A continuation of a prefix of a completion."""
+
+    origin: Trajectory  # the completion that it forks from
+    turn: int  # turn in which it begins
+    start: int  # number of tokens that it keeps of `origin`
+    completion_ids: list[int]  # prefix and continuation, `[T]`
+    loss_mask: list[int]  # 1 for a token of the policy, in the prefix too, `[T]`
+    messages: list[Message] | None  # messages of an agent's completion; None: plain text
+    environment: Any  # in its state after the branch
+    complete: bool  # False: cut off, stopped by the limit of interactions, or by an exception
+    num_sampled: int  # number of tokens that the policy sampled
+    logprobs: list[float | None] | None = None  # of the prefix too, `[T]`; None if the backend reports none
+    rewards: list[float] | None = None  # `[F]`; None if the reward functions were not asked yet
+    extra: Mapping[str, Any] = field(default_factory=dict)  # values that the reward functions logged, by column
+    states: dict[int, Any] = field(default_factory=dict)  # of its environment before each turn, if they are kept
+
+    @property
+    def row(self) -> int:
+        """Return the index of the main row that it comes from."""
+        return self.origin.main_row
+
+    @property
+    def shared(self) -> int:
+        """Return the number of first tokens that it shares with its main row."""
+        return self.start if self.origin.shared is None else min(self.start, self.origin.shared)
+
+    def as_trajectory(self) -> Trajectory:
+        """Return the branch as a completion from which further branches can be sampled."""
+        return replace(
+            self.origin,
+            completion_ids=self.completion_ids,
+            loss_mask=self.loss_mask,
+            messages=self.messages,
+            states={**{t: state for t, state in self.origin.states.items() if t <= self.turn}, **self.states},
+            logprobs=self.logprobs,
+            shared=self.shared,
+        )
