@@ -161,10 +161,10 @@ def test_branches_go_on_from_the_state_of_their_node(tmp_path, voice, factory, s
     trainer = agent(tmp_path, factory=factory, num_rounds=rounds, num_expansions=3)
     judge = trainer.forks.judge
 
-    def watched(branches, scorer):  # instances are used again, by later rounds
+    def watched(branches):  # instances are used again, by later rounds
         for branch in branches:
             judged.append((branch, branch.environment.episode))
-        judge(branches, scorer)
+        judge(branches)
 
     trainer.forks.judge = watched
     one_batch(trainer)
@@ -194,8 +194,8 @@ def test_every_leaf_is_a_row_with_its_two_advantages(tmp_path, voice, options):
     voice()
     trainer = agent(tmp_path, **options)
     output = one_batch(trainer)
-    trees = trainer.trees.trees
-    scored = trainer._leaves
+    trees = trainer.branch_explorer.trees
+    scored = trainer.branching.scored
     kept = [branch for row in range(8) for branch in trees[row].branches]
     assert all(len(trees[row].branches) == options.get("leaves_per_tree", 3) - 1 for row in range(8))
     real = scored.rows["completion_mask"].sum(dim=1).tolist()
@@ -244,8 +244,8 @@ def test_a_branch_whose_environment_raises_is_no_leaf(tmp_path, voice, monkeypat
         one_batch(trainer)
     sound = [row for row in range(8) if not trainer.turns.failed[row]]
     dropped = trainer._metrics["train"]["branch/dropped"][0]
-    assert sorted(trainer.trees.trees) == sound and 0 < len(sound) < 8 and dropped > 0
-    assert sum(len(tree.branches) for tree in trainer.trees.trees.values()) == 4 * len(sound) - dropped
+    assert sorted(trainer.branch_explorer.trees) == sound and 0 < len(sound) < 8 and dropped > 0
+    assert sum(len(tree.branches) for tree in trainer.branch_explorer.trees.values()) == 4 * len(sound) - dropped
 
 
 def test_only_unsolved_prompts_grow(tmp_path, voice):
@@ -258,7 +258,7 @@ def test_only_unsolved_prompts_grow(tmp_path, voice):
     one_batch(trainer)
     solved = [reward == 1 for reward in trainer.scorer.totals().tolist()]
     assert any(solved) and not all(solved)
-    assert sorted(trainer.trees.trees) == [row for row in range(8) if not solved[row]]
+    assert sorted(trainer.branch_explorer.trees) == [row for row in range(8) if not solved[row]]
 
 
 def test_the_table_tells_trees_and_what_left_them(tmp_path, voice):

@@ -230,7 +230,8 @@ def test_as_many_chains_are_forked_as_accuracy_says(tmp_path):
 def test_prompts_that_are_solved_are_forked_where_they_have_more_influence_than_usual(tmp_path):
     trainer, _ = batch(tmp_path, reward_funcs=always, per_device_train_batch_size=16)
     means = [
-        sum(sum(cut.influence) for cut in own) / sum(len(cut.influence) for cut in own) for own in trainer.branch_explorer.steps.cuts
+        sum(sum(cut.influence) for cut in own) / sum(len(cut.influence) for cut in own)
+        for own in trainer.branch_explorer.steps.cuts
     ]
     usual = sum(means) / len(means)
     assert [any(own) for own in forks(trainer)] == [mean > usual for mean in means]
@@ -251,7 +252,9 @@ def test_controls_fork_as_many_steps_elsewhere(tmp_path, selection):
     ]
     assert forks(control) != forks(trainer)
     if selection == "uncertain":
-        for tree, cuts, found in zip(control.branch_explorer.trees, control.branch_explorer.steps.cuts, forks(control), strict=True):
+        for tree, cuts, found in zip(
+            control.branch_explorer.trees, control.branch_explorer.steps.cuts, forks(control), strict=True
+        ):
             for leaf, cut, own in zip(tree.leaves[:4], cuts, found, strict=True):
                 assert own == sorted(sorted(cut.starts[1:], key=leaf.logprobs.__getitem__)[:2])
 
@@ -265,7 +268,7 @@ def test_completions_of_one_step_are_not_forked_and_a_warning_says_so(tmp_path):
     trainer = make_trainer(AttnRLTrainer, AttnRLConfig, tmp_path)
     with pytest.warns(UserWarning, match="All 8 completions of the first batch are without any of .*`step_length`"):
         output = one_batch(trainer)
-    assert trainer.branch_explorer.branch_rows is None and trainer._metrics["train"]["branch/forks"] == [0]
+    assert trainer.branching.scored is None and trainer._metrics["train"]["branch/forks"] == [0]
     rewards = torch.tensor([[leaf.reward for leaf in tree.leaves] for tree in trainer.branch_explorer.trees])
     assert output["advantages"][:, 0].tolist() == pytest.approx((2 * (rewards - rewards.mean(1, True))).flatten())
 
@@ -307,7 +310,10 @@ def test_it_resumes_bit_for_bit_in_the_middle_of_a_generation(tmp_path, selectio
     again = make_trainer(AttnRLTrainer, AttnRLConfig, tmp_path, **options)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert_same(parameters(again), parameters(whole))
-    assert again.steps.state() == whole.steps.state() and whole.steps.number > 0
+    assert (
+        again.branch_explorer.steps.state() == whole.branch_explorer.steps.state()
+        and whole.branch_explorer.steps.number > 0
+    )
 
 
 @pytest.mark.slow

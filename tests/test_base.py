@@ -835,7 +835,7 @@ def test_without_a_limit_of_tokens_branches_end_where_the_longest_main_row_does(
     trainer = make_trainer(trainer_class, config_class, tmp_path, max_completion_length=None, max_steps=1)
     trainer.train()
     main = max(len(trajectory.completion_ids) for trajectory in trainer.forks.trajectories)
-    leaves = [len(leaf.completion_ids) for tree in trainer.trees.trees.values() for leaf in tree.leaves]
+    leaves = [len(leaf.completion_ids) for tree in trainer.branch_explorer.trees.values() for leaf in tree.leaves]
     assert len(leaves) > len(trainer.forks.trajectories) and max(leaves) == main
 
 

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trl.trainer.utils import nanstd
 
-from trl_explore.forks.trajectories import suffix_mask, turns
 from trl_explore.branches.choice import (
     branch_advantages,
     branch_count,
@@ -25,6 +24,7 @@ from trl_explore.branches.choice import (
     recursion_depth,
     seeks_shorter,
 )
+from trl_explore.forks.trajectories import suffix_mask, turns
 from trl_explore.rows.advantages import relative_rewards
 
 NAN = math.nan

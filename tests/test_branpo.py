@@ -19,10 +19,9 @@ from trl import GRPOConfig, GRPOTrainer
 from world import BOARDS, QUIET, assert_same, differ, make_agent, make_trainer, one_batch, parameters, says, trained
 
 from trl_explore.agents.environments import environment_error
-from trl_explore.agents.forks import Forks
 from trl_explore.agents.snapshots import not_a_tool
-from trl_explore.forks.trajectories import turns
 from trl_explore.branches.choice import branch_advantages
+from trl_explore.forks.trajectories import turns
 from trl_explore.rewards.questions import search_reward
 from trl_explore.tasks.frozen_lake import FrozenLakeEnvironment
 from trl_explore.tasks.tiny_model import build_model, build_tokenizer
@@ -148,21 +147,19 @@ def agent(folder, **options):
 
 def kept_branches(trainer, monkeypatch):
     """One batch, with the branches that were sampled and those that were kept."""
-    sampled, kept = [], {}
-    score = trainer.branches.score
+    sampled = []
+    leave = trainer.forks.leave
 
-    def branched(requests):
-        branches = Forks.branch(trainer.forks, requests)
+    def watched(forks):
+        branches = leave(forks)
         for branch in branches:  # instances are used again, by later calls
             branch.steps = branch.environment.episode.steps if branch.environment else 0
+        sampled.append(([(fork.origin.row, fork.turn, fork.number) for fork in forks], branches))
         return branches
 
-    monkeypatch.setattr(
-        trainer.forks, "branch", lambda requests: sampled.append((requests, branched(requests))) or sampled[-1][1]
-    )
-    monkeypatch.setattr(trainer.branches, "score", lambda own, *rest: kept.update(own) or score(own, *rest))
+    monkeypatch.setattr(trainer.forks, "leave", watched)
     output = one_batch(trainer)
-    return output, sampled, kept
+    return output, sampled, trainer.branch_explorer._kept
 
 
 # ------------------------------------------------------------------------------------------------------ reductions

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from world import make_tokenizer
 
 from trl_explore.chains.influence import forked_chains, forward_influence, influential_steps, step_attention
-from trl_explore.chains.leaves import Leaf, chain_of, completion, completion_logprobs, shared_tokens
+from trl_explore.chains.leaves import Leaf, chain_of, completion, shared_tokens
 from trl_explore.chains.uncertain import choose_forks, drawn_leaves, open_places, said_at, uncertainty
 from trl_explore.chains.values import token_advantages
 
@@ -124,9 +124,9 @@ def test_rows_share_what_their_paths_have_in_common(leaves):
     assert [len(completion(leaves, i)) for i in range(len(leaves))] == [leaf.length for leaf in leaves]
 
 
-def test_a_prefix_has_the_tokens_and_log_probabilities_of_the_leaf_that_drew_it():
+def test_a_prefix_has_the_tokens_of_the_leaf_that_drew_it():
     leaves = [Leaf([1, 2, 3], logprobs=[-1, -2, -3]), Leaf([8, 9], 0, 1, [-8, -9]), Leaf([7], 1, 2, [-7])]
-    assert completion(leaves, 2) == [1, 8, 7] and completion_logprobs(leaves, 2) == [-1, -8, -7]
+    assert completion(leaves, 2) == [1, 8, 7]
     assert [chain_of(leaves, i) for i in range(3)] == [0, 0, 0]
 
 

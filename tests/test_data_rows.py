@@ -139,7 +139,7 @@ def test_deferred_branches_keep_formatted_columns(tmp_path):
     again = make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, train_dataset=data, **options)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert_same(parameters(again), parameters(whole))
-    assert all(isinstance(point.example["number"], np.integer | int) for point in again._queue)
+    assert all(isinstance(point.origin.example["number"], np.integer | int) for point in again.branch_explorer._queue)
 
 
 @pytest.mark.parametrize("method", ["branpo", "deep_grpo", "agent_tree_grpo", "gigpo", "g2rl"])

@@ -23,6 +23,7 @@ from world import (
 )
 
 import trl_explore
+from trl_explore.forks.trajectories import Trajectory
 from trl_explore.rows.streams import loss_mask
 from trl_explore.trainers import DeepGRPOConfig, DeepGRPOTrainer
 
@@ -84,9 +85,11 @@ def streams_of(trainer):
     return inputs, trainer.streams.steps
 
 
-def drawn(trainer, row):
-    forks = trainer.branch_explorer.forks
-    return trainer.branch_explorer.draw(row, forks.trajectories[row], forks.longest_completion())
+def drawn(trainer, ids):
+    """The pivots of a completion."""
+    completion = Trajectory(0, {"prompt": "p"}, [3], ids, loss_mask=[1] * len(ids))
+    most = trainer.args.max_completion_length or len(ids)
+    return trainer.branch_explorer.draw(0, completion, most)
 
 
 class Duplicated(DeepGRPOTrainer):
@@ -94,7 +97,9 @@ class Duplicated(DeepGRPOTrainer):
         super().setup()
         rows, learn = self.branch_explorer.rows, self.branch_explorer.learn
         self.branch_explorer.rows = lambda branchings: rows([b for b in branchings for _ in range(2)])
-        self.branch_explorer.learn = lambda branchings, scored: learn([b for b in branchings for _ in range(2)], scored)[::2]
+        self.branch_explorer.learn = lambda branchings, scored: learn(
+            [b for b in branchings for _ in range(2)], scored
+        )[::2]
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo"])
@@ -253,8 +258,8 @@ def test_the_cap_bounds_pivots_and_serves_every_completion_before_a_second_pivot
 def test_branches_have_room_to_go_on(tmp_path, least, last):
     options = dict(CUTS, num_pivots=4, min_remaining_tokens=least)
     trainer = make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **options)
-    trainer.main_completion_ids = [[5, 6, 7, 8, 9, 10, 11, 12]]
-    pivots = drawn(trainer, 0)
+    ids = [5, 6, 7, 8, 9, 10, 11, 12]
+    pivots = drawn(trainer, ids)
     assert sorted(p.start for p in pivots) == list(range(0, last + 1, 2))
     assert all(p.depth == (p.start / 2 + 1) / 4 for p in pivots)
 
@@ -262,8 +267,8 @@ def test_branches_have_room_to_go_on(tmp_path, least, last):
 def test_by_default_a_tenth_of_the_budget_remains(tmp_path):
     options = dict(CUTS, segment_length=1, num_pivots=100, max_completion_length=50)
     trainer = make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **options)
-    trainer.main_completion_ids = [[5] * 50]
-    assert sorted(p.start for p in drawn(trainer, 0)) == list(range(46))
+    ids = [5] * 50
+    assert sorted(p.start for p in drawn(trainer, ids)) == list(range(46))
 
 
 @pytest.mark.parametrize("segmentation", ["delimiter", "fixed"])
@@ -278,16 +283,16 @@ def test_without_a_limit_branches_end_where_the_longest_completion_ends(tmp_path
 def test_room_is_asked_for_in_vain_where_completions_are_short_by_themselves(tmp_path):
     options = dict(CUTS, max_completion_length=None, min_remaining_tokens=10, num_pivots=4)
     trainer = make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **options)
-    trainer.main_completion_ids = [[5, 6, 7, 8, 1]]
-    assert [p.start for p in drawn(trainer, 0)] == [0]
+    ids = [5, 6, 7, 8, 1]
+    assert [p.start for p in drawn(trainer, ids)] == [0]
 
 
 @pytest.mark.parametrize("selection", ["utility", "uniform"])
 def test_no_pivot_where_only_the_end_token_follows(tmp_path, selection):
     options = dict(CUTS, segmentation="delimiter", num_pivots=9, pivot_selection=selection)
     trainer = make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **options)
-    trainer.main_completion_ids = [make_tokenizer()("ab.cd.<eos>")["input_ids"]]
-    assert sorted((p.start, p.depth) for p in drawn(trainer, 0)) == [(0, 0.5), (3, 1.0)]
+    ids = make_tokenizer()("ab.cd.<eos>")["input_ids"]
+    assert sorted((p.start, p.depth) for p in drawn(trainer, ids)) == [(0, 0.5), (3, 1.0)]
 
 
 @pytest.mark.parametrize("num_pivots", [1, 3, 9])
@@ -296,10 +301,10 @@ def test_the_control_from_the_root_has_the_budget_of_its_rivals(tmp_path, num_pi
     for selection in ("root", "uniform", "utility"):
         options = dict(CUTS, num_pivots=num_pivots, pivot_selection=selection)
         trainer = make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **options)
-        trainer.main_completion_ids = [[5, 6, 7, 8, 9, 10, 11, 12], [5, 6, 1], [5]]
-        counts[selection] = [len(drawn(trainer, row)) for row in range(3)]
+        completions = [[5, 6, 7, 8, 9, 10, 11, 12], [5, 6, 1], [5]]
+        counts[selection] = [len(drawn(trainer, ids)) for ids in completions]
         if selection == "root":
-            assert {p.start for row in range(3) for p in drawn(trainer, row)} == {0}
+            assert {p.start for ids in completions for p in drawn(trainer, ids)} == {0}
     assert counts["root"] == counts["uniform"] == counts["utility"]
     assert counts["root"] == [min(num_pivots, 4), 1, 1]
 
@@ -332,10 +337,9 @@ def test_completions_that_are_cut_or_need_no_cut_give_no_warning(tmp_path, field
 
 def test_several_pivots_of_a_completion_are_distinct(tmp_path):
     trainer = make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, **CUTS, num_pivots=3)
-    trainer.main_completion_ids = [[5, 6, 7, 8, 9, 10, 11, 12], [5]]
-    pivots = drawn(trainer, 0)
+    pivots = drawn(trainer, [5, 6, 7, 8, 9, 10, 11, 12])
     assert len({p.start for p in pivots}) == 3 and all(p.depth == (p.start / 2 + 1) / 4 for p in pivots)
-    assert [(p.start, p.depth) for p in drawn(trainer, 1)] == [(0, 1.0)]
+    assert [(p.start, p.depth) for p in drawn(trainer, [5])] == [(0, 1.0)]
 
 
 def test_the_estimator_learns_from_every_pivot_and_steers_the_next_draw(tmp_path):

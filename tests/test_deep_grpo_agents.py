@@ -83,9 +83,9 @@ def test_branches_go_on_with_their_tools_from_the_state_of_their_turn(tmp_path, 
     trainer = agent(tmp_path, factory=factory, num_pivots=4)
     judged, judge = [], trainer.forks.judge
 
-    def watched(branches, scorer):
+    def watched(branches):
         judged.extend((branch, branch.environment.episode.steps) for branch in branches)
-        judge(branches, scorer)
+        judge(branches)
 
     trainer.forks.judge = watched
     one_batch(trainer)
@@ -94,7 +94,7 @@ def test_branches_go_on_with_their_tools_from_the_state_of_their_turn(tmp_path, 
     assert len(judged) == 3 * len(points) > 0
     for i, (branch, steps) in enumerate(judged):
         point, origin = points[i // 3], branch.origin
-        assert branch.row == point.row and branch.start == len(point.prefix_ids)
+        assert branch.row == point.origin.row and branch.start == len(point.prefix_ids)
         assert branch.completion_ids[: branch.start] == origin.completion_ids[: branch.start] == point.prefix_ids
         first, end = origin.turns[branch.turn]
         assert first <= branch.start < end
@@ -114,10 +114,11 @@ def test_only_what_the_policy_said_behind_the_fork_is_trained(tmp_path, voice):
     voice(0.2)
     trainer = agent(tmp_path, num_pivots=2)
     one_batch(trainer)
-    branches = [branch for point in trainer.branch_explorer._points for branch in point.branches]
+    points = trainer.branch_explorer._points
+    branches = [branch for point in points for branch in point.branches]
     _, _, steps = trainer.streams.steps["aux"]
     trained = sum(int(loss_mask(part).sum()) for parts in steps for part in parts)
-    contrasts = [point for point in trainer.branch_explorer._points if len({tuple(b.rewards) for b in point.branches}) > 1]
+    contrasts = [point for point in points if len({tuple(b.rewards) for b in point.branches}) > 1]
     # Siblings with equal rewards need no pass.
     assert trained == sum(point.num_sampled for point in contrasts) > 0
     metrics = trainer._metrics["train"]

@@ -120,7 +120,7 @@ def test_deferred_branches_of_the_first_data_are_dropped(tmp_path):
     options = dict(DEEP, deferred_branching=True, branch_from="all")
     trainer = make_trainer(DeepGRPOTrainer, DeepGRPOConfig, tmp_path, reward_funcs=noting, **options)
     trainer.train()
-    assert trainer._queue
+    assert trainer.branch_explorer._queue
     noting.prompts.clear()
     trainer.train_dataset = differences()
     trainer.train()

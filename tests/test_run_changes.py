@@ -225,7 +225,7 @@ def test_deferred_branches_may_be_switched(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         off = gone_on(DEEP, tmp_path / "on", deferred_branching=False)
         on = gone_on(DEEP, tmp_path / "off", deferred_branching=True)
-    assert off._queue == [] and len(on._queue) > 0
+    assert off.branch_explorer._queue == [] and len(on.branch_explorer._queue) > 0
     assert "`deferred_branching` changed from True to False" in caplog.text
     assert "`deferred_branching` changed from False to True" in caplog.text
 

@@ -85,7 +85,7 @@ def success_fraction(folder, method, **options):
         return (trainer.shaped_rewards.nansum(dim=1) > 0).float().mean().item()
     if method in ("tree_rl", "attn_rl"):
         return metrics["branch/success_fraction"][0]
-    plans = trainer.branches.plans(trainer.scorer.success().tolist(), output["completion_mask"].any(dim=1).tolist())
+    plans = trainer.branch_explorer._plans.values()
     # Eq. 16: solved groups are left one response back, once; failures are tried twice.
     return sum(plan.tries == 1 for plan in plans) / len(plans)
 
@@ -237,7 +237,7 @@ def test_branpo_contrasts_by_the_reward_that_decides_and_credits_the_sum(tmp_pat
     assert kept
     for row, branch in kept.items():
         assert branch.rewards[0] != trainer.scorer.rewards_per_func[row, 0]
-    assert {trainer.branches._total(branch) for branch in kept.values()} <= {1.0, 1.5}
+    assert {trainer.branch_explorer._total(branch) for branch in kept.values()} <= {1.0, 1.5}
 
 
 def test_sesa_counts_by_the_reward_that_decides(tmp_path):

@@ -126,9 +126,8 @@ def test_a_round_is_one_call_for_all_trees(tmp_path):
     class Counting(TreeRLTrainer):
         def setup(self):
             super().setup()
-            sample = self.branch_explorer.sample
-            self.branch_explorer.sample = lambda *args: calls.append(len(args[0])) or sample(*args)
-            vars(self.branch_explorer.sample).update(token_logprobs=sample.token_logprobs, rollout=sample.rollout)
+            leave = self.branch_explorer.forks.leave
+            self.branch_explorer.forks.leave = lambda forks: calls.append(len(forks)) or leave(forks)
 
     batch(tmp_path, cls=Counting, num_rounds=2)
     assert len(calls) == 2 and all(number > 4 for number in calls)

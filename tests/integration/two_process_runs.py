@@ -136,9 +136,9 @@ def main(folder):
     class Counting(DeepGRPOTrainer):
         counts = []
 
-        def search(self, output):
-            super().search(output)
-            self.counts.append(len(self._points))
+        def extra_streams(self, *arguments):
+            self.counts.append(len(self.branch_explorer._points))
+            return super().extra_streams(*arguments)
 
     options = dict(
         **CUTS, **{**SPANNING, "max_steps": 6}, steps_per_generation=1, max_pivots_per_batch=3, reward_funcs=counting
