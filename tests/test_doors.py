@@ -19,7 +19,13 @@ FILES = {
 # What the package derives from, and what that does.
 THEIRS = [cls for root in (GRPOTrainer, VLLMClient, VLLMGeneration) for cls in root.__mro__[:-1]]
 # The only files that are to name a private of these.
-DOORS = {"trainers/base.py", "trainers/saving.py", "trainers/tool_loop.py", "trl_explore/serving/backend.py"}
+DOORS = {
+    "trainers/base.py",
+    "trainers/saving.py",
+    "trainers/tool_loop.py",
+    "trainers/trl_state.py",
+    "trl_explore/serving/backend.py",
+}
 # Files that still do. The set only may shrink: what names none any more is taken out, and nothing is added.
 STILL: set[str] = set()
 # Modules that still import each other, at once or later. This only may shrink, too.
@@ -104,7 +110,7 @@ def is_theirs(path):
     return path.split(".")[0] in {"trl", "transformers"}
 
 
-def test_only_three_files_are_to_name_privates_of_trl():
+def test_only_five_files_are_to_name_privates_of_trl():
     names, derived = privates(), derived_classes()
     uses = {file: sorted({*attributes(tree, names, derived), *imports(tree)}) for file, tree in FILES.items()}
     uses = {file: found for file, found in uses.items() if found and file not in DOORS}

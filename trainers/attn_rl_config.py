@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from trl_explore.chains.steps import SELECTIONS
+from trl_explore.chains.influence import SELECTIONS
 from trl_explore.names import explain_fields
 
 from .config import ExplorationConfig, at_least, one_of, run_checks, within

@@ -1,8 +1,9 @@
 """The class between TRL's `GRPOTrainer` and the methods. It overrides methods of TRL once, and delegates to parts.
 
-Only this file, `saving.py`, `tool_loop.py` and `serving/backend.py` name private attributes of TRL or of transformers'
-trainer, and `tests/test_contract.py` pins each of them. `hooks.py` holds the methods that a method of ours overrides.
-`step.py` shows the order in which a generation batch is made.
+Only this file, `saving.py`, `tool_loop.py`, `trl_state.py` and `serving/backend.py` name private attributes of TRL or
+of transformers' trainer, and `tests/test_contract.py` pins each of them. `hooks.py` holds the methods that a method of
+ours overrides. `step.py` shows the order in which a generation
+batch is made.
 """
 
 import copy
@@ -10,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -65,6 +67,7 @@ from .requires import check_arguments, check_vision
 from .saving import Saving
 from .step import Step
 from .tool_loop import TrainerToolLoop
+from .trl_state import TRLState
 
 
 def _paper_of(row: Method) -> Any:
@@ -392,44 +395,42 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
 
     @contextmanager
     def running(self, other: Pass) -> Iterator[Pass]:
-        # 1. Keep the attributes of the main rows.
-        attributes = vars(self)
-        names = ["current", "tools", "_logs", "_pending_extra_logs", "_pending_metrics", "_entropy_bonus_enabled"]
-        names += ["aux_loss_enabled", "num_generations", "rollout_func", "environments", "environment_factories"]
-        before = {name: attributes[name] for name in names if name in attributes}
-        metrics = self._metrics["train"]
-        tokens_seen = self.state.num_input_tokens_seen
-        # 2. Let TRL log and count in the pass.
-        other.logs = empty_logs(self._logs)
-        self.current = other
-        self._metrics["train"], self._logs = other.metrics, other.logs
-        self._pending_extra_logs, self._pending_metrics = other.columns, other.pending
-        self.state.num_input_tokens_seen = self._stream_tokens.get(other.name or "", 0)
-        # The loss of the main rows already has the entropy bonus and the router loss, which must not count twice.
-        self._entropy_bonus_enabled = self.aux_loss_enabled = False
+        main = TRLState.of(self)
+        other.logs = empty_logs(main.logs)
+        in_pass = replace(
+            main,
+            logs=other.logs,
+            metrics=other.metrics,
+            pending_metrics=other.pending,
+            pending_columns=other.columns,
+            num_tokens_seen=self._stream_tokens.get(other.name or "", 0),
+            # The loss of the main rows already has the entropy bonus and the router loss, which must not count twice.
+            has_entropy_bonus=False,
+            has_router_loss=False,
+        )
         if other.rows is not None:
-            rows = other.rows
-            self.num_generations = rows.group_size
+            in_pass.num_generations = other.rows.group_size
             # These rows are finished: TRL must reset no environment and call no tool for them.
-            self.environments, self.environment_factories, self.tools = other.environments, None, []
+            in_pass.tools, in_pass.environments, in_pass.environment_factories = [], other.environments, None
             # TRL samples nothing for a `rollout_func`: it decodes and scores its rollouts, and uses their mask.
-            self.rollout_func = lambda prompts, trainer: {
-                "prompt_ids": rows.prompt_ids,
-                "completion_ids": rows.completion_ids,
-                "logprobs": rows.logprobs if self.use_vllm else None,
-                "env_mask": rows.loss_mask,
+            finished = {
+                "prompt_ids": other.rows.prompt_ids,
+                "completion_ids": other.rows.completion_ids,
+                "logprobs": other.rows.logprobs if self.use_vllm else None,
+                "env_mask": other.rows.loss_mask,
             }
+            in_pass.rollout_func = lambda prompts, trainer: finished
+        self.current, before = other, self.current
+        in_pass.put_into(self)
         try:
             yield other
         finally:
-            # 3. Restore the main rows' attributes. The metrics of a stream join them under its name.
-            self.current = None
-            attributes.update(before)
-            self._metrics["train"] = metrics
-            self.state.num_input_tokens_seen = tokens_seen
+            main.put_into(self)
+            self.current = before
+            # The metrics of a stream join those of the main rows under its name.
             if other.name is not None:
                 for key, values in other.metrics.items():
-                    metrics[f"{other.name}/{key}"].extend(values)
+                    main.metrics[f"{other.name}/{key}"].extend(values)
                 if other.metrics["num_tokens"]:
                     self._stream_tokens = {**self._stream_tokens, other.name: other.metrics["num_tokens"][-1]}
         if other.keep_metrics:

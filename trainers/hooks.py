@@ -333,7 +333,6 @@ class Hooks:
         branches = own.make_branch_explorer != Hooks.make_branch_explorer
         kind = type(self.branch_explorer) if self.branch_explorer is not None else BranchExplorer
         samples_more = kind.rollout != BranchExplorer.rollout
-        credits = explores or kind.credits_main_rows
         hooks = {
             "rollout": explores or samples_more or own.rollout != Hooks.rollout,
             "shape_rewards": own.shape_rewards != Hooks.shape_rewards,

@@ -7,6 +7,7 @@ import torch
 
 from trl_explore.chains.leaves import Leaf
 
+SELECTIONS = ("attention", "uncertain", "random")  # values of AttnRL's `fork_selection`
 Step = tuple[int, int]  # where a step begins and ends among the tokens of a row
 
 

@@ -22,8 +22,6 @@ from trl_explore.rows.scorer import Scorer
 if TYPE_CHECKING:
     from trl_explore.trainers.attn_rl_config import AttnRLConfig
 
-SELECTIONS = ("attention", "uncertain", "random")
-
 
 @dataclass
 class Cut:
