@@ -172,8 +172,7 @@ class TailBranchExplorer(BranchExplorer):
             `tuple[dict, dict]`: The advantages of prefix and ending of each main row; and the advantage of each kept
             ending, by main row.
         """
-        size = self.args.num_generations
-        assert size is not None
+        size = self.num_generations
         of_rows: dict[int, tuple[float, float]] = {}
         of_branches: dict[int, float] = {}
         for first in sorted({row - row % size for row in kept}):

@@ -7,7 +7,7 @@ GRPO's rows instead.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trl_explore.explorers.explorer import PlainSampling
 from trl_explore.forks.engine import Forks
@@ -15,6 +15,9 @@ from trl_explore.forks.trajectories import Trajectory
 from trl_explore.rows.policy import Policy
 from trl_explore.rows.rollouts import Rollout, Rows
 from trl_explore.rows.scorer import ScoredRows, Scorer
+
+if TYPE_CHECKING:
+    from trl_explore.trainers.config import ExplorationConfig
 
 
 @dataclass(frozen=True)
@@ -61,11 +64,17 @@ class BranchExplorer:
     name = ""  # for error messages
     stream = "branch"  # name of the added rows in metrics and in the completions table
     credits_main_rows = False  # True: `explore` may return `main_advantages`
-    args: Any  # the trainer's configuration; a subclass may narrow the type
+    args: "ExplorationConfig"  # the trainer's configuration; a subclass may narrow the type
 
     def __init__(self, policy: Policy, forks: Forks, scorer: Scorer) -> None:
         self.policy, self.forks, self.scorer = policy, forks, scorer
         self.args = policy.args
+
+    @property
+    def num_generations(self) -> int:
+        """Return the number of completions of a prompt."""
+        assert self.args.num_generations is not None
+        return self.args.num_generations
 
     @property
     def weight(self) -> float:

@@ -71,7 +71,7 @@ class Branching:
 
     def _groups(self, output: RowDict) -> list[ScoredGroup]:
         """Return this process's prompts to explore."""
-        ranks, size = self.policy.ranks, self.policy.args.num_generations
+        ranks, size = self.policy.ranks, self.explorer.num_generations
         deciding = self.scorer.success()
         explored = torch.ones_like(deciding, dtype=torch.bool)
         if self.choice is not None:

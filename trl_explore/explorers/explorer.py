@@ -8,7 +8,7 @@ import math
 import reprlib
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +17,9 @@ from trl_explore.rows.rollouts import Rollout
 from trl_explore.rows.scorer import Scorer
 from trl_explore.rows.streams import RowDict
 from trl_explore.sampling.sampler import Sampler
+
+if TYPE_CHECKING:
+    from trl_explore.trainers.config import ExplorationConfig
 
 # GRPO's own sampling: it returns one completion for each list of prompt tokens.
 PlainSampling = Callable[[list[list[int]]], Rollout]
@@ -69,12 +72,18 @@ class Explorer:
 
     name = ""  # for error messages
     needs_samples = False  # True if `explore` reads `PromptGroup.samples`: GRPO then samples every prompt first
-    args: Any  # the trainer's configuration; a subclass may narrow the type
+    args: "ExplorationConfig"  # the trainer's configuration; a subclass may narrow the type
     plain_columns: Mapping[str, Any] = {}  # the column names of `Explored.columns`, with the value for rows of GRPO
 
     def __init__(self, policy: Policy, sample: Sampler, scorer: Scorer) -> None:
         self.policy, self.sample, self.scorer = policy, sample, scorer
         self.args = policy.args
+
+    @property
+    def num_generations(self) -> int:
+        """Return the number of completions of a prompt."""
+        assert self.args.num_generations is not None
+        return self.args.num_generations
 
     @property
     def max_completion_length(self) -> int:

@@ -1,13 +1,16 @@
 """Sample branches. Every method that continues GRPO's completions from a fork samples here."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trl_explore.forks.trajectories import Branch, Fork, Trajectory, suffix_mask
 from trl_explore.rows.policy import Policy
 from trl_explore.rows.rollouts import Continuation, Rows
 from trl_explore.rows.scorer import Scorer
 from trl_explore.sampling.sampler import Sampler
+
+if TYPE_CHECKING:
+    from trl_explore.trainers.config import ExplorationConfig
 
 
 class Forks:
@@ -29,6 +32,7 @@ class Forks:
 
     def __init__(self, policy: Policy, sample: Sampler, scorer: Scorer) -> None:
         self.policy, self.sample, self.scorer = policy, sample, scorer
+        self.args: ExplorationConfig = policy.args
         self.trajectories: list[Trajectory] = []  # GRPO's completions, `[B]`
 
     def begin_search(
@@ -71,7 +75,7 @@ class Forks:
     def longest_completion(self) -> int:
         """Return the maximum number of tokens of a branch with its prefix. Without `max_completion_length`, it is the
         length of the longest main row of this process."""
-        given = self.policy.args.max_completion_length
+        given = self.args.max_completion_length
         return given or max(len(trajectory.completion_ids) for trajectory in self.trajectories)
 
     # ------------------------------------------------------------------------------------------------ sample and score
