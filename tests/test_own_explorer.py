@@ -1,6 +1,7 @@
 """The page on an explorer of your own: its code is the example, and its comparison trains it and its control."""
 
 import csv
+import json
 import re
 import shlex
 import shutil
@@ -12,14 +13,16 @@ from commands import EXAMPLES, ROOT
 
 from trl_explore.cli import main
 
-PAGE = (ROOT / "docs" / "own-method.md").read_text().split("## Your own explorer")[1].split("## The other hooks")[0]
+WHOLE_PAGE = (ROOT / "docs" / "own-method.md").read_text()
+PAGE = WHOLE_PAGE.split("## Your own explorer")[1].split("## An explorer that adds")[0]
+BRANCHES = WHOLE_PAGE.split("## An explorer that adds")[1].split("## The other hooks")[0]
 SOURCE = (EXAMPLES / "own_explorer.py").read_text()
 SMALL = dict(warm_start_steps=2, evaluations=1, num_eval=2, budget={"steps": 1}, seeds=[0])
 SMALL["common"] = dict(per_device_train_batch_size=4, num_generations=2)
 
 
-def block(language):
-    (text,) = re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+def block(language, page=PAGE):
+    (text,) = re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
     return text
 
 
@@ -54,3 +57,16 @@ def test_the_first_command_of_the_page_runs(tmp_path, monkeypatch, capsys):
     Path("tiny.yaml").write_text(yaml.safe_dump({"task": "doors", **SMALL}))
     line = block("bash").splitlines()[0].replace("--task doors", "--config tiny.yaml").replace("--tokens 3e4", "")
     assert main(shlex.split(line)[1:]) == 0
+
+
+def test_the_branch_explorer_of_the_page_runs_and_trains_its_branches(tmp_path, monkeypatch, capsys):
+    assert (EXAMPLES / "own_branches.py").read_text().endswith(block("python", BRANCHES))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("TRL_EXPLORE_CACHE", str(tmp_path / "cache"))
+    shutil.copy(EXAMPLES / "own_branches.py", tmp_path)
+    Path("tiny.yaml").write_text(yaml.safe_dump({"task": "doors", **SMALL}))
+    line = block("bash", BRANCHES).replace("--task doors", "--config tiny.yaml").replace("--tokens 3e4", "")
+    assert main(shlex.split(line)[1:]) == 0
+    (state,) = Path("out/retry").glob("retry*/**/trainer_state.json")
+    assert "branch/reward" in json.loads(state.read_text())["log_history"][0]

@@ -32,7 +32,7 @@ from world import CHAT_TEMPLATE, make_model
 from trl_explore.cli import main
 from trl_explore.rewards import accuracy_reward
 from trl_explore.tasks.tiny_model import build_model, build_tokenizer
-from trl_explore.trainers import TreeGRPOTrainer
+from trl_explore.trainers import ExplorationConfig, TreeGRPOTrainer
 
 # What a page says, and what a test can afford.
 SMALLER = {
@@ -233,6 +233,16 @@ def own_explorer(text, folder):
     assert trainer.state.log_history[0]["explore_share"] > 0 and moved(trainer.model, "model")
 
 
+def own_branches(text, folder):
+    scope, _ = run_script(text)
+    config = ExplorationConfig(output_dir="out", **SMALL)
+    trainer = scope["RetryTrainer"](
+        model="./model", reward_funcs=accuracy_reward, args=config, train_dataset=rows_of(folder)
+    )
+    trainer.train()
+    assert "branch/reward" in trainer.state.log_history[0] and moved(trainer.model, "model")
+
+
 def own_test(text, folder):
     scope, _ = run_script(text)
     scope["test_with_weight_1_it_is_grpo_bit_for_bit"](folder / "out")
@@ -250,6 +260,7 @@ PARTS = {
     "class GuidedConfig": guided_branches,
     "class WReinforceConfig": own_advantage,
     "class HalfwayExplorer": own_explorer,
+    "class RetryExplorer": own_branches,
     "def test_with_weight_1": own_test,
 }
 

@@ -80,13 +80,16 @@ class Hooks:
     def requirements(self, args: Any) -> Requires:
         """Return the requirements of the method under this configuration."""
         own_explorer = type(self).make_explorer != Hooks.make_explorer
-        if args.explore is not None and (own_explorer or self.requires.samples):
+        branches = type(self).make_branch_explorer != Hooks.make_branch_explorer
+        if args.explore is not None and (own_explorer or branches or self.requires.samples):
             raise ValueError(
                 f"`explore={args.explore!r}` is a way of exploring, and {type(self).__name__} has its own: leave the "
                 "field out, or use ExplorationTrainer."
             )
         if own_explorer or args.explore is not None:
             return replace(self.requires, samples=True, main_rows=True, whole_groups=True)
+        if branches:
+            return replace(self.requires, samples=True, extra_rows=True)
         return self.requires
 
     def make_explorer(self) -> Explorer | None:
@@ -167,7 +170,10 @@ class Hooks:
         Returns:
             `torch.Tensor`: Advantages of shape `(B,)` or `(B, T)`.
         """
-        return output["advantages"] if self.exploration is None else self.exploration.credit(output)
+        advantages = output["advantages"] if self.exploration is None else self.exploration.credit(output)
+        if self.branching is not None:
+            advantages = self.branching.credit(advantages, num_tokens=output["completion_ids"].shape[1])
+        return advantages
 
     def extra_streams(
         self, output: RowDict, examples: list[dict[str, Any]], rewards: torch.Tensor
@@ -322,7 +328,9 @@ class Hooks:
     @property
     def trains_further_rows(self) -> bool:
         """Return whether further rows are trained in addition to the main rows."""
-        return self.requires.extra_rows or (self.exploration is not None and self.exploration.adds)
+        if self.requires.extra_rows or self.branch_explorer is not None:
+            return True
+        return self.exploration is not None and self.exploration.adds
 
     @property
     def changed_hooks(self) -> list[str]:

@@ -106,8 +106,6 @@ class Step:
                 rollout=trainer.main_rollout,
             )
         output["advantages"] = trainer.assign_advantages(output)
-        if branching is not None:
-            output["advantages"] = branching.credit(output["advantages"], output["completion_ids"].shape[1])
         examples = [own_copy(row) for row in trainer.main_examples]
         streams = trainer.extra_streams(output, examples, trainer.scorer.totals())
         if trainer.exploration is not None:

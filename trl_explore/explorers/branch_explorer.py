@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScoredGroup:
-    """A prompt of the generation batch, with the G completions that GRPO sampled."""
+    """
+    A prompt of the generation batch, with the G completions that GRPO sampled.
+
+    If the trainer does not require whole groups, G may be smaller than `num_generations`: the other completions of the
+    prompt are on another process.
+    """
 
     trajectories: Sequence[Trajectory]  # `[G]`
     rewards: Sequence[float]  # total raw rewards, `[G]`; NaN if a completion was not scored

@@ -1,5 +1,6 @@
 """Let a branch explorer continue GRPO's completions of a generation batch, and credit the rows."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -79,10 +80,14 @@ class Branching:
         is_explored = ranks.local(explored).tolist()
         rewards, of_success = ranks.local(self.scorer.totals()).tolist(), ranks.local(deciding).tolist()
         is_trained = output["completion_mask"].any(dim=1).tolist()
+        # Unless the trainer requires whole groups, the first and the last group may be partly on other processes.
+        num_rows = len(is_explored)
+        first_row = ranks.index * num_rows  # among the rows of all processes
+        starts = [0, *range(-first_row % size or size, num_rows, size)]
         groups = []
-        for row in range(0, len(is_explored), size):
-            if is_explored[row]:
-                rows = slice(row, row + size)
+        for start, end in itertools.pairwise([*starts, num_rows]):
+            if is_explored[start]:
+                rows = slice(start, end)
                 trajectories = self.explorer.forks.trajectories[rows]
                 groups.append(ScoredGroup(trajectories, rewards[rows], of_success[rows], is_trained[rows]))
         return groups
@@ -93,7 +98,7 @@ class Branching:
             rows["advantages"] = torch.zeros_like(rows["completion_ids"], dtype=torch.float32)  # (R, T)
         _fill(rows["advantages"], dict(enumerate(advantages)))
 
-    def credit(self, advantages: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    def credit(self, advantages: torch.Tensor, *, num_tokens: int) -> torch.Tensor:
         """
         Return the advantages of the main rows: those of the explorer, if it has some, else `advantages`.
 

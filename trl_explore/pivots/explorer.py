@@ -144,22 +144,25 @@ class PivotExplorer(BranchExplorer):
         """Return the pivots of the batch. Every process must call it."""
         args, most = self.args, self.forks.longest_completion()
         self._distributions.clear()  # the estimator may have changed since
-        failures = failed(self.scorer.success(), threshold=args.success_threshold)
+        deciding = self.scorer.success()
+        failures = failed(deciding, threshold=args.success_threshold)
         self.policy.log_metric("pivots/failure_fraction", failures.float().mean().item())
+        # A group may be on several processes, so look at the rows of all processes.
+        of_all = failed_rows(
+            deciding,
+            threshold=args.success_threshold,
+            group_size=self.num_generations,
+            branch_from=args.branch_from,
+        )
+        chosen = self.policy.ranks.local(of_all).tolist()
         pivots: list[Pivot] = []
         num_chosen = 0
         for group in groups:
-            chosen = failed_rows(
-                torch.tensor(group.deciding),
-                threshold=args.success_threshold,
-                group_size=len(group.deciding),
-                branch_from=args.branch_from,
-            )
-            num_chosen += int(chosen.sum())
-            for place in chosen.nonzero().squeeze(1).tolist():
-                row = group.first_row + place
-                if not self.forks.has_failed(row):
-                    pivots += self.draw(row, group.trajectories[place], most)
+            for trajectory in group.trajectories:
+                row = trajectory.main_row
+                num_chosen += chosen[row]
+                if chosen[row] and not self.forks.has_failed(row):
+                    pivots += self.draw(row, trajectory, most)
         self._warn_without_cuts(num_chosen)
         if args.max_pivots_per_batch is not None:
             pivots = self._capped(pivots, args.max_pivots_per_batch)
