@@ -503,11 +503,13 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
         # With vLLM, TRL takes `num_generations` consecutive rows as one prompt. A `budget` changes these numbers.
         size = 1 if self.rounds is not None and self.rounds.rows_of else num_generations
-        own = super()._generate_single_turn
-
-        def sample_turn(contexts: list[list[int]]) -> tuple:
-            return own(contexts, images, multimodal_fields, size, has_tool_images)
-
+        sample_turn = partial(
+            super()._generate_single_turn,
+            images=images,
+            multimodal_fields=multimodal_fields,
+            num_generations=size,
+            has_tool_images=has_tool_images,
+        )
         plain = partial(self._plain_turn, sample_turn)
         if self.turns is None:
             return self._turn(prompt_ids, plain)

@@ -127,7 +127,7 @@ class Hooks:
         Returns:
             [`Rollout`]: Exactly one completion per row.
         """
-        if self.branch_explorer is not None:
+        if self.branch_explorer is not None and self.branch_explorer.samples_with_main:
             return self.branch_explorer.rollout(prompt_ids, plain)
         if self.exploration is not None:
             return self.exploration.rollout(prompt_ids, self.main_examples, plain)

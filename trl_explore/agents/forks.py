@@ -160,10 +160,7 @@ class AgentForks(Forks):
     def leave(self, forks: Sequence[Fork]) -> list[Branch]:
         self.states.check(self.trajectories, self.turns.failed)
         self.states.begin_branches()
-        with self.sample.rollout():
-            branches = self._first_turns(forks)
-            if self.world.tools and branches:
-                self._use_tools(branches)
+        branches = super().leave(forks)
         for branch in branches:
             branch.complete = self._is_complete(branch)
         return branches
@@ -216,8 +213,10 @@ class AgentForks(Forks):
             branch.environment = self.states.at(origin, fork.turn)
         return branch
 
-    def _use_tools(self, branches: list[Branch]) -> None:
+    def continue_turns(self, branches: list[Branch]) -> None:
         """Let TRL's own loop call tools and sample turns until every branch has ended."""
+        if not self.world.tools or not branches:
+            return
         prompts, completions = [], []
         for branch in branches:
             assert branch.messages is not None

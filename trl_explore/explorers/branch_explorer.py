@@ -96,8 +96,13 @@ class BranchExplorer:
         """Return True if the explorer reads `Trajectory.logprobs` even without vLLM."""
         return False
 
+    @property
+    def samples_with_main(self) -> bool:
+        """Return True if the explorer samples in [`rollout`], in one call with the main rows."""
+        return False
+
     def rollout(self, prompt_ids: list[list[int]], plain: PlainSampling) -> Rollout:
-        """Sample the main rows. Override it to sample further completions in the same call."""
+        """Sample the main rows, and further completions in the same call. See [`samples_with_main`]."""
         return plain(prompt_ids)
 
     def explore(self, groups: Sequence[ScoredGroup]) -> Branches:

@@ -93,23 +93,23 @@ class Forks:
         Returns:
             `list[Branch]`: The branches, in the order of the forks.
         """
-        with self.sample.rollout():
-            return self._first_turns(forks)
-
-    def _first_turns(self, forks: Sequence[Fork]) -> list[Branch]:
-        """Sample the rest of the turn in which each branch begins."""
         prefixes, budgets = [], []
         for fork in forks:
             start = fork.prefix_length
             prefixes.append(fork.origin.prompt_ids + fork.origin.completion_ids[:start])
             budgets.append(self.longest_completion() - start)
-        numbers = [fork.number for fork in forks]
-        sampled = self.sample(prefixes, numbers, budgets, begun=[fork.begun for fork in forks])
+        numbers, begun = [fork.number for fork in forks], [fork.begun for fork in forks]
         branches = []
-        for fork, continuations in zip(forks, sampled, strict=True):
-            for continuation in continuations:
-                branches.append(self.begin_branch(fork, continuation))
+        with self.sample.rollout():
+            sampled = self.sample(prefixes, numbers, budgets, begun=begun)
+            for fork, continuations in zip(forks, sampled, strict=True):
+                for continuation in continuations:
+                    branches.append(self.begin_branch(fork, continuation))
+            self.continue_turns(branches)
         return branches
+
+    def continue_turns(self, branches: list[Branch]) -> None:
+        """Sample the turns after the first turn of each branch. Completions of a single turn have none."""
 
     def begin_branch(self, fork: Fork, continuation: Continuation) -> Branch:
         """Return the branch that continues a fork with the sampled tokens."""

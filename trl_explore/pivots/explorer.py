@@ -86,7 +86,12 @@ class PivotExplorer(BranchExplorer):
             self._pivot_depths.setdefault(point.origin.main_row, point.depth)
         if not self.args.deferred_branching:
             self._points = chosen
-            self._sample(chosen)
+            number = self.args.num_branches
+            branches = self.forks.leave([point.fork(number) for point in chosen])
+            if self.forks.is_agent:
+                self.forks.judge(branches)
+            for place, point in enumerate(chosen):
+                point.branches = branches[place * number : (place + 1) * number]
         else:
             check_columns(self.forks.trajectories[0].example)
             # The branches of the previous batch's pivots were sampled together with this batch, so train them now.
@@ -98,15 +103,6 @@ class PivotExplorer(BranchExplorer):
         self._own_seconds += time.perf_counter() - start
         return Branches(rows)
 
-    def _sample(self, points: list[BranchPoint]) -> None:
-        """Sample the branches of all pivots in one call."""
-        number = self.args.num_branches
-        branches = self.forks.leave([point.fork(number) for point in points])
-        if self.forks.is_agent:
-            self.forks.judge(branches)
-        for place, point in enumerate(points):
-            point.branches = branches[place * number : (place + 1) * number]
-
     def rows(self, points: list[BranchPoint]) -> Rows:
         """Return the branches as training rows. Their prefixes only condition (Eq. 4)."""
         branches = []
@@ -114,10 +110,12 @@ class PivotExplorer(BranchExplorer):
             branches += point.branches
         return self.forks.rows(branches, group_size=self.args.num_branches, trains_prefixes=False)
 
+    @property
+    def samples_with_main(self) -> bool:
+        return self.args.deferred_branching
+
     def rollout(self, prompt_ids: list[list[int]], plain: PlainSampling) -> Rollout:
-        """Sample the main rows and, with `deferred_branching`, the waiting branches in one call."""
-        if not self.args.deferred_branching:
-            return plain(prompt_ids)
+        """Sample the main rows and the waiting branches in one call."""
         number, num_main = self.args.num_branches, len(prompt_ids)
         prefixes = []
         for point in self._queue:

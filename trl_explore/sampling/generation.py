@@ -219,7 +219,9 @@ class _Hooks:
 
         # A prompt can come in several chunks; only the last of them is followed by a token.
         record.entropies.clear()
-        keep = _first_of_each(kwargs) if self.share_prefill and _is_understood(model, args, kwargs) else None
+        keep = None
+        if self.share_prefill and _is_understood(model, args, kwargs) and not has_dropout(model):
+            keep = _first_of_each(kwargs)
         if isinstance(mask, torch.Tensor) and mask.dim() == 2:
             row_tokens = mask[:, -num_new:].sum(dim=1).tolist()
         else:
@@ -275,7 +277,6 @@ def _is_understood(model: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
         and cache.get_seq_length() == 0
         # Multimodal models keep state of the batch outside the cache.
         and model.config.get_text_config(decoder=True) is model.config
-        and not has_dropout(model)
     )
 
 
