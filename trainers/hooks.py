@@ -170,7 +170,9 @@ class Hooks:
         Returns:
             `torch.Tensor`: Advantages of shape `(B,)` or `(B, T)`.
         """
-        advantages = output["advantages"] if self.exploration is None else self.exploration.credit(output)
+        advantages = output["advantages"]
+        if self.exploration is not None:
+            advantages = self.exploration.credit(output, self.main_completion_ids)
         if self.branching is not None:
             advantages = self.branching.credit(advantages, num_tokens=output["completion_ids"].shape[1])
         return advantages

@@ -4,12 +4,8 @@ import math
 from dataclasses import replace
 from typing import Any
 
-import torch
-
-from trl_explore.explorers.explorer import Explorer, PlainSampling
+from trl_explore.explorers.explorer import Explorer
 from trl_explore.explorers.resample import ResampleExplorer
-from trl_explore.rows.rollouts import Rollout
-from trl_explore.rows.streams import RowDict
 from trl_explore.sketches.agent import Actions, check_actions
 from trl_explore.sketches.lists import Lists
 from trl_explore.sketches.metrics import check_coverage_column
@@ -62,26 +58,10 @@ class SESATrainer(ExplorationTrainer):
     def make_explorer(self) -> Explorer | None:
         if self.args.explores:
             self.mode = self._make_mode()
-            return None if self.args.mode == "agent" else self.mode  # `Actions` works in the hook `rollout`
+            return self.mode
         if self.args.explores_some:  # without sketches, a chosen prompt gets plain samples
             return ResampleExplorer(self, self.sample, self.scorer)
         return None
-
-    def rollout(self, prompt_ids: list[list[int]], plain: PlainSampling) -> Rollout:
-        if isinstance(self.mode, Actions):  # it chooses turns of an agent, not whole completions
-            return self.mode.rollout(prompt_ids, plain)
-        return super().rollout(prompt_ids, plain)
-
-    def assign_advantages(self, output: RowDict) -> torch.Tensor:
-        if not isinstance(self.mode, Actions):
-            return super().assign_advantages(output)
-        assert self.scorer.rewards_per_func is not None
-        examples, rewards = self.main_examples[:: self.num_generations], self.scorer.rewards_per_func
-        self.mode.log_groups(examples, self.main_completion_ids, self.ranks.local(rewards))
-        return self.mode.weighted(output, self.main_completion_ids)
-
-    def completion_columns(self) -> dict[str, list[Any]]:
-        return self.mode.columns if isinstance(self.mode, Actions) else super().completion_columns()
 
     # --------------------------------------------------------------------------------------------- checks and the mode
 

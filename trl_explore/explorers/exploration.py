@@ -14,6 +14,7 @@ from trl_explore.explorers.explorer import (
     Sample,
     check_explored,
 )
+from trl_explore.explorers.turn_explorer import TurnExplorer
 from trl_explore.rewards.success import succeeded
 from trl_explore.rows.copies import own_copy
 from trl_explore.rows.policy import Policy
@@ -84,6 +85,8 @@ class Exploration:
         Returns:
             [`Rollout`]: One completion for each row.
         """
+        if isinstance(self.explorer, TurnExplorer):
+            return self.explorer.sample_turn(prompt_ids, examples, plain)
         if self.choice is None and not self.explorer.needs_samples:
             return self._explore_all(prompt_ids, examples, plain)
         if self._samples_all_prompts:
@@ -264,21 +267,41 @@ class Exploration:
 
     # ---------------------------------------------------------------------------------------------------------- credit
 
-    def credit(self, output: RowDict) -> torch.Tensor:
+    def credit(self, output: RowDict, completion_ids: list[list[int]]) -> torch.Tensor:
         """
         Return the advantages of the main rows: the explorer's for explored rows, and GRPO's for the others.
 
         Args:
             output (`dict`):
                 The main rows as TRL scored them, B rows.
+            completion_ids (`list[list[int]]`):
+                Tokens of their completions, `[B][T_i]`.
 
         Returns:
             `torch.Tensor`: Advantages of shape `(B,)` or `(B, T)`.
         """
+        if isinstance(self.explorer, TurnExplorer):
+            self.batch = self._batch_of_turns(self.explorer, completion_ids)
+            return self.explorer.credit(self.batch.explored, output)
         if not self.batch.replaces_main_rows:
             return output["advantages"]
         self._store_rewards()
         return self._with_explorer_credit(output, self.batch.rows)
+
+    def _batch_of_turns(self, explorer: TurnExplorer, completion_ids: list[list[int]]) -> ExploredBatch:
+        """Return the main rows as explored prompts: the explorer sampled some of their turns."""
+        rewards = self._main_rewards()
+        explored = []
+        for group, start in enumerate(range(0, len(completion_ids), self.size)):
+            rows = slice(start, start + self.size)
+            columns = explorer.columns_of(group)
+            explored.append(Explored(completion_ids[rows], rewards=rewards[rows], columns=columns))
+        return ExploredBatch(list(range(len(completion_ids))), explored)
+
+    def _main_rewards(self) -> list[list[float]]:
+        """Return TRL's rewards of the main rows of this process, `[B][F]`."""
+        assert self.scorer.rewards_per_func is not None
+        return self.policy.ranks.local(self.scorer.rewards_per_func).tolist()
 
     def streams(self) -> dict[str, tuple[ScoredRows, float]]:
         """Return the stream `explored` with weight 1: the completions that are trained in addition to GRPO's. Without
@@ -307,8 +330,7 @@ class Exploration:
     def _store_rewards(self) -> None:
         """Store TRL's rewards in the explored completions that the explorer did not score. This occurs only if every
         prompt is explored, so that the main rows are the explored rows in the same order."""
-        assert self.scorer.rewards_per_func is not None
-        rewards = self.policy.ranks.local(self.scorer.rewards_per_func).tolist()
+        rewards = self._main_rewards()
         for group, one in enumerate(self.batch.explored):
             if one.rewards is None:
                 one.rewards = rewards[group * self.size : (group + 1) * self.size]

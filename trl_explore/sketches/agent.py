@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from trl_explore.agents.turns import Turn, Turns
 from trl_explore.explorers.explorer import PlainSampling
+from trl_explore.explorers.turn_explorer import TurnExplorer
 from trl_explore.rows.rollouts import Rollout
 from trl_explore.sketches.actions import action_of, decision_blocks, share_out
 from trl_explore.sketches.drafts import diversity, fill_prompt, first_distinct, newest_that_fit
@@ -23,7 +24,7 @@ class Proposal(NamedTuple):
     context: list[int]  # tokens from which the turn was sampled
 
 
-class Actions(Mode):
+class Actions(Mode, TurnExplorer):
     """
     SESA's `mode="agent"`, after section 3.1 of the paper. It chooses turns of an agent, not whole completions.
 
@@ -32,6 +33,7 @@ class Actions(Mode):
     """
 
     name = "actions"
+    plain_columns = {"actions": ""}
 
     def __init__(self, *args: Any, turns: Turns, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -45,11 +47,11 @@ class Actions(Mode):
         assert self.turns.turn is not None
         return self.turns.turn
 
-    def rollout(self, contexts: list[list[int]], plain: PlainSampling) -> Rollout:
-        """Return the next turn of each row in the tool loop. `contexts` are the tokens of these rows so far."""
+    def sample_turn(self, contexts: list[list[int]], examples: list[dict[str, Any]], plain: PlainSampling) -> Rollout:
         turn, args, size = self.turn, self.args, self.size
         if turn.number == 0:
             self._begin_batch(contexts)
+            self._examples = examples[:: self.size]
         # A place is an index into `contexts`. A row is an index into the batch.
         start = time.perf_counter()
         explores = [row % size < self.num_explored and turn.number < args.branch_depth for row in turn.rows]
