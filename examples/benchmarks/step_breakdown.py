@@ -225,6 +225,9 @@ def arms_of(task: Any, args: argparse.Namespace) -> list[Arm]:
         if name == "tree_grpo":
             options["expansion_width"] = args.expansion_width
         arms.append(Arm(METHODS[name].title, name, options))
+        if args.shared_prefixes:
+            shared = {**options, "shared_prefix_training": "on"}
+            arms.append(Arm(f"{METHODS[name].title}, shared prefixes", name, shared))
         for number in args.parallel if name in PARALLEL and options.get("mode", "two_stage") == "two_stage" else ():
             arms.append(Arm(f"{METHODS[name].title}, {number} parallel", name, {**options, PARALLEL[name]: number}))
     return arms
@@ -315,6 +318,9 @@ def main() -> None:
     parser.add_argument("--methods", nargs="*", choices=[name for name, row in METHODS.items() if not row.plain])
     parser.add_argument(
         "--parallel", nargs="*", type=int, default=[], help="also so many expansions, chains of sketches"
+    )
+    parser.add_argument(
+        "--shared_prefixes", action="store_true", help="also every method with `shared_prefix_training='on'`"
     )
     parser.add_argument("--expansion_width", type=int, default=4)
     parser.add_argument("--path_cache_tokens", type=int, default=65536)
