@@ -22,7 +22,7 @@ class RetryExplorer(BranchExplorer):
                 if reward < self.args.success_bar:
                     middle = len(completion.completion_ids) // 2
                     forks.append(Fork(completion, turn=0, number=4, start=middle))
-        branches = self.forks.leave(forks)
+        branches = self.forks.sample_branches(forks)
         return Branches(self.forks.rows(branches, group_size=4, trains_prefixes=False))
 
 

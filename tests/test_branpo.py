@@ -148,16 +148,16 @@ def agent(folder, **options):
 def kept_branches(trainer, monkeypatch):
     """One batch, with the branches that were sampled and those that were kept."""
     sampled = []
-    leave = trainer.forks.leave
+    sample_branches = trainer.forks.sample_branches
 
     def watched(forks):
-        branches = leave(forks)
+        branches = sample_branches(forks)
         for branch in branches:  # instances are used again, by later calls
             branch.steps = branch.environment.episode.steps if branch.environment else 0
         sampled.append(([(fork.origin.row, fork.turn, fork.number) for fork in forks], branches))
         return branches
 
-    monkeypatch.setattr(trainer.forks, "leave", watched)
+    monkeypatch.setattr(trainer.forks, "sample_branches", watched)
     output = one_batch(trainer)
     return output, sampled, trainer.branch_explorer._kept
 

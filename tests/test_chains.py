@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from world import make_tokenizer
 
 from trl_explore.chains.influence import forked_chains, forward_influence, influential_steps, step_attention
-from trl_explore.chains.leaves import Leaf, chain_of, completion, shared_tokens
+from trl_explore.chains.leaves import TreeCompletion, chain_of, completion, shared_tokens
 from trl_explore.chains.uncertain import choose_forks, drawn_leaves, open_places, said_at, uncertainty
 from trl_explore.chains.values import token_advantages
 
@@ -18,7 +18,7 @@ NAN = math.nan
 
 def tree(*leaves):
     """Leaves of (own tokens, parent, start, reward)."""
-    return [Leaf(list(range(n)), parent, start, reward=reward) for n, parent, start, reward in leaves]
+    return [TreeCompletion(list(range(n)), parent, start, reward=reward) for n, parent, start, reward in leaves]
 
 
 def firsts(row, *tokens):
@@ -38,7 +38,7 @@ def forests(draw):
         if parent is not None:
             start = draw(st.integers(leaves[parent].start, leaves[parent].length - 1))
         reward = draw(st.sampled_from([0.0, 1.0, 0.25, -0.5, NAN]))
-        leaves.append(Leaf([0] * draw(st.integers(1, 5)), parent, start, reward=reward))
+        leaves.append(TreeCompletion([0] * draw(st.integers(1, 5)), parent, start, reward=reward))
     return leaves
 
 
@@ -125,7 +125,11 @@ def test_rows_share_what_their_paths_have_in_common(leaves):
 
 
 def test_a_prefix_has_the_tokens_of_the_leaf_that_drew_it():
-    leaves = [Leaf([1, 2, 3], logprobs=[-1, -2, -3]), Leaf([8, 9], 0, 1, [-8, -9]), Leaf([7], 1, 2, [-7])]
+    leaves = [
+        TreeCompletion([1, 2, 3], logprobs=[-1, -2, -3]),
+        TreeCompletion([8, 9], 0, 1, [-8, -9]),
+        TreeCompletion([7], 1, 2, [-7]),
+    ]
     assert completion(leaves, 2) == [1, 8, 7]
     assert [chain_of(leaves, i) for i in range(3)] == [0, 0, 0]
 
@@ -143,24 +147,31 @@ def forks(leaves, number, *, ends=None, selection="uncertain"):
 
 
 def test_the_least_likely_tokens_of_every_chain_are_forked():
-    leaves = [Leaf([0] * 4, logprobs=[-0.1, -3.0, -0.2, -2.0]), Leaf([0] * 2, logprobs=[-0.5, None])]
+    leaves = [
+        TreeCompletion([0] * 4, logprobs=[-0.1, -3.0, -0.2, -2.0]),
+        TreeCompletion([0] * 2, logprobs=[-0.5, None]),
+    ]
     assert forks(leaves, 2) == [(0, 1), (0, 3), (1, 0), (1, 1)]
     assert [uncertainty(leaves, fork) for fork in forks(leaves, 2)] == [3.0, 2.0, 0.5, 0.0]
 
 
 def test_branches_compete_with_the_chain_that_they_grow_on_but_for_their_first_token():
-    chain = Leaf([0] * 4, logprobs=[-0.1, -3.0, -0.2, -2.0])
-    leaves = [chain, Leaf([0] * 3, 0, 1, [-9.0, -2.5, -0.1])]
+    chain = TreeCompletion([0] * 4, logprobs=[-0.1, -3.0, -0.2, -2.0])
+    leaves = [chain, TreeCompletion([0] * 3, 0, 1, [-9.0, -2.5, -0.1])]
     assert forks(leaves, 2) == [(1, 2), (0, 3)]  # (0, 1) was forked, and (1, 1) is the same place
 
 
 def test_nothing_is_forked_behind_an_end():
-    leaves = [Leaf([0] * 4, logprobs=[-0.1, -3.0, -0.2, -2.0])]
+    leaves = [TreeCompletion([0] * 4, logprobs=[-0.1, -3.0, -0.2, -2.0])]
     assert forks(leaves, 3, ends=[1]) == [(0, 0)] and forks(leaves, 3, ends=[0]) == []
 
 
 def test_the_control_draws_as_many_tokens_of_every_chain():
-    leaves = [Leaf([0] * 50, logprobs=[0.0] * 50), Leaf([0], logprobs=[0.0]), Leaf([0] * 9, 0, 3)]
+    leaves = [
+        TreeCompletion([0] * 50, logprobs=[0.0] * 50),
+        TreeCompletion([0], logprobs=[0.0]),
+        TreeCompletion([0] * 9, 0, 3),
+    ]
     drawn = forks(leaves, 3, selection="random")
     assert sorted({place for place, _ in drawn} & {1}) == [1] and len(set(drawn)) == len(drawn) == 4
     assert drawn == forks(leaves, 3, selection="random") != forks(leaves, 3)
@@ -178,7 +189,7 @@ def test_a_text_is_found_at_the_token_that_ends_it_in_whatever_case():
 @settings(deadline=None)
 @given(st.integers(3, 9), st.lists(st.booleans(), min_size=9, max_size=9), st.integers(0, 99))
 def test_all_chains_are_trained_and_a_success_where_no_chain_is_one(number, solved, seed):
-    leaves = [Leaf([0], None if i < 3 else 0, solved=solved[i]) for i in range(9)]
+    leaves = [TreeCompletion([0], None if i < 3 else 0, solved=solved[i]) for i in range(9)]
     drawn = drawn_leaves(leaves, number, generator=torch.Generator().manual_seed(seed))
     assert drawn[:3] == [0, 1, 2] and len(drawn) == len(set(drawn)) == number
     if number > 3 and any(solved):
@@ -241,7 +252,7 @@ def test_nothing_is_forked_behind_the_thinking_and_no_more_than_there_is():
 
 @pytest.mark.parametrize("right, number", [(0, 6), (1, 6), (2, 5), (3, 4), (4, 4), (5, 3), (6, 3)])
 def test_the_more_chains_are_forked_the_fewer_succeed_those_of_the_rarer_outcome_first(right, number):
-    leaves = [Leaf([0], solved=i < right) for i in range(6)]
+    leaves = [TreeCompletion([0], solved=i < right) for i in range(6)]
     chosen = forked_chains(leaves, scored=[True] * 6, generator=generator())
     assert len(chosen) == number and chosen == sorted(set(chosen))
     rare = range(right, 6) if right >= 3 else range(right)
@@ -249,6 +260,6 @@ def test_the_more_chains_are_forked_the_fewer_succeed_those_of_the_rarer_outcome
 
 
 def test_unscored_chains_are_neither_forked_nor_counted():
-    leaves = [Leaf([0], solved=i == 0) for i in range(4)]
+    leaves = [TreeCompletion([0], solved=i == 0) for i in range(4)]
     assert forked_chains(leaves, scored=[True, True, False, False], generator=generator()) == [0, 1]
     assert forked_chains(leaves, scored=[False] * 4, generator=generator()) == []

@@ -15,8 +15,8 @@ from trl import GRPOConfig, GRPOTrainer
 from world import assert_same, differ, make_trainer, one_batch, parameters, says, trained
 
 from trl_explore.rows.streams import loss_mask
-from trl_explore.steps.advantages import shuffled_states, step_advantages, step_returns
-from trl_explore.steps.states import equal_states, shown_tokens, similar_states
+from trl_explore.step_groups.advantages import shuffled_states, step_advantages, step_returns
+from trl_explore.step_groups.states import equal_states, shown_tokens, similar_states
 from trl_explore.tasks.tiny_model import build_model, build_tokenizer
 from trl_explore.trainers import GiGPOConfig, GiGPOTrainer
 

@@ -288,12 +288,12 @@ def test_a_row_whose_environment_raised_gets_no_further_turn():
         world = TrainerToolLoop(trainer, loop=None, encode_answers=None)
         turns = Turns(StandIn(), world)
         asked = []
-        with turns.of([["p"], ["p"]]):
+        with turns.following([["p"], ["p"]]):
 
             def speak(contexts):
-                speaking = turns.begin(contexts)
-                asked.append(speaking.contexts)
-                return turns.end(speaking, ([[6] for _ in speaking.contexts], None))
+                turn_rows = turns.begin(contexts)
+                asked.append(turn_rows.contexts)
+                return turns.end(turn_rows, ([[6] for _ in turn_rows.contexts], None))
 
             assert speak([[5], [5]]) == ([[6], [6]], None)
             prompts = [[{"role": "user"}], [{"role": "user"}]]

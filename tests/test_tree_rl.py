@@ -126,8 +126,10 @@ def test_a_round_is_one_call_for_all_trees(tmp_path):
     class Counting(TreeRLTrainer):
         def setup(self):
             super().setup()
-            leave = self.branch_explorer.forks.leave
-            self.branch_explorer.forks.leave = lambda forks: calls.append(len(forks)) or leave(forks)
+            sample_branches = self.branch_explorer.forks.sample_branches
+            self.branch_explorer.forks.sample_branches = lambda forks: (
+                calls.append(len(forks)) or sample_branches(forks)
+            )
 
     batch(tmp_path, cls=Counting, num_rounds=2)
     assert len(calls) == 2 and all(number > 4 for number in calls)

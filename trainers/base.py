@@ -23,7 +23,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
 from trl_explore.agents.forks import AgentForks
-from trl_explore.agents.turns import Spoken, Turns, guarded_factories
+from trl_explore.agents.turns import Turns, TurnTokens, guarded_factories
 from trl_explore.agents.watch import ToolWatch
 from trl_explore.credit.part import Credit
 from trl_explore.explorers.branching import Branching
@@ -484,7 +484,7 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
                 self.forks.begin(self.main_examples, self.given_examples, len(prompts))
         turns = self.turns if self.tools else None
         num_before = self.sample.tokens.own
-        with nullcontext() if turns is None else turns.of(prompts):
+        with nullcontext() if turns is None else turns.following(prompts):
             result = super()._generate(prompts)
         if training and self.rollout_func is not None and self.sample.tokens.own == num_before:
             # The `rollout_func` did not sample through the trainer, so count the tokens that it returned.
@@ -513,12 +513,12 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
         plain = partial(self._plain_turn, sample_turn)
         if self.turns is None:
             return self._turn(prompt_ids, plain)
-        speaking = self.turns.begin(prompt_ids)
-        if not speaking.contexts:
-            return self.turns.end(speaking, ([], None))
-        with self.turns.budgeted(speaking):
-            spoken = self._turn(speaking.contexts, plain)
-        return self.turns.end(speaking, spoken)
+        turn_rows = self.turns.begin(prompt_ids)
+        if not turn_rows.contexts:
+            return self.turns.end(turn_rows, ([], None))
+        with self.turns.budgeted(turn_rows):
+            sampled = self._turn(turn_rows.contexts, plain)
+        return self.turns.end(turn_rows, sampled)
 
     def _plain_turn(self, sample_turn: Callable[[list[list[int]]], tuple], contexts: list[list[int]]) -> Rollout:
         """Sample one completion, or turn, for each context with TRL's `sample_turn`. In training, count the tokens and
@@ -535,7 +535,7 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
             self.sample.tokens.add(rollout.completion_ids)
         return rollout
 
-    def _turn(self, contexts: list[list[int]], plain: PlainSampling) -> Spoken:
+    def _turn(self, contexts: list[list[int]], plain: PlainSampling) -> TurnTokens:
         """Return one completion, or turn, for each context. In training, the hook `rollout` samples the main rows, and
         `forks` continues branches. In evaluation, TRL samples."""
         if self.forks is not None and self.forks.in_branches:

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from trl_explore.rows.streams import RowDict, loss_mask, row_tokens
-from trl_explore.steps.advantages import shuffled_states, step_advantages
-from trl_explore.steps.states import equal_states, shown_tokens, similar_states
+from trl_explore.step_groups.advantages import shuffled_states, step_advantages
+from trl_explore.step_groups.states import equal_states, shown_tokens, similar_states
 
 from .base import ExplorationTrainer, Requires
 from .gigpo_config import GiGPOConfig

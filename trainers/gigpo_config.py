@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from trl_explore.names import explain_fields
-from trl_explore.steps.advantages import SCALES
+from trl_explore.step_groups.advantages import SCALES
 
 from .config import ExplorationConfig, one_of, run_checks, within
 

@@ -118,7 +118,7 @@ class SESATrainer(ExplorationTrainer):
         if args.mode == "sequential":
             return Lists(*parts, **sizes)
         assert self.turns is not None
-        for name, tools in self.turns.world.tools_by_environment().items():
+        for name, tools in self.turns.tool_loop.tools_by_environment().items():
             check_actions(tools, "" if name is None else f"[{name!r}]")
         return Actions(*parts, turns=self.turns, **sizes)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 class TrainerToolLoop:
     """
-    Implements [`~trl_explore.agents.turns.World`] for a trainer.
+    Implements [`~trl_explore.agents.turns.ToolLoopAccess`] for a trainer.
 
     Args:
         trainer ([`~trl.GRPOTrainer`]):

@@ -37,7 +37,7 @@ class Stopwatch:
         self.time(trainer, "_generate_single_turn", "rollout")
         self.time(trainer, "_tool_call_loop", "rollout")
         if isinstance(trainer, BranPOTrainer):
-            self.time(trainer, "leave", "rollout")
+            self.time(trainer.forks, "sample_branches", "rollout")
         self.time(trainer, "_generate_and_score_completions", "other")
         self.time(trainer, "training_step", "update")
 

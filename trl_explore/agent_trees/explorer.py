@@ -87,7 +87,7 @@ class TurnTreeExplorer(BranchExplorer):
                 drawn = draw_nodes(tree.spans, args.num_expansions, generator=generator)
                 for (leaf, turn), number in drawn.items():
                     forks.append(Fork(tree.leaves[leaf], turn, number))
-            branches = self.forks.leave(forks)
+            branches = self.forks.sample_branches(forks)
             # If the environment raised an exception, the reward says nothing about the policy.
             sound = [branch for branch in branches if environment_error(branch.environment) is None]
             self.forks.judge(sound)  # now, because the next round uses the environments again

@@ -11,7 +11,7 @@ from typing import Any
 from trl_explore.agents.environments import environment_error, model_may_have_failed
 from trl_explore.agents.outages import Streak
 from trl_explore.agents.states import KeptStates
-from trl_explore.agents.turns import Turns, World
+from trl_explore.agents.turns import ToolLoopAccess, Turns
 from trl_explore.agents.watch import ToolWatch
 from trl_explore.forks.engine import Forks
 from trl_explore.forks.trajectories import Branch, Fork, Trajectory
@@ -46,8 +46,8 @@ class AgentForks(Forks):
     ) -> None:
         super().__init__(policy, sample, scorer)
         self.turns, self.watch = turns, watch
-        self.states = KeptStates(policy, turns.world, wanted=policy.args.environment_state, num_turns=num_turns)
-        self.world: World = turns.world
+        self.states = KeptStates(policy, turns.tool_loop, wanted=policy.args.environment_state, num_turns=num_turns)
+        self.tool_loop: ToolLoopAccess = turns.tool_loop
         self.most_rounds = most_rounds or (lambda: policy.args.max_tool_calling_iterations)
         self.keep_states = keep_states
         self._stopped: set[int] | None = None  # branches that may call no further tool; None outside branching
@@ -65,9 +65,9 @@ class AgentForks(Forks):
 
     def set_limit(self) -> None:
         """A batch is about to be rolled out, in training or evaluation."""
-        if self.world.tools:
+        if self.tool_loop.tools:
             limit = self.most_rounds()
-            self.world.limit_rounds(sys.maxsize if limit is None else limit)
+            self.tool_loop.limit_rounds(sys.maxsize if limit is None else limit)
 
     def begin(self, examples: list[dict[str, Any]], given: list[dict[str, Any]], num_rows: int) -> None:
         """
@@ -83,19 +83,19 @@ class AgentForks(Forks):
         """
         self.states.begin(examples, given, num_rows)
         self.watch.reset()
-        if self.world.environments and not self.world.tools:  # no loop, and no turns but one
+        if self.tool_loop.environments and not self.tool_loop.tools:  # no loop, and no turns but one
             self.states.keep(0, list(range(num_rows)))
 
     def before_turn(self) -> None:
         """A turn of the main rows is about to be sampled."""
         turn = self.turns.turn
-        if turn is not None and self.world.environments:
+        if turn is not None and self.tool_loop.environments:
             self.states.keep(turn.number, turn.rows)
 
     def end(self, prompts: list, rows: tuple, *, save: Callable[[], str]) -> None:
         """The batch has been rolled out: prompts as they were sampled from, `[B]`, and rows as TRL returns them.
         `save` writes a checkpoint before the run is stopped, and says what to do next."""
-        if self.world.tools:
+        if self.tool_loop.tools:
             self._stop_if_dead(save)
         prompt_ids, completion_ids, mask, completions, logprobs = rows
         self.trajectories = [
@@ -107,7 +107,7 @@ class AgentForks(Forks):
                 loss_mask=[1] * len(ids) if mask is None else mask[row],
                 # TRL decodes a single turn better than we. Of several turns, branches continue these messages, and
                 # reward functions may change those that they are given.
-                messages=own_copy(completions[row]) if self.world.tools else None,
+                messages=own_copy(completions[row]) if self.tool_loop.tools else None,
                 states=self.states.of_rows[row],
                 logprobs=None if logprobs is None else logprobs[row],
             )
@@ -117,7 +117,7 @@ class AgentForks(Forks):
     def _stop_if_dead(self, save: Callable[[], str]) -> None:
         """Raise if a service has died: training on its errors would teach the policy not to call tools. If tools raise
         other errors, only warn, because GRPO also shows these to the model and goes on."""
-        environments = self.world.environments or []
+        environments = self.tool_loop.environments or []
         failed = self.turns.failed if environments else []
         broken = [
             environment
@@ -157,10 +157,10 @@ class AgentForks(Forks):
     def begin_search(self, examples: Any, prompt_ids: Any, completion_ids: Any, logprobs: Any) -> None:
         """Do nothing: the trajectories were stored when they ended, with their messages and states."""
 
-    def leave(self, forks: Sequence[Fork]) -> list[Branch]:
+    def sample_branches(self, forks: Sequence[Fork]) -> list[Branch]:
         self.states.check(self.trajectories, self.turns.failed)
         self.states.begin_branches()
-        branches = super().leave(forks)
+        branches = super().sample_branches(forks)
         for branch in branches:
             branch.complete = self._is_complete(branch)
         return branches
@@ -175,7 +175,7 @@ class AgentForks(Forks):
             [branch.completion_ids for branch in branches],
             prompt_ids=[branch.origin.prompt_ids for branch in branches],
             completions=[branch.messages for branch in branches],
-            environments=[branch.environment for branch in branches] if self.world.environments else None,
+            environments=[branch.environment for branch in branches] if self.tool_loop.environments else None,
             keep_metrics=False,  # metrics that reward functions log are those of the main rows
         )
         for branch, values, extra in zip(branches, rewards, logged, strict=True):
@@ -191,7 +191,7 @@ class AgentForks(Forks):
         """The next turn of branches that are in the tool loop."""
         turn = self.turns.turn
         assert turn is not None
-        if self.keep_states and self.world.environments:
+        if self.keep_states and self.tool_loop.environments:
             for place in turn.rows:
                 branch = self._branches[place]
                 branch.states[branch.turn + turn.number] = self.states.taken(branch.row, branch.environment)
@@ -209,13 +209,13 @@ class AgentForks(Forks):
                 branch.row, origin.prompt_ids + origin.completion_ids[:first], branch.completion_ids[first:]
             )
             branch.messages = [*origin.messages_before(fork.turn), turn]
-        if self.world.environments:
+        if self.tool_loop.environments:
             branch.environment = self.states.at(origin, fork.turn)
         return branch
 
     def continue_turns(self, branches: list[Branch]) -> None:
         """Let TRL's own loop call tools and sample turns until every branch has ended."""
-        if not self.world.tools or not branches:
+        if not self.tool_loop.tools or not branches:
             return
         prompts, completions = [], []
         for branch in branches:
@@ -223,7 +223,7 @@ class AgentForks(Forks):
             prompts.append(copy.deepcopy(branch.origin.example["prompt"]) + branch.messages[:-1])
             completions.append([branch.messages[-1]])
         with self._branch_loop(branches) as stopped:
-            masks, completions, completion_ids, logprobs, *_ = self.world.loop(
+            masks, completions, completion_ids, logprobs, *_ = self.tool_loop.loop(
                 prompts,
                 [branch.origin.prompt_ids for branch in branches],
                 [branch.completion_ids for branch in branches],
@@ -250,18 +250,18 @@ class AgentForks(Forks):
     @contextmanager
     def _branch_loop(self, branches: list[Branch]) -> Iterator[set[int]]:
         """TRL's tool loop works on the branches' environments, and each may call tools as often as its row might."""
-        world, rows = self.world, [branch.row for branch in branches]
+        tool_loop, rows = self.tool_loop, [branch.row for branch in branches]
         stopped: set[int] = set()
-        environments = [branch.environment for branch in branches] if world.environments else None
-        names = None if world.factories is None else [world.names[row] for row in rows]
-        sync_tools = self._limited_tools(branches, world.sync_tools)
-        async_tools = self._limited_tools(branches, world.async_tools)
-        working_on = world.working_on(
+        environments = [branch.environment for branch in branches] if tool_loop.environments else None
+        names = None if tool_loop.factories is None else [tool_loop.names[row] for row in rows]
+        sync_tools = self._limited_tools(branches, tool_loop.sync_tools)
+        async_tools = self._limited_tools(branches, tool_loop.async_tools)
+        working_on = tool_loop.working_on(
             environments=environments, names=names, sync_tools=sync_tools, async_tools=async_tools
         )
         self._stopped, self._branches = stopped, branches
         try:
-            with self.turns.of(rows, self._is_over), working_on:
+            with self.turns.following(rows, self._is_over), working_on:
                 yield stopped
         finally:
             self._stopped, self._branches = None, []
@@ -292,7 +292,7 @@ class AgentForks(Forks):
         """Whether a branch has used up its interactions, all of its trajectory counted; unknown calls count too."""
         assert self._stopped is not None
         turn = self.turns.turn
-        if self._branches[place].turn + (turn.number if turn else 0) >= self.world.most_rounds:
+        if self._branches[place].turn + (turn.number if turn else 0) >= self.tool_loop.most_rounds:
             self._stopped.add(place)
         return place in self._stopped
 

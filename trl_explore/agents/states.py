@@ -11,7 +11,7 @@ from typing import Any
 from trl_explore.agents.environments import environment_error, guard, note_error
 from trl_explore.agents.outages import is_outage
 from trl_explore.agents.snapshots import check_replay, choose_state, explain_wrong_state, take
-from trl_explore.agents.turns import World
+from trl_explore.agents.turns import ToolLoopAccess
 from trl_explore.forks.trajectories import Message, Trajectory
 from trl_explore.rows.copies import own_copy
 from trl_explore.rows.policy import Policy
@@ -23,16 +23,16 @@ class KeptStates:
     """Environments of a batch before each row's last `num_turns` turns; `wanted` as in
     [`~trl_explore.agents.snapshots.choose_state`]."""
 
-    def __init__(self, policy: Policy, world: World, *, wanted: str, num_turns: int) -> None:
-        self.policy, self.world, self.wanted, self.num_turns = policy, world, wanted, num_turns
+    def __init__(self, policy: Policy, tool_loop: ToolLoopAccess, *, wanted: str, num_turns: int) -> None:
+        self.policy, self.tool_loop, self.wanted, self.num_turns = policy, tool_loop, wanted, num_turns
         self.of_rows: list[dict[int, Any]] = []
         self.examples: list[dict[str, Any]] = []
         # By the id of an environment or of its kept copy: the object, and the row that its `reset` got. An environment
         # may draw from a list of the row, so both are copied together.
         self._rows: dict[int, tuple[Any, dict[str, Any]]] = {}
         self._kinds: dict[Any, str] = {}
-        if world.factories is not None:
-            self._kinds = {name: choose_state(pool[0], wanted) for name, pool in world.pool.items()}
+        if tool_loop.factories is not None:
+            self._kinds = {name: choose_state(pool[0], wanted) for name, pool in tool_loop.pool.items()}
         self._spares: dict[Any, list[Any]] = {}
         self._num_used: dict[Any, int] = {}
         self._agreed: Counter[tuple[Any, str]] = Counter()  # trajectories on which a tool answered as before
@@ -53,7 +53,7 @@ class KeptStates:
                 Number of rows of this process.
         """
         self.examples, self.of_rows, self._checked = examples, [{} for _ in range(num_rows)], False
-        self._rows = {id(own): (own, row) for own, row in zip(self.world.environments or [], given, strict=False)}
+        self._rows = {id(own): (own, row) for own, row in zip(self.tool_loop.environments or [], given, strict=False)}
 
     def row_of(self, environment: Any) -> dict[str, Any] | None:
         """Return the row that an environment was reset with, with the changes that it made. None if unknown."""
@@ -62,7 +62,7 @@ class KeptStates:
 
     def keep(self, turn: int, rows: list[int]) -> None:
         """Keep the environments of rows as they are, before a turn."""
-        environments: list[Any] = self.world.environments or []
+        environments: list[Any] = self.tool_loop.environments or []
         for row in rows:
             self.of_rows[row][turn] = self.taken(row, environments[row])
             # One more than asked for: TRL drops the last response of a row that has no room for it.
@@ -74,7 +74,7 @@ class KeptStates:
 
     def taken(self, row: int, environment: Any) -> Any:
         """The state of the environment of a row, or of a branch of it, as it is now."""
-        name, auto = self.world.names[row], self.wanted == "auto"
+        name, auto = self.tool_loop.names[row], self.wanted == "auto"
         if auto and name not in self._chosen and environment_error(environment) is None:
             # At construction it had not been reset: what it holds since then decides what can be copied.
             self._kinds[name] = choose_state(environment, "auto")
@@ -102,17 +102,17 @@ class KeptStates:
 
     def method_of(self, environment: Any, function: Callable, row: int) -> Callable | None:
         """What `function` is to the environment of a main row, to another; `None` if it is no method of that row's."""
-        own = self.world.environments
+        own = self.tool_loop.environments
         if not own or not inspect.ismethod(function) or function.__self__ is not own[row]:
             return None
         return getattr(environment, function.__name__)
 
     def _method_named(self, environment: Any, name: str, row: int) -> Callable | None:
-        function = self.world.sync_tools[row].get(name) or self.world.async_tools[row].get(name)
+        function = self.tool_loop.sync_tools[row].get(name) or self.tool_loop.async_tools[row].get(name)
         return None if function is None else self.method_of(environment, function, row)
 
     def _kind(self, row: int) -> str:
-        return self._kinds[self.world.names[row]]
+        return self._kinds[self.tool_loop.names[row]]
 
     def at(self, trajectory: Trajectory, turn: int) -> Any:
         """Return an environment for a branch, in the state before a turn. If an outage prevents that, the environment
@@ -125,10 +125,10 @@ class KeptStates:
             guard(environment)  # a `__deepcopy__` of its own may have made a new one
             self._copy_row(state, environment, memo)
             return environment
-        environment = self._spare_environment(self.world.names[row])
+        environment = self._spare_environment(self.tool_loop.names[row])
         example = own_copy(self.examples[row])  # an environment may use up a list that `reset` gave it
         self._rows[id(environment)] = environment, example
-        environment.reset(**{k: v for k, v in example.items() if k != "environment" or not self.world.several})
+        environment.reset(**{k: v for k, v in example.items() if k != "environment" or not self.tool_loop.several})
         if environment_error(environment) is not None:  # `reset` raised
             return environment
         if kind == "snapshot":
@@ -148,12 +148,12 @@ class KeptStates:
     def check(self, trajectories: list[Trajectory], failed: list[bool]) -> None:
         """Ask kept states for the calls that followed them, once per batch and before its branches, when rewards are
         known: a state that is shared with its environment answers otherwise. Every process calls it."""
-        if self._checked or not self.world.tools or self.world.factories is None:
+        if self._checked or not self.tool_loop.tools or self.tool_loop.factories is None:
             return
         self._checked = True
         wrong: dict[Any, tuple[Any, ...]] = {}
         for row in range(len(trajectories)):
-            name = self.world.names[row]
+            name = self.tool_loop.names[row]
             if self._kinds[name] != "replay" and name not in wrong and not failed[row]:
                 difference = self._difference(row, trajectories[row])
                 if difference is not None:
@@ -173,7 +173,7 @@ class KeptStates:
 
     def _difference(self, row: int, trajectory: Trajectory) -> tuple[Any, ...] | None:
         """Environment, tool, answer and answer in the rollout where a kept state of a row answers otherwise."""
-        name = self.world.names[row]
+        name = self.tool_loop.names[row]
         if name in self._trusted or not trajectory.states:
             return None
         first = min(trajectory.states)
@@ -181,7 +181,7 @@ class KeptStates:
         if messages and messages[-1]["role"] == "assistant":
             messages = messages[:-1]  # its calls, if any, were not answered
         called = {_name_of(call) for message in messages for call in message.get("tool_calls") or []}
-        own = (self.world.environments or [])[row]
+        own = (self.tool_loop.environments or [])[row]
         tools = {tool for tool in called if self._method_named(own, tool, row)}
         if all(self._agreed[name, tool] >= CHECKED_ROWS for tool in tools):
             return None
@@ -200,14 +200,14 @@ class KeptStates:
         """An instance that no branch of this call has; made once, and reset often."""
         pool, used = self._spares.setdefault(name, []), self._num_used.get(name, 0)
         if used == len(pool):
-            pool.append(self.world.factories[name]())  # type: ignore[index]
+            pool.append(self.tool_loop.factories[name]())  # type: ignore[index]
         self._num_used[name] = used + 1
         return pool[used]
 
     def _recalled(self, environment: Any, row: int, messages: list[Message]) -> Iterator[tuple[str, Any, Any]]:
         """Make calls of the environment again: tool, answer now and answer then of each."""
         answers = iter(message for message in messages if message["role"] == "tool")
-        waiting = self.world.async_tools[row]
+        waiting = self.tool_loop.async_tools[row]
         for message in messages:
             # Those that can wait are answered after the others, as in TRL's loop.
             for call in sorted(message.get("tool_calls") or [], key=lambda call: _name_of(call) in waiting):
@@ -220,7 +220,7 @@ class KeptStates:
         try:
             answer = method(**arguments)
             if inspect.isawaitable(answer):
-                answer = asyncio.run_coroutine_threadsafe(_awaited(answer), self.world.async_loop).result()
+                answer = asyncio.run_coroutine_threadsafe(_awaited(answer), self.tool_loop.async_loop).result()
         except Exception as error:
             answer = {"error": str(error)}
         return answer if isinstance(answer, list) else str(answer)

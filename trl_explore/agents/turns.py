@@ -13,7 +13,7 @@ from trl.chat_template_utils import parse_response
 from trl_explore.agents.environments import environment_error, guarded
 from trl_explore.rows.policy import Policy
 
-Spoken = tuple[list[list[int]], list[list[float | None]] | None]  # tokens and log-probabilities of a turn, per row
+TurnTokens = tuple[list[list[int]], list[list[float | None]] | None]  # tokens and log-probabilities of a turn, per row
 
 
 def _never(row: int) -> bool:
@@ -21,7 +21,7 @@ def _never(row: int) -> bool:
     return False
 
 
-class World(Protocol):
+class ToolLoopAccess(Protocol):
     """
     TRL's tool loop, with the tools and environments that it works on.
 
@@ -92,7 +92,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Speaking:
+class TurnRows:
     """Rows that get a turn, out of the rows for which TRL asks for one."""
 
     contexts: list[list[int]]  # tokens of each row so far
@@ -102,7 +102,7 @@ class Speaking:
 
 
 @dataclass
-class ToolLoop:
+class LoopLists:
     """The lists of TRL's loop, which it changes in place. All are `[B]`."""
 
     prompts: list[list[dict[str, Any]]]  # messages of each row so far
@@ -126,17 +126,17 @@ class Turns:
     turn. If an environment raises, its row gets no further turn, and a reward of 0 from every reward function.
     """
 
-    def __init__(self, policy: Policy, world: World) -> None:
-        self.policy, self.world = policy, world
+    def __init__(self, policy: Policy, tool_loop: ToolLoopAccess) -> None:
+        self.policy, self.tool_loop = policy, tool_loop
         self.turn: Turn | None = None
         self.failed: list[bool] = []  # True for rows of the newest batch whose environment raised
         self._any_failed = False  # True if any row of any process failed
-        self._loop: ToolLoop | None = None  # None before TRL's loop starts, thus in turn 0
+        self._loop: LoopLists | None = None  # None before TRL's loop starts, thus in turn 0
         self._prompts: list = []  # prompts of the batch; empty outside of [`of`]
         self._stopped: Callable[[int], bool] = _never
 
     @contextmanager
-    def of(self, prompts: list, stopped: Callable[[int], bool] = _never) -> Iterator[None]:
+    def following(self, prompts: list, stopped: Callable[[int], bool] = _never) -> Iterator[None]:
         """Follow the rollout of a batch, or of branches. `stopped(row)` returns True if a row may not continue."""
         self._prompts, self._loop, self.turn, self._stopped = prompts, None, None, stopped
         try:
@@ -146,9 +146,9 @@ class Turns:
 
     def loop_begins(self, prompts: list, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> None:
         """Record that TRL's tool loop starts, after the first turn of every row."""
-        self._loop = ToolLoop(prompts, prompt_ids, completion_ids, [len(prompt) for prompt in prompts])
+        self._loop = LoopLists(prompts, prompt_ids, completion_ids, [len(prompt) for prompt in prompts])
 
-    def begin(self, contexts: list[list[int]]) -> Speaking:
+    def begin(self, contexts: list[list[int]]) -> TurnRows:
         """
         Begin a turn. TRL asks for a turn of some rows, and those of them that may continue get one.
 
@@ -157,10 +157,10 @@ class Turns:
                 Tokens so far of each row for which TRL asks.
 
         Returns:
-            [`Speaking`]: The rows that get a turn.
+            [`TurnRows`]: The rows that get a turn.
         """
-        everyone = Speaking(contexts, list(range(len(contexts))), len(contexts))
-        if not self.world.tools or not self._prompts:
+        everyone = TurnRows(contexts, list(range(len(contexts))), len(contexts))
+        if not self.tool_loop.tools or not self._prompts:
             return everyone
         most = self.policy.args.max_completion_length
         if self._loop is None:
@@ -170,7 +170,7 @@ class Turns:
         rows, loop = self._loop.advance(), self._loop
         places = [place for place, row in enumerate(rows) if not (self._has_failed(row) or self._stopped(row))]
         if not places:
-            return Speaking([], [], len(contexts))
+            return TurnRows([], [], len(contexts))
         shown, budgets, last_messages = [], [], []
         for place in places:
             row = rows[place]
@@ -185,26 +185,26 @@ class Turns:
             budgets=budgets,
             last_messages=last_messages,
         )
-        return Speaking([contexts[place] for place in places], places, len(contexts), budgets)
+        return TurnRows([contexts[place] for place in places], places, len(contexts), budgets)
 
-    def budgeted(self, speaking: Speaking) -> AbstractContextManager[None]:
+    def budgeted(self, turn_rows: TurnRows) -> AbstractContextManager[None]:
         """Let vLLM sample at most the `budgets` of the rows that get a turn."""
-        if self.policy.serving is None or speaking.budgets is None:
+        if self.policy.serving is None or turn_rows.budgets is None:
             return nullcontext()
-        return self.policy.serving.budgeted(speaking.contexts, speaking.budgets)
+        return self.policy.serving.budgeted(turn_rows.contexts, turn_rows.budgets)
 
-    def end(self, speaking: Speaking, spoken: Spoken) -> Spoken:
+    def end(self, turn_rows: TurnRows, sampled: TurnTokens) -> TurnTokens:
         """Return a turn for every row for which TRL asks. The turn is empty for rows that got none."""
-        token_ids, logprobs = spoken
-        if len(speaking.places) == speaking.num_asked:
-            return spoken
-        completion_ids: list[list[int]] = [[] for _ in range(speaking.num_asked)]
-        all_logprobs: list[list[float | None]] = [[] for _ in range(speaking.num_asked)]
-        for i, place in enumerate(speaking.places):
+        token_ids, logprobs = sampled
+        if len(turn_rows.places) == turn_rows.num_asked:
+            return sampled
+        completion_ids: list[list[int]] = [[] for _ in range(turn_rows.num_asked)]
+        all_logprobs: list[list[float | None]] = [[] for _ in range(turn_rows.num_asked)]
+        for i, place in enumerate(turn_rows.places):
             completion_ids[place] = token_ids[i]
             if logprobs is not None:
                 all_logprobs[place] = logprobs[i]
-        if logprobs is None and speaking.places:
+        if logprobs is None and turn_rows.places:
             return completion_ids, None
         return completion_ids, all_logprobs
 
@@ -226,7 +226,7 @@ class Turns:
 
     def void_rewards(self, rewards: torch.Tensor, metrics: dict[str, list[float]]) -> torch.Tensor:
         """Return rewards `(N, F)` with 0 for rows whose environment raised. Log the number of these rows."""
-        if not self.world.environments:
+        if not self.tool_loop.environments:
             return rewards
         # Look again, because `get_reward` may have raised since `note_failures`.
         failed = self.policy.ranks.gather(torch.tensor(self._failures(), device=rewards.device))
@@ -237,23 +237,23 @@ class Turns:
         """Parse a turn as TRL does. Return its message, which has `tool_calls` if the turn calls tools. `context` are
         the tokens before the turn."""
         # Before version 1.16, TRL does not use the types of a tool's parameters to parse arguments.
-        typed = {"tools": self.world.tools_of(row)} if "tools" in signature(parse_response).parameters else {}
+        typed = {"tools": self.tool_loop.tools_of(row)} if "tools" in signature(parse_response).parameters else {}
         return parse_response(self.policy.tokenizer, token_ids, prefix=context, **typed)
 
     def encode_conversation(self, row: int, conversation: list[dict[str, Any]]) -> list[int]:
         """Return the tokens of a conversation, with the tools of a row's environment and the generation prompt."""
-        if self.world.factories is None:
+        if self.tool_loop.factories is None:
             return self.policy.encode_prompts([conversation])[0]
-        with self.world.working_on(names=[self.world.names[row]]):
+        with self.tool_loop.working_on(names=[self.tool_loop.names[row]]):
             return self.policy.encode_prompts([conversation])[0]
 
     def _has_failed(self, row: int) -> bool:
-        environments = self.world.environments
+        environments = self.tool_loop.environments
         return environments is not None and environment_error(environments[row]) is not None
 
     def _failures(self) -> list[bool]:
         """Return whether the environment of each row has raised, `[B]`. Warn if any has."""
-        errors = [environment_error(environment) for environment in self.world.environments or []]
+        errors = [environment_error(environment) for environment in self.tool_loop.environments or []]
         error = next((error for error in errors if error is not None), None)
         if error is not None:
             warnings.warn(

@@ -130,7 +130,7 @@ class TailBranchExplorer(BranchExplorer):
                 if row not in kept and number < len(plan.depths):
                     turn = len(trajectories[row].turns) - plan.depths[number]
                     forks.append(Fork(trajectories[row], turn, plan.tries))
-            branches = self.forks.leave(forks)
+            branches = self.forks.sample_branches(forks)
             complete = [branch for branch in branches if branch.complete]
             self.forks.judge(complete)
             for row, own in itertools.groupby(complete, key=lambda branch: branch.row):

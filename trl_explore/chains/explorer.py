@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trl_explore.chains.leaves import Leaf, chain_of
+from trl_explore.chains.leaves import TreeCompletion, chain_of
 from trl_explore.chains.uncertain import Place, choose_forks, drawn_leaves, open_places, said_at, uncertainty
 from trl_explore.chains.values import token_advantages
 from trl_explore.explorers.branch_explorer import Branches, BranchExplorer, ScoredGroup
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Tree:
+class CompletionTree:
     """The completions of one prompt. The first `num_generations` leaves are GRPO's completions (chains)."""
 
     row: int  # first main row of the prompt
     prompt_ids: list[int]
-    leaves: list[Leaf]
+    leaves: list[TreeCompletion]
     trajectories: list[Trajectory]  # the completion of each leaf, `[L]`
     branches: dict[int, Branch] = field(default_factory=dict)  # leaves that are branches, by place
     trained: list[int] = field(default_factory=list)  # places of the leaves whose rows are trained
 
-    def add(self, branch: Branch, parent: int) -> Leaf:
+    def add(self, branch: Branch, parent: int) -> TreeCompletion:
         """Add a branch of the leaf at place `parent`."""
         logprobs = None if branch.logprobs is None else branch.logprobs[branch.start :]
-        leaf = Leaf(branch.completion_ids[branch.start :], parent, branch.start, logprobs)
+        leaf = TreeCompletion(branch.completion_ids[branch.start :], parent, branch.start, logprobs)
         self.branches[len(self.leaves)] = branch
         self.leaves.append(leaf)
         self.trajectories.append(branch.as_trajectory())
@@ -53,7 +53,7 @@ class ForkExplorer(BranchExplorer):
 
     def __init__(self, policy: Policy, forks: Forks, scorer: Scorer) -> None:
         super().__init__(policy, forks, scorer)
-        self.trees: list[Tree] = []
+        self.trees: list[CompletionTree] = []
         self.uncertainty: list[float] = []  # at the forks
         self._texts: dict[int, str] = {}  # text of each token
 
@@ -101,13 +101,13 @@ class ForkExplorer(BranchExplorer):
             leaves = []
             solved = self._solved(torch.tensor(group.deciding))
             for place, trajectory in enumerate(group.trajectories):
-                leaf = Leaf(trajectory.completion_ids, logprobs=trajectory.logprobs)
+                leaf = TreeCompletion(trajectory.completion_ids, logprobs=trajectory.logprobs)
                 leaf.reward, leaf.solved = group.rewards[place], solved[place]
                 leaves.append(leaf)
                 prefixes.append(trajectory.prompt_ids)
                 completions.append(trajectory.completion_ids)
             trajectories = list(group.trajectories)
-            tree = Tree(group.first_row, trajectories[0].prompt_ids, leaves, trajectories)
+            tree = CompletionTree(group.first_row, trajectories[0].prompt_ids, leaves, trajectories)
             tree.trained = list(range(len(leaves)))
             self.trees.append(tree)
         unknown = any(leaf.logprobs is None for tree in self.trees for leaf in tree.leaves)
@@ -126,7 +126,7 @@ class ForkExplorer(BranchExplorer):
         found = self.forks.sample.token_logprobs(prefixes + fill, completion_ids + fill)
         return [[*values] for values in found[: len(prefixes)]]
 
-    def end(self, leaf: Leaf) -> int:
+    def end(self, leaf: TreeCompletion) -> int:
         """Return the first token of a completion at which it is not forked: the token after `fork_until`. It is 0 for
         a completion that was cut off and is not trained."""
         ends = (*self.policy.eos_token_ids, self.policy.tokenizer.pad_token_id)
@@ -147,7 +147,7 @@ class ForkExplorer(BranchExplorer):
             logprobs (`bool`):
                 Whether the log-probabilities of the branches are needed.
         """
-        owners: list[tuple[Tree, int]] = []  # tree and leaf of each branch
+        owners: list[tuple[CompletionTree, int]] = []  # tree and leaf of each branch
         requests = []
         for tree, of_tree in zip(self.trees, forks, strict=True):
             for place, token in of_tree:
@@ -155,7 +155,7 @@ class ForkExplorer(BranchExplorer):
                 requests.append(Fork(tree.trajectories[place], 0, number, token))
                 owners += [(tree, place)] * number
         leaves, prefixes = [], []
-        for (tree, parent), branch in zip(owners, self.forks.leave(requests), strict=True):
+        for (tree, parent), branch in zip(owners, self.forks.sample_branches(requests), strict=True):
             leaves.append(tree.add(branch, parent))
             prefixes.append(tree.prompt_ids + branch.completion_ids[: branch.start])
         if logprobs and self.policy.serving is None:
@@ -194,7 +194,7 @@ class ForkExplorer(BranchExplorer):
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of a batch's branches. Every process must call it."""
-        left: list[tuple[Leaf, Leaf]] = []  # each branch and the leaf that it forks from
+        left: list[tuple[TreeCompletion, TreeCompletion]] = []  # each branch and the leaf that it forks from
         num_contrasts = num_trained = 0
         for tree in self.trees:
             known = {leaf.reward for leaf in tree.leaves if not math.isnan(leaf.reward)}

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 
 import torch
 
-from trl_explore.chains.leaves import Leaf
+from trl_explore.chains.leaves import TreeCompletion
 
 SELECTIONS = ("attention", "uncertain", "random")  # values of AttnRL's `fork_selection`
-Step = tuple[int, int]  # where a step begins and ends among the tokens of a row
+StepSpan = tuple[int, int]  # where a step begins and ends among the tokens of a row
 
 
-def step_attention(attention: torch.Tensor, steps: Sequence[Step]) -> torch.Tensor:
+def step_attention(attention: torch.Tensor, steps: Sequence[StepSpan]) -> torch.Tensor:
     """What a token of step j attends to a token of step k on average, `(H, S, S)` in float32, from attention
     `(H, T, T)` of queries to keys."""
     average = torch.zeros(len(steps), attention.shape[-1], device=attention.device)  # (S, T)
@@ -70,7 +70,9 @@ def open_steps(starts: Sequence[int], *, end: int) -> list[int]:
     return [start for start in starts[1:] if start < end]
 
 
-def forked_chains(leaves: Sequence[Leaf], *, scored: Sequence[bool], generator: torch.Generator) -> list[int]:
+def forked_chains(
+    leaves: Sequence[TreeCompletion], *, scored: Sequence[bool], generator: torch.Generator
+) -> list[int]:
     """
     Places of `ceil(G exp(-accuracy))` of a prompt's G scored chains: those of the rarer outcome first, then others
     that are drawn.

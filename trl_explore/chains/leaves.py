@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass
-class Leaf:
+class TreeCompletion:
     """A completion: what it shares with the leaf that it left, and tokens of its own."""
 
     token_ids: list[int]  # its own, behind `start`
@@ -22,19 +22,19 @@ class Leaf:
         return self.start + len(self.token_ids)
 
 
-def completion(leaves: Sequence[Leaf], place: int) -> list[int]:
+def completion(leaves: Sequence[TreeCompletion], place: int) -> list[int]:
     """Tokens of the leaf at a place, shared ones first."""
     leaf = leaves[place]
     return leaf.token_ids if leaf.parent is None else completion(leaves, leaf.parent)[: leaf.start] + leaf.token_ids
 
 
-def chain_of(leaves: Sequence[Leaf], place: int) -> int:
+def chain_of(leaves: Sequence[TreeCompletion], place: int) -> int:
     """The chain that a leaf grows on; its own place if it is one."""
     parent = leaves[place].parent
     return place if parent is None else chain_of(leaves, parent)
 
 
-def shared_tokens(leaves: Sequence[Leaf]) -> list[list[int]]:
+def shared_tokens(leaves: Sequence[TreeCompletion]) -> list[list[int]]:
     """Tokens that each two completions have in common because one of them left the other, or both a third, `[L][L]`;
     chains have none, however alike they are."""
     shared: list[list[int]] = []

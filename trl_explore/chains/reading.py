@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
-from trl_explore.chains.influence import Step, forward_influence, step_attention
+from trl_explore.chains.influence import StepSpan, forward_influence, step_attention
 from trl_explore.packing.forward import unwrapped
 from trl_explore.rows.policy import Policy
 from trl_explore.sampling.sampler import SHARDED, without_dropout
@@ -49,7 +49,7 @@ class AttentionReader:
                 "probabilities."
             )
 
-    def influence(self, rows: list[list[int]], steps: list[list[Step]]) -> list[list[float]]:
+    def influence(self, rows: list[list[int]], steps: list[list[StepSpan]]) -> list[list[float]]:
         """Influence `[R][S_i]` of the steps of rows of tokens; every process calls it."""
         # Without a step so far behind another but the first, nothing is read.
         read = [i for i, own in enumerate(steps) if len(own) > self.distance + 1]
@@ -71,7 +71,7 @@ class AttentionReader:
             model(input_ids=row, attention_mask=torch.ones_like(row), use_cache=False, logits_to_keep=1)
 
     @contextmanager
-    def _reading(self, steps: Sequence[Step], *, num_tokens: int) -> Iterator[list[torch.Tensor]]:
+    def _reading(self, steps: Sequence[StepSpan], *, num_tokens: int) -> Iterator[list[torch.Tensor]]:
         """While it lasts, attention is eager, and each layer notes the influence of the steps of a row of that many
         tokens. Virtual tokens of an adapter come before the row and belong to no step."""
         model = unwrapped(self.policy, self.policy.model)

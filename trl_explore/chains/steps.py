@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trl_explore.chains.explorer import ForkExplorer, Tree
+from trl_explore.chains.explorer import CompletionTree, ForkExplorer
 from trl_explore.chains.influence import forked_chains, influential_steps, open_steps
-from trl_explore.chains.leaves import Leaf
+from trl_explore.chains.leaves import TreeCompletion
 from trl_explore.chains.reading import AttentionReader
 from trl_explore.chains.uncertain import Place, uncertainty
 from trl_explore.forks.engine import Forks
@@ -112,7 +112,7 @@ class StepForks:
                 stacklevel=2,
             )
 
-    def _forked(self, trees: list[Tree], cuts: list[list[Cut]]) -> list[list[int]]:
+    def _forked(self, trees: list[CompletionTree], cuts: list[list[Cut]]) -> list[list[int]]:
         """Chains of every tree that are forked: all, or by difficulty."""
         scored = [[not math.isnan(leaf.reward) for leaf in tree.leaves] for tree in trees]
         if not self.args.adaptive_sampling:
@@ -129,7 +129,7 @@ class StepForks:
             for tree, own, mean, solved in zip(trees, scored, means, easy, strict=True)
         ]
 
-    def _starts(self, leaves: list[Leaf], place: int, cut: Cut) -> list[int]:
+    def _starts(self, leaves: list[TreeCompletion], place: int, cut: Cut) -> list[int]:
         """Where a chain is forked: at as many steps, whatever they are chosen by."""
         args, starts = self.args, open_steps(cut.starts, end=cut.end)
         if args.fork_selection == "random":
@@ -149,7 +149,7 @@ class StepForks:
         self.sum, self.number = state["sum"], state["number"]
 
 
-def _all_solved(leaves: list[Leaf], scored: list[bool]) -> bool:
+def _all_solved(leaves: list[TreeCompletion], scored: list[bool]) -> bool:
     return any(scored) and all(leaf.solved for leaf, known in zip(leaves, scored, strict=True) if known)
 
 

@@ -9,14 +9,14 @@ from itertools import accumulate
 
 import torch
 
-from trl_explore.chains.leaves import Leaf, chain_of
+from trl_explore.chains.leaves import TreeCompletion, chain_of
 from trl_explore.pivots.choice import Decoder, token_texts
 
 SELECTIONS = ("uncertain", "random")
 Place = tuple[int, int]  # place of a leaf, and the token of its completion that is sampled anew
 
 
-def open_places(leaves: Sequence[Leaf], ends: Sequence[int]) -> list[Place]:
+def open_places(leaves: Sequence[TreeCompletion], ends: Sequence[int]) -> list[Place]:
     """Where leaves may be forked, before token `ends` `[L]` of their completions: at every token of their own but a
     branch's first, which is where it left, and where nothing left before."""
     taken = {(leaf.parent, leaf.start) for leaf in leaves}
@@ -29,7 +29,12 @@ def open_places(leaves: Sequence[Leaf], ends: Sequence[int]) -> list[Place]:
 
 
 def choose_forks(
-    leaves: Sequence[Leaf], places: Sequence[Place], number: int, *, selection: str, generator: torch.Generator
+    leaves: Sequence[TreeCompletion],
+    places: Sequence[Place],
+    number: int,
+    *,
+    selection: str,
+    generator: torch.Generator,
 ) -> list[Place]:
     """So many `places` of every chain and what grows on it, or all where there are fewer: those with the highest
     `-log p` of the sampled token (`"uncertain"`; not known counts as certain), or any (`"random"`)."""
@@ -43,7 +48,7 @@ def choose_forks(
     return [of_chain[chain][i] for chain, found in drawn.items() for i in found.tolist()]
 
 
-def uncertainty(leaves: Sequence[Leaf], fork: Place) -> float:
+def uncertainty(leaves: Sequence[TreeCompletion], fork: Place) -> float:
     """`-log p` of the token that is sampled anew; 0 where it is not known."""
     place, token = fork
     leaf = leaves[place]
@@ -59,7 +64,7 @@ def said_at(ids: Sequence[int], tokenizer: Decoder, texts: Sequence[str], *, cac
     return bisect_left(ends, min(found)) if found else None
 
 
-def drawn_leaves(leaves: Sequence[Leaf], number: int | None, *, generator: torch.Generator) -> list[int]:
+def drawn_leaves(leaves: Sequence[TreeCompletion], number: int | None, *, generator: torch.Generator) -> list[int]:
     """Places of the leaves that are trained: all chains, and branches drawn up to `number`, all for `None`. Where no
     chain succeeded, one of the successful branches is among them."""
     if number is None or number >= len(leaves):

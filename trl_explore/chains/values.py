@@ -4,10 +4,10 @@ Follows TreeRL (https://huggingface.co/papers/2506.11902), section 4."""
 import math
 from collections.abc import Collection, Sequence
 
-from trl_explore.chains.leaves import Leaf, shared_tokens
+from trl_explore.chains.leaves import TreeCompletion, shared_tokens
 
 
-def token_advantages(leaves: Sequence[Leaf], trained: Collection[int] | None = None) -> list[list[float]]:
+def token_advantages(leaves: Sequence[TreeCompletion], trained: Collection[int] | None = None) -> list[list[float]]:
     """
     `A(s) = [V(s) - V(root) + V(s) - V(parent)] / sqrt(leaves(s))` for every token of every completion, `[L][T_i]`.
 
@@ -15,7 +15,7 @@ def token_advantages(leaves: Sequence[Leaf], trained: Collection[int] | None = N
     are in no mean and no count, and their tokens get 0.
 
     Args:
-        leaves (`Sequence[Leaf]`):
+        leaves (`Sequence[TreeCompletion]`):
             The leaves of one prompt, parents first.
         trained (`Collection[int]`, *optional*):
             Places of the leaves whose rows are trained, which are those that the root counts; all by default.

@@ -80,7 +80,7 @@ class Forks:
 
     # ------------------------------------------------------------------------------------------------ sample and score
 
-    def leave(self, forks: Sequence[Fork]) -> list[Branch]:
+    def sample_branches(self, forks: Sequence[Fork]) -> list[Branch]:
         """
         Sample branches from all forks in one call.
 

@@ -87,7 +87,7 @@ class PivotExplorer(BranchExplorer):
         if not self.args.deferred_branching:
             self._points = chosen
             number = self.args.num_branches
-            branches = self.forks.leave([point.fork(number) for point in chosen])
+            branches = self.forks.sample_branches([point.fork(number) for point in chosen])
             if self.forks.is_agent:
                 self.forks.judge(branches)
             for place, point in enumerate(chosen):

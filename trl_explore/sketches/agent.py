@@ -169,7 +169,7 @@ class Actions(Mode, TurnExplorer):
         messages = fill_prompt(turn.last_messages[place], self.args.action_template, slots)
         if turn.number == 0:
             return self.turns.encode_conversation(turn.rows[place], messages)
-        return context[: turn.shown[place]] + self.turns.world.encode_answers(messages)
+        return context[: turn.shown[place]] + self.turns.tool_loop.encode_answers(messages)
 
 
 def check_actions(tools: list[Any], where: str) -> None:
