@@ -342,7 +342,7 @@ REFUSED = {
     "`fork_until=['']` must hold no empty text": dict(fork_until=[""]),
     "`attention_layers=[3, 3]` must hold the first layer": dict(attention_layers=[3, 3]),
     "`attention_layers=[4]` must hold the first layer": dict(attention_layers=[4]),
-    "`attention_layers=[1, 2]` begins behind the 1 layers of Qwen2ForCausalLM": dict(attention_layers=[1, 2]),
+    "`attention_layers=[1, 2]` begins after the 1 layers of Qwen2ForCausalLM": dict(attention_layers=[1, 2]),
     "`branches_per_fork=100000` can sample": dict(branches_per_fork=100_000),
     "`advantage='pkpo'` does nothing here, where a tree's values are the credit": dict(advantage="pkpo"),
     "`count_bonus=0.5` does nothing here": dict(count_bonus=0.5),

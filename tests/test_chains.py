@@ -10,7 +10,7 @@ from world import make_tokenizer
 
 from trl_explore.chains.influence import forked_chains, forward_influence, influential_steps, step_attention
 from trl_explore.chains.leaves import TreeCompletion, chain_of, completion, shared_tokens
-from trl_explore.chains.uncertain import choose_forks, drawn_leaves, open_places, said_at, uncertainty
+from trl_explore.chains.uncertain import choose_forks, choose_trained, first_text_end, open_forks, uncertainty
 from trl_explore.chains.values import token_advantages
 
 NAN = math.nan
@@ -142,7 +142,7 @@ def generator():
 
 
 def forks(leaves, number, *, ends=None, selection="uncertain"):
-    places = open_places(leaves, ends or [leaf.length for leaf in leaves])
+    places = open_forks(leaves, ends or [leaf.length for leaf in leaves])
     return choose_forks(leaves, places, number, selection=selection, generator=generator())
 
 
@@ -181,23 +181,23 @@ def test_a_text_is_found_at_the_token_that_ends_it_in_whatever_case():
     tokenizer = make_tokenizer()
     ids = tokenizer("12ab34dcba")["input_ids"]
     options = dict(tokenizer=tokenizer, cache={})
-    assert said_at(ids, texts=["B3", "dc"], **options) == 4
-    assert said_at(ids, texts=["dc"], **options) == 7
-    assert said_at(ids, texts=["cd"], **options) is None and said_at(ids, texts=[], **options) is None
+    assert first_text_end(ids, texts=["B3", "dc"], **options) == 4
+    assert first_text_end(ids, texts=["dc"], **options) == 7
+    assert first_text_end(ids, texts=["cd"], **options) is None and first_text_end(ids, texts=[], **options) is None
 
 
 @settings(deadline=None)
 @given(st.integers(3, 9), st.lists(st.booleans(), min_size=9, max_size=9), st.integers(0, 99))
 def test_all_chains_are_trained_and_a_success_where_no_chain_is_one(number, solved, seed):
     leaves = [TreeCompletion([0], None if i < 3 else 0, solved=solved[i]) for i in range(9)]
-    drawn = drawn_leaves(leaves, number, generator=torch.Generator().manual_seed(seed))
+    drawn = choose_trained(leaves, number, generator=torch.Generator().manual_seed(seed))
     assert drawn[:3] == [0, 1, 2] and len(drawn) == len(set(drawn)) == number
     if number > 3 and any(solved):
         assert any(solved[i] for i in drawn)
 
 
 def test_without_a_number_all_leaves_are_trained():
-    assert drawn_leaves(GOLDEN, None, generator=generator()) == [0, 1, 2]
+    assert choose_trained(GOLDEN, None, generator=generator()) == [0, 1, 2]
 
 
 # ----------------------------------------------------------------------------------------------------------- influence

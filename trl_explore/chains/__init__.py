@@ -1,1 +1,1 @@
-"""The maths of TreeRL and AttnRL: chains of a prompt, where they fork, and what their tokens are worth."""
+"""The maths and the explorers of TreeRL and AttnRL: trees of completions, their forks, and their advantages."""

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trl_explore.chains.leaves import TreeCompletion, chain_of
-from trl_explore.chains.uncertain import Place, choose_forks, drawn_leaves, open_places, said_at, uncertainty
+from trl_explore.chains.uncertain import (
+    ForkPoint,
+    choose_forks,
+    choose_trained,
+    first_text_end,
+    open_forks,
+    uncertainty,
+)
 from trl_explore.chains.values import token_advantages
 from trl_explore.explorers.branch_explorer import Branches, BranchExplorer, ScoredGroup
 from trl_explore.forks.engine import Forks
@@ -31,11 +38,11 @@ class CompletionTree:
     prompt_ids: list[int]
     leaves: list[TreeCompletion]
     trajectories: list[Trajectory]  # the completion of each leaf, `[L]`
-    branches: dict[int, Branch] = field(default_factory=dict)  # leaves that are branches, by place
-    trained: list[int] = field(default_factory=list)  # places of the leaves whose rows are trained
+    branches: dict[int, Branch] = field(default_factory=dict)  # the leaves that are branches, by index in `leaves`
+    trained: list[int] = field(default_factory=list)  # indices of the leaves whose rows are trained
 
     def add(self, branch: Branch, parent: int) -> TreeCompletion:
-        """Add a branch of the leaf at place `parent`."""
+        """Add a branch that forks from the leaf at index `parent`. Return the new leaf."""
         logprobs = None if branch.logprobs is None else branch.logprobs[branch.start :]
         leaf = TreeCompletion(branch.completion_ids[branch.start :], parent, branch.start, logprobs)
         self.branches[len(self.leaves)] = branch
@@ -45,7 +52,7 @@ class CompletionTree:
 
 
 class ForkExplorer(BranchExplorer):
-    """Base class: forks the completions of a prompt, and credits all of them as the leaves of one tree."""
+    """Base class of explorers that fork the completions of a prompt, and credit all of them as leaves of one tree."""
 
     name = "forks"
     credits_main_rows = True
@@ -54,7 +61,7 @@ class ForkExplorer(BranchExplorer):
     def __init__(self, policy: Policy, forks: Forks, scorer: Scorer) -> None:
         super().__init__(policy, forks, scorer)
         self.trees: list[CompletionTree] = []
-        self.uncertainty: list[float] = []  # at the forks
+        self.uncertainty: list[float] = []  # `-log p` at each fork
         self._texts: dict[int, str] = {}  # text of each token
 
     @property
@@ -63,7 +70,7 @@ class ForkExplorer(BranchExplorer):
 
     @property
     def trained_leaves(self) -> int | None:
-        """Return the number of leaves of a prompt that are trained. None: all."""
+        """Return the number of leaves of each prompt that are trained. None: all."""
         return None
 
     def search(self) -> None:
@@ -83,13 +90,13 @@ class ForkExplorer(BranchExplorer):
         advantages: list[float | list[float]] = []
         main_advantages: dict[int, float | list[float]] = {}
         for tree in self.trees:
-            of_leaves = token_advantages(tree.leaves, tree.trained)
+            tree_advantages = token_advantages(tree.leaves, tree.trained)
             for place in tree.trained:
                 if place >= size:
                     branches.append(tree.branches[place])
-                    advantages.append(of_leaves[place])
+                    advantages.append(tree_advantages[place])
             for place in range(size):
-                main_advantages[tree.row + place] = of_leaves[place]
+                main_advantages[tree.row + place] = tree_advantages[place]
         rows = self.forks.rows(branches, group_size=1, trains_prefixes=True)
         return Branches(rows, advantages, main_advantages)
 
@@ -110,7 +117,9 @@ class ForkExplorer(BranchExplorer):
             tree = CompletionTree(group.first_row, trajectories[0].prompt_ids, leaves, trajectories)
             tree.trained = list(range(len(leaves)))
             self.trees.append(tree)
-        unknown = any(leaf.logprobs is None for tree in self.trees for leaf in tree.leaves)
+        unknown = False
+        for tree in self.trees:
+            unknown = unknown or any(leaf.logprobs is None for leaf in tree.leaves)
         if self.needs_logprobs and self.policy.ranks.most(unknown):
             found = iter(self.logprobs(prefixes, completions))
             for tree in self.trees:
@@ -119,38 +128,39 @@ class ForkExplorer(BranchExplorer):
 
     def logprobs(self, prefixes: list[list[int]], completion_ids: list[list[int]]) -> list[list[float | None]]:
         """Return the log-probabilities of completions after prefixes, from a forward pass of the policy."""
-        number, filler = self.policy.ranks.most(len(prefixes)), [self.policy.eos_token_ids[0]]
+        number = self.policy.ranks.most(len(prefixes))
         if number == 0:
             return []
-        fill = [filler] * (number - len(prefixes))
-        found = self.forks.sample.token_logprobs(prefixes + fill, completion_ids + fill)
+        # Every process must pass the same number of rows.
+        fillers = [[self.policy.eos_token_ids[0]]] * (number - len(prefixes))
+        found = self.forks.sample.token_logprobs(prefixes + fillers, completion_ids + fillers)
         return [[*values] for values in found[: len(prefixes)]]
 
     def end(self, leaf: TreeCompletion) -> int:
-        """Return the first token of a completion at which it is not forked: the token after `fork_until`. It is 0 for
-        a completion that was cut off and is not trained."""
+        """Return the first token at which a completion may not be forked: the one after `fork_until`, or its end. A
+        completion that was cut off and is not trained gets 0."""
         ends = (*self.policy.eos_token_ids, self.policy.tokenizer.pad_token_id)
         if self.args.mask_truncated_completions and leaf.token_ids[-1] not in ends:
             return 0
-        said = said_at(leaf.token_ids, self.policy.tokenizer, self.args.fork_until, cache=self._texts)
-        return leaf.length if said is None else leaf.start + said + 1
+        last = first_text_end(leaf.token_ids, self.policy.tokenizer, self.args.fork_until, cache=self._texts)
+        return leaf.length if last is None else leaf.start + last + 1
 
-    def grow(self, forks: Sequence[Sequence[Place]], number: int, *, logprobs: bool) -> None:
+    def grow(self, forks: Sequence[Sequence[ForkPoint]], number: int, *, logprobs: bool) -> None:
         """
         Sample branches from the forks of every tree, all in one call.
 
         Args:
             forks (`Sequence[Sequence[tuple[int, int]]]`):
-                Forks of each tree: the place of a leaf, and the number of tokens to keep.
+                Forks of each tree: the index of a leaf, and the number of tokens to keep.
             number (`int`):
                 Number of branches per fork.
             logprobs (`bool`):
-                Whether the log-probabilities of the branches are needed.
+                True if the log-probabilities of the branches are needed.
         """
-        owners: list[tuple[CompletionTree, int]] = []  # tree and leaf of each branch
+        owners: list[tuple[CompletionTree, int]] = []  # tree of each branch, and index of the leaf that it forks from
         requests = []
-        for tree, of_tree in zip(self.trees, forks, strict=True):
-            for place, token in of_tree:
+        for tree, tree_forks in zip(self.trees, forks, strict=True):
+            for place, token in tree_forks:
                 self.uncertainty.append(uncertainty(tree.leaves, (place, token)))
                 requests.append(Fork(tree.trajectories[place], 0, number, token))
                 owners += [(tree, place)] * number
@@ -164,7 +174,7 @@ class ForkExplorer(BranchExplorer):
                 leaf.logprobs = values
 
     def score(self) -> None:
-        """Ask the reward functions about all branches, and draw the leaves that are trained."""
+        """Ask the reward functions about all branches, and choose the leaves that are trained."""
         branches, leaves = [], []
         for tree in self.trees:
             for place, branch in tree.branches.items():
@@ -177,9 +187,12 @@ class ForkExplorer(BranchExplorer):
         for leaf, total, is_solved in zip(leaves, totals, solved, strict=True):
             leaf.reward, leaf.solved = total, is_solved
         for tree in self.trees:
-            tree.trained = drawn_leaves(tree.leaves, self.trained_leaves, generator=self.policy.exploration_generator)
+            tree.trained = choose_trained(
+                tree.leaves, self.trained_leaves, generator=self.policy.exploration_generator
+            )
 
     def _solved(self, deciding: torch.Tensor) -> list[bool]:
+        """Return whether rewards count as successes."""
         return succeeded(deciding, threshold=self.args.success_threshold).tolist()
 
     def columns(self, num_rows: int) -> dict[str, list[Any]]:
@@ -187,14 +200,15 @@ class ForkExplorer(BranchExplorer):
         for tree in self.trees:
             for place in tree.branches:
                 branches[tree.row + chain_of(tree.leaves, place)] += 1
-            known = [leaf.reward for leaf in tree.leaves if not math.isnan(leaf.reward)]
-            for row in range(tree.row, tree.row + len(tree.leaves) - len(tree.branches)):
-                values[row] = sum(known) / len(known) if known else math.nan
+            rewards = [leaf.reward for leaf in tree.leaves if not math.isnan(leaf.reward)]
+            if rewards:
+                num_chains = len(tree.leaves) - len(tree.branches)
+                values[tree.row : tree.row + num_chains] = [sum(rewards) / len(rewards)] * num_chains
         return {"branches": branches, "tree_value": values}
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of a batch's branches. Every process must call it."""
-        left: list[tuple[TreeCompletion, TreeCompletion]] = []  # each branch and the leaf that it forks from
+        pairs: list[tuple[TreeCompletion, TreeCompletion]] = []  # each branch, and the leaf that it forks from
         num_contrasts = num_trained = 0
         for tree in self.trees:
             known = {leaf.reward for leaf in tree.leaves if not math.isnan(leaf.reward)}
@@ -202,18 +216,19 @@ class ForkExplorer(BranchExplorer):
             num_trained += len(tree.trained) - (len(tree.leaves) - len(tree.branches))
             for leaf in tree.leaves:
                 if leaf.parent is not None:
-                    left.append((leaf, tree.leaves[leaf.parent]))
+                    pairs.append((leaf, tree.leaves[leaf.parent]))
         total = self.policy.ranks.summed(
             {
                 "trees": len(self.trees),
                 "contrast": num_contrasts,
                 "forks": len(self.uncertainty),
                 "uncertainty": sum(self.uncertainty),
-                "branches": len(left),
-                "depth": sum(leaf.start / parent.length for leaf, parent in left),
-                "other": sum(abs(leaf.reward - parent.reward) > 0 for leaf, parent in left),  # not where one is NaN
-                "tokens": sum(len(leaf.token_ids) for leaf, _ in left),
-                "solved": sum(leaf.solved for leaf, _ in left),
+                "branches": len(pairs),
+                "depth": sum(leaf.start / parent.length for leaf, parent in pairs),
+                # A comparison with NaN is False: branches without a reward do not count.
+                "other": sum(abs(leaf.reward - parent.reward) > 0 for leaf, parent in pairs),
+                "tokens": sum(len(leaf.token_ids) for leaf, _ in pairs),
+                "solved": sum(leaf.solved for leaf, _ in pairs),
                 "trained": num_trained,
                 "main_tokens": sum(len(trajectory.completion_ids) for trajectory in self.forks.trajectories),
             }
@@ -227,7 +242,7 @@ class ForkExplorer(BranchExplorer):
             metrics["contrast_fraction"] = total["contrast"] / total["trees"]
         if total["branches"]:
             metrics["depth"] = total["depth"] / total["branches"]
-            if total["uncertainty"]:  # where it is known
+            if total["uncertainty"]:  # 0 if no probability is known
                 metrics["uncertainty"] = total["uncertainty"] / total["forks"]
             metrics["other_fraction"] = total["other"] / total["branches"]
             metrics["success_fraction"] = total["solved"] / total["branches"]
@@ -254,7 +269,7 @@ class UncertainForkExplorer(ForkExplorer):
         for number in range(args.num_rounds):
             forks = []
             for tree in self.trees:
-                places = open_places(tree.leaves, [self.end(leaf) for leaf in tree.leaves])
+                places = open_forks(tree.leaves, [self.end(leaf) for leaf in tree.leaves])
                 forks.append(
                     choose_forks(
                         tree.leaves,

@@ -1,4 +1,4 @@
-"""Forward context influence of steps: how much later steps attend to each. Follows AttnRL
+"""Forward context influence of steps: how much the later steps of a completion attend to each step. Follows AttnRL
 (https://huggingface.co/papers/2509.26628), section 3."""
 
 from collections.abc import Sequence
@@ -8,20 +8,22 @@ import torch
 from trl_explore.chains.leaves import TreeCompletion
 
 SELECTIONS = ("attention", "uncertain", "random")  # values of AttnRL's `fork_selection`
-StepSpan = tuple[int, int]  # where a step begins and ends among the tokens of a row
+StepSpan = tuple[int, int]  # first token of a step and its end (exclusive), counted in a row of tokens
 
 
 def step_attention(attention: torch.Tensor, steps: Sequence[StepSpan]) -> torch.Tensor:
-    """What a token of step j attends to a token of step k on average, `(H, S, S)` in float32, from attention
-    `(H, T, T)` of queries to keys."""
+    """Return the mean attention of the tokens of step j to the tokens of step k, `(H, S, S)` in float32, from the
+    attention of queries to keys, `(H, T, T)`."""
     average = torch.zeros(len(steps), attention.shape[-1], device=attention.device)  # (S, T)
     for step, (begin, end) in zip(average, steps, strict=True):
         step[begin:end] = 1.0 / (end - begin)
-    return torch.stack([average @ head.float() @ average.T for head in attention])  # one head in float32 at a time
+    # Convert one head at a time, because a float32 copy of all heads needs much memory.
+    return torch.stack([average @ head.float() @ average.T for head in attention])
 
 
 def forward_influence(attention: torch.Tensor, *, distance: int) -> torch.Tensor:
-    """`max over heads of sum_{j >= k + distance} alpha_jk` for every step k, `(S,)`, from `alpha`, `(H, S, S)`."""
+    """Return `max over heads of sum_{j >= k + distance} alpha_jk` for every step k, `(S,)`. `attention` is `alpha`,
+    `(H, S, S)`."""
     return attention.tril(-distance).sum(dim=-2).amax(dim=0)
 
 
@@ -29,32 +31,38 @@ def influential_steps(
     influence: Sequence[float], starts: Sequence[int], number: int, *, end: int, quantile: float, distance: int
 ) -> list[int]:
     """
-    Starts of so many steps to fork at, or of all where there are fewer: in text order those at or above a quantile of
-    the completion's influence, then the first ones.
+    Choose the steps at which a completion is forked.
+
+    Steps whose influence is at or above a quantile are chosen first, in text order. If these are fewer than `number`,
+    the earliest other steps are added.
 
     Args:
         influence (`Sequence[float]`):
-            Of the steps `[S]`.
+            Influence of the steps, `[S]`.
         starts (`Sequence[int]`):
-            Their first tokens `[S]`; the first step is never forked.
+            First token of each step, `[S]`. The first step is never forked.
         number (`int`):
-            Forks.
+            Number of forks.
         end (`int`):
-            Token from which on nothing is forked.
+            First token at which the completion may not be forked.
         quantile (`float`):
-            Share of the steps that are below it.
+            Quantile of the completion's influence, in [0, 1].
         distance (`int`):
-            Fewest tokens between forks, and before the first; the steps that fill up do not keep it.
+            Minimum number of tokens between two forks, and before the first fork. It does not apply to steps that are
+            added.
 
     Returns:
-        `list[int]`: Starts, ascending.
+        `list[int]`: First tokens of the chosen steps, ascending; all possible steps if there are fewer than `number`.
     """
     possible = open_steps(starts, end=end)
     if not possible:
         return []
-    values = torch.tensor([v if s in possible else 0.0 for v, s in zip(influence, starts, strict=True)])
+    of_possible = []
+    for value, start in zip(influence, starts, strict=True):
+        of_possible.append(value if start in possible else 0.0)
+    values = torch.tensor(of_possible)
     threshold = values.quantile(quantile)
-    if threshold == 0 and values.any():  # few steps are attended to at all
+    if threshold == 0 and values.any():  # most steps get no attention
         threshold = values[values > 0].min()
     chosen: list[int] = []
     for start, value in zip(starts, values.tolist(), strict=True):
@@ -66,7 +74,7 @@ def influential_steps(
 
 
 def open_steps(starts: Sequence[int], *, end: int) -> list[int]:
-    """Starts of steps that may be forked: all but the first, before token `end`."""
+    """Return the first tokens of the steps that can be forked: all steps before token `end`, except the first step."""
     return [start for start in starts[1:] if start < end]
 
 
@@ -74,16 +82,24 @@ def forked_chains(
     leaves: Sequence[TreeCompletion], *, scored: Sequence[bool], generator: torch.Generator
 ) -> list[int]:
     """
-    Places of `ceil(G exp(-accuracy))` of a prompt's G scored chains: those of the rarer outcome first, then others
-    that are drawn.
+    Return the indices of the chains of a prompt that are forked: `ceil(G exp(-accuracy))` of its G scored chains.
+
+    Chains with the rarer outcome are chosen first, then random ones of the others. `scored` is True for a completion
+    with a reward, `[L]`.
     """
-    chains = [i for i, leaf in enumerate(leaves) if leaf.parent is None and scored[i]]
-    if not chains:
+    solved, failed = [], []
+    for i, leaf in enumerate(leaves):
+        if leaf.parent is None and scored[i]:
+            if leaf.solved:
+                solved.append(i)
+            else:
+                failed.append(i)
+    num_chains = len(solved) + len(failed)
+    if num_chains == 0:
         return []
-    right = [i for i in chains if leaves[i].solved]
-    accuracy = len(right) / len(chains)
-    number = int((len(chains) * torch.tensor(-accuracy, dtype=torch.float64).exp()).ceil())
-    wrong = [i for i in chains if not leaves[i].solved]
-    rare, common = (wrong, right) if accuracy >= 0.5 else (right, wrong)
+    accuracy = len(solved) / num_chains
+    number = int((num_chains * torch.tensor(-accuracy, dtype=torch.float64).exp()).ceil())
+    rare, common = (failed, solved) if accuracy >= 0.5 else (solved, failed)
     order = torch.randperm(len(common), generator=generator).tolist()
-    return sorted([*rare, *(common[i] for i in order)][:number])
+    drawn = [common[i] for i in order]
+    return sorted([*rare, *drawn][:number])

@@ -1,5 +1,9 @@
-"""The completions of one prompt as leaves of a tree: chains from the prompt, and what left them at forks. Follows
-EPTree of TreeRL (https://huggingface.co/papers/2506.11902), section 3."""
+"""Completions of one prompt as the leaves of a tree. Follows EPTree of TreeRL
+(https://huggingface.co/papers/2506.11902), section 3.
+
+A chain is sampled from the prompt. A branch forks from another completion, its parent, and shares the parent's tokens
+before the fork. Completions refer to each other by their index in a list in which parents come first.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,40 +11,46 @@ from dataclasses import dataclass
 
 @dataclass
 class TreeCompletion:
-    """A completion: what it shares with the leaf that it left, and tokens of its own."""
+    """A completion: tokens that it shares with its parent, and then its own tokens."""
 
-    token_ids: list[int]  # its own, behind `start`
-    parent: int | None = None  # place of the leaf that it left, before its own; `None`: a chain, from the prompt
-    start: int = 0  # token of the completion where it left that
-    logprobs: list[float | None] | None = None  # of its own tokens, where they are known
-    reward: float = float("nan")  # NaN where unscorable
-    solved: bool = False  # by what decides about success
+    token_ids: list[int]  # its own tokens: those from token `start` of the completion
+    parent: int | None = None  # index of the completion from which it forks; None: a chain
+    start: int = 0  # number of tokens that it shares with its parent; 0 for a chain
+    logprobs: list[float | None] | None = None  # of its own tokens; None if unknown
+    reward: float = float("nan")  # NaN if it has no reward
+    solved: bool = False  # True if it succeeded
 
     @property
     def length(self) -> int:
-        """Tokens of the whole completion."""
+        """Return the number of tokens of the whole completion."""
         return self.start + len(self.token_ids)
 
 
 def completion(leaves: Sequence[TreeCompletion], place: int) -> list[int]:
-    """Tokens of the leaf at a place, shared ones first."""
+    """Return all tokens of the completion at index `place`, `[T]`."""
     leaf = leaves[place]
-    return leaf.token_ids if leaf.parent is None else completion(leaves, leaf.parent)[: leaf.start] + leaf.token_ids
+    if leaf.parent is None:
+        return leaf.token_ids
+    return completion(leaves, leaf.parent)[: leaf.start] + leaf.token_ids
 
 
 def chain_of(leaves: Sequence[TreeCompletion], place: int) -> int:
-    """The chain that a leaf grows on; its own place if it is one."""
+    """Return the index of the chain from which the completion at index `place` descends. A chain returns itself."""
     parent = leaves[place].parent
     return place if parent is None else chain_of(leaves, parent)
 
 
 def shared_tokens(leaves: Sequence[TreeCompletion]) -> list[list[int]]:
-    """Tokens that each two completions have in common because one of them left the other, or both a third, `[L][L]`;
-    chains have none, however alike they are."""
+    """
+    Return the number of first tokens that each two completions share by a fork, `[L][L]`.
+
+    Two chains share 0 tokens, even if their texts begin alike. A completion shares all its tokens with itself.
+    """
     shared: list[list[int]] = []
     for leaf in leaves:
-        of_parent = shared[leaf.parent or 0] if shared else []
-        before = [min(leaf.start, number) for number in of_parent]  # a chain starts at 0
+        before = [0] * len(shared)  # tokens shared with each earlier completion
+        if leaf.parent is not None:
+            before = [min(leaf.start, number) for number in shared[leaf.parent]]
         for row, number in zip(shared, before, strict=True):
             row.append(number)
         shared.append([*before, leaf.length])

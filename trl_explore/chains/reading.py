@@ -1,4 +1,5 @@
-"""Attention is read in a pass of its own: eager, one map at a time, without gradients."""
+"""Read the attention of the policy in a separate forward pass: with eager attention, layer by layer, without
+gradients."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,25 +20,37 @@ NAME = "attention_that_is_read"
 
 
 class AttentionReader:
-    """Influence of the steps of rows by what layers `layers` attend to, all for `None`."""
+    """
+    Computes the influence of steps from the attention of the policy.
+
+    Args:
+        policy ([`~trl_explore.rows.policy.Policy`]):
+            The trainer.
+        distance (`int`):
+            Minimum number of steps between a step and the later steps whose attention to it counts.
+        layers (`Sequence[int]`, *optional*):
+            First layer and end (exclusive) of the layers that are read. None: all layers.
+    """
 
     def __init__(self, policy: Policy, *, distance: int, layers: Sequence[int] | None) -> None:
         self.policy, self.distance = policy, distance
-        self.layers = range(sys.maxsize) if layers is None else range(*layers)
+        self.layers = range(sys.maxsize)
+        if layers is not None:
+            self.layers = range(*layers)
 
     def check(self) -> None:
-        """ValueError if the model's attention cannot be read, with the reason."""
+        """Raise ValueError if the attention of the model cannot be read. The message says why."""
         model = unwrapped(self.policy, self.policy.model)
         depth = model.config.get_text_config().num_hidden_layers
         if self.layers.start >= depth:
             raise ValueError(
-                f"`attention_layers={[self.layers.start, self.layers.stop]}` begins behind the {depth} layers of "
+                f"`attention_layers={[self.layers.start, self.layers.stop]}` begins after the {depth} layers of "
                 f"{type(model).__name__}: choose others, or leave it out for all."
             )
-        if self.policy.accelerator.distributed_type in SHARDED:  # whose weights are not in one piece yet
-            return
+        if self.policy.accelerator.distributed_type in SHARDED:
+            return  # the weights are still in parts, so a forward pass is not possible yet
         training = self.policy.model.training
-        self.policy.model.train()  # as in a run; for layers of bitsandbytes, see `without_dropout`
+        self.policy.model.train()  # training mode, as in a run. For layers of bitsandbytes see `without_dropout`
         with self._reading([(0, 4), (4, 8)], num_tokens=8) as found:
             self._pass([*range(8)])
         self.policy.model.train(training)
@@ -50,19 +63,28 @@ class AttentionReader:
             )
 
     def influence(self, rows: list[list[int]], steps: list[list[StepSpan]]) -> list[list[float]]:
-        """Influence `[R][S_i]` of the steps of rows of tokens; every process calls it."""
-        # Without a step so far behind another but the first, nothing is read.
-        read = [i for i, own in enumerate(steps) if len(own) > self.distance + 1]
-        found = [[0.0] * len(own) for own in steps]
-        number, filler = self.policy.ranks.most(len(read)), [self.policy.eos_token_ids[0]]
-        for place in range(number):
-            real = place < len(read)
-            row = rows[read[place]] if real else filler
-            with self._reading(steps[read[place]] if real else [(0, 1)], num_tokens=len(row)) as layers:
-                self._pass(row)
-            if real:
-                found[read[place]] = torch.stack(layers).amax(dim=0).tolist()
-        return found
+        """
+        Return the influence of the steps of rows of tokens, `[R][S_i]`. Every process must call it.
+
+        Args:
+            rows (`list[list[int]]`):
+                Tokens of prompts and completions, `[R][T_i]`.
+            steps (`list[list[tuple[int, int]]]`):
+                First token and end of the steps of each row, `[R][S_i]`.
+        """
+        influence = [[0.0] * len(row_steps) for row_steps in steps]
+        # The first step is never forked. In a row with fewer steps, all other steps have influence 0.
+        long_rows = [i for i, row_steps in enumerate(steps) if len(row_steps) > self.distance + 1]
+        # Every process must run the same number of forward passes.
+        num_fillers = self.policy.ranks.most(len(long_rows)) - len(long_rows)
+        for i in long_rows:
+            with self._reading(steps[i], num_tokens=len(rows[i])) as layers:
+                self._pass(rows[i])
+            influence[i] = torch.stack(layers).amax(dim=0).tolist()
+        for _ in range(num_fillers):
+            with self._reading([(0, 1)], num_tokens=1):
+                self._pass([self.policy.eos_token_ids[0]])
+        return influence
 
     def _pass(self, ids: list[int]) -> None:
         model: Any = self.policy.model
@@ -72,19 +94,22 @@ class AttentionReader:
 
     @contextmanager
     def _reading(self, steps: Sequence[StepSpan], *, num_tokens: int) -> Iterator[list[torch.Tensor]]:
-        """While it lasts, attention is eager, and each layer notes the influence of the steps of a row of that many
-        tokens. Virtual tokens of an adapter come before the row and belong to no step."""
+        """
+        Use eager attention, and collect the influence of the steps of a row of `num_tokens` tokens from every layer.
+
+        Virtual tokens of an adapter come before the row and belong to no step.
+        """
         model = unwrapped(self.policy, self.policy.model)
         found: list[torch.Tensor] = []
-        layers, distance = self.layers, self.distance  # transformers keeps `attend`, which must not keep the trainer
+        # transformers keeps `attend`, so `attend` must not refer to the trainer.
+        layers, distance = self.layers, self.distance
 
         def attend(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            output, weights = vars(sys.modules[type(module).__module__])["eager_attention_forward"](
-                module, *args, **kwargs
-            )
+            modeling: Any = sys.modules[type(module).__module__]  # the file of transformers that defines the model
+            output, weights = modeling.eager_attention_forward(module, *args, **kwargs)
             if module.layer_idx in layers:
                 alpha = step_attention(weights[0, :, -num_tokens:, -num_tokens:], steps)
-                found.append(forward_influence(alpha, distance=distance).cpu())  # layers may be on other devices
+                found.append(forward_influence(alpha, distance=distance).cpu())  # layers may be on several devices
             return output, weights
 
         before = model.config._attn_implementation

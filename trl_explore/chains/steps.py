@@ -1,5 +1,6 @@
-"""Where AttnRL forks: which chains, by how often a prompt is solved, and which of their steps, by influence."""
+"""Choice of forks in AttnRL: chains by the success rate of their prompt, and steps of these chains by influence."""
 
+import itertools
 import math
 import time
 import warnings
@@ -13,7 +14,7 @@ from trl_explore.chains.explorer import CompletionTree, ForkExplorer
 from trl_explore.chains.influence import forked_chains, influential_steps, open_steps
 from trl_explore.chains.leaves import TreeCompletion
 from trl_explore.chains.reading import AttentionReader
-from trl_explore.chains.uncertain import Place, uncertainty
+from trl_explore.chains.uncertain import ForkPoint, uncertainty
 from trl_explore.forks.engine import Forks
 from trl_explore.pivots.choice import drop_empty_end, segment_delimiters, segment_fixed
 from trl_explore.rows.policy import Policy
@@ -24,45 +25,62 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Cut:
-    """The steps of a chain."""
+class ChainSteps:
+    """The S steps into which a chain is divided."""
 
-    starts: list[int]  # `[S]`
-    end: int  # token from which on nothing is forked
+    starts: list[int]  # first token of each step, `[S]`
+    end: int  # first token at which the chain may not be forked
     influence: list[float]  # `[S]`
 
 
 class StepForks:
-    """Chooses the forks of a generation batch. `sum` and `number` are those of the mean influence in prompts that all
-    their chains solved, over the run: such a prompt is forked where it has more than their mean."""
+    """
+    Chooses the forks of a generation batch.
+
+    A prompt that all its chains solved is forked only if its mean influence is above the mean over such prompts in the
+    run so far. `sum` and `number` are the sum of their mean influences, and their number.
+
+    Args:
+        policy ([`~trl_explore.rows.policy.Policy`]):
+            The trainer.
+        chains ([`~trl_explore.chains.explorer.ForkExplorer`]):
+            The explorer that forks the chains.
+        reader ([`~trl_explore.chains.reading.AttentionReader`]):
+            Computes the influence of steps.
+    """
 
     def __init__(self, policy: Policy, chains: ForkExplorer, reader: AttentionReader) -> None:
         self.policy, self.chains, self.reader, self.args = policy, chains, reader, policy.args
         self.sum = self.number = 0.0
-        self.cuts: list[list[Cut]] = []  # of the chains of every tree
-        self._texts: dict[int, str] = {}  # of tokens
+        self.cuts: list[list[ChainSteps]] = []  # of the chains of each tree
+        self._texts: dict[int, str] = {}  # text of each token
         self._warned = False
 
-    def choose(self) -> list[list[Place]]:
-        """Forks of every tree; every process calls it."""
-        trees, cuts = self.chains.trees, self._cuts()
-        self.cuts, forked = cuts, self._forked(trees, cuts)
-        forks = [
-            [(i, start) for i in places for start in self._starts(tree.leaves, i, own[i])]
-            for tree, own, places in zip(trees, cuts, forked, strict=True)
-        ]
-        at_forks = [
-            own[i].influence[own[i].starts.index(start)]
-            for own, of_tree in zip(cuts, forks, strict=True)
-            for i, start in of_tree
-        ]
+    def choose(self) -> list[list[ForkPoint]]:
+        """Return the forks of each tree. Every process must call it."""
+        trees = self.chains.trees
+        self.cuts = self._divide_chains()
+        forked = self._chains_to_fork(trees, self.cuts)
+        forks = []
+        influence_at_forks = []
+        for tree, cuts, places in zip(trees, self.cuts, forked, strict=True):
+            forks_of_tree = []
+            for place in places:
+                cut = cuts[place]
+                for start in self._starts(tree.leaves, place, cut):
+                    forks_of_tree.append((place, start))
+                    influence_at_forks.append(cut.influence[cut.starts.index(start)])
+            forks.append(forks_of_tree)
+        num_steps = 0
+        for cuts in self.cuts:
+            num_steps += sum(len(cut.starts) for cut in cuts)
         total = self.policy.ranks.summed(
             {
-                "chains": sum(map(len, cuts)),
-                "steps": sum(len(cut.starts) for own in cuts for cut in own),
+                "chains": sum(map(len, self.cuts)),
+                "steps": num_steps,
                 "forked": sum(map(len, forked)),
-                "forks": len(at_forks),
-                "influence": sum(at_forks),
+                "forks": len(influence_at_forks),
+                "influence": sum(influence_at_forks),
             }
         )
         self._warn_without_steps(int(total["chains"]), int(total["steps"]))
@@ -73,24 +91,27 @@ class StepForks:
             self.policy.log_metric("steps/influence", total["influence"] / total["forks"])
         return forks
 
-    def _cuts(self) -> list[list[Cut]]:
-        """Steps of all chains, with their influence."""
-        cuts, rows, steps = [], [], []
+    def _divide_chains(self) -> list[list[ChainSteps]]:
+        """Return the steps of the chains of each tree, with their influence."""
+        all_cuts, rows, steps = [], [], []
         for tree in self.chains.trees:
-            own, first = [], len(tree.prompt_ids)
+            cuts = []
+            prompt_length = len(tree.prompt_ids)
             for leaf in tree.leaves:
                 starts = self._cut(leaf.token_ids)
-                own.append(Cut(starts, self.chains.end(leaf), []))
+                cuts.append(ChainSteps(starts, self.chains.end(leaf), []))
                 rows.append(tree.prompt_ids + leaf.token_ids)
-                bounds = [first + start for start in starts] + [len(rows[-1])]
-                steps.append([*zip(bounds[:-1], bounds[1:], strict=True)])
-            cuts.append(own)
-        found = iter(self.reader.influence(rows, steps))
-        for cut in [cut for own in cuts for cut in own]:
-            cut.influence = next(found)
-        return cuts
+                bounds = [prompt_length + start for start in starts] + [len(rows[-1])]
+                steps.append(list(itertools.pairwise(bounds)))
+            all_cuts.append(cuts)
+        influence = iter(self.reader.influence(rows, steps))
+        for cuts in all_cuts:
+            for cut in cuts:
+                cut.influence = next(influence)
+        return all_cuts
 
     def _cut(self, ids: list[int]) -> list[int]:
+        """Return the first token of each step of a completion."""
         args, tokenizer = self.args, self.policy.tokenizer
         if args.step_length is not None:
             starts = segment_fixed(len(ids), length=args.step_length)
@@ -99,49 +120,71 @@ class StepForks:
         return drop_empty_end(starts, ids, tokenizer, end_ids=self.policy.eos_token_ids)
 
     def _warn_without_steps(self, num_chains: int, num_steps: int) -> None:
+        """Warn once if no completion of the first batch has more than one step."""
         if self._warned or not num_chains:
             return
-        self._warned = True  # looked at once, in the first batch
+        self._warned = True  # check the first batch only
         if num_steps == num_chains and self.policy.accelerator.is_main_process:
             args = self.args
-            where = "shorter than a step" if args.step_length else f"without any of {args.step_delimiters!r}"
-            fields = "a smaller `step_length`" if args.step_length else "other `step_delimiters`, or a `step_length`"
+            if args.step_length:
+                where, fields = "shorter than a step", "a smaller `step_length`"
+            else:
+                where = f"without any of {args.step_delimiters!r}"
+                fields = "other `step_delimiters`, or a `step_length`"
             warnings.warn(
                 f"All {num_chains} completions of the first batch are {where}, so that they are one step each and "
                 f"nothing is forked. Choose {fields}.",
                 stacklevel=2,
             )
 
-    def _forked(self, trees: list[CompletionTree], cuts: list[list[Cut]]) -> list[list[int]]:
-        """Chains of every tree that are forked: all, or by difficulty."""
-        scored = [[not math.isnan(leaf.reward) for leaf in tree.leaves] for tree in trees]
+    def _chains_to_fork(self, trees: list[CompletionTree], all_cuts: list[list[ChainSteps]]) -> list[list[int]]:
+        """Return the indices of the chains of each tree that are forked: all, or fewer if the prompt is easy."""
+        scored = []
+        for tree in trees:
+            scored.append([not math.isnan(leaf.reward) for leaf in tree.leaves])
         if not self.args.adaptive_sampling:
-            return [[i for i, known in enumerate(own) if known] for own in scored]
-        means = [fmean(value for cut in own for value in cut.influence) for own in cuts]
-        easy = [_all_solved(tree.leaves, own) for tree, own in zip(trees, scored, strict=True)]
-        of_easy = [mean for mean, solved in zip(means, easy, strict=True) if solved]
-        total = self.policy.ranks.summed({"sum": sum(of_easy), "number": len(of_easy)})
+            return [_true_places(known) for known in scored]
+        means, solved = [], []
+        for tree, cuts, known in zip(trees, all_cuts, scored, strict=True):
+            values: list[float] = []
+            for cut in cuts:
+                values += cut.influence
+            means.append(fmean(values))
+            solved.append(_all_solved(tree.leaves, known))
+        solved_means = [mean for mean, is_solved in zip(means, solved, strict=True) if is_solved]
+        total = self.policy.ranks.summed({"sum": sum(solved_means), "number": len(solved_means)})
         self.sum, self.number = self.sum + total["sum"], self.number + total["number"]
-        return [
-            []
-            if solved and mean <= self.sum / self.number
-            else forked_chains(tree.leaves, scored=own, generator=self.policy.exploration_generator)
-            for tree, own, mean, solved in zip(trees, scored, means, easy, strict=True)
-        ]
+        forked: list[list[int]] = []
+        for tree, known, mean, is_solved in zip(trees, scored, means, solved, strict=True):
+            if is_solved and mean <= self.sum / self.number:
+                forked.append([])
+            else:
+                generator = self.policy.exploration_generator
+                forked.append(forked_chains(tree.leaves, scored=known, generator=generator))
+        return forked
 
-    def _starts(self, leaves: list[TreeCompletion], place: int, cut: Cut) -> list[int]:
-        """Where a chain is forked: at as many steps, whatever they are chosen by."""
-        args, starts = self.args, open_steps(cut.starts, end=cut.end)
+    def _starts(self, leaves: list[TreeCompletion], place: int, cut: ChainSteps) -> list[int]:
+        """Return the first tokens of the steps at which a chain is forked. Their number does not depend on
+        `fork_selection`."""
+        args = self.args
+        starts = open_steps(cut.starts, end=cut.end)
         if args.fork_selection == "random":
             order = torch.randperm(len(starts), generator=self.policy.exploration_generator).tolist()
             return sorted(starts[i] for i in order[: args.num_forks])
         if args.fork_selection == "uncertain":
-            return sorted(sorted(starts, key=lambda start: -uncertainty(leaves, (place, start)))[: args.num_forks])
-        options: dict[str, Any] = {"quantile": args.influence_quantile, "distance": args.fork_distance}
-        return influential_steps(cut.influence, cut.starts, args.num_forks, end=cut.end, **options)
+            by_uncertainty = sorted(starts, key=lambda start: -uncertainty(leaves, (place, start)))
+            return sorted(by_uncertainty[: args.num_forks])
+        return influential_steps(
+            cut.influence,
+            cut.starts,
+            args.num_forks,
+            end=cut.end,
+            quantile=args.influence_quantile,
+            distance=args.fork_distance,
+        )
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds of it."""
+        """Return the state for the checkpoint."""
         return {"sum": self.sum, "number": self.number}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -149,8 +192,15 @@ class StepForks:
         self.sum, self.number = state["sum"], state["number"]
 
 
+def _true_places(mask: list[bool]) -> list[int]:
+    """Return the indices that are True."""
+    return [i for i, is_true in enumerate(mask) if is_true]
+
+
 def _all_solved(leaves: list[TreeCompletion], scored: list[bool]) -> bool:
-    return any(scored) and all(leaf.solved for leaf, known in zip(leaves, scored, strict=True) if known)
+    """Return whether all scored completions succeeded, and at least one is scored."""
+    places = _true_places(scored)
+    return bool(places) and all(leaves[i].solved for i in places)
 
 
 class StepForkExplorer(ForkExplorer):

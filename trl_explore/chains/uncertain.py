@@ -1,4 +1,4 @@
-"""Where EPTree forks: at the tokens of a tree that surprised the policy most. Follows TreeRL
+"""Choice of forks in TreeRL: the sampled tokens with the lowest probability. Follows EPTree of TreeRL
 (https://huggingface.co/papers/2506.11902), section 3.2."""
 
 from bisect import bisect_left
@@ -13,65 +13,123 @@ from trl_explore.chains.leaves import TreeCompletion, chain_of
 from trl_explore.pivots.choice import Decoder, token_texts
 
 SELECTIONS = ("uncertain", "random")
-Place = tuple[int, int]  # place of a leaf, and the token of its completion that is sampled anew
+ForkPoint = tuple[int, int]  # index of a completion, and the first of its tokens that is sampled again
 
 
-def open_places(leaves: Sequence[TreeCompletion], ends: Sequence[int]) -> list[Place]:
-    """Where leaves may be forked, before token `ends` `[L]` of their completions: at every token of their own but a
-    branch's first, which is where it left, and where nothing left before."""
-    taken = {(leaf.parent, leaf.start) for leaf in leaves}
-    return [
-        (i, token)
-        for i, leaf in enumerate(leaves)
-        for token in range(leaf.start + (leaf.parent is not None), min(leaf.length, ends[i]))
-        if (i, token) not in taken
-    ]
+def open_forks(leaves: Sequence[TreeCompletion], ends: Sequence[int]) -> list[ForkPoint]:
+    """
+    Return the points at which completions can be forked: at their own tokens, where no branch forks yet.
+
+    Args:
+        leaves (`Sequence[TreeCompletion]`):
+            The completions of one prompt.
+        ends (`Sequence[int]`):
+            First token of each completion at which it may not be forked, `[L]`.
+    """
+    used = {(leaf.parent, leaf.start) for leaf in leaves}
+    points = []
+    for i, leaf in enumerate(leaves):
+        first = leaf.start
+        if leaf.parent is not None:
+            first += 1  # a fork at the first token of a branch is a fork of its parent
+        for token in range(first, min(leaf.length, ends[i])):
+            if (i, token) not in used:
+                points.append((i, token))
+    return points
 
 
 def choose_forks(
     leaves: Sequence[TreeCompletion],
-    places: Sequence[Place],
+    points: Sequence[ForkPoint],
     number: int,
     *,
     selection: str,
     generator: torch.Generator,
-) -> list[Place]:
-    """So many `places` of every chain and what grows on it, or all where there are fewer: those with the highest
-    `-log p` of the sampled token (`"uncertain"`; not known counts as certain), or any (`"random"`)."""
+) -> list[ForkPoint]:
+    """
+    Choose forks for each chain, in the chain or in the branches that descend from it.
+
+    Args:
+        leaves (`Sequence[TreeCompletion]`):
+            The completions of one prompt.
+        points (`Sequence[tuple[int, int]]`):
+            Points at which they can be forked.
+        number (`int`):
+            Number of forks per chain. A chain with fewer points is forked at all of them.
+        selection (`str`):
+            `"uncertain"`: the points with the highest `-log p`. `"random"`: random points.
+        generator (`torch.Generator`):
+            Draws random points.
+    """
     chains = [chain_of(leaves, i) for i in range(len(leaves))]
-    of_chain: dict[int, list[Place]] = {chain: [] for chain in chains}
-    for place in places:
-        of_chain[chains[place[0]]].append(place)
-    if selection == "uncertain":
-        return [fork for own in of_chain.values() for fork in nlargest(number, own, key=partial(uncertainty, leaves))]
-    drawn = {chain: torch.randperm(len(own), generator=generator)[:number] for chain, own in of_chain.items()}
-    return [of_chain[chain][i] for chain, found in drawn.items() for i in found.tolist()]
+    points_of_chain: dict[int, list[ForkPoint]] = {chain: [] for chain in chains}
+    for point in points:
+        points_of_chain[chains[point[0]]].append(point)
+    chosen: list[ForkPoint] = []
+    for candidates in points_of_chain.values():
+        if selection == "uncertain":
+            chosen += nlargest(number, candidates, key=partial(uncertainty, leaves))
+        else:
+            order = torch.randperm(len(candidates), generator=generator)[:number].tolist()
+            chosen += [candidates[i] for i in order]
+    return chosen
 
 
-def uncertainty(leaves: Sequence[TreeCompletion], fork: Place) -> float:
-    """`-log p` of the token that is sampled anew; 0 where it is not known."""
-    place, token = fork
+def uncertainty(leaves: Sequence[TreeCompletion], point: ForkPoint) -> float:
+    """Return `-log p` of the token at a point, or 0 if its probability is unknown."""
+    place, token = point
     leaf = leaves[place]
     logprob = leaf.logprobs[token - leaf.start] if leaf.logprobs else None
     return -logprob if logprob else 0.0
 
 
-def said_at(ids: Sequence[int], tokenizer: Decoder, texts: Sequence[str], *, cache: dict[int, str]) -> int | None:
-    """The first of the tokens with which one of some texts is said, in whatever case; `None` where none is."""
+def first_text_end(
+    ids: Sequence[int], tokenizer: Decoder, texts: Sequence[str], *, cache: dict[int, str]
+) -> int | None:
+    """
+    Return the index of the token with which the first of some texts ends, in any case, or None if no text occurs.
+
+    Args:
+        ids (`Sequence[int]`):
+            Tokens to search, `[T]`.
+        tokenizer (`Decoder`):
+            Decodes the tokens.
+        texts (`Sequence[str]`):
+            Texts to find.
+        cache (`dict[int, str]`):
+            Texts of tokens that were decoded before; new ones are added.
+    """
     parts = token_texts(ids, tokenizer, cache=cache)
-    whole, ends = "".join(parts).lower(), list(accumulate(map(len, parts)))
-    found = [whole.index(text.lower()) + len(text) for text in texts if text.lower() in whole]
-    return bisect_left(ends, min(found)) if found else None
+    whole = "".join(parts).lower()
+    found = []
+    for text in texts:
+        if text.lower() in whole:
+            found.append(whole.index(text.lower()) + len(text))
+    if not found:
+        return None
+    token_ends = list(accumulate(map(len, parts)))
+    return bisect_left(token_ends, min(found))
 
 
-def drawn_leaves(leaves: Sequence[TreeCompletion], number: int | None, *, generator: torch.Generator) -> list[int]:
-    """Places of the leaves that are trained: all chains, and branches drawn up to `number`, all for `None`. Where no
-    chain succeeded, one of the successful branches is among them."""
+def choose_trained(leaves: Sequence[TreeCompletion], number: int | None, *, generator: torch.Generator) -> list[int]:
+    """
+    Return the indices of the completions that are trained: all chains, and random branches up to `number` completions.
+
+    If no chain succeeded, one successful branch is among them. None trains all completions.
+    """
     if number is None or number >= len(leaves):
         return list(range(len(leaves)))
-    chains, branches = ([i for i, leaf in enumerate(leaves) if (leaf.parent is None) == own] for own in (True, False))
-    drawn = [branches[i] for i in torch.randperm(len(branches), generator=generator).tolist()]
+    chains, branches = [], []
+    for i, leaf in enumerate(leaves):
+        if leaf.parent is None:
+            chains.append(i)
+        else:
+            branches.append(i)
+    order = torch.randperm(len(branches), generator=generator).tolist()
+    drawn = [branches[i] for i in order]
     if not any(leaves[i].solved for i in chains):
-        first = next((i for i in drawn if leaves[i].solved), None)
-        drawn.sort(key=lambda i: i != first)
+        successes = [i for i in drawn if leaves[i].solved]
+        if successes:
+            drawn.remove(successes[0])
+            drawn.insert(0, successes[0])
     return sorted(chains + drawn[: number - len(chains)])

@@ -1,24 +1,24 @@
-"""What the tokens of a tree are worth: values of its nodes, and how far each is above the root and above its parent.
-Follows TreeRL (https://huggingface.co/papers/2506.11902), section 4."""
+"""Advantages of the tokens of a tree of completions: the value of a token's node, relative to the values of the root
+and of the parent node. Follows TreeRL (https://huggingface.co/papers/2506.11902), section 4."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from trl_explore.chains.leaves import TreeCompletion, shared_tokens
 
 
 def token_advantages(leaves: Sequence[TreeCompletion], trained: Collection[int] | None = None) -> list[list[float]]:
     """
-    `A(s) = [V(s) - V(root) + V(s) - V(parent)] / sqrt(leaves(s))` for every token of every completion, `[L][T_i]`.
+    Return `A(s) = [V(s) - V(root) + V(s) - V(parent)] / sqrt(leaves(s))` for every token of every completion.
 
-    A node s is a stretch of tokens between two forks, V(s) the mean reward of the leaves below it. Unscorable leaves
-    are in no mean and no count, and their tokens get 0.
+    A node s is a stretch of tokens between two forks. V(s) is the mean reward of the completions that run through s,
+    and leaves(s) is their number. Completions without a reward (NaN) are left out of both, and their tokens get 0.
 
     Args:
         leaves (`Sequence[TreeCompletion]`):
-            The leaves of one prompt, parents first.
+            The completions of one prompt, parents first.
         trained (`Collection[int]`, *optional*):
-            Places of the leaves whose rows are trained, which are those that the root counts; all by default.
+            Indices of the completions whose rows are trained. leaves(s) counts only these. None: all.
 
     Returns:
         `list[list[float]]`: Advantages `[L][T_i]`.
@@ -26,21 +26,41 @@ def token_advantages(leaves: Sequence[TreeCompletion], trained: Collection[int] 
     shared = shared_tokens(leaves)
     scored = [i for i, leaf in enumerate(leaves) if not math.isnan(leaf.reward)]
     counted = range(len(leaves)) if trained is None else trained
-    # Only differences matter: equal rewards then have exactly no advantage.
-    worth = {i: leaves[i].reward - leaves[scored[0]].reward for i in scored}
+    # The formula has only differences of rewards. Relative to one of them, equal rewards give exactly 0.
+    rewards = {i: leaves[i].reward - leaves[scored[0]].reward for i in scored}
+    advantages = []
+    for i, leaf in enumerate(leaves):
+        if i in rewards:
+            advantages.append(_advantages_of_one(shared[i], rewards, counted))
+        else:
+            advantages.append([0.0] * leaf.length)
+    return advantages
 
-    def value(places: list[int]) -> float:
-        return math.fsum(worth[i] for i in places) / len(places)
 
-    def of_leaf(place: int) -> list[float]:
-        advantages: list[float] = []
-        root = parent = value(scored)
-        for end in sorted({shared[place][i] for i in scored} - {0}):
-            below = [i for i in scored if shared[place][i] >= end]
-            here, rows = value(below), sum(i in counted for i in below)
-            advantage = (here - root + here - parent) / math.sqrt(max(rows, 1))
-            advantages += [advantage] * (end - len(advantages))
-            parent = here
-        return advantages
+def _advantages_of_one(shared: Sequence[int], rewards: Mapping[int, float], counted: Collection[int]) -> list[float]:
+    """
+    Return the advantages of the tokens of one completion, `[T]`.
 
-    return [of_leaf(i) if i in worth else [0.0] * leaf.length for i, leaf in enumerate(leaves)]
+    Args:
+        shared (`Sequence[int]`):
+            Number of tokens that it shares with each completion of the tree, `[L]`.
+        rewards (`Mapping[int, float]`):
+            Rewards of the completions that have one, by index.
+        counted (`Collection[int]`):
+            Indices of the completions that leaves(s) counts.
+    """
+    advantages: list[float] = []
+    root = parent = _mean_reward(rewards, list(rewards))
+    node_ends = sorted({shared[i] for i in rewards} - {0})
+    for end in node_ends:
+        below = [i for i in rewards if shared[i] >= end]
+        value = _mean_reward(rewards, below)
+        num_leaves = sum(i in counted for i in below)
+        advantage = (value - root + value - parent) / math.sqrt(max(num_leaves, 1))
+        advantages += [advantage] * (end - len(advantages))
+        parent = value
+    return advantages
+
+
+def _mean_reward(rewards: Mapping[int, float], places: Sequence[int]) -> float:
+    return math.fsum(rewards[i] for i in places) / len(places)
