@@ -1,1 +1,1 @@
-"""Trees of an agent's turns: where they grow, and what their leaves are worth."""
+"""The maths and the explorer of Tree-GRPO for agents: trees of turns, and the advantages of their leaves."""

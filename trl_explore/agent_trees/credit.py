@@ -1,4 +1,4 @@
-"""What the leaves of a prompt's trees are worth, after Tree-GRPO (https://huggingface.co/papers/2509.21240), section
+"""Advantages of the leaves of a prompt's trees. Follows Tree-GRPO (https://huggingface.co/papers/2509.21240), section
 3.3."""
 
 import itertools
@@ -11,10 +11,10 @@ SCALES = ("group", "none")
 
 def leaf_advantages(rewards: Sequence[Sequence[float]], *, intra_weight: float, scale: str) -> list[list[float]]:
     """
-    Advantages `[M][L_m]` of the leaves of a prompt's M trees: among all of the prompt, as in GRPO, plus `intra_weight`
-    times that among the leaves of their own tree.
+    Return the advantages of the leaves of a prompt's M trees, `[M][L_m]`.
 
-    0 where a leaf has no reward (NaN), and from a tree in which fewer than two have one.
+    A leaf gets its advantage among all leaves of the prompt, as in GRPO, plus `intra_weight` times its advantage among
+    the leaves of its tree. Both are 0 for a leaf without a reward (NaN), and if fewer than two leaves have a reward.
 
     Args:
         rewards (`Sequence[Sequence[float]]`):
@@ -22,9 +22,15 @@ def leaf_advantages(rewards: Sequence[Sequence[float]], *, intra_weight: float, 
         intra_weight (`float`):
             Weight of the advantage inside a tree.
         scale (`str`):
-            `"group"` divides by the standard deviation, of the prompt and of the tree; `"none"` does not.
+            `"group"`: divide by the standard deviation of the prompt, or of the tree. `"none"`: do not divide.
     """
-    among_all = iter(contrasts(list(itertools.chain(*rewards)), scale=scale))
-    return [
-        [next(among_all) + intra_weight * inside for inside in contrasts(list(tree), scale=scale)] for tree in rewards
-    ]
+    among_prompt = contrasts(list(itertools.chain(*rewards)), scale=scale)
+    advantages = []
+    first = 0  # index of the tree's first leaf among the leaves of the prompt
+    for tree in rewards:
+        of_tree = []
+        for place, among_tree in enumerate(contrasts(list(tree), scale=scale)):
+            of_tree.append(among_prompt[first + place] + intra_weight * among_tree)
+        advantages.append(of_tree)
+        first += len(tree)
+    return advantages

@@ -1,4 +1,4 @@
-"""Tree-GRPO's explorer: the trajectories of a generation batch grow into trees of turns."""
+"""Tree-GRPO's explorer: it expands the trajectories of a generation batch into trees of turns."""
 
 import math
 import time
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class AgentTree:
-    """A main row and its branches. Leaves are in the order in which they were sampled."""
+    """A main row and its branches, in the order in which they were sampled."""
 
     leaves: list[Trajectory]  # the main row first
     spans: list[Span]  # turns at which each leaf can be forked
@@ -40,7 +40,7 @@ class AgentTree:
 
 
 class TurnTreeExplorer(BranchExplorer):
-    """Grows a tree of turns from every explored main row, and compares the leaves in the prompt and in their tree."""
+    """Expands every explored main row into a tree of turns. Compares leaves in their prompt and in their tree."""
 
     name = "turn_trees"
     credits_main_rows = True
@@ -67,9 +67,10 @@ class TurnTreeExplorer(BranchExplorer):
         for row, tree in sorted(self.trees.items()):
             branches += tree.branches
             advantages += credit.get(row, [])[1:]
-        # A node is trained once for each leaf below it, so rows are trained whole.
+        # In the paper, a node is trained once for each leaf below it. So each row trains its whole trajectory.
         rows = self.forks.rows(branches, group_size=1, trains_prefixes=True)
-        return Branches(rows, advantages, {row: own[0] for row, own in credit.items()})
+        main_advantages = {row: of_leaves[0] for row, of_leaves in credit.items()}
+        return Branches(rows, advantages, main_advantages)
 
     def grow(self, groups: Sequence[ScoredGroup]) -> None:
         """Expand the main rows, round by round, and keep the leaves that are trained."""
@@ -88,9 +89,9 @@ class TurnTreeExplorer(BranchExplorer):
                 for (leaf, turn), number in drawn.items():
                     forks.append(Fork(tree.leaves[leaf], turn, number))
             branches = self.forks.sample_branches(forks)
-            # If the environment raised an exception, the reward says nothing about the policy.
+            # Drop branches whose environment raised: the policy did not cause that.
             sound = [branch for branch in branches if environment_error(branch.environment) is None]
-            self.forks.judge(sound)  # now, because the next round uses the environments again
+            self.forks.judge(sound)  # before the next round, which uses the environments again
             for branch in sound:
                 self.trees[branch.row].add(branch)
             self.num_sampled += sum(branch.num_sampled for branch in branches)
@@ -108,18 +109,21 @@ class TurnTreeExplorer(BranchExplorer):
             std = nanstd(self.scorer.totals()).item() + 1e-4
         scale = "group" if args.scale_rewards == "group" else "none"
         for group in groups:
-            found = []
+            rewards = []
             for place, reward in enumerate(group.rewards):
+                rewards.append([reward])
                 tree = self.trees.get(group.first_row + place)
-                found.append([reward, *map(self._total, tree.branches if tree else [])])
-            if all(len(rewards) == 1 for rewards in found):
+                if tree is not None:
+                    rewards[-1] += map(self._total, tree.branches)
+            if all(len(of_tree) == 1 for of_tree in rewards):
                 continue
-            of_leaves = leaf_advantages(found, intra_weight=args.intra_weight, scale=scale)
-            for place, values in enumerate(of_leaves):
+            advantages = leaf_advantages(rewards, intra_weight=args.intra_weight, scale=scale)
+            for place, values in enumerate(advantages):
                 credit[group.first_row + place] = [value / std for value in values]
         return credit
 
     def _total(self, branch: Branch) -> float:
+        """Return the total reward of a branch."""
         return self.scorer.totals(torch.tensor([branch.rewards])).item()
 
     def columns(self, num_rows: int) -> dict[str, list[Any]]:
@@ -137,8 +141,9 @@ class TurnTreeExplorer(BranchExplorer):
         num_contrasts = num_leaves = 0
         depth = 0.0
         for tree in self.trees.values():
-            rewards = {tree.reward, *map(self._total, tree.branches)}
-            num_contrasts += len({reward for reward in rewards if not math.isnan(reward)}) > 1
+            rewards = [tree.reward, *map(self._total, tree.branches)]
+            distinct = {reward for reward in rewards if not math.isnan(reward)}
+            num_contrasts += len(distinct) > 1
             num_leaves += len(tree.branches)
             for branch in tree.branches:
                 depth += branch.turn / len(branch.origin.turns)

@@ -1,7 +1,8 @@
-"""Where the tree of a trajectory grows: at any of its nodes but the leaves.
+"""Choice of the nodes at which a tree of turns is expanded. Follows Tree-GRPO
+(https://huggingface.co/papers/2509.21240), section 3.2.
 
-After Tree-GRPO (https://huggingface.co/papers/2509.21240), section 3.2. A node is one turn: thought, action and
-answer; the root is the prompt. A trajectory of K turns has K nodes, the last of which is a leaf.
+A node is one turn: the model's response and the answer of the tools. The root is the prompt. To expand the node before
+a turn is to sample that turn, and all later turns, again.
 """
 
 from collections.abc import Sequence
@@ -11,19 +12,24 @@ import torch
 
 
 class Span(NamedTuple):
-    """Turns of a leaf's trajectory before which it can be left: those that it does not share with an earlier leaf."""
+    """Turns of a leaf at which it can be forked: the turns that it does not share with an earlier leaf of its tree."""
 
-    first: int
+    first: int  # from 0
     end: int  # exclusive
 
 
 def open_nodes(spans: Sequence[Span]) -> list[tuple[int, int]]:
-    """Leaf and turn of each node of a tree that is no leaf: leaving before turn 0 is growing from the root."""
-    return [(leaf, turn) for leaf, span in enumerate(spans) for turn in range(span.first, span.end)]
+    """Return the nodes that can be expanded, as pairs of a leaf's index and the turn that is sampled again. Turn 0
+    expands the root."""
+    nodes = []
+    for leaf, span in enumerate(spans):
+        for turn in range(span.first, span.end):
+            nodes.append((leaf, turn))
+    return nodes
 
 
 def draw_nodes(spans: Sequence[Span], number: int, *, generator: torch.Generator) -> dict[tuple[int, int], int]:
-    """How often each node is expanded, of so many draws with replacement."""
+    """Draw `number` nodes with replacement. Return the number of times that each drawn node is expanded."""
     nodes = open_nodes(spans)
     drawn: dict[tuple[int, int], int] = {}
     for place in torch.randint(len(nodes), (number,), generator=generator).tolist():
@@ -32,8 +38,8 @@ def draw_nodes(spans: Sequence[Span], number: int, *, generator: torch.Generator
 
 
 def draw_leaves(num_branches: int, number: int | None, *, generator: torch.Generator) -> list[int]:
-    """Places of the branches of a tree that are trained beside its first trajectory, ascending: with it `number`
-    leaves, drawn at random; all for `None`."""
+    """Draw the branches of a tree that are trained: `number - 1`, because the main row is also a leaf. Return their
+    indices, ascending. None trains all."""
     if number is None or number > num_branches:
         return list(range(num_branches))
     return sorted(torch.randperm(num_branches, generator=generator)[: number - 1].tolist())

@@ -1,1 +1,1 @@
-"""BranPO's maths: tails of trajectories."""
+"""The maths and the explorer of BranPO: other endings of trajectories."""

@@ -1,4 +1,4 @@
-"""BranPO's explorer: other endings of trajectories, and what the tokens of both endings are worth."""
+"""BranPO's explorer: it samples other endings of trajectories, and compares both endings."""
 
 import itertools
 import math
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from trl_explore.trainers.branpo_config import BranPOConfig
 
 
-REDUNDANCY_DEPTH = 2  # from the penultimate response, section 4.4
+REDUNDANCY_DEPTH = 2  # fork before the second-to-last response, section 4.4
 
 
 @dataclass
 class Plan:
-    """Where other endings of a trajectory are sampled."""
+    """Plan of the forks in a trajectory."""
 
-    depths: list[int]  # responses to go back, one number per round; empty: none is sampled
-    tries: int  # endings per round
-    shorter: bool = False  # True: look for a shorter success. False: look for the other outcome
+    depths: list[int]  # number of responses to sample again, one number per round; empty: the trajectory is not forked
+    tries: int  # number of endings per round
+    shorter: bool = False  # True: look for a shorter success. False: look for an ending with the other outcome
 
 
 class TailBranchExplorer(BranchExplorer):
@@ -55,7 +55,7 @@ class TailBranchExplorer(BranchExplorer):
     def __init__(self, policy: Policy, forks: Forks, scorer: Scorer) -> None:
         super().__init__(policy, forks, scorer)
         self.num_sampled = self.num_incomplete = 0
-        self._plans: dict[int, Plan] = {}  # of this batch, by main row
+        self._plans: dict[int, Plan] = {}  # plans of this batch, by main row
         self._kept: dict[int, Branch] = {}  # kept ending of each main row that has one
 
     def explore(self, groups: Sequence[ScoredGroup]) -> Branches:
@@ -69,18 +69,18 @@ class TailBranchExplorer(BranchExplorer):
         for group in groups:
             for trajectory, reward in zip(group.trajectories, group.rewards, strict=True):
                 rewards[trajectory.main_row] = reward
-        of_rows, of_branches = self.advantages(rewards, self._kept)
+        row_advantages, ending_advantages = self.advantages(rewards, self._kept)
         main_advantages: dict[int, float | list[float]] = {}
-        for row, (base, suffix) in of_rows.items():
-            main_advantages[row] = self.credit_of(row, base, suffix)
+        for row, (prefix, ending) in row_advantages.items():
+            main_advantages[row] = self.credit_of(row, prefix, ending)
         kept_rows = sorted(self._kept)
         rows = self.forks.rows([self._kept[row] for row in kept_rows], group_size=1, trains_prefixes=False)
-        return Branches(rows, [of_branches[row] for row in kept_rows], main_advantages)
+        return Branches(rows, [ending_advantages[row] for row in kept_rows], main_advantages)
 
     # ------------------------------------------------------------------------------------------------- sample endings
 
     def plans(self, groups: Sequence[ScoredGroup]) -> dict[int, Plan]:
-        """Return where other endings of each main row are sampled (Eq. 15, 16 and section 4.4)."""
+        """Return the plan of each main row (Eq. 15, 16 and section 4.4)."""
         args, threshold = self.args, self.args.success_threshold
         depths = partial(fork_depths, selection=args.branch_selection, generator=self.policy.exploration_generator)
         plans: dict[int, Plan] = {}
@@ -109,12 +109,14 @@ class TailBranchExplorer(BranchExplorer):
                     depth_hard=args.branch_depth_hard,
                     depth_solved=args.branch_depth_solved,
                 )
-                plans[row] = Plan(depths(length, deepest if tries else 0), tries)
+                if not tries:
+                    deepest = 0
+                plans[row] = Plan(depths(length, deepest), tries)
         return plans
 
     def kept_branches(self, groups: Sequence[ScoredGroup], plans: dict[int, Plan]) -> dict[int, Branch]:
-        """Sample endings, for all main rows one response further back in each round. Return the kept ending of every
-        main row that has one."""
+        """Sample endings in rounds: each round forks the main rows at the next depth of their plan. Return the kept
+        ending of every main row that has one."""
         trajectories: dict[int, Trajectory] = {}
         deciding: dict[int, float] = {}
         for group in groups:
@@ -133,8 +135,8 @@ class TailBranchExplorer(BranchExplorer):
             branches = self.forks.sample_branches(forks)
             complete = [branch for branch in branches if branch.complete]
             self.forks.judge(complete)
-            for row, own in itertools.groupby(complete, key=lambda branch: branch.row):
-                found = list(own)
+            for row, row_branches in itertools.groupby(complete, key=lambda branch: branch.row):
+                found = list(row_branches)
                 place = self._first_wanted(found, plans[row], deciding[row])
                 if place is not None:
                     kept[row] = found[place]
@@ -143,7 +145,7 @@ class TailBranchExplorer(BranchExplorer):
         return kept
 
     def _first_wanted(self, found: list[Branch], plan: Plan, reward: float) -> int | None:
-        """Return the place of the first ending of a row that its plan looks for, or None."""
+        """Return the index of the first ending that the row's plan looks for, or None."""
         threshold = self.args.success_threshold
         deciding = self.scorer.success(torch.tensor([branch.rewards for branch in found])).tolist()
         if not plan.shorter:
@@ -154,6 +156,7 @@ class TailBranchExplorer(BranchExplorer):
     # --------------------------------------------------------------------------------------------------------- credit
 
     def _total(self, branch: Branch) -> float:
+        """Return the total reward of a branch."""
         return self.scorer.totals(torch.tensor([branch.rewards])).item()
 
     def advantages(
@@ -173,22 +176,24 @@ class TailBranchExplorer(BranchExplorer):
             ending, by main row.
         """
         size = self.num_generations
-        of_rows: dict[int, tuple[float, float]] = {}
-        of_branches: dict[int, float] = {}
+        row_advantages: dict[int, tuple[float, float]] = {}
+        ending_advantages: dict[int, float] = {}
         for first in sorted({row - row % size for row in kept}):
-            found = []
+            ending_rewards = []
             for row in range(first, first + size):
-                found.append([rewards[row], self._total(kept[row])] if row in kept else [rewards[row]])
+                ending_rewards.append([rewards[row]])
+                if row in kept:
+                    ending_rewards[-1].append(self._total(kept[row]))
             scale = "group" if self.args.scale_rewards == "group" else "none"
-            prefixes, endings = branch_advantages(found, group=self.args.branch_group, scale=scale)
+            prefixes, endings = branch_advantages(ending_rewards, group=self.args.branch_group, scale=scale)
             std = 1.0
             if self.args.scale_rewards == "batch":
                 std = nanstd(self.scorer.totals()).item() + 1e-4
             for place, row in enumerate(range(first, first + size)):
-                of_rows[row] = prefixes[place] / std, endings[place][0] / std
+                row_advantages[row] = prefixes[place] / std, endings[place][0] / std
                 if row in kept:
-                    of_branches[row] = endings[place][1] / std
-        return of_rows, of_branches
+                    ending_advantages[row] = endings[place][1] / std
+        return row_advantages, ending_advantages
 
     def credit_of(self, row: int, prefix: float, ending: float) -> list[float]:
         """Return the advantages of the tokens of a main row, `[T]`."""

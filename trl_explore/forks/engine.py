@@ -1,4 +1,4 @@
-"""Sample branches. Every method that continues GRPO's completions from a fork samples here."""
+"""Sampling of branches, for all methods that continue GRPO's completions from a fork."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -75,8 +75,8 @@ class Forks:
     def longest_completion(self) -> int:
         """Return the maximum number of tokens of a branch with its prefix. Without `max_completion_length`, it is the
         length of the longest main row of this process."""
-        given = self.args.max_completion_length
-        return given or max(len(trajectory.completion_ids) for trajectory in self.trajectories)
+        limit = self.args.max_completion_length
+        return limit or max(len(trajectory.completion_ids) for trajectory in self.trajectories)
 
     # ------------------------------------------------------------------------------------------------ sample and score
 
@@ -88,7 +88,7 @@ class Forks:
 
         Args:
             forks (`Sequence[Fork]`):
-                Where completions are continued in another way.
+                Places in completions, with the number of branches at each.
 
         Returns:
             `list[Branch]`: The branches, in the order of the forks.
@@ -116,8 +116,10 @@ class Forks:
         origin, start, token_ids = fork.origin, fork.prefix_length, continuation.token_ids
         logprobs: list[float | None] | None = None
         if continuation.logprobs is not None:
-            of_prefix = [0.0] * start if origin.logprobs is None else origin.logprobs[:start]
-            logprobs = [*of_prefix, *continuation.logprobs]
+            prefix_logprobs: list[float | None] = [0.0] * start
+            if origin.logprobs is not None:
+                prefix_logprobs = origin.logprobs[:start]
+            logprobs = [*prefix_logprobs, *continuation.logprobs]
         return Branch(
             origin=origin,
             turn=fork.turn,
@@ -150,11 +152,12 @@ class Forks:
 
         Args:
             branches (`Sequence[Branch]`):
-                The branches, in groups of `group_size`. A branch keeps its rewards, if it has some.
+                The branches, in groups of `group_size`. If a branch has rewards, its row gets them.
             group_size (`int`):
                 Number of consecutive rows over which GRPO's advantages are computed.
             trains_prefixes (`bool`):
-                False: the tokens that a branch keeps of another completion only condition.
+                True if a branch also trains the tokens that it shares with the completion from which it forks. False:
+                only the tokens after the fork are trained.
         """
         loss_mask = []
         for branch in branches:

@@ -1,4 +1,4 @@
-"""Completions that can be continued in another way, and branches, which are such continuations."""
+"""Completions, forks in them, and the branches that are sampled from a fork."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -25,23 +25,22 @@ class Trajectory:
     """A completion: a main row, or a branch of one."""
 
     row: int | None  # index of the main row on this process; None: the main row of an earlier batch
-    example: dict[
-        str, Any
-    ]  # row of the data set; an agent's `prompt` also has what its environment's `reset` returned
+    # Row of the data set. An agent's `prompt` also contains the observation that its environment's `reset` returned.
+    example: dict[str, Any]
     prompt_ids: list[int]
     completion_ids: list[int]  # tokens of the policy and of tools, `[T]`
     loss_mask: list[int]  # 1 for a token of the policy, `[T]`
     messages: list[Message] | None = None  # messages of an agent's completion; None: plain text
-    states: dict[int, Any] = field(default_factory=dict)  # of the environment before each of the last turns, by turn
+    states: dict[int, Any] = field(default_factory=dict)  # states of the environment before the last turns, by turn
     logprobs: list[float | None] | None = None  # `[T]`; None if the backend reports none
-    shared: int | None = None  # number of first tokens that a branch shares with its main row; None: a main row
+    shared: int | None = None  # number of tokens that a branch shares with its main row; None: it is the main row
 
     def __post_init__(self) -> None:
         self.turns = turns(self.loss_mask)
 
     @property
     def main_row(self) -> int:
-        """Return `row` of a completion of the current batch."""
+        """Return `row`. The completion must be from the current batch."""
         assert self.row is not None
         return self.row
 
@@ -88,12 +87,12 @@ class Branch:
     loss_mask: list[int]  # 1 for a token of the policy, in the prefix too, `[T]`
     messages: list[Message] | None  # messages of an agent's completion; None: plain text
     environment: Any  # in its state after the branch
-    complete: bool  # False: cut off, stopped by the limit of interactions, or by an exception
+    complete: bool  # False: it was cut off, reached the limit of tool calls, or its environment raised
     num_sampled: int  # number of tokens that the policy sampled
     logprobs: list[float | None] | None = None  # of the prefix too, `[T]`; None if the backend reports none
     rewards: list[float] | None = None  # `[F]`; None if the reward functions were not asked yet
     extra: Mapping[str, Any] = field(default_factory=dict)  # values that the reward functions logged, by column
-    states: dict[int, Any] = field(default_factory=dict)  # of its environment before each turn, if they are kept
+    states: dict[int, Any] = field(default_factory=dict)  # kept states of its environment before its turns, by turn
 
     @property
     def row(self) -> int:
@@ -102,17 +101,21 @@ class Branch:
 
     @property
     def shared(self) -> int:
-        """Return the number of first tokens that it shares with its main row."""
-        return self.start if self.origin.shared is None else min(self.start, self.origin.shared)
+        """Return the number of tokens that it shares with its main row."""
+        if self.origin.shared is None:
+            return self.start
+        return min(self.start, self.origin.shared)
 
     def as_trajectory(self) -> Trajectory:
         """Return the branch as a completion from which further branches can be sampled."""
+        states = {turn: state for turn, state in self.origin.states.items() if turn <= self.turn}
+        states.update(self.states)
         return replace(
             self.origin,
             completion_ids=self.completion_ids,
             loss_mask=self.loss_mask,
             messages=self.messages,
-            states={**{t: state for t, state in self.origin.states.items() if t <= self.turn}, **self.states},
+            states=states,
             logprobs=self.logprobs,
             shared=self.shared,
         )

@@ -1,1 +1,1 @@
-"""DEEP-GRPO's maths: where to branch."""
+"""The maths and the explorer of DEEP-GRPO: segments of a completion, and the choice of pivots."""

@@ -1,4 +1,4 @@
-"""Where to branch: segments of a failed completion, and the pivot distribution over them. Follows DEEP-GRPO
+"""Choice of pivots: segments of a failed completion, and the pivot distribution over them. Follows DEEP-GRPO
 (https://huggingface.co/papers/2602.14169), sections 4.1 and 4.2."""
 
 import re
@@ -13,29 +13,29 @@ import torch
 from trl_explore.forks.trajectories import Branch, Fork, Trajectory
 from trl_explore.rewards.success import failed, succeeded
 
-BROKEN = "\ufffd"  # what a decoder shows of a character that is not whole
+BROKEN = "\ufffd"  # a decoder returns this for an incomplete character
 
 
 class Decoder(Protocol):
     """The part of a tokenizer that segmentation needs."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> Any:
-        """Text of some tokens."""
+        """Return the text of some tokens."""
         ...
 
 
 @dataclass(frozen=True)
 class Pivot:
-    """A state of a main-chain completion from which to branch."""
+    """A place in a main row from which branches are sampled."""
 
-    row: int  # of this process's batch
-    start: int  # tokens of the completion that stay
-    depth: float  # relative, `r_t = t / T` in (0, 1]
+    row: int  # index of the main row on this process
+    start: int  # number of tokens that the branches keep
+    depth: float  # relative depth `r_t = t / T`, in (0, 1]
 
 
 @dataclass
 class BranchPoint:
-    """A pivot of the batch, and the branches that were sampled from it."""
+    """A pivot, and the branches that were sampled from it."""
 
     origin: Trajectory  # the failed completion; `origin.row` is None if it is of an earlier batch
     start: int  # number of tokens that the branches keep
@@ -57,7 +57,7 @@ class BranchPoint:
         return Fork(self.origin, self.origin.turn_at(self.start), number, self.start)
 
     def record(self, step: int, decode: Callable[[list[int]], str]) -> dict[str, Any]:
-        """Return the pivot as a row of the file of hard states."""
+        """Return the pivot as a record of the hard-states file."""
         return {
             "step": step,
             "prompt": self.origin.example["prompt"],
@@ -69,7 +69,8 @@ class BranchPoint:
 
 
 def segment_fixed(num_tokens: int, *, length: int) -> list[int]:
-    """Start of each chunk of `length` tokens, the last may be shorter (section 4.1); ValueError below 1."""
+    """Return the first token of each segment of `length` tokens (section 4.1). The last segment may be shorter.
+    ValueError if `length` is below 1."""
     if length < 1:
         raise ValueError(f"`length` must be at least 1 token, got {length}.")
     return list(range(0, num_tokens, length))
@@ -78,28 +79,53 @@ def segment_fixed(num_tokens: int, *, length: int) -> list[int]:
 def segment_delimiters(
     ids: Sequence[int], tokenizer: Decoder, *, delimiters: Sequence[str], cache: dict[int, str] | None = None
 ) -> list[int]:
-    """Starts of segments, which end with a token in which a delimiter ends (section 4.1); it may begin in one before,
-    special tokens never delimit. `cache` keeps tokens' texts. ValueError for no or an empty delimiter."""
+    """
+    Return the first token of each segment (section 4.1). A segment ends with the token in which a delimiter ends.
+
+    A delimiter may extend over several tokens. Special tokens have no text, so they contain no delimiter.
+
+    Args:
+        ids (`Sequence[int]`):
+            Tokens to divide, `[T]`.
+        tokenizer (`Decoder`):
+            Decodes the tokens.
+        delimiters (`Sequence[str]`):
+            Texts that end a segment. ValueError if there are none, or if one is empty.
+        cache (`dict[int, str]`, *optional*):
+            Texts of tokens that were decoded before; new ones are added.
+    """
     if not delimiters or any(not delimiter for delimiter in delimiters):
         raise ValueError(f"`delimiters` must hold at least one text and no empty one, got {list(delimiters)!r}.")
     texts = token_texts(ids, tokenizer, cache={} if cache is None else cache)
-    text, ends = "".join(texts), list(accumulate(map(len, texts)))
-    found = {m.end() for delimiter in delimiters for m in re.finditer(re.escape(delimiter), text)}
-    starts = {bisect_left(ends, end) + 1 for end in found}
-    return sorted({0} | {start for start in starts if start < len(ids)}) if ids else []
+    if not ids:
+        return []
+    text = "".join(texts)
+    token_ends = list(accumulate(map(len, texts)))  # in characters
+    starts = {0}
+    for delimiter in delimiters:
+        for match in re.finditer(re.escape(delimiter), text):
+            start = bisect_left(token_ends, match.end()) + 1
+            if start < len(ids):
+                starts.add(start)
+    return sorted(starts)
 
 
 def token_texts(ids: Sequence[int], tokenizer: Decoder, *, cache: dict[int, str]) -> list[str]:
-    """What each token adds to the text, special ones nothing; a character that several make up comes with the last of
-    them. `cache` is filled with the texts of tokens by themselves."""
+    """
+    Return the text that each token adds, `[T]`. A special token adds nothing.
+
+    If several tokens form one character, the last of them adds it. `cache` holds texts of single tokens; new ones are
+    added.
+    """
 
     def text(tokens: Sequence[int]) -> str:
         return tokenizer.decode(list(tokens), skip_special_tokens=True)
 
     for token in set(ids) - cache.keys():
-        # Behind a token: some tokenizers take the space away that a text begins with.
+        # Decode the token after itself, because some tokenizers remove the space at the beginning of a text.
         cache[token] = text([token, token])[len(text([token])) :]
-    texts, begin = [cache[token] for token in ids], 0
+    texts = [cache[token] for token in ids]
+    begin = 0  # first token of the current character
     for i in range(len(ids)):
         if begin < i or BROKEN in texts[i]:
             texts[i] = text(ids[begin : i + 1])
@@ -112,20 +138,29 @@ def token_texts(ids: Sequence[int], tokenizer: Decoder, *, cache: dict[int, str]
 
 
 def turn_starts(turns: Sequence[tuple[int, int]], inside_last: Sequence[int]) -> list[int]:
-    """Starts of an agent's segments: its turns, start and end of each, and the segments of the last one, whose starts
-    `inside_last` count from its own."""
-    return [start for start, _ in turns[:-1]] + [turns[-1][0] + start for start in inside_last]
+    """
+    Return the first token of each segment of an agent's completion. All turns but the last are one segment each.
+
+    Args:
+        turns (`Sequence[tuple[int, int]]`):
+            First token and end of each turn.
+        inside_last (`Sequence[int]`):
+            First tokens of the segments of the last turn, counted from the first token of that turn.
+    """
+    earlier = [start for start, _ in turns[:-1]]
+    last_turn_start = turns[-1][0]
+    return earlier + [last_turn_start + start for start in inside_last]
 
 
 def drop_empty_end(
     starts: Sequence[int], ids: Sequence[int], tokenizer: Decoder, *, end_ids: Sequence[int]
 ) -> list[int]:
-    """Starts without segments at the end that say nothing (the end token, white space before it): there is nothing to
-    continue. The first start always stays."""
+    """Return `starts` without the last segments, if these hold only white space and end tokens: a branch from there
+    would be empty. The first segment is always kept."""
     kept = list(starts)
     while len(kept) > 1:
-        text = tokenizer.decode([token for token in ids[kept[-1] :] if token not in end_ids], skip_special_tokens=True)
-        if text.strip():
+        last_ids = [token for token in ids[kept[-1] :] if token not in end_ids]
+        if tokenizer.decode(last_ids, skip_special_tokens=True).strip():
             break
         kept.pop()
     return kept
@@ -134,33 +169,56 @@ def drop_empty_end(
 def pivot_distribution(
     success_prob: torch.Tensor, *, gamma: float, possible: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`Q(t) ∝ P(success | r_t) r_t^gamma` (Eq. 1) over the `possible` points, `(T,)` in float64; larger `gamma`
-    prefers later ones. ValueError if `success_prob`, in (0, 1], is no non-empty vector or `gamma` not finite."""
+    """
+    Return `Q(t)`, proportional to `P(success | r_t) r_t^gamma` (Eq. 1), `(T,)` in float64.
+
+    Args:
+        success_prob (`torch.Tensor`):
+            Probability that a branch from each point succeeds, in (0, 1], `(T,)`. ValueError for another shape.
+        gamma (`float`):
+            Depth bias: a larger value prefers later points. ValueError if it is not finite.
+        possible (`torch.Tensor`, *optional*):
+            Mask `(T,)` of the points that may be drawn. The others get 0. None: all.
+    """
     prob = torch.as_tensor(success_prob, dtype=torch.float64)
     if prob.dim() != 1 or not len(prob):
         raise ValueError(f"`success_prob` must have shape (T,) with T >= 1, got {tuple(prob.shape)}.")
     if not torch.isfinite(torch.tensor(float(gamma))):
         raise ValueError(f"`gamma` must be finite, got {gamma}.")
     depths = relative_depths(len(prob))
-    # In log space: r^50 underflows and r^-20 overflows long before the ratio of two utilities does.
+    # Compute in log space, because r^50 underflows and r^-20 overflows although the ratio of two utilities does not.
     utility = prob.clamp(min=1e-300).log() + gamma * depths.log()
-    return torch.softmax(utility if possible is None else utility.masked_fill(~possible, -torch.inf), dim=0)
+    if possible is not None:
+        utility = utility.masked_fill(~possible, -torch.inf)
+    return torch.softmax(utility, dim=0)
 
 
 def relative_depths(num_points: int) -> torch.Tensor:
-    """Relative depths `r_t = t / T` of T branching points, from `1 / T` to 1, float64."""
+    """Return the relative depths `r_t = t / T` of T points, from `1 / T` to 1, `(T,)` in float64."""
     return torch.arange(1, num_points + 1, dtype=torch.float64) / num_points
 
 
 def draw_pivots(probs: torch.Tensor, num_pivots: int, *, generator: torch.Generator) -> list[int]:
-    """Indices drawn without replacement, in that order; fewer where fewer have a positive probability."""
+    """Draw indices without replacement, in the order of the draws. Their number is `num_pivots`, or the number of
+    positive probabilities if that is smaller."""
     available = min(num_pivots, int((probs > 0).sum()))
     return torch.multinomial(probs, available, replacement=False, generator=generator).tolist()
 
 
 def failed_rows(rewards: torch.Tensor, *, threshold: float, group_size: int, branch_from: str) -> torch.Tensor:
-    """Mask `(N,)` of rows to branch from, over all processes: `"failures"` are those below `threshold`,
-    `"failed_groups"` those of groups without a success, `"all"` every scorable one; never the unscorable (NaN)."""
+    """
+    Return the mask `(N,)` of the rows to branch from. Rows without a reward (NaN) are never in it.
+
+    Args:
+        rewards (`torch.Tensor`):
+            Rewards that decide about success, of the rows of all processes, `(N,)`.
+        threshold (`float`):
+            A reward below it is a failure.
+        group_size (`int`):
+            Number of rows per prompt.
+        branch_from (`str`):
+            `"failures"`: failed rows. `"failed_groups"`: failed rows of prompts without a success. `"all"`: all rows.
+    """
     failures = failed(rewards, threshold=threshold)
     if branch_from == "failures":
         return failures

@@ -65,8 +65,9 @@ class PivotExplorer(BranchExplorer):
         self._pivot_depths: dict[int, float] = {}  # depth of the first pivot of each main row that has one
         self._recovered: dict[int, bool] = {}  # whether a branch of the main row succeeded
         self._delimiter_cache: dict[int, str] = {}
-        self._distributions: dict[tuple[int, int], torch.Tensor] = {}  # of this batch, by number of segments
-        self._num_cut = 0  # number of completions with a cut, of those in which pivots were drawn
+        # Pivot distributions of this batch, by number of segments and number of possible pivots.
+        self._distributions: dict[tuple[int, int], torch.Tensor] = {}
+        self._num_cut = 0  # number of completions with several segments, of those in which pivots were drawn
         self._warned = False
         self._own_seconds = 0.0  # time without sampling and scoring
 
@@ -146,13 +147,13 @@ class PivotExplorer(BranchExplorer):
         failures = failed(deciding, threshold=args.success_threshold)
         self.policy.log_metric("pivots/failure_fraction", failures.float().mean().item())
         # A group may be on several processes, so look at the rows of all processes.
-        of_all = failed_rows(
+        all_rows = failed_rows(
             deciding,
             threshold=args.success_threshold,
             group_size=self.num_generations,
             branch_from=args.branch_from,
         )
-        chosen = self.policy.ranks.local(of_all).tolist()
+        chosen = self.policy.ranks.local(all_rows).tolist()
         pivots: list[Pivot] = []
         num_chosen = 0
         for group in groups:
@@ -170,7 +171,7 @@ class PivotExplorer(BranchExplorer):
         return points
 
     def _warn_without_cuts(self, num_chosen: int) -> None:
-        """Warn once, in the first batch with a failure, if no completion of the batch has a cut."""
+        """Warn once, in the first batch with a failure, if all its completions are a single segment."""
         if self._warned or self.args.pivot_selection == "root":
             return
         total = self.policy.ranks.summed({"chosen": num_chosen, "cut": self._num_cut})
@@ -178,9 +179,11 @@ class PivotExplorer(BranchExplorer):
             return
         self._warned = True
         if not total["cut"] and self.policy.accelerator.is_main_process:
-            fixed = self.args.segmentation == "fixed"
-            where = "shorter than a segment" if fixed else f"without any of {self.args.segment_delimiters!r}"
-            fields = "a smaller `segment_length`" if fixed else "other `segment_delimiters`, or `segmentation='fixed'`"
+            if self.args.segmentation == "fixed":
+                where, fields = "shorter than a segment", "a smaller `segment_length`"
+            else:
+                where = f"without any of {self.args.segment_delimiters!r}"
+                fields = "other `segment_delimiters`, or `segmentation='fixed'`"
             warnings.warn(
                 f"All {int(total['chosen'])} failed completions of the first batch with failures are {where}, so that "
                 f"they could not be cut: branches start from the prompt. Choose {fields}.",
@@ -208,9 +211,9 @@ class PivotExplorer(BranchExplorer):
         depths = relative_depths(len(starts))
         self._num_cut += len(starts) > 1
         last = max(0, most - (self.args.min_remaining_tokens or max(1, most // 10)))
-        num_possible = sum(start <= last for start in starts)  # the first so many segments
+        num_possible = sum(start <= last for start in starts)  # pivots can be at the first `num_possible` segments
         if self.args.pivot_selection == "root":
-            # Draw as many pivots as elsewhere, so that this control samples as many tokens as the method.
+            # Use the same number of pivots as the method, so that this control samples a similar number of tokens.
             return [Pivot(row, 0, float(depths[0]))] * min(self.args.num_pivots, num_possible)
         if (len(starts), num_possible) not in self._distributions:
             self._distributions[len(starts), num_possible] = self._distribution(depths, num_possible)
@@ -233,6 +236,7 @@ class PivotExplorer(BranchExplorer):
         return turn_starts(trajectory.turns, self._segment(ids[slice(*trajectory.turns[-1])], most))
 
     def _segment(self, ids: list[int], most: int) -> list[int]:
+        """Return the first token of each segment of some tokens."""
         if self.args.segmentation == "fixed":
             return segment_fixed(len(ids), length=self.args.segment_length or min(50, most))
         return segment_delimiters(
@@ -241,17 +245,18 @@ class PivotExplorer(BranchExplorer):
 
     def _capped(self, pivots: list[Pivot], limit: int) -> list[Pivot]:
         """Keep `limit` pivots of the whole batch: the first pivot of every completion before the second of any."""
-        turns: list[int] = []
+        numbers: list[int] = []  # number of each pivot in its completion, from 0
         for i, pivot in enumerate(pivots):
-            turns.append(turns[-1] + 1 if i and pivots[i - 1].row == pivot.row else 0)
-        per_process = self.policy.ranks.objects([turns])
-        all_turns: list[int] = []
-        for of_process in per_process:
-            all_turns += of_process
-        everyone = torch.tensor(all_turns, dtype=torch.float64)
-        tie_break = torch.rand(len(everyone), generator=self.shared_generator, dtype=torch.float64)
-        kept = set((everyone + tie_break).argsort()[:limit].tolist())
-        first = sum(len(of_process) for of_process in per_process[: self.policy.ranks.index])
+            is_first = i == 0 or pivots[i - 1].row != pivot.row
+            numbers.append(0 if is_first else numbers[-1] + 1)
+        per_process = self.policy.ranks.objects([numbers])
+        all_numbers: list[int] = []
+        for process_numbers in per_process:
+            all_numbers += process_numbers
+        order = torch.tensor(all_numbers, dtype=torch.float64)
+        tie_break = torch.rand(len(order), generator=self.shared_generator, dtype=torch.float64)
+        kept = set((order + tie_break).argsort()[:limit].tolist())
+        first = sum(map(len, per_process[: self.policy.ranks.index]))
         return [pivot for i, pivot in enumerate(pivots, start=first) if i in kept]
 
     # --------------------------------------------------------------------------------------------- learn from branches
@@ -291,7 +296,10 @@ class PivotExplorer(BranchExplorer):
             unknown = rewards.isnan().all(dim=1).tolist()
             for is_solved, is_unknown in zip(any_success, unknown, strict=True):
                 solved.append(None if is_unknown else is_solved)
-        known = [(b.depth, int(ok)) for b, ok in zip(points, solved, strict=True) if ok is not None]
+        known = []
+        for point, is_solved in zip(points, solved, strict=True):
+            if is_solved is not None:
+                known.append((point.depth, int(is_solved)))
         outcomes = self.policy.ranks.objects(known)
         if outcomes:
             self.estimator.add(*zip(*outcomes, strict=True))
@@ -361,7 +369,7 @@ class PivotExplorer(BranchExplorer):
         self._queue = []
         if self.args.deferred_branching:
             for example, prompt_ids, prefix_ids, depth in state["queue"]:
-                # At least one token, so that the completion has a turn to fork in.
+                # The completion needs at least one token after the prefix, because a fork is inside a turn.
                 ids = [*prefix_ids, self.policy.eos_token_ids[0]]
                 origin = Trajectory(None, from_plain(example), prompt_ids, ids, loss_mask=[1] * len(ids))
                 self._queue.append(BranchPoint(origin, len(prefix_ids), depth))

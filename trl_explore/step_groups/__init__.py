@@ -1,1 +1,1 @@
-"""Steps of agents: which were taken in one state, and what they are worth beside each other."""
+"""The maths of GiGPO: groups of an agent's steps that start in the same state, and advantages inside these groups."""

@@ -1,6 +1,7 @@
-"""What a step is worth beside the other steps from its state, after GiGPO (https://huggingface.co/papers/2505.10978),
-section 4.2."""
+"""Advantages of steps among all steps that start in the same state. Follows GiGPO
+(https://huggingface.co/papers/2505.10978), section 4.2."""
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -11,7 +12,7 @@ SCALES = ("group", "none")
 
 
 def step_returns(reward: float, num_steps: int, *, discount: float) -> list[float]:
-    """Discounted return from each step of a trajectory `[K]` (Eq. 5) whose only reward comes with its last step."""
+    """Return the discounted return of each step of a trajectory, `[K]` (Eq. 5). The last step gets the only reward."""
     return [reward * discount ** (num_steps - 1 - step) for step in range(num_steps)]
 
 
@@ -19,36 +20,45 @@ def step_advantages(
     rewards: Sequence[float], states: Sequence[Sequence[int]], *, discount: float, scale: str
 ) -> list[list[float]]:
     """
-    Advantages of the steps of a prompt's trajectories, `[G][K_g]` (Eq. 7), each among all steps from its state.
+    Return the advantages of the steps of a prompt's trajectories, `[G][K_g]` (Eq. 7).
 
-    A state that a trajectory comes back to counts each time. 0 for a step that no other has the state of, for steps
-    of a trajectory without a reward (NaN), and where the returns of a state are all equal.
+    A step is compared with all steps that start in the same state. These may be steps of its own trajectory. The
+    advantage is 0 if there is no other such step, if all of them have the same return, or if the step's trajectory has
+    no reward (NaN).
 
     Args:
         rewards (`Sequence[float]`):
             Rewards of the trajectories, `[G]`.
         states (`Sequence[Sequence[int]]`):
-            Number of the state of every step, `[G][K_g]`.
+            Number of the state in which each step starts, `[G][K_g]`. Equal numbers are the same state.
         discount (`float`):
-            Factor per step back from the end.
+            Factor by which the return decreases per step before the end.
         scale (`str`):
-            `"group"` divides by the standard deviation of a state's returns, `"none"` does not.
+            `"group"`: divide by the standard deviation of a state's returns. `"none"`: do not divide.
     """
-    returns = [step_returns(reward, len(own), discount=discount) for reward, own in zip(rewards, states, strict=True)]
-    advantages = [[0.0] * len(own) for own in states]
-    members: dict[int, list[tuple[int, int]]] = {}
-    for row, own in enumerate(states):
-        for step, state in enumerate(own):
-            members.setdefault(state, []).append((row, step))
-    for places in members.values():
-        values = [returns[row][step] for row, step in places]
-        for (row, step), advantage in zip(places, contrasts(values, scale=scale), strict=True):
+    returns, advantages = [], []
+    for reward, row_states in zip(rewards, states, strict=True):
+        returns.append(step_returns(reward, len(row_states), discount=discount))
+        advantages.append([0.0] * len(row_states))
+    groups: dict[int, list[tuple[int, int]]] = {}  # row and step of the steps that start in each state
+    for row, row_states in enumerate(states):
+        for step, state in enumerate(row_states):
+            groups.setdefault(state, []).append((row, step))
+    for group in groups.values():
+        group_returns = [returns[row][step] for row, step in group]
+        for (row, step), advantage in zip(group, contrasts(group_returns, scale=scale), strict=True):
             advantages[row][step] = advantage
     return advantages
 
 
 def shuffled_states(states: Sequence[Sequence[int]], *, generator: torch.Generator) -> list[list[int]]:
-    """The same states `[G][K_g]`, dealt out to the steps of a prompt at random."""
-    pool = [state for own in states for state in own]
-    mixed = iter([pool[place] for place in torch.randperm(len(pool), generator=generator).tolist()])
-    return [[next(mixed) for _ in own] for own in states]
+    """Return the states of a prompt's steps in random order, `[G][K_g]`."""
+    pool = list(itertools.chain(*states))
+    order = torch.randperm(len(pool), generator=generator).tolist()
+    shuffled = []
+    first = 0
+    for row_states in states:
+        places = order[first : first + len(row_states)]
+        shuffled.append([pool[place] for place in places])
+        first += len(row_states)
+    return shuffled

@@ -1,6 +1,6 @@
-"""The states that an agent's steps were taken in: what it was shown last, and which of that is one state.
+"""States in which an agent's steps start. Follows GiGPO (https://huggingface.co/papers/2505.10978), section 4.2.
 
-After GiGPO (https://huggingface.co/papers/2505.10978), section 4.2: its anchor state is what the environment shows.
+A step is one turn. Its state is the observation before the turn: the prompt, or the latest answer of the tools.
 """
 
 from collections.abc import Hashable, Sequence
@@ -12,8 +12,19 @@ from trl_explore.forks.trajectories import turns
 def shown_tokens(
     prompt_ids: list[int], completion_ids: list[int], loss_mask: Sequence[int]
 ) -> list[tuple[int, int, list[int]]]:
-    """Start and end of each turn of a completion, and the tokens that stood before it since the turn before: the
-    prompt, or what was answered. `loss_mask` `[T]` is 1 on the policy's own tokens."""
+    """
+    Return first token, end (exclusive) and observation of each turn of a completion.
+
+    The observation is the tokens between the previous turn and this turn. Before turn 0, it is the prompt.
+
+    Args:
+        prompt_ids (`list[int]`):
+            Tokens of the prompt.
+        completion_ids (`list[int]`):
+            Tokens of the completion, `[T]`.
+        loss_mask (`Sequence[int]`):
+            1 for a token of the policy, 0 for a token of a tool, `[T]`.
+    """
     steps, shown = [], prompt_ids
     end = 0
     for start, stop in turns(loss_mask):
@@ -25,23 +36,40 @@ def shown_tokens(
 
 
 def equal_states(observations: Sequence[Sequence[Hashable]]) -> list[list[int]]:
-    """Number of the state of every step `[G][K_g]`: equal observations are one state."""
+    """Return the number of the state of every step, `[G][K_g]`. Equal observations are the same state."""
     numbers: dict[Hashable, int] = {}
-    return [[numbers.setdefault(seen, len(numbers)) for seen in row] for row in observations]
+    states = []
+    for row in observations:
+        states.append([numbers.setdefault(observation, len(numbers)) for observation in row])
+    return states
 
 
 def similar_states(observations: Sequence[Sequence[str]], *, threshold: float) -> list[list[int]]:
-    """As [`equal_states`], where texts are one state whose ratio of matching characters reaches `threshold`. As in the
-    authors' code a text joins the first state whose first text is similar, so the order of trajectories matters."""
-    first: list[str] = []
+    """
+    Return the number of the state of every step, `[G][K_g]`. Similar observations are the same state.
 
-    def number_of(seen: str) -> int:
-        for number, text in enumerate(first):
-            match = SequenceMatcher(None, seen, text)
-            # The quick ones are upper bounds.
-            if min(match.real_quick_ratio(), match.quick_ratio()) >= threshold and match.ratio() >= threshold:
-                return number
-        first.append(seen)
-        return len(first) - 1
+    Two texts are similar if the share of matching characters is at least `threshold`. As in the authors' code, a text
+    belongs to the first state whose first text is similar. So the result depends on the order of the trajectories.
+    """
+    first_texts: list[str] = []  # first text of each state
+    states = []
+    for row in observations:
+        numbers = []
+        for text in row:
+            number = _first_similar(text, first_texts, threshold)
+            if number is None:
+                number = len(first_texts)
+                first_texts.append(text)
+            numbers.append(number)
+        states.append(numbers)
+    return states
 
-    return [[number_of(seen) for seen in row] for row in observations]
+
+def _first_similar(text: str, others: Sequence[str], threshold: float) -> int | None:
+    """Return the index of the first text that is similar to `text`, or None."""
+    for index, other in enumerate(others):
+        match = SequenceMatcher(None, text, other)
+        # `ratio` is slow, so compare its two quick upper bounds first.
+        if min(match.real_quick_ratio(), match.quick_ratio()) >= threshold and match.ratio() >= threshold:
+            return index
+    return None
