@@ -1,1 +1,1 @@
-"""Agents: environments, their states, trajectories, tools."""
+"""Agents: environments and their states, tools, TRL's tool loop, and branches of trajectories."""

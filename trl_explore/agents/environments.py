@@ -1,7 +1,8 @@
-"""Environments for TRL's `environment_factory` whose failures end a trajectory and not the run.
+"""Guarded environments: an exception in an environment ends its trajectory, and not the run.
 
-TRL offers every public method of an environment to the model as a tool, next to `reset` and `get_reward`. A call that
-does not fit a tool's signature is the model's mistake and stays what TRL makes of it, an observation.
+TRL offers every public method of an environment to the model as a tool, except `reset` and `get_reward`. A call that
+does not fit the tool's signature is a mistake of the model. TRL shows the error to the model, and the trajectory goes
+on.
 """
 
 import functools
@@ -17,14 +18,20 @@ from trl_explore.agents.watch import fits
 
 ERROR = "_trl_explore_error"
 FAILED_METHOD = "_trl_explore_failed_method"
-FALLBACKS = {"reset": None, "get_reward": 0.0}  # what a failed call gives instead of raising
+FALLBACKS = {"reset": None, "get_reward": 0.0}  # values that a failed call returns instead of raising
 _inside: ContextVar[bool] = ContextVar("inside an environment", default=False)
 
 
 def guarded(factory: Callable[[], Any]) -> Callable[[], Any]:
-    """A factory of the same environments (their class stays as it is) that remember their first exception, see
-    [`environment_error`]. `reset` and `get_reward` no longer raise: no observation, a reward of 0. A tool still does,
-    and TRL shows it to the model. One that cannot carry an attribute is a TypeError."""
+    """
+    Return a factory that makes the same environments, but guarded.
+
+    A guarded environment stores its first exception, see [`environment_error`]. Its `reset` and `get_reward` no longer
+    raise: they return no observation, and a reward of 0. Its tools still raise, and TRL shows the error to the model.
+    The class of the environments stays the same.
+
+    The factory raises TypeError if an environment cannot have new attributes.
+    """
 
     @functools.wraps(factory)
     def make() -> Any:
@@ -42,7 +49,7 @@ def guarded(factory: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def guard(environment: Any) -> None:
-    """Let an environment remember its first exception, see [`guarded`]; one that does already keeps it."""
+    """Guard an environment, see [`guarded`]. If it is guarded already, it keeps its stored exception."""
     if ERROR not in vars(environment):
         setattr(environment, ERROR, None)
         setattr(environment, FAILED_METHOD, "")
@@ -51,42 +58,47 @@ def guard(environment: Any) -> None:
 
 
 def environment_error(environment: Any) -> BaseException | None:
-    """The first exception since the last `reset` of a [`guarded`] environment; `None` for other objects."""
+    """Return the first exception of a [`guarded`] environment since its last `reset`, or None."""
     return getattr(environment, ERROR, None)
 
 
 def note_error(environment: Any, error: BaseException, method: str) -> None:
-    """Remember an exception of a [`guarded`] environment, unless it has raised before."""
+    """Store an exception that `method` of a [`guarded`] environment raised, unless the environment has one already."""
     if environment_error(environment) is None:
         setattr(environment, ERROR, error)
         setattr(environment, FAILED_METHOD, method)
 
 
 def model_may_have_failed(environment: Any) -> bool:
-    """Return whether the exception of a [`guarded`] environment may be the answer to a wrong tool call. `reset` and
-    `get_reward` are not called by the model."""
+    """Return whether a wrong tool call may have caused the exception of a [`guarded`] environment. The model does not
+    call `reset` and `get_reward`."""
     error = environment_error(environment)
     method = getattr(environment, FAILED_METHOD, "")
     return error is not None and method not in FALLBACKS and may_be_mistake(error)
 
 
-# The methods of the class are wrapped in place. A sub-class would not be of the user's type, which TRL and reward
-# functions compare; methods bound in the instance would go into its copies and stay bound to the original there.
+# Replace the methods of the class itself. With a subclass, an environment would not have the user's type, which TRL
+# and reward functions compare. With methods in the instance, a deep copy would contain methods that are bound to the
+# original environment.
 @functools.cache
 def _guard_class(cls: Any) -> None:
+    """Guard the methods of a class."""
     hidden = OWN if has_own_snapshots(cls) else ()
     for name, method in inspect.getmembers(cls, inspect.isfunction):
         if isinstance(inspect.getattr_static(cls, name), staticmethod):
             continue
-        own = method if name in vars(cls) else _inherited(cls, name, method)
+        function: Callable = method
+        if name not in vars(cls):
+            function = _inherited(cls, name, method)
         if name in hidden:
-            setattr(cls, name, not_a_tool(own))
+            setattr(cls, name, not_a_tool(function))
         elif not name.startswith("_"):
-            setattr(cls, name, _guarded_method(name, own))
+            setattr(cls, name, _guarded_method(name, function))
 
 
 def _inherited(cls: type, name: str, method: Callable) -> Callable:
-    """A method that is looked up anew: a sub-class of `cls` may have another base class that overrides it."""
+    """Return a function that looks up an inherited method at each call, because a subclass of `cls` may have another
+    base class that overrides it."""
 
     @functools.wraps(method)
     def call(self, *args, **kwargs):
@@ -100,16 +112,19 @@ def _inherited(cls: type, name: str, method: Callable) -> Callable:
 
 
 def _guarded_method(name: str, method: Callable) -> Callable:
+    """Return a method that stores the exceptions of `method` in the environment."""
     signature = inspect.signature(method)
 
-    def is_over(self: Any) -> bool:
-        """Prepare a call from outside; whether there is nothing left to ask the environment."""
+    def begin_call(self: Any) -> bool:
+        """Prepare a call of the method. Return False if the method must not be called, because the environment has
+        failed and gets no reward."""
         if name == "reset":
             setattr(self, ERROR, None)
-        return name == "get_reward" and environment_error(self) is not None
+        return name != "get_reward" or environment_error(self) is None
 
-    def is_free(self: Any, args: tuple, kwargs: dict) -> bool:
-        # What an environment calls itself, it may also catch itself: only the outermost call is guarded.
+    def is_unguarded(self: Any, args: tuple, kwargs: dict) -> bool:
+        """Return whether exceptions of a call are not stored."""
+        # An environment may catch the exceptions of its own methods. So guard only calls from outside.
         return (
             _inside.get()
             or ERROR not in vars(self)
@@ -118,18 +133,18 @@ def _guarded_method(name: str, method: Callable) -> Callable:
 
     @functools.wraps(method)
     def call(self, *args, **kwargs):
-        if is_free(self, args, kwargs):
+        if is_unguarded(self, args, kwargs):
             return method(self, *args, **kwargs)
-        if not is_over(self):
+        if begin_call(self):
             with _recorded(self, name):
                 return method(self, *args, **kwargs)
         return FALLBACKS[name]
 
     @functools.wraps(method)
     async def call_async(self, *args, **kwargs):
-        if is_free(self, args, kwargs):
+        if is_unguarded(self, args, kwargs):
             return await method(self, *args, **kwargs)
-        if not is_over(self):
+        if begin_call(self):
             with _recorded(self, name):
                 return await method(self, *args, **kwargs)
         return FALLBACKS[name]
@@ -139,6 +154,7 @@ def _guarded_method(name: str, method: Callable) -> Callable:
 
 @contextmanager
 def _recorded(environment: Any, name: str) -> Iterator[None]:
+    """Store an exception that a call of method `name` raises. Raise it again unless the method has a fallback."""
     token = _inside.set(True)
     try:
         yield

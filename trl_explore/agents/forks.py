@@ -1,4 +1,4 @@
-"""Sample branches of an agent's trajectories, with its tools and environments."""
+"""Sampling of branches of an agent's trajectories, with its tools and environments."""
 
 import copy
 import inspect
@@ -26,8 +26,27 @@ class AgentForks(Forks):
     """
     Samples branches of the trajectories of an agent, which continue with its tools.
 
-    A branch has its own environment, in the state that the environment of its main row had before the turn of the
-    fork. Main rows can be continued from their last `num_turns` turns, and branches if `keep_states` is True.
+    A branch has its own environment, which begins in the state that the main row's environment had before the turn of
+    the fork.
+
+    Args:
+        policy ([`~trl_explore.rows.policy.Policy`]):
+            The trainer.
+        turns ([`~trl_explore.agents.turns.Turns`]):
+            Follows TRL's tool loop.
+        sample ([`~trl_explore.sampling.sampler.Sampler`]):
+            Samples continuations of token prefixes.
+        scorer ([`~trl_explore.rows.scorer.Scorer`]):
+            Asks the reward functions.
+        watch ([`~trl_explore.agents.watch.ToolWatch`]):
+            Counts tool calls.
+        num_turns (`int`, *optional*):
+            Main rows can be forked in their last `num_turns` turns. By default, in all.
+        most_rounds (`Callable[[], int | None]`, *optional*):
+            Returns the maximum number of rounds of tool calls, or None for no limit. By default, TRL's
+            `max_tool_calling_iterations`.
+        keep_states (`bool`, *optional*, defaults to `False`):
+            True if branches can be forked again.
     """
 
     is_agent = True
@@ -58,72 +77,83 @@ class AgentForks(Forks):
 
     @property
     def in_branches(self) -> bool:
-        """Whether the tool loop is at work on branches."""
+        """Return whether the tool loop works on branches, and not on main rows."""
         return self._stopped is not None
 
     # ------------------------------------------------------------------------------------------------- main rollouts
 
     def set_limit(self) -> None:
-        """A batch is about to be rolled out, in training or evaluation."""
+        """Set the maximum number of rounds of tool calls. Called before each rollout, in training and evaluation."""
         if self.tool_loop.tools:
             limit = self.most_rounds()
-            self.tool_loop.limit_rounds(sys.maxsize if limit is None else limit)
+            if limit is None:
+                limit = sys.maxsize
+            self.tool_loop.limit_rounds(limit)
 
     def begin(self, examples: list[dict[str, Any]], given: list[dict[str, Any]], num_rows: int) -> None:
         """
-        Prepare for a batch of training that is about to be rolled out.
+        Prepare for the rollout of a generation batch.
 
         Args:
             examples (`list[dict]`):
-                Rows of the data, `[B]`.
+                Rows of the data set, `[B]`.
             given (`list[dict]`):
-                The same rows, as the environments got them, `[B]`.
+                Copies of these rows that the environments get, and may change, `[B]`.
             num_rows (`int`):
                 Number of rows of this process.
         """
         self.states.begin(examples, given, num_rows)
         self.watch.reset()
-        if self.tool_loop.environments and not self.tool_loop.tools:  # no loop, and no turns but one
+        if self.tool_loop.environments and not self.tool_loop.tools:  # without tools, turn 0 is the only turn
             self.states.keep(0, list(range(num_rows)))
 
     def before_turn(self) -> None:
-        """A turn of the main rows is about to be sampled."""
+        """Keep the states of the environments. Called before each turn of the main rows is sampled."""
         turn = self.turns.turn
         if turn is not None and self.tool_loop.environments:
             self.states.keep(turn.number, turn.rows)
 
     def end(self, prompts: list, rows: tuple, *, save: Callable[[], str]) -> None:
-        """The batch has been rolled out: prompts as they were sampled from, `[B]`, and rows as TRL returns them.
-        `save` writes a checkpoint before the run is stopped, and says what to do next."""
+        """
+        Store the trajectories of a generation batch after its rollout.
+
+        Args:
+            prompts (`list`):
+                Prompts with the observations of `reset`, `[B]`.
+            rows (`tuple`):
+                The first five values that TRL's `_generate` returns.
+            save (`Callable[[], str]`):
+                Writes a checkpoint if the run must stop. Returns a sentence about how to continue.
+        """
         if self.tool_loop.tools:
             self._stop_if_dead(save)
-        prompt_ids, completion_ids, mask, completions, logprobs = rows
-        self.trajectories = [
-            Trajectory(
+        prompt_ids, completion_ids, loss_mask, completions, logprobs = rows
+        self.trajectories = []
+        for row, ids in enumerate(completion_ids):
+            trajectory = Trajectory(
                 row=row,
                 example={**self.states.examples[row], "prompt": own_copy(prompts[row])},
                 prompt_ids=prompt_ids[row],
                 completion_ids=ids,
-                loss_mask=[1] * len(ids) if mask is None else mask[row],
-                # TRL decodes a single turn better than we. Of several turns, branches continue these messages, and
-                # reward functions may change those that they are given.
-                messages=own_copy(completions[row]) if self.tool_loop.tools else None,
+                loss_mask=[1] * len(ids) if loss_mask is None else loss_mask[row],
                 states=self.states.of_rows[row],
                 logprobs=None if logprobs is None else logprobs[row],
             )
-            for row, ids in enumerate(completion_ids)
-        ]
+            # Branches continue the messages. Copy them, because reward functions may change the originals. Without
+            # tools there is a single turn, which TRL decodes.
+            if self.tool_loop.tools:
+                trajectory.messages = own_copy(completions[row])
+            self.trajectories.append(trajectory)
 
     def _stop_if_dead(self, save: Callable[[], str]) -> None:
         """Raise if a service has died: training on its errors would teach the policy not to call tools. If tools raise
         other errors, only warn, because GRPO also shows these to the model and goes on."""
         environments = self.tool_loop.environments or []
         failed = self.turns.failed if environments else []
-        broken = [
-            environment
-            for environment, has_failed in zip(environments, failed, strict=True)
-            if has_failed and not model_may_have_failed(environment)
-        ]
+        broken = []  # environments that failed without a mistake of the model
+        for environment, has_failed in zip(environments, failed, strict=True):
+            if has_failed and not model_may_have_failed(environment):
+                broken.append(environment)
         watch = self.watch
         counts: dict[str, float] = {
             "calls": watch.calls,
@@ -136,17 +166,17 @@ class AgentForks(Forks):
         self._unanswered.add(failed=total["unanswered"], total=total["calls"])
         self._outages.add(failed=total["outages"], total=total["calls"])
         self._broken.add(failed=total["broken"], total=total["rows"])
-        error = environment_error(broken[-1]) if broken else None
-        for streak, what, last in (
+        last_broken = environment_error(broken[-1]) if broken else None
+        for streak, what, error in (
             (self._outages, "tool call", watch.last_outage),
-            (self._broken, "environment", error),
+            (self._broken, "environment", last_broken),
         ):
             if streak.is_long:
-                raise RuntimeError(f"{streak.describe(what)}, the last one {_told(last)}. {save()}") from last
+                raise RuntimeError(f"{streak.describe(what)}, the last one {_describe(error)}. {save()}") from error
         if self._unanswered.is_long and not self._warned:
             self._warned = True
             warnings.warn(
-                f"{self._unanswered.describe('tool call')}, the last one {_told(watch.last_error)}. The model was "
+                f"{self._unanswered.describe('tool call')}, the last one {_describe(watch.last_error)}. The model was "
                 "shown the errors, and the run goes on. If the model did not cause them, stop the run and repair the "
                 "tool. `tools/failure_frequency` logs the share of calls that raise.",
                 stacklevel=2,
@@ -155,7 +185,7 @@ class AgentForks(Forks):
     # ------------------------------------------------------------------------------------------------------ branches
 
     def begin_search(self, examples: Any, prompt_ids: Any, completion_ids: Any, logprobs: Any) -> None:
-        """Do nothing: the trajectories were stored when they ended, with their messages and states."""
+        """Do nothing, because `end` has stored the trajectories, with their messages and states."""
 
     def sample_branches(self, forks: Sequence[Fork]) -> list[Branch]:
         self.states.check(self.trajectories, self.turns.failed)
@@ -169,37 +199,43 @@ class AgentForks(Forks):
         return bool(self.turns.failed) and self.turns.failed[row]
 
     def judge(self, branches: Sequence[Branch]) -> None:
-        # A main row whose environment raised an exception gets 0 from each reward function, and so does a branch.
+        environments = None
+        if self.tool_loop.environments:
+            environments = [branch.environment for branch in branches]
         rewards, logged = self.scorer.judge(
             [self._example_of(branch) for branch in branches],
             [branch.completion_ids for branch in branches],
             prompt_ids=[branch.origin.prompt_ids for branch in branches],
             completions=[branch.messages for branch in branches],
-            environments=[branch.environment for branch in branches] if self.tool_loop.environments else None,
-            keep_metrics=False,  # metrics that reward functions log are those of the main rows
+            environments=environments,
+            keep_metrics=False,  # the metrics that reward functions log are about main rows only
         )
         for branch, values, extra in zip(branches, rewards, logged, strict=True):
-            branch.rewards = values if environment_error(branch.environment) is None else [0.0] * len(values)
-            branch.extra = extra
+            # Like a main row, a branch gets a reward of 0 from each function if its environment raised.
+            if environment_error(branch.environment) is not None:
+                values = [0.0] * len(values)
+            branch.rewards, branch.extra = values, extra
 
     def _example_of(self, branch: Branch) -> dict[str, Any]:
-        """Return the example of a branch as its environment left it."""
+        """Return the data-set row of a branch, with the changes that its environment made."""
         changed = self.states.row_of(branch.environment) or {}
         return {**branch.origin.example, **changed, "prompt": branch.origin.example["prompt"]}
 
     def continued(self, contexts: list[list[int]]) -> Rollout:
-        """The next turn of branches that are in the tool loop."""
+        """Sample the next turn of branches in the tool loop. `contexts` are the tokens of each branch so far."""
         turn = self.turns.turn
         assert turn is not None
         if self.keep_states and self.tool_loop.environments:
             for place in turn.rows:
                 branch = self._branches[place]
-                branch.states[branch.turn + turn.number] = self.states.taken(branch.row, branch.environment)
-        # Other processes are at other turns: their tool loops are theirs.
+                branch.states[branch.turn + turn.number] = self.states.current_state(branch.row, branch.environment)
+        # Every process runs its own tool loop, so other processes do not take part in this call.
         sampled = self.sample(contexts, 1, turn.budgets, collective=False, begun=[0] * len(contexts))
-        served = self.policy.serving is not None
-        logprobs = [continuation.logprobs or [] for (continuation,) in sampled] if served else None
-        return Rollout([continuation.token_ids for (continuation,) in sampled], logprobs)
+        token_ids, logprobs = [], []
+        for (continuation,) in sampled:
+            token_ids.append(continuation.token_ids)
+            logprobs.append(continuation.logprobs or [])
+        return Rollout(token_ids, None if self.policy.serving is None else logprobs)
 
     def begin_branch(self, fork: Fork, continuation: Continuation) -> Branch:
         branch, origin = super().begin_branch(fork, continuation), fork.origin
@@ -210,32 +246,34 @@ class AgentForks(Forks):
             )
             branch.messages = [*origin.messages_before(fork.turn), turn]
         if self.tool_loop.environments:
-            branch.environment = self.states.at(origin, fork.turn)
+            branch.environment = self.states.environment_at(origin, fork.turn)
         return branch
 
     def continue_turns(self, branches: list[Branch]) -> None:
-        """Let TRL's own loop call tools and sample turns until every branch has ended."""
+        """Let TRL's tool loop call tools and sample turns until every branch has ended."""
         if not self.tool_loop.tools or not branches:
             return
         prompts, completions = [], []
+        known_logprobs: list[list[float | None]] = []
         for branch in branches:
             assert branch.messages is not None
             prompts.append(copy.deepcopy(branch.origin.example["prompt"]) + branch.messages[:-1])
             completions.append([branch.messages[-1]])
+            known_logprobs.append(list(branch.logprobs or []))
         with self._branch_loop(branches) as stopped:
             masks, completions, completion_ids, logprobs, *_ = self.tool_loop.loop(
                 prompts,
                 [branch.origin.prompt_ids for branch in branches],
                 [branch.completion_ids for branch in branches],
                 completions,
-                [list(branch.logprobs or []) for branch in branches] if self.policy.serving is not None else None,
+                None if self.policy.serving is None else known_logprobs,
                 None,
                 {},
             )
         for i, branch in enumerate(branches):
             messages, ids, mask = completions[i], completion_ids[i], masks[i][len(branch.loss_mask) :]
             if i in stopped:
-                # The call that it was not allowed has no answer, as in a main row at its last turn.
+                # TRL's loop has answered a call beyond the limit. Drop the answer, as at the limit of a main row.
                 while messages[-1]["role"] == "tool":
                     messages.pop()
                 while mask and not mask[-1]:
@@ -249,11 +287,15 @@ class AgentForks(Forks):
 
     @contextmanager
     def _branch_loop(self, branches: list[Branch]) -> Iterator[set[int]]:
-        """TRL's tool loop works on the branches' environments, and each may call tools as often as its row might."""
+        """Let TRL's tool loop work on branches, with their environments. Yield a set, to which branches are added that
+        are stopped at the limit of tool calls."""
         tool_loop, rows = self.tool_loop, [branch.row for branch in branches]
         stopped: set[int] = set()
-        environments = [branch.environment for branch in branches] if tool_loop.environments else None
-        names = None if tool_loop.factories is None else [tool_loop.names[row] for row in rows]
+        environments = names = None
+        if tool_loop.environments:
+            environments = [branch.environment for branch in branches]
+        if tool_loop.factories is not None:
+            names = [tool_loop.names[row] for row in rows]
         sync_tools = self._limited_tools(branches, tool_loop.sync_tools)
         async_tools = self._limited_tools(branches, tool_loop.async_tools)
         working_on = tool_loop.working_on(
@@ -277,19 +319,27 @@ class AgentForks(Forks):
         return tools
 
     def _limited(self, function: Callable, place: int, branch: Branch) -> Callable:
-        """A tool of a branch, of its own environment; it does nothing once the branch has used up its interactions."""
-        own = self.states.method_of(branch.environment, function, branch.row) or function
+        """Return a tool of a branch. It calls the branch's environment, until the branch reaches the limit of tool
+        calls. Then it does nothing."""
+        tool = self.states.method_of(branch.environment, function, branch.row) or function
 
         def call(**arguments):
-            return "" if self._is_over(place) else own(**arguments)
+            if self._is_over(place):
+                return ""
+            return tool(**arguments)
 
         async def call_async(**arguments):
-            return "" if self._is_over(place) else await own(**arguments)
+            if self._is_over(place):
+                return ""
+            return await tool(**arguments)
 
-        return call_async if inspect.iscoroutinefunction(own) else call
+        if inspect.iscoroutinefunction(tool):
+            return call_async
+        return call
 
     def _is_over(self, place: int) -> bool:
-        """Whether a branch has used up its interactions, all of its trajectory counted; unknown calls count too."""
+        """Return whether a branch has reached the limit of rounds of tool calls. The rounds in its prefix count, and
+        also calls of unknown tools."""
         assert self._stopped is not None
         turn = self.turns.turn
         if self._branches[place].turn + (turn.number if turn else 0) >= self.tool_loop.most_rounds:
@@ -297,6 +347,8 @@ class AgentForks(Forks):
         return place in self._stopped
 
     def _is_complete(self, branch: Branch) -> bool:
+        """Return whether the last turn of a branch ends with the end-of-sequence token and calls no tool, and its
+        environment did not raise."""
         ended = branch.completion_ids[-1] in self.policy.eos_token_ids
         if not ended or environment_error(branch.environment) is not None:
             return False
@@ -305,6 +357,6 @@ class AgentForks(Forks):
         return branch.messages[-1]["role"] == "assistant" and not branch.messages[-1].get("tool_calls")
 
 
-def _told(error: BaseException | None) -> str:
+def _describe(error: BaseException | None) -> str:
     """Describe the last error of this process. None if only other processes have one."""
     return "see the other processes" if error is None else f"{type(error).__name__}: {error.__cause__ or error}"

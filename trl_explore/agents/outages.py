@@ -1,4 +1,4 @@
-"""Dead services: which exceptions of tools and environments point to one, and how many calls in a row it took."""
+"""Dead services: exceptions of tools and environments that show one, and the number of failed calls in a row."""
 
 import errno
 import socket
@@ -47,11 +47,11 @@ MISTAKES = (OSError, ValueError, LookupError, TypeError, ArithmeticError, Syntax
 
 def is_outage(error: BaseException) -> bool:
     """
-    Return whether an exception, or one that it was raised from, says that a service gave no answer.
+    Return whether an exception, or an exception from which it was raised, shows that a service did not answer.
 
     Refused and lost connections, timeouts of sockets and the errors of HTTP clients for these are outages. Other
     `OSError`s are not: a model that names a path that does not exist gets a `FileNotFoundError`, and code that the
-    model wrote may run into any timeout. Nor is a host that does not exist: the model may have named it.
+    model wrote may run into any timeout. An unknown host is not an outage either, because the model may have named it.
     """
     if isinstance(error, RetrieverError) and not isinstance(error, RetrieverDown):
         # `SearchTool` raises it for every exception of its retriever. If the retriever cannot read a query, the model
@@ -82,7 +82,7 @@ class Streak:
         self.failures = self.batches = 0
 
     def add(self, *, failed: float, total: float) -> None:
-        """Count the calls of one generation batch. A batch without any call says nothing."""
+        """Count the calls of one generation batch. A batch without calls changes nothing."""
         if not total:
             return
         if failed < total:
@@ -116,16 +116,17 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
             waiting += link.exceptions
         if link.__cause__ is not None:
             waiting.append(link.__cause__)
-        # `open(path)` in the handler of a cache that is down raises an `OSError` of its own: it does not report the
-        # cache. `raise ToolError(...)` in such a handler does.
+        # Suppose that a cache is down, and the handler of that exception raises another one. An `OSError`, for example
+        # of `open(path)`, is about the path and not about the cache. A `ToolError` is about the cache.
         elif link.__context__ is not None and not link.__suppress_context__ and not isinstance(link, OSError):
             waiting.append(link.__context__)
-        reason = vars(link).get("reason")  # `urllib.error.URLError` keeps its cause there
+        reason = link.__dict__.get("reason")  # `urllib.error.URLError` keeps its cause there
         if isinstance(reason, BaseException):
             waiting.append(reason)
 
 
 def _says_outage(error: BaseException) -> bool:
+    """Return whether an exception, without those from which it was raised, shows an outage."""
     if isinstance(error, BrokenPipeError):  # a process that the tool started has ended
         return False
     if any(cls.__name__ in CONNECTION_ERRORS for cls in type(error).__mro__):
@@ -148,5 +149,6 @@ def _http_status(error: BaseException) -> Any:
 
 
 def _was_raised_by_socket(error: BaseException) -> bool:
+    """Return whether code of `socket` or `ssl` is in the traceback."""
     frames = traceback.walk_tb(error.__traceback__)
     return any(frame.f_globals.get("__name__") in SOCKET_MODULES for frame, _ in frames)

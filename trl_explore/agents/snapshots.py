@@ -1,7 +1,9 @@
-"""States of environments, to leave an episode at an earlier turn: copies, snapshots of their own, or replayed calls.
+"""Ways to keep the state of an environment, so that a branch can continue from an earlier turn.
 
-An environment may define `snapshot()`, which returns its state, and `restore(state)`, which takes it up again, on this
-or another instance of its class and as often as asked; neither is then offered to the model as a tool.
+- `"copy"`: a deep copy of the environment.
+- `"snapshot"`: the result of the environment's own method `snapshot()`. Its method `restore(state)` must accept it on
+  any instance of the class, any number of times. These two methods are not offered to the model as tools.
+- `"replay"`: nothing is kept. The tool calls of the earlier turns are made again.
 """
 
 import copy
@@ -15,28 +17,42 @@ OWN = ("snapshot", "restore")
 
 
 class not_a_tool:
-    """A method that is neither a plain function of its class nor, as TRL asks up to 1.14, a bound one of an instance:
-    those are offered to the model, all but a few names."""
+    """
+    Decorator for methods of an environment that are not offered to the model.
+
+    TRL offers the functions of the class; up to version 1.14, it offers the bound methods of the instance. An object
+    of this class is neither.
+    """
 
     def __init__(self, function: Callable) -> None:
         self.function = function
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else partial(self.function, instance)
+        if instance is None:
+            return self
+        return partial(self.function, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
 
 
 def has_own_snapshots(cls: type) -> bool:
-    """Whether both `snapshot` and `restore` are methods of a class."""
-    found = dict(inspect.getmembers(cls))
-    return all(isinstance(found.get(name), not_a_tool) or inspect.isfunction(found.get(name)) for name in OWN)
+    """Return whether a class has the methods `snapshot` and `restore`."""
+    members = dict(inspect.getmembers(cls))
+    for name in OWN:
+        method = members.get(name)
+        if not (isinstance(method, not_a_tool) or inspect.isfunction(method)):
+            return False
+    return True
 
 
 def choose_state(environment: Any, wanted: str) -> str:
-    """`"snapshot"`, `"copy"` or `"replay"`: how an environment's states can be kept. ValueError if the `wanted` way is
-    not possible; after a `reset` there may be more in it."""
+    """
+    Return the way to keep the states of an environment: `"snapshot"`, `"copy"` or `"replay"`.
+
+    `wanted` is one of these, or `"auto"` for the first that is possible. ValueError if it is not possible. The result
+    may differ after a `reset`, because the environment may then contain an object that cannot be copied.
+    """
     name = type(environment).__name__
     if wanted == "snapshot" or (wanted == "auto" and has_own_snapshots(type(environment))):
         if not has_own_snapshots(type(environment)):
@@ -61,23 +77,25 @@ def choose_state(environment: Any, wanted: str) -> str:
 
 def take(environment: Any, kind: str, memo: dict[int, Any] | None = None) -> Any:
     """
-    Return the state now: a copy of the environment, what its own `snapshot` returned, or None for `"replay"`.
+    Return the current state: a copy of the environment, the result of its `snapshot()`, or None for `"replay"`.
 
     Args:
         environment (`Any`):
             The environment.
         kind (`str`):
-            How its state is kept: `"copy"`, `"snapshot"` or `"replay"`.
+            Way to keep its state: `"copy"`, `"snapshot"` or `"replay"`.
         memo (`dict[int, Any]`, *optional*):
-            Copies that were made, as in [`copy.deepcopy`].
+            The `memo` of [`copy.deepcopy`].
 
     Raises:
-        RuntimeError: If the state cannot be had.
+        RuntimeError: If the environment cannot be copied, or its `snapshot()` raises.
     """
     if kind == "replay":
         return None
     try:
-        return environment.snapshot() if kind == "snapshot" else copy.deepcopy(environment, memo)
+        if kind == "snapshot":
+            return environment.snapshot()
+        return copy.deepcopy(environment, memo)
     except Exception as error:
         raise RuntimeError(
             f"the state of a {type(environment).__name__} could not be kept ({type(error).__name__}: {error}). Define "
@@ -87,7 +105,8 @@ def take(environment: Any, kind: str, memo: dict[int, Any] | None = None) -> Any
 
 
 def check_replay(environment: Any, tool: str, now: Any, then: Any) -> None:
-    """RuntimeError if a replayed call answers otherwise than before: a branch would not share its prefix's state."""
+    """Raise RuntimeError if a replayed call of `tool` returned `now`, but `then` in the rollout. A branch would begin
+    in a wrong state."""
     if now != then:
         raise RuntimeError(
             f"the tool `{tool}` of a {type(environment).__name__} answered {str(now)[:200]!r} when its call was "
@@ -98,8 +117,23 @@ def check_replay(environment: Any, tool: str, now: Any, then: Any) -> None:
 
 
 def explain_wrong_state(environment: Any, tool: str, now: Any, then: Any, *, kept_by: str, replaced: bool) -> str:
-    """A warning that an environment that went back to a turn did not answer as it had after it, and what else can be
-    done; `replaced` if calls are replayed from now on."""
+    """
+    Return a warning that an environment, restored to an earlier turn, answered a call in another way than before.
+
+    Args:
+        environment (`Any`):
+            The environment.
+        tool (`str`):
+            Name of the tool.
+        now (`Any`):
+            Its answer after the state was restored.
+        then (`Any`):
+            Its answer in the rollout.
+        kept_by (`str`):
+            Way in which the state was kept.
+        replaced (`bool`):
+            True if calls are replayed from now on.
+    """
     kind = type(environment).__name__
     cause = (
         f"the tool `{tool}` of a {kind} that went back to an earlier turn by {kept_by} answered {str(now)[:200]!r}, "

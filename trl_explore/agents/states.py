@@ -1,4 +1,4 @@
-"""States of environments before the last turns of their trajectories: kept, checked, and gone on from."""
+"""Kept states of environments before the last turns of their trajectories. Branches continue from these states."""
 
 import asyncio
 import copy
@@ -16,44 +16,59 @@ from trl_explore.forks.trajectories import Message, Trajectory
 from trl_explore.rows.copies import own_copy
 from trl_explore.rows.policy import Policy
 
-CHECKED_ROWS = 8  # trajectories on which a tool has to answer as before until its environment's states are trusted
+CHECKED_ROWS = 8  # number of trajectories on which a tool's answers are checked, before its environment is trusted
 
 
 class KeptStates:
-    """Environments of a batch before each row's last `num_turns` turns; `wanted` as in
-    [`~trl_explore.agents.snapshots.choose_state`]."""
+    """
+    Keeps the states of the environments of a batch before the last turns of each row.
+
+    Args:
+        policy ([`~trl_explore.rows.policy.Policy`]):
+            The trainer.
+        tool_loop ([`~trl_explore.agents.turns.ToolLoopAccess`]):
+            TRL's tool loop, with its environments.
+        wanted (`str`):
+            Way to keep states, see [`~trl_explore.agents.snapshots.choose_state`].
+        num_turns (`int`):
+            Number of last turns of a row before which states are kept.
+    """
 
     def __init__(self, policy: Policy, tool_loop: ToolLoopAccess, *, wanted: str, num_turns: int) -> None:
         self.policy, self.tool_loop, self.wanted, self.num_turns = policy, tool_loop, wanted, num_turns
-        self.of_rows: list[dict[int, Any]] = []
-        self.examples: list[dict[str, Any]] = []
-        # By the id of an environment or of its kept copy: the object, and the row that its `reset` got. An environment
-        # may draw from a list of the row, so both are copied together.
+        self.of_rows: list[dict[int, Any]] = []  # kept states of each row, by turn, `[B]`
+        self.examples: list[dict[str, Any]] = []  # rows of the data set, `[B]`
+        # For each environment and each kept copy, by id: the object, and the row that its `reset` got. An environment
+        # may use up a list of that row. So the row is copied together with the environment.
         self._rows: dict[int, tuple[Any, dict[str, Any]]] = {}
-        self._kinds: dict[Any, str] = {}
+        self._kinds: dict[Any, str] = {}  # way in which states are kept, by environment name
         if tool_loop.factories is not None:
             self._kinds = {name: choose_state(pool[0], wanted) for name, pool in tool_loop.pool.items()}
-        self._spares: dict[Any, list[Any]] = {}
-        self._num_used: dict[Any, int] = {}
-        self._agreed: Counter[tuple[Any, str]] = Counter()  # trajectories on which a tool answered as before
-        self._checked = True  # whether the states of this batch are
-        self._trusted: set[Any] = set()  # environments that are not checked any more
-        self._chosen: set[Any] = set()  # environments whose kind of state is chosen after a `reset`
+        self._spares: dict[Any, list[Any]] = {}  # environments for branches, by environment name
+        self._num_used: dict[Any, int] = {}  # number of these that branches of the current call have
+        # Number of trajectories on which a tool answered as before, by names of environment and tool.
+        self._agreed: Counter[tuple[Any, str]] = Counter()
+        self._checked = True  # True if the states of this batch were checked
+        self._trusted: set[Any] = set()  # names of environments that are not checked any more
+        self._chosen: set[Any] = set()  # names of environments for which the kind was chosen after a `reset`
 
     def begin(self, examples: list[dict[str, Any]], given: list[dict[str, Any]], num_rows: int) -> None:
         """
-        Forget the last batch: another one is about to be rolled out.
+        Forget the previous batch, and prepare for the rollout of the next one.
 
         Args:
             examples (`list[dict]`):
-                Rows of the data, `[B]`.
+                Rows of the data set, `[B]`.
             given (`list[dict]`):
-                The same rows, as the environments got them; they may have changed lists in them.
+                Copies of these rows that the environments get, and may change, `[B]`.
             num_rows (`int`):
                 Number of rows of this process.
         """
-        self.examples, self.of_rows, self._checked = examples, [{} for _ in range(num_rows)], False
-        self._rows = {id(own): (own, row) for own, row in zip(self.tool_loop.environments or [], given, strict=False)}
+        self.examples, self._checked = examples, False
+        self.of_rows = [{} for _ in range(num_rows)]
+        self._rows = {}
+        for environment, row in zip(self.tool_loop.environments or [], given, strict=False):
+            self._rows[id(environment)] = environment, row
 
     def row_of(self, environment: Any) -> dict[str, Any] | None:
         """Return the row that an environment was reset with, with the changes that it made. None if unknown."""
@@ -61,22 +76,22 @@ class KeptStates:
         return None if known is None else known[1]
 
     def keep(self, turn: int, rows: list[int]) -> None:
-        """Keep the environments of rows as they are, before a turn."""
+        """Keep the current states of the environments of `rows`, before a turn."""
         environments: list[Any] = self.tool_loop.environments or []
         for row in rows:
-            self.of_rows[row][turn] = self.taken(row, environments[row])
-            # One more than asked for: TRL drops the last response of a row that has no room for it.
+            self.of_rows[row][turn] = self.current_state(row, environments[row])
+            # Keep one state more than `num_turns`, because TRL drops the last response of a row if it is too long.
             self.of_rows[row].pop(turn - self.num_turns - 1, None)
 
     def begin_branches(self) -> None:
-        """Instances that branches had may be had by others."""
+        """Prepare for a call that samples branches. It may use the environments of earlier branches again."""
         self._num_used = {}
 
-    def taken(self, row: int, environment: Any) -> Any:
-        """The state of the environment of a row, or of a branch of it, as it is now."""
+    def current_state(self, row: int, environment: Any) -> Any:
+        """Return the current state of an environment of a row, or of a branch of that row."""
         name, auto = self.tool_loop.names[row], self.wanted == "auto"
         if auto and name not in self._chosen and environment_error(environment) is None:
-            # At construction it had not been reset: what it holds since then decides what can be copied.
+            # Choose again, because `reset` may have put an object into the environment that cannot be copied.
             self._kinds[name] = choose_state(environment, "auto")
             self._chosen.add(name)
         memo: dict[int, Any] = {}
@@ -101,20 +116,25 @@ class KeptStates:
             self._rows[id(copied)] = copied, own_copy(row, memo)
 
     def method_of(self, environment: Any, function: Callable, row: int) -> Callable | None:
-        """What `function` is to the environment of a main row, to another; `None` if it is no method of that row's."""
-        own = self.tool_loop.environments
-        if not own or not inspect.ismethod(function) or function.__self__ is not own[row]:
+        """Return the method of `environment` with the same name as `function`. None if `function` is not a method of
+        the environment of the main row."""
+        environments = self.tool_loop.environments
+        if not environments or not inspect.ismethod(function) or function.__self__ is not environments[row]:
             return None
         return getattr(environment, function.__name__)
 
     def _method_named(self, environment: Any, name: str, row: int) -> Callable | None:
+        """Return the method of `environment` for a tool of a row. None if the tool belongs to no environment."""
         function = self.tool_loop.sync_tools[row].get(name) or self.tool_loop.async_tools[row].get(name)
-        return None if function is None else self.method_of(environment, function, row)
+        if function is None:
+            return None
+        return self.method_of(environment, function, row)
 
     def _kind(self, row: int) -> str:
+        """Return the way in which states of a row's environment are kept."""
         return self._kinds[self.tool_loop.names[row]]
 
-    def at(self, trajectory: Trajectory, turn: int) -> Any:
+    def environment_at(self, trajectory: Trajectory, turn: int) -> Any:
         """Return an environment for a branch, in the state before a turn. If an outage prevents that, the environment
         counts as failed, and its branch is dropped."""
         row = trajectory.main_row
@@ -122,13 +142,16 @@ class KeptStates:
         if kind == "copy":
             memo: dict[int, Any] = {}
             environment = copy.deepcopy(state, memo)
-            guard(environment)  # a `__deepcopy__` of its own may have made a new one
+            guard(environment)  # the user's `__deepcopy__` may have returned an environment that is not guarded
             self._copy_row(state, environment, memo)
             return environment
         environment = self._spare_environment(self.tool_loop.names[row])
-        example = own_copy(self.examples[row])  # an environment may use up a list that `reset` gave it
+        example = own_copy(self.examples[row])  # the environment may change it
         self._rows[id(environment)] = environment, example
-        environment.reset(**{k: v for k, v in example.items() if k != "environment" or not self.tool_loop.several})
+        arguments = dict(example)
+        if self.tool_loop.several:
+            arguments.pop("environment", None)  # this column only names the environment
+        environment.reset(**arguments)
         if environment_error(environment) is not None:  # `reset` raised
             return environment
         if kind == "snapshot":
@@ -139,15 +162,20 @@ class KeptStates:
                     raise
                 note_error(environment, error, "restore")
         else:
-            for tool, now, then in self._recalled(environment, row, trajectory.messages_before(turn)):
+            for tool, now, then in self._replay(environment, row, trajectory.messages_before(turn)):
                 if _has_lost_service(environment):
                     break
                 check_replay(environment, tool, now, then)
         return environment
 
     def check(self, trajectories: list[Trajectory], failed: list[bool]) -> None:
-        """Ask kept states for the calls that followed them, once per batch and before its branches, when rewards are
-        known: a state that is shared with its environment answers otherwise. Every process calls it."""
+        """
+        Check the kept states: make the calls that followed them again, and compare the answers.
+
+        An answer differs if the kept state shares an object with the environment that went on. The check runs once per
+        batch, before its branches are sampled. By then rewards are known, so calls cannot change them. Every process
+        must call it.
+        """
         if self._checked or not self.tool_loop.tools or self.tool_loop.factories is None:
             return
         self._checked = True
@@ -172,23 +200,27 @@ class KeptStates:
                 self._trusted.add(name)
 
     def _difference(self, row: int, trajectory: Trajectory) -> tuple[Any, ...] | None:
-        """Environment, tool, answer and answer in the rollout where a kept state of a row answers otherwise."""
+        """Return the first difference between the answers of a row's kept state and of the rollout: environment, tool,
+        answer, and answer in the rollout. None if there is no difference."""
         name = self.tool_loop.names[row]
         if name in self._trusted or not trajectory.states:
             return None
         first = min(trajectory.states)
         messages = (trajectory.messages or [])[len(trajectory.messages_before(first)) :]
         if messages and messages[-1]["role"] == "assistant":
-            messages = messages[:-1]  # its calls, if any, were not answered
-        called = {_name_of(call) for message in messages for call in message.get("tool_calls") or []}
-        own = (self.tool_loop.environments or [])[row]
-        tools = {tool for tool in called if self._method_named(own, tool, row)}
+            messages = messages[:-1]  # if it has calls, these were not answered
+        environment = (self.tool_loop.environments or [])[row]
+        tools = set()
+        for message in messages:
+            for call in message.get("tool_calls") or []:
+                if self._method_named(environment, _name_of(call), row):
+                    tools.add(_name_of(call))
         if all(self._agreed[name, tool] >= CHECKED_ROWS for tool in tools):
             return None
-        for _ in range(2):  # the second time shows what the first one changed
+        for _ in range(2):  # in the second pass, answers differ if the first pass changed the kept state
             self._num_used = {}
-            environment = self.at(trajectory, first)
-            for tool, now, then in self._recalled(environment, row, messages):
+            environment = self.environment_at(trajectory, first)
+            for tool, now, then in self._replay(environment, row, messages):
                 if _has_lost_service(environment):
                     return None
                 if now != then:
@@ -197,38 +229,42 @@ class KeptStates:
         return None
 
     def _spare_environment(self, name: Any) -> Any:
-        """An instance that no branch of this call has; made once, and reset often."""
+        """Return an environment that no other branch of this call has. Make one if there is none left."""
         pool, used = self._spares.setdefault(name, []), self._num_used.get(name, 0)
         if used == len(pool):
             pool.append(self.tool_loop.factories[name]())  # type: ignore[index]
         self._num_used[name] = used + 1
         return pool[used]
 
-    def _recalled(self, environment: Any, row: int, messages: list[Message]) -> Iterator[tuple[str, Any, Any]]:
-        """Make calls of the environment again: tool, answer now and answer then of each."""
+    def _replay(self, environment: Any, row: int, messages: list[Message]) -> Iterator[tuple[str, Any, Any]]:
+        """Make the tool calls in `messages` again with `environment`. Yield the name of the tool, its answer now, and
+        its answer in the rollout."""
         answers = iter(message for message in messages if message["role"] == "tool")
-        waiting = self.tool_loop.async_tools[row]
+        coroutines = self.tool_loop.async_tools[row]
         for message in messages:
-            # Those that can wait are answered after the others, as in TRL's loop.
-            for call in sorted(message.get("tool_calls") or [], key=lambda call: _name_of(call) in waiting):
+            # As in TRL's loop, coroutines are answered after the other calls of a message.
+            for call in sorted(message.get("tool_calls") or [], key=lambda call: _name_of(call) in coroutines):
                 then, name = next(answers), _name_of(call)
                 method = self._method_named(environment, name, row)
-                if method is not None:  # other tools change no environment
+                if method is not None:  # other tools do not change the environment
                     yield name, self._answer(method, call["function"]["arguments"]), then["content"]
 
     def _answer(self, method: Callable, arguments: dict[str, Any]) -> str | list:
+        """Call a tool, and return its answer as TRL's loop does."""
         try:
             answer = method(**arguments)
             if inspect.isawaitable(answer):
                 answer = asyncio.run_coroutine_threadsafe(_awaited(answer), self.tool_loop.async_loop).result()
         except Exception as error:
             answer = {"error": str(error)}
-        return answer if isinstance(answer, list) else str(answer)
+        if isinstance(answer, list):
+            return answer
+        return str(answer)
 
 
 def _has_lost_service(environment: Any) -> bool:
-    """Return whether an environment failed by an outage or a timeout. Its answer then says nothing about its state,
-    and its branch is dropped as that of any environment that raised."""
+    """Return whether an environment failed by an outage or a timeout. Then its answer does not depend on its state,
+    and its branch is dropped."""
     error = environment_error(environment)
     return error is not None and (isinstance(error, TimeoutError) or is_outage(error))
 
@@ -238,4 +274,7 @@ async def _awaited(answer: Any) -> Any:
 
 
 def _name_of(call: dict[str, Any]) -> str:
-    return call["function"]["name"] if call["type"] == "function" else ""
+    """Return the name of the tool that a message calls, or an empty text if the call is not of a function."""
+    if call["type"] == "function":
+        return call["function"]["name"]
+    return ""

@@ -1,4 +1,4 @@
-"""TRL's tool loop, turn by turn: which rows get a turn, how long it may be, and which environments have failed."""
+"""Follow TRL's tool loop turn by turn: rows that get a turn, its maximum length, and environments that have failed."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,7 +13,8 @@ from trl.chat_template_utils import parse_response
 from trl_explore.agents.environments import environment_error, guarded
 from trl_explore.rows.policy import Policy
 
-TurnTokens = tuple[list[list[int]], list[list[float | None]] | None]  # tokens and log-probabilities of a turn, per row
+# Tokens of a turn of R rows, `[R][T_i]`, and their log-probabilities, or None if the backend reports none.
+TurnTokens = tuple[list[list[int]], list[list[float | None]] | None]
 
 
 def _never(row: int) -> bool:
@@ -132,12 +133,13 @@ class Turns:
         self.failed: list[bool] = []  # True for rows of the newest batch whose environment raised
         self._any_failed = False  # True if any row of any process failed
         self._loop: LoopLists | None = None  # None before TRL's loop starts, thus in turn 0
-        self._prompts: list = []  # prompts of the batch; empty outside of [`of`]
+        self._prompts: list = []  # prompts of the batch; empty outside of [`following`]
         self._stopped: Callable[[int], bool] = _never
 
     @contextmanager
     def following(self, prompts: list, stopped: Callable[[int], bool] = _never) -> Iterator[None]:
-        """Follow the rollout of a batch, or of branches. `stopped(row)` returns True if a row may not continue."""
+        """Follow the rollout of a batch, or of branches, inside a `with` block. `stopped(row)` returns True if a row
+        may not continue."""
         self._prompts, self._loop, self.turn, self._stopped = prompts, None, None, stopped
         try:
             yield
@@ -150,7 +152,7 @@ class Turns:
 
     def begin(self, contexts: list[list[int]]) -> TurnRows:
         """
-        Begin a turn. TRL asks for a turn of some rows, and those of them that may continue get one.
+        Begin a turn. TRL asks for a turn of some rows. Only rows that may continue get one.
 
         Args:
             contexts (`list[list[int]]`):
@@ -164,7 +166,7 @@ class Turns:
             return everyone
         most = self.policy.args.max_completion_length
         if self._loop is None:
-            # Every row needs a completion. So even a row whose `reset` failed gets its first turn.
+            # Every row needs a completion, so even a row whose `reset` failed gets its first turn.
             self.turn = Turn(0, everyone.places, [0] * len(contexts), [most] * len(contexts), self._prompts)
             return everyone
         rows, loop = self._loop.advance(), self._loop
@@ -178,8 +180,9 @@ class Turns:
             shown.append(prompt_length + len(loop.completion_ids[row]))
             budgets.append(max(1, most - (len(contexts[place]) - prompt_length)))
             last_messages.append(_trailing_tool_messages(loop.prompts[row]))
+        previous = self.turn.number if self.turn else 0
         self.turn = Turn(
-            number=(self.turn.number if self.turn else 0) + 1,
+            number=previous + 1,
             rows=[rows[place] for place in places],
             shown=shown,
             budgets=budgets,
@@ -220,7 +223,9 @@ class Turns:
         these rows. None if no reward is known."""
         if not self._any_failed:
             return known
-        rewards = list(known) if known is not None else [None] * len(self.failed)
+        rewards: list[list[float] | None] = [None] * len(self.failed)
+        if known is not None:
+            rewards = list(known)
         zeros = [0.0] * num_rewards
         return [zeros if failed else reward for reward, failed in zip(rewards, self.failed, strict=True)]
 
@@ -236,9 +241,11 @@ class Turns:
     def parse_turn(self, row: int, context: list[int], token_ids: list[int]) -> dict[str, Any]:
         """Parse a turn as TRL does. Return its message, which has `tool_calls` if the turn calls tools. `context` are
         the tokens before the turn."""
-        # Before version 1.16, TRL does not use the types of a tool's parameters to parse arguments.
-        typed = {"tools": self.tool_loop.tools_of(row)} if "tools" in signature(parse_response).parameters else {}
-        return parse_response(self.policy.tokenizer, token_ids, prefix=context, **typed)
+        options: dict[str, Any] = {}
+        # Since version 1.16, TRL uses the types of a tool's parameters to parse its arguments.
+        if "tools" in signature(parse_response).parameters:
+            options["tools"] = self.tool_loop.tools_of(row)
+        return parse_response(self.policy.tokenizer, token_ids, prefix=context, **options)
 
     def encode_conversation(self, row: int, conversation: list[dict[str, Any]]) -> list[int]:
         """Return the tokens of a conversation, with the tools of a row's environment and the generation prompt."""
@@ -254,8 +261,9 @@ class Turns:
     def _failures(self) -> list[bool]:
         """Return whether the environment of each row has raised, `[B]`. Warn if any has."""
         errors = [environment_error(environment) for environment in self.tool_loop.environments or []]
-        error = next((error for error in errors if error is not None), None)
-        if error is not None:
+        known = [error for error in errors if error is not None]
+        if known:
+            error = known[0]
             warnings.warn(
                 f"an environment raised {type(error).__name__}: {error}. Its trajectory ended with reward 0, and so "
                 "will others; `agent/environment_errors` counts them. A tool that wants to tell the model something "
@@ -267,9 +275,11 @@ class Turns:
 
 def guarded_factories(environment_factory: Any) -> Any:
     """Return the user's `environment_factory`, changed so that a failing environment ends only its trajectory."""
+    if environment_factory is None:
+        return None
     if isinstance(environment_factory, dict):
         return {name: guarded(factory) for name, factory in environment_factory.items()}
-    return None if environment_factory is None else guarded(environment_factory)
+    return guarded(environment_factory)
 
 
 def _trailing_tool_messages(conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:

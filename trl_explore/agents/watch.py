@@ -1,4 +1,4 @@
-"""Watched tools: how many calls of a generation batch raised, and which of these point to a dead service."""
+"""Count the tool calls of a generation batch that raised an exception, and calls that found a dead service."""
 
 import functools
 import inspect
@@ -10,7 +10,7 @@ from trl_explore.agents.outages import is_outage, names_address
 
 
 def fits(signature: inspect.Signature, *args: Any, **kwargs: Any) -> bool:
-    """Whether a tool can be called so. If not, the call itself says best what is wrong, as it does with GRPO."""
+    """Return whether arguments fit a signature."""
     try:
         signature.bind(*args, **kwargs)
     except TypeError:
@@ -65,4 +65,6 @@ class ToolWatch:
             with counted(args, kwargs):
                 return await tool(*args, **kwargs)
 
-        return call_async if inspect.iscoroutinefunction(tool) else call
+        if inspect.iscoroutinefunction(tool):
+            return call_async
+        return call
