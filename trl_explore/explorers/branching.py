@@ -1,4 +1,4 @@
-"""Let a branch explorer continue GRPO's completions of a generation batch, and credit the rows."""
+"""Let a branch explorer continue GRPO's completions of a generation batch, and credit its rows."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -93,20 +93,21 @@ class Branching:
         return groups
 
     def _credit_branches(self, rows: RowDict, advantages: Sequence[float | list[float]]) -> None:
-        """Replace the advantages of `rows` by those of the explorer. Filler rows keep theirs, or get 0."""
+        """Replace the advantages of `rows` by the explorer's. Rows without an advantage in `advantages` are fillers:
+        they keep GRPO's advantage, or get 0 if advantages are per token."""
         if self._per_token(advantages):
             rows["advantages"] = torch.zeros_like(rows["completion_ids"], dtype=torch.float32)  # (R, T)
         _fill(rows["advantages"], dict(enumerate(advantages)))
 
     def credit(self, advantages: torch.Tensor, *, num_tokens: int) -> torch.Tensor:
         """
-        Return the advantages of the main rows: those of the explorer, if it has some, else `advantages`.
+        Return the advantages of the main rows: the explorer's for rows whose credit it changes, else GRPO's.
 
         Args:
             advantages (`torch.Tensor`):
                 Advantages of GRPO, `(B,)`.
             num_tokens (`int`):
-                T.
+                Number of tokens of the padded completions (T).
 
         Returns:
             `torch.Tensor`: Advantages of shape `(B,)` or `(B, T)`.

@@ -97,7 +97,10 @@ class Exploration:
             # The choice is random. So choose first, and let GRPO sample only the prompts that are not explored.
             no_rewards = torch.zeros(len(prompt_ids) * self.policy.ranks.number, device=self.policy.ranks.device)
             mask = self._chosen(no_rewards)
-            rollout = self._sample_others(mask, prompt_ids, examples) if mask.any() else plain(prompt_ids)
+            if mask.any():
+                rollout = self._sample_others(mask, prompt_ids, examples)
+            else:
+                rollout = plain(prompt_ids)
         if not mask.any():
             self.batch = ExploredBatch([], [], on_any_process=False)
             return rollout
@@ -146,7 +149,7 @@ class Exploration:
         if not self.adds:
             self.batch = ExploredBatch(rows, explored)
             return with_replaced_rows(rollout, rows, found)
-        beside = Rows(
+        added = Rows(
             examples=[examples[row] for row in rows],
             prompt_ids=[prompt_ids[row] for row in rows],
             completion_ids=found.completion_ids,
@@ -156,10 +159,11 @@ class Exploration:
             known_rewards=[*(found.known_rewards or [])],
             extra=found.extra or (),
         )
-        self.batch = ExploredBatch(rows, explored, beside)
+        self.batch = ExploredBatch(rows, explored, added)
         return rollout
 
     def _explore(self, groups: list[PromptGroup], plain: PlainSampling) -> list[Explored]:
+        """Call the explorer, and check its result."""
         explored = self.explorer.explore(groups, plain)
         check_explored(
             self.explorer.name,
@@ -173,10 +177,12 @@ class Exploration:
 
     @property
     def _max_length(self) -> int | None:
-        """Return the most tokens of a completion. Like TRL, it lets `generation_kwargs` raise the limit."""
+        """Return the maximum number of tokens of a completion. As in TRL, `generation_kwargs` may raise the limit."""
         limit = self.args.max_completion_length
         other = (self.args.generation_kwargs or {}).get("max_new_tokens")
-        return limit if limit is None or other is None else max(limit, other)
+        if limit is None or other is None:
+            return limit
+        return max(limit, other)
 
     def _samples(self, rollout: Rollout, row: int) -> list[Sample]:
         """Return GRPO's completions of the prompt whose first row is `row`."""
@@ -242,8 +248,8 @@ class Exploration:
         Ask the reward functions about the completions that the explorer did not score, in one call, and store the
         rewards in `explored`. Every process must call it.
 
-        `rows` are the explored main rows; `prompt_ids` and `examples` are those of all main rows, because an explorer
-        may have changed its own copies.
+        `rows` are the explored main rows. `prompt_ids` and `examples` belong to all main rows. They are passed again,
+        because an explorer may have changed its copies.
         """
         asked_examples, asked_prompts, completion_ids = [], [], []
         for row, one in zip(rows[:: self.size], explored, strict=True):
@@ -306,12 +312,12 @@ class Exploration:
     def streams(self) -> dict[str, tuple[ScoredRows, float]]:
         """Return the stream `explored` with weight 1: the completions that are trained in addition to GRPO's. Without
         `explore_into="add"` there is no such stream."""
-        beside = self.batch.added
-        if beside is None:
+        added = self.batch.added
+        if added is None:
             return {}
-        scored = self.scorer.score("explored", beside)
+        scored = self.scorer.score("explored", added)
         assert scored is not None
-        scored.rows["advantages"] = self._with_explorer_credit(scored.rows, list(range(len(beside))))
+        scored.rows["advantages"] = self._with_explorer_credit(scored.rows, list(range(len(added))))
         return {"explored": (scored, 1.0)}
 
     def columns(self, num_rows: int) -> dict[str, list[Any]]:
@@ -395,7 +401,7 @@ def as_rollout(explored: list[Explored], *, masks_tokens: bool) -> Rollout:
 
 
 def with_replaced_rows(rollout: Rollout, rows: list[int], found: Rollout) -> Rollout:
-    """Return a rollout with the completions of `found` at `rows`, and those of `rollout` elsewhere. Both arguments
+    """Return a copy of `rollout` in which the completions of `found` replace the completions at `rows`. Both arguments
     have rewards. Only `found` may have a loss mask."""
     logprobs = rollout.logprobs
     if logprobs is not None:

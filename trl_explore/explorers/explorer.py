@@ -164,7 +164,7 @@ def check_explored(
         name (`str`):
             Name of the explorer, for messages.
         explored:
-            Its result.
+            The explorer's result.
         num_prompts (`int`):
             Number of prompts that it was given.
         size (`int`):
@@ -172,7 +172,7 @@ def check_explored(
         num_rewards (`int`):
             Number of reward functions (F).
         max_length (`int`, *optional*):
-            Most tokens of a completion. None for no limit.
+            Maximum number of tokens of a completion. None: no limit.
 
     Raises:
         ValueError: If something is wrong. The message names the explorer, the field, the value and the remedy.
