@@ -73,7 +73,7 @@ class AttentionReader:
                 First token and end of the steps of each row, `[R][S_i]`.
         """
         influence = [[0.0] * len(row_steps) for row_steps in steps]
-        # The first step is never forked. In a row with fewer steps, all other steps have influence 0.
+        # The first step is never forked. In a row with at most `distance + 1` steps, all other steps have influence 0.
         long_rows = [i for i, row_steps in enumerate(steps) if len(row_steps) > self.distance + 1]
         # Every process must run the same number of forward passes.
         num_fillers = self.policy.ranks.most(len(long_rows)) - len(long_rows)
