@@ -165,7 +165,7 @@ def document(regime: str, seeds: list[int]) -> dict[str, Any]:
 
 
 def report(folder: Path) -> None:
-    """Print groups with contrast, spread and trained rows per 1,000 tokens, by regime, third of training and source."""
+    """Print groups with contrast, spread and trained rows per 1,000 tokens, by regime, third and source."""
     print("| regime | third | source | prompts | tokens per prompt | contrasts | spread | rows | solved |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for regime in sorted(path for path in folder.iterdir() if path.is_dir()):
