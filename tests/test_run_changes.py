@@ -205,7 +205,7 @@ def test_a_method_goes_on_from_plain_grpo_and_starts_fresh(plain, caplog, step):
     with caplog.at_level(logging.WARNING):
         trainer = gone_on(DEEP, plain, step)
     assert f"checkpoint-{step} was written by plain GRPO: the method starts fresh" in caplog.text
-    assert trainer.state.global_step == 6 and len(trainer.estimator) > 0
+    assert trainer.state.global_step == 6 and len(trainer.branch_explorer.estimator) > 0
 
 
 class Counting(DeepGRPOTrainer):

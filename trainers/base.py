@@ -26,6 +26,7 @@ from trl_explore.agents.forks import AgentForks
 from trl_explore.agents.turns import Turns, TurnTokens, guarded_factories
 from trl_explore.agents.watch import ToolWatch
 from trl_explore.credit.part import Credit
+from trl_explore.explorers.branch_explorer import BranchExplorer
 from trl_explore.explorers.branching import Branching
 from trl_explore.explorers.exploration import Exploration
 from trl_explore.explorers.explorer import Explorer, PlainSampling
@@ -178,6 +179,11 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
         self.replaced = Replaced(self, given)
         self.explorer = self.make_explorer()
         self.branch_explorer = self.make_branch_explorer()
+        if self.branch_explorer is not None and not isinstance(self.branch_explorer, BranchExplorer):
+            raise TypeError(
+                f"{type(self).__name__}.make_branch_explorer returned {self.branch_explorer!r}: return a "
+                "`BranchExplorer`, made with `(self, self.make_forks(), self.scorer)`."
+            )
         if args.explore == "resample":
             self.explorer = ResampleExplorer(self, self.sample, self.scorer)
         if self.explorer is not None and not isinstance(self.explorer, Explorer):

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from trl_explore.explorers.branch_checks import check_branches
 from trl_explore.explorers.branch_explorer import Branches, BranchExplorer, ScoredGroup
 from trl_explore.rows.policy import Policy
 from trl_explore.rows.rollouts import Rollout
@@ -65,6 +66,8 @@ class Branching:
                 logprobs.append(row[: len(ids)])
         self.explorer.forks.begin_search(examples, row_tokens(output)[0], completion_ids, logprobs)
         self.branches = self.explorer.explore(self._groups(output))
+        main_lengths = [len(ids) for ids in completion_ids]
+        check_branches(self.explorer.name, self.branches, main_lengths=main_lengths)
         self.scored = self.scorer.score(self.explorer.stream, self.branches.rows)
         if self.scored is not None and self.policy.ranks.most(self.branches.advantages is not None):
             self._credit_branches(self.scored.rows, self.branches.advantages or [])

@@ -1,0 +1,193 @@
+"""Branch explorers: one of a user's own, its credit, and what the trainer checks of its result."""
+
+import importlib
+import math
+
+import pytest
+import torch
+from commands import EXAMPLES
+from trl import GRPOConfig, GRPOTrainer
+from world import always, assert_same, differ, make_trainer, never, one_batch, parameters, trained
+
+from trl_explore.explorers.branch_checks import check_branches
+from trl_explore.explorers.branch_explorer import Branches, BranchExplorer
+from trl_explore.explorers.explorer import Explorer
+from trl_explore.forks.trajectories import Fork
+from trl_explore.rows.rollouts import Rows
+from trl_explore.rows.streams import loss_mask
+from trl_explore.trainers import ExplorationConfig, ExplorationTrainer
+
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(EXAMPLES))
+    RetryTrainer = importlib.import_module("own_branches").RetryTrainer
+
+
+class OneBranchEach(BranchExplorer):
+    """Adds one branch from the root of each completion. `changes` are further arguments of `Branches`."""
+
+    name = "one each"
+    changes: dict = {}
+
+    def explore(self, groups):
+        forks = []
+        for group in groups:
+            for trajectory in group.trajectories:
+                forks.append(Fork(trajectory, turn=0, number=1))
+        self.sampled = self.forks.leave(forks)
+        rows = self.forks.rows(self.sampled, group_size=1, trains_prefixes=False)
+        return Branches(rows, **self.changes)
+
+
+class OneEach(ExplorationTrainer):
+    def make_branch_explorer(self):
+        return OneBranchEach(self, self.make_forks(), self.scorer)
+
+
+def of(changes):
+    """A trainer class whose explorer returns these further arguments of `Branches`."""
+
+    class Changed(OneEach):
+        def make_branch_explorer(self):
+            explorer = super().make_branch_explorer()
+            explorer.changes = changes
+            return explorer
+
+    return Changed
+
+
+def test_if_no_completion_fails_it_is_grpo_bit_for_bit(tmp_path):
+    found, _ = trained(RetryTrainer, ExplorationConfig, tmp_path, reward_funcs=always)
+    expected, _ = trained(GRPOTrainer, GRPOConfig, tmp_path, reward_funcs=always)
+    assert_same(found, expected)
+
+
+def test_branches_keep_a_half_of_a_failed_completion_and_train_the_rest(tmp_path):
+    trainer = make_trainer(RetryTrainer, ExplorationConfig, tmp_path, reward_funcs=never)
+    one_batch(trainer)
+    scored, forks = trainer.branching.scored, trainer.branch_explorer.forks
+    assert len(scored.rewards) == 4 * len(forks.trajectories) == 32
+    masks = loss_mask(scored.rows)
+    for row, ids in enumerate(scored.rows["completion_ids"].tolist()):
+        origin = forks.trajectories[row // 4].completion_ids
+        half = len(origin) // 2
+        assert ids[:half] == origin[:half]
+        assert not masks[row, :half].any() and masks[row, half]
+    assert trainer.changed_hooks == ["search", "extra_streams"] and trainer.trains_further_rows
+
+
+def test_only_chosen_prompts_are_explored(tmp_path):
+    def odd(completions, **columns):
+        return [float(len(completion) % 2) for completion in completions]
+
+    options = dict(explore_prompts="unsolved", reward_funcs=odd)
+    trainer = make_trainer(OneEach, ExplorationConfig, tmp_path, **options)
+    one_batch(trainer)
+    solved = (trainer.scorer.success().view(-1, 4) >= 1).any(dim=1)
+    expected = [row for row in range(8) if not solved[row // 4]]
+    assert [branch.row for branch in trainer.branch_explorer.sampled] == expected
+
+
+def test_numbers_and_lists_are_the_credit_of_rows_and_of_main_rows(tmp_path):
+    numbers = [0.5 * row for row in range(8)]
+    trainer = make_trainer(of(dict(advantages=numbers, main_advantages={3: -2.0})), ExplorationConfig, tmp_path)
+    output = one_batch(trainer)
+    assert trainer.branching.scored.rows["advantages"].tolist() == numbers
+    assert output["advantages"].dim() == 1 and output["advantages"][3] == -2.0
+
+    explorer = trainer.branch_explorer
+
+    def per_token(groups):
+        branches = OneBranchEach.explore(explorer, groups)
+        branches.advantages = [[float(i) for i in range(len(b.completion_ids))] for b in explorer.sampled]
+        branches.main_advantages = {5: [1.0] * len(explorer.forks.trajectories[5].completion_ids)}
+        return branches
+
+    explorer.explore, explorer.changes = per_token, {}
+    output = one_batch(trainer)
+    length = len(explorer.forks.trajectories[5].completion_ids)
+    assert output["advantages"].shape == output["completion_ids"].shape
+    assert output["advantages"][5, :length].tolist() == [1.0] * length
+    wide = trainer.branching.scored.rows["advantages"]
+    for row, branch in enumerate(explorer.sampled):
+        assert wide[row, : len(branch.completion_ids)].tolist() == list(range(len(branch.completion_ids)))
+
+
+def test_a_subclass_sees_the_explorers_credit_and_may_change_it(tmp_path):
+    class Doubled(of(dict(main_advantages={2: 3.0}))):
+        def assign_advantages(self, output):
+            return 2 * super().assign_advantages(output)
+
+    output = one_batch(make_trainer(Doubled, ExplorationConfig, tmp_path))
+    assert output["advantages"][2] == 6.0
+
+
+def test_its_rows_are_trained_and_its_state_is_saved(tmp_path):
+    class Counting(OneBranchEach):
+        count = 0
+
+        def explore(self, groups):
+            self.count += 1
+            return super().explore(groups)
+
+        def state_dict(self):
+            return {"count": self.count}
+
+        def load_state_dict(self, state):
+            self.count = state["count"]
+
+    class Counted(OneEach):
+        def make_branch_explorer(self):
+            return Counting(self, self.make_forks(), self.scorer)
+
+    found, log = trained(Counted, ExplorationConfig, tmp_path, reward_funcs=never, max_steps=2, save_steps=1)
+    plain, _ = trained(GRPOTrainer, GRPOConfig, tmp_path / "plain", reward_funcs=never, max_steps=2)
+    assert "branch/reward" in log[0]
+    assert not differ(found, plain)  # rewards are equal, so nothing is learned
+    options = dict(reward_funcs=never, max_steps=2, save_steps=1, save_strategy="steps")
+    whole = make_trainer(Counted, ExplorationConfig, tmp_path / "run", **options)
+    whole.train()
+    again = make_trainer(Counted, ExplorationConfig, tmp_path / "run", **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
+    assert again.branch_explorer.count == whole.branch_explorer.count > 0
+    assert_same(parameters(again), parameters(whole))
+
+
+WRONG = {
+    "no branches": (None, "None: return `Branches"),
+    "a number too few": (dict(advantages=[0.0]), "1 `advantages` for 2 rows"),
+    "a NaN": (dict(advantages=[0.0, math.nan]), r"`advantages\[1\]` = nan: an advantage is a finite number"),
+    "a text": (dict(advantages=["a", 0.0]), r"`advantages\[0\]` = 'a'"),
+    "a short list": (dict(advantages=[[0.0], 1.0]), "with 1 numbers for a completion of 2 tokens"),
+    "another row": (dict(main_advantages={9: 1.0}), "`main_advantages` of row 9: .* 0 to 1"),
+    "an infinite main row": (dict(main_advantages={1: [math.inf]}), r"`main_advantages\[1\]`"),
+    "a tensor": (dict(advantages=torch.zeros(2)), "an advantage is a finite number"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_result_is_one_clear_error(case):
+    changes, message = WRONG[case]
+    rows = Rows(
+        examples=[{}, {}],
+        prompt_ids=[[3], [3]],
+        completion_ids=[[5, 6], [7, 8, 9]],
+        loss_mask=[[1, 1], [1, 1, 1]],
+        group_size=1,
+    )
+    branches = None if changes is None else Branches(rows, **changes)
+    with pytest.raises(ValueError, match=f"Branch explorer 'mine' returned.*{message}"):
+        check_branches("mine", branches, main_lengths=[4, 1])
+
+
+def test_an_explorer_of_the_other_kind_is_refused(tmp_path):
+    class Wrong(ExplorationTrainer):
+        def make_branch_explorer(self):
+            return Explorer(self, self.sample, self.scorer)
+
+    with pytest.raises(TypeError, match="make_branch_explorer returned .*return a `BranchExplorer`"):
+        make_trainer(Wrong, ExplorationConfig, tmp_path)
+
+
+def test_a_method_that_branches_refuses_another_way_of_exploring(tmp_path):
+    with pytest.raises(ValueError, match="`explore='resample'` is a way of exploring, and RetryTrainer has its own"):
+        make_trainer(RetryTrainer, ExplorationConfig, tmp_path, explore="resample", explore_prompts="unsolved")
