@@ -33,7 +33,7 @@ class OneBranchEach(BranchExplorer):
         for group in groups:
             for trajectory in group.trajectories:
                 forks.append(Fork(trajectory, turn=0, number=1))
-        self.sampled = self.forks.leave(forks)
+        self.sampled = self.forks.sample_branches(forks)
         rows = self.forks.rows(self.sampled, group_size=1, trains_prefixes=False)
         return Branches(rows, **self.changes)
 

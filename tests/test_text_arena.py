@@ -115,9 +115,9 @@ def test_branches_answer_as_a_new_game_with_the_same_moves(tmp_path, voice):
     trainer = agent(tmp_path, METHODS["branpo"].trainer_class, METHODS["branpo"].config_class)
     judged, judge = [], trainer.forks.judge
 
-    def watched(branches, scorer):
+    def watched(branches):
         judged.extend((branch, branch.environment.reward) for branch in branches)
-        judge(branches, scorer)
+        judge(branches)
 
     trainer.forks.judge = watched
     one_batch(trainer)
