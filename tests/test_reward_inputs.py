@@ -352,8 +352,8 @@ def test_branches_continue_the_messages_that_were_said(tmp_path, monkeypatch, na
     trainer = deck_agent(name, tmp_path, monkeypatch, environment_state="replay", reward_funcs=[edits])
     judge, judged = trainer.forks.judge, []
 
-    def watched(branches, scorer):
-        judge(branches, scorer)
+    def watched(branches):
+        judge(branches)
         for branch in branches:
             said = [message["content"] for message in branch.messages]
             calls = sum(len(message.get("tool_calls") or []) for message in branch.messages)

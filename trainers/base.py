@@ -576,13 +576,13 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
         token_copies = [[*ids] for ids in completion_ids_list]
         messages = own_copy(completions)
         known, extra = self._known_rewards()
-        question = self.scorer.question(self.reward_funcs, known, extra, num_rows=len(prompts))
-        functions, self.reward_funcs = self.reward_funcs, question.functions
+        call = self.scorer.prepare_rewards(self.reward_funcs, known, extra, num_rows=len(prompts))
+        functions, self.reward_funcs = self.reward_funcs, call.functions
         try:
             rewards = super()._calculate_rewards(inputs, prompts, completions, token_copies)
         finally:
             self.reward_funcs = functions
-        rewards, columns = self.scorer.answered(question, rewards)
+        rewards, columns = self.scorer.merge_rewards(call, rewards)
         for column, values in columns.items():
             self._pending_extra_logs[column].extend(values)
         if self.current is not None:

@@ -32,6 +32,7 @@ from trl_explore.saving.checkpoints import (
     save_state,
     set_aside,
 )
+from trl_explore.saving.plain_values import without_numpy
 
 logger = logging.getLogger(__name__)
 FORMAT = 2  # of the state; 1 did not say where a run stood in its data
@@ -223,7 +224,7 @@ class Saving:
             "sampled_tokens": {"own": self.trainer.sample.tokens.own, "total": self.trainer.sample.tokens.total},
             "table": self._table_state(),
             "generator": self.trainer.exploration_generator.get_state(),
-            "method": self.trainer.exploration_state(),
+            "method": without_numpy(self.trainer.exploration_state(), where="the method's state"),
         }
         if self.trainer.rounds is not None:
             state["rounds"] = self.trainer.rounds.state()

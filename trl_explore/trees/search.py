@@ -3,9 +3,9 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
-from trl_explore.rows.rollouts import Sampler
+from trl_explore.rows.rollouts import Continuation
 from trl_explore.trees.rules import backup_value, frontier_score, terminal_outcome, uct_score
 from trl_explore.trees.state import NO_PARENT, ROOT, Leaf, Limits, Node, Tree, Verdict
 from trl_explore.trees.steps import (
@@ -49,13 +49,25 @@ __all__ = [
     "with_virtual_loss",
 ]
 
+
+class SampleCall(Protocol):
+    """Function that samples continuations, such as a [`~trl_explore.sampling.sampler.Sampler`]."""
+
+    def __call__(
+        self, prefixes: list[list[int]], num_samples: int | Sequence[int], max_new_tokens: int | Sequence[int]
+    ) -> list[list[Continuation]]:
+        """Return `num_samples` continuations of each prefix, `[R][num_samples_i]`, with at most `max_new_tokens`
+        tokens each. A prefix contains the prompt and a partial completion."""
+        ...
+
+
 SelectFn = Callable[[Tree, Limits], int | None]
 ValueFn = Callable[[list[Leaf]], list[Verdict]]
 
 
 def search(
     roots: Sequence[list[int]],
-    sample_fn: Sampler,
+    sample_fn: SampleCall,
     value_fn: ValueFn,
     *,
     limits: Limits,
@@ -63,7 +75,7 @@ def search(
     uct_coef: float = 2.0,
     decay_min: float = 0.1,
     skip: Sequence[bool] = (),
-    direct_fn: Sampler | None = None,
+    direct_fn: SampleCall | None = None,
     any_active: Callable[[bool], bool] = bool,
     tell_begun: bool = False,
 ) -> list[Tree]:
@@ -97,7 +109,7 @@ def search(
 def _sample_children(
     trees: list[Tree],
     visits: dict[int, tuple[int, ...]],
-    sample_fn: Sampler,
+    sample_fn: SampleCall,
     limits: Limits,
     *,
     tell_begun: bool,
@@ -195,7 +207,7 @@ def _take_left_over(tree: Tree, limits: Limits, *, decay_min: float) -> Tree:
 
 def _fill(
     trees: list[Tree],
-    sample_fn: Sampler,
+    sample_fn: SampleCall,
     value_fn: ValueFn,
     limits: Limits,
     *,
