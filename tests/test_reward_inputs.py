@@ -357,7 +357,7 @@ def test_branches_continue_the_messages_that_were_said(tmp_path, monkeypatch, na
         for branch in branches:
             said = [message["content"] for message in branch.messages]
             calls = sum(len(message.get("tool_calls") or []) for message in branch.messages)
-            judged.append((said, calls, branch.environment.hand, branch.origin.prompt))
+            judged.append((said, calls, branch.environment.hand, branch.origin.example["prompt"]))
 
     trainer.forks.judge = watched
     trainer.train()

@@ -113,7 +113,7 @@ class TreeExplorer(Explorer):
         return sampled
 
     def _score_leaves(self, leaves: list[Leaf]) -> list[Verdict]:
-        """Ask the reward functions about completions. Every process calls it, even without leaves."""
+        """Return the outcomes and rewards of completions. Every process calls it, even without leaves."""
         start = time.perf_counter()
         groups = [self._groups[leaf.tree] for leaf in leaves]
         rewards, logged = self.scorer.judge(
