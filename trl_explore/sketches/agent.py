@@ -79,15 +79,17 @@ class Actions(Mode, TurnExplorer):
             turn_ids |= dict(zip(rest, sampled.completion_ids, strict=True))
             logprobs = dict(zip(rest, sampled.logprobs or [], strict=False))
         num_proposed_tokens = 0
+        actions: list[list[str]] = []  # of each block
         for proposals in proposed:
             num_proposed_tokens += sum(len(proposal.token_ids) for proposal in proposals)
+            actions.append([proposal.action for proposal in proposals])
         added = {
             "tokens": num_proposed_tokens,
             "sampled_tokens": num_proposed_tokens + sum(len(turn_ids[place]) for place in rest),
             "drafting_seconds": draft_seconds,
             "solving_seconds": time.perf_counter() - start,
             "dropped": 0,  # `_ask_for_another` has already counted these
-            **diversity([[proposal.action for proposal in proposals] for proposals in proposed]),
+            **diversity(actions),
         }
         self.metrics = {name: self.metrics[name] + value for name, value in added.items()}
         turns = [turn_ids[place] for place in range(len(contexts))]
@@ -160,7 +162,9 @@ class Actions(Mode, TurnExplorer):
 
         kept = newest_that_fit(actions, fits)
         self.metrics["dropped"] += len(actions) - len(kept)
-        return self._with_actions(place, context, kept) if kept else context
+        if not kept:
+            return context
+        return self._with_actions(place, context, kept)
 
     def _with_actions(self, place: int, context: list[int], actions: Sequence[str]) -> list[int]:
         """Return the context with a last message that shows these actions."""
@@ -177,7 +181,9 @@ def check_actions(tools: list[Any], where: str) -> None:
     message shows `where`, the index into `environment_factory`, or `""` if that is a single factory."""
     if len(tools) > 1 or any(inspect.signature(tool).parameters for tool in tools):
         return
-    found = f"only {tools[0].__name__!r}, without parameters" if tools else "none"
+    found = "none"
+    if tools:
+        found = f"only {tools[0].__name__!r}, without parameters"
     raise ValueError(
         f"`mode='agent'` proposes different tool calls, but `environment_factory{where}` makes environments whose "
         f"actions cannot be told apart: of public methods beside `reset` and `get_reward` there is {found}. Give the "

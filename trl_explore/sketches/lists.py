@@ -43,7 +43,9 @@ class Lists(Mode):
             listed, found, num_tokens = self._candidates(prompts)
         prompt_ids = [group.prompt_ids for group in groups]
         # If a prompt begins a thought, the completion must end the thought before the answer.
-        thought_ends = [self.encode(NO_THOUGHT) if self._begins_thought(ids) else [] for ids in prompt_ids]
+        thought_ends: list[list[int]] = []
+        for ids in prompt_ids:
+            thought_ends.append(self.encode(NO_THOUGHT) if self._begins_thought(ids) else [])
         completions: list[list[list[int]]] = []  # the different completions of each prompt, at most `size`
         logprobs: list[list[list[float | None]]] = []  # of their tokens; a list has no log-probabilities for them
         for candidates, thought_end in zip(listed, thought_ends, strict=True):
@@ -74,14 +76,15 @@ class Lists(Mode):
         self._note_origins(listed, completions, thought_ends)
         explored = []
         for g, rows in enumerate(completions):
-            places = [i % len(rows) for i in range(size)]
-            explored.append(
-                Explored(
-                    completion_ids=[list(rows[place]) for place in places],
-                    logprobs=None if self.policy.serving is None else [list(logprobs[g][place]) for place in places],
-                    columns=self.columns_of(g),
-                )
-            )
+            one = Explored([], columns=self.columns_of(g))
+            if self.policy.serving is not None:
+                one.logprobs = []
+            for i in range(size):
+                place = i % len(rows)
+                one.completion_ids.append(list(rows[place]))
+                if one.logprobs is not None:
+                    one.logprobs.append(list(logprobs[g][place]))
+            explored.append(one)
         return explored
 
     def _note_origins(
@@ -170,9 +173,8 @@ class Lists(Mode):
             of its candidates, with duplicates; and the number of sampled tokens of all prompts.
         """
         args, size = self.args, self.size
-        asked = self.policy.encode_prompts(
-            [fill_prompt(prompt, args.candidate_template, {"num_candidates": str(size)}) for prompt in prompts]
-        )
+        slots = {"num_candidates": str(size)}
+        asked = self.policy.encode_prompts([fill_prompt(prompt, args.candidate_template, slots) for prompt in prompts])
         prompt_lengths = [len(ids) for ids in asked]
         found: list[list[str]] = [[] for _ in prompts]
         num_tokens = 0

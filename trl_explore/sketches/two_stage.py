@@ -112,7 +112,8 @@ class TwoStage(Mode):
         most = options.get("max_new_tokens", self.max_completion_length)  # as in TRL
         if self.sample.paths is None or self.sample.batch_size is not None or most is None:
             return plain(solve_ids)
-        return Rollout([one.token_ids for (one,) in self.sample(solve_ids, 1, most, main_stream=True)])
+        sampled = self.sample(solve_ids, 1, most, main_stream=True)
+        return Rollout([continuation.token_ids for (continuation,) in sampled])
 
     def apart(self, num_rows: int) -> list[int]:
         return [row for row in range(num_rows) if row % self.size < self.num_explored]
@@ -157,7 +158,8 @@ class TwoStage(Mode):
     def _exchanged(self, drafts: list[list[str]], prompt_ids: list[list[int]]) -> list[list[str]]:
         """Give each prompt the sketches of another prompt, at random."""
         order = torch.randperm(len(drafts), generator=self.policy.exploration_generator).tolist()
-        return [drafts[place] for place in other_prompts([tuple(ids) for ids in prompt_ids], order)]
+        others = other_prompts([tuple(ids) for ids in prompt_ids], order)
+        return [drafts[place] for place in others]
 
     def _sketch_prompt(self, prompt: Prompt, earlier: Sequence[str]) -> Prompt:
         """Return the prompt that asks for a sketch and shows the earlier ones."""
