@@ -22,7 +22,7 @@ class PromptOrder:
         data (`Any`):
             The data set.
         shuffle (`bool`):
-            Whether the sampler shuffles.
+            True if the sampler shuffles.
         seed (`int`):
             Seed of the sampler.
     """

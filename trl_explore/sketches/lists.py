@@ -27,7 +27,7 @@ class Lists(Mode):
     """
     Explorer for `mode="sequential"`: the policy lists candidates, and each becomes the completion of a row.
 
-    If a list has too few candidates, they are repeated in turn. With `candidate_context="alone"`, each row has a list
+    If a list has too few candidates, they are repeated. With `candidate_context="alone"`, each row has a list
     of its own, and the first candidate of the list becomes the completion.
     """
 
@@ -55,7 +55,7 @@ class Lists(Mode):
 
         start = time.perf_counter()
         # Only prompts without any candidate get plain completions. In other groups, plain completions in the place of
-        # missing candidates would repeat what the policy samples anyway.
+        # missing candidates would repeat the usual samples of the policy.
         empty = [g for g, rows in enumerate(completions) if not rows]
         fillers = self.sample([prompt_ids[g] for g in empty], size, self.max_completion_length, main_stream=True)
         num_filler_tokens = 0

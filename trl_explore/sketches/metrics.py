@@ -45,7 +45,7 @@ def read_targets(value: Any, column: str) -> list[str]:
     Return the right answers to a prompt that its row has in `coverage_column`. The list is empty if there are none.
 
     Raises:
-        ValueError: If the value is no list of texts.
+        ValueError: If the value is not a list of texts.
     """
     if value is None:
         return []

@@ -42,7 +42,7 @@ class TwoStage(Mode):
         prompt_ids: list[list[int]] = []
         for group, own_drafts in zip(groups, drafts, strict=True):
             for place in range(self.size):
-                # Count rows over the whole batch, not per prompt. Otherwise, if `group_size` is no multiple of
+                # Count rows over the whole batch, not per prompt. Otherwise, if `group_size` is not a multiple of
                 # `num_sketches`, the first sketches of every prompt would be followed more often than the last ones.
                 sketch = own_drafts[len(sketches) % self.num_sketches]
                 sketches.append(sketch if place < self.num_explored else "")

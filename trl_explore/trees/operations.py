@@ -243,7 +243,7 @@ def with_virtual_loss(tree: Tree, index: int) -> Tree:
 
 def exchange(tree: Tree, row: int, token_ids: list[int], *, finished: bool) -> Tree:
     """Replace the completion of a direct rollout, as if the old completion had never been scored. The new completion
-    is no result of the tree until it is backed up."""
+    becomes a result of the tree when it is backed up."""
     old, root = tree.nodes[row], tree.nodes[ROOT]
     new = Node(
         index=row,
