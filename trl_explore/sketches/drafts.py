@@ -19,7 +19,11 @@ LIST_MARK = re.compile(r"^\s*(?:\(?\d{1,3}[.):]|[-*])\s+")
 
 def check_template(field: str, template: str, *, required: Sequence[str]) -> None:
     """Raise a ValueError that names the field if its template lacks a required slot, for example `"problem"`."""
-    missing = [f"{{{slot}}}" for slot in required if f"{{{slot}}}" not in template]
+    missing = []
+    for name in required:
+        slot = f"{{{name}}}"
+        if slot not in template:
+            missing.append(slot)
     if missing:
         raise ValueError(
             f"`{field}={template!r}` must contain {' and '.join(missing)}: "
@@ -94,8 +98,12 @@ def split_thoughts(text: str, *, opened: bool = False) -> tuple[str, str]:
 
 def split_candidates(text: str, *, separator: str) -> list[str]:
     """Return the candidates of a response in order, with duplicates. Remove numbers, bullets and empty candidates."""
-    parts = (LIST_MARK.sub("", part).strip() for part in text.split(separator))
-    return [part for part in parts if part]
+    candidates = []
+    for part in text.split(separator):
+        candidate = LIST_MARK.sub("", part).strip()
+        if candidate:
+            candidates.append(candidate)
+    return candidates
 
 
 def first_distinct(texts: Sequence[str], most: int) -> list[str]:

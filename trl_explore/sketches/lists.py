@@ -57,7 +57,8 @@ class Lists(Mode):
         # Only prompts without any candidate get plain completions. In other groups, plain completions in the place of
         # missing candidates would repeat the usual samples of the policy.
         empty = [g for g, rows in enumerate(completions) if not rows]
-        fillers = self.sample([prompt_ids[g] for g in empty], size, self.max_completion_length, main_stream=True)
+        empty_prompts = [prompt_ids[g] for g in empty]
+        fillers = self.sample(empty_prompts, size, self.max_completion_length, main_stream=True)
         num_filler_tokens = 0
         for g, continuations in zip(empty, fillers, strict=True):
             for continuation in continuations:
@@ -66,7 +67,7 @@ class Lists(Mode):
                 num_filler_tokens += len(continuation.token_ids)
         self.metrics = {
             "tokens": num_tokens,
-            "repeats": sum(size - len(rows) for rows in completions),
+            "repeats": size * len(completions) - sum(map(len, completions)),
             "fillers": len(empty) * size,
             "drafting_seconds": draft_seconds,
             "solving_seconds": time.perf_counter() - start,
@@ -144,11 +145,13 @@ class Lists(Mode):
         listed, texts = [], []
         for start in range(0, len(asked), size):
             candidates = []
+            texts_of_prompt = []
             for row in range(start, start + size):
                 if found[row]:
                     candidates.append((found[row][0], asked[row]))
+                    texts_of_prompt.append(found[row][0])
             listed.append(candidates)
-            texts.append([text for text, _ in candidates])
+            texts.append(texts_of_prompt)
         return listed, texts, num_tokens
 
     def _list_candidates(
@@ -175,7 +178,7 @@ class Lists(Mode):
         args, size = self.args, self.size
         slots = {"num_candidates": str(size)}
         asked = self.policy.encode_prompts([fill_prompt(prompt, args.candidate_template, slots) for prompt in prompts])
-        prompt_lengths = [len(ids) for ids in asked]
+        prompt_lengths = list(map(len, asked))
         found: list[list[str]] = [[] for _ in prompts]
         num_tokens = 0
         open_lists = set(range(len(prompts)))  # prompts whose newest response added a candidate
@@ -210,7 +213,10 @@ class Lists(Mode):
 
     def _begun_list(self, texts: list[str]) -> list[int]:
         """Return the tokens of a list with these candidates, each with a separator after it."""
-        return self.encode("".join(text + self.args.candidate_separator for text in texts))
+        list_text = ""
+        for text in texts:
+            list_text += text + self.args.candidate_separator
+        return self.encode(list_text)
 
     def _candidate_ids(self, text: str, before: list[int]) -> list[int]:
         """Return the tokens of a completion: `before`, the candidate and the end token. Cut it if it is too long."""
@@ -228,4 +234,5 @@ class Lists(Mode):
         for token_id, token in self.policy.tokenizer.added_tokens_decoder.items():
             if token.special and token.content not in (THINK, END_THINK):
                 removed.add(token_id)
-        return self.policy.tokenizer.decode([i for i in token_ids if i not in removed], skip_special_tokens=False)
+        kept = [token_id for token_id in token_ids if token_id not in removed]
+        return self.policy.tokenizer.decode(kept, skip_special_tokens=False)

@@ -128,8 +128,8 @@ class Mode(Explorer):
         counts |= self.group_counts(completion_ids, successes)
         counts |= self._coverage(examples, completion_ids)
         counts["groups"] = len(successes)
-        counts["correct"] = sum(sum(group) for group in successes)
-        counts["solved"] = sum(any(group) for group in successes)
+        counts["correct"] = sum(map(sum, successes))
+        counts["solved"] = sum(map(any, successes))
         for name, value in group_metrics(self.policy.ranks.summed(counts), size=size).items():
             self.policy.log_metric(name, value)
         self.policy.log_metric("sketch/drafting_seconds", self.metrics["drafting_seconds"])

@@ -50,9 +50,11 @@ def likelihood_ratios(
     """
     ends = sample.policy.eos_token_ids[:1]
     filler = [ends] * (sample.policy.ranks.most(len(rows)) - len(rows))
-    own = sample.token_logprobs(
-        [prompt_ids[row] for row in rows] + filler, [completion_ids[row] for row in rows] + filler
-    )
+    own_prompts, own_completions = [], []
+    for row in rows:
+        own_prompts.append(prompt_ids[row])
+        own_completions.append(completion_ids[row])
+    own = sample.token_logprobs(own_prompts + filler, own_completions + filler)
     ratios = torch.ones(len(completion_ids), max(map(len, completion_ids), default=0))
     for part in range(max_drawn):
         contexts, tokens = [], []

@@ -51,8 +51,10 @@ class ReplayBuffer:
         placed: list[tuple[int, int]] = []
         trees = list(trees)
         for i, (tree, solutions) in enumerate(zip(trees, cached, strict=True)):
-            outcomes = [tree.nodes[row].outcome for row in tree.rows]
-            succeeded = [outcome is None or outcome > 0 for outcome in outcomes]  # no reward is not a failure
+            succeeded = []
+            for row in tree.rows:
+                outcome = tree.nodes[row].outcome
+                succeeded.append(outcome is None or outcome > 0)  # no reward is not a failure
             for position, which in replace_failures(succeeded, len(solutions)):
                 node, ids = tree.rows[position], solutions[which]
                 # A solution that a length limit cut off has no end token.
@@ -84,7 +86,8 @@ class ReplayBuffer:
             if solutions is None:
                 num_left += self.solutions.refilter(prompt_ids, ratio)
             else:
-                entries += [(prompt_ids, s) for s in self.solutions.offer(prompt_ids, solutions, ratio)]
+                for solution in self.solutions.offer(prompt_ids, solutions, ratio):
+                    entries.append((prompt_ids, solution))
         self.policy.log_metric("replay/stored_prompts", len(self.solutions))
         self.policy.log_metric("replay/left_prompts", num_left)
         if num_left:

@@ -15,7 +15,11 @@ from trl_explore.trees.state import ROOT, Limits, Node, Tree, Verdict
 
 def frontier(tree: Tree, limits: Limits) -> list[int]:
     """Return the non-terminal nodes that may get further children, in order of creation."""
-    return [n.index for n in tree.nodes if not n.terminal and (not n.children or room(tree, n, limits) > 0)]
+    found = []
+    for node in tree.nodes:
+        if not node.terminal and (not node.children or room(tree, node, limits) > 0):
+            found.append(node.index)
+    return found
 
 
 def room(tree: Tree, node: Node, limits: Limits) -> int:
@@ -202,12 +206,14 @@ def backup(tree: Tree, leaf: int, *, decay_min: float) -> Tree:
 def _rescaled(tree: Tree, results: Sequence[int], *, decay_min: float) -> Tree:
     """Put the outcomes of `results` on the scale of their rewards. If that changes an outcome that was backed up,
     compute all values again. The last result was not backed up yet."""
-    scored = [tree.nodes[row] for row in results if tree.nodes[row].outcome is not None]
-    rewards, outcomes = [], []
-    for node in scored:
+    scored, rewards, outcomes = [], [], []
+    for row in results:
+        node = tree.nodes[row]
+        if node.outcome is None:
+            continue
         if node.reward is None:
             return tree
-        assert node.outcome is not None
+        scored.append(node)
         rewards.append(node.reward)
         outcomes.append(node.outcome)
     scaled = scaled_outcomes(rewards, outcomes)
@@ -236,8 +242,10 @@ def _rescaled(tree: Tree, results: Sequence[int], *, decay_min: float) -> Tree:
 def with_virtual_loss(tree: Tree, index: int) -> Tree:
     """Return the tree as if a visit of the node `index` had failed. Use it to choose further nodes of an iteration, so
     that they differ from this node."""
-    nodes = [tree.nodes[i] for i in (ROOT, *tree.path(index))]
-    failed = {node.index: node._replace(visits=node.visits + 1, value=node.value - 1.0) for node in nodes}
+    failed = {}
+    for place in (ROOT, *tree.path(index)):
+        node = tree.nodes[place]
+        failed[place] = node._replace(visits=node.visits + 1, value=node.value - 1.0)
     return _with_nodes(tree, failed | {index: failed[index]._replace(terminal=True)})
 
 
@@ -257,7 +265,8 @@ def exchange(tree: Tree, row: int, token_ids: list[int], *, finished: bool) -> T
         direct=True,
     )
     changed = {ROOT: root._replace(visits=root.visits - old.visits), row: new}
-    return _with_nodes(tree, changed, results=tuple(result for result in tree.results if result != row))
+    results = tuple(result for result in tree.results if result != row)
+    return _with_nodes(tree, changed, results=results)
 
 
 def judge(tree: Tree, verdicts: dict[int, Verdict]) -> Tree:

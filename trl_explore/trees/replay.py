@@ -131,7 +131,10 @@ def read_cache(
             "where the ids mean other text. Delete it, or name another file."
         )
     cache = SolutionCache(solutions_per_prompt=solutions_per_prompt, threshold=threshold)
-    cache.load_state_dict({"solutions": [(record["prompt_ids"], record["completion_ids"]) for record in records]})
+    solutions = []
+    for record in records:
+        solutions.append((record["prompt_ids"], record["completion_ids"]))
+    cache.load_state_dict({"solutions": solutions})
     return cache
 
 

@@ -269,15 +269,16 @@ def _fill(
             missing[i] = limits.num_results - len(tree.results)
     if not any_active(bool(missing)):
         return trees
-    sampled = sample_fn(
-        [trees[i].prompt_ids for i in missing], list(missing.values()), [limits.max_completion_length] * len(missing)
-    )
-    first = {i: len(trees[i].nodes) for i in missing}
+    prompts = [trees[i].prompt_ids for i in missing]
+    sampled = sample_fn(prompts, list(missing.values()), [limits.max_completion_length] * len(missing))
+    new: dict[int, list[int]] = {}  # direct rollouts by tree
     for i, continuations in zip(missing, sampled, strict=True):
+        first = len(trees[i].nodes)
         trees[i] = expand(trees[i], ROOT, continuations, limits, direct=True)
-    trees = _score(trees, {i: list(range(first[i], len(trees[i].nodes))) for i in missing}, value_fn)
-    for i in missing:
-        for index in range(first[i], len(trees[i].nodes)):
+        new[i] = list(range(first, len(trees[i].nodes)))
+    trees = _score(trees, new, value_fn)
+    for i, rollouts in new.items():
+        for index in rollouts:
             trees[i] = backup(trees[i], index, decay_min=decay_min)
     return trees
 

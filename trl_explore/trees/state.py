@@ -105,7 +105,11 @@ class Tree(NamedTuple):
     def candidates(self) -> list[int]:
         """Scored terminal nodes that were not backed up yet."""
         taken = set(self.results)
-        return [n.index for n in self.nodes if n.terminal and n.outcome is not None and n.index not in taken]
+        found = []
+        for node in self.nodes:
+            if node.terminal and node.outcome is not None and node.index not in taken:
+                found.append(node.index)
+        return found
 
 
 @dataclass(frozen=True)
