@@ -319,12 +319,20 @@ def test_prompts_with_a_branch_of_branpo_have_its_credit_and_others_this_one(tmp
         advantage="pkpo", passk_k=2, num_branches_solved=0, redundancy_tries=0, reward_funcs=[solved_or_odd]
     )
     trainer = agent(tmp_path, **options)
+    explore, branched = trainer.branch_explorer.explore, {}
+
+    def watched(groups):
+        branches = explore(groups)
+        branched.update(branches.main_advantages)
+        return branches
+
+    trainer.branch_explorer.explore = watched
     output = one_batch(trainer)
     own = pkpo(trainer.scorer.totals().view(-1, 4), k=2).flatten()
     solved = [example["board"] == BOARDS[0] for example in trainer.main_examples]
-    assert [row in trainer._credit for row in range(8)] == [not s for s in solved] and sum(solved) == 4
+    assert [row in branched for row in range(8)] == [not s for s in solved] and sum(solved) == 4
     for row, found in enumerate(output["advantages"]):
-        credit = torch.full_like(found, 0.5) if solved[row] else torch.tensor(trainer._credit[row])
+        credit = torch.full_like(found, 0.5) if solved[row] else torch.tensor(branched[row])
         assert torch.equal(found[: len(credit)], credit)
     assert (own[solved] == 0.5).all()
 

@@ -160,7 +160,7 @@ REFUSING = [
     *(path for path in (ROOT / "trainers").glob("*.py") if path.name not in ("saving.py", "__init__.py")),
     *(ROOT / "trl_explore" / name for name in ("credit/checks.py", "selection/budget.py", "packing/forward.py")),
     *(ROOT / "trl_explore" / name for name in ("credit/maxrl.py", "credit/subsets.py", "rewards/success.py")),
-    *(ROOT / "trl_explore" / name for name in ("agents/snapshots.py", "chains/reading.py", "pivots/search.py")),
+    *(ROOT / "trl_explore" / name for name in ("agents/snapshots.py", "chains/reading.py", "pivots/explorer.py")),
 ]
 
 
