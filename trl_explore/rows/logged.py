@@ -75,4 +75,6 @@ def _of_rows(by_function: list[list[Any]], number: int) -> list[Any] | None:
     together: list[Any] = []
     for values in by_function:
         together.extend(values)
-    return together if len(together) in (0, number) else None
+    if len(together) not in (0, number):
+        return None
+    return together

@@ -167,4 +167,6 @@ def _call(function: dict[str, Any]) -> str:
 
 
 def _visible(value: Any) -> Any:
-    return visible_text(value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return visible_text(value)
+    return value

@@ -19,7 +19,9 @@ class Ranks:
     def gathered(self, value: float) -> torch.Tensor:
         """Return the number of each process, float64 of shape `(num_processes,)`."""
         own = torch.tensor([float(value)], dtype=torch.float64, device=self.device)
-        return gather(own) if self.number > 1 else own
+        if self.number == 1:
+            return own
+        return gather(own)
 
     def summed(self, values: dict[str, float]) -> dict[str, float]:
         """Return the sum of each number over all processes. Every process passes the same names."""
@@ -28,7 +30,9 @@ class Ranks:
 
     def most(self, value: int) -> int:
         """Return the largest number of any process."""
-        return int(self.gathered(value).max()) if self.number > 1 else value
+        if self.number == 1:
+            return value
+        return int(self.gathered(value).max())
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the rows of all processes, `(N, ...)`. Every process passes the same number of rows."""

@@ -97,7 +97,9 @@ class Scorer:
             output["advantages"] = output["advantages"].masked_fill(equal, 0.0)  # rounding left tiny values
             own = policy.ranks.own(num_rows)
             totals, deciding = self.totals(rewards)[own], self.success(rewards)[own]
-            logged = logged_rows(policy, scoring.logs, rows, num_rows) if policy.log_completions else {}
+            logged: Logs = {}
+            if policy.log_completions:
+                logged = logged_rows(policy, scoring.logs, rows, num_rows)
         real = torch.arange(num_rows, device=totals.device) < len(rows)
         return ScoredRows(output, real, totals[: len(rows)], deciding[: len(rows)], logged)
 
@@ -380,4 +382,6 @@ def _only_missing(func: Any, missing: list[bool], log_extra: Callable[[str, Any]
         rewards = await func(**only_missing(columns)) if any(missing) else []
         return of_all_rows(rewards)
 
-    return scored_async if is_async(func) else scored
+    if is_async(func):
+        return scored_async
+    return scored
