@@ -13,7 +13,7 @@ from trl_explore.credit.bonus import centred, novelty, repetition
 from trl_explore.credit.covariance import covariances, num_largest, share_of
 from trl_explore.credit.maxrl import maxrl
 from trl_explore.credit.normalised import normalised
-from trl_explore.credit.subsets import outcomes, pass_at_k, pkpo, solve_rate
+from trl_explore.credit.subsets import outcomes, pass_at_k_advantages, pkpo, solve_rate
 from trl_explore.credit.unlikeliness import discounted
 from trl_explore.rewards.checks import RewardError
 from trl_explore.trainers import ExplorationConfig, ExplorationTrainer
@@ -174,8 +174,14 @@ def test_pkpo_is_the_mean_over_all_subsets(rewards, data):
     close(pkpo(group, k=k, leave_one_out=True), [others], 1e-9)
 
 
+@pytest.mark.parametrize("right", range(5))
+def test_a_subset_of_all_rows_gives_no_row_an_advantage(right):
+    successes = torch.tensor([[1.0] * right + [0.0] * (4 - right)])
+    assert pass_at_k_advantages(successes, k=4).abs().max() == 0
+
+
 def test_pass_at_k_of_two_right_rows_of_eight():
-    found = pass_at_k(torch.tensor([[1.0, 0, 0, 1, 0, 0, 0, 0]]), k=4)
+    found = pass_at_k_advantages(torch.tensor([[1.0, 0, 0, 1, 0, 0, 0, 0]]), k=4)
     close(found, [[0.5222, -0.1741, -0.1741, 0.5222] + [-0.1741] * 4])
 
 
@@ -185,23 +191,23 @@ def test_pass_at_k_training_is_centred_pkpo_with_another_weight_between_prompts(
     successes = torch.tensor([[1.0] * right + [0.0] * (8 - right)], dtype=torch.float64)
     plain, rate = pkpo(successes, k=k), solve_rate(8, right, k)
     expected = (plain - plain.mean()) * 8 / k / ((rate * (1 - rate)) ** 0.5 + 1e-6)
-    torch.testing.assert_close(pass_at_k(successes, k=k), expected)
+    torch.testing.assert_close(pass_at_k_advantages(successes, k=k), expected)
 
 
 def test_pass_at_one_is_grpo_with_the_deviation_of_the_population():
     successes = torch.tensor([[1.0, 0, 0, 0], [1.0, 1, 1, 0]])
     expected = (successes - successes.mean(1, keepdim=True)) / successes.std(1, keepdim=True, correction=0)
-    torch.testing.assert_close(pass_at_k(successes, k=1), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(pass_at_k_advantages(successes, k=1), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("right", [0, 5, 6, 8])
 def test_groups_with_fewer_than_k_wrong_rows_or_no_right_one_have_no_pass_at_k_advantage(right):
-    assert pass_at_k(torch.tensor([[1.0] * right + [0.0] * (8 - right)]), k=4).abs().max() == 0
+    assert pass_at_k_advantages(torch.tensor([[1.0] * right + [0.0] * (8 - right)]), k=4).abs().max() == 0
 
 
 def test_unknown_outcomes_are_in_no_subset():
-    found = pass_at_k(torch.tensor([[1.0, nan, 0, 0, 0], [nan, nan, 1.0, nan, nan]]), k=2)
-    alone = pass_at_k(torch.tensor([[1.0, 0, 0, 0]]), k=2)
+    found = pass_at_k_advantages(torch.tensor([[1.0, nan, 0, 0, 0], [nan, nan, 1.0, nan, nan]]), k=2)
+    alone = pass_at_k_advantages(torch.tensor([[1.0, 0, 0, 0]]), k=2)
     close(found, [[alone[0, 0], 0, *alone[0, 1:]], [0.0] * 5])
 
 

@@ -22,7 +22,7 @@ from world import (
 
 from trl_explore.credit.maxrl import maxrl
 from trl_explore.credit.normalised import normalised
-from trl_explore.credit.subsets import pass_at_k, pkpo
+from trl_explore.credit.subsets import pass_at_k_advantages, pkpo
 from trl_explore.credit.unlikeliness import discounted
 from trl_explore.rewards.checks import RewardError
 from trl_explore.rows.streams import LOSS_NORMALISERS
@@ -98,7 +98,7 @@ def test_the_advantage_is_the_formula_of_the_total_rewards(tmp_path, advantage, 
     found, rewards = one_batch(trainer)["advantages"], trainer.scorer.totals().view(-1, 4)
     formulas = {
         "maxrl": maxrl,
-        "passk": lambda rewards: pass_at_k(rewards, k=2),
+        "passk": lambda rewards: pass_at_k_advantages(rewards, k=2),
         "pkpo": lambda rewards: pkpo(rewards, k=2),
         "pkpo_loo": lambda rewards: pkpo(rewards, k=2, leave_one_out=True),
     }
@@ -135,7 +135,7 @@ def test_success_is_what_the_methods_threshold_says(tmp_path):
     pair = (DeepGRPOTrainer, DeepGRPOConfig)
     trainer = make(tmp_path, pair, advantage="passk", passk_k=2, reward_funcs=half, **options)
     found = one_batch(trainer)["advantages"]
-    expected = pass_at_k((trainer.scorer.totals().view(-1, 4) == 0.5).float(), k=2)
+    expected = pass_at_k_advantages((trainer.scorer.totals().view(-1, 4) == 0.5).float(), k=2)
     assert torch.equal(found, expected.flatten()) and found.abs().max() > 0
 
 
@@ -143,7 +143,7 @@ def test_success_is_what_the_deciding_function_says(tmp_path):
     options = dict(reward_funcs=[odd, contains_answer], reward_weights=[1.0, 0.3], success_reward="odd")
     trainer = make(tmp_path, advantage="passk", passk_k=2, **options)
     found = one_batch(trainer)["advantages"]
-    expected = pass_at_k(trainer.scorer.rewards_per_func[:, 0].view(-1, 4), k=2)
+    expected = pass_at_k_advantages(trainer.scorer.rewards_per_func[:, 0].view(-1, 4), k=2)
     assert torch.equal(found, expected.flatten()) and found.abs().max() > 0
 
 
@@ -319,12 +319,20 @@ def test_prompts_with_a_branch_of_branpo_have_its_credit_and_others_this_one(tmp
         advantage="pkpo", passk_k=2, num_branches_solved=0, redundancy_tries=0, reward_funcs=[solved_or_odd]
     )
     trainer = agent(tmp_path, **options)
+    explore, branched = trainer.branch_explorer.explore, {}
+
+    def watched(groups):
+        branches = explore(groups)
+        branched.update(branches.main_advantages)
+        return branches
+
+    trainer.branch_explorer.explore = watched
     output = one_batch(trainer)
     own = pkpo(trainer.scorer.totals().view(-1, 4), k=2).flatten()
     solved = [example["board"] == BOARDS[0] for example in trainer.main_examples]
-    assert [row in trainer._credit for row in range(8)] == [not s for s in solved] and sum(solved) == 4
+    assert [row in branched for row in range(8)] == [not s for s in solved] and sum(solved) == 4
     for row, found in enumerate(output["advantages"]):
-        credit = torch.full_like(found, 0.5) if solved[row] else torch.tensor(trainer._credit[row])
+        credit = torch.full_like(found, 0.5) if solved[row] else torch.tensor(branched[row])
         assert torch.equal(found[: len(credit)], credit)
     assert (own[solved] == 0.5).all()
 
@@ -343,6 +351,9 @@ REFUSED = {
     "`passk_k=0` must be at least 1 completion": dict(passk_k=0),
     "`passk_k=5` is more than the `num_generations=4` rows of a group": dict(advantage="passk", passk_k=5),
     "`passk_k=6` is more than": dict(advantage="pkpo_loo", passk_k=6),
+    "`passk_k=4` and `num_generations=4` gives every row the advantage 0.*`passk_k` must be smaller than": dict(
+        advantage="passk", passk_k=4
+    ),
     "`unlikeliness_beta=1.5` must be in": dict(unlikeliness_beta=1.5),
     "`unlikeliness_beta=nan`": dict(unlikeliness_beta=float("nan")),
     "`count_bonus=-1.0` must be at least 0": dict(count_bonus=-1.0),
@@ -413,7 +424,7 @@ def signed(completion_ids, **columns):
     {"maxrl": "no.* may be negative, and row", "passk": "rewards must be 0 or 1"}.items(),
 )
 def test_rewards_that_do_not_fit_end_a_run_at_its_first_batch(tmp_path, advantage, message):
-    trainer = make(tmp_path, advantage=advantage, reward_funcs=signed)
+    trainer = make(tmp_path, advantage=advantage, passk_k=2, reward_funcs=signed)
     with pytest.raises(RewardError, match=message):
         trainer.train()
     assert trainer.state.global_step == 0
@@ -426,4 +437,5 @@ def test_any_rewards_fit_pkpo(tmp_path):
 
 def test_fields_that_others_do_not_use_do_not_matter(tmp_path):
     make(tmp_path, passk_k=9, clip_cov_high=7.0)
+    make(tmp_path, advantage="pkpo_loo", passk_k=4)  # only pass@k training needs more rows than `passk_k`
     BranPOConfig(str(tmp_path), use_cpu=True, advantage="passk", count_bonus=0.5)

@@ -5,6 +5,7 @@ import inspect
 import math
 import re
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -256,6 +257,30 @@ def test_rewards_of_some_prompts_are_kept_and_the_others_are_asked_for(tmp_path,
     one_batch(trainer)
     expected = torch.tensor([0.1, 0.2, 0.3, 0.4, 0, 0, 0, 0])
     torch.testing.assert_close(trainer.scorer.totals(), expected)
+
+
+def test_a_numpy_scalar_in_the_state_of_an_explorer_is_resumed(tmp_path):
+    class Remembering(Explorer):
+        name, rate = "remembering", np.float64(0.5)
+
+        def explore(self, groups, plain):
+            return [FOUR for _ in groups]
+
+        def state_dict(self):
+            return {"rate": self.rate}
+
+        def load_state_dict(self, state):
+            self.rate = state["rate"]
+
+    class Trainer(ExplorationTrainer):
+        def make_explorer(self):
+            return Remembering(self, self.sample, self.scorer)
+
+    options = dict(save_strategy="steps", save_steps=1)
+    make_trainer(Trainer, ExplorationConfig, tmp_path, max_steps=1, **options).train()
+    again = make_trainer(Trainer, ExplorationConfig, tmp_path, max_steps=2, **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert type(again.explorer.rate) is float and again.explorer.rate == 0.5
 
 
 def test_changes_of_a_prompt_by_its_explorer_are_changes_of_copies(tmp_path):

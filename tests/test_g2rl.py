@@ -201,8 +201,8 @@ def test_features_cost_a_pass_where_sampling_shows_other_hidden_states(tmp_path,
 def test_features_cost_a_pass_where_rows_are_sampled_in_several_calls(tmp_path, monkeypatch):
     sample = GRPOTrainer._generate_single_turn
 
-    def one_by_one(trainer, contexts, *others):
-        return [sample(trainer, [context], *others)[0][0] for context in contexts], None
+    def one_by_one(trainer, contexts, **options):
+        return [sample(trainer, [context], **options)[0][0] for context in contexts], None
 
     monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", one_by_one)
     assert batch_of(make_trainer(G2RLTrainer, G2RLConfig, tmp_path))[1] == 1

@@ -172,10 +172,10 @@ def test_known_rewards_are_not_asked_for_again():
         return [1.0] * len(completions)
 
     part = scorer()
-    question = part.question([count], [[5.0], None], num_rows=2)
+    call = part.prepare_rewards([count], [[5.0], None], num_rows=2)
     given = {"completions": ["a", "b"], "log_extra": lambda name, values: None}
-    found = torch.tensor([[value] for value in question.functions[0](**given)])
-    rewards, columns = part.answered(question, found)
+    found = torch.tensor([[value] for value in call.functions[0](**given)])
+    rewards, columns = part.merge_rewards(call, found)
     assert rewards.tolist() == [[5.0], [1.0]] and columns == {}
     assert asked == [["b"]]
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from trl_explore.saving.plain_values import from_plain, to_plain
+from trl_explore.saving.plain_values import from_plain, to_plain, without_numpy
 
 
 def through_a_file(value):
@@ -115,3 +115,22 @@ def test_types_that_only_look_like_known_ones_are_not_known():
     with pytest.raises(TypeError, match="numpy.ndarray"):
         to_plain(np.zeros(2, dtype=[("a", "i4")]))
     assert to_plain(time(1, 2)) == ("time", "01:02:00")
+
+
+# ------------------------------------------------------------------------------------------- the state of an explorer
+
+
+def test_numpy_scalars_of_a_state_become_python_numbers():
+    scalars = {"a": [np.float64(0.1), (np.int64(3), True)], np.str_("b"): {"c": np.bool_(True)}, "d": torch.ones(2)}
+    found = without_numpy(scalars, where="state")
+    assert repr(found) == "{'a': [0.1, (3, True)], 'b': {'c': True}, 'd': tensor([1., 1.])}"
+    file = io.BytesIO()
+    torch.save(found, file)
+    file.seek(0)
+    assert torch.load(file, weights_only=True)["a"] == [0.1, (3, True)]
+
+
+@pytest.mark.parametrize("value", [np.ones(2), np.datetime64("2026-01-01"), np.array(1.0)], ids=repr)
+def test_other_numpy_values_of_a_state_are_refused_with_their_place(value):
+    with pytest.raises(TypeError, match=r"state\['rates'\]\[1\] is a NumPy value .*store a tensor"):
+        without_numpy({"rates": [0.5, value]}, where="state")

@@ -352,12 +352,12 @@ def test_branches_continue_the_messages_that_were_said(tmp_path, monkeypatch, na
     trainer = deck_agent(name, tmp_path, monkeypatch, environment_state="replay", reward_funcs=[edits])
     judge, judged = trainer.forks.judge, []
 
-    def watched(branches, scorer):
-        judge(branches, scorer)
+    def watched(branches):
+        judge(branches)
         for branch in branches:
             said = [message["content"] for message in branch.messages]
             calls = sum(len(message.get("tool_calls") or []) for message in branch.messages)
-            judged.append((said, calls, branch.environment.hand, branch.origin.prompt))
+            judged.append((said, calls, branch.environment.hand, branch.origin.example["prompt"]))
 
     trainer.forks.judge = watched
     trainer.train()

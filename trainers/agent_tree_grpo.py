@@ -1,4 +1,5 @@
-"""Tree-GRPO: trajectories of agents grow into trees at random turns, whose leaves are compared twice."""
+"""Tree-GRPO: branch an agent's trajectories at random turns, and compare the leaves in their group and in their
+tree."""
 
 import warnings
 
@@ -10,31 +11,32 @@ from .base import ExplorationTrainer, Requires
 
 class AgentTreeGRPOTrainer(ExplorationTrainer):
     """
-    GRPO for multi-turn agents whose rows are the leaves of trees of turns, compared in the prompt and in their tree.
+    GRPO for multi-turn agents. Trajectories branch into trees of turns, and every leaf of a tree is a training row.
 
     Method of [Tree Search for LLM Agent Reinforcement Learning](https://huggingface.co/papers/2509.21240), Tree-GRPO
-    of Ji et al. [`TreeGRPOTrainer`] is another method, DeepSearch's tree search inside single completions. What
+    of Ji et al. [`TreeGRPOTrainer`] is another method: DeepSearch's tree search inside single completions. What
     changes with respect to GRPO, per generation batch:
 
-    1. Every main row is the first trajectory of a tree. In each of `num_rounds` rounds, `num_expansions` nodes of the
-       tree are drawn among the root and every turn but a last one; each is continued to one more trajectory.
-    2. All leaves are rows of training, with the turns that they share.
-    3. The advantage of a leaf is that among all leaves of the prompt plus `intra_weight` times that among the leaves
-       of its tree (section 3.3).
+    1. Every main row is the first trajectory of a tree. Each of `num_rounds` rounds chooses `num_expansions` random
+       nodes of the tree: the root, or any turn except the last one of a trajectory. Each is continued to one more
+       trajectory.
+    2. All leaves are training rows, including the turns that they share.
+    3. The advantage of a leaf is its advantage among all leaves of the prompt, plus `intra_weight` times its advantage
+       among the leaves of its tree (section 3.3).
 
-    `num_expansions=0` gives GRPO's parameters bit for bit. Rows of branches are averaged together with the main ones,
-    as if they were one batch. Deviations from the paper (all of them in `docs/methods/agent_tree_grpo.md`):
+    With `num_expansions=0`, the parameters equal GRPO's bit for bit. The loss is one mean over main rows and
+    branches. Deviations from the paper (all of them are in `docs/methods/agent_tree_grpo.md`):
 
-    1. Where fewer leaves are trained than there are, the first trajectory of a tree always is.
-    2. In a tree with one reward, the advantage inside the tree is 0; in the authors' code it is the reward.
+    1. If only some leaves are trained, the first trajectory of each tree is always one of them.
+    2. In a tree with only one reward, the advantage inside the tree is 0. In the authors' code it is the reward.
 
-    The constructor takes what [`~trl.GRPOTrainer`] takes; `args` is an [`AgentTreeGRPOConfig`] or a plain
-    [`~trl.GRPOConfig`]. `tools` and `environment_factory` are TRL's; without them, completions of a single turn are
-    sampled again from the prompt. Vision-language models and `rollout_func` are refused.
+    The constructor has the arguments of [`~trl.GRPOTrainer`]. `args` is an [`AgentTreeGRPOConfig`] or a plain
+    [`~trl.GRPOConfig`]. `tools` and `environment_factory` work as in TRL. Without them, the method samples further
+    completions of one turn from the prompt. It refuses vision-language models and `rollout_func`.
 
     Raises:
-        RuntimeError: While training, if at least eight tool calls in a row lost the connection to their service, and
-            no call of their generation batches succeeded. A checkpoint is written before.
+        RuntimeError: During training, if at least eight consecutive tool calls lost the connection to their service,
+            and no call of their generation batches succeeded. The trainer writes a checkpoint before.
     """
 
     method = "agent_tree_grpo"

@@ -1,9 +1,8 @@
 """The class between TRL's `GRPOTrainer` and the methods. It overrides methods of TRL once, and delegates to parts.
 
 Only this file, `saving.py`, `tool_loop.py`, `trl_state.py` and `serving/backend.py` name private attributes of TRL or
-of transformers' trainer, and `tests/test_contract.py` pins each of them. `hooks.py` holds the methods that a method of
-ours overrides. `step.py` shows the order in which a generation
-batch is made.
+of transformers' trainer, and `tests/test_contract.py` pins each of them. `hooks.py` has the methods that a method of
+this package overrides. `step.py` shows the order in which a generation batch is made.
 """
 
 import copy
@@ -433,7 +432,7 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
         finally:
             main.put_into(self)
             self.current = before
-            # The metrics of a stream join those of the main rows under its name.
+            # Add the metrics of a stream to the metrics of the main rows, under its name.
             if other.name is not None:
                 for key, values in other.metrics.items():
                     main.metrics[f"{other.name}/{key}"].extend(values)
@@ -582,13 +581,13 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
         token_copies = [[*ids] for ids in completion_ids_list]
         messages = own_copy(completions)
         known, extra = self._known_rewards()
-        question = self.scorer.question(self.reward_funcs, known, extra, num_rows=len(prompts))
-        functions, self.reward_funcs = self.reward_funcs, question.functions
+        call = self.scorer.prepare_rewards(self.reward_funcs, known, extra, num_rows=len(prompts))
+        functions, self.reward_funcs = self.reward_funcs, call.functions
         try:
             rewards = super()._calculate_rewards(inputs, prompts, completions, token_copies)
         finally:
             self.reward_funcs = functions
-        rewards, columns = self.scorer.answered(question, rewards)
+        rewards, columns = self.scorer.merge_rewards(call, rewards)
         for column, values in columns.items():
             self._pending_extra_logs[column].extend(values)
         if self.current is not None:
@@ -822,8 +821,8 @@ def watch(trainer: Any, method: str, seen: Callable[..., None]) -> Callable[[], 
         seen(*args, result)
         return result
 
-    vars(trainer)[name] = watched
-    return lambda: vars(trainer).pop(name, None)
+    setattr(trainer, name, watched)
+    return lambda: trainer.__dict__.pop(name, None)  # the method of the class is visible again
 
 
 def count_sampled(trainer: Any) -> TokenCount:

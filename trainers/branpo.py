@@ -1,4 +1,4 @@
-"""BranPO: trajectories of agents are left near their tail, and contrasting continuations take the credit there."""
+"""BranPO: branch an agent's trajectories near their end, and credit endings with different outcomes."""
 
 import sys
 import warnings
@@ -13,30 +13,29 @@ from .branpo_config import BranPOConfig
 
 class BranPOTrainer(ExplorationTrainer):
     """
-    GRPO for multi-turn agents with contrastive branches near the tail of their trajectories.
+    GRPO for multi-turn agents, with contrastive branches near the end of trajectories.
 
     Method of [Training Multi-Turn Search Agent via Contrastive Dynamic Branch
     Sampling](https://huggingface.co/papers/2602.03719). What changes with respect to GRPO, per generation batch:
 
-    1. After the rollouts of a prompt are scored, other endings are sampled for each: from before its last response,
-       then from before the response before that. How deep and how often depends on its reward and on the accuracy of
-       its group. The first continuation with the other outcome is kept as one more row.
-    2. The shared prefix is credited with the mean reward of both endings, against the prompt's other prefixes; each
-       ending (suffix) is credited against all suffixes of the prompt. The branch's row trains its suffix only.
-    3. For a success that took more turns than the others of its group, a shorter way is looked for instead; where
-       there is one, the turns after the fork are not reinforced.
+    1. After the trajectories of a prompt are scored, other endings are sampled for each: first from before its last
+       response, then from before the response before that. The depth and the number of endings depend on its reward
+       and on the accuracy of its group. The first ending with the other outcome becomes one more row. 2. The shared
+       prefix gets the mean reward of both endings, compared with the other prefixes of the prompt. Each ending
+       (suffix) is compared with all suffixes of the prompt. The row of a branch trains its suffix only. 3. If a
+       successful trajectory took more turns than the others of its group, the method looks for a shorter ending
+       instead. If it finds one, the turns after the fork are not reinforced.
 
-    A batch in which no branch is kept gives GRPO's parameters bit for bit. Rows of branches are averaged together with
-    the initial ones, as if they were one batch. Deviations from the paper and open points are in
-    `docs/methods/branpo.md`.
+    If no branch of a batch is kept, the parameters equal GRPO's bit for bit. The loss is one mean over main rows
+    and branches. Deviations from the paper and open points are in `docs/methods/branpo.md`.
 
-    The constructor takes what [`~trl.GRPOTrainer`] takes; `args` is a [`BranPOConfig`] or a plain
-    [`~trl.GRPOConfig`]. `tools` and `environment_factory` are TRL's; without them, completions of a single turn are
-    sampled again from the prompt. Vision-language models and `rollout_func` are refused.
+    The constructor has the arguments of [`~trl.GRPOTrainer`]. `args` is a [`BranPOConfig`] or a plain
+    [`~trl.GRPOConfig`]. `tools` and `environment_factory` work as in TRL. Without them, the method samples further
+    completions of one turn from the prompt. It refuses vision-language models and `rollout_func`.
 
     Raises:
-        RuntimeError: While training, if at least eight tool calls in a row lost the connection to their service, and
-            no call of their generation batches succeeded. A checkpoint is written before.
+        RuntimeError: During training, if at least eight consecutive tool calls lost the connection to their service,
+            and no call of their generation batches succeeded. The trainer writes a checkpoint before.
     """
 
     method = "branpo"
@@ -55,9 +54,10 @@ class BranPOTrainer(ExplorationTrainer):
     def check(self, args: Any, *, tools: Any, environment_factory: Any) -> None:
         if not tools and environment_factory is None:
             for name in ("interaction_limits", "eval_interaction_limit", "max_tool_calling_iterations"):
-                if vars(args)[name] is not None:
+                value = getattr(args, name)
+                if value is not None:
                     raise ValueError(
-                        f"`{name}={vars(args)[name]}` is for trajectories of several turns, but there are neither "
+                        f"`{name}={value}` is for trajectories of several turns, but there are neither "
                         "`tools` nor an `environment_factory`: pass one of them, or leave the field out."
                     )
         super().check(args, tools=tools, environment_factory=environment_factory)
@@ -74,11 +74,13 @@ class BranPOTrainer(ExplorationTrainer):
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """The trajectories of the newest generation batch."""
+        """Trajectories of the newest generation batch."""
         assert self.forks is not None
         return self.forks.trajectories
 
     def interaction_limit(self) -> int | None:
-        """Rounds of tool calls that the trajectories of the next batch may have; `None` for any number."""
+        """Return the largest number of rounds of tool calls in trajectories of the next batch. None for no limit."""
         limit = self.args.interaction_limit(self.state.global_step)
-        return limit if self.is_training else self.args.eval_interaction_limit or limit
+        if self.is_training:
+            return limit
+        return self.args.eval_interaction_limit or limit

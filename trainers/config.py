@@ -231,8 +231,8 @@ class ExplorationConfig(GRPOConfig):
             `passk_k` completions together, `"pkpo_loo"` with a baseline; `"unlikeliness"` discounts what the model was
             likely to say anyway. `scale_rewards` acts on the first and the last.
         passk_k (`int`, *optional*, defaults to `4`):
-            Completions that are to succeed together, at most `num_generations`. With 1, `"passk"` is GRPO with the
-            deviation of the population.
+            Completions that are to succeed together, at most `num_generations`, and fewer with `"passk"`. With 1,
+            `"passk"` is GRPO with the deviation of the population.
         unlikeliness_beta (`float`, *optional*, defaults to `0.25`):
             Share of a reward that `"unlikeliness"` takes at most, in [0, 1]; 0: GRPO. The likeliest completion of a
             group loses nearly that, others less, by their rank. Acts on positive rewards.

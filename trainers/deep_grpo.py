@@ -1,4 +1,4 @@
-"""DEEP-GRPO: branch from pivots inside failed completions, and learn from the branches in a stream of their own."""
+"""DEEP-GRPO: branch from pivots inside failed completions, and train the branches as a separate stream."""
 
 from typing import Any
 
@@ -11,26 +11,26 @@ from .deep_grpo_config import DeepGRPOConfig
 
 class DeepGRPOTrainer(ExplorationTrainer):
     """
-    GRPO that also resamples from inside failed completions, and learns from those branches in a second stream.
+    GRPO that also samples branches from inside failed completions, and trains them as a second stream.
 
     Method of [Deep Dense Exploration for LLM Reinforcement Learning via Pivot-Driven
     Resampling](https://huggingface.co/papers/2602.14169). What changes with respect to GRPO, per generation batch:
 
-    1. Every failed completion is cut into segments; one pivot is drawn by recoverability times depth (Eq. 1).
-    2. From each pivot K branches are sampled, all in one batched call, and scored by the same reward functions.
-    3. Their advantages are relative to their siblings only; the shared prefix is masked out of the loss (Eq. 4).
-    4. The loss is `L_main + aux_loss_weight * L_aux`, each averaged over its own tokens or rows (Eq. 2).
+    1. Every failed completion is cut into segments. One pivot is sampled by recoverability times depth (Eq. 1).
+    2. From each pivot, K branches are sampled, all in one call. The same reward functions score them.
+    3. The advantage of a branch compares it with its siblings only. The loss masks the shared prefix (Eq. 4).
+    4. The loss is `L_main + aux_loss_weight * L_aux`. Each term is a mean over its own tokens or rows (Eq. 2).
 
-    `aux_loss_weight=0` gives GRPO's parameters bit for bit. Deviations from the paper (all of them in
-    `docs/methods/deep_grpo.md`):
+    With `aux_loss_weight=0`, the parameters equal GRPO's bit for bit. Deviations from the paper (all of them are
+    in `docs/methods/deep_grpo.md`):
 
-    1. Branches whose siblings all got the same reward stay in the average unless `drop_zero_advantage=True` (App. C).
-    2. The KL term follows `beta`, whose default is TRL's 0; the paper trains with 1e-4.
+    1. Branches whose siblings all got the same reward stay in the mean unless `drop_zero_advantage=True` (App. C).
+    2. `beta` is the weight of the KL term. Its default is TRL's 0; the paper trains with 1e-4.
     3. The slope of the success estimator has a quadratic penalty, so that separable outcomes cannot diverge.
 
-    The constructor takes what [`~trl.GRPOTrainer`] takes; `args` is a [`DeepGRPOConfig`] or a plain
-    [`~trl.GRPOConfig`]. An agent with `tools` or an `environment_factory` is left before its turns, and inside the
-    last one; branches go on with their tools. Vision-language models and `rollout_func` are refused.
+    The constructor has the arguments of [`~trl.GRPOTrainer`]. `args` is a [`DeepGRPOConfig`] or a plain
+    [`~trl.GRPOConfig`]. With `tools` or an `environment_factory`, pivots are before an agent's turns and inside its
+    last turn, and branches continue with their tools. The trainer refuses vision-language models and `rollout_func`.
     """
 
     method = "deep_grpo"
@@ -39,7 +39,7 @@ class DeepGRPOTrainer(ExplorationTrainer):
 
     @property
     def pivots(self) -> PivotExplorer:
-        """The explorer, with its estimator of success."""
+        """Explorer that chooses pivots, with its estimator of success."""
         assert isinstance(self.branch_explorer, PivotExplorer)
         return self.branch_explorer
 
@@ -47,8 +47,10 @@ class DeepGRPOTrainer(ExplorationTrainer):
         return PivotExplorer(self, self.make_forks(), self.scorer)
 
     def method_files(self) -> list[str]:
-        own = [self.args.hard_states_file] if self.args.hard_states_file else []
-        return [*super().method_files(), *own]
+        files = super().method_files()
+        if self.args.hard_states_file:
+            files = [*files, self.args.hard_states_file]
+        return files
 
     def check(self, args: Any, *, tools: Any, environment_factory: Any) -> None:
         super().check(args, tools=tools, environment_factory=environment_factory)
@@ -57,7 +59,9 @@ class DeepGRPOTrainer(ExplorationTrainer):
                 "`deferred_branching=True` samples branches one batch later, when the environments of an agent are at "
                 "other tasks: set it to False."
             )
-        counted = [] if args.use_vllm else options_from_the_start(args.generation_kwargs or {})
+        counted: list[str] = []  # options that count tokens from the start of a completion
+        if not args.use_vllm:
+            counted = options_from_the_start(args.generation_kwargs or {})
         if args.deferred_branching and counted:
             raise ValueError(
                 f"`deferred_branching=True` samples branches in one call with the main rows, where `{counted[0]}` of "

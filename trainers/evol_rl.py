@@ -1,4 +1,4 @@
-"""EVOL-RL: the majority's answer stands for right, and unusual reasoning is worth more."""
+"""EVOL-RL: train without labels. The majority's answer counts as right, and unusual reasoning gets a larger reward."""
 
 import math
 import time
@@ -20,25 +20,25 @@ from .evol_rl_config import EvolRLConfig
 
 class EvolRLTrainer(ExplorationTrainer):
     """
-    GRPO without labels: the majority's answer is right, and rows that reason unusually get more.
+    GRPO without labels. The majority's answer counts as right, and unusual reasoning gets a larger reward.
 
     Method of [Evolving Language Models without Labels: Majority Drives Selection, Novelty Promotes
     Variation](https://huggingface.co/papers/2509.15194). What changes with respect to GRPO, per generation batch:
 
-    1. The answer that most completions of a prompt give counts as right (or the reward functions decide, with
-       `correctness="reward"`).
-    2. The novelty of a completion is one minus its mean similarity to its class, right or wrong, and its largest
-       similarity to any other, half each; similarity is the cosine of text embeddings.
-    3. Right completions get a reward from 0.5 to 1, wrong ones from -1 to -0.5, the more novel of their class the
-       higher, and completions without an answer -1. The rest is GRPO.
+    1. The most frequent answer to a prompt counts as right. With `correctness="reward"`, the reward functions decide.
+    2. Completions of a prompt form two classes, right and wrong. The novelty of a completion is one minus the mean of
+       two numbers: its mean similarity to its class, and its largest similarity to any other completion. Similarity is
+       the cosine of text embeddings.
+    3. Right completions get a reward from 0.5 to 1, and wrong ones from -1 to -0.5. More novel completions of a class
+       get larger rewards. Completions without an answer get -1. The rest is GRPO.
 
-    The logged `reward` and all evaluation stay those of the reward functions. `novelty_band=0` with
-    `correctness="reward"` gives GRPO's parameters bit for bit. Deviations from the paper (all of them in
-    `docs/methods/evol_rl.md`): the votes are those of the trained rows, and the entropy bonus is TRL's `entropy_coef`.
+    The logged `reward` and all evaluation use the reward functions. With `novelty_band=0` and `correctness="reward"`,
+    the parameters equal GRPO's bit for bit. Deviations from the paper (all of them are in
+    `docs/methods/evol_rl.md`): only the trained rows vote, and the entropy bonus is TRL's `entropy_coef`.
 
-    The constructor takes what [`~trl.GRPOTrainer`] takes; `args` is an [`EvolRLConfig`] or a plain
-    [`~trl.GRPOConfig`]. TRL needs a reward function: without labels, `trl_explore.rewards.answered_reward` only says
-    whether there is an answer.
+    The constructor has the arguments of [`~trl.GRPOTrainer`]. `args` is an [`EvolRLConfig`] or a plain
+    [`~trl.GRPOConfig`]. TRL needs a reward function. Without labels, pass `trl_explore.rewards.answered_reward`, which
+    only checks whether there is an answer.
 
     Raises:
         ImportError: Without the extra `dense`, unless `embedding_model="ngrams"`.
@@ -48,8 +48,8 @@ class EvolRLTrainer(ExplorationTrainer):
     num_generations: int
     config_class = EvolRLConfig
     requires = Requires(whole_groups=True)
-    _columns: dict[str, list[Any]] = {}
-    _looked_for_votes = False
+    _columns: dict[str, list[Any]] = {}  # columns of the completions table for the newest main rows
+    _looked_for_votes = False  # True after the first batch
 
     def setup(self) -> None:
         super().setup()
@@ -95,13 +95,17 @@ class EvolRLTrainer(ExplorationTrainer):
         return as_columns(totals, rewards_per_func, self.reward_weights)
 
     def _classes(self, answers: list[Any], deciding: torch.Tensor) -> tuple[list[bool], list[bool]]:
-        """Which rows take part, and which of them are right, `[B]`."""
+        """Return which rows have a class, and which rows are right, `[B]` each."""
         size = self.num_generations
         if self.args.correctness == "reward":
             return (~deciding.isnan()).tolist(), succeeded(deciding, threshold=self.args.success_threshold).tolist()
-        groups = [answers[g : g + size] for g in range(0, len(answers), size)]
-        voted = [answer is not None and answer == majority_answer(group) for group in groups for answer in group]
-        return [answer is not None for answer in answers], voted
+        known, right = [], []
+        for g in range(0, len(answers), size):
+            majority = majority_answer(answers[g : g + size])
+            for answer in answers[g : g + size]:
+                known.append(answer is not None)
+                right.append(answer is not None and answer == majority)
+        return known, right
 
     def _log(
         self,
@@ -111,14 +115,21 @@ class EvolRLTrainer(ExplorationTrainer):
         similarity: list[torch.Tensor],
         seconds: float,
     ) -> None:
+        """Log metrics of votes and novelty over all processes. `similarity` has the matrix of each group."""
         size = self.num_generations
-        judged = [value for value, own in zip(deciding, right, strict=True) if own and not math.isnan(value)]
+        judged = []  # rewards of the rows that count as right
+        for value, is_right in zip(deciding, right, strict=True):
+            if is_right and not math.isnan(value):
+                judged.append(value)
+        num_votes = 0  # groups with at least two answers
+        for g in range(0, len(known), size):
+            num_votes += sum(known[g : g + size]) > 1
         pairs = [matrix[torch.ones_like(matrix).triu(1).bool()] for matrix in similarity]
         total = self.ranks.summed(
             {
                 "rows": len(known),
                 "known": sum(known),
-                "votes": sum(sum(known[g : g + size]) > 1 for g in range(0, len(known), size)),
+                "votes": num_votes,
                 "right": sum(right),
                 "judged": len(judged),
                 "reward": sum(judged),
@@ -126,8 +137,9 @@ class EvolRLTrainer(ExplorationTrainer):
                 "similarity": sum(float(own.sum()) for own in pairs),
             }
         )
-        counts = {"num_rows": total["rows"], "num_answered": total["known"], "num_votes": total["votes"]}
-        self._warn_without_votes(**{name: int(count) for name, count in counts.items()})
+        self._warn_without_votes(
+            num_rows=int(total["rows"]), num_answered=int(total["known"]), num_votes=int(total["votes"])
+        )
         self.log_metric("votes/answered_fraction", total["known"] / total["rows"])
         self.log_metric("votes/right_fraction", total["right"] / total["rows"])
         if total["judged"]:
@@ -137,7 +149,8 @@ class EvolRLTrainer(ExplorationTrainer):
         self.log_metric("novelty/seconds", seconds)
 
     def _warn_without_votes(self, *, num_rows: int, num_answered: int, num_votes: int) -> None:
-        """Warn if no prompt of the first batch has a majority: then every reward is -1, and nothing is trained."""
+        """Warn if no prompt of the first batch has two answers. Without a majority, all rewards are -1, and nothing is
+        trained."""
         if self._looked_for_votes or self.args.correctness != "majority":
             return
         self._looked_for_votes = True

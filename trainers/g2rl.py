@@ -1,4 +1,4 @@
-"""G2RL: rewards grow with how far a completion's gradient points away from those of its group."""
+"""G2RL: a completion gets a larger reward if its gradient differs from the gradients of its group."""
 
 import warnings
 from dataclasses import replace
@@ -24,15 +24,17 @@ from .g2rl_config import G2RLConfig
 
 class GradientGuided(ExplorationTrainer):
     """
-    Reward shaping of G2RL, for any trainer of this package: `class Mine(GradientGuided, DeepGRPOTrainer)` with a
-    `config_class` that inherits from [`G2RLConfig`] and from that trainer's configuration.
+    G2RL's reward shaping, to combine with another trainer of this package.
+
+    Write `class Mine(GradientGuided, DeepGRPOTrainer)`, with a `config_class` that inherits from [`G2RLConfig`] and
+    from the configuration of the other trainer.
     """
 
     num_generations: int
     config_class = G2RLConfig
     requires = Requires(features=True, vision=False)
     _warned = False
-    _novelty: torch.Tensor | None = None  # of the main rows of all processes, `(N,)`
+    _novelty: torch.Tensor | None = None  # novelty of the newest main rows of all processes, `(N,)`
 
     def requirements(self, args: Any) -> Requires:
         return replace(super().requirements(args), features=args.novelty_weight > 0)
@@ -53,14 +55,14 @@ class GradientGuided(ExplorationTrainer):
         args, size = self.args, self.num_generations
         rewards_per_func = super().shape_rewards(rewards_per_func)
         deciding = self.scorer.success(rewards_per_func)
-        worth = self.scorer.totals(rewards_per_func) if args.reward_mapping == "none" else deciding
+        worth = deciding
+        if args.reward_mapping == "none":
+            worth = self.scorer.totals(rewards_per_func)
         mapped = map_rewards(worth, args.reward_mapping, threshold=args.success_threshold, group_size=size)
         if self.features is None:
-            return (
-                rewards_per_func
-                if args.reward_mapping == "none"
-                else as_columns(mapped, rewards_per_func, self.reward_weights)
-            )
+            if args.reward_mapping == "none":
+                return rewards_per_func
+            return as_columns(mapped, rewards_per_func, self.reward_weights)
         known = mapped[~mapped.isnan()]
         if args.reward_mapping == "none" and not self._warned and not torch.all((known == 1) | (known == -1)):
             self._warned = True
@@ -89,7 +91,9 @@ class GradientGuided(ExplorationTrainer):
         return as_columns(shaped, rewards_per_func, self.reward_weights)
 
     def _shuffled(self, nu: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-        # Every process draws for its own rows and is told of the others': a group may lie on several.
+        """Return novelties `(N,)`, shuffled among the `valid` rows of each group."""
+        # Several processes may have rows of one group. So every process samples keys for its own rows, and gathers
+        # all.
         keys = torch.rand(len(self.ranks.local(nu)), generator=self.exploration_generator).to(self.accelerator.device)
         return shuffle_in_groups(nu, self.ranks.gather(keys), self.num_generations, valid=valid)
 
@@ -107,22 +111,24 @@ class GradientGuided(ExplorationTrainer):
 
 class G2RLTrainer(GradientGuided):
     """
-    GRPO with rewards shaped by the geometry of the policy's own gradients.
+    GRPO with rewards that depend on the gradients of the policy itself.
 
     Method of [Can LLMs Guide Their Own Exploration? Gradient-Guided Reinforcement Learning for LLM
     Reasoning](https://huggingface.co/papers/2512.15687). What changes with respect to GRPO, per generation batch:
 
-    1. The feature of a completion is the mean gradient of its tokens' log-probabilities at the input of the LM head,
-       read off the hidden states that they were drawn from, while they are sampled or in a forward pass.
-    2. A completion is novel if its feature is not explained by those of its group, the better ones counting more.
+    1. The feature of a completion is the mean gradient of its tokens' log-probabilities with respect to the input of
+       the LM head. It is computed from hidden states, during sampling or in a forward pass.
+    2. The novelty of a completion is the part of its feature that the features of its group do not explain. Better
+       completions of the group have more weight.
     3. Rewards are multiplied by `1 + novelty_weight * novelty` and clipped. Before that, the rewards of a group are
        mapped to [-1, +1] (`reward_mapping`): rewards of 0 and 1 become -1 and +1, as in the paper. The rest is GRPO.
 
-    The logged `reward` and all evaluation stay the raw rewards. `novelty_weight=0` with `reward_mapping="none"` gives
-    GRPO's parameters bit for bit. Deviations from the paper and open points are in `docs/methods/g2rl.md`.
+    The logged `reward` and all evaluation use the raw rewards. With `novelty_weight=0` and `reward_mapping="none"`,
+    the parameters equal GRPO's bit for bit. Deviations from the paper and open points are in
+    `docs/methods/g2rl.md`.
 
-    The constructor takes what [`~trl.GRPOTrainer`] takes; `args` is a [`G2RLConfig`] or a plain [`~trl.GRPOConfig`].
-    Vision-language models and prompt-learning adapters are refused.
+    The constructor has the arguments of [`~trl.GRPOTrainer`]. `args` is a [`G2RLConfig`] or a plain
+    [`~trl.GRPOConfig`]. The trainer refuses vision-language models and prompt-learning adapters.
     """
 
     method = "g2rl"

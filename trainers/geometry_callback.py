@@ -1,4 +1,4 @@
-"""The gradient geometry of any GRPO trainer's rollouts, logged beside its training."""
+"""Callback that logs the gradient geometry of the completions of any GRPO trainer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,20 +14,21 @@ from trl_explore.trainers.base import ExplorationTrainer, log_metric, watch
 
 class GeometryCallback(TrainerCallback):
     """
-    Logs how the gradients of a group's completions lie to each other, as in Fig. 3 of G2RL, for any trainer.
+    Logs the angles between the gradients of a group's completions, as in Fig. 3 of G2RL, for any trainer.
 
-    `geometry/mean_cosine`, `geometry/negative_pairs` and `geometry/mean_novelty` are taken under the policy that
-    sampled, before its update, at the cost of one forward pass of the backbone. Training is not changed.
+    The metrics are `geometry/mean_cosine`, `geometry/negative_pairs` and `geometry/mean_novelty`. They are computed
+    with the policy that sampled, before its update. This costs one forward pass of the backbone. The callback does not
+    change the training.
 
     Args:
         trainer ([`~trl.GRPOTrainer`]):
-            The trainer, of this class or a subclass, that the callback is added to.
+            The trainer to which the callback is added, of this class or a subclass.
         every (`int`, *optional*, defaults to `1`):
-            Generation batches per measurement.
+            Number of generation batches per measurement.
 
     Raises:
-        `ValueError`: If `every` is smaller than 1, the trainer logs these metrics itself, or the model has no LM head
-            that features could be taken from.
+        `ValueError`: If `every` is less than 1, if the trainer logs these metrics itself, or if the model has no LM
+            head.
 
     Example:
 
@@ -51,7 +52,7 @@ class GeometryCallback(TrainerCallback):
         self._end: Callable[[], None] = lambda: None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # The rows of a batch are together, in groups, only where TRL scores them; afterwards they are shuffled.
+        # TRL shuffles the rows after it has scored them. So watch the scoring, where groups are still together.
         self._end = watch(self.trainer, "scored", self._seen)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -64,20 +65,25 @@ class GeometryCallback(TrainerCallback):
             self.num_batches += 1
 
     def measure(self, output: dict[str, Any]) -> dict[str, float]:
-        """Geometry metrics of this process's rows as TRL scored them; they are also logged."""
+        """Log the geometry metrics of the rows that TRL has scored on this process, and return them by name."""
         size = self.trainer.num_generations
-        lengths = [(output[f"{name}_mask"] != 0).long() for name in ("prompt", "completion")]
-        # Not the masks: TRL takes truncated completions out of theirs, and their rows count nowhere then.
-        prompts = [ids[mask.bool()].tolist() for ids, mask in zip(output["prompt_ids"], lengths[0], strict=True)]
-        real = [max(1, int(mask.sum())) for mask in lengths[1]]
-        completions = [ids[:n].tolist() for ids, n in zip(output["completion_ids"], real, strict=True)]
+        prompt_mask, completion_mask = output["prompt_mask"] != 0, output["completion_mask"] != 0
         loss_mask = output["completion_mask"] * output.get("tool_mask", 1)
-        masks = [mask[:n].tolist() for mask, n in zip(loss_mask, real, strict=True)]
+        prompts, completions, masks = [], [], []
+        for row in range(len(prompt_mask)):
+            # TRL masks all tokens of a truncated completion. Keep one token, so that the row exists, but does not
+            # count.
+            length = max(1, int(completion_mask[row].sum()))
+            prompts.append(output["prompt_ids"][row][prompt_mask[row]].tolist())
+            completions.append(output["completion_ids"][row][:length].tolist())
+            masks.append(loss_mask[row][:length].tolist())
         features = self.features.gathered(FeatureRows(prompts, completions, masks))
-        # Advantages are positive for the better completions of a group, and equal where rewards are: the weights of
-        # binary rewards need no more.
+        # The weights of binary rewards need only the signs of the advantages: the better completions of a group have
+        # positive advantages.
         advantages = output["advantages"]
-        signs = torch.sign(advantages if advantages.dim() == 1 else advantages.sum(1))
+        if advantages.dim() == 2:
+            advantages = advantages.sum(1)
+        signs = torch.sign(advantages)
         found = geometry(features, size, novelty_scores(features, gather(signs), size))
         for name, value in found.items():
             log_metric(self.trainer, f"geometry/{name}", value)

@@ -1,6 +1,7 @@
-"""GiGPO: steps that agents took in one state of a prompt are compared with each other, beside whole trajectories."""
+"""GiGPO: compare the steps that agents took in the same state, in addition to whole trajectories."""
 
 import warnings
+from collections import Counter
 from typing import Any
 
 import torch
@@ -15,26 +16,26 @@ from .gigpo_config import GiGPOConfig
 
 class GiGPOTrainer(ExplorationTrainer):
     """
-    GRPO for multi-turn agents whose steps have an advantage of their own among the steps from the same state.
+    GRPO for multi-turn agents. Each step also gets an advantage among the steps from the same state.
 
     Method of [Group-in-Group Policy Optimization for LLM Agent
     Training](https://huggingface.co/papers/2505.10978). What changes with respect to GRPO, per generation batch:
 
-    1. Every response of the model is a step; its state is what was shown before it. Steps of a prompt's trajectories
-       with the same state are a group, without any further sampling.
-    2. A step's return is the trajectory's reward, discounted by the steps that follow; its advantage is relative to
-       its group (Eq. 5-7).
-    3. The tokens of a step get the trajectory's advantage plus `step_weight` times the step's (Eq. 8).
+    1. Every response of the model is a step. Its state is the prompt, tool answer or observation before it. Steps of a
+       prompt's trajectories with the same state form a group. No further sampling is necessary.
+    2. The return of a step is the reward of its trajectory, discounted by the number of steps that follow. The
+       advantage of a step compares its return with the returns of its group (Eq. 5-7).
+    3. The tokens of a step get the advantage of the trajectory plus `step_weight` times the step's (Eq. 8).
 
-    `step_weight=0` gives GRPO's parameters bit for bit. Deviations from the paper (all of them in
+    With `step_weight=0`, the parameters equal GRPO's bit for bit. Deviations from the paper (all of them are in
     `docs/methods/gigpo.md`):
 
-    1. A trajectory is one row and each token counts once; the authors train every step as a row of its own.
-    2. A step whose state no other has gets 0; in the authors' code, its return.
+    1. A trajectory is one row, and each token counts once. The authors train every step as a separate row.
+    2. A step whose state occurs only once gets the step advantage 0. In the authors' code it gets its return.
 
-    The constructor takes what [`~trl.GRPOTrainer`] takes; `args` is a [`GiGPOConfig`] or a plain [`~trl.GRPOConfig`].
-    `tools`, `environment_factory` and `rollout_func` are TRL's; of the last one, `env_mask` tells steps from
-    observations. Vision-language models are refused.
+    The constructor has the arguments of [`~trl.GRPOTrainer`]. `args` is a [`GiGPOConfig`] or a plain
+    [`~trl.GRPOConfig`]. `tools`, `environment_factory` and `rollout_func` work as in TRL. The `env_mask` of a
+    `rollout_func` distinguishes steps from observations. The trainer refuses vision-language models.
     """
 
     method = "gigpo"
@@ -51,10 +52,13 @@ class GiGPOTrainer(ExplorationTrainer):
         masks = loss_mask(output).tolist()
         steps = [shown_tokens(*row) for row in zip(*row_tokens(output), masks, strict=True)]
         rewards = self.ranks.local(self.scorer.totals()).tolist()
+        shown = []  # tokens before each step of each row
+        for spans in steps:
+            shown.append([before for *_, before in spans])
         states: list[list[int]] = []
         self._steps = []
         for g in range(0, len(steps), size):
-            group = self._states([[shown for *_, shown in row] for row in steps[g : g + size]])
+            group = self._states(shown[g : g + size])
             states += group
             self._steps += step_advantages(
                 rewards[g : g + size], group, discount=args.step_discount, scale=args.step_scale
@@ -68,25 +72,42 @@ class GiGPOTrainer(ExplorationTrainer):
         return advantages
 
     def _states(self, shown: list[list[list[int]]]) -> list[list[int]]:
-        """Numbers of the states of a prompt's steps, by the tokens that were shown before them."""
+        """Return the number of the state of each step of a prompt's trajectories. `shown` has the tokens before each
+        step."""
         args = self.args
         if args.state_similarity is None:
-            states = equal_states([[tuple(ids) for ids in row] for row in shown])
+            keys = []
+            for row in shown:
+                keys.append([tuple(ids) for ids in row])
+            states = equal_states(keys)
         else:
-            texts = [[self.tokenizer.decode(ids, skip_special_tokens=True) for ids in row] for row in shown]
+            texts = []
+            for row in shown:
+                texts.append([self.tokenizer.decode(ids, skip_special_tokens=True) for ids in row])
             states = similar_states(texts, threshold=args.state_similarity)
-        return states if args.step_states == "shown" else shuffled_states(states, generator=self.exploration_generator)
+        if args.step_states == "shown":
+            return states
+        return shuffled_states(states, generator=self.exploration_generator)
 
     def _log_steps(self, states: list[list[int]]) -> None:
-        groups = [states[g : g + self.num_generations] for g in range(0, len(states), self.num_generations)]
-        sizes = [[number for own in group for number in own] for group in groups]
+        """Log metrics of the steps of all processes. `states` has the state of each step of each row."""
+        num_states = num_shared = 0
+        for g in range(0, len(states), self.num_generations):
+            sizes: Counter[int] = Counter()  # number of steps by state
+            for row in states[g : g + self.num_generations]:
+                sizes.update(row)
+            num_states += len(sizes)
+            num_shared += sum(size for size in sizes.values() if size > 1)
+        sizes_of_advantages: list[float] = []
+        for advantages in self._steps:
+            sizes_of_advantages.extend(map(abs, advantages))
         total = self.ranks.summed(
             {
                 "rows": len(states),
                 "steps": sum(map(len, states)),
-                "states": sum(len(set(numbers)) for numbers in sizes),
-                "shared": sum(numbers.count(number) > 1 for numbers in sizes for number in numbers),
-                "credit": sum(abs(advantage) for row in self._steps for advantage in row),
+                "states": num_states,
+                "shared": num_shared,
+                "credit": sum(sizes_of_advantages),
             }
         )
         number = max(total["steps"], 1)
@@ -99,7 +120,10 @@ class GiGPOTrainer(ExplorationTrainer):
         columns = super().completion_columns()
         if self.args.step_weight == 0:
             return columns
-        return {**columns, "step_advantages": [[round(value, 3) for value in row] for row in self._steps]}
+        rounded = []
+        for advantages in self._steps:
+            rounded.append([round(advantage, 3) for advantage in advantages])
+        return {**columns, "step_advantages": rounded}
 
     def setup(self) -> None:
         super().setup()

@@ -1,4 +1,4 @@
-"""Following what a user replaces after a trainer is made: data, arguments, and attributes that TRL reads later."""
+"""Detect replacements by a user after a trainer is made: of data, arguments, and attributes that TRL reads later."""
 
 from typing import Any
 
@@ -17,8 +17,7 @@ COPIED = (
     "mask_truncated_completions",
     "num_iterations",
 )
-# Fields that decide which prompts are sampled and explored, and what a success is. Parts of the trainer are made from
-# them.
+# Fields that choose prompts and define success. Parts of the trainer are made from these fields.
 SELECTION = (
     "dynamic_sampling",
     "explore_threshold",
@@ -29,26 +28,31 @@ SELECTION = (
     "success_reward",
     "success_threshold",
 )
-PARTS = ("rounds", "choice", "exploration", "streams", "threshold_watch")  # of the trainer, made from the fields above
+# Parts of the trainer that are made from these fields.
+PARTS = ("rounds", "choice", "exploration", "streams", "threshold_watch")
 
 
 class Replaced:
     """
-    Notices what a user replaced, and lets the trainer's parts follow or refuses it with one error.
+    Detects replacements by a user. Updates the trainer's parts, or raises an error if that is impossible.
 
-    `trainer` is an [`~trl_explore.trainers.ExplorationTrainer`]; `given` are the arguments of its constructor that
-    [`~trl_explore.trainers.requires.check_arguments`] takes.
+    Args:
+        trainer ([`~trl_explore.trainers.ExplorationTrainer`]):
+            The trainer.
+        given (`dict`):
+            Arguments of its constructor that [`~trl_explore.trainers.requires.check_arguments`] takes.
     """
 
     def __init__(self, trainer: Any, given: dict[str, Any]) -> None:
         self.trainer, self.given = trainer, given
         self.args, self.data, self.model = trainer.args, trainer.train_dataset, trainer.model
-        self.copied = {name: vars(trainer)[name] for name in COPIED}
+        self.copied = {name: getattr(trainer, name) for name in COPIED}
         self.selection = self._selection()
         self.limits = self._limits()
 
     def begin_run(self) -> None:
-        """Check and follow everything that was replaced since the last run; `train` is called."""
+        """Check everything that was replaced since the last run, and update the parts. Called at the start of
+        `train`."""
         trainer = self.trainer
         if trainer.args is not self.args:
             raise ValueError(
@@ -66,9 +70,9 @@ class Replaced:
             self.args.validate()
             self.selection = self._selection()
             for part in PARTS:
-                vars(trainer).pop(part, None)
+                trainer.__dict__.pop(part, None)  # a cached property: it is made again when it is used
         new_data = trainer.train_dataset is not self.data
-        self.given |= {"train_dataset": trainer.train_dataset if new_data else None}
+        self.given["train_dataset"] = trainer.train_dataset if new_data else None
         self.given["rollout_func"] = trainer.rollout_func
         check_arguments(type(trainer).__name__, trainer.requirements(self.args), self.args, **self.given)
         check_success_reward(self.args.success_reward, trainer.reward_func_names)
@@ -78,14 +82,14 @@ class Replaced:
             trainer.forget_data()
 
     def end_run(self) -> None:
-        """Note what the run left: transformers itself replaces a model that it shards."""
+        """Accept the model of the run as unchanged: transformers itself replaces a model that it shards."""
         self.model = self.trainer.model
 
     def follow(self) -> None:
-        """Follow attributes of the trainer that TRL reads in every step; called for every generation batch."""
+        """Update the arguments by the attributes of the trainer that TRL reads. Called for every generation batch."""
         trainer, args = self.trainer, self.args
         for name, before in self.copied.items():
-            own, given = vars(trainer)[name], vars(args)[name]
+            own, given = getattr(trainer, name), getattr(args, name)
             if own == before and given == before:
                 continue
             if own == before:
@@ -95,7 +99,8 @@ class Replaced:
                     f"`trainer.num_generations` changed from {before} to {own}, but {type(trainer).__name__} is made "
                     "for groups of one size: make a new trainer with `model=trainer.model`."
                 )
-            vars(args)[name] = self.copied[name] = own
+            self.copied[name] = own
+            setattr(args, name, own)
         limits = self._limits()
         if limits != self.limits and len(set(limits)) > 1 and not self.given["samples_as_grpo"]:
             raise ValueError(
@@ -106,6 +111,7 @@ class Replaced:
         self.limits = limits
 
     def _refuse_argument(self, name: str, value: Any) -> None:
+        """Raise a ValueError for a field of the arguments that was changed too late."""
         also = {
             "max_completion_length": f" and `trainer.{self._limit_name}`",
             "temperature": " and `trainer.generation_config.temperature`",
@@ -118,10 +124,11 @@ class Replaced:
         )
 
     def _selection(self) -> list[Any]:
-        return [vars(self.args).get(name) for name in SELECTION]
+        return [getattr(self.args, name, None) for name in SELECTION]
 
     def _limits(self) -> tuple[int | None, int | None]:
-        """Return the most tokens of a completion: as the trainer says, and as TRL samples."""
+        """Return the two limits of a completion's tokens: the trainer's attribute, and the limit with which TRL
+        samples."""
         trainer = self.trainer
         if trainer.use_vllm:
             return trainer.max_completion_length, trainer.vllm_generation.max_completion_length
@@ -129,10 +136,12 @@ class Replaced:
 
     @property
     def _limit_name(self) -> str:
-        return "vllm_generation.max_completion_length" if self.trainer.use_vllm else "generation_config.max_new_tokens"
+        if self.trainer.use_vllm:
+            return "vllm_generation.max_completion_length"
+        return "generation_config.max_new_tokens"
 
     def _check_longest_prompt(self) -> None:
-        """Check that the prompts of new data fit where lengths are limited, as for the first data."""
+        """Check that the longest prompt of new data is within the limits of vLLM and of packing."""
         trainer = self.trainer
         if trainer.serving is not None:
             trainer.serving.check_longest(trainer.longest_prompt())

@@ -1,4 +1,4 @@
-"""What a method needs of the trainer below it, and what it refuses."""
+"""Requirements of a method, and checks of a trainer's arguments against them."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -14,23 +14,26 @@ from trl_explore.rows.streams import check_loss_type
 
 @dataclass(frozen=True)
 class Requires:
-    """What a method says of itself; by default it samples as GRPO does."""
+    """Requirements of a method. By default, the method samples as GRPO does."""
 
-    samples: bool = False  # further rows, or main rows in its own way, at any time and on every process by itself
-    main_rows: bool = False  # main rows in its own way
-    extra_rows: bool = False  # trains rows beside the main ones
-    pooled: bool = False  # these are averaged with the main ones, as if they were one batch
+    samples: bool = False  # it samples rows itself, at any time and on every process independently
+    main_rows: bool = False  # it samples the main rows itself
+    extra_rows: bool = False  # it trains rows in addition to the main rows
+    pooled: bool = False  # the loss is one mean over these rows and the main rows
     whole_groups: bool = False  # all completions of a prompt must be on one process
-    tools: bool = False  # takes tools and environments although it samples rows itself
-    vision: bool = True  # takes vision-language models, unless it samples rows itself
-    turns: bool = False  # follows TRL's tool loop turn by turn
-    watched_tools: bool = False  # calls of its tools are counted
-    features: bool = False  # asks for gradient features of the main rows
+    tools: bool = False  # it supports tools and environments although it samples rows itself
+    vision: bool = True  # it supports vision-language models, unless it samples rows itself
+    turns: bool = False  # it needs to follow TRL's tool loop turn by turn
+    watched_tools: bool = False  # the trainer must count the calls of its tools
+    features: bool = False  # it needs gradient features of the main rows
 
     def __or__(self, other: "Requires") -> "Requires":
-        """What two methods need that are one trainer."""
-        both = {field.name: vars(self)[field.name] or vars(other)[field.name] for field in fields(self)}
-        return Requires(**{**both, "vision": self.vision and other.vision})
+        """Combine the requirements of two methods in one class."""
+        both = {}
+        for field in fields(self):
+            both[field.name] = getattr(self, field.name) or getattr(other, field.name)
+        both["vision"] = self.vision and other.vision
+        return Requires(**both)
 
 
 def check_arguments(
@@ -44,7 +47,8 @@ def check_arguments(
     rollout_func: Any,
     environment_factory: Any,
 ) -> None:
-    """Raise where a trainer cannot work with what it is given, `ImportError` where that is the TRL installed."""
+    """Raise an error if a trainer cannot work with its arguments. Raise an ImportError if the installed TRL does not
+    fit."""
     check_seams()
     if args.use_vllm:
         check_seams("use_vllm")
@@ -68,7 +72,7 @@ def check_arguments(
     if samples_as_grpo and args.explores_some:
         field = "explore_share_end" if args.explore_prompts == "all" else "explore_prompts"
         raise ValueError(
-            f"`{field}={vars(args)[field]!r}` chooses prompts to search, sketch or branch, and {name} does none of "
+            f"`{field}={getattr(args, field)!r}` chooses prompts to search, sketch or branch, and {name} does none of "
             "it: leave it out, use another trainer, or set `explore='resample'`."
         )
     _check_order(name, args, train_dataset)
@@ -83,7 +87,7 @@ def check_arguments(
             "leave it out, or use ExplorationTrainer or DeepGRPOTrainer."
         )
     options = args.generation_kwargs or {}
-    beams, copies = (options.get(key) or 1 for key in ("num_beams", "num_return_sequences"))
+    beams, copies = options.get("num_beams") or 1, options.get("num_return_sequences") or 1
     if copies > 1:
         raise ValueError(
             f"`generation_kwargs={{'num_return_sequences': {copies}}}`: every row of a batch has one completion. "
@@ -105,7 +109,7 @@ def check_arguments(
     who = name
     if args.dynamic_sampling == "refill" or args.budget != "uniform":
         field = "dynamic_sampling" if args.dynamic_sampling == "refill" else "budget"
-        who = f"{name} with `{field}={vars(args)[field]!r}`"
+        who = f"{name} with `{field}={getattr(args, field)!r}`"
     if (requires.whole_groups or who != name) and rows % args.num_generations:
         raise ValueError(
             f"{who} needs all completions of a prompt on one process, but its {args.num_generations} would span "
@@ -123,14 +127,15 @@ def check_arguments(
 
 
 def check_vision(name: str, args: Any, *, taken: bool) -> None:
-    """Raise where a vision-language model is not `taken` by the trainer, or by what its fields ask for."""
+    """Raise a ValueError if the trainer does not support vision-language models (`taken`), or if one of its fields
+    does not."""
     if not taken:
         raise ValueError(f"{name} does not support vision-language models: pass a text model or use GRPOTrainer.")
     check_text_only(args)
 
 
 def _check_order(name: str, args: Any, train_dataset: Any) -> None:
-    """Raise where prompts are to be chosen and cannot be."""
+    """Raise a ValueError if a field chooses prompts and the data is a stream."""
     if not isinstance(train_dataset, IterableDataset):
         return
     if args.dynamic_sampling == "refill":
@@ -139,14 +144,16 @@ def _check_order(name: str, args: Any, train_dataset: Any) -> None:
             f"a stream: {name} cannot go ahead in it. Load it whole, or set `dynamic_sampling='filter'`."
         )
     for field in ("explore_threshold", "budget"):
-        if vars(args)[field] not in (None, "uniform"):
+        value = getattr(args, field)
+        if value not in (None, "uniform"):
             raise ValueError(
-                f"`{field}={vars(args)[field]!r}` knows prompts by their place in the data, and `train_dataset` is a "
+                f"`{field}={value!r}` knows prompts by their place in the data, and `train_dataset` is a "
                 "stream: load it whole, or leave the field out."
             )
 
 
 def _check_vllm(name: str, args: Any) -> None:
+    """Raise an error if vLLM's options do not work with a method that samples rows itself."""
     if args.vllm_mode == "colocate" and args.vllm_tensor_parallel_size > 1:
         raise NotImplementedError(
             f"{name} samples at its own pace on every process, but `vllm_tensor_parallel_size="

@@ -1,9 +1,8 @@
 """Bit-exact resume of GRPO training, also in the middle of a generation batch and in any epoch.
 
-Plain GRPO forgets the rollouts of the current generation batch, how many of its micro-batches are used up, and the
-order of the epoch that a checkpoint was saved in; a run resumed off a generation boundary or after the first epoch
-then trains on other data without a word. This part saves what is needed, one file per process, together with
-whatever a method needs.
+A checkpoint of plain GRPO lacks the rollouts of the current generation batch, the number of its micro-batches that are
+trained, and the order of the epoch. If a run resumes in the middle of a generation batch or after the first epoch, it
+silently trains on other data. This part saves the missing state and the state of a method, one file per process.
 """
 
 import logging
@@ -32,41 +31,47 @@ from trl_explore.saving.checkpoints import (
     save_state,
     set_aside,
 )
+from trl_explore.saving.plain_values import without_numpy
 
 logger = logging.getLogger(__name__)
-FORMAT = 2  # of the state; 1 did not say where a run stood in its data
+FORMAT = 2  # version of the state; version 1 had no position in the data
 
 
 class Saving:
     """
-    Checkpoints that hold what an exact continuation needs, and the way back from them.
+    Writes the state that an exact continuation needs into checkpoints, and restores it.
 
-    A checkpoint without that state (written by a plain `GRPOTrainer`) loads with a warning; one written by another
-    number of processes is refused. `resume_from_checkpoint=True` takes the newest checkpoint that is whole. This file
-    and `base.py` are where privates of transformers' trainer are named.
+    A checkpoint without this state (written by a plain `GRPOTrainer`) loads with a warning. A checkpoint that another
+    number of processes wrote is refused. `resume_from_checkpoint=True` uses the newest complete checkpoint. Only this
+    file and `base.py` name private attributes of transformers' trainer.
     """
 
     def __init__(self, trainer: Any) -> None:
         self.trainer, self.args, self.accelerator = trainer, trainer.args, trainer.accelerator
-        self.resumed: dict[str, Any] | None = None  # the state that `train` goes on from
-        self._knows_method = True  # whether it holds what this method keeps
+        self.resumed: dict[str, Any] | None = None  # state from which `train` resumes
+        self._knows_method = True  # False if plain GRPO wrote the state
         self.sampler: Sampler | None = None
-        # Where the run stands in its data: the pass over them, `_step` at its start, and whether its end was told.
+        # Position in the data: number of the epoch, and the trainer's `_step` at its start.
         self._epoch = self._epoch_start = 0
-        self.epoch_ended = self._owes_epoch_end = False
+        self.epoch_ended = False  # True after `on_epoch_end` has run in this epoch
+        self._owes_epoch_end = False  # True if a resumed run must still call `on_epoch_end`
+        # Files of earlier runs in `output_dir`. None after the first run of this trainer.
         self._earlier_files: list[Path] | None = []
 
     def attach(self) -> None:
-        """The trainer is made."""
+        """Connect to the trainer. Called when the trainer is made."""
         self.trainer.add_callback(_EpochEnd(self))
         self._earlier_files = self.trainer.run_files()
 
     def begin(self, resume_from_checkpoint: Any) -> Any:
-        """Training is asked for: the checkpoint that it goes on from, read and checked."""
+        """Read and check the checkpoint from which the run resumes. Return its path, or None. Called at the start of
+        `train`."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint, skipped = last_complete_checkpoint(self.args.output_dir)
             if resume_from_checkpoint is None:
-                found = f"only {', '.join(skipped)}, not written to the end" if skipped else "nothing"
+                found = "nothing"
+                if skipped:
+                    found = f"only {', '.join(skipped)}, not written to the end"
                 raise ValueError(
                     f"`resume_from_checkpoint=True` needs a whole checkpoint in {self.args.output_dir}, which holds "
                     f"{found}: train without it."
@@ -78,17 +83,23 @@ class Saving:
                 f"`resume_from_checkpoint={str(resume_from_checkpoint)!r}` is no whole checkpoint: its trainer state, "
                 "or that of a process, is missing or cut off. Pass an older one, or `True` for the newest whole one."
             )
-        self.resumed = self._read_state(str(resume_from_checkpoint)) if resume_from_checkpoint else None
+        self.resumed = None
+        if resume_from_checkpoint:
+            self.resumed = self._read_state(str(resume_from_checkpoint))
         self.trainer.sample.tokens.begin()
         self._epoch = self._epoch_start = 0
         self._begin_files(resume_from_checkpoint)
         return resume_from_checkpoint
 
     def _begin_files(self, checkpoint: str | Path | None) -> None:
-        """Files go on with a checkpoint that knows how long they were; else they begin anew, and old ones are kept."""
+        """Continue the files of a run if the checkpoint has their lengths. Otherwise, move existing files of earlier
+        runs into another folder, so that this run starts new ones."""
         folder = Path(self.args.output_dir)
-        earlier = self.trainer.run_files() if self._earlier_files is None else self._earlier_files
-        self._earlier_files = None  # what is there when training is begun again is of this run
+        if self._earlier_files is None:
+            earlier = self.trainer.run_files()
+        else:
+            earlier = self._earlier_files
+        self._earlier_files = None  # from now on, existing files belong to runs of this trainer
         if (
             checkpoint
             and self.resumed is not None
@@ -115,71 +126,81 @@ class Saving:
     # ------------------------------------------------------------------------------------------ the order of the data
 
     def first_batch(self, found: tuple[int, int], max_steps: int, num_update_steps_per_epoch: int) -> tuple[int, int]:
-        """The epoch that training begins in, and the batches of it to skip; `found` is what transformers reckons."""
+        """Return the epoch in which training starts, and the number of its batches to skip. `found` has the numbers
+        that transformers has computed."""
         epochs, batches = found
         self._owes_epoch_end = False
         trainer = self.trainer
         if self._goes_on:
             assert self.resumed is not None
-            streams = isinstance(trainer.train_dataset, IterableDataset)
+            epoch_steps: float = num_update_steps_per_epoch
+            if isinstance(trainer.train_dataset, IterableDataset):
+                epoch_steps = math.inf  # the length of a stream is unknown
             epochs, batches, self._owes_epoch_end = next_batch(
                 self.resumed["position"],
-                # How long a stream is shows when it ends.
-                math.inf if streams else num_update_steps_per_epoch,
+                epoch_steps,
                 batches_per_step=self.args.gradient_accumulation_steps,
                 finished=trainer.state.global_step >= max_steps,
             )
         if self.sampler is not None:
-            for _ in range(epochs):  # an epoch that begins draws its order
+            for _ in range(epochs):  # each epoch takes random numbers for its order when it starts
                 next(iter(self.sampler), None)
         return epochs, batches
 
     @property
     def _goes_on(self) -> bool:
-        """Whether this run goes on with the very next batch of the one that wrote the checkpoint."""
+        """Return whether this run continues with the next batch after the checkpoint."""
         return self.resumed is not None and not self.args.ignore_data_skip
 
-    def begin_epoch(self, told: dict[str, Any]) -> bool:
-        """Whether an epoch is to be run; `told` is what transformers says of it, corrected in place."""
-        resumes = told["resume_from_checkpoint"] is not None and told["epoch"] == told["epochs_trained"]
+    def begin_epoch(self, arguments: dict[str, Any]) -> bool:
+        """Return whether to run an epoch. `arguments` are the arguments of transformers' `_run_epoch`; this method
+        corrects them in place."""
+        checkpoint = arguments["resume_from_checkpoint"]
+        resumes = checkpoint is not None and arguments["epoch"] == arguments["epochs_trained"]
         if resumes and self.resumed is not None:
             self._restore_loss(self.resumed)
         if resumes and self._owes_epoch_end:
-            # The checkpoint is of an epoch's last step: what follows at its end was not done yet.
-            self.trainer._load_rng_state(told["resume_from_checkpoint"])
+            # The checkpoint was written at the last step of an epoch, before the end of the epoch was handled.
+            self.trainer._load_rng_state(checkpoint)
             handler, control = self.trainer.callback_handler, self.trainer.control
             self.trainer.control = handler.on_epoch_end(self.args, self.trainer.state, control)
             self.trainer._maybe_log_save_evaluate(
                 self.trainer._tr_loss,
-                grad_norm=None,  # the step's own is not known any more
-                **{name: told[name] for name in ("model", "trial", "epoch", "ignore_keys_for_eval", "start_time")},
+                grad_norm=None,  # the checkpoint does not have it
+                model=arguments["model"],
+                trial=arguments["trial"],
+                epoch=arguments["epoch"],
+                ignore_keys_for_eval=arguments["ignore_keys_for_eval"],
+                start_time=arguments["start_time"],
             )
-            told["resume_from_checkpoint"] = None  # its random states would undo what an evaluation drew
+            # Do not load the random states again: an evaluation may have used random numbers.
+            arguments["resume_from_checkpoint"] = None
         if resumes and self.trainer.state.global_step >= self.trainer.state.max_steps:
-            self.trainer.control.should_training_stop = True  # it was saved at the very end
+            self.trainer.control.should_training_stop = True  # the checkpoint was saved at the end of the run
         if self.trainer.control.should_training_stop:
             return False
-        skipped = told["steps_trained_in_current_epoch"] if resumes else 0
-        self._epoch, self._epoch_start, self.epoch_ended = told["epoch"], self.trainer._step - skipped, False
+        skipped = arguments["steps_trained_in_current_epoch"] if resumes else 0
+        self._epoch, self._epoch_start = arguments["epoch"], self.trainer._step - skipped
+        self.epoch_ended = False
         return True
 
     def _restore_loss(self, state: dict[str, Any]) -> None:
-        """The loss since the last line of the log."""
+        """Restore the sum of the loss since the last line of the log."""
         self.trainer._tr_loss += state["loss"]
-        self.trainer._total_loss_scalar -= state["loss"]  # not of this session, whose mean is told at its end
+        self.trainer._total_loss_scalar -= state["loss"]  # exclude it from the mean loss of this run
         self.trainer._globalstep_last_logged = state["last_logged"]
 
     # ------------------------------------------------------------------------------------------------ saving, loading
 
     @contextmanager
     def checkpoint(self, trial: Any) -> Iterator[None]:
-        """A checkpoint is written; one that fails leaves no half of a folder."""
+        """Write a checkpoint inside the block. If that fails, remove the incomplete folder."""
         trainer = self.trainer
         folder = Path(trainer._get_output_dir(trial=trial)) / f"checkpoint-{trainer.state.global_step}"
         existed = folder.exists()
         if existed and self.args.should_save:
             for old in (folder / TRAINER_STATE, *folder.glob(STATE_FILE.format(rank="*"))):
-                old.unlink(missing_ok=True)  # half of it would soon be of this run and half of another
+                old.unlink(missing_ok=True)  # otherwise, files of two runs would look like a complete checkpoint
         trainer.accelerator.wait_for_everyone()
         try:
             yield
@@ -189,11 +210,12 @@ class Saving:
             raise
 
     def checkpoint_before_stopping(self) -> str:
-        """Write a checkpoint where the run would have written one sooner or later; what to do next."""
+        """Write a checkpoint, unless the run saves none. Return a sentence for the user about how to resume."""
         trainer = self.trainer
         step = trainer.state.global_step
         if step == 0 or self.args.save_strategy == "no":
-            return "Nothing was saved, since " + ("no step is done." if step == 0 else "`save_strategy='no'`.")
+            reason = "no step is done." if step == 0 else "`save_strategy='no'`."
+            return f"Nothing was saved, since {reason}"
         folder = Path(trainer._get_output_dir(trial=None)) / f"checkpoint-{step}"
         if not trainer.ranks.summed({"there": folder.is_dir()})["there"]:
             trainer._save_checkpoint(trainer.model, trial=None)
@@ -202,14 +224,17 @@ class Saving:
     def write(self, folder: str | Path) -> None:
         """Write the state of this process into a folder."""
         mid_generation = self.trainer._step % (self.args.steps_per_generation * self.trainer.num_iterations) != 0
+        buffered_inputs = rollout = None
+        if mid_generation:
+            buffered_inputs, rollout = self.trainer._buffered_inputs, self.trainer.streams.state()
         state = {
             "format": FORMAT,
             "num_processes": self.accelerator.num_processes,
             "step": self.trainer._step,
             "trainer": self.trainer._name,
             "settings": self._settings(),
-            "buffered_inputs": self.trainer._buffered_inputs if mid_generation else None,
-            "rollout": self.trainer.streams.state() if mid_generation else None,
+            "buffered_inputs": buffered_inputs,
+            "rollout": rollout,
             "position": {
                 "epoch": self._epoch,
                 "batches": self.trainer._step - self._epoch_start,
@@ -223,7 +248,7 @@ class Saving:
             "sampled_tokens": {"own": self.trainer.sample.tokens.own, "total": self.trainer.sample.tokens.total},
             "table": self._table_state(),
             "generator": self.trainer.exploration_generator.get_state(),
-            "method": self.trainer.exploration_state(),
+            "method": without_numpy(self.trainer.exploration_state(), where="the method's state"),
         }
         if self.trainer.rounds is not None:
             state["rounds"] = self.trainer.rounds.state()
@@ -232,33 +257,38 @@ class Saving:
         save_state(state, folder, rank=self.accelerator.process_index)
 
     def _settings(self) -> dict[str, Any]:
-        streams = isinstance(self.trainer.train_dataset, IterableDataset)
-        rows = "a stream" if streams else f"{len(self.trainer.train_dataset)} rows"
-        values = {field.name: vars(self.args)[field.name] for field in fields(self.args)}
+        """Return the settings that a resumed run is compared with."""
+        if isinstance(self.trainer.train_dataset, IterableDataset):
+            rows = "a stream"
+        else:
+            rows = f"{len(self.trainer.train_dataset)} rows"
+        values = {field.name: getattr(self.args, field.name) for field in fields(self.args)}
         others = {"train_dataset": rows, "reward_funcs": self.trainer.reward_func_names}
         return compared_values({**values, **others}, [field.name for field in fields(TrainingArguments)])
 
     def _read_state(self, checkpoint: str) -> dict[str, Any] | None:
+        """Read the state of this process, and check that this trainer can use it. Return None if plain TRL wrote the
+        checkpoint."""
         state = load_state(checkpoint, rank=self.accelerator.process_index, world_size=self.accelerator.num_processes)
         if state is None:
             return None
         own = self.trainer._name
-        anew = f"start a new run from its weights, with `model={checkpoint!r}`"
+        new_run = f"start a new run from its weights, with `model={checkpoint!r}`"
         if state.get("format") != FORMAT:
             raise ValueError(
                 f"the state in {checkpoint} has format {state.get('format', 1)}, and this version reads format "
-                f"{FORMAT}: go on with the version of trl-explore that wrote it, or {anew}."
+                f"{FORMAT}: go on with the version of trl-explore that wrote it, or {new_run}."
             )
         self._knows_method = state["trainer"] == own
         if not self._knows_method and state["trainer"] != METHODS["exploration"].title:
             raise ValueError(
                 f"{checkpoint} was written by {state['trainer']}, whose state means nothing to {own}: go on "
-                f"with {state['trainer']}, or {anew}."
+                f"with {state['trainer']}, or {new_run}."
             )
         if self._knows_method and state["method"].keys() != self.trainer.exploration_state().keys():
             raise ValueError(
                 f"{checkpoint} was written by another {own}, which kept {sorted(state['method'])} and not "
-                f"{sorted(self.trainer.exploration_state())}: go on with that, or {anew}."
+                f"{sorted(self.trainer.exploration_state())}: go on with that, or {new_run}."
             )
         every = self.args.steps_per_generation * self.args.num_iterations
         changed = check_changes(
@@ -279,20 +309,20 @@ class Saving:
         return state
 
     def restore(self, checkpoint: str) -> None:
-        """Weights and optimiser are those of the checkpoint; so shall be the rest."""
+        """Restore everything except weights and optimizer, which are already loaded."""
         state = self.resumed
         if state is None:
             if any(Path(checkpoint).glob("rng_state*")):
-                what = "no exploration state (it was written by a plain GRPOTrainer): weights and optimiser resume, "
+                lack = "no exploration state (it was written by a plain GRPOTrainer): weights and optimiser resume, "
             else:
-                what = (
+                lack = (
                     "weights alone (`save_only_model=True`): they and the number of steps resume, the optimiser and "
                 )
-            logger.warning("%s holds %sthe method starts fresh.", checkpoint, what)
+            logger.warning("%s holds %sthe method starts fresh.", checkpoint, lack)
             return
         self.trainer.exploration_generator.set_state(state["generator"])
         self.trainer._stream_tokens = state["stream_tokens"]
-        # Checkpoints of earlier versions do not have the count: it then begins at the resumed step.
+        # Checkpoints of earlier versions lack the count. It then starts at the resumed step.
         self.trainer.sample.tokens.begin(**state.get("sampled_tokens", {}))
         self.trainer._metrics["train"].update(state["metrics"])
         if self._knows_method:
@@ -327,7 +357,7 @@ class Saving:
 
 
 class _EpochEnd(TrainerCallback):
-    """Remembers that an epoch's end was told: a checkpoint that is saved then owes nothing of it."""
+    """Records that `on_epoch_end` has run, so that a resumed run does not call it again."""
 
     def __init__(self, saving: Saving) -> None:
         self.saving = saving
@@ -337,6 +367,7 @@ class _EpochEnd(TrainerCallback):
 
 
 def _to_device(value: Any, device: torch.device) -> Any:
+    """Return a copy of nested dictionaries and lists with tensors on the device."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, dict):

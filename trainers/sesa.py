@@ -1,4 +1,4 @@
-"""SESA: the policy drafts ideas for a prompt one after another, each with the earlier ones in view."""
+"""SESA: the policy drafts sketches for a prompt one after another. The request for a sketch shows the earlier ones."""
 
 import math
 from dataclasses import replace
@@ -32,7 +32,7 @@ class SESATrainer(ExplorationTrainer):
     a row. With `mode="agent"`, the policy proposes `num_actions` actions one after another for trajectories of a group
     that are at the same decision, and these trajectories take different actions. `max_trajectories` bounds the number
     of rows per group that explore. The other rows are sampled as in GRPO. With `num_sketches=0`, `branch_depth=0` or
-    `max_trajectories=0`, the parameters are those of GRPO bit for bit. The same holds if no template shows sketches.
+    `max_trajectories=0`, the parameters equal GRPO's bit for bit. The same holds if no template shows sketches.
     Deviations from the paper (all of them are in `docs/methods/sesa.md`):
 
     1. The baseline of the advantage is the mean of the group, not its maximum as in Eq. 1.
@@ -99,7 +99,7 @@ class SESATrainer(ExplorationTrainer):
         for a prompt."""
         args, num_sketches = self.args, self.args.sketches_per_prompt
         config: Any = self.accelerator.unwrap_model(self.model).config
-        model_length = vars(config.get_text_config()).get("max_position_embeddings")
+        model_length = getattr(config.get_text_config(), "max_position_embeddings", None)
         served_length = self.serving.backend.max_served_length if self.serving is not None else None
         context_length = min(args.context_length or model_length or math.inf, served_length or math.inf)
         sketch_length = args.max_sketch_length if args.mode == "two_stage" and num_sketches else 0

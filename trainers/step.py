@@ -91,7 +91,7 @@ class Step:
             trainer.serving.watch_correction(output)
         if trainer.args.drop_zero_advantage:
             # Rounding leaves tiny advantages in a group of equal rewards. Make them 0, so that the rows are dropped.
-            equal = trainer.scorer.level(shaped, group_size=trainer.num_generations or 1)
+            equal = trainer.scorer.equal_reward_rows(shaped, group_size=trainer.num_generations or 1)
             output["advantages"] = output["advantages"].masked_fill(equal, 0.0)
         output["advantages"] = trainer.credit.assigned(output, shaped)
         if trainer.rounds is not None:

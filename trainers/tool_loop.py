@@ -90,12 +90,16 @@ class TrainerToolLoop:
 
     def tools_of(self, row: int) -> list[Any]:
         """Return the tools that a row of the batch may call."""
-        return self.tools if self.factories is None else self.tools_by_name[self.names[row]]
+        if self.factories is None:
+            return self.tools
+        return self.tools_by_name[self.names[row]]
 
     def tools_by_environment(self) -> dict[Any, list[Any]]:
         """Return the tools of each environment, by environment name. The name is None if `environment_factory` is a
         single factory. Empty if the trainer has no environments."""
-        return {} if self.factories is None else self.tools_by_name
+        if self.factories is None:
+            return {}
+        return self.tools_by_name
 
     @contextmanager
     def working_on(
@@ -125,11 +129,13 @@ class TrainerToolLoop:
             "_sync_tool_dicts": sync_tools,
             "_async_tool_dicts": async_tools,
         }
-        replacements = {name: value for name, value in arguments.items() if value is not None}
-        attributes = vars(self._trainer)
-        before = {name: attributes[name] for name in replacements}
-        attributes.update(replacements)
+        before = {}
+        for name, value in arguments.items():
+            if value is not None:
+                before[name] = getattr(self._trainer, name)
+                setattr(self._trainer, name, value)
         try:
             yield
         finally:
-            attributes.update(before)
+            for name, value in before.items():
+                setattr(self._trainer, name, value)

@@ -28,7 +28,7 @@ class TreeGRPOTrainer(ExplorationTrainer):
        scaled to [-1, 1] in each tree.
 
     With `expansion_width=num_generations`, `max_tree_depth=1`, `node_length=max_completion_length` and
-    `epsilon_high=None`, the parameters are those of GRPO bit for bit, on rewards of +1 and -1 and with
+    `epsilon_high=None`, the parameters equal GRPO's bit for bit, on rewards of +1 and -1 and with
     `scale_rewards="none"`. There is one exception: each prompt is encoded only once, and rounding may change a sampled
     token. Deviations from the paper (all of them are in `docs/methods/tree_grpo.md`):
 

@@ -18,7 +18,7 @@ class TRLState:
     metrics: defaultdict[str, list[Any]]  # metrics of training
     pending_metrics: defaultdict[str, list[Any]]  # values that reward functions log with `log_metric`
     pending_columns: defaultdict[str, list[Any]]  # values that reward functions log with `log_extra`
-    num_tokens_seen: int  # counter behind the metric `num_tokens`
+    num_tokens_seen: int  # counter that the metric `num_tokens` shows
     num_generations: int  # size of a group
     has_entropy_bonus: bool  # True: the loss has an entropy bonus
     has_router_loss: bool  # True: the loss has the router loss of a mixture of experts

@@ -1,1 +1,1 @@
-"""What a completion's reward is worth to the update: advantages, bonuses for rare answers, tempered tokens."""
+"""Credit of completions: other advantages than GRPO's, bonuses for rare answers, Clip-Cov and KL-Cov."""

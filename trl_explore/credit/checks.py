@@ -1,4 +1,4 @@
-"""Fields of credit that do not go together, each refused in one sentence; `args` is any configuration."""
+"""Checks of the configuration's fields of credit. `args` is any configuration."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,11 +8,12 @@ from trl_explore.names import unknown_name
 ADVANTAGES = ("grpo", "maxrl", "passk", "pkpo", "pkpo_loo", "unlikeliness")
 OF_SUBSETS = ("passk", "pkpo", "pkpo_loo")
 SCOPES = ("history", "batch")
-RATIO_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")  # whose tokens are weighed by a ratio that is clipped at both ends
+# Loss types that multiply the advantage of a token by a ratio that is clipped on both sides.
+RATIO_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")
 
 
 def check_advantage(args: Any) -> None:
-    """Whether `advantage` is one, and can be formed from the groups that there are."""
+    """Raise a ValueError if `advantage` is unknown, or cannot be computed or train with the other fields."""
     if args.advantage not in ADVANTAGES:
         raise ValueError(f"`advantage`: {unknown_name('value', str(args.advantage), ADVANTAGES)}")
     if args.advantage != "grpo" and args.multi_objective_aggregation == "normalize_then_sum":
@@ -27,10 +28,17 @@ def check_advantage(args: Any) -> None:
             f"`passk_k={args.passk_k}` is more than the `num_generations={size}` rows of a group: lower it, or raise "
             "`num_generations`."
         )
+    # With one subset of all rows, every row of a group has the mean success of all subsets: no row stands out.
+    if args.advantage == "passk" and args.passk_k == size:
+        raise ValueError(
+            f"`advantage='passk'` with `passk_k={args.passk_k}` and `num_generations={size}` gives every row the "
+            "advantage 0, so nothing is learned: `passk_k` must be smaller than `num_generations`. Lower `passk_k`, "
+            "or raise `num_generations`."
+        )
 
 
 def check_covariance(args: Any) -> None:
-    """Whether `clip_cov` has a range, and `kl_cov` a loss that it can be written into."""
+    """Raise a ValueError if the range of `clip_cov` is empty, or if `kl_cov` does not work with the loss."""
     if args.clip_cov_low >= args.clip_cov_high:
         raise ValueError(
             f"`clip_cov_low={args.clip_cov_low}` must be less than `clip_cov_high={args.clip_cov_high}`: tokens "
@@ -46,12 +54,14 @@ def check_covariance(args: Any) -> None:
             f"{', '.join(RATIO_LOSSES)} and the level to 'token', or use `clip_cov`."
         )
     for name in ("delta", "off_policy_mask_threshold"):
-        if (value := vars(args)[name]) is not None:
+        value = getattr(args, name)
+        if value is not None:
             raise ValueError(f"{field} takes the place of all clipping, `{name}={value}` too: leave one of them out.")
 
 
 def check_updates(args: Any) -> None:
-    """Whether `kl_cov` can act: where the policy is the one that sampled, the penalty has no slope."""
+    """Raise a ValueError if `kl_cov` would do nothing. Its penalty has no gradient before the policy has changed since
+    it sampled, so one update per generation batch is not enough."""
     every = args.steps_per_generation * args.num_iterations
     if args.kl_cov and args.gradient_accumulation_steps % every == 0:
         raise ValueError(
@@ -62,7 +72,7 @@ def check_updates(args: Any) -> None:
 
 
 def check_text_only(args: Any) -> None:
-    """Refuse, for a vision-language model, what looks at text alone."""
+    """Raise a ValueError if a field is set that does not work with vision-language models."""
     in_use = {
         "advantage": args.advantage == "unlikeliness",
         "count_bonus": args.count_bonus > 0,
@@ -70,10 +80,11 @@ def check_text_only(args: Any) -> None:
         "kl_cov": args.kl_cov > 0,
         "dynamic_sampling": args.dynamic_sampling == "refill",
     }
-    refuse(args, (name for name, used in in_use.items() if used), "looks at tokens, and not at a prompt's images")
+    names = [name for name, used in in_use.items() if used]
+    refuse(args, names, "looks at tokens, and not at a prompt's images")
 
 
 def refuse(args: Any, names: Iterable[str], why: str) -> None:
-    """Raise for the first of some fields."""
+    """Raise a ValueError for the first field of `names`, if there is one. `why` completes the sentence about it."""
     for name in names:
-        raise ValueError(f"`{name}={vars(args)[name]!r}` {why}: leave `{name}` out.")
+        raise ValueError(f"`{name}={getattr(args, name)!r}` {why}: leave `{name}` out.")

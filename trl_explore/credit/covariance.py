@@ -1,4 +1,4 @@
-"""Clip-Cov and KL-Cov (https://huggingface.co/papers/2505.22617): the few tokens that drive entropy down."""
+"""Clip-Cov and KL-Cov (https://huggingface.co/papers/2505.22617): find the tokens that reduce the entropy most."""
 
 import torch
 
@@ -9,19 +9,36 @@ ROUNDING = 1e-5
 def covariances(
     advantages: torch.Tensor, logprobs: torch.Tensor, *, mean_advantage: float, mean_logprob: float
 ) -> torch.Tensor:
-    """What each token adds to the covariance of advantage and log-probability, of the shape of both."""
+    """Return the contribution of each token to the covariance of advantages and log-probabilities, `(N,)`. All tensors
+    have the same shape."""
     return (advantages - mean_advantage) * (logprobs - mean_logprob)
 
 
 def share_of(fraction: float, num_tokens: int) -> int:
-    """How many tokens a fraction above 0 are: at least one."""
+    """Return `fraction` of `num_tokens`, at least 1."""
     return max(int(fraction * num_tokens), 1)
 
 
 def num_largest(values: list[list[float]], number: int, *, process: int) -> int:
-    """How many of the `number` largest values are a process's: its own largest ones. `values` are each process's,
-    descending; of equal ones, those of the first process come first."""
-    order = sorted((-value, index) for index, own in enumerate(values) for value in own)
+    """
+    Return how many of the `number` largest values of all processes belong to one process.
+
+    Args:
+        values (`list[list[float]]`):
+            Values of each process, in descending order. Of equal values, the value of the first process counts as
+            larger.
+        number (`int`):
+            Number of values to choose from all processes.
+        process (`int`):
+            Index of the process.
+
+    Returns:
+        `int`: Number of chosen values of this process. They are its largest values.
+    """
+    order: list[tuple[float, int]] = []  # negative value and process
+    for index, own in enumerate(values):
+        order.extend((-value, index) for value in own)
+    order.sort()
     return sum(index == process for _, index in order[:number])
 
 
@@ -29,11 +46,11 @@ def with_penalty(
     advantages: torch.Tensor, log_ratios: torch.Tensor, chosen: torch.Tensor, *, coef: float
 ) -> torch.Tensor:
     """
-    Return advantages `(B, T)` that add a penalty at `chosen` tokens.
+    Return advantages `(B, T)` that include a penalty for the `chosen` tokens, a mask `(B, T)`.
 
-    With them, `-ratio * advantage` has the gradient of `-ratio * advantage + coef * |log_ratio|`. A token whose log
-    ratio is within `ROUNDING` of 0 has not moved and gets no penalty: the penalty has a slope of `coef` on either side
-    of 0, so that the sign of a rounding error would decide its direction.
+    With the returned advantages, the loss `-ratio * advantage` has the gradient of
+    `-ratio * advantage + coef * |log_ratio|`. A token whose log ratio is within `ROUNDING` of 0 has not changed and
+    gets no penalty. Otherwise, the sign of a rounding error would decide the direction of its gradient.
     """
     directions = log_ratios.sign().masked_fill(log_ratios.abs() <= ROUNDING, 0.0)
     penalised = advantages - coef * directions * (-log_ratios).exp()

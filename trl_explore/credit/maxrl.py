@@ -1,4 +1,4 @@
-"""MaxRL (https://huggingface.co/papers/2602.02710): a group's deviations over its mean, the gradient of `log p`."""
+"""MaxRL (https://huggingface.co/papers/2602.02710): the gradient of `log p`, where p is the success rate."""
 
 import torch
 
@@ -7,8 +7,16 @@ from trl_explore.rewards.checks import RewardError
 
 
 def maxrl(rewards: torch.Tensor) -> torch.Tensor:
-    """`(r - mean) / mean` of rewards `(P, G)`, at least 0; 0 where the mean is. Rows of NaN count nowhere and get 0.
-    A negative reward is a [`~trl_explore.rewards.checks.RewardError`]: below 0, a mean would turn signs."""
+    """
+    Return the advantages `(r - mean) / mean`, `(P, G)`. They are 0 if the mean of the group is 0.
+
+    Args:
+        rewards (`torch.Tensor`):
+            Rewards of shape `(P, G)`, at least 0. NaN does not count and gets advantage 0.
+
+    Raises:
+        RewardError: If a reward is negative, because a negative mean would change the sign of the advantages.
+    """
     if (rewards < 0).any():
         row = int((rewards < 0).flatten().nonzero()[0])
         raise RewardError(

@@ -1,4 +1,4 @@
-"""Advantages of the main rows as the configuration says: the one part that the trainer asks."""
+"""Advantages of the main rows: the fields of credit of the configuration, applied to a batch."""
 
 import hashlib
 import warnings
@@ -13,7 +13,7 @@ from trl_explore.credit.bonus import centred, novelty, repetition
 from trl_explore.credit.covariance import covariances, num_largest, share_of, with_penalty
 from trl_explore.credit.maxrl import maxrl
 from trl_explore.credit.normalised import equal_groups, normalised
-from trl_explore.credit.subsets import outcomes, pass_at_k, pkpo
+from trl_explore.credit.subsets import outcomes, pass_at_k_advantages, pkpo
 from trl_explore.credit.unlikeliness import discounted
 from trl_explore.rewards.answers import answer_key, completion_text
 from trl_explore.rows.policy import Policy
@@ -23,20 +23,22 @@ from trl_explore.sampling.sampler import without_dropout
 
 
 class Credit:
-    """Gives main rows the advantage, the bonus and the tempered tokens that the configuration asks for, by the rewards
-    that TRL normalised. Rows of further streams keep GRPO's."""
+    """Computes the advantages of the main rows by `advantage`, `count_bonus`, `clip_cov` and `kl_cov`, from the
+    rewards that TRL normalized. Rows of streams keep GRPO's advantages."""
 
     def __init__(self, policy: Policy, scorer: Scorer) -> None:
         self.policy, self.scorer = policy, scorer
-        self.completions: list[Any] = []  # of the main rows of this process as reward functions saw them, `[B]`
-        self.counts: dict[str, Counter[str]] = {}  # of answers by prompt, over all processes
-        # Rows of tokens, and their log-probabilities `(B, T)` under the policy that sampled them.
+        # Completions of this process's main rows, in the form that reward functions get, `[B]`.
+        self.completions: list[Any] = []
+        self.counts: dict[str, Counter[str]] = {}  # numbers of answers by prompt, over all processes
+        # Tokens of completions, `(B, T)`, and their log-probabilities `(B, T)` under the policy that sampled them.
         self._logprobs: tuple[torch.Tensor, torch.Tensor] | None = None
         self._looked_for_answers = False
-        self._in_loss: tuple[RowDict, float] | None = None  # the micro-batch whose loss is computed, and its scale
+        self._in_loss: tuple[RowDict, float] | None = None  # micro-batch whose loss is being computed, and its scale
 
     def assigned(self, output: RowDict, rewards_per_func: torch.Tensor) -> torch.Tensor:
-        """Advantages `(B,)` of the main rows, from the rewards `(N, F)` that TRL's came from; collective."""
+        """Return the advantages `(B,)` of the main rows. `rewards_per_func`, `(N, F)`, are the rewards from which TRL
+        computed its advantages. Every process calls this method."""
         args, advantages = self.policy.args, output["advantages"]
         if args.advantage == "grpo" and not args.count_bonus:
             return advantages
@@ -49,43 +51,53 @@ class Credit:
         return advantages
 
     def _advantages(self, output: RowDict, rewards: torch.Tensor) -> torch.Tensor:
+        """Return the advantages `(P, G)` of all processes from their total rewards `(P, G)`."""
         args = self.policy.args
         if args.advantage == "maxrl":
             return maxrl(rewards)
         if args.advantage == "passk":
             deciding = self.scorer.success().view(rewards.shape)
-            return pass_at_k(outcomes(deciding, threshold=args.success_threshold), k=args.passk_k)
+            return pass_at_k_advantages(outcomes(deciding, threshold=args.success_threshold), k=args.passk_k)
         if args.advantage != "unlikeliness":
             return pkpo(rewards, k=args.passk_k, leave_one_out=args.advantage == "pkpo_loo")
         mask = loss_mask(output)
-        of_rows = (self._old_logprobs(output) * mask).sum(dim=1) / mask.sum(dim=1)  # NaN where nothing is trained
+        # Mean log-probability of each row; NaN for rows without trained tokens.
+        of_rows = (self._old_logprobs(output) * mask).sum(dim=1) / mask.sum(dim=1)
         logprobs = self.policy.ranks.gather(of_rows).view(rewards.shape)
         worth = discounted(rewards, logprobs, beta=args.unlikeliness_beta)
         return normalised(worth, scale=args.scale_rewards).masked_fill(equal_groups(rewards), 0.0)
 
     def _bonus(self, output: RowDict, rewards: torch.Tensor) -> torch.Tensor:
-        """Bonuses `(P, G)`; answers of this batch are counted behind them."""
+        """Return the bonuses `(P, G)` of all processes. Afterwards, add the answers of this batch to `counts`."""
         ranks, args = self.policy.ranks, self.policy.args
         prompts = [_prompt_key(ids) for ids in row_tokens(output)[0]]
         found = [answer_key(completion_text(completion)) for completion in self.completions]
         scored = ~ranks.local(rewards.flatten()).isnan()
-        answers = [None if key is None or not real else str(key) for key, real in zip(found, scored, strict=True)]
+        answers: list[str | None] = []  # None for rows without a reward, too
+        for key, is_scored in zip(found, scored, strict=True):
+            answers.append(str(key) if key is not None and is_scored else None)
         rows, size = ranks.objects(list(zip(prompts, answers, strict=True))), rewards.shape[1]
-        groups = [rows[start : start + size] for start in range(0, len(rows), size)]
-        values, bonuses = [], []
-        for group in groups:
-            own = [answer for _, answer in group]
-            rare = args.count_bonus_scope == "history"
-            of_group = novelty(own, self.counts.get(group[0][0], {})) if rare else repetition(own)
+        num_groups = len(rows) // size
+        values: list[float] = []  # bonuses of rows with an answer, before they are centred
+        bonuses: list[list[float]] = []
+        num_distinct = 0
+        for start in range(0, len(rows), size):
+            prompt, _ = rows[start]
+            own = [answer for _, answer in rows[start : start + size]]
+            if args.count_bonus_scope == "history":
+                of_group = novelty(own, self.counts.get(prompt, {}))
+                bonuses.append(centred(of_group))
+            else:
+                of_group = repetition(own)
+                bonuses.append([value or 0.0 for value in of_group])
             values += [value for value in of_group if value is not None]
-            bonuses.append(centred(of_group) if rare else [value or 0.0 for value in of_group])
+            num_distinct += len({*own} - {None})
         for prompt, answer in rows:
             if answer is not None:
                 self.counts.setdefault(prompt, Counter())[answer] += 1
-        distinct = sum(len({answer for _, answer in group} - {None}) for group in groups)
         self._warn_without_answers(num_scored=int((~rewards.isnan()).sum()), num_answered=len(values))
         self.policy.log_metric("credit/bonus_mean", sum(values) / max(len(values), 1))
-        self.policy.log_metric("credit/distinct_answers", distinct / len(groups))
+        self.policy.log_metric("credit/distinct_answers", num_distinct / num_groups)
         self.policy.log_metric("credit/answered_fraction", len(values) / len(rows))
         return rewards.new_tensor(bonuses)
 
@@ -104,12 +116,14 @@ class Credit:
             )
 
     def _old_logprobs(self, output: RowDict) -> torch.Tensor:
-        """Log-probabilities `(B, T)` under the policy that sampled: TRL's, or else the same pass, as it would run."""
+        """Return the log-probabilities `(B, T)` under the policy that sampled. If TRL did not compute them, compute
+        them in the same way."""
         if "old_per_token_logps" in output:
             return output["old_per_token_logps"]
         if self._logprobs is None or self._logprobs[0] is not output["completion_ids"]:
-            policy, sides = self.policy, ("prompt", "completion")
-            ids, mask = (torch.cat([output[f"{side}_{part}"] for side in sides], dim=1) for part in ("ids", "mask"))
+            policy = self.policy
+            ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
+            mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
             width, size = output["completion_ids"].shape[1], policy.args.per_device_train_batch_size
             with torch.no_grad(), kept_randomness(policy.accelerator.device), without_dropout(policy.model):
                 found = policy.forward(policy.model, ids, mask, width, batch_size=size)[0]
@@ -119,8 +133,8 @@ class Credit:
     # ------------------------------------------------------------------------------------------------- single tokens
 
     def temper(self, output: RowDict) -> None:
-        """Take away the advantage of tokens that drive entropy down (Clip-Cov), or mark them for a penalty (KL-Cov),
-        by their final advantages `(B,)` or `(B, T)`; all processes call it."""
+        """Set the advantage of the tokens that reduce the entropy most to 0 (Clip-Cov), or mark them for a penalty
+        (KL-Cov). `output` has the final advantages, `(B,)` or `(B, T)`. Every process calls this method."""
         args, ranks = self.policy.args, self.policy.ranks
         if not (args.clip_cov or args.kl_cov):
             return
@@ -147,8 +161,9 @@ class Credit:
         self._logprobs = None
 
     def _largest(self, field: str, values: torch.Tensor, candidates: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """Which tokens of this process are among the largest `values` of all candidates, as many as `field` says."""
-        ranks, number = self.policy.ranks, share_of(vars(self.policy.args)[field], num_tokens)
+        """Return the mask of this process's tokens that are among the largest `values` of all candidates, `(tokens,)`.
+        The configuration's `field` is the share of the `num_tokens` tokens of all processes that is chosen."""
+        ranks, number = self.policy.ranks, share_of(getattr(self.policy.args, field), num_tokens)
         places = candidates.nonzero().squeeze(1)
         found, order = values[places].sort(descending=True, stable=True)
         per_process = ranks.objects([found[:number].tolist()])
@@ -159,8 +174,18 @@ class Credit:
 
     @contextmanager
     def loss_of(self, rows: RowDict, *, scale: float) -> Iterator[RowDict]:
-        """Rows for TRL's loss of a main micro-batch, whose advantages and loss are multiplied by `scale`. Where KL-Cov
-        marked tokens they are a copy, which [`penalise`] writes into: what is buffered is trained again."""
+        """
+        Yield the rows for TRL's loss of a micro-batch of main rows.
+
+        If KL-Cov marked tokens, yield a copy, because [`penalise`] writes into the rows. The original rows are trained
+        again in the next iteration, so they must not change.
+
+        Args:
+            rows (`dict`):
+                Rows of the micro-batch.
+            scale (`float`):
+                Factor by which the loss was multiplied already.
+        """
         self._in_loss = ({**rows}, scale) if "kl_cov" in rows else None
         try:
             yield rows if self._in_loss is None else self._in_loss[0]
@@ -168,8 +193,8 @@ class Credit:
             self._in_loss = None
 
     def penalise(self, logprobs: torch.Tensor) -> None:
-        """Log-probabilities `(B, T)` were computed: in the loss of marked rows, which reads advantages only now, the
-        penalty goes into these."""
+        """Add the penalty of KL-Cov to the advantages of the rows that [`loss_of`] yielded. TRL's loss has just
+        computed the log-probabilities `(B, T)`, and has not read the advantages yet."""
         if self._in_loss is None:
             return
         rows, scale = self._in_loss
@@ -180,7 +205,7 @@ class Credit:
     # --------------------------------------------------------------------------------------------------------- state
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds: how often each answer was seen."""
+        """Return the state for a checkpoint: the number of times that each answer was seen, by prompt."""
         return {"counts": {prompt: dict(answers) for prompt, answers in self.counts.items()}}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -189,8 +214,12 @@ class Credit:
 
 
 def _prompt_key(ids: list[int]) -> str:
+    """Return a short key for the tokens of a prompt."""
     return hashlib.blake2b(repr(ids).encode(), digest_size=16).hexdigest()
 
 
 def _wide(advantages: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return advantages.unsqueeze(1).expand(like.shape) if advantages.dim() == 1 else advantages
+    """Return advantages, `(B,)` or `(B, T)`, in the shape `(B, T)` of `like`."""
+    if advantages.dim() == 1:
+        return advantages.unsqueeze(1).expand(like.shape)
+    return advantages

@@ -1,8 +1,8 @@
-"""Credit for the success of `k` attempts together: every row's part in the subsets of its group.
+"""Advantages that train the success of `k` attempts together, computed over all subsets of `k` rows of a group.
 
 [Pass@k training](https://huggingface.co/papers/2508.10751) and [PKPO](https://huggingface.co/papers/2505.15201).
-Groups are `(P, G)`; rows of NaN are in no subset and get 0, and so does a row that no other is left
-beside. Where fewer than `k` rows are left, all of them are the subset.
+Rewards have the shape `(P, G)`. Rows whose reward is NaN are in no subset and get advantage 0. If fewer than `k` rows
+of a group have a reward, these rows are the only subset. If only one row has a reward, it gets advantage 0.
 """
 
 from collections.abc import Callable
@@ -16,8 +16,12 @@ from trl_explore.rewards.success import TOLERANCE, succeeded
 
 
 def outcomes(rewards: torch.Tensor, *, threshold: float | None) -> torch.Tensor:
-    """1 where a row succeeded, 0 where it failed, NaN where that is not known. Without a threshold, rewards must be 0
-    or 1 already: others are a [`~trl_explore.rewards.checks.RewardError`]."""
+    """
+    Return 1 for rows that succeeded, 0 for rows that failed, and NaN if unknown, in the shape of `rewards`.
+
+    Raises:
+        RewardError: If there is no threshold and a reward is neither 0 nor 1.
+    """
     if threshold is None:
         wrong = ((rewards.abs() > TOLERANCE) & ((rewards - 1).abs() > TOLERANCE)).flatten().nonzero()
         if len(wrong):
@@ -32,51 +36,88 @@ def outcomes(rewards: torch.Tensor, *, threshold: float | None) -> torch.Tensor:
 
 
 def solve_rate(num_rows: int, num_right: int, k: int) -> float:
-    """Probability that a subset of `k` rows has a right one."""
+    """Return the probability that a random subset of `k` of `num_rows` rows contains one of the `num_right` right
+    rows."""
     return 1 - comb(num_rows - num_right, k) / comb(num_rows, k)
 
 
-def pass_at_k(successes: torch.Tensor, *, k: int) -> torch.Tensor:
-    """Pass@k training: the mean success of the subsets that a row is in, normalised over all subsets. With `k=1` it is
-    GRPO with the population's deviation. Nothing where fewer than `k` rows are wrong."""
-    return _by_group(successes, k, _pass_at_k)
+def pass_at_k_advantages(successes: torch.Tensor, *, k: int) -> torch.Tensor:
+    """
+    Return the advantages of pass@k training, `(P, G)`.
+
+    A subset of `k` rows succeeds if one of its rows succeeds. The advantage of a row is the mean success of the
+    subsets that contain it, minus the mean success of all subsets, divided by the standard deviation over all subsets.
+    With `k=1`, this is GRPO with the standard deviation of the population. A group with fewer than `k` failures gets
+    0, because all its subsets succeed.
+
+    Args:
+        successes (`torch.Tensor`):
+            1 for rows that succeeded, 0 for rows that failed, NaN if unknown, `(P, G)`.
+        k (`int`):
+            Number of rows of a subset. It must be less than G: with `k=G`, there is one subset and all advantages are
+            0.
+    """
+    return _by_group(successes, k, _pass_at_k_advantages)
 
 
-def _pass_at_k(successes: list[float], k: int) -> list[float]:
+def _pass_at_k_advantages(successes: list[float], k: int) -> list[float]:
     n, right = len(successes), round(sum(successes))
     rate = solve_rate(n, right, k)
-    wrong_rate = 1 - comb(n - right - 1, k - 1) / comb(n - 1, k - 1) if right < n else 1.0
+    wrong_rate = 1.0  # mean success of the subsets that contain a given failure
+    if right < n:
+        wrong_rate = 1 - comb(n - right - 1, k - 1) / comb(n - 1, k - 1)
     spread = sqrt(rate * (1 - rate)) + 1e-6
-    return [((1.0 if success else wrong_rate) - rate) / spread for success in successes]
+    advantages = []
+    for success in successes:
+        own_rate = 1.0 if success else wrong_rate
+        advantages.append((own_rate - rate) / spread)
+    return advantages
 
 
 def pkpo(rewards: torch.Tensor, *, k: int, leave_one_out: bool = False) -> torch.Tensor:
     """
-    PKPO: credit whose sum over rows, each times its score, has the gradient of the expected best of `k` as its mean.
+    Return the advantages of PKPO, `(P, G)`. With them, the policy gradient of a group estimates, without bias, the
+    gradient of the expected largest reward of `k` rows.
 
-    A row's credit is the mean over all subsets of their largest reward, where the row is in, and 0 elsewhere. With
-    `leave_one_out`, what the subset's other rows reach without it is subtracted: the same mean with less variance.
+    The advantage of a row is the sum of the largest rewards of the subsets of `k` rows that contain the row, divided
+    by the number of all subsets. With `leave_one_out`, subtract from each largest reward the largest reward of the
+    subset's other rows. The mean of the gradient stays the same, and its variance decreases.
+
+    Args:
+        rewards (`torch.Tensor`):
+            Rewards of shape `(P, G)`; NaN if unknown.
+        k (`int`):
+            Number of rows of a subset.
+        leave_one_out (`bool`, *optional*, defaults to `False`):
+            If True, use the leave-one-out baseline.
     """
     return _by_group(rewards, k, partial(_pkpo, leave_one_out=leave_one_out))
 
 
 def _pkpo(rewards: list[float], k: int, *, leave_one_out: bool) -> list[float]:
-    # By Pascal's rule equal neighbours have equal credit in either sum, so that the order of ties does not matter.
+    # By Pascal's rule, rows with equal rewards have equal credit, so the order of equal rewards does not matter.
     n = len(rewards)
     order = sorted(range(n), key=rewards.__getitem__)
-    g, credit = [rewards[row] for row in order], [0.0] * n
+    g, credit = [rewards[row] for row in order], [0.0] * n  # `g`: rewards in ascending order
     for i in range(n):
-        if leave_one_out:  # only where it is the best of a subset; the second best is `j`
-            of_best = [(g[i] - g[j]) * comb(j, k - 2) for j in range(i)] if k > 1 else [g[i]]
+        if k == 1:
+            of_best = [g[i]]
+        elif leave_one_out:
+            # Row i counts only if it is the best row of a subset. Row j is the second best one.
+            of_best = [(g[i] - g[j]) * comb(j, k - 2) for j in range(i)]
         else:
-            of_best = [g[i] * comb(i, k - 1), *(g[j] * comb(j - 1, k - 2) for j in range(i + 1, n) if k > 1)]
+            # Subsets whose best row is i, and subsets with row i whose best row is j.
+            of_best = [g[i] * comb(i, k - 1)]
+            of_best.extend(g[j] * comb(j - 1, k - 2) for j in range(i + 1, n))
         credit[order[i]] = sum(of_best) / comb(n, k)
     return credit
 
 
 def _by_group(values: torch.Tensor, k: int, credit: Callable[[list[float], int], list[float]]) -> torch.Tensor:
+    """Return the credit of each group, `(P, G)`, computed from its values that are not NaN."""
     found = torch.zeros_like(values)
     for group, known, into in zip(values, ~values.isnan(), found, strict=True):
-        if (num_rows := int(known.sum())) > 1:
+        num_rows = int(known.sum())
+        if num_rows > 1:
             into[known] = into.new_tensor(credit(group[known].tolist(), min(k, num_rows)))
     return found

@@ -1,12 +1,22 @@
-"""Unlikeliness (https://huggingface.co/papers/2506.02355): rewards of a group's likelier rows are worth less."""
+"""Unlikeliness (https://huggingface.co/papers/2506.02355): reduce the rewards of the more likely rows of a group."""
 
 import torch
 
 
 def discounted(rewards: torch.Tensor, logprobs: torch.Tensor, *, beta: float) -> torch.Tensor:
-    """Rewards `(P, G)` times `1 - beta * rank / G` where they are positive; rank 0 has the least of `logprobs`, a mean
-    over its own tokens, and rows with equal ones share the mean of their ranks. Rows where either is NaN have no rank,
-    and are not counted."""
+    """
+    Return rewards `(P, G)` with positive rewards multiplied by `1 - beta * rank / G`.
+
+    Args:
+        rewards (`torch.Tensor`):
+            Rewards of shape `(P, G)`.
+        logprobs (`torch.Tensor`):
+            Mean log-probability of the tokens of each row, `(P, G)`. The row with the smallest one in a group has rank
+            0. Rows with equal log-probabilities get the mean of their ranks. A row whose reward or log-probability is
+            NaN has no rank, and G does not count it.
+        beta (`float`):
+            Strength of the reduction.
+    """
     known = ~(rewards.isnan() | logprobs.isnan())
     ours, theirs = logprobs.unsqueeze(2), logprobs.masked_fill(~known, torch.nan).unsqueeze(1)
     ranks = (theirs < ours).sum(dim=2) + ((theirs == ours).sum(dim=2) - 1) / 2

@@ -79,7 +79,7 @@ class Branching:
         deciding = self.scorer.success()
         explored = torch.ones_like(deciding, dtype=torch.bool)
         if self.choice is not None:
-            explored = self.choice.explored(deciding)
+            explored = self.choice.mask(deciding)
         is_explored = ranks.local(explored).tolist()
         rewards, of_success = ranks.local(self.scorer.totals()).tolist(), ranks.local(deciding).tolist()
         is_trained = output["completion_mask"].any(dim=1).tolist()

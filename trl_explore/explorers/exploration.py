@@ -111,7 +111,7 @@ class Exploration:
         """Return the mask `(N,)` of the rows to explore. `deciding` are the rewards that decide about success."""
         if self.choice is None:
             return torch.ones_like(deciding, dtype=torch.bool)
-        return self.choice.explored(deciding)
+        return self.choice.mask(deciding)
 
     def _explore_all(
         self, prompt_ids: list[list[int]], examples: list[dict[str, Any]], plain: PlainSampling

@@ -1,1 +1,1 @@
-"""Rows of a batch: what was sampled, what it is worth, and the streams that train it."""
+"""Rows of a batch: their tokens, rewards and advantages, and the streams that train them."""

@@ -1,4 +1,4 @@
-"""Rewards to one number per row, and which rows carry a learning signal."""
+"""Turn the rewards of a row into one number, and find the rows that carry a learning signal."""
 
 import math
 from collections.abc import Sequence
@@ -8,13 +8,15 @@ from trl.trainer.utils import nanstd
 
 
 def combine_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Weighted sum `(N,)` of rewards `(N, F)`, as GRPO forms it; NaN for rows that no reward function scored."""
+    """Return the weighted sum `(N,)` of rewards `(N, F)`, as GRPO computes it. NaN for rows that no function
+    scored."""
     total = (rewards_per_func * weights.to(rewards_per_func.device)).nansum(dim=1)
     return total.masked_fill(rewards_per_func.isnan().all(dim=1), torch.nan)
 
 
 def as_columns(totals: torch.Tensor, rewards_per_func: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Rewards `(N, F)` whose weighted sum is `totals`, `(N,)`: in the column of the largest weight; NaN stays NaN."""
+    """Return rewards `(N, F)` whose weighted sum is `totals`, `(N,)`. The column with the largest weight holds them,
+    and the other columns are 0. A row whose total is NaN is NaN in all columns."""
     weights = weights.to(totals.device)
     column = int(weights.abs().argmax())
     columns = torch.zeros_like(rewards_per_func).masked_fill(totals.isnan().unsqueeze(1), torch.nan)
@@ -30,12 +32,34 @@ def equal_rewards(
     per_function: bool = False,
     tolerance: float = 1e-6,
 ) -> torch.Tensor:
-    """Mask `(N,)` of rows whose group's rewards `(N, F)` are all equal (`per_function`: equal in each function), up to
-    a relative `tolerance`; NaN compares with nothing. Advantages cannot tell: rounding leaves up to 1e-3 there."""
+    """
+    Return the mask of the rows in groups of equal rewards.
+
+    Do not look for such groups by their advantages: rounding leaves advantages of up to 1e-3 there.
+
+    Args:
+        rewards_per_func (`torch.Tensor`):
+            Rewards `(N, F)`, in groups of consecutive rows. NaN is ignored.
+        weights (`torch.Tensor`):
+            Weights of the reward functions, `(F,)`.
+        group_size (`int`):
+            Number of rows per group.
+        per_function (`bool`, *optional*, defaults to `False`):
+            If True, the rewards of each function must be equal. If False, only their weighted sum.
+        tolerance (`float`, *optional*, defaults to `1e-6`):
+            Largest difference that still counts as equal, relative to the size of the rewards.
+
+    Returns:
+        `torch.Tensor`: Boolean mask of shape `(N,)`.
+    """
     terms = rewards_per_func * weights.to(rewards_per_func.device)
-    values = terms if per_function else combine_rewards(rewards_per_func, weights).unsqueeze(1)
-    sizes = terms.abs() if per_function else terms.abs().nansum(dim=1, keepdim=True)
-    values, sizes = (t.view(-1, group_size, t.shape[1]) for t in (values, sizes))
+    if per_function:
+        values, sizes = terms, terms.abs()
+    else:
+        values = combine_rewards(rewards_per_func, weights).unsqueeze(1)
+        sizes = terms.abs().nansum(dim=1, keepdim=True)
+    values = values.view(-1, group_size, values.shape[1])
+    sizes = sizes.view(-1, group_size, sizes.shape[1])
     unknown = values.isnan()
     spread = values.masked_fill(unknown, -torch.inf).amax(dim=1) - values.masked_fill(unknown, torch.inf).amin(dim=1)
     equal = (spread <= tolerance * sizes.nan_to_num().amax(dim=1)).all(dim=1)
@@ -45,16 +69,17 @@ def equal_rewards(
 def success_rewards(
     rewards_per_func: torch.Tensor, weights: torch.Tensor, names: Sequence[str], success_reward: str | None
 ) -> torch.Tensor:
-    """The reward that decides whether a row succeeded, `(N,)` from `(N, F)`: that of the function `success_reward`, or
-    for `None` the weighted sum of all; NaN where it is unknown."""
+    """Return the reward `(N,)` that decides whether a row succeeded, from rewards `(N, F)`. This is the reward of the
+    function `success_reward`, or the weighted sum of all rewards if `success_reward` is None. NaN if it is unknown."""
     if success_reward is None:
         return combine_rewards(rewards_per_func, weights)
     return rewards_per_func[:, list(names).index(success_reward)]
 
 
 def relative_rewards(rewards: Sequence[float], *, scale: str = "group", eps: float = 1e-4) -> list[float]:
-    """Advantages of one group, bit for bit GRPO's: in float32, in TRL's order of operations; `"group"` divides by the
-    sample standard deviation. 0 for NaN, which enters no statistic, and for all if fewer than two have a reward."""
+    """Return the advantages of one group, equal to GRPO's bit for bit: in float32 and in TRL's order of operations.
+    `scale="group"` divides by the sample standard deviation. Rewards of NaN do not count, and their advantage is 0. If
+    fewer than two rows have a reward, all advantages are 0."""
     values = torch.tensor(rewards, dtype=torch.float32)
     advantages = values - values.nanmean()
     if scale == "group":
@@ -63,7 +88,7 @@ def relative_rewards(rewards: Sequence[float], *, scale: str = "group", eps: flo
 
 
 def contrasts(rewards: Sequence[float], *, scale: str = "group") -> list[float]:
-    """As [`relative_rewards`], and exactly 0 where all rewards are equal: rounding would leave up to 1e-3."""
+    """Return [`relative_rewards`], or exactly 0 if all rewards are equal: rounding would leave up to 1e-3."""
     known = [reward for reward in rewards if not math.isnan(reward)] or [0.0]
     if max(known) - min(known) <= 1e-6 * max(map(abs, known)):
         return [0.0] * len(rewards)
@@ -71,6 +96,9 @@ def contrasts(rewards: Sequence[float], *, scale: str = "group") -> list[float]:
 
 
 def has_signal(advantages: torch.Tensor, *, tolerance: float = 1e-8) -> torch.Tensor:
-    """Mask `(B,)` of rows that can move the policy: an advantage, `(B,)` or `(B, T)`, exceeds `tolerance` in size."""
+    """Return the mask `(B,)` of rows that can change the policy. A row can if the absolute value of any of its
+    advantages, `(B,)` or `(B, T)`, exceeds `tolerance`."""
     nonzero = advantages.abs() > tolerance
-    return nonzero if nonzero.dim() == 1 else nonzero.any(dim=1)
+    if nonzero.dim() == 2:
+        nonzero = nonzero.any(dim=1)
+    return nonzero

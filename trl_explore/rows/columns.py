@@ -40,7 +40,7 @@ def check_prompts(data: Dataset) -> None:
     Check that a data set has rows, and that they have a column `prompt`.
 
     Raises:
-        ValueError: Naming what the data set has, and the line that gives it the column.
+        ValueError: If not. The message names the columns and a line of code that renames one.
     """
     columns = row_columns(data) or []
     found = f"dataset must have rows and a column `prompt`, got {len(data)} rows with {columns}"
@@ -51,6 +51,9 @@ def check_prompts(data: Dataset) -> None:
 
 
 def prompts_of(data: Dataset, most: int) -> list[Any]:
-    """Return the prompts of the first `most` rows, as they are when the rows are read."""
+    """Return the prompts of the first `most` rows. Read the rows, because a transform may make the prompts."""
     size, step = min(most, len(data)), 1000
-    return [prompt for start in range(0, size, step) for prompt in data[start : min(start + step, size)]["prompt"]]
+    prompts: list[Any] = []
+    for start in range(0, size, step):
+        prompts.extend(data[start : min(start + step, size)]["prompt"])
+    return prompts

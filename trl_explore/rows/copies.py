@@ -11,7 +11,7 @@ CONSTANTS = (str, bytes, int, float, complex, bool, type(None))
 
 def own_copy(value: Any, memo: dict[int, Any] | None = None) -> Any:
     """
-    Copy a value, and the lists and dictionaries inside of it.
+    Copy a value, including the lists and dictionaries that it contains.
 
     Images are shared: they are large, and reward functions only read them. Objects that cannot be copied, such as
     decoders of videos, are shared too, with one warning per type.

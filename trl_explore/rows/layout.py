@@ -1,9 +1,10 @@
-"""Rows that share prefixes, as one sequence in which every shared token stands once.
+"""Pack rows that share prefixes into one sequence that contains every shared token once.
 
-The rows of a micro-batch are a trie: completions of one prompt share the prompt, branches of one pivot share what
-precedes it. Its segments (runs of tokens without a branching) stand one after the other in depth-first order, so that
-the descendants of a segment follow it without a gap. A token then sees an earlier one exactly if it stands before the
-end of that one's descendants; `packing/attention.py` computes attention from this alone.
+The rows of a micro-batch form a trie: completions of one prompt share the prompt, and branches of one pivot share all
+tokens before the pivot. A segment is a run of tokens of the trie without a branching. The sequence contains the
+segments in depth-first order, so all descendants of a segment follow it directly. A token attends to an earlier token
+if and only if it is one of the descendants of the earlier token's segment, or in that segment. `packing/attention.py`
+computes attention from this order alone.
 """
 
 import math
@@ -15,30 +16,30 @@ from typing import Any
 import numpy as np
 import torch
 
-MIN_SAVED = 16  # tokens; a shared segment that saves fewer costs more by the attention calls that it adds
+MIN_SAVED = 16  # tokens; sharing fewer tokens saves less time than the additional attention call costs
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of tokens of the trie without a branching, at the packed positions `start` to `stop`."""
+    """A run of tokens of the trie without a branching, at packed positions `start` to `stop`."""
 
     start: int
-    stop: int  # after its last token
-    end: int  # after the last of its descendants, which stand between `stop` and here
-    depth: int  # place of its first token in the rows that hold it
-    parent: int  # segment that it continues; -1 at the start of a row
+    stop: int  # position after the last token of this segment
+    end: int  # position after the last token of its descendants, which are at positions `stop` to `end`
+    depth: int  # position of its first token in the rows that contain it
+    parent: int  # index of the segment that it continues; -1 at the start of a row
 
 
 @dataclass(frozen=True)
 class Trie:
-    """Rows without their repetitions."""
+    """Rows as segments, each shared segment once."""
 
     segments: list[Segment]  # in depth-first order; parents come first
     tokens: list[int]  # `[S]`
-    leaves: list[int]  # the segment in which each row ends, `[B]`; -1 for empty rows
+    leaves: list[int]  # index of the segment in which each row ends, `[B]`; -1 for empty rows
 
     def chain(self, index: int) -> list[Segment]:
-        """All segments from the start of the row to this one, which is the last."""
+        """Return all segments from the start of a row to the segment `index`."""
         chain = []
         while index >= 0:
             chain.append(self.segments[index])
@@ -46,54 +47,69 @@ class Trie:
         return chain[::-1]
 
     def positions(self, row: int) -> torch.Tensor:
-        """Packed positions `(L,)` of the tokens of a row that is not empty."""
+        """Return the packed positions `(L,)` of the tokens of a row. The row must not be empty."""
         return torch.cat([torch.arange(segment.start, segment.stop) for segment in self.chain(self.leaves[row])])
 
 
 @dataclass
 class PackedRows:
-    """Rows as one sequence of S tokens, and where to read off what the model says about their completions."""
+    """Rows as one sequence of S tokens, with the positions whose outputs predict completion tokens."""
 
     trie: Trie
     input_ids: torch.Tensor  # `(1, S)`
-    position_ids: torch.Tensor  # place of each token in the rows that hold it, `(1, S)`
-    scored: torch.Tensor  # packed positions that predict a completion's token, `(N,)`; the first stands for padding
-    labels: torch.Tensor  # what they predict, `(1, N)`; the first is -100
-    index: torch.Tensor  # place of each completion token in `scored`, `(B, T)`; 0 on padding
-    num_tokens: int  # of all rows, without padding
-    num_unique: int  # of the sequence, without padding
-    block_masks: dict[int | None, Any] = field(default_factory=dict)  # of FlexAttention, by window
+    position_ids: torch.Tensor  # position of each token in the rows that contain it, `(1, S)`
+    scored: torch.Tensor  # packed positions that predict a completion token, `(N,)`; the first is for padding
+    labels: torch.Tensor  # tokens that these positions predict, `(1, N)`; the first is -100
+    index: torch.Tensor  # index of each completion token in `scored`, `(B, T)`; 0 on padding
+    num_tokens: int  # number of tokens of all rows, without padding
+    num_unique: int  # number of tokens of the sequence, without padding
+    block_masks: dict[int | None, Any] = field(default_factory=dict)  # FlexAttention's masks, by window
 
     @property
     def token_ratio(self) -> float:
-        """How many times more tokens the rows have than are computed; 0 without a row."""
+        """Return the number of tokens of the rows per token of the sequence. 0 without rows."""
         return self.num_tokens / max(self.num_unique, 1)
 
     def unpack(self, values: torch.Tensor) -> torch.Tensor:
-        """Values `(1, N)` of scored positions as those of the rows, `(B, T)`."""
+        """Return values `(1, N)` of scored positions per completion token, `(B, T)`."""
         return values[0][self.index]
 
 
 def computed_tokens(
     prompt_ids: torch.Tensor, prompt_mask: torch.Tensor, completion_ids: torch.Tensor, completion_mask: torch.Tensor
 ) -> list[list[int]]:
-    """Tokens of rows that a model has to see, `[B][L_i]`: all but padding and last ones, which predict nothing that is
-    asked; none for rows without a token in `completion_mask`. Prompts are padded left, completions right."""
+    """Return the tokens of each row that the model must process, `[B][L_i]`: all except padding and the last token,
+    after which no token is predicted. Rows without completion tokens are empty. Prompts are padded on the left,
+    completions on the right."""
     ids = torch.cat([prompt_ids, completion_ids], dim=1).cpu()
     mask = torch.cat([prompt_mask, completion_mask], dim=1).bool().cpu()
-    asked = completion_mask.any(dim=1).tolist()
-    return [row[real].tolist()[:-1] if any_ else [] for row, real, any_ in zip(ids, mask, asked, strict=True)]
+    has_completion = completion_mask.any(dim=1).tolist()
+    rows = []
+    for row, real, computed in zip(ids, mask, has_completion, strict=True):
+        rows.append(row[real].tolist()[:-1] if computed else [])
+    return rows
 
 
 def build_trie(rows: list[list[int]], *, min_saved: int = MIN_SAVED) -> Trie:
-    """Share what rows `[B][L_i]` have in common at their starts; rows may be empty, repeat, or be the start of
-    another. A segment that would save fewer than `min_saved` tokens is repeated instead."""
+    """
+    Build the trie of rows, in which rows share their common prefixes.
+
+    Args:
+        rows (`list[list[int]]`):
+            Tokens of the rows, `[B][L_i]`. Rows may be empty, equal, or a prefix of another row.
+        min_saved (`int`, *optional*):
+            Least number of tokens that a shared segment saves. Shorter common prefixes are repeated.
+
+    Returns:
+        [`Trie`]: The trie.
+    """
     arrays = [np.array(row, dtype=np.int64) for row in rows]
     order = sorted((i for i, row in enumerate(rows) if row), key=rows.__getitem__)
     starts: list[tuple[int, int, int, int]] = []  # start, stop, depth, parent
     tokens: list[int] = []
     leaves = [-1] * len(rows)
-    todo = [(order, 0, 0, -1)] if order else []  # rows in order, first token not yet placed, tokens in common, parent
+    # Sorted rows, number of tokens placed, number of tokens known to be common, parent segment.
+    todo = [(order, 0, 0, -1)] if order else []
     while todo:
         group, placed, common, parent = todo.pop()
         first, last = arrays[group[0]], arrays[group[-1]]
@@ -121,9 +137,12 @@ def build_trie(rows: list[list[int]], *, min_saved: int = MIN_SAVED) -> Trie:
 
 
 def _common_length(first: np.ndarray, last: np.ndarray, *, start: int) -> int:
+    """Return the length of the common prefix of two rows, of which `start` tokens are known to be equal."""
     length = min(len(first), len(last))
     different = np.flatnonzero(first[start:length] != last[start:length])
-    return start + int(different[0]) if len(different) else length
+    if len(different):
+        return start + int(different[0])
+    return length
 
 
 def pack_rows(
@@ -135,23 +154,42 @@ def pack_rows(
     min_saved: int = MIN_SAVED,
     block: int | None = None,
 ) -> PackedRows:
-    """Lay the [`computed_tokens`] of rows out, what they share once; `block` pads S to a [`bucket`] with tokens that
-    no row sees. Without a row, the sequence is padding."""
+    """
+    Pack the [`computed_tokens`] of rows into one sequence that contains shared prefixes once.
+
+    Args:
+        prompt_ids (`torch.Tensor`):
+            Prompts, padded on the left, `(B, P)`.
+        prompt_mask (`torch.Tensor`):
+            1 on the tokens of the prompts, `(B, P)`.
+        completion_ids (`torch.Tensor`):
+            Completions, padded on the right, `(B, T)`.
+        completion_mask (`torch.Tensor`):
+            1 on the tokens of the completions, `(B, T)`.
+        min_saved (`int`, *optional*):
+            Least number of tokens that a shared segment saves.
+        block (`int`, *optional*):
+            Pad the sequence to a [`bucket`] of this block size. No row sees the padding.
+
+    Returns:
+        [`PackedRows`]: The sequence. Without rows, it contains one token of padding (with `block`, a bucket).
+    """
     rows = computed_tokens(prompt_ids, prompt_mask, completion_ids, completion_mask)
     lengths = completion_mask.sum(dim=1).tolist()
     trie = build_trie(rows, min_saved=min_saved)
     num_unique = len(trie.tokens)
-    trie = _padded(trie, bucket(num_unique, block) if block else max(num_unique, 1))
+    size = bucket(num_unique, block) if block else max(num_unique, 1)
+    trie = _padded(trie, size)
 
-    # A position and the token that it predicts, as one number; equal pairs are scored once.
+    # A position and the token that it predicts, as one number. Equal pairs are scored once.
     vocab = int(completion_ids.max()) + 1 if len(rows) else 1
     pairs = torch.full(completion_ids.shape, -1)  # (B, T)
     for i, length in enumerate(lengths):
         if length:
             columns = completion_mask[i].cpu().bool()
             pairs[i, columns] = trie.positions(i)[-length:] * vocab + completion_ids[i].cpu()[columns]
-    nothing = pairs.new_tensor([-1])
-    scored, places = torch.cat([nothing, pairs.flatten()]).unique(return_inverse=True)
+    padding = pairs.new_tensor([-1])
+    scored, places = torch.cat([padding, pairs.flatten()]).unique(return_inverse=True)
     depths = torch.cat([torch.arange(s.stop - s.start) + s.depth for s in trie.segments])
 
     device = prompt_ids.device
@@ -168,15 +206,20 @@ def pack_rows(
 
 
 def bucket(length: int, block: int) -> int:
-    """The next of few lengths, in whole blocks: up to 16 any number of them, then eight steps to every doubling, which
-    add less than an eighth. Two at least: torch compiles a dimension of size 1 by itself."""
+    """
+    Round a length up to one of a few lengths, so that torch compiles for few shapes.
+
+    The result is a multiple of `block`: up to 16 blocks any number, and above that eight lengths per doubling, so that
+    padding adds less than an eighth. It is at least two blocks, because torch compiles a dimension of size 1
+    separately.
+    """
     blocks = max(math.ceil(length / block), 2)
     step = max(2 ** (blocks.bit_length() - 1) // 8, 1)
     return math.ceil(blocks / step) * step * block
 
 
 def _padded(trie: Trie, size: int) -> Trie:
-    """With a segment more that belongs to no row, where there are fewer tokens than `size`."""
+    """Return the trie padded to `size` tokens by a segment that belongs to no row."""
     start = len(trie.tokens)
     if start == size:
         return trie
@@ -185,8 +228,22 @@ def _padded(trie: Trie, size: int) -> Trie:
 
 
 def group_rows(prompts: list[list[int]], completions: list[list[int]], *, num_batches: int) -> list[int]:
-    """Order of rows so that `num_batches` equal micro-batches (a divisor of B) share much and cost about the same.
-    Rows of a prompt go to one while there is room; micro-batches keep the order of their first rows."""
+    """
+    Return an order of rows in which micro-batches share many tokens and cost about the same.
+
+    Rows of one prompt go to the same micro-batch while it has room. Micro-batches are sorted by their smallest row.
+
+    Args:
+        prompts (`list[list[int]]`):
+            Tokens of the prompts, `[B][P_i]`.
+        completions (`list[list[int]]`):
+            Tokens of the completions, `[B][T_i]`.
+        num_batches (`int`):
+            Number of micro-batches of equal size, a divisor of B.
+
+    Returns:
+        `list[int]`: Row numbers, one micro-batch after another, `[B]`.
+    """
     capacity = len(prompts) // num_batches
     rows = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
     order = sorted(range(len(rows)), key=lambda i: (prompts[i], completions[i]))
@@ -198,16 +255,23 @@ def group_rows(prompts: list[list[int]], completions: list[list[int]], *, num_ba
         while tree:
             room = [capacity - len(batch) for batch in batches]
             takes = [b for b in range(num_batches) if room[b] >= len(tree)]
-            b = min(takes, key=costs.__getitem__) if takes else max(range(num_batches), key=room.__getitem__)
+            if takes:
+                b = min(takes, key=costs.__getitem__)
+            else:
+                b = max(range(num_batches), key=room.__getitem__)
             part, tree = tree[: room[b]], tree[room[b] :]
             batches[b].extend(part)
             costs[b] += _num_unique(rows, part)
-    return [i for batch in sorted(batches, key=min) for i in batch]
+    ordered: list[int] = []
+    for batch in sorted(batches, key=min):
+        ordered.extend(batch)
+    return ordered
 
 
 def split_rows(rows: list[list[int]], *, budget: int, min_saved: int = MIN_SAVED) -> list[list[int]]:
-    """Rows `[B][L_i]`, some empty, as packs whose tries have at most `budget` tokens: all are one if that fits, else
-    sorted rows fill one after the other. ValueError if a row does not fit by itself."""
+    """Split rows `[B][L_i]` into packs whose tries have at most `budget` tokens. Return the row numbers of each pack.
+    If all rows fit, they are one pack. Otherwise, fill the packs with sorted rows one after another. Raise a
+    ValueError if a single row does not fit."""
     check_fits(max(map(len, rows), default=0), budget)
     if _num_unique(rows, range(len(rows)), min_saved) <= budget:
         return [list(range(len(rows)))]
@@ -220,7 +284,7 @@ def split_rows(rows: list[list[int]], *, budget: int, min_saved: int = MIN_SAVED
 
 
 def check_fits(longest: int, budget: int) -> None:
-    """ValueError if a row alone exceeds the budget."""
+    """Raise a ValueError if the longest row exceeds the budget."""
     if longest > budget:
         raise ValueError(
             f"`packed_token_budget={budget}` cannot hold a row of {longest} tokens (prompt and completion): set it to "
@@ -229,4 +293,5 @@ def check_fits(longest: int, budget: int) -> None:
 
 
 def _num_unique(rows: list[list[int]], part: Iterable[int], min_saved: int = MIN_SAVED) -> int:
+    """Return the number of tokens of the trie of the rows `part`."""
     return len(build_trie([rows[i] for i in part], min_saved=min_saved).tokens)

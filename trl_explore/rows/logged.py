@@ -43,24 +43,38 @@ class LoggedColumns:
         number = sum(self.asked)
         found: dict[str, list[Any]] = {}
         unplaced: dict[str, int] = {}
-        names = dict.fromkeys(name for row in self.known for name in row)
-        for column in [*names, *(name for name in self._values if name not in names)]:
-            logged = _of_rows(list(self._values[column].values()), number) if column in self._values else []
+        names: dict[str, None] = {}  # in order, columns of known rows first
+        for row in self.known:
+            names.update(dict.fromkeys(row))
+        names.update(dict.fromkeys(self._values))
+        for column in names:
+            logged: list[Any] | None = []
+            if column in self._values:
+                logged = _of_rows(list(self._values[column].values()), number)
             if logged is None:
                 unplaced[column] = sum(map(len, self._values[column].values()))
                 logged = []
-            values = iter(logged)
-            found[column] = [
-                next(values, None) if asked else row.get(column)
-                for asked, row in zip(self.asked, self.known, strict=True)
-            ]
+            found[column] = self._one_per_row(column, logged)
         return found, unplaced
+
+    def _one_per_row(self, column: str, logged: list[Any]) -> list[Any]:
+        """Return the values of a column, `[B]`: the new values of the rows that were asked about, and the known values
+        of the other rows."""
+        values = iter(logged)
+        found = []
+        for asked, row in zip(self.asked, self.known, strict=True):
+            found.append(next(values, None) if asked else row.get(column))
+        return found
 
 
 def _of_rows(by_function: list[list[Any]], number: int) -> list[Any] | None:
     """Return one value for each of `number` rows, or None if the values do not tell which rows they belong to."""
     whole = [values for values in by_function if values and len(values) % number == 0]
     if whole:
-        return whole[-1][-number:]  # a function that logs a column twice means the second time
-    together = [value for values in by_function for value in values]
-    return together if len(together) in (0, number) else None
+        return whole[-1][-number:]  # if a function logs a column twice, the second time counts
+    together: list[Any] = []
+    for values in by_function:
+        together.extend(values)
+    if len(together) not in (0, number):
+        return None
+    return together

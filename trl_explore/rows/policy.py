@@ -118,4 +118,6 @@ class Policy(Protocol):
 def tokenizer_of(trainer: Any) -> Any:
     """Return the tokenizer of a trainer; with images, the tokenizer of its processor."""
     processing = trainer.processing_class
-    return processing.tokenizer if isinstance(processing, ProcessorMixin) else processing
+    if isinstance(processing, ProcessorMixin):
+        return processing.tokenizer
+    return processing

@@ -1,9 +1,9 @@
-"""The completions table in a terminal: a line of numbers for every row, and below it prompt and completion in full."""
+"""Print the completions table in a terminal: a line of numbers per row, and below it the prompt and the completion."""
 
 import json
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,81 +15,95 @@ from trl.trainer import grpo_trainer
 
 from trl_explore.visible_text import visible_text
 
-SHARED = "prefix_characters"  # the column that says where the trained part of a completion begins
+SHARED = "prefix_characters"  # column with the number of characters before the trained part of a completion
 INDENT = 2
 
 
 @contextmanager
 def printed_visibly() -> Iterator[None]:
-    """TRL prints a table of narrow columns, as the model wrote it; a terminal would obey what looks like a command to
-    it. The files and the trackers keep the text as it is."""
+    """
+    Replace TRL's function that prints completions by [`print_rows`] inside the block.
+
+    TRL prints narrow columns, and it prints control characters that a model wrote, which a terminal would obey. Files
+    and trackers still get the text unchanged.
+    """
     before = grpo_trainer.print_prompt_completions_sample
-    vars(grpo_trainer)["print_prompt_completions_sample"] = print_rows
+    grpo_trainer.print_prompt_completions_sample = print_rows
     try:
         yield
     finally:
-        vars(grpo_trainer)["print_prompt_completions_sample"] = before
+        grpo_trainer.print_prompt_completions_sample = before
 
 
 def print_rows(
     prompts: Sequence[Any],
     completions: Sequence[Any],
-    rewards: dict[str, Sequence[float]],
+    rewards: Mapping[str, Sequence[float]],
     advantages: Sequence[float] | None,
     step: int,
     num_samples: int | None = None,
-    extra: dict[str, Sequence[Any]] | None = None,
+    extra: Mapping[str, Sequence[Any]] | None = None,
 ) -> None:
     """
-    Prints rows as TRL's `print_prompt_completions_sample` does, readable in 80 columns.
+    Print rows in place of TRL's `print_prompt_completions_sample`, readable in 80 columns.
 
     Args:
         prompts (`Sequence`):
             Texts or conversations.
         completions (`Sequence`):
-            Texts or conversations. Of a text, the first `extra["prefix_characters"]` are dim: shared, not trained.
-        rewards (`dict[str, Sequence[float]]`):
-            Rewards by the name of their function.
+            Texts or conversations. The first `extra["prefix_characters"]` characters of a completion are dim, because
+            they are a shared prefix that is not trained.
+        rewards (`Mapping[str, Sequence[float]]`):
+            Rewards by the name of the reward function.
         advantages (`Sequence[float]`, *optional*):
             Advantages.
         step (`int`):
             The training step.
         num_samples (`int`, *optional*):
-            How many rows, drawn at random, are printed. None for all.
-        extra (`dict[str, Sequence]`, *optional*):
+            Number of rows to print, chosen at random. None for all.
+        extra (`Mapping[str, Sequence]`, *optional*):
             Further columns.
     """
-    console, extra, rows = Console(), extra or {}, range(len(prompts))
+    console, rows = Console(), range(len(prompts))
+    columns = dict(extra or {})
+    prefix_characters = columns.pop(SHARED, None)
     chosen: Sequence[int] = rows
     if num_samples is not None and num_samples < len(rows):
         if num_samples <= 0:
             return
-        chosen = random.sample(rows, num_samples)  # as upstream: the draw moves the global generator
+        chosen = random.sample(
+            rows, num_samples
+        )  # like TRL, use the global generator, so that later samples stay the same
     console.print(Rule(Text(f"Step {step}", style="bold")))
     for row in chosen:
-        told = {"row": row, **{name: values[row] for name, values in extra.items() if name != SHARED}}
+        fields = {"row": row, **{name: values[row] for name, values in columns.items()}}
         numbers = {name: float(values[row]) for name, values in rewards.items()}
         if advantages is not None:
             numbers["advantage"] = float(advantages[row])
-        console.print(_numbers(told, numbers))
-        shared = extra[SHARED][row] if SHARED in extra else None
-        for text, style in ((_said(prompts[row]), "yellow"), (_said(completions[row], shared), "green")):
+        console.print(_numbers(fields, numbers))
+        shared = None if prefix_characters is None else prefix_characters[row]
+        for text, style in ((_as_text(prompts[row]), "yellow"), (_as_text(completions[row], shared), "green")):
             text.style = style
             console.print(Padding(text, (0, 0, 0, INDENT)))
         console.print()
 
 
-def _numbers(told: dict[str, Any], numbers: dict[str, float]) -> Text:
-    """Everything that is known of a row, apart from its texts."""
+def _numbers(fields: dict[str, Any], numbers: dict[str, float]) -> Text:
+    """Return the line with the fields of a row that have a value, and with its rewards and advantage (`numbers`)."""
     line = Text(style="bold")
-    known = {name: value for name, value in told.items() if not _missing(value)}
+    known = {name: value for name, value in fields.items() if not _missing(value)}
     for name, value in {**known, **numbers}.items():
-        shown = f"{value:.4g}" if isinstance(value, float) else _plain(value)
+        style = ""
         if name in numbers:
-            shown = f"{value:.2f}"
-        line.append(" · " if line.plain else "")
+            shown, style = f"{value:.2f}", "cyan"
+        elif isinstance(value, float):
+            shown = f"{value:.4g}"
+        else:
+            shown = _plain(value)
+        if line.plain:
+            line.append(" · ")
         line.append(f"{visible_text(name)} ", style="not bold")
-        line.append(shown, style="cyan" if name in numbers else "")
+        line.append(shown, style=style)
     return line
 
 
@@ -97,38 +111,55 @@ def _missing(value: Any) -> bool:
     return value is None or isinstance(value, float) and math.isnan(value)
 
 
+def _is_conversation(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(message, dict) for message in value)
+
+
 def _plain(value: Any) -> str:
-    if isinstance(value, list) and all(isinstance(message, dict) for message in value) and value:
-        return _said(value).plain
+    if value and _is_conversation(value):
+        return _as_text(value).plain
     return visible_text(str(value))
 
 
-def _said(entry: Any, shared: float | None = None) -> Text:
-    """A text, or the messages of a conversation under their roles. The first `shared` characters of a text, or of the
-    first message, are dim."""
+def _as_text(entry: Any, shared: float | None = None) -> Text:
+    """Return a text, or the messages of a conversation with their roles. The first `shared` characters of the text, or
+    of the first message, are dim."""
     cut = 0 if shared is None or _missing(shared) else int(shared)
-    if not (isinstance(entry, list) and all(isinstance(message, dict) for message in entry)):
+    if not _is_conversation(entry):
         text = str(entry)
         return Text.assemble((visible_text(text[:cut]), "dim"), visible_text(text[cut:]))
-    said = Text()
+    shown = Text()
     for number, message in enumerate(entry):
-        said.append("\n" if number else "")
-        said.append(f"{visible_text(str(message.get('role', ''))).upper()} ", style="bold red")
+        if number:
+            shown.append("\n")
+        shown.append(f"{visible_text(str(message.get('role', ''))).upper()} ", style="bold red")
         thoughts = message.get("reasoning_content") or message.get("thinking")
         if thoughts:
-            said.append(f"{visible_text(thoughts)}\n", style="italic dim")
-        content = message.get("content")
-        for part in content if isinstance(content, list) else [{"type": "text", "text": content or ""}]:
-            text = part["text"] if part.get("type") == "text" else f"[{part.get('type')}]".upper()
-            said.append(visible_text(text[:cut]), style="dim")
-            said.append(visible_text(text[cut:]))
+            shown.append(f"{visible_text(thoughts)}\n", style="italic dim")
+        for text in _parts_of(message.get("content")):
+            shown.append(visible_text(text[:cut]), style="dim")
+            shown.append(visible_text(text[cut:]))
             cut = 0
-        said.append(", ".join(_call(call.get("function", {})) for call in message.get("tool_calls") or []))
-    return said
+        calls = message.get("tool_calls") or []
+        shown.append(", ".join(_call(call.get("function", {})) for call in calls))
+    return shown
+
+
+def _parts_of(content: Any) -> list[str]:
+    """Return the texts of a message's content. Another part, such as an image, is its type in brackets."""
+    if not isinstance(content, list):
+        return [content or ""]
+    texts = []
+    for part in content:
+        if part.get("type") == "text":
+            texts.append(part["text"])
+        else:
+            texts.append(f"[{part.get('type')}]".upper())
+    return texts
 
 
 def _call(function: dict[str, Any]) -> str:
-    """A tool call, whose arguments may be JSON."""
+    """Return a tool call as `name(argument=value)`. Its arguments are a dictionary or JSON text."""
     given = function.get("arguments", {})
     arguments = json.loads(given) if isinstance(given, str) else given
     shown = ", ".join(f"{visible_text(str(name))}={visible_text(repr(_visible(v)))}" for name, v in arguments.items())
@@ -136,4 +167,6 @@ def _call(function: dict[str, Any]) -> str:
 
 
 def _visible(value: Any) -> Any:
-    return visible_text(value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return visible_text(value)
+    return value

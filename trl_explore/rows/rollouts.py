@@ -1,4 +1,4 @@
-"""What a method samples: continuations of token prefixes, and rows (prompt, completion, loss mask) made of them.
+"""Continuations of token prefixes, and training rows (prompt, completion, loss mask) made of continuations.
 
 Dimension letters used throughout the package: P prompts, G generations per prompt, B = P·G rows on this process,
 N rows over all processes, R sampling requests, K siblings, T completion tokens, F reward functions.
@@ -6,7 +6,7 @@ N rows over all processes, R sampling requests, K siblings, T completion tokens,
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from trl_explore.rows.copies import own_copy
 
@@ -15,35 +15,26 @@ from trl_explore.rows.copies import own_copy
 class Continuation:
     """Tokens sampled after a prefix."""
 
-    token_ids: list[int]  # with the end-of-sequence token, where one was sampled; never empty
-    logprobs: list[float | None] | None = None  # under the sampler; `None` where the backend reports none
-    finished: bool = True  # by an end-of-sequence token, not by the end of its budget
-    entropies: list[float] | None = None  # of the distribution that each token was drawn from, in nats
+    token_ids: list[int]  # including a sampled end-of-sequence token; never empty
+    logprobs: list[float | None] | None = None  # under the sampling policy; None if the backend reports none
+    finished: bool = True  # True: an end-of-sequence token was sampled; False: the token budget ended
+    entropies: list[float] | None = None  # of the distribution that each token was sampled from, in nats
 
 
 @dataclass(frozen=True)
 class Part:
-    """Place of a row's new tokens in its completion, for options that count from the start of a completion."""
+    """Position of a row's new tokens in its completion, for options that count from the start of a completion."""
 
-    begun: int = 0  # tokens of the completion that the prefix ends with
-    limit: int | None = None  # most tokens of the whole completion; None: those of the call
-
-
-class Sampler(Protocol):
-    """The one way a method asks the policy for tokens: all prefixes of a stage in one call."""
-
-    def __call__(
-        self, prefixes: list[list[int]], num_samples: int | Sequence[int], max_new_tokens: int | Sequence[int]
-    ) -> list[list[Continuation]]:
-        """Continuations `[R][num_samples_i]` of prefixes `[R][T_i]` (prompt and partial completion), each of at most
-        `max_new_tokens` new tokens."""
-        ...
+    begun: int = 0  # number of completion tokens at the end of the prefix
+    limit: int | None = None  # most tokens of the whole completion; None: `begun` plus the new tokens of the call
 
 
 def per_request(value: int | Sequence[int], num_requests: int, *, name: str) -> list[int]:
-    """One number for all of a call's requests, or one for each, as a list. ValueError, which calls it `name`, if the
-    counts differ or a number is smaller than 1."""
-    values = [value] * num_requests if isinstance(value, int) else list(value)
+    """Return one number per sampling request, `[R]`. `value` is one number for all requests, or one number per
+    request. Raise a ValueError that names the argument `name` if the counts differ or a number is less than 1."""
+    if isinstance(value, int):
+        value = [value] * num_requests
+    values = list(value)
     if len(values) != num_requests:
         raise ValueError(f"`{name}` has {len(values)} entries for {num_requests} prefixes; pass one per prefix.")
     if any(v < 1 for v in values):
@@ -53,30 +44,32 @@ def per_request(value: int | Sequence[int], num_requests: int, *, name: str) -> 
 
 @dataclass
 class Rollout:
-    """Completions sampled for the prompts of a batch, exactly one per row."""
+    """Sampled completions of a batch, one per row."""
 
     completion_ids: list[list[int]]  # `[B][T_i]`
-    logprobs: list[list[float | None]] | None = None  # under the sampler, `[B][T_i]`
-    loss_mask: list[list[int]] | None = None  # 1 trained, 0 only conditions, `[B][T_i]`; all are trained by default
-    known_rewards: list[list[float]] | None = None  # `[B][F]` where scored while sampling; no row is scored twice
-    extra: Sequence[Mapping[str, Any]] | None = None  # what the reward functions logged then, by column, `[B]`
+    logprobs: list[list[float | None]] | None = None  # under the sampling policy, `[B][T_i]`
+    loss_mask: list[list[int]] | None = None  # `[B][T_i]`; 1: trained, 0: context only; by default all are trained
+    known_rewards: list[list[float]] | None = None  # `[B][F]`; set if the method scored the completions already
+    extra: Sequence[Mapping[str, Any]] | None = None  # values that reward functions logged then, by column, `[B]`
 
 
 @dataclass
 class Rows:
-    """Ragged training rows that are already sampled, in groups of `group_size` consecutive siblings."""
+    """Sampled training rows of different lengths, in groups of `group_size` consecutive rows."""
 
-    examples: list[dict[str, Any]]  # the data-set example behind each row, for the reward functions, `[B]`
+    examples: list[dict[str, Any]]  # data-set row of each row, for the reward functions, `[B]`
     prompt_ids: list[list[int]]  # `[B][P_i]`
     completion_ids: list[list[int]]  # shared prefix and new suffix, `[B][T_i]`
-    loss_mask: list[list[int]]  # 1 trained, 0 only conditions, `[B][T_i]`
-    group_size: int  # advantages are normalised inside a group
-    logprobs: list[list[float | None]] | None = None  # under the sampler, `[B][T_i]`
-    known_rewards: list[list[float] | None] = field(default_factory=list)  # [F] per row; `None`: ask the functions
-    extra: Sequence[Mapping[str, Any]] = ()  # what the functions logged with known rewards, by column, `[B]`
-    completions: list[list[dict[str, Any]] | None] = field(default_factory=list)  # messages, `[B]`; `None`: decoded
-    parents: list[int | None] = field(default_factory=list)  # main row here that each leaves; `None`: earlier batch
-    shared: list[int] = field(default_factory=list)  # tokens that each has of it; by default those not trained before
+    loss_mask: list[list[int]]  # `[B][T_i]`; 1: trained, 0: context only
+    group_size: int  # advantages are normalized within a group
+    logprobs: list[list[float | None]] | None = None  # under the sampling policy, `[B][T_i]`
+    known_rewards: list[list[float] | None] = field(default_factory=list)  # `[B][F]`; None: call the functions
+    extra: Sequence[Mapping[str, Any]] = ()  # values logged along with known rewards, by column, `[B]`
+    completions: list[list[dict[str, Any]] | None] = field(default_factory=list)  # messages, `[B]`; None: decode
+    # Number of the main row of this batch that each row branches from, `[B]`; None: a row of an earlier batch.
+    parents: list[int | None] = field(default_factory=list)
+    # Number of completion tokens that each row shares with its parent, `[B]`. Default: up to the first trained token.
+    shared: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not self.known_rewards:
@@ -110,19 +103,21 @@ class Rows:
 
     def padded(self, num_rows: int, *, example: dict[str, Any], token_id: int, num_rewards: int) -> "Rows":
         """
-        Return copies of these rows, filled up to `num_rows` with rows that train nothing: all processes score equally
-        many.
+        Return copies of these rows and of filler rows, `num_rows` in total. Every process must score the same number
+        of rows.
 
-        Reward functions may change what they are given, so each row of the result owns its example, its messages and
-        its tokens. A row that trains nothing has loss mask 0, one end-of-sequence `token_id` and NaN rewards;
-        `example` only gives it columns. `num_rows` is a multiple of the group size.
+        Reward functions may change their arguments, so each row of the result owns its example, its messages and its
+        tokens. A filler row trains nothing: its loss mask is 0, its only token is the end-of-sequence `token_id`, and
+        its rewards are NaN. `example` gives it columns. `num_rows` is a multiple of the group size.
         """
         extra = num_rows - len(self)
+        examples = [*self.examples, *[example] * extra]
+        completion_ids = [*self.completion_ids, *[[token_id]] * extra]
         return replace(
             self,
-            examples=[own_copy(row) for row in [*self.examples, *[example] * extra]],
+            examples=[own_copy(row) for row in examples],
             prompt_ids=self.prompt_ids + [[token_id]] * extra,
-            completion_ids=[[*ids] for ids in [*self.completion_ids, *[[token_id]] * extra]],
+            completion_ids=[[*ids] for ids in completion_ids],
             loss_mask=self.loss_mask + [[0]] * extra,
             logprobs=None if self.logprobs is None else self.logprobs + [[0.0]] * extra,
             known_rewards=self.known_rewards + [[float("nan")] * num_rewards] * extra,

@@ -1,4 +1,4 @@
-"""Let TRL score further rows and completions in a second pass. The pass leaves the state of the main rows as it is."""
+"""Let TRL score further rows and completions in a second pass, without changing the state of the main rows."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -32,8 +32,8 @@ class ScoredRows:
 
 
 @dataclass(frozen=True)
-class RewardQuestion:
-    """A call of the reward functions about those rows of this process whose rewards are not known."""
+class RewardCall:
+    """A call of the reward functions for the rows of this process whose rewards are not known."""
 
     functions: list[Any]  # functions that TRL calls instead of the trainer's reward functions, `[F]`
     known_rewards: list[list[float] | None] | None  # `[B][F]`; None if no row was scored before
@@ -69,7 +69,7 @@ class Scorer:
         Let TRL score rows that are already sampled. It computes rewards, advantages within each group of rows, and old
         and reference log-probabilities.
 
-        Reward functions are asked once about each row whose rewards are not known. Every process calls this method.
+        Reward functions score only rows whose rewards are not known. Every process calls this method.
 
         Args:
             name (`str`):
@@ -93,11 +93,13 @@ class Scorer:
                 policy.serving.watch_correction(output)
             rewards = scoring.rewards_per_func
             assert rewards is not None
-            equal = self.level(rewards, group_size=rows.group_size)
+            equal = self.equal_reward_rows(rewards, group_size=rows.group_size)
             output["advantages"] = output["advantages"].masked_fill(equal, 0.0)  # rounding left tiny values
             own = policy.ranks.own(num_rows)
             totals, deciding = self.totals(rewards)[own], self.success(rewards)[own]
-            logged = logged_rows(policy, scoring.logs, rows, num_rows) if policy.log_completions else {}
+            logged: Logs = {}
+            if policy.log_completions:
+                logged = logged_rows(policy, scoring.logs, rows, num_rows)
         real = torch.arange(num_rows, device=totals.device) < len(rows)
         return ScoredRows(output, real, totals[: len(rows)], deciding[: len(rows)], logged)
 
@@ -130,7 +132,7 @@ class Scorer:
             environments (`list`, *optional*):
                 The environment of each completion, in its state after the completion, `[R]`.
             keep_metrics (`bool`, *optional*, defaults to `True`):
-                Whether to keep the metrics that reward functions log about these completions.
+                If True, keep the metrics that reward functions log for these completions.
 
         Returns:
             `tuple[list[list[float]], list[dict]]`: Rewards `[R][F]`, NaN if a function returned None; and the values
@@ -157,29 +159,29 @@ class Scorer:
             extra.append({name: values[row] for name, values in judging.columns.items()})
         return self.policy.ranks.local(rewards)[: len(completion_ids)].tolist(), extra
 
-    def question(
+    def prepare_rewards(
         self,
         reward_funcs: list[Any],
         known_rewards: list[list[float] | None] | None,
         known_extra: Sequence[Mapping[str, Any]] = (),
         *,
         num_rows: int,
-    ) -> RewardQuestion:
+    ) -> RewardCall:
         """
-        Prepare a call of the reward functions about the rows whose rewards are not known.
+        Prepare a call of the reward functions for the rows whose rewards are not known.
 
         Args:
             reward_funcs (`list`):
                 The reward functions, `[F]`.
             known_rewards (`list`, *optional*):
-                Rewards `[B][F]`; None for a row that the functions are asked about. None if they are asked about all.
+                Rewards `[B][F]`; None for a row that the functions must score. None if they must score all rows.
             known_extra (`Sequence[Mapping]`, *optional*):
                 Values that the functions logged with the known rewards, by column, `[B]`.
             num_rows (`int`):
                 Number of rows of this process.
 
         Returns:
-            [`RewardQuestion`]: Call its `functions` instead of `reward_funcs`, and pass the rewards to [`answered`].
+            [`RewardCall`]: Call its `functions` instead of `reward_funcs`, and pass the rewards to [`merge_rewards`].
         """
         missing = [True] * num_rows
         if known_rewards:
@@ -192,18 +194,18 @@ class Scorer:
                 func = _only_missing(checked(func, name), missing, logged.log_of(number))
             elif not any(missing):
                 func = _only_missing(func, missing, logged.log_of(number))
-            # Otherwise, TRL asks the reward model about all rows. A model has no side effects, and `answered` replaces
-            # its rewards of known rows.
+            # Otherwise, TRL calls the reward model for all rows. A model has no side effects, and `merge_rewards`
+            # replaces its rewards of known rows.
             functions.append(func)
-        return RewardQuestion(functions, known_rewards, missing, logged)
+        return RewardCall(functions, known_rewards, missing, logged)
 
-    def answered(self, question: RewardQuestion, rewards: torch.Tensor) -> tuple[torch.Tensor, dict[str, list[Any]]]:
+    def merge_rewards(self, call: RewardCall, rewards: torch.Tensor) -> tuple[torch.Tensor, dict[str, list[Any]]]:
         """
         Return the rewards of all rows, and the values that were logged with `log_extra`.
 
         Args:
-            question ([`RewardQuestion`]):
-                The question that [`question`] made.
+            call ([`RewardCall`]):
+                The call that [`prepare_rewards`] made.
             rewards (`torch.Tensor`):
                 Rewards that its functions returned, for the rows of all processes, `(N, F)`.
 
@@ -211,15 +213,15 @@ class Scorer:
             `tuple[torch.Tensor, dict[str, list]]`: Rewards `(N, F)`; and one logged value per row of this process, by
             column.
         """
-        columns, unplaced = question.logged.columns()
-        self._warn_of_columns(unplaced, sum(question.missing))
-        if question.known_rewards is None:
+        columns, unplaced = call.logged.columns()
+        self._warn_of_columns(unplaced, sum(call.missing))
+        if call.known_rewards is None:
             return rewards, columns
-        unknown = [0.0] * len(question.functions)
-        known_rows = [row or unknown for row in question.known_rewards]
+        unknown = [0.0] * len(call.functions)
+        known_rows = [row or unknown for row in call.known_rewards]  # rewards of unknown rows are replaced below
         known = torch.tensor(known_rows, dtype=rewards.dtype, device=rewards.device)
         gather = self.policy.ranks.gather
-        keep = gather(torch.tensor(question.missing, device=rewards.device))
+        keep = gather(torch.tensor(call.missing, device=rewards.device))
         return torch.where(keep.unsqueeze(1), rewards, gather(known)), columns
 
     def _warn_of_columns(self, unplaced: dict[str, int], num_rows: int) -> None:
@@ -241,8 +243,8 @@ class Scorer:
         self._ever_scored = self._ever_scored or resumed
 
     def stop_if_unscored(self, rewards: torch.Tensor, example: dict[str, Any], *, group_size: int) -> None:
-        """Raise RewardError if the last [`MOST_UNSCORED_PROMPTS`] prompts have no reward. `rewards`, `(N, F)`, are
-        those of the newest batch of all processes. TRL would continue, and save a model that learned nothing."""
+        """Raise a RewardError if the last [`MOST_UNSCORED_PROMPTS`] prompts have no reward. `rewards` are the rewards
+        of the newest batch of all processes, `(N, F)`. TRL would continue, and save a model that learned nothing."""
         if not rewards.isnan().all():
             self._num_unscored, self._ever_scored = 0, True
             return
@@ -264,7 +266,7 @@ class Scorer:
             f"functions read; the data has {', '.join(self._columns)}."
         )
 
-    def level(self, rewards_per_func: torch.Tensor, *, group_size: int) -> torch.Tensor:
+    def equal_reward_rows(self, rewards_per_func: torch.Tensor, *, group_size: int) -> torch.Tensor:
         """Return the mask `(B,)` of this process's rows in groups of equal rewards. Their advantage is 0, except for
         rounding. `rewards_per_func`, `(N, F)`, are the rewards from which the advantages were computed."""
         per_function = self.policy.args.multi_objective_aggregation == "normalize_then_sum"
@@ -332,9 +334,10 @@ class Scorer:
             return
         metrics = scoring.metrics
         metrics["num_tokens"][-1] -= all_rows - len(real)
-        metrics["completions/clipped_ratio"] = [sum(not ended for _, ended in real) / len(real)]
         all_lengths = [length for length, _ in real]
-        ended_lengths = [length for length, ended in real if ended] or [0]
+        ended_lengths = [length for length, ended in real if ended]
+        metrics["completions/clipped_ratio"] = [(len(real) - len(ended_lengths)) / len(real)]
+        ended_lengths = ended_lengths or [0]
         for kind, lengths in (("", all_lengths), ("terminated_", ended_lengths)):
             metrics[f"completions/mean_{kind}length"] = [sum(lengths) / len(lengths)]
             metrics[f"completions/min_{kind}length"] = [float(min(lengths))]
@@ -348,10 +351,9 @@ class Scorer:
 
 def _only_missing(func: Any, missing: list[bool], log_extra: Callable[[str, Any], None]) -> Any:
     """
-    Return a reward function that asks `func` only about the rows that are True in `missing`.
+    Return a reward function that calls `func` only for the rows that are True in `missing`.
 
-    It returns a reward for every row, 0 for the rows that `func` is not asked about. If no row is missing, it does not
-    call `func` at all.
+    It returns a reward for every row, and 0 for the other rows. If no row is missing, it does not call `func`.
     """
 
     def only_missing(columns: dict[str, Any]) -> dict[str, Any]:
@@ -367,7 +369,10 @@ def _only_missing(func: Any, missing: list[bool], log_extra: Callable[[str, Any]
     def of_all_rows(rewards: list[Any]) -> list[Any]:
         """Return the rewards of missing rows at their places, and 0 elsewhere."""
         remaining = iter(rewards)
-        return [next(remaining) if is_missing else 0.0 for is_missing in missing]
+        found = []
+        for is_missing in missing:
+            found.append(next(remaining) if is_missing else 0.0)
+        return found
 
     def scored(**columns: Any) -> list[Any]:
         rewards = func(**only_missing(columns)) if any(missing) else []
@@ -377,4 +382,6 @@ def _only_missing(func: Any, missing: list[bool], log_extra: Callable[[str, Any]
         rewards = await func(**only_missing(columns)) if any(missing) else []
         return of_all_rows(rewards)
 
-    return scored_async if is_async(func) else scored
+    if is_async(func):
+        return scored_async
+    return scored

@@ -1,8 +1,8 @@
-"""Streams of training rows beside the main one: their micro-batches, and each stream's own normaliser.
+"""Streams: training rows in addition to the main rows, with their own micro-batches and normalizers.
 
-A stream is a mean over its own rows or tokens, whichever the loss type averages over, so that the number of rows a
-method happens to add never changes how strongly the main stream learns. TRL's loss divides by what it sees in the
-micro-batch it is given; the factors below turn that into the stream's own mean over the whole generation batch.
+The loss of a stream is the mean over the rows or tokens of this stream, depending on the loss type. So the number of
+rows that a method adds does not change the weight of the main rows. TRL's loss divides by the rows or tokens of one
+micro-batch. [`stream_scale`] turns that into the mean over the stream's rows of the whole generation batch.
 """
 
 import math
@@ -18,7 +18,7 @@ from trl_explore.rows.layout import group_rows
 
 RowDict = dict[str, Any]
 
-# What TRL's loss divides by, per loss type: the rows of the micro-batch, its trained tokens, or `num_items_in_batch`.
+# Divisor of TRL's loss by loss type: rows of the micro-batch, trained tokens of it, or `num_items_in_batch`.
 LOSS_NORMALISERS = {
     "grpo": "rows",
     "sapo": "rows",
@@ -33,12 +33,18 @@ LOSS_NORMALISERS = {
 
 @contextmanager
 def kept_randomness(device: torch.device, *, seed: int | None = None) -> Iterator[None]:
-    """Leave the global random state, CPU and `device`, as it was: forward passes in training draw LoRA's dropout. With
-    `seed` it begins there meanwhile."""
-    devices = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
+    """
+    Restore the global random state of the CPU and of `device` at the end of the block.
+
+    A forward pass in training mode can use random numbers, for example for LoRA's dropout. With `seed`, the random
+    state is set to this seed at the start of the block.
+    """
+    devices, device_type = [device], device.type
+    if device.type == "cpu":
+        devices, device_type = [], "cuda"  # `fork_rng` always keeps the state of the CPU
+    with torch.random.fork_rng(devices=devices, device_type=device_type):
         if seed is not None:
-            # `torch.manual_seed` formats the stack for each kind of accelerator that is not in use.
+            # `torch.manual_seed` would be slow: it formats the stack for each kind of accelerator that is not in use.
             torch.default_generator.manual_seed(seed)
             for used in devices:
                 torch.get_device_module(used).manual_seed(seed)
@@ -47,15 +53,15 @@ def kept_randomness(device: torch.device, *, seed: int | None = None) -> Iterato
 
 @dataclass
 class StreamTotals:
-    """What a stream is averaged over, over all processes and the whole generation batch."""
+    """Numbers of rows and tokens of a stream, over all processes and the whole generation batch."""
 
-    num_rows: int  # that count
-    num_tokens: int  # trained ones of those rows
-    num_batch_tokens: int | None = None  # of all rows, where some were taken out but weights stay
+    num_rows: int  # rows that the mean includes
+    num_tokens: int  # trained tokens of these rows
+    num_batch_tokens: int | None = None  # trained tokens before rows were dropped; None if none were dropped
 
 
 def check_loss_type(loss_type: str) -> None:
-    """ValueError if TRL's loss of that type cannot carry further streams: its normaliser is not known."""
+    """Raise a ValueError if the divisor of this loss type is unknown, so that streams cannot be scaled."""
     if loss_type not in LOSS_NORMALISERS:
         raise ValueError(
             f"`loss_type={loss_type!r}` cannot carry extra streams of rows: it is not known what it divides by. "
@@ -64,13 +70,27 @@ def check_loss_type(loss_type: str) -> None:
 
 
 def stream_scale(loss_type: str, rows: RowDict, totals: StreamTotals, *, num_slots: int) -> float:
-    """Factor that turns TRL's mean over a micro-batch into its share of the stream's mean; 1 for losses that divide by
-    `num_items_in_batch`. The optimiser step averages over `num_slots = steps_per_generation * num_processes`."""
+    """
+    Return the factor that turns TRL's mean over a micro-batch into its share of the stream's mean.
+
+    Args:
+        loss_type (`str`):
+            TRL's loss type.
+        rows (`dict`):
+            Rows of the micro-batch.
+        totals ([`StreamTotals`]):
+            Numbers of rows and tokens of the stream.
+        num_slots (`int`):
+            Number of micro-batches that are averaged: `steps_per_generation * num_processes`.
+
+    Returns:
+        `float`: The factor. 1 for losses that divide by `num_items_in_batch`.
+    """
     normaliser = LOSS_NORMALISERS[loss_type]
     if normaliser == "rows":
         return rows["completion_ids"].size(0) * num_slots / max(totals.num_rows, 1)
     if normaliser == "tokens" and totals.num_batch_tokens is not None:
-        # TRL weighs micro-batches alike, however many tokens they have; rows that leave make the rest count more.
+        # TRL gives all micro-batches the same weight. If rows are dropped, the tokens of the others must count more.
         kept = max(int(loss_mask(rows).sum()), 1) / max(int(rows["num_tokens"].sum()), 1)
         return kept * totals.num_batch_tokens / max(totals.num_tokens, 1)
     if normaliser == "tokens":
@@ -79,33 +99,43 @@ def stream_scale(loss_type: str, rows: RowDict, totals: StreamTotals, *, num_slo
 
 
 def loss_mask(rows: RowDict) -> torch.Tensor:
-    """1 on the tokens that TRL's loss trains, `(B, T)`."""
-    return rows["completion_mask"] * rows["tool_mask"] if "tool_mask" in rows else rows["completion_mask"]
+    """Return the mask of the tokens that TRL's loss trains, `(B, T)`."""
+    if "tool_mask" in rows:
+        return rows["completion_mask"] * rows["tool_mask"]
+    return rows["completion_mask"]
 
 
 def select_rows(rows: RowDict, index: torch.Tensor) -> RowDict:
-    """Rows `index`, `(M,)`, of every per-row entry; 0-dimensional entries stay as they are."""
-    return {key: value if value.dim() == 0 else value[index] for key, value in rows.items()}
+    """Return the rows `index`, `(M,)`, of every entry. 0-dimensional entries stay unchanged."""
+    selected = {}
+    for key, value in rows.items():
+        selected[key] = value if value.dim() == 0 else value[index]
+    return selected
 
 
 def row_tokens(rows: RowDict) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts `[B][P_i]` and completions `[B][T_i]` without padding."""
-    prompts, completions = (
-        [ids[real].tolist() for ids, real in zip(rows[f"{part}_ids"], rows[f"{part}_mask"].bool(), strict=True)]
-        for part in ("prompt", "completion")
+    """Return prompts `[B][P_i]` and completions `[B][T_i]` without padding."""
+    return (
+        _without_padding(rows["prompt_ids"], rows["prompt_mask"]),
+        _without_padding(rows["completion_ids"], rows["completion_mask"]),
     )
-    return prompts, completions
+
+
+def _without_padding(ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
+    return [row[real].tolist() for row, real in zip(ids, mask.bool(), strict=True)]
 
 
 def mask_rows(rows: RowDict, keep: torch.Tensor) -> RowDict:
-    """A shallow copy whose `tool_mask` is 0 on rows outside `keep`, `(B,)`: out of the loss, not of the batch."""
+    """Return a shallow copy whose `tool_mask` is 0 for the rows that are False in `keep`, `(B,)`. These rows stay in
+    the batch, but not in the loss."""
     tool_mask = rows.get("tool_mask", torch.ones_like(rows["completion_mask"]))
     return {**rows, "tool_mask": tool_mask * keep.unsqueeze(1).to(tool_mask.dtype)}
 
 
 def trim_padding(rows: RowDict) -> RowDict:
-    """A shallow copy without columns that hold no token (prompts padded left, completions right): a micro-batch of
-    short rows need not pay for the longest row of the generation batch."""
+    """Return a shallow copy without the columns that contain only padding. Without it, a micro-batch of short rows
+    would cost as much as the longest row of the generation batch. Prompts are padded on the left, completions on the
+    right."""
     num_prompt = rows["prompt_mask"].size(1)
     num_completion = rows["completion_ids"].size(1)
     longest_prompt = max(int(rows["prompt_mask"].sum(dim=1).max()), 1)
@@ -122,32 +152,46 @@ def trim_padding(rows: RowDict) -> RowDict:
 
 
 def merge_rows(parts: Sequence[RowDict], *, pad_id: int) -> RowDict:
-    """Rows of several batches as one, padded as TRL pads: prompts on the left, all else on the right. 0-dimensional
-    entries are those of the first."""
+    """Return the rows of several batches as one batch, padded like TRL: prompts on the left, other entries on the
+    right. 0-dimensional entries are taken from the first batch."""
     merged = dict(parts[0])
-    wide = {part: max(rows[f"{part}_ids"].shape[1] for rows in parts) for part in ("prompt", "completion")}
+    prompt_width = max(rows["prompt_ids"].shape[1] for rows in parts)
+    completion_width = max(rows["completion_ids"].shape[1] for rows in parts)
     if any(rows["advantages"].dim() == 2 for rows in parts):
         parts = [{**rows, "advantages": _per_token(rows)} for rows in parts]
-    masked = any("tool_mask" in rows for rows in parts)
-    for key in [*merged, *["tool_mask"] * (masked and "tool_mask" not in merged)]:
-        values = [rows[key] if key in rows else torch.ones_like(rows["completion_mask"]) for rows in parts]
+    keys = list(merged)
+    if "tool_mask" not in merged and any("tool_mask" in rows for rows in parts):
+        keys.append("tool_mask")
+    for key in keys:
+        values = []
+        for rows in parts:
+            values.append(rows[key] if key in rows else torch.ones_like(rows["completion_mask"]))
         if values[0].dim() == 0:
             continue
         fill = pad_id if key.endswith("_ids") else 0
         if key in ("prompt_ids", "prompt_mask"):
-            values = [pad(value, (wide["prompt"] - value.shape[1], 0), value=fill) for value in values]
-        elif all(  # of every part: vLLM's ratio of a sequence, `(B, 1)`, is as wide as completions of one token
-            v.shape[1:] == rows["completion_ids"].shape[1:] for v, rows in zip(values, parts, strict=True)
-        ):
-            values = [pad(value, (0, wide["completion"] - value.shape[1]), value=fill) for value in values]
+            values = [pad(value, (prompt_width - value.shape[1], 0), value=fill) for value in values]
+        elif _is_per_token(values, parts):
+            values = [pad(value, (0, completion_width - value.shape[1]), value=fill) for value in values]
         merged[key] = torch.cat(values)
     return merged
 
 
+def _is_per_token(values: Sequence[torch.Tensor], parts: Sequence[RowDict]) -> bool:
+    """Return whether an entry has one value per completion token in all batches. Check all of them: vLLM's importance
+    ratio of a sequence, `(B, 1)`, looks like an entry per token in a batch whose completions have one token."""
+    for value, rows in zip(values, parts, strict=True):
+        if value.shape[1:] != rows["completion_ids"].shape[1:]:
+            return False
+    return True
+
+
 def _per_token(rows: RowDict) -> torch.Tensor:
-    """Advantages `(B, T)` of rows that may have one each."""
+    """Return the advantages per token, `(B, T)`. Advantages per row are repeated for every token."""
     advantages = rows["advantages"]
-    return advantages if advantages.dim() == 2 else advantages[:, None].repeat(1, rows["completion_ids"].shape[1])
+    if advantages.dim() == 2:
+        return advantages
+    return advantages[:, None].repeat(1, rows["completion_ids"].shape[1])
 
 
 def split_stream(
@@ -162,26 +206,26 @@ def split_stream(
     trim: bool = True,
 ) -> list[list[RowDict]]:
     """
-    Deal rows out in turn to micro-batches.
+    Distribute rows over micro-batches, one row after another.
 
     Args:
         rows (`dict`):
-            Rows of a stream `[B]`.
+            Rows of a stream, `[B]`.
         keep (`torch.Tensor`):
-            Rows that are trained, `(B,)`.
+            Mask of the rows that are trained, `(B,)`.
         num_rows (`int`):
-            Number of rows to deal. Copies outside the loss fill up to it. It is the same on every process, because all
-            processes must run the same forward passes.
+            Number of rows to distribute. Copies of a row with loss mask 0 fill up to this number. It must be the same
+            on every process, because all processes must run the same forward passes.
         num_steps (`int`):
             Number of micro-batches.
         max_rows (`int`):
-            Most rows of one part. A micro-batch is a list of parts.
+            Largest number of rows of one part. A micro-batch is a list of parts.
         together (`bool`, *optional*, defaults to `False`):
-            Whether rows of one prompt go to one micro-batch while there is room.
+            If True, rows of one prompt go to the same micro-batch while it has room.
         window (`int`, *optional*):
             Number of consecutive micro-batches that may exchange rows with `together`; None for all.
         trim (`bool`, *optional*, defaults to `True`):
-            Whether a part loses the columns that hold none of its tokens.
+            If True, remove the columns of a part that contain only padding.
 
     Returns:
         `list[list[dict]]`: Parts of each micro-batch.
@@ -200,7 +244,9 @@ def split_stream(
     steps = []
     for of_step in order.to(kept.device):
         parts = [select_rows(dealt, part) for part in of_step.split(max_rows)]
-        steps.append([trim_padding(part) if trim else part for part in parts])
+        if trim:
+            parts = [trim_padding(part) for part in parts]
+        steps.append(parts)
     return steps
 
 

@@ -1,4 +1,4 @@
-"""The table of `log_completions=True`: columns of the method, and the rows of every stream."""
+"""The completions table of `log_completions=True`: adds columns of the method and the rows of streams."""
 
 import json
 import math
@@ -15,24 +15,25 @@ from trl_explore.rows.rollouts import Rows
 from trl_explore.rows.streams import RowDict, loss_mask
 from trl_explore.saving.plain_values import from_plain, to_plain
 
-Logs = dict[str, Any]  # a table as TRL keeps it: lists of values by column
+Logs = dict[str, Any]  # TRL's format of a table: lists of values by column
 
 
 class CompletionsTable:
-    """Puts columns of the method, and a row for every row that is trained, into TRL's completions table. Rows of
-    evaluation are kept by themselves; they stand in the table of the step that was evaluated."""
+    """Adds columns of the method and the rows of streams to TRL's completions table. Rows of an evaluation are stored
+    separately, and the table of the step at which the evaluation ran includes them."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.streams: dict[str, Logs] = {}
-        self.evaluated: Logs = {}
-        self._before = 0  # rows of earlier rounds of the batch
-        self._known_columns: set[str] = set()  # that reward functions logged in these rounds
-        self._in_rounds = False
-        self._evaluated_at: int | None = None
+        self.streams: dict[str, Logs] = {}  # rows of the current generation batch, by stream
+        self.evaluated: Logs = {}  # rows of the latest evaluation
+        self._before = 0  # number of rows of earlier sampling rounds of the batch, over all processes
+        self._known_columns: set[str] = set()  # columns that reward functions logged in earlier rounds
+        self._in_rounds = False  # True after `begin`
+        self._evaluated_at: int | None = None  # step of the latest evaluation
 
     def begin(self, logs: Logs) -> Logs:
-        """TRL's table without rows, for a generation batch that is sampled in rounds: it takes those of all."""
+        """Return an empty table in place of TRL's, for a generation batch that is sampled in several rounds. It must
+        hold the rows of all rounds."""
         self._before, self._in_rounds, self.streams = 0, True, {}
         self._known_columns = set()
         return empty_logs(logs)
@@ -45,20 +46,31 @@ class CompletionsTable:
         streams: dict[str, Any],
         of_streams: Sequence[str] = (),
     ) -> None:
-        """Put the rows of a generation batch into TRL's table, which has the main rows: the method's columns `[B]`,
-        and the streams' rows by name, which alone have the columns `of_streams`. Every process calls it."""
+        """
+        Add the rows of a generation batch. Every process calls this method.
+
+        Args:
+            logs (`dict`):
+                TRL's table, which contains the main rows already.
+            output (`dict`):
+                The main rows of this process with their final advantages.
+            columns (`dict[str, list]`):
+                Columns of the method for the main rows, `[B]`.
+            streams (`dict[str, ScoredRows]`):
+                Scored rows by stream.
+            of_streams (`Sequence[str]`, *optional*):
+                Columns that only the rows of streams have. They are NaN in the main rows.
+        """
         ranks = self.policy.ranks
         columns = {**columns, **dict.fromkeys(of_streams, [math.nan] * len(output["advantages"]))}
         per_process = ranks.objects([columns])
         for name in columns:
-            logs["extra"][name].extend(value for found in per_process for value in found[name])
-        found = {
-            name: {
-                **scored.logged,
-                "advantages": ranks.gather(_row_advantages(scored.rows))[ranks.gather(scored.real)].tolist(),
-            }
-            for name, scored in streams.items()
-        }
+            for columns_of_process in per_process:
+                logs["extra"][name].extend(columns_of_process[name])
+        found = {}
+        for name, scored in streams.items():
+            advantages = ranks.gather(_row_advantages(scored.rows))[ranks.gather(scored.real)]
+            found[name] = {**scored.logged, "advantages": advantages.tolist()}
         if not self._in_rounds:
             self.streams = found
             return
@@ -68,18 +80,21 @@ class CompletionsTable:
         for name, logged in found.items():
             parents = [self._place(parent, num_rows) for parent in logged["extra"]["parent"]]
             logged["extra"] = {**logged["extra"], "parent": parents}
-            self.streams[name] = _joined_logs(self.streams[name], logged) if name in self.streams else logged
+            if name in self.streams:
+                logged = _joined_logs(self.streams[name], logged)
+            self.streams[name] = logged
         self._before += num_rows * ranks.number
 
     def show_advantages(self, logs: Logs, output: RowDict) -> None:
-        """Put the advantages that the newest main rows are trained with in the place of TRL's."""
+        """Replace the advantages of the newest main rows in TRL's table by the advantages of the loss."""
         advantages = self.policy.ranks.gather(_row_advantages(output)).tolist()
         for _ in advantages:
             logs["advantages"].pop()
         logs["advantages"].extend(advantages)
 
     def _fill_up(self, columns: Logs, num_rows: int) -> None:
-        """Put None where a column lacks values of the `num_rows` newest rows, or of the rows of earlier rounds."""
+        """Append None to columns without values for the `num_rows` newest rows. Prepend None to new columns, for the
+        rows of earlier rounds."""
         for name, values in columns.items():
             if name not in self._known_columns:
                 values.extendleft([None] * self._before)
@@ -88,32 +103,33 @@ class CompletionsTable:
         self._known_columns = set(columns)
 
     def _place(self, parent: float, num_rows: int) -> float:
-        """Where a main row stands if rounds of fewer rows were sampled before."""
+        """Return the row number of a main row in the table. `parent` is its number in a batch of full size; earlier
+        rounds may have had fewer rows. NaN stays NaN."""
         if math.isnan(parent):
             return parent
         rank, row = divmod(int(parent), self.policy.args.generation_batch_size // self.policy.ranks.number)
         return self._before + rank * num_rows + row
 
     def of_evaluation(self, logs: Logs, step: int) -> Logs:
-        """Where rows of an evaluation at `step` are logged; `logs` is TRL's own table."""
+        """Return the table for the rows of an evaluation at `step`, with the columns of TRL's table `logs`."""
         if self._evaluated_at != step:
             self._evaluated_at = step
             self.evaluated = empty_logs(logs, maxlen=self.policy.args.generation_batch_size)
-            # TRL may write several values per row here: `one_reward_per_name` drops all but one, and old rows.
+            # TRL may write several values per row here. `one_reward_per_name` keeps one, and drops old rows.
             self.evaluated["rewards"] = empty_logs(logs)["rewards"]
         return self.evaluated
 
     def one_reward_per_name(self, logs: Logs, num_rows: int) -> None:
-        """Keep one value per row for reward functions that share a name, in the newest rows `num_rows` of every
-        process. TRL writes one value per function into the same column, and the last function's values stay."""
+        """Keep one value per row for reward functions that share a name, in the `num_rows` newest rows of every
+        process. TRL writes one value per function into the same column. The values of the last function stay."""
         keep_one_reward_per_name(logs, self.policy.reward_func_names, num_rows * self.policy.ranks.number)
 
     def state(self, logs: Logs, step: int) -> dict[str, Any]:
-        """What a checkpoint holds of the table."""
+        """Return the table for a checkpoint."""
         parts = {"main": {**logs, "images": []}, "streams": self.streams}
         if self._evaluated_at == step:
             parts["eval"] = self.evaluated
-        # Only texts and numbers stand in a table in the end; images are for those who follow a run live.
+        # The written table contains only texts and numbers. Images are only shown during a run, so do not save them.
         return to_plain(_as_lists(parts), other=str)
 
     def load_state(self, state: dict[str, Any], logs: Logs, step: int) -> None:
@@ -125,47 +141,43 @@ class CompletionsTable:
             _fill(self.of_evaluation(logs, step), parts["eval"])
 
     def whole(self, main: Logs, step: int) -> Logs:
-        """The main rows come first: the number of a row's parent is that of a row of the table."""
+        """Return one table with the main rows, the rows of streams and the rows of an evaluation at `step`. The main
+        rows come first, so that the column `parent` contains row numbers of this table."""
         parts = {"main": main, **self.streams}
         if self._evaluated_at == step:
             parts["eval"] = self.evaluated
-
-        def joined(columns: list[Logs]) -> Logs:
-            names = dict.fromkeys(name for part in columns for name in part)
-            missing = [[None] * len(logs["prompt"]) for logs in parts.values()]
-            return {
-                name: [v for part, none in zip(columns, missing, strict=True) for v in part.get(name, none)]
-                for name in names
-            }
-
-        plain = [{name: logs[name] for name in ("prompt", "completion", "advantages")} for logs in parts.values()]
-        columns = joined(plain)
+        lengths, plain, stream = [], [], []
+        for part, logs in parts.items():
+            lengths.append(len(logs["prompt"]))
+            plain.append({name: logs[name] for name in ("prompt", "completion", "advantages")})
+            stream.extend([part] * len(logs["prompt"]))
+        columns = _concatenated(plain, lengths)
         for name in ("prompt", "completion"):
             columns[name] = [with_written_arguments(entry) for entry in columns[name]]
+        extra = _concatenated([logs["extra"] for logs in parts.values()], lengths)
         return {
             **columns,
             "images": main["images"],
-            "rewards": joined([logs["rewards"] for logs in parts.values()]),
-            "extra": {
-                "stream": [part for part, logs in parts.items() for _ in logs["prompt"]],
-                **joined([logs["extra"] for logs in parts.values()]),
-            },
+            "rewards": _concatenated([logs["rewards"] for logs in parts.values()], lengths),
+            "extra": {"stream": stream, **extra},
         }
 
 
 def with_written_arguments(entry: Any) -> Any:
     """
-    Return a conversation with the arguments of its tool calls as JSON text; a text is returned as it is.
+    Return a conversation with the arguments of its tool calls as JSON text. A text is returned unchanged.
 
-    A model may write any arguments: a number in one call and a word in the next, or none at all. A column of a Parquet
-    file has one type, so that such calls cannot be written otherwise.
+    A model may write any arguments: a number in one call and a word in the next, or none. A column of a Parquet file
+    has one type, so Parquet cannot store such arguments unless they are text.
     """
     if not isinstance(entry, list):
         return entry
     written = []
     for message in entry:
         calls = message.get("tool_calls")
-        written.append({**message, "tool_calls": [_written_call(call) for call in calls]} if calls else message)
+        if calls:
+            message = {**message, "tool_calls": [_written_call(call) for call in calls]}
+        written.append(message)
     return written
 
 
@@ -178,44 +190,70 @@ def _written_call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def logged_rows(policy: Policy, logs: Logs, rows: Rows, num_rows: int) -> Logs:
-    """What TRL has just logged of a stream's rows (`num_rows` of every process), without those that only pad, and
-    `parent`, `prefix_tokens` and, of completions of one turn, `prefix_characters`. Every process calls it."""
+    """
+    Return the table of a stream's rows, over all processes and without filler rows. Every process calls this function.
+
+    Args:
+        policy ([`Policy`]):
+            The trainer.
+        logs (`dict`):
+            Values that TRL has just logged for the rows of the stream.
+        rows ([`Rows`]):
+            Rows of this process without filler rows.
+        num_rows (`int`):
+            Number of rows of every process, including filler rows.
+
+    Returns:
+        `dict`: The table. It has the additional columns `parent` (row number of the main row that a row branches
+        from), `prefix_tokens` and, for completions of one turn, `prefix_characters` (length of the shared prefix).
+    """
     ranks = policy.ranks
     keep_one_reward_per_name(logs, policy.reward_func_names, num_rows * ranks.number)
     first = ranks.index * (policy.args.generation_batch_size // ranks.number)
-    decode = partial(policy.tokenizer.decode, skip_special_tokens=True)  # as TRL decodes completions
-    origins = [
-        (
-            math.nan if parent is None else first + parent,
-            shared,
-            len(decode(ids[:shared])) if messages is None else math.nan,
-        )
-        for parent, shared, ids, messages in zip(
-            rows.parents, rows.shared, rows.completion_ids, rows.completions, strict=True
-        )
-    ]
-    per_process = ranks.objects([origins])
-    real = [i * num_rows + place for i, origins in enumerate(per_process) for place in range(len(origins))]
-
-    def picked(columns: Logs) -> Logs:
-        return {name: [values[i] for i in real] for name, values in columns.items()}
-
-    parents, prefixes, characters = zip(*(origin for origins in per_process for origin in origins), strict=True)
-    return {
-        **picked({name: logs[name] for name in ("prompt", "completion")}),
-        "rewards": picked(logs["rewards"]),
-        "extra": {**picked(logs["extra"]), "parent": parents, "prefix_tokens": prefixes, SHARED: characters},
+    own = []  # parent, shared tokens and shared characters of each row of this process
+    for parent, shared, ids, messages in zip(
+        rows.parents, rows.shared, rows.completion_ids, rows.completions, strict=True
+    ):
+        number, characters = math.nan, math.nan
+        if parent is not None:
+            number = first + parent
+        if messages is None:
+            characters = len(policy.tokenizer.decode(ids[:shared], skip_special_tokens=True))  # decode like TRL
+        own.append((number, shared, characters))
+    origins: list[tuple[float, int, float]] = []  # of the real rows of all processes
+    real: list[int] = []  # numbers of these rows in `logs`
+    for process, of_process in enumerate(ranks.objects([own])):
+        start = process * num_rows
+        real.extend(range(start, start + len(of_process)))
+        origins.extend(of_process)
+    parents, prefix_tokens, prefix_characters = zip(*origins, strict=True)
+    extra = {
+        **_picked(logs["extra"], real),
+        "parent": parents,
+        "prefix_tokens": prefix_tokens,
+        SHARED: prefix_characters,
     }
+    texts = {"prompt": logs["prompt"], "completion": logs["completion"]}
+    return {**_picked(texts, real), "rewards": _picked(logs["rewards"], real), "extra": extra}
+
+
+def _picked(columns: Logs, numbers: list[int]) -> Logs:
+    """Return the rows `numbers` of columns."""
+    picked = {}
+    for name, values in columns.items():
+        picked[name] = [values[number] for number in numbers]
+    return picked
 
 
 def by_name(names: Sequence[str], rewards: torch.Tensor) -> dict[str, list[float]]:
-    """Columns of rewards `(N, F)` by name. Of functions that share a name, the last one's, as in TRL's table."""
+    """Return the columns of rewards `(N, F)` by name. If functions share a name, return the column of the last one,
+    like TRL's table."""
     return {name: rewards[:, i].tolist() for i, name in enumerate(names)}
 
 
 def keep_one_reward_per_name(logs: Logs, names: Sequence[str], num_rows: int) -> None:
-    """Let each column of rewards have one value for each of the `num_rows` newest rows of all processes, and none for
-    rows that a limited table has dropped."""
+    """Reduce each column of rewards to one value per row in the `num_rows` newest rows of all processes. Drop the
+    values of rows that a table of limited length has dropped."""
     for name in dict.fromkeys(names):
         column = logs["rewards"][name]
         written = names.count(name) * num_rows
@@ -228,12 +266,30 @@ def keep_one_reward_per_name(logs: Logs, names: Sequence[str], num_rows: int) ->
 
 
 def empty_logs(logs: Logs, *, maxlen: int | None = None) -> Logs:
-    """A table with the same columns as TRL keeps it, without rows, for the `maxlen` newest (all by default)."""
+    """Return a table without rows that has the columns of TRL's table `logs`. It keeps the `maxlen` newest rows, by
+    default all rows."""
     column: Callable[[], deque] = partial(deque, maxlen=maxlen)
-    return {name: defaultdict(column) if isinstance(logs[name], defaultdict) else column() for name in logs}
+    empty: Logs = {}
+    for name, values in logs.items():
+        empty[name] = defaultdict(column) if isinstance(values, defaultdict) else column()
+    return empty
+
+
+def _concatenated(tables: Sequence[Logs], lengths: Sequence[int]) -> Logs:
+    """Return the rows of all tables by column. `lengths` are the numbers of their rows. A column that a table lacks is
+    None in its rows."""
+    joined: Logs = {}
+    for table in tables:
+        for name in table:
+            joined[name] = []
+    for table, length in zip(tables, lengths, strict=True):
+        for name, values in joined.items():
+            values.extend(table.get(name, [None] * length))
+    return joined
 
 
 def _as_lists(logs: Any) -> Any:
+    """Return nested columns with lists in place of deques."""
     if isinstance(logs, dict):
         return {name: _as_lists(values) for name, values in logs.items()}
     return list(logs)
@@ -246,15 +302,12 @@ def _joined_logs(first: Logs, second: Logs) -> Logs:
         if not isinstance(values, dict):
             joined[name] = [*values, *second[name]]
             continue
-        empty = [[None] * len(logs["prompt"]) for logs in (first, second)]
-        columns = dict.fromkeys([*values, *second[name]])
-        joined[name] = {
-            column: [*values.get(column, empty[0]), *second[name].get(column, empty[1])] for column in columns
-        }
+        joined[name] = _concatenated([values, second[name]], [len(first["prompt"]), len(second["prompt"])])
     return joined
 
 
 def _fill(logs: Logs, columns: dict[str, Any]) -> None:
+    """Append the rows of `columns` to a table."""
     for name, values in columns.items():
         if isinstance(values, dict):
             _fill(logs[name], values)
@@ -263,7 +316,8 @@ def _fill(logs: Logs, columns: dict[str, Any]) -> None:
 
 
 def _row_advantages(rows: RowDict) -> torch.Tensor:
-    """One advantage per row, `(B,)`: the mean over its trained tokens where they have their own."""
+    """Return one advantage per row, `(B,)`. If tokens have their own advantages, return their mean over trained
+    tokens."""
     advantages, mask = rows["advantages"], loss_mask(rows)
     if advantages.dim() == 1:
         return advantages

@@ -1,4 +1,4 @@
-"""Rows beside the main ones are trained by TRL's own loss, each stream by itself."""
+"""Train the rows of streams by TRL's own loss, in addition to the main rows."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,11 +23,20 @@ from trl_explore.rows.streams import (
 
 class StreamTraining:
     """
-    Trains further streams of rows, each with its own normaliser, or, `pooled`, all as one mean with the main rows.
+    Trains streams of rows.
 
-    With `together`, rows of one prompt go to one micro-batch, within `window` consecutive ones; None for all. Parts of
-    rows that are wider than `longest` keep their width: positions depend on it (see
-    [`~trl_explore.sampling.positions.fixed_rotary_length`]).
+    Args:
+        policy ([`Policy`]):
+            The trainer.
+        pooled (`bool`):
+            If True, the loss is one mean over main rows and streams. If False, each stream has its own mean.
+        together (`bool`):
+            If True, rows of one prompt go to the same micro-batch.
+        window (`int`, *optional*):
+            Number of consecutive micro-batches that may exchange rows with `together`; None for all.
+        longest (`int`, *optional*):
+            Do not remove padding from rows that are wider than this, because their positions depend on the width (see
+            [`~trl_explore.sampling.positions.fixed_rotary_length`]).
     """
 
     def __init__(
@@ -41,11 +50,12 @@ class StreamTraining:
     ) -> None:
         self.policy, self.pooled, self.together = policy, pooled, together
         self.window, self.longest = window, longest
+        # Weight, totals, and parts of each micro-batch, by stream.
         self.steps: dict[str, tuple[float, StreamTotals, list[list[RowDict]]]] = {}
-        self.main_totals: StreamTotals | None = None  # `None`: the main rows are averaged as TRL does
+        self.main_totals: StreamTotals | None = None  # None: TRL averages over the main rows
 
     def drop(self, output: RowDict, keep: torch.Tensor) -> RowDict:
-        """Main rows of `keep`, `(B,)`; the others leave the average as well."""
+        """Return the main rows with all rows except `keep`, `(B,)`, removed from the loss and from its mean."""
         self.main_totals = self._totals(output, keep)
         if LOSS_NORMALISERS[self.policy.args.loss_type] == "tokens":
             output["num_tokens"] = loss_mask(output).sum(dim=1)
@@ -55,14 +65,26 @@ class StreamTraining:
         return output
 
     def prepare(self, output: RowDict, streams: dict[str, tuple[ScoredRows, float]]) -> None:
-        """Deal the rows of every stream out to the micro-batches of the main rows; all processes call it."""
-        streams = {name: (scored, weight) for name, (scored, weight) in streams.items() if weight > 0}
-        pooled = self._pool(output, [scored for scored, _ in streams.values()]) if self.pooled and streams else None
-        self.steps = {name: (weight, *self._dealt(name, scored, pooled)) for name, (scored, weight) in streams.items()}
+        """Distribute the rows of every stream over the micro-batches of the main rows. Every process calls this
+        method. Streams with a weight of 0 are not trained."""
+        trained = {name: (scored, weight) for name, (scored, weight) in streams.items() if weight > 0}
+        pooled = None
+        if self.pooled and trained:
+            pooled = self._pool(output, [scored for scored, _ in trained.values()])
+        steps = {}
+        for name, (scored, weight) in trained.items():
+            totals, parts = self._dealt(name, scored, pooled)
+            steps[name] = (weight, totals, parts)
+        self.steps = steps
 
     def backward(self, model: Any, step: int, *, num_accumulated: int) -> torch.Tensor | None:
-        """Backward passes of all streams' parts of a micro-batch, each graph freed before the next is built, so that
-        peak memory stays that of one. The main stream's comes last and synchronises the gradients of all."""
+        """
+        Run the backward passes of all streams for the micro-batch `step`. Return the weighted sum of their losses, or
+        None without streams.
+
+        Each graph is freed before the next one is built, so that peak memory does not grow. The backward pass of the
+        main rows comes afterwards and synchronizes the gradients.
+        """
         policy, total = self.policy, None
         for name, (weight, totals, steps) in self.steps.items():
             stream_loss = torch.zeros((), device=policy.accelerator.device)
@@ -73,36 +95,40 @@ class StreamTraining:
                     policy.accelerator.backward(loss * weight, **self._backward_options)
                 stream_loss = stream_loss + loss.detach()
             policy.log_metric(f"{name}/loss", policy.ranks.gather(stream_loss).mean().item() * num_accumulated)
-            total = stream_loss * weight if total is None else total + stream_loss * weight
+            weighted = stream_loss * weight
+            total = weighted if total is None else total + weighted
         return total
 
     def main_scale(self, rows: RowDict) -> float:
-        """What the loss of a main micro-batch is scaled by."""
+        """Return the factor for the loss of a micro-batch of main rows."""
         if self.main_totals is None:
             return 1.0
         return stream_scale(self.policy.args.loss_type, rows, self.main_totals, num_slots=self._num_slots)
 
     def state(self) -> dict[str, Any]:
-        """Rows of the current generation batch beside TRL's own, for a checkpoint."""
-        return {
-            "streams": [[name, w, vars(totals), steps] for name, (w, totals, steps) in self.steps.items()],
-            "main_totals": vars(self.main_totals) if self.main_totals else None,
-        }
+        """Return the streams of the current generation batch, for a checkpoint."""
+        streams = []
+        for name, (weight, totals, steps) in self.steps.items():
+            streams.append([name, weight, vars(totals), steps])
+        return {"streams": streams, "main_totals": vars(self.main_totals) if self.main_totals else None}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned."""
-        self.steps = {name: (w, StreamTotals(**totals), steps) for name, w, totals, steps in state["streams"]}
+        self.steps = {}
+        for name, weight, totals, steps in state["streams"]:
+            self.steps[name] = (weight, StreamTotals(**totals), steps)
         self.main_totals = StreamTotals(**state["main_totals"]) if state["main_totals"] else None
 
     def _dealt(
         self, name: str, scored: ScoredRows, totals: StreamTotals | None
     ) -> tuple[StreamTotals, list[list[RowDict]]]:
+        """Return the totals of a stream, or `totals` if given, and the parts of each of its micro-batches."""
         args, ranks = self.policy.args, self.policy.ranks
         rows, keep = scored.rows, self._kept(scored)
         totals = totals or self._totals(rows, keep)
         rows["num_items_in_batch"] = torch.full_like(rows["num_items_in_batch"], totals.num_tokens)
-        # Rows without advantage count in the averages above, but where neither a KL term nor an entropy quantile looks
-        # at them their gradient is exactly 0, and their forward pass can be saved.
+        # Rows with advantage 0 count in the totals. But without a KL term and an entropy quantile, their gradient is
+        # exactly 0, so do not compute their forward pass.
         if args.beta == 0.0 and args.top_entropy_quantile >= 1.0:
             keep = keep & has_signal(rows["advantages"])
         rows_of_all = ranks.summed({"computed": int(keep.sum()), "real": int(scored.real.sum())})
@@ -121,12 +147,13 @@ class StreamTraining:
         return totals, steps
 
     def _kept(self, scored: ScoredRows) -> torch.Tensor:
-        """Rows of a stream that its mean is taken over, `(B,)`."""
-        drops = self.policy.args.drop_zero_advantage
-        return scored.real & has_signal(scored.rows["advantages"]) if drops else scored.real
+        """Return the mask of the rows that the mean of a stream includes, `(B,)`."""
+        if self.policy.args.drop_zero_advantage:
+            return scored.real & has_signal(scored.rows["advantages"])
+        return scored.real
 
     def _pool(self, output: RowDict, streams: list[ScoredRows]) -> StreamTotals:
-        """What main rows and streams are averaged over together; the main rows' loss is told."""
+        """Return the totals of main rows and streams together, and set them for the loss of the main rows."""
         main = self.main_totals or self._totals(output, torch.ones_like(output["completion_mask"][:, 0]).bool())
         parts = [main, *(self._totals(scored.rows, self._kept(scored)) for scored in streams)]
         pooled = StreamTotals(sum(part.num_rows for part in parts), sum(part.num_tokens for part in parts))
@@ -135,6 +162,7 @@ class StreamTraining:
         return pooled
 
     def _totals(self, rows: RowDict, keep: torch.Tensor) -> StreamTotals:
+        """Return the totals of the rows `keep`, `(B,)`, over all processes."""
         local = torch.stack([keep.sum(), (loss_mask(rows) * keep.unsqueeze(1)).sum()])
         num_rows, num_tokens = self.policy.ranks.gather(local.unsqueeze(0)).sum(dim=0).tolist()
         return StreamTotals(num_rows=num_rows, num_tokens=num_tokens)
@@ -145,12 +173,14 @@ class StreamTraining:
 
     @property
     def _backward_options(self) -> dict[str, Any]:
-        deepspeed = self.policy.accelerator.distributed_type == DistributedType.DEEPSPEED
-        return {"scale_wrt_gas": False} if deepspeed else {}
+        if self.policy.accelerator.distributed_type == DistributedType.DEEPSPEED:
+            return {"scale_wrt_gas": False}
+        return {}
 
     @contextmanager
     def _deferred_sync(self, model: Any) -> Iterator[None]:
-        # DeepSpeed steps its optimiser inside `backward` whenever gradients are due to be synchronised.
+        """Do not synchronize gradients inside the block. DeepSpeed would run an optimizer step in `backward` whenever
+        gradients are due to be synchronized."""
         state = self.policy.accelerator.gradient_state
         due = state.sync_gradients
         state._set_sync_gradients(False)

@@ -46,6 +46,43 @@ def to_plain(value: Any, *, other: Callable[[Any], Any] | None = None) -> Any:
     return other(value)
 
 
+def without_numpy(value: Any, *, where: str) -> Any:
+    """
+    Replace NumPy scalars by Python numbers and texts, in dictionaries, lists and tuples.
+
+    `torch.save` writes NumPy values, but `torch.load(weights_only=True)` cannot read them. So a checkpoint with NumPy
+    values could be saved, but not resumed.
+
+    Args:
+        value (`Any`):
+            The value. Objects of other types are returned unchanged.
+        where (`str`):
+            Name of the value, for the error.
+
+    Returns:
+        `Any`: A copy without NumPy scalars.
+
+    Raises:
+        TypeError: If there is a NumPy array, or a NumPy scalar that is no number or text.
+    """
+    kind = type(value)
+    if kind is dict:
+        found = {}
+        for key, item in value.items():
+            found[without_numpy(key, where=f"a key of {where}")] = without_numpy(item, where=f"{where}[{key!r}]")
+        return found
+    if kind is list or kind is tuple:
+        return kind(without_numpy(item, where=f"{where}[{place}]") for place, item in enumerate(value))
+    if not isinstance(value, np.ndarray | np.generic):
+        return value
+    if isinstance(value, np.generic) and type(value.item()) in (bool, int, float, complex, str, bytes):
+        return value.item()
+    raise TypeError(
+        f"{where} is a NumPy value of type {kind.__name__}, which a checkpoint cannot hold: store a tensor "
+        "(`torch.from_numpy(array)`) or a list (`array.tolist()`) instead."
+    )
+
+
 def from_plain(value: Any) -> Any:
     """Undo [`to_plain`]."""
     if type(value) is list:

@@ -1,1 +1,1 @@
-"""Which prompts a generation batch is made of, and which of them a method explores."""
+"""Selection of the prompts of a generation batch, and of the prompts that a method explores."""

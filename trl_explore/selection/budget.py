@@ -1,4 +1,4 @@
-"""How many rows each prompt of a batch gets, where all prompts have so many together: after Knapsack RL
+"""Allocate a fixed number of rows to the prompts of a batch, depending on their success rates. After Knapsack RL
 (https://huggingface.co/papers/2509.25849) and VIP (https://huggingface.co/papers/2602.01601)."""
 
 import heapq
@@ -10,48 +10,74 @@ import torch
 
 from trl_explore.credit.normalised import normalised
 
-Gain = Callable[[int, float], float]  # of one more row, for a prompt that has so many and such a success rate
-CONTRAST = 0.9  # probability of contrast that a prompt is given rows for while others were never solved
+# Returns the gain of one more row, for the number of rows that a prompt has and its success rate.
+Gain = Callable[[int, float], float]
+# Probability that a group has both successes and failures. While some prompts were never solved, the other prompts
+# only get enough rows for this probability.
+CONTRAST = 0.9
 
 
 def knapsack_gain(number: int, rate: float) -> float:
-    """Growth of `(1 - p^n - (1-p)^n) p (1-p)^2`: contrast times what it is worth; it falls with n."""
+    """Return the increase of `(1 - p^n - (1-p)^n) p (1-p)^2`, the probability of contrast times its value, from
+    `number` rows n to n + 1 rows. It decreases with n."""
     gained = rate**number * (1 - rate) + (1 - rate) ** number * rate
     return gained * rate * (1 - rate) ** 2
 
 
 def vip_gain(number: int, rate: float) -> float:
-    """Fall of the variance of a prompt's gradient, `p (1-p) / (n-1)`; all of it for the second row."""
+    """Return the decrease of the variance of a prompt's gradient, `p (1-p) / (n-1)`, from `number` rows n to n + 1
+    rows. It is infinite below two rows, and 0 if the variance is 0."""
     spread = rate * (1 - rate)
-    return math.inf * spread if number < 2 and spread else spread / ((number - 1) * number) if spread else 0.0
+    if spread == 0:
+        return 0.0
+    if number < 2:
+        return math.inf * spread
+    return spread / ((number - 1) * number)
 
 
 GAINS: dict[str, Gain] = {"knapsack": knapsack_gain, "vip": vip_gain}
 
 
 def enough(rate: float) -> float:
-    """Rows from which a prompt has contrast with probability [`CONTRAST`], nearly."""
-    return math.ceil(math.log(1 - CONTRAST) / math.log(max(rate, 1 - rate))) if 0 < rate < 1 else math.inf
+    """Return the number of rows with which a prompt has contrast with a probability of about [`CONTRAST`]. It is
+    infinite for success rates of 0 and 1."""
+    if not 0 < rate < 1:
+        return math.inf
+    return math.ceil(math.log(1 - CONTRAST) / math.log(max(rate, 1 - rate)))
 
 
 def allocate(rates: Sequence[float | None], *, kind: str, usual: int, low: int, high: int) -> list[int]:
     """
-    Rows for each prompt: `usual` times their number in all, from `low` to `high` each, `usual` where the success rate
-    is unknown (`None`).
+    Return the number of rows of each prompt.
 
-    One row after another goes where it gains most, the first of equal prompts first; both gains fall, so nothing
-    better can be had. With `"knapsack"`, where there are prompts that were never solved, others get what is
-    [`enough`], and the rest goes to those. What gains nothing is spread evenly.
+    Start with `low` rows per prompt, and give one row after another to the prompt with the largest gain, the first of
+    equal prompts. Gains decrease with the number of rows, so the result has the largest possible total gain. If no
+    prompt gains from a row, distribute the remaining rows evenly. With `"knapsack"`, if some prompts were never
+    solved, the other prompts get at most [`enough`] rows, and the unsolved prompts get the rest.
+
+    Args:
+        rates (`Sequence[float | None]`):
+            Success rate of each prompt, `[P]`. A prompt whose rate is None (unknown) starts with `usual` rows.
+        kind (`str`):
+            `"knapsack"` or `"vip"`.
+        usual (`int`):
+            Mean number of rows per prompt.
+        low (`int`):
+            Least number of rows of a prompt.
+        high (`int`):
+            Largest number of rows of a prompt.
+
+    Returns:
+        `list[int]`: Numbers of rows, `[P]`; their sum is `usual * P`.
     """
     gain = GAINS[kind]
     counts = [usual if rate is None else low for rate in rates]
     left = usual * len(rates) - sum(counts)
     never = kind == "knapsack" and 0.0 in rates
-    heap = [
-        (-gain(low, rate), place)
-        for place, rate in enumerate(rates)
-        if rate is not None and gain(low, rate) > 0 and low < high
-    ]
+    heap: list[tuple[float, int]] = []  # negative gain and place of each prompt that gains from one more row
+    for place, rate in enumerate(rates):
+        if rate is not None and gain(low, rate) > 0 and low < high:
+            heap.append((-gain(low, rate), place))
     heapq.heapify(heap)
     while left and heap:
         _, place = heapq.heappop(heap)
@@ -63,10 +89,15 @@ def allocate(rates: Sequence[float | None], *, kind: str, usual: int, low: int, 
         left -= 1
         if counts[place] < high:
             heapq.heappush(heap, (-gain(counts[place], rate), place))
-    # The hard ones first, then whoever has room; prompts that nothing is known of last.
-    for group in ([0.0], [1.0], [r for r in rates if r is not None], [None]) if left else ():
+    # Remaining rows go to prompts that were never solved, then to prompts that were always solved, then to all prompts
+    # with a known rate, and last to prompts whose rate is unknown.
+    known = [rate for rate in rates if rate is not None]
+    for group in ([0.0], [1.0], known, [None]):
         places = [place for place, rate in enumerate(rates) if rate in group]
-        while left and (open_places := [place for place in places if counts[place] < high]):
+        while left:
+            open_places = [place for place in places if counts[place] < high]
+            if not open_places:
+                break
             place = min(open_places, key=counts.__getitem__)
             counts[place] += 1
             left -= 1
@@ -76,17 +107,37 @@ def allocate(rates: Sequence[float | None], *, kind: str, usual: int, low: int, 
 def unequal_advantages(
     rewards: torch.Tensor, counts: Sequence[int], *, scale: str, usual: int, deviation: float
 ) -> torch.Tensor:
-    """GRPO's advantages `(B,)` of rewards `(B,)` in groups of `counts` rows, each times `usual / count`, so that all
-    prompts weigh the same; `deviation` is that of the batch."""
+    """
+    Return GRPO's advantages of groups of different sizes, scaled so that all prompts have the same weight.
+
+    Args:
+        rewards (`torch.Tensor`):
+            Total rewards, `(B,)`.
+        counts (`Sequence[int]`):
+            Number of rows of each group.
+        scale (`str`):
+            TRL's `scale_rewards`: `"group"`, `"batch"` or `"none"`.
+        usual (`int`):
+            Mean number of rows per group. The advantages of a group of `count` rows are multiplied by `usual / count`.
+        deviation (`float`):
+            Standard deviation of the rewards of the batch, for `scale="batch"`.
+
+    Returns:
+        `torch.Tensor`: Advantages, `(B,)`.
+    """
+    group_scale = "none" if scale == "batch" else scale
     groups = []
     for group in rewards.split(list(counts)):
-        own = normalised(group[None], scale="none" if scale == "batch" else scale)[0]
-        groups.append((own / (deviation + 1e-4) if scale == "batch" else own) * (usual / len(group)))
+        own = normalised(group[None], scale=group_scale)[0]
+        if scale == "batch":
+            own = own / (deviation + 1e-4)
+        groups.append(own * (usual / len(group)))
     return torch.cat(groups)
 
 
 def check_budget(args: Any) -> None:
-    """`ValueError` where a budget cannot be spent, or meets what needs groups of one size."""
+    """Raise a ValueError if a budget is impossible, or if another field needs groups of equal size. `args` is any
+    configuration."""
     if args.budget == "uniform":
         return
     size, field = args.num_generations, f"`budget={args.budget!r}`"
@@ -107,8 +158,10 @@ def check_budget(args: Any) -> None:
         "branch_from": "failures",
     }
     for name, value in neutral.items():
-        if vars(args).get(name, value) not in (value, *["all"] * (name == "branch_from")):
-            raise ValueError(
-                f"{field} gives prompts unequally many rows, and `{name}={vars(args)[name]!r}` compares groups of one "
-                "size: leave one of them out."
-            )
+        found = getattr(args, name, value)  # a configuration has only the fields of its method
+        if found == value or (name == "branch_from" and found == "all"):
+            continue
+        raise ValueError(
+            f"{field} gives prompts unequally many rows, and `{name}={found!r}` compares groups of one size: "
+            "leave one of them out."
+        )

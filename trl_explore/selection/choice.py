@@ -1,4 +1,4 @@
-"""Choice of the prompts of a generation batch that are explored: the unsolved ones, a random share, or both."""
+"""Choice of the prompts of a generation batch that a method explores: unsolved prompts, a random share, or both."""
 
 import torch
 
@@ -7,13 +7,14 @@ from trl_explore.rows.policy import Policy
 
 
 def share_at(progress: float, end: float) -> float:
-    """Return the share of prompts that may be explored. It falls linearly from 1 at `progress=0` to `end` at
+    """Return the share of prompts that a method may explore. It falls linearly from 1 at `progress=0` to `end` at
     `progress=1`."""
     return 1.0 + (end - 1.0) * min(max(progress, 0.0), 1.0)
 
 
 class PromptChoice:
-    """Chooses the prompts of a generation batch that are explored, by `explore_prompts` and `explore_share_end`."""
+    """Chooses the prompts of a generation batch that a method explores, by `explore_prompts` and
+    `explore_share_end`."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy, self.args = policy, policy.args
@@ -23,9 +24,9 @@ class PromptChoice:
         """Return whether the choice depends on the rewards of GRPO's samples."""
         return self.args.explore_prompts == "unsolved"
 
-    def explored(self, deciding: torch.Tensor) -> torch.Tensor:
+    def mask(self, deciding: torch.Tensor) -> torch.Tensor:
         """
-        Return the mask of the rows whose prompts are explored. Every process calls it once per generation batch.
+        Return the mask of the rows whose prompts a method explores. Every process calls it once per generation batch.
 
         Args:
             deciding (`torch.Tensor`):
@@ -40,7 +41,7 @@ class PromptChoice:
         mask = torch.ones_like(groups[:, 0], dtype=torch.bool)
         if self.needs_rewards:
             solved = succeeded(groups, threshold=args.success_bar).any(dim=1)
-            # A prompt without any reward is not a failure: it is not known whether the completions are right.
+            # Do not explore a prompt without any reward: nobody knows whether its completions are right.
             unscored = groups.isnan().all(dim=1)
             mask = ~solved & ~unscored
         if args.explore_share_end < 1:

@@ -1,4 +1,4 @@
-"""The prompts of a run in the trainer's own data order, taken as many at a time as are needed."""
+"""Prompts of a run in the order of the trainer's sampler, for batches that need a varying number of prompts."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -9,13 +9,22 @@ from trl.trainer.utils import RepeatSampler
 
 from trl_explore.saving.fingerprints import digest
 
-SAMPLED_ROWS = 8  # at each end of the data
+SAMPLED_ROWS = 8  # number of rows at each end of the data that enter the fingerprint
 
 
 class PromptOrder:
     """
-    Places in a data set, in the order in which TRL's sampler goes through it, pass after pass; `taken` of them are
-    gone. No place is left out of a pass or stands in it twice, however many are taken at a time.
+    Gives out the places (row numbers) of a data set in the order of TRL's sampler, pass after pass.
+
+    A pass contains every place exactly once, for any number of places per call of `take`.
+
+    Args:
+        data (`Any`):
+            The data set.
+        shuffle (`bool`):
+            True if the sampler shuffles.
+        seed (`int`):
+            Seed of the sampler.
     """
 
     def __init__(self, data: Any, *, shuffle: bool, seed: int) -> None:
@@ -23,13 +32,13 @@ class PromptOrder:
         self.begin()
 
     def begin(self, taken: int = 0) -> None:
-        """Go to where so many places are gone."""
+        """Start after the first `taken` places of the run."""
         self.taken = taken
         self._sampler = RepeatSampler(self.data, mini_repeat_count=1, shuffle=self.shuffle, seed=self.seed)
         passes, gone = divmod(taken, len(self.data))
         for _ in range(passes):
             list(self._sampler)
-        self._ahead = deque(list(self._sampler)[gone:])
+        self._ahead = deque(list(self._sampler)[gone:])  # places of this pass that were not taken yet
 
     def fingerprint(self) -> str | None:
         """Return a short name of the data, made of the first and last stored rows. None if nothing is stored."""
@@ -37,18 +46,28 @@ class PromptOrder:
             return None
         size = len(self.data)
         places = sorted({*range(min(size, SAMPLED_ROWS)), *range(max(0, size - SAMPLED_ROWS), size)})
-        # Stored rows, because a transform may make other rows of them every time.
+        # Read the stored rows, because a transform may return other rows every time.
         rows = self.data.with_format("arrow")[places].to_pylist()
         return digest(repr(row).encode() for row in [size, *rows])
 
     @property
     def passes(self) -> float:
-        """Passes over the data so far."""
+        """Number of passes over the data so far."""
         return self.taken / len(self.data)
 
     def take(self, counts: Sequence[int], passed_over: Callable[[int], bool] | None = None) -> list[list[int]]:
-        """As many places for each process as it needs, `[processes][count]`, the first process's first. `passed_over`
-        is asked about each place; where a whole pass holds no other, places are taken all the same."""
+        """
+        Take the next places for all processes.
+
+        Args:
+            counts (`Sequence[int]`):
+                Number of places that each process needs. The first process gets the first places.
+            passed_over (`Callable[[int], bool]`, *optional*):
+                Returns True for a place to skip. If it would skip all places of a pass, places are taken without it.
+
+        Returns:
+            `list[list[int]]`: Places of each process, `[processes][count]`.
+        """
         refused = 0
         dealt: list[list[int]] = [[] for _ in counts]
         for own, count in zip(dealt, counts, strict=True):
@@ -60,5 +79,6 @@ class PromptOrder:
                     refused += 1
                     continue
                 own.append(place)
-                refused = refused if refused == len(self.data) else 0
+                if refused < len(self.data):
+                    refused = 0
         return dealt

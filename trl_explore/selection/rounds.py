@@ -1,7 +1,8 @@
-"""Dynamic sampling: groups without contrast leave the batch, and other prompts are sampled in their place."""
+"""Dynamic sampling: remove groups with equal rewards from the batch, and sample other prompts in their place."""
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,40 +26,62 @@ class Rounds:
     """
     Chooses the prompts of generation batches, and samples in rounds until enough groups have contrast.
 
-    `order` gives the prompts, `None`: the data loader does. Every process plays as many rounds with as many rows each.
+    A group has contrast if its rewards differ. Every process runs the same number of rounds, with the same number of
+    rows in a round.
+
+    Args:
+        policy ([`Policy`]):
+            The trainer.
+        scorer ([`Scorer`]):
+            Scorer of the trainer.
+        order ([`PromptOrder`], *optional*):
+            Order of the prompts. None if the data loader chooses the prompts.
     """
 
     def __init__(self, policy: Policy, scorer: Scorer, order: PromptOrder | None) -> None:
         self.policy, self.scorer, self.order, self.args = policy, scorer, order, policy.args
         self.solved = SuccessRates()
-        self.counts = {"prompts_seen": 0, "discarded_tokens": 0, "skipped_prompts": 0}  # over the run
-        self.rows_of: list[int] = []  # rows of each prompt of this process, where these are not as many for all
+        self.counts = {"prompts_seen": 0, "discarded_tokens": 0, "skipped_prompts": 0}  # sums over the run
+        self.rows_of: list[int] = []  # rows of each prompt of this process; empty if all prompts have `size` rows
         self._warned = False
 
     @property
     def size(self) -> int:
-        """Rows of a prompt, if all prompts have as many."""
+        """Number of rows of a prompt, unless a budget changes it."""
         return self.args.num_generations
 
     def begin_run(self, data: Any, *, shuffle: bool, seed: int) -> None:
-        """Start with the first prompt of `data`; TRL's data loader is made for the same data at the same time."""
+        """Start with the first prompt of `data`. TRL makes its data loader for the same data at the same time."""
         if self.order is not None:
             self.order = PromptOrder(data, shuffle=shuffle, seed=seed)
 
     def forget_data(self) -> None:
-        """Drop success rates: they belong to places in data that were replaced."""
+        """Drop all success rates, because the data was replaced."""
         self.solved = SuccessRates()
 
     def batch(self, inputs: list[dict[str, Any]], play: Round) -> tuple[RowDict, Streams, torch.Tensor | None]:
-        """Main rows `(B,)` and streams of a generation batch, and which main rows are trained; `None`: all."""
+        """
+        Sample a generation batch.
+
+        Args:
+            inputs (`list[dict]`):
+                Rows of the data loader. They are ignored if `order` chooses the prompts.
+            play (`Callable`):
+                Samples and scores rows.
+
+        Returns:
+            `tuple`: The main rows, the streams, and the mask `(B,)` of the main rows to train, None for all.
+        """
         number = len(inputs) // self.size
         places: list[int] = []
         if self.order is not None:
             places = self._taken([number] * self.policy.ranks.number)
             self.rows_of = self._allocated(places)
             inputs = self._rows(places)
-        # Reward functions may change the rows that they see; later rounds are filled up with rows of the data.
-        fillers = [own_copy(dict(row)) for row in inputs] if self.args.dynamic_sampling == "refill" else []
+        fillers: list[dict[str, Any]] = []
+        if self.args.dynamic_sampling == "refill":
+            # Later rounds need filler rows. Reward functions may change their arguments, so copy the rows now.
+            fillers = [own_copy(dict(row)) for row in inputs]
         output, streams = play(inputs)
         self._note(places, number)
         if self.args.dynamic_sampling == "off":
@@ -69,18 +92,19 @@ class Rounds:
         rounds, shortage = 1, 0
         if self.args.dynamic_sampling == "refill":
             others, found = [output], [streams]
-            while (
-                most := self.policy.ranks.most(self._missing(kept, number))
-            ) and rounds < self.args.max_sampling_rounds:
+            while True:
                 missing = self._missing(kept, number)
+                most = self.policy.ranks.most(missing)
+                if not most or rounds >= self.args.max_sampling_rounds:
+                    break
                 places = self._taken(self.policy.ranks.objects([missing]))
-                # All processes score as many rows; what fills up is thrown away.
+                # All processes must score the same number of rows. Filler rows are dropped afterwards.
                 unused = fillers[: (most - missing) * self.size]
-                more, beside = play(self._rows(places) + [own_copy(row) for row in unused])
+                more, more_streams = play(self._rows(places) + [own_copy(row) for row in unused])
                 self._note(places, missing)
                 good = self.contrast() & (torch.arange(most * self.size, device=keep.device) < missing * self.size)
                 others.append(select_rows(more, good.nonzero().squeeze(1)))
-                found.append(beside)
+                found.append(more_streams)
                 kept = torch.cat([kept, good[good]])
                 sampled, rounds, tokens = sampled + missing, rounds + 1, tokens + self._tokens(more)
             shortage = self._missing(kept, number)
@@ -102,7 +126,7 @@ class Rounds:
         return output, streams, keep
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds of it."""
+        """Return the state for a checkpoint."""
         order = self.order
         return {
             "taken": None if order is None else order.taken,
@@ -116,7 +140,7 @@ class Rounds:
         if self.order is not None and state["taken"] is not None:
             self.order.begin(state["taken"])
         self.solved.rates = {int(place): rate for place, rate in state["rates"]}
-        before = state.get("data")  # which older checkpoints do not have
+        before = state.get("data")  # older checkpoints have no fingerprint
         if self.order is not None and before is not None and before != self.order.fingerprint():
             self.forget_data()
             warnings.warn(
@@ -127,21 +151,30 @@ class Rounds:
         self.counts = dict(state["counts"])
 
     def _taken(self, needs: list[int]) -> list[int]:
-        """Places of this process's next prompts; every process says what all need."""
+        """Return the places of this process's next prompts. `needs` are the numbers of prompts that all processes
+        need."""
         assert self.order is not None
-        threshold, before = self.args.explore_threshold, self.order.taken
-        over = None if threshold is None else lambda place: self.solved.passes_over(place, threshold)
-        dealt = self.order.take(needs, over)
+        before = self.order.taken
+        passed_over: Callable[[int], bool] | None = None
+        if self.args.explore_threshold is not None:
+            passed_over = partial(self.solved.passes_over, threshold=self.args.explore_threshold)
+        dealt = self.order.take(needs, passed_over)
         self.counts["prompts_seen"] += sum(needs)
         self.counts["skipped_prompts"] += self.order.taken - before - sum(needs)
         return dealt[self.policy.ranks.index]
 
     def _rows(self, places: list[int]) -> list[dict[str, Any]]:
         assert self.order is not None
+        """Return the rows of prompts: one copy of the data-set row for each completion."""
         counts = self.rows_of or [self.size] * len(places)
-        return [dict(self.order.data[p]) for p, n in zip(places, counts, strict=True) for _ in range(n)]
+        rows: list[dict[str, Any]] = []
+        for place, count in zip(places, counts, strict=True):
+            for _ in range(count):
+                rows.append(dict(self.order.data[place]))  # a transform may make another row each time
+        return rows
 
     def _allocated(self, places: list[int]) -> list[int]:
+        """Return the number of rows of each prompt by `budget`. The list is empty if all have `size` rows."""
         args, size = self.args, self.size
         if args.budget == "uniform":
             return []
@@ -153,7 +186,8 @@ class Rounds:
         return counts
 
     def advantages(self, of_grpo: torch.Tensor, rewards_per_func: torch.Tensor) -> torch.Tensor:
-        """Advantages `(B,)` of main rows, where prompts have unequally many, from the rewards `(N, F)` of all."""
+        """Return the advantages `(B,)` of the main rows. If prompts have different numbers of rows, compute them from
+        the rewards `(N, F)` of all processes. Otherwise, return GRPO's advantages `of_grpo`."""
         if not self.rows_of:
             return of_grpo
         totals = self.scorer.totals(rewards_per_func)
@@ -162,38 +196,44 @@ class Rounds:
         return unequal_advantages(own, self.rows_of, deviation=nanstd(totals).item(), **options)
 
     def contrast(self) -> torch.Tensor:
-        """Rows `(B,)` of this process whose group has different rewards, before any shaping."""
+        """Return the mask `(B,)` of this process's rows in groups with different raw rewards."""
         assert self.scorer.rewards_per_func is not None
-        return ~self.scorer.level(self.scorer.rewards_per_func, group_size=self.size)
+        return ~self.scorer.equal_reward_rows(self.scorer.rewards_per_func, group_size=self.size)
 
     def columns(self) -> dict[str, list[Any]]:
-        """What the completions table says of the main rows of a round."""
-        return {} if self.args.dynamic_sampling == "off" else {"contrast": self.contrast().tolist()}
+        """Return the columns of the completions table for the main rows of a round."""
+        if self.args.dynamic_sampling == "off":
+            return {}
+        return {"contrast": self.contrast().tolist()}
 
     def _missing(self, kept: torch.Tensor, number: int) -> int:
+        """Return the number of groups that still lack contrast, out of `number`."""
         return number - int(kept.sum()) // self.size
 
     def _tokens(self, rows: RowDict, keep: torch.Tensor | None = None) -> int:
-        mask = loss_mask(rows)  # what tools answered was not sampled
-        return int((mask if keep is None else mask[keep]).sum())
+        """Return the number of sampled tokens of rows. Answers of tools were not sampled."""
+        mask = loss_mask(rows)
+        if keep is not None:
+            mask = mask[keep]
+        return int(mask.sum())
 
     def _note(self, places: list[int], number: int) -> None:
-        """What the prompts of a round tell of their success rates."""
+        """Update the success rates by the prompts of a round."""
         if self.args.explore_threshold is None and self.args.budget == "uniform":
             return
         counts = self.rows_of or [self.size] * number
         deciding = self.policy.ranks.local(self.scorer.success())[: sum(counts)].split(counts)
         threshold = self.args.success_bar
-        known = [group[~group.isnan()] for group in deciding]
-        own = [
-            (place, succeeded(group, threshold=threshold).float().mean().item())
-            for place, group in zip(places, known, strict=True)
-            if len(group)
-        ]
+        own = []  # place and share of successes of each prompt with a reward
+        for place, group in zip(places, deciding, strict=True):
+            known = group[~group.isnan()]
+            if len(known):
+                own.append((place, succeeded(known, threshold=threshold).float().mean().item()))
         self.solved.note(self.policy.ranks.objects(own))
 
     def _refilled(self, others: list[RowDict], keep: torch.Tensor) -> tuple[RowDict, torch.Tensor]:
-        """The first round's rows, where groups without contrast made room for later ones as far as there are any."""
+        """Return the rows of the first round with groups without contrast replaced by groups of later rounds, as far
+        as there are any. Also return the mask of the rows to train, `(B,)`."""
         output = merge_rows(others, pad_id=self.policy.tokenizer.pad_token_id)
         index = torch.arange(len(keep), device=keep.device)
         free = (~keep).nonzero().squeeze(1)[: len(output["completion_ids"]) - len(keep)]
@@ -204,9 +244,12 @@ class Rounds:
         return output, keep.index_fill(0, free, True)
 
     def _joined(self, found: list[Streams]) -> Streams:
-        """The streams of all rounds: what was branched from groups that left is trained all the same."""
+        """Return the streams of all rounds. Branches from groups that were removed are trained anyway."""
         joined: Streams = {}
-        for name in dict.fromkeys(name for streams in found for name in streams):
+        names: dict[str, None] = {}
+        for streams in found:
+            names.update(dict.fromkeys(streams))
+        for name in names:
             parts = [streams[name] for streams in found if name in streams]
             scored = [rows for rows, _ in parts]
             joined[name] = (
@@ -240,7 +283,8 @@ class Rounds:
 
 
 def rounds_of(policy: Policy, scorer: Scorer, data: Any, *, shuffle: bool) -> Rounds | None:
-    """What chooses the prompts of batches out of `data`, as the configuration says; `None`: the data loader does."""
+    """Return the object that chooses the prompts of batches, or None if TRL's data loader chooses them and no group is
+    removed."""
     args = policy.args
     if not args.orders_prompts:
         return Rounds(policy, scorer, None) if args.dynamic_sampling == "filter" else None

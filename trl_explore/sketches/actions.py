@@ -1,5 +1,5 @@
-"""Actions of an agent at one decision: which rows decide together, what an action is, and who takes which. After SESA
-(https://huggingface.co/papers/2510.15502), section 3.1, "Sequential Sampling for Agent"."""
+"""Actions of an agent at a decision: text of an action, rows that decide together, and the distribution of actions
+over rows. After SESA (https://huggingface.co/papers/2510.15502), section 3.1, "Sequential Sampling for Agent"."""
 
 import json
 from collections import defaultdict
@@ -8,28 +8,49 @@ from typing import Any
 
 
 def action_of(message: dict[str, Any]) -> str:
-    """What an assistant's parsed turn does, equal for equal actions: its tool calls, as `move(direction=left)`,
-    several joined by `; `; without one its text, the final answer."""
-    calls = [call.get("function", call) for call in message.get("tool_calls") or []]
-    if not calls:
+    """Return the action of an assistant's parsed turn as text. Equal actions have equal texts. The text has the tool
+    calls, such as `move(direction=left)`, joined by `; `. A turn without tool calls is a final answer, and the text is
+    its content."""
+    texts = []
+    for call in message.get("tool_calls") or []:
+        function = call.get("function", call)
+        texts.append(f"{function.get('name')}({_arguments(function.get('arguments'))})")
+    if not texts:
         return str(message.get("content") or "").strip()
-    return "; ".join(f"{call.get('name')}({_arguments(call.get('arguments'))})" for call in calls)
+    return "; ".join(texts)
 
 
 def _arguments(arguments: Any) -> str:
+    """Return the arguments of a tool call, sorted by name."""
     if not isinstance(arguments, dict):
         return _text(arguments)
     return ", ".join(f"{name}={_text(arguments[name])}" for name in sorted(arguments))
 
 
 def _text(value: Any) -> str:
-    return value.strip() if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
+    if isinstance(value, str):
+        return value.strip()
+    return json.dumps(value, sort_keys=True, default=str)
 
 
 def decision_blocks(
     groups: Sequence[int], contexts: Sequence[Sequence[int]], eligible: Sequence[bool]
 ) -> list[list[int]]:
-    """Blocks of at least two eligible rows of one group with equal contexts `[B][P_i]`, in the order of first rows."""
+    """
+    Return the blocks of rows that are at the same decision.
+
+    Args:
+        groups (`Sequence[int]`):
+            Group number of each row, `[B]`.
+        contexts (`Sequence[Sequence[int]]`):
+            Tokens of each row so far, `[B][P_i]`.
+        eligible (`Sequence[bool]`):
+            True for rows that may be in a block, `[B]`.
+
+    Returns:
+        `list[list[int]]`: Blocks of at least two rows of one group with equal contexts, in the order of their first
+        rows.
+    """
     blocks: dict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
     for row, (group, context, wanted) in enumerate(zip(groups, contexts, eligible, strict=True)):
         if wanted:
@@ -38,8 +59,23 @@ def decision_blocks(
 
 
 def share_out(num_rows: int, goes_on: Sequence[bool]) -> list[int]:
-    """Action of each row of a block: one each in turn, then only those after which the episode goes on, so that rows
-    can still part; at most `num_rows` actions."""
-    order = list(range(len(goes_on)))
-    again = [action for action in order if goes_on[action]] or order
-    return [order[row] if row < len(order) else again[(row - len(order)) % len(again)] for row in range(num_rows)]
+    """
+    Return the number of the action that each row of a block takes, `[num_rows]`.
+
+    The first rows take one action each. The remaining rows take the actions after which the episode continues, one
+    after another, so that these rows can still differ in later turns.
+
+    Args:
+        num_rows (`int`):
+            Number of rows of the block.
+        goes_on (`Sequence[bool]`):
+            True for each action after which the episode continues. There are at most `num_rows` actions.
+    """
+    num_actions = len(goes_on)
+    again = [action for action in range(num_actions) if goes_on[action]]
+    if not again:
+        again = list(range(num_actions))
+    shares = list(range(min(num_actions, num_rows)))
+    for row in range(num_rows - num_actions):
+        shares.append(again[row % len(again)])
+    return shares

@@ -54,8 +54,11 @@ class Actions(Mode, TurnExplorer):
             self._examples = examples[:: self.size]
         # A place is an index into `contexts`. A row is an index into the batch.
         start = time.perf_counter()
-        explores = [row % size < self.num_explored and turn.number < args.branch_depth for row in turn.rows]
-        blocks = decision_blocks([row // size for row in turn.rows], contexts, explores)
+        groups, explores = [], []
+        for row in turn.rows:
+            groups.append(row // size)
+            explores.append(row % size < self.num_explored and turn.number < args.branch_depth)
+        blocks = decision_blocks(groups, contexts, explores)
         with self.sample.rollout():
             proposed = self._propose(contexts, blocks)
         turn_ids: dict[int, list[int]] = {}  # tokens of the new turn, by place
@@ -74,34 +77,44 @@ class Actions(Mode, TurnExplorer):
         start = time.perf_counter()
         logprobs: dict[int, list[float | None]] = {}  # by place
         rest = [place for place in range(len(contexts)) if place not in turn_ids]
+        num_plain_tokens = 0
         if rest:
             sampled = plain([contexts[place] for place in rest])
+            num_plain_tokens = sum(map(len, sampled.completion_ids))
             turn_ids |= dict(zip(rest, sampled.completion_ids, strict=True))
             logprobs = dict(zip(rest, sampled.logprobs or [], strict=False))
         num_proposed_tokens = 0
+        actions: list[list[str]] = []  # of each block
         for proposals in proposed:
-            num_proposed_tokens += sum(len(proposal.token_ids) for proposal in proposals)
+            actions.append([])
+            for proposal in proposals:
+                num_proposed_tokens += len(proposal.token_ids)
+                actions[-1].append(proposal.action)
         added = {
             "tokens": num_proposed_tokens,
-            "sampled_tokens": num_proposed_tokens + sum(len(turn_ids[place]) for place in rest),
+            "sampled_tokens": num_proposed_tokens + num_plain_tokens,
             "drafting_seconds": draft_seconds,
             "solving_seconds": time.perf_counter() - start,
             "dropped": 0,  # `_ask_for_another` has already counted these
-            **diversity([[proposal.action for proposal in proposals] for proposals in proposed]),
+            **diversity(actions),
         }
-        self.metrics = {name: self.metrics[name] + value for name, value in added.items()}
+        for name, value in added.items():
+            self.metrics[name] += value
         turns = [turn_ids[place] for place in range(len(contexts))]
         if self.policy.serving is None:
             return Rollout(turns)
-        return Rollout(turns, [logprobs.get(place) or [None] * len(ids) for place, ids in enumerate(turns)])
+        all_logprobs: list[list[float | None]] = []
+        for place, ids in enumerate(turns):
+            all_logprobs.append(logprobs.get(place) or [None] * len(ids))
+        return Rollout(turns, all_logprobs)
 
     def _begin_batch(self, contexts: list[list[int]]) -> None:
         """Reset metrics, columns and `drawn` at the first turn of a batch. `contexts` are the prompts of its rows."""
         names = "tokens", "sampled_tokens", "drafting_seconds", "solving_seconds", "dropped", *diversity([])
         self.metrics = dict.fromkeys(names, 0.0)
         self.drawn = [[] for _ in contexts]
-        self.columns = {"actions": ["" for _ in contexts]}
-        self._prompt_lengths = [len(context) for context in contexts]
+        self.columns = {"actions": [""] * len(contexts)}
+        self._prompt_lengths = list(map(len, contexts))
 
     def _shared_out(self, proposals: list[Proposal], num_rows: int) -> list[Proposal]:
         """Return the proposal that each row of a block takes. Of proposals with equal actions, the first counts."""
@@ -113,7 +126,7 @@ class Actions(Mode, TurnExplorer):
         return [distinct[share] for share in shares]
 
     def group_counts(self, completion_ids: list[list[int]], successes: list[list[bool]]) -> dict[str, float]:
-        rows = [tuple(ids) for ids in completion_ids]
+        rows = list(map(tuple, completion_ids))
         distinct = 0
         for start in range(0, len(rows), self.size):
             distinct += len(set(rows[start : start + self.size]))
@@ -160,7 +173,9 @@ class Actions(Mode, TurnExplorer):
 
         kept = newest_that_fit(actions, fits)
         self.metrics["dropped"] += len(actions) - len(kept)
-        return self._with_actions(place, context, kept) if kept else context
+        if not kept:
+            return context
+        return self._with_actions(place, context, kept)
 
     def _with_actions(self, place: int, context: list[int], actions: Sequence[str]) -> list[int]:
         """Return the context with a last message that shows these actions."""
@@ -177,7 +192,9 @@ def check_actions(tools: list[Any], where: str) -> None:
     message shows `where`, the index into `environment_factory`, or `""` if that is a single factory."""
     if len(tools) > 1 or any(inspect.signature(tool).parameters for tool in tools):
         return
-    found = f"only {tools[0].__name__!r}, without parameters" if tools else "none"
+    found = "none"
+    if tools:
+        found = f"only {tools[0].__name__!r}, without parameters"
     raise ValueError(
         f"`mode='agent'` proposes different tool calls, but `environment_factory{where}` makes environments whose "
         f"actions cannot be told apart: of public methods beside `reset` and `get_reward` there is {found}. Give the "

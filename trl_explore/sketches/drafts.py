@@ -1,5 +1,5 @@
-"""Sequential sampling in text: prompts that carry what was drafted before, lists taken apart, how diverse a group is.
-After SESA (https://huggingface.co/papers/2510.15502), section 3.1 and algorithm 1."""
+"""Texts of sequential sampling: prompts that show earlier drafts, parsing of lists, and diversity of a group. After
+SESA (https://huggingface.co/papers/2510.15502), section 3.1 and algorithm 1."""
 
 import math
 import re
@@ -18,8 +18,12 @@ LIST_MARK = re.compile(r"^\s*(?:\(?\d{1,3}[.):]|[-*])\s+")
 
 
 def check_template(field: str, template: str, *, required: Sequence[str]) -> None:
-    """ValueError, naming the field and the slot, if a template lacks one such as `"problem"`."""
-    missing = [f"{{{slot}}}" for slot in required if f"{{{slot}}}" not in template]
+    """Raise a ValueError that names the field if its template lacks a required slot, for example `"problem"`."""
+    missing = []
+    for name in required:
+        slot = f"{{{name}}}"
+        if slot not in template:
+            missing.append(slot)
     if missing:
         raise ValueError(
             f"`{field}={template!r}` must contain {' and '.join(missing)}: "
@@ -28,13 +32,29 @@ def check_template(field: str, template: str, *, required: Sequence[str]) -> Non
 
 
 def fill_template(template: str, slots: Mapping[str, str]) -> str:
-    """Put texts into slots such as `{problem}`, once: other braces, also inside a text, stay as they are."""
+    """Replace slots such as `{problem}` by texts. Other braces stay unchanged, also braces inside the texts."""
     return SLOT.sub(lambda match: slots.get(match[1], match[0]), template)
 
 
 def fill_prompt(prompt: Prompt, template: str, slots: Mapping[str, str]) -> Prompt:
-    """A copy of a plain prompt, or of a conversation that ends with a text message of the user (else a ValueError),
-    with it, or that message, as `{problem}` in the template."""
+    """
+    Return a prompt made from a template.
+
+    Args:
+        prompt (`str` or `list`):
+            A text, or a conversation that ends with a text message of the user. The text, or the last message, becomes
+            `{problem}`.
+        template (`str`):
+            The template.
+        slots (`Mapping[str, str]`):
+            Texts of the other slots.
+
+    Returns:
+        `str` or `list`: The text, or the conversation with another last message.
+
+    Raises:
+        ValueError: If the last message is no text.
+    """
     if isinstance(prompt, str):
         return fill_template(template, {**slots, "problem": prompt})
     *before, last = prompt
@@ -47,7 +67,7 @@ def fill_prompt(prompt: Prompt, template: str, slots: Mapping[str, str]) -> Prom
 
 
 def newest_that_fit(sketches: Sequence[str], fits: Callable[[Sequence[str]], bool]) -> list[str]:
-    """Drop the oldest sketches, which come first, until the rest fits; if some fit, fewer do too."""
+    """Drop the oldest sketches, which come first, until the others fit. Return the sketches that are kept."""
     for first in range(len(sketches)):
         if fits(sketches[first:]):
             return list(sketches[first:])
@@ -55,62 +75,113 @@ def newest_that_fit(sketches: Sequence[str], fits: Callable[[Sequence[str]], boo
 
 
 def split_thoughts(text: str, *, opened: bool = False) -> tuple[str, str]:
-    """The text to the end of its last whole `<think>` thought, with blanks behind it; and what is said: the text
-    without thoughts, an unended one included. `opened`: the prompt began one. An unopened end tag ends one too."""
-    said = THOUGHT.sub("", THINK * opened + text).rpartition(END_THINK)[2]
-    behind = text.rpartition(END_THINK)[2].lstrip() if END_THINK in text else text
-    return text[: len(text) - len(behind)], said
+    """
+    Split a response into its thoughts and its answer.
+
+    Args:
+        text (`str`):
+            The response. Thoughts are between `<think>` and `</think>`.
+        opened (`bool`, *optional*, defaults to `False`):
+            If True, the prompt ends with `<think>`, so the response begins inside a thought.
+
+    Returns:
+        `tuple[str, str]`: The text up to the last `</think>` and the spaces after it, empty without this tag; and the
+        text without thoughts, also without a thought that does not end.
+    """
+    opening = THINK if opened else ""
+    answer = THOUGHT.sub("", opening + text).rpartition(END_THINK)[2]
+    after = text
+    if END_THINK in text:
+        after = text.rpartition(END_THINK)[2].lstrip()
+    return text[: len(text) - len(after)], answer
 
 
 def split_candidates(text: str, *, separator: str) -> list[str]:
-    """Candidates of one response in order, without numbering, bullets and empty ones; with duplicates."""
-    parts = (LIST_MARK.sub("", part).strip() for part in text.split(separator))
-    return [part for part in parts if part]
+    """Return the candidates of a response in order, with duplicates. Remove numbers, bullets and empty candidates."""
+    candidates = []
+    for part in text.split(separator):
+        candidate = LIST_MARK.sub("", part).strip()
+        if candidate:
+            candidates.append(candidate)
+    return candidates
 
 
 def first_distinct(texts: Sequence[str], most: int) -> list[str]:
-    """The first different texts, in order."""
+    """Return the first `most` different texts, in order."""
     return list(dict.fromkeys(texts))[:most]
 
 
 def other_prompts(prompts: Sequence[Hashable], order: Sequence[int]) -> list[int]:
-    """For each of P prompts the place of one that differs from it, its own only if all are equal; `order` (0 to P - 1)
-    decides who gets whom. Every place occurs once, unless more than half of the prompts are equal."""
+    """
+    Return another prompt for each prompt.
+
+    Args:
+        prompts (`Sequence[Hashable]`):
+            The prompts, `[P]`.
+        order (`Sequence[int]`):
+            A permutation of the numbers 0 to P - 1. It decides which prompts are paired.
+
+    Returns:
+        `list[int]`: Number of a different prompt for each prompt, `[P]`. If all prompts are equal, its own number.
+        Every number occurs once, unless more than half of the prompts are equal.
+    """
     groups: dict[Hashable, list[int]] = {}
     for place in order:
         groups.setdefault(prompts[place], []).append(place)
-    ring = [place for members in groups.values() for place in members]
-    # A turn of the ring by the size of the largest group takes everybody out of their own.
-    turn = max(map(len, groups.values()), default=0)
+    ring: list[int] = []  # all places, equal prompts next to each other
+    for members in groups.values():
+        ring += members
+    # Shifting the ring by the size of its largest group gives every prompt a place of another group.
+    shift = max(map(len, groups.values()), default=0)
     sources, end = list(range(len(prompts))), 0
     for members in groups.values():
         end += len(members)
         others = ring[end:] + ring[: end - len(members)]
-        for j, place in enumerate(members if others else []):
-            sources[place] = others[(turn - len(members) + j) % len(others)]
+        if not others:
+            continue
+        for j, place in enumerate(members):
+            sources[place] = others[(shift - len(members) + j) % len(others)]
     return sources
 
 
 def mean_similarity(texts: Sequence[str]) -> float:
-    """Mean of `difflib`'s ratio over all pairs, in [0, 1]: 1 if all are equal; one text alone is like nothing."""
+    """Return the mean of `difflib`'s ratio over all pairs of texts, in [0, 1]. It is 1 if all texts are equal, and 0
+    if there is only one text."""
     pairs = list(combinations(texts, 2))
     if not pairs:
         return 0.0
     return math.fsum(_similarity(a, b) for a, b in pairs) / len(pairs)
 
 
-@lru_cache(maxsize=2**14)  # sketches come again from batch to batch
+@lru_cache(maxsize=2**14)  # many sketches occur in several batches
 def _similarity(a: str, b: str) -> float:
     return SequenceMatcher(None, a, b, autojunk=False).ratio()
 
 
 def diversity(drafts: Sequence[Sequence[str]]) -> dict[str, float]:
-    """Sums that can be added up further: number of `lists`; their shares of `distinct` and `empty` drafts and their
-    mean `similarity`; and the number of `duplicates` of earlier drafts."""
+    """
+    Return sums over lists of drafts, which processes can add up.
+
+    Args:
+        drafts (`Sequence[Sequence[str]]`):
+            Lists of drafts; a list may be empty.
+
+    Returns:
+        `dict[str, float]`: The number of `lists`; the sums of their shares of `distinct` and of `empty` drafts, and of
+        their mean `similarity`; and the number of `duplicates` of earlier drafts.
+    """
+    distinct, empty, similarity, num_duplicates = [], [], [], 0
+    for texts in drafts:
+        num_distinct = len(set(texts))
+        num_duplicates += len(texts) - num_distinct
+        similarity.append(mean_similarity(texts))
+        if texts:
+            distinct.append(num_distinct / len(texts))
+            empty.append(texts.count("") / len(texts))
     return {
         "lists": len(drafts),
-        "distinct": sum(len(set(texts)) / len(texts) for texts in drafts if texts),
-        "duplicates": sum(len(texts) - len(set(texts)) for texts in drafts),
-        "empty": sum(sum(not text for text in texts) / len(texts) for texts in drafts if texts),
-        "similarity": sum(mean_similarity(texts) for texts in drafts),
+        "distinct": sum(distinct),
+        "duplicates": num_duplicates,
+        "empty": sum(empty),
+        "similarity": sum(similarity),
     }

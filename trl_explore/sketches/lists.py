@@ -27,7 +27,7 @@ class Lists(Mode):
     """
     Explorer for `mode="sequential"`: the policy lists candidates, and each becomes the completion of a row.
 
-    If a list has too few candidates, they are repeated in turn. With `candidate_context="alone"`, each row has a list
+    If a list has too few candidates, they are repeated. With `candidate_context="alone"`, each row has a list
     of its own, and the first candidate of the list becomes the completion.
     """
 
@@ -43,7 +43,9 @@ class Lists(Mode):
             listed, found, num_tokens = self._candidates(prompts)
         prompt_ids = [group.prompt_ids for group in groups]
         # If a prompt begins a thought, the completion must end the thought before the answer.
-        thought_ends = [self.encode(NO_THOUGHT) if self._begins_thought(ids) else [] for ids in prompt_ids]
+        thought_ends: list[list[int]] = []
+        for ids in prompt_ids:
+            thought_ends.append(self.encode(NO_THOUGHT) if self._begins_thought(ids) else [])
         completions: list[list[list[int]]] = []  # the different completions of each prompt, at most `size`
         logprobs: list[list[list[float | None]]] = []  # of their tokens; a list has no log-probabilities for them
         for candidates, thought_end in zip(listed, thought_ends, strict=True):
@@ -53,9 +55,10 @@ class Lists(Mode):
 
         start = time.perf_counter()
         # Only prompts without any candidate get plain completions. In other groups, plain completions in the place of
-        # missing candidates would repeat what the policy samples anyway.
+        # missing candidates would repeat the usual samples of the policy.
         empty = [g for g, rows in enumerate(completions) if not rows]
-        fillers = self.sample([prompt_ids[g] for g in empty], size, self.max_completion_length, main_stream=True)
+        empty_prompts = [prompt_ids[g] for g in empty]
+        fillers = self.sample(empty_prompts, size, self.max_completion_length, main_stream=True)
         num_filler_tokens = 0
         for g, continuations in zip(empty, fillers, strict=True):
             for continuation in continuations:
@@ -64,7 +67,7 @@ class Lists(Mode):
                 num_filler_tokens += len(continuation.token_ids)
         self.metrics = {
             "tokens": num_tokens,
-            "repeats": sum(size - len(rows) for rows in completions),
+            "repeats": size * len(completions) - sum(map(len, completions)),
             "fillers": len(empty) * size,
             "drafting_seconds": draft_seconds,
             "solving_seconds": time.perf_counter() - start,
@@ -74,14 +77,15 @@ class Lists(Mode):
         self._note_origins(listed, completions, thought_ends)
         explored = []
         for g, rows in enumerate(completions):
-            places = [i % len(rows) for i in range(size)]
-            explored.append(
-                Explored(
-                    completion_ids=[list(rows[place]) for place in places],
-                    logprobs=None if self.policy.serving is None else [list(logprobs[g][place]) for place in places],
-                    columns=self.columns_of(g),
-                )
-            )
+            one = Explored([], columns=self.columns_of(g))
+            if self.policy.serving is not None:
+                one.logprobs = []
+            for i in range(size):
+                place = i % len(rows)
+                one.completion_ids.append(list(rows[place]))
+                if one.logprobs is not None:
+                    one.logprobs.append(list(logprobs[g][place]))
+            explored.append(one)
         return explored
 
     def _note_origins(
@@ -141,11 +145,13 @@ class Lists(Mode):
         listed, texts = [], []
         for start in range(0, len(asked), size):
             candidates = []
+            texts_of_prompt = []
             for row in range(start, start + size):
                 if found[row]:
                     candidates.append((found[row][0], asked[row]))
+                    texts_of_prompt.append(found[row][0])
             listed.append(candidates)
-            texts.append([text for text, _ in candidates])
+            texts.append(texts_of_prompt)
         return listed, texts, num_tokens
 
     def _list_candidates(
@@ -170,10 +176,9 @@ class Lists(Mode):
             of its candidates, with duplicates; and the number of sampled tokens of all prompts.
         """
         args, size = self.args, self.size
-        asked = self.policy.encode_prompts(
-            [fill_prompt(prompt, args.candidate_template, {"num_candidates": str(size)}) for prompt in prompts]
-        )
-        prompt_lengths = [len(ids) for ids in asked]
+        slots = {"num_candidates": str(size)}
+        asked = self.policy.encode_prompts([fill_prompt(prompt, args.candidate_template, slots) for prompt in prompts])
+        prompt_lengths = list(map(len, asked))
         found: list[list[str]] = [[] for _ in prompts]
         num_tokens = 0
         open_lists = set(range(len(prompts)))  # prompts whose newest response added a candidate
@@ -208,7 +213,10 @@ class Lists(Mode):
 
     def _begun_list(self, texts: list[str]) -> list[int]:
         """Return the tokens of a list with these candidates, each with a separator after it."""
-        return self.encode("".join(text + self.args.candidate_separator for text in texts))
+        list_text = ""
+        for text in texts:
+            list_text += text + self.args.candidate_separator
+        return self.encode(list_text)
 
     def _candidate_ids(self, text: str, before: list[int]) -> list[int]:
         """Return the tokens of a completion: `before`, the candidate and the end token. Cut it if it is too long."""
@@ -226,4 +234,5 @@ class Lists(Mode):
         for token_id, token in self.policy.tokenizer.added_tokens_decoder.items():
             if token.special and token.content not in (THINK, END_THINK):
                 removed.add(token_id)
-        return self.policy.tokenizer.decode([i for i in token_ids if i not in removed], skip_special_tokens=False)
+        kept = [token_id for token_id in token_ids if token_id not in removed]
+        return self.policy.tokenizer.decode(kept, skip_special_tokens=False)

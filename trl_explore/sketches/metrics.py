@@ -1,14 +1,16 @@
-"""Metrics of a batch that SESA sampled: averages of what all processes counted."""
+"""Metrics of a batch that SESA sampled, and targets for its coverage."""
 
 from typing import Any
 
 from datasets import Dataset
 
-COLLAPSE_RATIO = 1.05  # Pass@G / Pass@1 below it: the samples of a prompt succeed or fail together
+# If pass@G / pass@1 is smaller than this, the samples of a prompt succeed or fail together.
+COLLAPSE_RATIO = 1.05
 
 
 def group_metrics(total: dict[str, float], *, size: int) -> dict[str, float]:
-    """Metrics by name, of sums over all groups of `size` rows; what a mode does not count has none."""
+    """Return metrics by name. `total` has sums over all groups of `size` rows. Leave out metrics whose sums a mode
+    does not count."""
     metrics: dict[str, float] = {}
     groups = total["groups"]
     for name in ("distinct", "similarity", "empty"):
@@ -20,11 +22,13 @@ def group_metrics(total: dict[str, float], *, size: int) -> dict[str, float]:
     for name in ("tokens", "sampled_tokens", "dropped", "too_long", "repeats", "fillers"):
         if name in total:
             metrics[f"sketch/{name}"] = total[name]
-    if sketched := total.get("sketched"):
+    sketched = total.get("sketched", 0)
+    if sketched:
         metrics["sketch/success"] = total["sketched_correct"] / sketched
         metrics["sketch/group_success"] = total["sketched_solved"] / total["sketched_groups"]
-    if "sketched" in total and (alone := groups * size - total["sketched"]):
-        metrics["sketch/plain_success"] = (total["correct"] - total["sketched_correct"]) / alone
+    num_plain = groups * size - sketched
+    if "sketched" in total and num_plain:
+        metrics["sketch/plain_success"] = (total["correct"] - total["sketched_correct"]) / num_plain
     metrics["sketch/token_ratio"] = total["tokens"] / max(total["sampled_tokens"], 1)
     if total["with_targets"]:
         metrics["sketch/coverage"] = total["covered"] / total["with_targets"]
@@ -41,7 +45,7 @@ def read_targets(value: Any, column: str) -> list[str]:
     Return the right answers to a prompt that its row has in `coverage_column`. The list is empty if there are none.
 
     Raises:
-        ValueError: If the value is no list of texts.
+        ValueError: If the value is not a list of texts.
     """
     if value is None:
         return []
@@ -56,7 +60,7 @@ def read_targets(value: Any, column: str) -> list[str]:
 def check_coverage_column(
     column: str | None, dataset: Any, *, remove_unused_columns: bool, most: int = 10_000
 ) -> None:
-    """Raise where a data set has no column of targets under that name. The first `most` rows are looked at."""
+    """Raise a ValueError if a data set has no column of lists of texts with this name. Check the first `most` rows."""
     if column is None:
         return
     if remove_unused_columns:
@@ -64,9 +68,9 @@ def check_coverage_column(
             f"`coverage_column={column!r}` cannot be read with `remove_unused_columns=True`, which takes the column "
             "away: set `remove_unused_columns=False`, or leave `coverage_column` out."
         )
-    if not isinstance(dataset, Dataset) or not len(dataset):  # rows of a stream are checked as they come
+    if not isinstance(dataset, Dataset) or not len(dataset):  # rows of a stream are checked when they are read
         return
-    first = dataset[0]  # a transform may make columns that are not stored
+    first = dataset[0]  # read a row, because a transform may make columns that are not stored
     if column not in first:
         raise ValueError(
             f"`coverage_column={column!r}` is no column of the data, which has {', '.join(first)}: name one of them, "

@@ -128,8 +128,8 @@ class Mode(Explorer):
         counts |= self.group_counts(completion_ids, successes)
         counts |= self._coverage(examples, completion_ids)
         counts["groups"] = len(successes)
-        counts["correct"] = sum(sum(group) for group in successes)
-        counts["solved"] = sum(any(group) for group in successes)
+        counts["correct"] = sum(map(sum, successes))
+        counts["solved"] = sum(map(any, successes))
         for name, value in group_metrics(self.policy.ranks.summed(counts), size=size).items():
             self.policy.log_metric(name, value)
         self.policy.log_metric("sketch/drafting_seconds", self.metrics["drafting_seconds"])
@@ -152,7 +152,9 @@ class Mode(Explorer):
         answers, and the number of the prompts."""
         covered, column = [], self.args.coverage_column
         for g, example in enumerate(examples):
-            targets = [] if column is None else read_targets(example.get(column), column)
+            if column is None:
+                continue
+            targets = read_targets(example.get(column), column)
             if targets:
                 texts = [self.text(ids) for ids in completion_ids[g * self.size : (g + 1) * self.size]]
                 covered.append(coverage_at_k(texts, targets, self.size))
@@ -177,4 +179,6 @@ class Mode(Explorer):
 
     def encode(self, text: str) -> list[int]:
         """Encode a part of a completion, without special tokens."""
-        return self.policy.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+        if not text:
+            return []
+        return self.policy.tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -32,9 +32,13 @@ class TwoStage(Mode):
 
     def _drafted_and_solved(self, groups: Sequence[PromptGroup], plain: PlainSampling) -> list[Explored]:
         start = time.perf_counter()
-        drafts = self._draft([group.example["prompt"] for group in groups])  # [P][num_sketches]
+        prompts, group_ids = [], []
+        for group in groups:
+            prompts.append(group.example["prompt"])
+            group_ids.append(group.prompt_ids)
+        drafts = self._draft(prompts)  # [P][num_sketches]
         if self.args.sketch_assignment == "shuffled":
-            drafts = self._exchanged(drafts, [group.prompt_ids for group in groups])
+            drafts = self._exchanged(drafts, group_ids)
         draft_seconds = time.perf_counter() - start
 
         start = time.perf_counter()
@@ -42,7 +46,7 @@ class TwoStage(Mode):
         prompt_ids: list[list[int]] = []
         for group, own_drafts in zip(groups, drafts, strict=True):
             for place in range(self.size):
-                # Count rows over the whole batch, not per prompt. Otherwise, if `group_size` is no multiple of
+                # Count rows over the whole batch, not per prompt. Otherwise, if `group_size` is not a multiple of
                 # `num_sketches`, the first sketches of every prompt would be followed more often than the last ones.
                 sketch = own_drafts[len(sketches) % self.num_sketches]
                 sketches.append(sketch if place < self.num_explored else "")
@@ -55,7 +59,9 @@ class TwoStage(Mode):
                 num_too_long += 1
         self.columns = {"sketch": sketches}
         rollout = self._solved(solve_ids, plain)
-        self.drawn = [[Drawn(0, context, ids)] for context, ids in zip(solve_ids, rollout.completion_ids, strict=True)]
+        self.drawn = []
+        for context, ids in zip(solve_ids, rollout.completion_ids, strict=True):
+            self.drawn.append([Drawn(0, context, ids)])
         self.metrics |= {
             "drafting_seconds": draft_seconds,
             "solving_seconds": time.perf_counter() - start,
@@ -112,7 +118,8 @@ class TwoStage(Mode):
         most = options.get("max_new_tokens", self.max_completion_length)  # as in TRL
         if self.sample.paths is None or self.sample.batch_size is not None or most is None:
             return plain(solve_ids)
-        return Rollout([one.token_ids for (one,) in self.sample(solve_ids, 1, most, main_stream=True)])
+        sampled = self.sample(solve_ids, 1, most, main_stream=True)
+        return Rollout([continuation.token_ids for (continuation,) in sampled])
 
     def apart(self, num_rows: int) -> list[int]:
         return [row for row in range(num_rows) if row % self.size < self.num_explored]
@@ -134,7 +141,7 @@ class TwoStage(Mode):
                 for place in range(first, min(first + chains, self.num_sketches)):
                     earlier = drafts[number][place % chains :: chains]
                     numbers.append(number)
-                    shown.append([sketch for sketch in earlier if sketch])
+                    shown.append(list(filter(None, earlier)))  # empty sketches are not shown
             requests = []
             for number, earlier in zip(numbers, shown, strict=True):
                 requests.append(self._sketch_prompt(prompts[number], earlier))
@@ -157,7 +164,8 @@ class TwoStage(Mode):
     def _exchanged(self, drafts: list[list[str]], prompt_ids: list[list[int]]) -> list[list[str]]:
         """Give each prompt the sketches of another prompt, at random."""
         order = torch.randperm(len(drafts), generator=self.policy.exploration_generator).tolist()
-        return [drafts[place] for place in other_prompts([tuple(ids) for ids in prompt_ids], order)]
+        others = other_prompts(list(map(tuple, prompt_ids)), order)
+        return [drafts[place] for place in others]
 
     def _sketch_prompt(self, prompt: Prompt, earlier: Sequence[str]) -> Prompt:
         """Return the prompt that asks for a sketch and shows the earlier ones."""

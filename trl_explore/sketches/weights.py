@@ -1,4 +1,4 @@
-"""Rows that were sampled behind other contexts than they are trained under: the weights that make up for it."""
+"""Likelihood ratios for rows that were sampled from another context than the one they are trained with."""
 
 from dataclasses import dataclass
 
@@ -9,10 +9,10 @@ from trl_explore.sampling.sampler import Sampler
 
 @dataclass
 class Drawn:
-    """Tokens of a row that were drawn behind another context."""
+    """Tokens of a row that were sampled from another context."""
 
-    start: int  # place of the first of them in the row's completion
-    context: list[int]  # what the sampler saw before
+    start: int  # position of the first of these tokens in the completion
+    context: list[int]  # tokens from which they were sampled
     token_ids: list[int]
 
 
@@ -25,25 +25,52 @@ def likelihood_ratios(
     max_drawn: int,
     rows: list[int],
 ) -> torch.Tensor:
-    """`pi(token | own context) / pi(token | context it was drawn behind)` under the current policy, `(B, T)`; 1 where
-    both are the same, and on padding. Beyond SESA's paper, whose reviewers asked for it. Every process calls it with
-    the `rows` that may have such parts and the same `max_drawn`, the most parts of a row; it costs `1 + max_drawn`
-    forward passes over them."""
+    """
+    Return `pi(token | own context) / pi(token | context it was sampled from)` under the current policy.
+
+    SESA's paper has no such correction; its reviewers asked for one. Every process must call this function. It costs
+    `1 + max_drawn` forward passes over `rows`.
+
+    Args:
+        sample ([`~trl_explore.sampling.sampler.Sampler`]):
+            Computes log-probabilities.
+        prompt_ids (`list[list[int]]`):
+            Tokens of the prompts with which rows are trained, `[B][P_i]`.
+        completion_ids (`list[list[int]]`):
+            Tokens of the completions, `[B][T_i]`.
+        drawn (`list[list[Drawn]]`):
+            Parts of each row that were sampled from another context, `[B]`.
+        max_drawn (`int`):
+            Largest number of such parts of a row, the same on all processes.
+        rows (`list[int]`):
+            Numbers of the rows that may have such parts.
+
+    Returns:
+        `torch.Tensor`: Ratios `(B, T)`; 1 for all other tokens and for padding.
+    """
     ends = sample.policy.eos_token_ids[:1]
     filler = [ends] * (sample.policy.ranks.most(len(rows)) - len(rows))
-    own = sample.token_logprobs(
-        [prompt_ids[row] for row in rows] + filler, [completion_ids[row] for row in rows] + filler
-    )
+    own_prompts, own_completions = [], []
+    for row in rows:
+        own_prompts.append(prompt_ids[row])
+        own_completions.append(completion_ids[row])
+    own = sample.token_logprobs(own_prompts + filler, own_completions + filler)
     ratios = torch.ones(len(completion_ids), max(map(len, completion_ids), default=0))
     for part in range(max_drawn):
-        found = [drawn[row][part] if part < len(drawn[row]) else None for row in rows]
-        # Rows without such a part still fill the batch, so that every process has as many rows.
-        contexts = [prompt_ids[row] if d is None else d.context for d, row in zip(found, rows, strict=True)]
-        tokens = [completion_ids[row][:1] if d is None else d.token_ids for d, row in zip(found, rows, strict=True)]
-        there = sample.token_logprobs(contexts + filler, tokens + filler)
-        for row, d, before, behind in zip(rows, found, own, there, strict=False):
-            if d is not None:
-                here = before[d.start : d.start + len(d.token_ids)]  # TRL cuts what is too long
-                log_ratio = torch.tensor(here) - torch.tensor(behind[: len(here)])
-                ratios[row, d.start : d.start + len(here)] = log_ratio.exp()
+        contexts, tokens = [], []
+        for row in rows:
+            if part < len(drawn[row]):
+                contexts.append(drawn[row][part].context)
+                tokens.append(drawn[row][part].token_ids)
+            else:  # a filler, because every process must have the same number of rows
+                contexts.append(prompt_ids[row])
+                tokens.append(completion_ids[row][:1])
+        sampled = sample.token_logprobs(contexts + filler, tokens + filler)
+        for row, own_logprobs, sampled_logprobs in zip(rows, own, sampled, strict=False):
+            if part >= len(drawn[row]):
+                continue
+            start, length = drawn[row][part].start, len(drawn[row][part].token_ids)
+            trained = own_logprobs[start : start + length]  # shorter if TRL truncated the completion
+            log_ratio = torch.tensor(trained) - torch.tensor(sampled_logprobs[: len(trained)])
+            ratios[row, start : start + len(trained)] = log_ratio.exp()
     return ratios

@@ -1,1 +1,1 @@
-"""TreeGRPO's maths: state, rules, steps and search, credit, records, replay."""
+"""TreeGRPO: the search tree, its operations and scores, the search, token credit, records and the replay buffer."""

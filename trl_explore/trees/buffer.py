@@ -1,4 +1,4 @@
-"""Solutions of hard prompts during training: what a search found stands in for later failures."""
+"""Replay buffer: solutions that a search found for hard prompts replace failures in later batches."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +13,7 @@ SOLUTIONS_FILE = "solutions.jsonl"
 
 
 class ReplayBuffer:
-    """Solutions in memory and in a file of the run; `replay_*` of the configuration say what is kept."""
+    """Keeps solutions in memory and in a file of the run, as the fields `replay_*` of the configuration specify."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy, self.args = policy, policy.args
@@ -21,13 +21,13 @@ class ReplayBuffer:
         self.solutions = SolutionCache(**options)
         if self.args.replay_file is not None:
             self.solutions = read_cache(self.args.replay_file, policy.tokenizer, **options)
-        self.placed: set[tuple[int, int]] = set()  # tree and node of the solutions among the rows of the batch
+        self.placed: set[tuple[int, int]] = set()  # tree number and node of the solutions in the newest batch
         self.path = Path(self.args.output_dir) / SOLUTIONS_FILE
         self.file = MethodFile(self.path, writes=policy.accelerator.is_main_process)
         self._file_is_current = False
 
     def usable(self, prompt_ids: list[int]) -> list[list[int]]:
-        """Solutions of a prompt that fit into a completion."""
+        """Return the solutions of a prompt that are short enough for a completion."""
         if not self.args.replay_buffer:
             return []
         return [s for s in self.solutions.get(prompt_ids) if len(s) <= self.args.max_completion_length]
@@ -35,19 +35,36 @@ class ReplayBuffer:
     def replace(
         self, trees: list[Tree], cached: list[list[list[int]]], score: Callable[[list[Leaf]], list[Verdict]]
     ) -> list[Tree]:
-        """Put cached solutions in the place of failures among direct rollouts; they are scored like any completion."""
+        """Replace failures among direct rollouts by cached solutions, and score these.
+
+        Args:
+            trees (`list[Tree]`):
+                Finished trees, `[P]`.
+            cached (`list[list[list[int]]]`):
+                Solutions of each prompt that got direct rollouts instead of a search, `[P]`.
+            score (`Callable`):
+                Calls the reward functions.
+
+        Returns:
+            `list[Tree]`: Trees with the solutions, `[P]`.
+        """
         placed: list[tuple[int, int]] = []
         trees = list(trees)
         for i, (tree, solutions) in enumerate(zip(trees, cached, strict=True)):
-            outcomes = [tree.nodes[row].outcome for row in tree.rows]
-            succeeded = [outcome is None or outcome > 0 for outcome in outcomes]  # unscorable is not failed
+            succeeded = []
+            for row in tree.rows:
+                outcome = tree.nodes[row].outcome
+                succeeded.append(outcome is None or outcome > 0)  # no reward is not a failure
             for position, which in replace_failures(succeeded, len(solutions)):
                 node, ids = tree.rows[position], solutions[which]
-                # The authors' solutions are text without the end token, and one that a limit cut off has none.
+                # A solution that a length limit cut off has no end token.
                 trees[i] = exchange(trees[i], node, ids, finished=ids[-1] in self.policy.eos_token_ids)
                 placed.append((i, node))
         self.placed = set(placed)
-        verdicts = score([Leaf(i, trees[i].completion_ids(node), trees[i].nodes[node].finished) for i, node in placed])
+        leaves = []
+        for i, node in placed:
+            leaves.append(Leaf(i, trees[i].completion_ids(node), trees[i].nodes[node].finished))
+        verdicts = score(leaves)
         for (i, node), verdict in zip(placed, verdicts, strict=True):
             trees[i] = backup(judge(trees[i], {node: verdict}), node, decay_min=self.args.q_decay_min)
         replaced, skipped = self.policy.ranks.summed({"rows": len(placed), "prompts": sum(map(bool, cached))}).values()
@@ -56,23 +73,26 @@ class ReplayBuffer:
         return trees
 
     def remember(self, trees: list[Tree]) -> None:
-        """Keep what searches found for hard prompts, and let prompts go that direct rollouts solve by now."""
+        """Keep the solutions that searches found for hard prompts. Drop prompts that direct rollouts solve by now."""
         found = []
         for tree in trees:
             solved = [row for row in tree.rows if (tree.nodes[row].outcome or 0.0) > 0]
-            solutions = None if tree.reason == "replayed" else [tree.completion_ids(row) for row in solved]
+            solutions = None  # None: the prompt got direct rollouts, because it has cached solutions
+            if tree.reason != "replayed":
+                solutions = [tree.completion_ids(row) for row in solved]
             found.append((tree.prompt_ids, solutions, len(solved) / len(tree.rows)))
         entries, num_left = [], 0
         for prompt_ids, solutions, ratio in self.policy.ranks.objects(found):
             if solutions is None:
                 num_left += self.solutions.refilter(prompt_ids, ratio)
             else:
-                entries += [(prompt_ids, s) for s in self.solutions.offer(prompt_ids, solutions, ratio)]
+                for solution in self.solutions.offer(prompt_ids, solutions, ratio):
+                    entries.append((prompt_ids, solution))
         self.policy.log_metric("replay/stored_prompts", len(self.solutions))
         self.policy.log_metric("replay/left_prompts", num_left)
         if num_left:
-            self._file_is_current = False  # lines can be appended, but not taken back
-        if not self.policy.accelerator.is_main_process or not (entries or not self._file_is_current):
+            self._file_is_current = False  # lines can be appended, but not removed
+        if not self.policy.accelerator.is_main_process or (self._file_is_current and not entries):
             return
         if self._file_is_current:
             append_solutions(self.path, entries)
@@ -81,7 +101,7 @@ class ReplayBuffer:
             self._file_is_current = True
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds of it."""
+        """Return the state for a checkpoint."""
         size = self.file.size if self._file_is_current else 0
         return {"solutions": self.solutions.state_dict(), "solutions_bytes": size}
 

@@ -1,4 +1,4 @@
-"""What a finished tree's tokens are worth: node values, advantages, and which tokens are trained."""
+"""Credit of the tokens of a finished tree: node values, advantages and loss masks."""
 
 import math
 import statistics
@@ -8,8 +8,10 @@ from trl_explore.trees.state import Tree
 
 def node_credit(tree: Tree, index: int, *, q_temperature: float = 1.0, q_max: float = 1.0) -> float:
     """
-    What a node's tokens are worth before a baseline is subtracted (Eq. 16): `tanh(value / q_temperature) * q_max`, of
-    a terminal node its outcome ([`Node.worth`]), 0 where it could not be scored.
+    Return the credit of a node's tokens before a baseline is subtracted (Eq. 16).
+
+    It is `tanh(value / q_temperature) * q_max`. For a terminal node it is the outcome ([`Node.worth`]), or 0 if the
+    node has none.
     """
     node = tree.nodes[index]
     if node.terminal:
@@ -18,8 +20,11 @@ def node_credit(tree: Tree, index: int, *, q_temperature: float = 1.0, q_max: fl
 
 
 def overlong_penalty(length: int, *, max_completion_length: int, buffer: int, penalty: float) -> float:
-    """Soft penalty, at most 0, of a completion whose last tokens lie in the `buffer` before the budget's end."""
-    return -max(0, length - (max_completion_length - buffer)) / buffer * penalty if buffer else 0.0
+    """Return the penalty of a completion of `length` tokens. It falls linearly from 0 to `-penalty` over the last
+    `buffer` tokens before `max_completion_length`."""
+    if not buffer:
+        return 0.0
+    return -max(0, length - (max_completion_length - buffer)) / buffer * penalty
 
 
 def tree_advantages(
@@ -35,12 +40,35 @@ def tree_advantages(
     overlong_penalty_weight: float = 1.0,
 ) -> list[list[float]]:
     """
-    Advantage of every token of a finished tree's trajectories, in the order of `Tree.rows`: `[G][T_i]` (Eq. 16-18).
+    Return the advantage of every token of a finished tree's trajectories (Eq. 16-18).
 
-    With `credit="outcome"`, every token is worth its trajectory's outcome, as in GRPO, and not its node's value.
-    `"mean"` subtracts the mean terminal score; `"mean_std"` also divides by their standard deviation (of the
-    population) plus 1e-6. `skip_uniform` gives 0 everywhere where all is correct or all wrong; the overlong penalty is
-    added to every token and to the terminal score. What could not be scored gets zeros.
+    The score of a trajectory is its outcome plus its overlong penalty. The advantage of a token is its credit plus the
+    overlong penalty of its trajectory, minus the mean score of the tree.
+
+    Args:
+        tree ([`Tree`]):
+            A finished tree.
+        q_temperature (`float`, *optional*, defaults to `1.0`):
+            See [`node_credit`].
+        q_max (`float`, *optional*, defaults to `1.0`):
+            See [`node_credit`].
+        credit (`str`, *optional*, defaults to `"value"`):
+            `"value"` credits a token with the value of its node, `"outcome"` with the outcome of its trajectory, like
+            GRPO.
+        normalization (`str`, *optional*, defaults to `"mean"`):
+            `"mean"` subtracts the mean score. `"mean_std"` also divides by the standard deviation of the scores (of
+            the population) plus 1e-6.
+        skip_uniform (`bool`, *optional*, defaults to `False`):
+            If True, all advantages are 0 in a tree whose trajectories are all correct or all wrong.
+        max_completion_length (`int`, *optional*, defaults to `0`):
+            See [`overlong_penalty`].
+        overlong_buffer (`int`, *optional*, defaults to `0`):
+            Buffer of the overlong penalty, in tokens; 0 for no penalty.
+        overlong_penalty_weight (`float`, *optional*, defaults to `1.0`):
+            Largest overlong penalty.
+
+    Returns:
+        `list[list[float]]`: Advantages `[G][T_i]`, in the order of `Tree.rows`. A trajectory without a score gets 0.
     """
     scores, penalties = {}, {}
     for row in tree.rows:
@@ -54,15 +82,21 @@ def tree_advantages(
             penalty=overlong_penalty_weight,
         )
         scores[row] = outcome + penalties[row]
-    baseline = statistics.fmean(scores.values()) if scores else 0.0
-    scale = statistics.pstdev(scores.values()) + 1e-6 if normalization == "mean_std" and scores else 1.0
+    baseline, scale = 0.0, 1.0
+    if scores:
+        baseline = statistics.fmean(scores.values())
+        if normalization == "mean_std":
+            scale = statistics.pstdev(scores.values()) + 1e-6
     silent = skip_uniform and is_uniform(tree)
     advantages = []
     for row in tree.rows:
         tokens: list[float] = []
         for index in tree.path(row):
-            worth = node_credit(tree, index if credit == "value" else row, q_temperature=q_temperature, q_max=q_max)
-            advantage = 0.0 if silent or row not in scores else (worth + penalties[row] - baseline) / scale
+            credited = index if credit == "value" else row
+            worth = node_credit(tree, credited, q_temperature=q_temperature, q_max=q_max)
+            advantage = 0.0
+            if not silent and row in scores:
+                advantage = (worth + penalties[row] - baseline) / scale
             tokens += [advantage] * len(tree.nodes[index].token_ids)
         advantages.append(tokens)
     return advantages
@@ -71,7 +105,7 @@ def tree_advantages(
 def is_uniform(tree: Tree) -> bool:
     """Return whether a tree has no contrast: its scored trajectories are all correct, or all wrong. Incomplete ones
     count as wrong. With scaled outcomes, a tree whose rewards differ has contrast."""
-    # Outcomes cannot be compared: an `incomplete_score` would be a contrast between failures.
+    # Do not compare outcomes: two failures can have different outcomes, -1 and `incomplete_score`.
     kinds = set()
     for row in tree.results:
         node = tree.nodes[row]
@@ -83,7 +117,8 @@ def is_uniform(tree: Tree) -> bool:
 
 
 def first_appearance(tree: Tree) -> list[list[int]]:
-    """Loss masks `[G][T_i]` that train every node once: 1 on tokens of nodes that no earlier trajectory holds."""
+    """Return loss masks `[G][T_i]` that train every node once: 1 on the tokens of nodes that no earlier trajectory
+    contains."""
     seen: set[int] = set()
     masks = []
     for row in tree.rows:

@@ -113,14 +113,15 @@ class TreeExplorer(Explorer):
         return sampled
 
     def _score_leaves(self, leaves: list[Leaf]) -> list[Verdict]:
-        """Ask the reward functions about completions. Every process calls it, even without leaves."""
+        """Return the outcomes and rewards of completions. Every process calls it, even without leaves."""
         start = time.perf_counter()
-        groups = [self._groups[leaf.tree] for leaf in leaves]
-        rewards, logged = self.scorer.judge(
-            [group.example for group in groups],
-            [leaf.completion_ids for leaf in leaves],
-            prompt_ids=[group.prompt_ids for group in groups],
-        )
+        examples, completion_ids, prompt_ids = [], [], []
+        for leaf in leaves:
+            group = self._groups[leaf.tree]
+            examples.append(group.example)
+            completion_ids.append(leaf.completion_ids)
+            prompt_ids.append(group.prompt_ids)
+        rewards, logged = self.scorer.judge(examples, completion_ids, prompt_ids=prompt_ids)
         self._seconds["scoring"] += time.perf_counter() - start
         if not leaves:
             return []
@@ -140,7 +141,11 @@ class TreeExplorer(Explorer):
     def _explored(self, number: int, tree: Tree) -> Explored:
         """Return the completions of a tree with their credit. `number` is the index of its prompt."""
         args = self.args
-        ends = [tree.nodes[row] for row in tree.rows]
+        completion_ids, rewards, logged = [], [], []
+        for row in tree.rows:
+            completion_ids.append(tree.completion_ids(row))
+            rewards.append(list(tree.nodes[row].rewards))
+            logged.append(tree.nodes[row].extra)
         logprobs = None
         if self.policy.serving is not None:
             logprobs = [tree.completion_logprobs(row) for row in tree.rows]
@@ -155,11 +160,11 @@ class TreeExplorer(Explorer):
             **self._value_scale,
         )
         return Explored(
-            completion_ids=[tree.completion_ids(row) for row in tree.rows],
+            completion_ids=completion_ids,
             logprobs=logprobs,
             loss_mask=first_appearance(tree) if args.share_prefix_once else None,
-            rewards=[list(end.rewards) for end in ends],
-            logged=[end.extra for end in ends],
+            rewards=rewards,
+            logged=logged,
             advantages=advantages,
             columns=self._columns(number, tree),
         )
@@ -196,7 +201,8 @@ class TreeExplorer(Explorer):
             "reward_weights": self.policy.reward_weights.tolist(),  # a callback may change them
             **self._value_scale,
         }
-        self.dump.append(tree_record(tree, index=i, **shared) for i, tree in enumerate(self.trees))
+        records = (tree_record(tree, index=i, **shared) for i, tree in enumerate(self.trees))
+        self.dump.append(records)
 
     def _log(self, searched: list[Tree], seconds: float) -> None:
         """Log metrics of the search. `searched` are the trees before the replay buffer replaced some of them."""
@@ -204,7 +210,8 @@ class TreeExplorer(Explorer):
         total = self.policy.ranks.summed(tree_counts(searched, self.trees, self.limits) | prefixes)
         self._narrow.look(total)
         metrics = tree_metrics(total)
-        metrics |= {f"{name}_seconds": spent for name, spent in self._seconds.items()}
+        for name, spent in self._seconds.items():
+            metrics[f"{name}_seconds"] = spent
         metrics["own_seconds"] = seconds - sum(self._seconds.values())
         for name, value in metrics.items():
             self.policy.log_metric(f"tree/{name}", value)

@@ -1,4 +1,4 @@
-"""What a batch of search trees cost and found, as sums that processes can add up and the averages made of them."""
+"""Metrics of a batch of search trees: sums that processes can add up, and averages of these sums."""
 
 import warnings
 from collections.abc import Sequence
@@ -7,37 +7,62 @@ from typing import Any
 from trl_explore.trees.credit import first_appearance, is_uniform
 from trl_explore.trees.search import Limits, Tree, frontier
 
+# Names of the sums. All processes must add them up in the same order.
+SUMS = (
+    *("trees", "grown", "rows", "iterations", "nodes", "depth", "frontier", "direct", "row_depth", "searched"),
+    *("entropy", "successes", "solved", "uniform", "generated", "trained", "distinct"),
+)
+
 
 def tree_counts(searched: Sequence[Tree], trained: Sequence[Tree], limits: Limits) -> dict[str, float]:
-    """Sums over a process's trees: as the search left them, and as trained, with cached solutions in place."""
-    grown = [tree for tree in searched if tree.reason != "replayed"]
-    rows = [(tree, tree.nodes[row]) for tree in trained for row in tree.rows]
-    return {
-        "trees": len(trained),
-        "grown": len(grown),
-        "rows": len(rows),
-        "iterations": sum(tree.iterations for tree in grown),
-        "nodes": sum(len(tree.nodes) - 1 for tree in grown),
-        "depth": sum(max(node.depth for node in tree.nodes) for tree in grown),
-        "frontier": sum(len(frontier(tree, limits)) for tree in grown),
-        "direct": sum(tree.nodes[row].direct for tree in grown for row in tree.rows),
-        "row_depth": sum(row.depth for _, row in rows),
-        "searched": sum(not row.direct for _, row in rows),
-        "entropy": sum(tree.trajectory_entropy(row.index) for tree, row in rows if not row.direct),
-        "successes": sum((row.outcome or 0.0) > 0 for _, row in rows),
-        "solved": sum(any((tree.nodes[row].outcome or 0.0) > 0 for row in tree.rows) for tree in trained),
-        "uniform": sum(is_uniform(tree) for tree in trained),
-        "generated": sum(tree.generated_tokens for tree in searched),
-        "trained": sum(row.length for _, row in rows),
-        "distinct": sum(sum(map(sum, first_appearance(tree))) for tree in trained),
-    }
+    """
+    Return sums over the trees of a process, by name.
+
+    Args:
+        searched (`Sequence[Tree]`):
+            Trees after the search.
+        trained (`Sequence[Tree]`):
+            The same trees after cached solutions replaced some of their rows.
+        limits ([`Limits`]):
+            Limits of the search.
+    """
+    counts: dict[str, float] = dict.fromkeys(SUMS, 0)
+    for tree in searched:
+        counts["generated"] += tree.generated_tokens
+        if tree.reason == "replayed":  # the prompt got direct rollouts without a search
+            continue
+        counts["grown"] += 1
+        counts["iterations"] += tree.iterations
+        counts["nodes"] += len(tree.nodes) - 1
+        counts["depth"] += max(node.depth for node in tree.nodes)
+        counts["frontier"] += len(frontier(tree, limits))
+        counts["direct"] += sum(tree.nodes[row].direct for row in tree.rows)
+    entropies = []  # of searched rows
+    for tree in trained:
+        counts["trees"] += 1
+        counts["uniform"] += is_uniform(tree)
+        counts["distinct"] += sum(map(sum, first_appearance(tree)))
+        num_successes = 0
+        for index in tree.rows:
+            row = tree.nodes[index]
+            counts["rows"] += 1
+            counts["row_depth"] += row.depth
+            counts["trained"] += row.length
+            num_successes += (row.outcome or 0.0) > 0
+            if not row.direct:
+                counts["searched"] += 1
+                entropies.append(tree.trajectory_entropy(index))
+        counts["successes"] += num_successes
+        counts["solved"] += num_successes > 0
+    counts["entropy"] = sum(entropies)
+    return counts
 
 
-FIRST_BATCHES = 8  # that are looked at
-FEW, MOST = 0.1, 0.9  # of their trees
+FIRST_BATCHES = 8  # number of batches after which `NarrowSearch` may warn
+FEW, MOST = 0.1, 0.9  # shares of the trees of these batches
 
 AVERAGES = {
-    # metric: (sum, what it is divided by)
+    # metric: (sum, divisor)
     "iterations": ("iterations", "grown"),
     "nodes": ("nodes", "grown"),
     "max_depth": ("depth", "grown"),
@@ -55,23 +80,32 @@ AVERAGES = {
 
 
 def tree_metrics(total: dict[str, float]) -> dict[str, float]:
-    """Metrics of [`tree_counts`] and prefix tokens `asked` and `encoded`, all summed; none whose divisor is 0."""
-    averages = {name: total[part] / total[whole] for name, (part, whole) in AVERAGES.items() if total[whole]}
+    """Return metrics by name. `total` has the sums of [`tree_counts`] over all processes, and the numbers of prefix
+    tokens `asked` and `encoded`. A metric whose divisor is 0 is left out."""
+    averages = {}
+    for name, (part, whole) in AVERAGES.items():
+        if total[whole]:
+            averages[name] = total[part] / total[whole]
     return {**averages, "sampled_tokens": total["generated"], "trained_tokens": total["trained"]}
 
 
 class NarrowSearch:
-    """Warns once where nearly every tree holds copies of one completion: what is left to train is noise, of which the
-    optimizer still makes steps of full size. `args` are a [`~trl_explore.trainers.TreeGRPOConfig`]."""
+    """
+    Warns once if nearly every tree contains copies of one completion.
+
+    Then only noise is left to train, but the optimizer still makes steps of full size. `args` is a
+    [`~trl_explore.trainers.TreeGRPOConfig`].
+    """
 
     def __init__(self, args: Any) -> None:
         self.args, self.batches, self.seen = args, 0, {"trees": 0.0, "solved": 0.0, "uniform": 0.0}
 
     def look(self, total: dict[str, float]) -> None:
-        """Looks at the sums of a batch."""
+        """Add the sums of a batch over all processes, and warn after [`FIRST_BATCHES`] batches."""
         self.batches += 1
         self.seen = {name: count + total[name] for name, count in self.seen.items()}
-        solved, uniform = (self.seen[name] / max(self.seen["trees"], 1) for name in ("solved", "uniform"))
+        num_trees = max(self.seen["trees"], 1)
+        solved, uniform = self.seen["solved"] / num_trees, self.seen["uniform"] / num_trees
         if self.batches == FIRST_BATCHES and uniform > MOST and FEW < solved < MOST:
             args = self.args
             warnings.warn(

@@ -1,4 +1,4 @@
-"""A finished search tree as one JSON object: what `dump_trees` writes and `trl-explore tree` shows."""
+"""A finished search tree as a JSON object, which `dump_trees` writes and `trl-explore tree` shows."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,18 +18,50 @@ def tree_record(
     q_temperature: float,
     q_max: float,
 ) -> dict[str, Any]:
-    """A finished tree for JSON, nodes in order of creation; `index` is its prompt's place in the process's batch. JSON
-    has no NaN: what is not known is `None`."""
-    outcomes = [o for row in tree.rows if (o := tree.nodes[row].outcome) is not None]
-    worths = [w for row in tree.rows if (w := tree.nodes[row].worth) is not None]
+    """
+    Return a finished tree for JSON. Unknown values are None, because JSON has no NaN.
+
+    Args:
+        tree ([`Tree`]):
+            The tree.
+        step (`int`):
+            Training step.
+        index (`int`):
+            Number of the prompt in the batch of this process.
+        decode (`Callable`):
+            Decodes tokens.
+        reward_weights (`Sequence[float]`):
+            Weights of the reward functions, `[F]`.
+        q_temperature (`float`):
+            See [`node_credit`].
+        q_max (`float`):
+            See [`node_credit`].
+
+    Returns:
+        `dict`: The record. Its nodes are in order of creation.
+    """
+    outcomes, worths = [], []  # of the rows that have a reward
+    for row in tree.rows:
+        end = tree.nodes[row]
+        if end.outcome is not None:
+            outcomes.append(end.outcome)
+        if end.worth is not None:
+            worths.append(end.worth)
     place = {node: position for position, node in enumerate(tree.rows)}
     nodes = []
     for node in tree.nodes:
-        given = [w * r for w, r in zip(reward_weights, node.rewards, strict=False) if not math.isnan(r)]
+        weighted: list[float] = []
+        rewards: list[float | None] = []
+        for reward in node.rewards:
+            rewards.append(None if math.isnan(reward) else reward)
+        for weight, reward in zip(reward_weights, node.rewards, strict=False):
+            if not math.isnan(reward):
+                weighted.append(weight * reward)
+        is_root = node.index == ROOT
         nodes.append(
             {
                 "index": node.index,
-                "parent": None if node.index == ROOT else node.parent,
+                "parent": None if is_root else node.parent,
                 "depth": node.depth,
                 "text": decode(node.token_ids),
                 "token_ids": node.token_ids,
@@ -38,13 +70,13 @@ def tree_record(
                 "value": node.value,
                 "q": node.q,
                 "credit": node_credit(tree, node.index, q_temperature=q_temperature, q_max=q_max),
-                "entropy": None if node.index == ROOT or node.direct else node.entropy,
+                "entropy": None if is_root or node.direct else node.entropy,
                 "terminal": node.terminal,
                 "finished": node.finished,
                 "direct": node.direct,
                 "outcome": node.outcome,
-                "reward": math.fsum(given) if given else None,
-                "rewards": [None if math.isnan(r) else r for r in node.rewards] or None,
+                "reward": _sum(weighted),
+                "rewards": rewards or None,
                 "iteration": node.iteration,
                 "result": place.get(node.index),
             }
@@ -56,9 +88,23 @@ def tree_record(
         "prompt_tokens": len(tree.prompt_ids),
         "iterations": tree.iterations,
         "generated_tokens": tree.generated_tokens,
-        "success_ratio": sum(o > 0 for o in outcomes) / len(outcomes) if outcomes else None,
-        "baseline": math.fsum(worths) / len(worths) if worths else None,
+        "success_ratio": _mean([outcome > 0 for outcome in outcomes]),
+        "baseline": _mean(worths),
         "reason": tree.reason,
         "results": list(tree.rows),
         "nodes": nodes,
     }
+
+
+def _sum(values: Sequence[float]) -> float | None:
+    """Return the sum, or None without values."""
+    if not values:
+        return None
+    return math.fsum(values)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    """Return the mean, or None without values."""
+    if not values:
+        return None
+    return math.fsum(values) / len(values)

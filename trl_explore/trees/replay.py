@@ -1,6 +1,6 @@
-"""Correct completions kept for hard prompts, in memory and in a file, and which failures they stand in for.
+"""Cache of correct completions of hard prompts, in memory and in a file.
 
-Prompts and completions are token ids, so that a replayed completion is the sampled one, to the token.
+Prompts and completions are token ids, so that a replayed completion has exactly the tokens that were sampled.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,16 +16,24 @@ if TYPE_CHECKING:
 
 SOLUTIONS = "trl-explore solutions"
 
-Entry = tuple[Sequence[int], Sequence[int]]  # ids of a prompt, ids of one completion
+Entry = tuple[Sequence[int], Sequence[int]]  # token ids of a prompt, token ids of one completion
 
 
 class SolutionCache:
     """
-    Correct completions of prompts that are rarely solved: up to `solutions_per_prompt` each, at least 1, where a share
-    of successes in `[0, 1]` was at most `threshold`; at 0 nothing is kept. Another value is a `ValueError`.
+    Keeps correct completions of prompts that are rarely solved.
 
-    The newest completions of a prompt are kept, because they are the nearest to what the model samples now. One that
-    is found again keeps its place.
+    The cache keeps the newest completions of a prompt, because they are closest to the current policy. A completion
+    that is found again keeps its place.
+
+    Args:
+        solutions_per_prompt (`int`):
+            Largest number of completions of a prompt, at least 1.
+        threshold (`float`):
+            A prompt is kept if its share of successes is at most this, from 0 to 1. With 0, no prompt is kept.
+
+    Raises:
+        ValueError: If an argument is out of its range.
     """
 
     def __init__(self, *, solutions_per_prompt: int, threshold: float) -> None:
@@ -43,37 +51,43 @@ class SolutionCache:
 
     @property
     def num_solutions(self) -> int:
-        """Number of completions, of all prompts."""
+        """Number of completions of all prompts."""
         return sum(map(len, self._solutions.values()))
 
     def offer(
         self, prompt_ids: Sequence[int], completions: Iterable[Sequence[int]], success_ratio: float
     ) -> list[list[int]]:
-        """
-        Keep correct completions of a prompt with `0 < success_ratio <= threshold`; those that are new, oldest first.
-        """
-        return self._store(prompt_ids, completions) if 0 < success_ratio <= self.threshold else []
+        """Keep correct completions of a prompt if `0 < success_ratio <= threshold`. Return the completions that are
+        new in the cache, oldest first."""
+        if 0 < success_ratio <= self.threshold:
+            return self._store(prompt_ids, completions)
+        return []
 
     def refilter(self, prompt_ids: Sequence[int], success_ratio: float) -> bool:
-        """Forget a prompt that is not hard any more, `success_ratio > threshold` (Eq. 12); whether there was any."""
+        """Drop a prompt if it is not hard any more: `success_ratio > threshold` (Eq. 12). Return whether the cache had
+        it."""
         return success_ratio > self.threshold and self._solutions.pop(tuple(prompt_ids), None) is not None
 
     def get(self, prompt_ids: Sequence[int]) -> list[list[int]]:
-        """A copy of the completions kept for a prompt, oldest first."""
+        """Return a copy of the completions of a prompt, oldest first."""
         return [list(completion) for completion in self._solutions.get(tuple(prompt_ids), [])]
 
     def state_dict(self) -> dict[str, Any]:
-        """Under `"solutions"` a list of `[prompt_ids, completion_ids]`, in the order they came in; no settings."""
-        solutions = [[list(prompt), list(ids)] for prompt, kept in self._solutions.items() for ids in kept]
+        """Return the contents: a list of `[prompt_ids, completion_ids]` under `"solutions"`, in order of addition."""
+        solutions = []
+        for prompt, kept in self._solutions.items():
+            for ids in kept:
+                solutions.append([list(prompt), list(ids)])
         return {"solutions": solutions}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Replace the contents by a state's; where it holds more per prompt than may be, the newest stay."""
+        """Replace the contents. If `state` has more completions per prompt than allowed, keep the newest ones."""
         self._solutions = {}
         for prompt_ids, completion_ids in state["solutions"]:
             self._store(prompt_ids, [completion_ids])
 
     def _store(self, prompt_ids: Sequence[int], completions: Iterable[Sequence[int]]) -> list[list[int]]:
+        """Add completions of a prompt. Return the new ones that are kept, oldest first."""
         kept = self._solutions.get(tuple(prompt_ids), [])
         new: list[list[int]] = []
         for completion in map(list, completions):
@@ -85,19 +99,20 @@ class SolutionCache:
 
 
 def replace_failures(succeeded: Sequence[bool], num_cached: int) -> list[tuple[int, int]]:
-    """Failing rows, in order, and the cached solutions that they give way to, each at most once."""
+    """Return pairs of a failed row and the number of the cached solution that replaces it. Each solution is used at
+    most once. Rows are in order."""
     failures = [row for row, success in enumerate(succeeded) if not success]
     return list(zip(failures, range(num_cached), strict=False))
 
 
 def write_cache(path: str | Path, cache: SolutionCache, tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Write a cache as JSON lines; an interrupted write leaves the old file or none."""
+    """Write a cache as JSON lines. If the write is interrupted, the old file stays."""
     named = {"tokenizer": tokenizer_fingerprint(tokenizer), "tokenizer_name": tokenizer.name_or_path}
     write_records(path, SOLUTIONS, named, map(_as_record, cache.state_dict()["solutions"]))
 
 
 def append_solutions(path: str | Path, entries: Iterable[Entry]) -> None:
-    """Append solutions to a file that [`write_cache`] began; a `FileNotFoundError` where there is none."""
+    """Append solutions to a file that [`write_cache`] has written. Raise a FileNotFoundError if there is none."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"{path} does not exist; begin it with write_cache, which names the tokenizer.")
     append_lines(Path(path), map(_as_record, entries))
@@ -106,7 +121,7 @@ def append_solutions(path: str | Path, entries: Iterable[Entry]) -> None:
 def read_cache(
     path: str | Path, tokenizer: "PreTrainedTokenizerBase", *, solutions_per_prompt: int, threshold: float
 ) -> SolutionCache:
-    """Read a cache, but for a last line that was cut off; a `FileRefusedError` for one of another tokenizer."""
+    """Read a cache, without an incomplete last line. Raise a FileRefusedError if another tokenizer made the tokens."""
     header, records = read_records(path, SOLUTIONS, is_valid=_is_solution)
     fingerprint = tokenizer_fingerprint(tokenizer)
     if header.get("tokenizer") != fingerprint:
@@ -116,7 +131,10 @@ def read_cache(
             "where the ids mean other text. Delete it, or name another file."
         )
     cache = SolutionCache(solutions_per_prompt=solutions_per_prompt, threshold=threshold)
-    cache.load_state_dict({"solutions": [(record["prompt_ids"], record["completion_ids"]) for record in records]})
+    solutions = []
+    for record in records:
+        solutions.append((record["prompt_ids"], record["completion_ids"]))
+    cache.load_state_dict({"solutions": solutions})
     return cache
 
 
@@ -126,5 +144,8 @@ def _as_record(entry: Entry) -> dict[str, Any]:
 
 
 def _is_solution(record: dict[str, Any]) -> bool:
-    lists = [record.get("prompt_ids"), record.get("completion_ids")]
-    return all(isinstance(ids, list) and all(type(token) is int for token in ids) for ids in lists)
+    return _is_tokens(record.get("prompt_ids")) and _is_tokens(record.get("completion_ids"))
+
+
+def _is_tokens(value: Any) -> bool:
+    return isinstance(value, list) and all(type(token) is int for token in value)

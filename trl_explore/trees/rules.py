@@ -1,4 +1,4 @@
-"""Outcomes, backed-up values, and the scores by which nodes are chosen. After DeepSearch
+"""Outcomes of completions, values of nodes, and scores for the choice of nodes. After DeepSearch
 (https://huggingface.co/papers/2509.25454), equations 3-10."""
 
 import math
@@ -11,8 +11,8 @@ from trl_explore.rows.rollouts import Continuation
 def terminal_outcome(
     reward: float | None, *, finished: bool, success_threshold: float, incomplete_score: float
 ) -> float | None:
-    """Outcome of a terminal node (Eq. 6): +1 if correct, else -1, or `incomplete_score` where a limit cut it off;
-    `None` without a reward (`None` or NaN)."""
+    """Return the outcome of a terminal node (Eq. 6): +1 if it is correct; else -1 if it `finished`, or
+    `incomplete_score` if a limit cut it off. None if the reward is None or NaN."""
     if reward is None or math.isnan(reward):
         return None
     if is_success(reward, threshold=success_threshold):
@@ -22,19 +22,18 @@ def terminal_outcome(
 
 def scaled_outcomes(rewards: Sequence[float], outcomes: Sequence[float]) -> list[float] | None:
     """
-    Outcomes of the completions of a prompt on the scale of their rewards: the smallest reward is worth -1, the largest
-    +1, and the others lie between them in proportion.
+    Return outcomes that are proportional to rewards: -1 for the smallest reward and +1 for the largest.
 
     Args:
         rewards (`Sequence[float]`):
-            Rewards of the completions, at least one, `[G]`; none is NaN.
+            Rewards of the completions of a prompt, at least one, `[G]`. None is NaN.
         outcomes (`Sequence[float]`):
-            Their [`terminal_outcome`]s, `[G]`. A failure is worth at least its outcome, so that `incomplete_score`
-            holds here too.
+            [`terminal_outcome`] of each completion, `[G]`. The result of a failure is at least this outcome, so that
+            `incomplete_score` keeps its effect.
 
     Returns:
-        `list[float]` or `None`: Outcomes in [-1, 1], `[G]`. Rewards of 0 and 1 give the outcomes of Eq. 6. `None` if
-        all rewards are equal up to rounding: then there is no scale.
+        `list[float]` or `None`: Outcomes in [-1, 1], `[G]`. Rewards of 0 and 1 give the outcomes of Eq. 6. None if
+        all rewards are equal up to rounding.
     """
     lowest, highest = min(rewards), max(rewards)
     if highest - lowest <= TOLERANCE * max(abs(lowest), abs(highest)):
@@ -47,8 +46,8 @@ def scaled_outcomes(rewards: Sequence[float], outcomes: Sequence[float]) -> list
 
 
 def mean_entropy(continuation: Continuation) -> float:
-    """Mean token entropy in nats (Eq. 3), or, where only those are known, the negative mean of the log-probabilities,
-    which estimates it; 0 where nothing is known."""
+    """Return the mean token entropy in nats (Eq. 3). If only log-probabilities are known, return their negative mean,
+    which estimates the entropy. If neither is known, return 0."""
     if continuation.entropies is not None:
         return math.fsum(continuation.entropies) / len(continuation.entropies)
     if continuation.logprobs is not None:
@@ -58,8 +57,24 @@ def mean_entropy(continuation: Continuation) -> float:
 
 
 def backup_value(value: float, reward: float, *, step: int, length: int, decay_min: float) -> float:
-    """New value of the `step`-th (from 1) of `length` nodes for an outcome in [-1, 1] (Eq. 4-7): a success clears an
-    earlier penalty, a failure leaves a node on a successful path as it is, so that it never turns negative."""
+    """
+    Return the new value of a node after a trajectory through it got an outcome (Eq. 4-7).
+
+    A success replaces a negative value. A failure does not change a positive value, so a node on a successful path
+    never becomes negative.
+
+    Args:
+        value (`float`):
+            Value of the node so far.
+        reward (`float`):
+            Outcome of the trajectory, in [-1, 1].
+        step (`int`):
+            Position of the node in the trajectory, from 1.
+        length (`int`):
+            Number of nodes of the trajectory.
+        decay_min (`float`):
+            Least factor by which the outcome is multiplied; the factor is `step / length` if that is larger.
+    """
     decayed = max(step / length, decay_min) * reward
     if value < 0 < reward:
         return decayed
@@ -69,7 +84,7 @@ def backup_value(value: float, reward: float, *, step: int, length: int, decay_m
 
 
 def uct_score(q: float, visits: int, parent_visits: int, *, coef: float) -> float:
-    """`q + coef * sqrt(ln(parent_visits) / visits)` (Eq. 8); without a visit on either side the bonus is 0."""
+    """Return `q + coef * sqrt(ln(parent_visits) / visits)` (Eq. 8). Return `q` if either number of visits is 0."""
     if visits < 1 or parent_visits < 1:
         return q
     return q + coef * math.sqrt(math.log(parent_visits) / visits)
@@ -93,7 +108,7 @@ def frontier_score(
     depth_weight: float,
     depth_bonus: str = "sqrt",
 ) -> float:
-    """How promising it is to expand a node (Eq. 9-10), `entropy` in nats; the depth bonus is `sqrt(depth / max_depth)`
-    (`"sqrt"`), `depth` (`"linear"`) or `ln(depth + 1)` (`"log"`)."""
+    """Return the score for expanding a node (Eq. 9-10). `entropy` is in nats. `depth_bonus` is `"sqrt"` for
+    `sqrt(depth / max_depth)`, `"linear"` for `depth`, or `"log"` for `ln(depth + 1)`."""
     bonus = DEPTH_BONUSES[depth_bonus](depth, max_depth)
     return quality_weight * math.tanh(parent_q) + entropy_weight * entropy + depth_weight * bonus

@@ -3,12 +3,10 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
-from trl_explore.rows.rollouts import Sampler
-from trl_explore.trees.rules import backup_value, frontier_score, terminal_outcome, uct_score
-from trl_explore.trees.state import NO_PARENT, ROOT, Leaf, Limits, Node, Tree, Verdict
-from trl_explore.trees.steps import (
+from trl_explore.rows.rollouts import Continuation
+from trl_explore.trees.operations import (
     backup,
     best_child,
     choose_terminal,
@@ -22,6 +20,8 @@ from trl_explore.trees.steps import (
     select_uct,
     with_virtual_loss,
 )
+from trl_explore.trees.rules import backup_value, frontier_score, terminal_outcome, uct_score
+from trl_explore.trees.state import NO_PARENT, ROOT, Leaf, Limits, Node, Tree, Verdict
 
 __all__ = [
     "NO_PARENT",
@@ -49,13 +49,25 @@ __all__ = [
     "with_virtual_loss",
 ]
 
+
+class SampleCall(Protocol):
+    """Function that samples continuations, such as a [`~trl_explore.sampling.sampler.Sampler`]."""
+
+    def __call__(
+        self, prefixes: list[list[int]], num_samples: int | Sequence[int], max_new_tokens: int | Sequence[int]
+    ) -> list[list[Continuation]]:
+        """Return `num_samples` continuations of each prefix, `[R][num_samples_i]`, with at most `max_new_tokens`
+        tokens each. A prefix contains the prompt and a partial completion."""
+        ...
+
+
 SelectFn = Callable[[Tree, Limits], int | None]
 ValueFn = Callable[[list[Leaf]], list[Verdict]]
 
 
 def search(
     roots: Sequence[list[int]],
-    sample_fn: Sampler,
+    sample_fn: SampleCall,
     value_fn: ValueFn,
     *,
     limits: Limits,
@@ -63,19 +75,44 @@ def search(
     uct_coef: float = 2.0,
     decay_min: float = 0.1,
     skip: Sequence[bool] = (),
-    direct_fn: Sampler | None = None,
+    direct_fn: SampleCall | None = None,
     any_active: Callable[[bool], bool] = bool,
     tell_begun: bool = False,
 ) -> list[Tree]:
     """
-    Grow one tree per prompt, all in lock-step: one call of `sample_fn` and one of `value_fn` per iteration for all,
-    `limits.parallel` nodes of each, also where a process has nothing to ask; `any_active` says whether any process's
-    tree still grows, and all call it equally often. Prompts in `skip` get direct rollouts only, from `direct_fn`,
-    which need not know entropies. With `tell_begun`, `sample_fn` also gets `begun`, the number of tokens at the end of
-    each prefix that belong to the completion.
+    Grow one tree per prompt. All trees grow together.
 
-    Each finished tree has exactly `limits.num_results` results: where the search ended with fewer, scored terminal
-    nodes that still wait fill them up, and then direct rollouts from the root.
+    Each iteration calls `sample_fn` once and `value_fn` once for all trees, also on a process whose trees are
+    finished. Each finished tree has exactly `limits.num_results` results. If a search ends with fewer, scored terminal
+    nodes that were not backed up yet become results, and after them direct rollouts from the root.
+
+    Args:
+        roots (`Sequence[list[int]]`):
+            Tokens of the prompts, `[P][P_i]`.
+        sample_fn (`SampleCall`):
+            Samples continuations of nodes.
+        value_fn (`Callable`):
+            Returns the outcome of each completion.
+        limits ([`Limits`]):
+            Shape and budget of each tree. An iteration visits `limits.parallel` nodes of each tree.
+        select_fn (`Callable`, *optional*, defaults to `select`):
+            Selects the next node to visit, or returns None if there is none.
+        uct_coef (`float`, *optional*, defaults to `2.0`):
+            Weight of the exploration bonus in the choice among siblings (Eq. 8).
+        decay_min (`float`, *optional*, defaults to `0.1`):
+            See [`backup_value`].
+        skip (`Sequence[bool]`, *optional*):
+            True for prompts that get direct rollouts only, `[P]`.
+        direct_fn (`SampleCall`, *optional*):
+            Samples direct rollouts. It may leave out entropies. Default: `sample_fn`.
+        any_active (`Callable[[bool], bool]`, *optional*):
+            Returns whether any process passed True. All processes call it the same number of times.
+        tell_begun (`bool`, *optional*, defaults to `False`):
+            If True, pass `begun` to `sample_fn`: the number of tokens at the end of each prefix that belong to the
+            completion.
+
+    Returns:
+        `list[Tree]`: The finished trees, `[P]`.
     """
     trees = [Tree.plant(list(prompt_ids)) for prompt_ids in roots]
     for i, skipped in enumerate(skip):
@@ -87,7 +124,9 @@ def search(
             break
         num_nodes = {i: len(trees[i].nodes) for i in visits}
         trees = _sample_children(trees, visits, sample_fn, limits, tell_begun=tell_begun)
-        new = {i: [node.index for node in trees[i].nodes[n:] if node.terminal] for i, n in num_nodes.items()}
+        new: dict[int, list[int]] = {}  # new terminal nodes by tree
+        for i, before in num_nodes.items():
+            new[i] = [node.index for node in trees[i].nodes[before:] if node.terminal]
         trees = _score(trees, new, value_fn)
         for i, nodes in visits.items():
             trees[i] = _advance(trees[i], nodes, limits, select_fn=select_fn, uct_coef=uct_coef, decay_min=decay_min)
@@ -97,13 +136,14 @@ def search(
 def _sample_children(
     trees: list[Tree],
     visits: dict[int, tuple[int, ...]],
-    sample_fn: Sampler,
+    sample_fn: SampleCall,
     limits: Limits,
     *,
     tell_begun: bool,
 ) -> list[Tree]:
+    """Return the trees with new children of the visited nodes. `visits` has these nodes by tree."""
     trees = list(trees)
-    requests = []  # tree, node, most tokens per child, number of children
+    requests = []  # tree, node, token budget per child, number of children
     for i, nodes in visits.items():
         planned = 0
         for node in nodes:
@@ -111,21 +151,23 @@ def _sample_children(
             planned += budget * count
             if count:
                 requests.append((i, node, budget, count))
-    begun = [trees[i].completion_ids(node) for i, node, _, _ in requests]
-    told: dict[str, Any] = {"begun": [len(ids) for ids in begun]} if tell_begun else {}
-    sampled = sample_fn(
-        [trees[i].prompt_ids + ids for (i, *_), ids in zip(requests, begun, strict=True)],
-        [count for *_, count in requests],
-        [budget for _, _, budget, _ in requests],
-        **told,
-    )
+    prefixes, counts, budgets, begun = [], [], [], []
+    for i, node, budget, count in requests:
+        completion_ids = trees[i].completion_ids(node)
+        prefixes.append(trees[i].prompt_ids + completion_ids)
+        counts.append(count)
+        budgets.append(budget)
+        begun.append(len(completion_ids))
+    options: dict[str, Any] = {"begun": begun} if tell_begun else {}
+    sampled = sample_fn(prefixes, counts, budgets, **options)
     for (i, node, _, _), continuations in zip(requests, sampled, strict=True):
         trees[i] = expand(trees[i], node, continuations, limits)
     return trees
 
 
 def _request(tree: Tree, index: int, limits: Limits, planned: int = 0) -> tuple[int, int]:
-    """Most tokens of a child of the node, and how many children it may still get, with so many tokens `planned`."""
+    """Return the token budget of a child of the node `index`, and the number of children that it may still get.
+    `planned` is the number of tokens that this iteration will already sample for other nodes of the tree."""
     budget = min(limits.node_length, limits.max_completion_length - tree.nodes[index].length)
     children = room(tree, tree.nodes[index], limits)
     if limits.max_tokens is not None:
@@ -133,31 +175,39 @@ def _request(tree: Tree, index: int, limits: Limits, planned: int = 0) -> tuple[
     return budget, max(children, 0)
 
 
-def _score(trees: list[Tree], leaves: dict[int, list[int]], value_fn: ValueFn) -> list[Tree]:
+def _score(trees: list[Tree], new: dict[int, list[int]], value_fn: ValueFn) -> list[Tree]:
+    """Return the trees with the outcomes of new terminal nodes. `new` has these nodes by tree."""
     trees = list(trees)
-    asked = [(i, index) for i, indices in leaves.items() for index in indices]
-    verdicts = value_fn([Leaf(i, trees[i].completion_ids(n), trees[i].nodes[n].finished) for i, n in asked])
-    by_tree: dict[int, dict[int, Verdict]] = {i: {} for i in leaves}
-    for (i, index), verdict in zip(asked, verdicts, strict=True):
+    places, leaves = [], []
+    for i, indices in new.items():
+        for index in indices:
+            places.append((i, index))
+            leaves.append(Leaf(i, trees[i].completion_ids(index), trees[i].nodes[index].finished))
+    by_tree: dict[int, dict[int, Verdict]] = {i: {} for i in new}
+    for (i, index), verdict in zip(places, value_fn(leaves), strict=True):
         by_tree[i][index] = verdict
     for i, found in by_tree.items():
-        trees[i] = judge(trees[i], found) if found else trees[i]
+        if found:
+            trees[i] = judge(trees[i], found)
     return trees
 
 
 def _advance(
     tree: Tree, nodes: tuple[int, ...], limits: Limits, *, select_fn: SelectFn, uct_coef: float, decay_min: float
 ) -> Tree:
-    """Back up one terminal child of each node just visited, if it has one, and choose the nodes to visit next."""
+    """Back up one terminal child of each visited node in `nodes`, if it has one. Then choose the nodes to visit
+    next."""
     iterations = tree.iterations + 1
     for node in nodes:
-        if candidates := _candidates_below(tree, node):
+        candidates = _candidates_below(tree, node)
+        if candidates:
             tree = backup(tree, choose_terminal(tree, candidates), decay_min=decay_min)
         if len(tree.results) >= limits.num_results:
             return tree._replace(current=(), iterations=iterations, reason="complete")
     if iterations >= limits.max_iterations:
         return tree._replace(current=(), iterations=iterations, reason="iterations")
-    seen, reason = tree, "empty frontier"  # `seen`: as if what is visited next had failed, for those that follow
+    reason = "empty frontier"
+    seen = tree  # the tree as if visits of the nodes chosen so far had failed, so that the next choice differs
     following: list[int] = []
     walkers: list[int | None] = [*nodes, *[None] * (limits.parallel - len(nodes))]
     for walker in walkers:
@@ -168,26 +218,35 @@ def _advance(
             reason = "tokens"
             continue
         following.append(chosen)
-        seen = with_virtual_loss(seen, chosen) if limits.parallel > 1 else seen
-    return tree._replace(current=tuple(following), iterations=iterations, reason="" if following else reason)
+        if limits.parallel > 1:
+            seen = with_virtual_loss(seen, chosen)
+    if following:
+        reason = ""
+    return tree._replace(current=tuple(following), iterations=iterations, reason=reason)
 
 
 def _next(tree: Tree, node: int | None, limits: Limits, *, select_fn: SelectFn, uct_coef: float) -> int | None:
-    """Where the search goes on from a node, or, without one, beside the nodes that it goes on from."""
+    """Return the next node to visit after `node`, or None. Stay below `node` if it has children and none of them is
+    terminal. Otherwise, or if `node` is None, use `select_fn`."""
     children = () if node is None else tree.nodes[node].children
-    # There is no child at all where the token budget allowed none.
+    # A visited node has no children if the token budget was too small.
     if children and not any(tree.nodes[child].terminal for child in children):
         return best_child(tree, children, coef=uct_coef)
     return select_fn(tree, limits)
 
 
 def _candidates_below(tree: Tree, node: int) -> list[int]:
-    children = [tree.nodes[child] for child in tree.nodes[node].children]
-    return [c.index for c in children if c.terminal and c.outcome is not None and c.index not in tree.results]
+    """Return the scored terminal children of a node that were not backed up yet."""
+    candidates = []
+    for index in tree.nodes[node].children:
+        child = tree.nodes[index]
+        if child.terminal and child.outcome is not None and index not in tree.results:
+            candidates.append(index)
+    return candidates
 
 
 def _take_left_over(tree: Tree, limits: Limits, *, decay_min: float) -> Tree:
-    """Back up what was sampled and scored before anything more is sampled."""
+    """Back up scored terminal nodes until the tree has `limits.num_results` results, or no such node is left."""
     while tree.candidates and len(tree.results) < limits.num_results:
         tree = backup(tree, choose_terminal(tree, tree.candidates), decay_min=decay_min)
     return tree
@@ -195,34 +254,39 @@ def _take_left_over(tree: Tree, limits: Limits, *, decay_min: float) -> Tree:
 
 def _fill(
     trees: list[Tree],
-    sample_fn: Sampler,
+    sample_fn: SampleCall,
     value_fn: ValueFn,
     limits: Limits,
     *,
     decay_min: float,
     any_active: Callable[[bool], bool],
 ) -> list[Tree]:
+    """Return the trees with `limits.num_results` results each, filled up by direct rollouts."""
     trees = [_take_left_over(tree, limits, decay_min=decay_min) for tree in trees]
-    missing = {
-        i: limits.num_results - len(t.results) for i, t in enumerate(trees) if len(t.results) < limits.num_results
-    }
+    missing: dict[int, int] = {}  # number of missing results by tree
+    for i, tree in enumerate(trees):
+        if len(tree.results) < limits.num_results:
+            missing[i] = limits.num_results - len(tree.results)
     if not any_active(bool(missing)):
         return trees
-    sampled = sample_fn(
-        [trees[i].prompt_ids for i in missing], list(missing.values()), [limits.max_completion_length] * len(missing)
-    )
-    first = {i: len(trees[i].nodes) for i in missing}
+    prompts = [trees[i].prompt_ids for i in missing]
+    sampled = sample_fn(prompts, list(missing.values()), [limits.max_completion_length] * len(missing))
+    new: dict[int, list[int]] = {}  # direct rollouts by tree
     for i, continuations in zip(missing, sampled, strict=True):
+        first = len(trees[i].nodes)
         trees[i] = expand(trees[i], ROOT, continuations, limits, direct=True)
-    trees = _score(trees, {i: list(range(first[i], len(trees[i].nodes))) for i in missing}, value_fn)
-    for i in missing:
-        for index in range(first[i], len(trees[i].nodes)):
+        new[i] = list(range(first, len(trees[i].nodes)))
+    trees = _score(trees, new, value_fn)
+    for i, rollouts in new.items():
+        for index in rollouts:
             trees[i] = backup(trees[i], index, decay_min=decay_min)
     return trees
 
 
 def select_by(selection: str, *, uct_coef: float, **weights: Any) -> SelectFn:
-    """How nodes are chosen: `"global"` by the frontier score with these weights (Eq. 9), `"uct"` or `"random"`."""
+    """Return the function that selects nodes: `"global"` ([`select`] with these weights), `"uct"` or `"random"`."""
     if selection == "global":
         return partial(select, **weights)
-    return partial(select_uct, coef=uct_coef) if selection == "uct" else select_random
+    if selection == "uct":
+        return partial(select_uct, coef=uct_coef)
+    return select_random

@@ -1,5 +1,6 @@
-"""A search tree and its limits. A node holds a chunk of sampled tokens; the path from the root to a terminal node is a
-completion. Nothing here changes: a function that grows a tree returns a new one that shares unchanged nodes."""
+"""A search tree and its limits. A node holds a chunk of sampled tokens, and the path from the root to a terminal node
+is a completion. Trees are immutable: a function that grows a tree returns a new tree that shares the unchanged
+nodes."""
 
 import math
 from collections.abc import Mapping
@@ -12,38 +13,42 @@ NO_PARENT = -1
 
 
 class Node(NamedTuple):
-    """A chunk of a completion: a tuple, since a search makes and changes thousands of them."""
+    """A chunk of a completion. It is a tuple for speed, because a search makes and changes thousands of nodes."""
 
-    index: int  # type: ignore[assignment]  # of the node; nobody asks a node for `tuple.index`
+    index: int  # type: ignore[assignment]  # number of the node; it hides the method `tuple.index`, which is not used
     parent: int  # -1 for the root
-    depth: int  # chunks from the root, which has 0
-    token_ids: list[int]  # an end-of-sequence token included; empty for the root
-    length: int = 0  # tokens from the root to the end of this node
+    depth: int  # number of chunks from the root; 0 for the root
+    token_ids: list[int]  # including an end-of-sequence token; empty for the root
+    length: int = 0  # number of tokens from the root to the end of this node
     entropy: float = 0.0  # mean over its tokens in nats, at least 0
     total_entropy: float = 0.0  # sum of the token entropies from the root to the end of this node
     terminal: bool = False  # the completion ends here
-    finished: bool = False  # with an end-of-sequence token; not where a limit cut it off
-    iteration: int = 0  # in which it was sampled, from 1; 0 for the root
-    direct: bool = False  # a whole completion drawn from the root beside the search, to fill up the rows
+    finished: bool = False  # True: it ends with an end-of-sequence token; False: a limit cut it off
+    iteration: int = 0  # iteration in which it was sampled, from 1; 0 for the root
+    direct: bool = False  # a whole completion sampled from the root without a search, to fill up the rows
     children: tuple[int, ...] = ()
     visits: int = 0
-    value: float = 0.0  # sum of the decayed outcomes backed up through it
-    outcome: float | None = None  # of a terminal node: +1, -1 or the incomplete score; `None` where unscorable
+    value: float = 0.0  # sum of the decayed outcomes that were backed up through it
+    outcome: float | None = None  # of a terminal node: +1, -1 or `incomplete_score`; None without a reward
     reward: float | None = None  # of a terminal node, if outcomes are scaled to the tree's rewards
-    scaled: float | None = None  # outcome on the scale of the tree's rewards, in [-1, 1]; `None` if they do not differ
-    rewards: tuple[float, ...] = ()  # the reward functions' own values for a terminal node, `[F]`
-    extra: Mapping[str, Any] = MappingProxyType({})  # what the reward functions logged, by column
-    logprobs: list[float | None] | None = None  # under the sampler, where the backend reports them
+    scaled: float | None = None  # outcome on the scale of the tree's rewards, in [-1, 1]; None if they are equal
+    rewards: tuple[float, ...] = ()  # raw rewards of a terminal node, `[F]`
+    extra: Mapping[str, Any] = MappingProxyType({})  # values that reward functions logged, by column
+    logprobs: list[float | None] | None = None  # under the sampling policy; None if not reported
 
     @property
     def q(self) -> float:
         """Mean value per visit; 0 without a visit."""
-        return self.value / self.visits if self.visits else 0.0
+        if not self.visits:
+            return 0.0
+        return self.value / self.visits
 
     @property
     def worth(self) -> float | None:
-        """The outcome that is backed up and credited: `scaled` if there is one, else `outcome`."""
-        return self.outcome if self.scaled is None else self.scaled
+        """Outcome that is backed up and credited: `scaled` if there is one, else `outcome`."""
+        if self.scaled is None:
+            return self.outcome
+        return self.scaled
 
 
 class Tree(NamedTuple):
@@ -51,19 +56,19 @@ class Tree(NamedTuple):
 
     prompt_ids: list[int]
     nodes: tuple[Node, ...]  # in order of creation, the root first
-    results: tuple[int, ...] = ()  # terminal nodes whose trajectories were backed up, in that order: the training rows
+    results: tuple[int, ...] = ()  # terminal nodes that were backed up, in this order; they become training rows
     current: tuple[int, ...] = (ROOT,)  # nodes that the next iteration visits; none once the search has ended
     iterations: int = 0
-    generated_tokens: int = 0  # direct rollouts included
-    reason: str = ""  # of its end: "complete", "iterations", "tokens", "empty frontier" or "replayed"
+    generated_tokens: int = 0  # including direct rollouts
+    reason: str = ""  # why the search ended: "complete", "iterations", "tokens", "empty frontier" or "replayed"
 
     @classmethod
     def plant(cls, prompt_ids: list[int]) -> "Tree":
-        """A tree that holds the prompt only. Making the root counts as its first visit."""
+        """Return a tree that contains only the prompt. The root starts with one visit."""
         return cls(prompt_ids=prompt_ids, nodes=(Node(index=ROOT, parent=NO_PARENT, depth=0, token_ids=[], visits=1),))
 
     def path(self, index: int) -> list[int]:
-        """Nodes from the root's child down to `index`; empty for the root."""
+        """Return the nodes from the root's child down to `index`. The list is empty for the root."""
         path: list[int] = []
         while index != ROOT:
             path.append(index)
@@ -71,16 +76,23 @@ class Tree(NamedTuple):
         return path[::-1]
 
     def completion_ids(self, index: int) -> list[int]:
-        """Tokens of the completion that ends at node `index`, `[T]`."""
-        return [token for node in self.path(index) for token in self.nodes[node].token_ids]
+        """Return the tokens of the completion that ends at node `index`, `[T]`."""
+        token_ids: list[int] = []
+        for node in self.path(index):
+            token_ids += self.nodes[node].token_ids
+        return token_ids
 
     def completion_logprobs(self, index: int) -> list[float | None]:
-        """Log-probabilities under the sampler of the completion that ends at node `index`, `[T]`."""
-        path = [self.nodes[node] for node in self.path(index)]
-        return [value for node in path for value in node.logprobs or [None] * len(node.token_ids)]
+        """Return the log-probabilities of the completion that ends at node `index`, under the sampling policy,
+        `[T]`."""
+        logprobs: list[float | None] = []
+        for number in self.path(index):
+            node = self.nodes[number]
+            logprobs += node.logprobs or [None] * len(node.token_ids)
+        return logprobs
 
     def trajectory_entropy(self, index: int) -> float:
-        """Mean token entropy over the whole completion that ends at node `index` (Eq. 3)."""
+        """Return the mean token entropy of the completion that ends at node `index`, in nats (Eq. 3)."""
         node = self.nodes[index]
         return node.total_entropy / max(node.length, 1)
 
@@ -93,26 +105,30 @@ class Tree(NamedTuple):
     def candidates(self) -> list[int]:
         """Scored terminal nodes that were not backed up yet."""
         taken = set(self.results)
-        return [n.index for n in self.nodes if n.terminal and n.outcome is not None and n.index not in taken]
+        found = []
+        for node in self.nodes:
+            if node.terminal and node.outcome is not None and node.index not in taken:
+                found.append(node.index)
+        return found
 
 
 @dataclass(frozen=True)
 class Limits:
     """Shape and budget of each tree."""
 
-    num_results: int  # trajectories G that it ends with
-    width: int  # children per node
-    max_depth: int  # at which a node is terminal
-    node_length: int  # most tokens per node
-    max_completion_length: int  # most tokens from the root to a terminal node
+    num_results: int  # number of trajectories of a finished tree, G
+    width: int  # largest number of children per node
+    max_depth: int  # depth at which a node is terminal
+    node_length: int  # largest number of tokens per node
+    max_completion_length: int  # largest number of tokens of a completion
     max_iterations: int
-    max_tokens: int | None = None  # that the search may sample, direct rollouts on top; `None` sets no limit
-    min_width: int = 1  # where the width shrinks with depth
-    parallel: int = 1  # nodes that an iteration visits
-    width_decay: int = 0  # children fewer per `max_depth / width` levels of depth; 0 keeps the width
+    max_tokens: int | None = None  # tokens that the search may sample, without direct rollouts; None for no limit
+    min_width: int = 1  # least width, if the width decreases with depth
+    parallel: int = 1  # number of nodes that an iteration visits
+    width_decay: int = 0  # decrease of the width per `max_depth / width` levels of depth
 
     def width_at(self, depth: int) -> int:
-        """Children of a node at `depth`."""
+        """Return the largest number of children of a node at `depth`."""
         if not self.width_decay:
             return self.width
         levels = max(1, self.max_depth // self.width)
@@ -120,12 +136,12 @@ class Limits:
 
     @property
     def deepest(self) -> int:
-        """Levels of the deepest tree that both the depth and the completion budget allow."""
+        """Number of levels of the deepest tree that `max_depth` and `max_completion_length` allow."""
         return min(self.max_depth, math.ceil(self.max_completion_length / self.node_length))
 
     @property
     def most_results(self) -> int:
-        """Terminal nodes that a tree can end with, counted up to `num_results`."""
+        """Number of terminal nodes that a tree can have, at most `num_results`."""
         leaves = 1
         for depth in range(self.deepest):
             leaves *= self.width_at(depth)
@@ -135,15 +151,15 @@ class Limits:
 
 
 class Leaf(NamedTuple):
-    """A completion to be scored: number of its `tree`, its `completion_ids`, and whether it `finished` by itself."""
+    """A completion to score."""
 
-    tree: int
+    tree: int  # number of the tree
     completion_ids: list[int]
-    finished: bool
+    finished: bool  # True if it ends with an end-of-sequence token
 
 
 class Verdict(NamedTuple):
-    """What a completion is worth; the fields are those of [`Node`]."""
+    """Outcome and rewards of a completion. The fields have the meaning of the fields of [`Node`]."""
 
     outcome: float | None
     reward: float | None = None

@@ -1,5 +1,7 @@
-"""What a search does to one tree; each function returns a new one that shares its unchanged nodes. After DeepSearch
-(https://huggingface.co/papers/2509.25454), sections 2.1-2.3."""
+"""Operations on one search tree: select a node, expand it, back up an outcome. A function that changes a tree returns
+a new tree that shares the unchanged nodes. After DeepSearch (https://huggingface.co/papers/2509.25454), sections
+2.1-2.3.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,14 +14,20 @@ from trl_explore.trees.state import ROOT, Limits, Node, Tree, Verdict
 
 
 def frontier(tree: Tree, limits: Limits) -> list[int]:
-    """Non-terminal nodes that have room for children, in order of creation."""
-    return [n.index for n in tree.nodes if not n.terminal and (not n.children or room(tree, n, limits) > 0)]
+    """Return the non-terminal nodes that may get further children, in order of creation."""
+    found = []
+    for node in tree.nodes:
+        if not node.terminal and (not node.children or room(tree, node, limits) > 0):
+            found.append(node.index)
+    return found
 
 
 def room(tree: Tree, node: Node, limits: Limits) -> int:
-    """How many more children a non-terminal node may have; direct rollouts from the root take no place."""
-    beside = sum(tree.nodes[child].direct for child in node.children) if node.index == ROOT else 0
-    return limits.width_at(node.depth) - (len(node.children) - beside)
+    """Return how many more children a non-terminal node may have. Direct rollouts from the root do not count."""
+    num_direct = 0
+    if node.index == ROOT:
+        num_direct = sum(tree.nodes[child].direct for child in node.children)
+    return limits.width_at(node.depth) - (len(node.children) - num_direct)
 
 
 def select(
@@ -31,48 +39,57 @@ def select(
     depth_weight: float = 0.01,
     depth_bonus: str = "sqrt",
 ) -> int | None:
-    """Global frontier selection (Eq. 9): the node with the best [`frontier_score`], the oldest of equal ones. Without
-    a frontier, the parent of the best terminal node that is left over; `None` where there is none either."""
+    """Select a node from the whole frontier (Eq. 9): return the node with the largest [`frontier_score`], the oldest
+    of equal ones. If the frontier is empty, return the parent of the best terminal node that was not backed up yet, or
+    None if there is none."""
     weights = dict(quality_weight=quality_weight, entropy_weight=entropy_weight, depth_weight=depth_weight)
-    of_siblings: dict[int, float] = {}  # what siblings have in common, computed once
+    of_siblings: dict[int, float] = {}  # score without entropy by parent; siblings share it
 
     def score(index: int) -> float:
         node = tree.nodes[index]
         if node.parent not in of_siblings:
-            parent_q = tree.nodes[node.parent].q if index != ROOT else 0.0
+            parent_q = 0.0 if index == ROOT else tree.nodes[node.parent].q
             of_siblings[node.parent] = frontier_score(
                 parent_q, 0.0, node.depth, max_depth=limits.max_depth, depth_bonus=depth_bonus, **weights
             )
         return of_siblings[node.parent] + entropy_weight * node.entropy
 
     open_nodes = frontier(tree, limits)
-    return max(open_nodes, key=score) if open_nodes else _above_left_over(tree)
+    if not open_nodes:
+        return _parent_of_left_over(tree)
+    return max(open_nodes, key=score)
 
 
 def select_random(tree: Tree, limits: Limits) -> int | None:
-    """Any node of the frontier, the control for [`select`], drawn from the global random state as a search's tokens
-    are. Without a frontier, what [`select`] returns."""
+    """Select a random node of the frontier. This is the control for [`select`]. It uses the global random state, like
+    the sampling of tokens. If the frontier is empty, return the same node as [`select`]."""
     open_nodes = frontier(tree, limits)
-    return open_nodes[int(torch.randint(len(open_nodes), ()))] if open_nodes else _above_left_over(tree)
+    if not open_nodes:
+        return _parent_of_left_over(tree)
+    return open_nodes[int(torch.randint(len(open_nodes), ()))]
 
 
-def _above_left_over(tree: Tree) -> int | None:
-    """Where a search without a frontier goes on: at the parent of the best terminal node that is left over."""
-    return tree.nodes[choose_terminal(tree, tree.candidates)].parent if tree.candidates else None
+def _parent_of_left_over(tree: Tree) -> int | None:
+    """Return the parent of the best terminal node that was not backed up yet, or None if there is none."""
+    candidates = tree.candidates
+    if not candidates:
+        return None
+    return tree.nodes[choose_terminal(tree, candidates)].parent
 
 
 def select_uct(tree: Tree, limits: Limits, *, coef: float = 2.0) -> int | None:
-    """Root-to-leaf selection by upper confidence bounds, the ablation: the first node on the way down that has room
-    for children or a terminal child left over; `None` where there is none."""
+    """Select a node from the root down by upper confidence bounds. This is the ablation of [`select`]. Return the
+    first node on the way that may get children, or that has a terminal child that was not backed up yet. Return None
+    if there is none."""
     left_over = {tree.nodes[index].parent for index in tree.candidates}
     useful = [node.index in left_over for node in tree.nodes]
     for index in frontier(tree, limits):
         useful[index] = True
-    here = list(useful)
+    stops = list(useful)  # nodes that may be returned; after the loop, `useful` also marks their ancestors
     for node in reversed(tree.nodes[1:]):
         useful[node.parent] |= useful[node.index]
     index = ROOT
-    while not here[index]:
+    while not stops[index]:
         children = [child for child in tree.nodes[index].children if useful[child]]
         if not children:
             return None
@@ -81,30 +98,44 @@ def select_uct(tree: Tree, limits: Limits, *, coef: float = 2.0) -> int | None:
 
 
 def best_child(tree: Tree, children: Sequence[int], *, coef: float) -> int:
-    """Local selection (Eq. 8) among siblings, at least one: the largest [`uct_score`], of equal ones the oldest."""
+    """Return the sibling with the largest [`uct_score`] (Eq. 8), the oldest of equal ones. `children` are siblings, at
+    least one."""
     parent = tree.nodes[tree.nodes[children[0]].parent]
-    return max(
-        sorted(children), key=lambda c: uct_score(tree.nodes[c].q, tree.nodes[c].visits, parent.visits, coef=coef)
-    )
+
+    def score(child: int) -> float:
+        node = tree.nodes[child]
+        return uct_score(node.q, node.visits, parent.visits, coef=coef)
+
+    return max(sorted(children), key=score)
 
 
 def choose_terminal(tree: Tree, candidates: Sequence[int]) -> int:
     """
-    Return the scored terminal node to back up (Eq. 2-3): a correct one if any, else a wrong but finished one, else an
-    incomplete one. Of these it is the most confident one (lowest [`Tree.trajectory_entropy`]), of equal ones the
-    oldest. If nodes have a `reward`, the largest reward comes first; rewards of 0 and 1 choose the same node.
+    Return the scored terminal node to back up (Eq. 2-3).
+
+    Prefer correct nodes, then wrong but finished nodes, then incomplete nodes. Of these, return the most confident one
+    (lowest [`Tree.trajectory_entropy`]), and the oldest of equal ones. If nodes have a `reward`, prefer the largest
+    reward. Rewards of 0 and 1 choose the same node.
     """
 
     def rank(index: int) -> tuple[float, int, float, int]:
         node = tree.nodes[index]
         assert node.outcome is not None
-        kind = 0 if node.outcome > 0 else 1 if node.finished else 2
+        if node.outcome > 0:
+            kind = 0
+        elif node.finished:
+            kind = 1
+        else:
+            kind = 2
         return -(node.reward or 0.0), kind, tree.trajectory_entropy(index), index
 
-    return min(candidates, key=rank) if len(candidates) > 1 else candidates[0]
+    if len(candidates) == 1:
+        return candidates[0]
+    return min(candidates, key=rank)
 
 
 def _with_nodes(tree: Tree, changed: dict[int, Node], added: Sequence[Node] = (), **fields: Any) -> Tree:
+    """Return the tree with some nodes changed, by index, with added nodes, and with other values of `fields`."""
     nodes = list(tree.nodes)
     for index, node in changed.items():
         nodes[index] = node
@@ -114,8 +145,9 @@ def _with_nodes(tree: Tree, changed: dict[int, Node], added: Sequence[Node] = ()
 def expand(
     tree: Tree, index: int, continuations: Sequence[Continuation], limits: Limits, *, direct: bool = False
 ) -> Tree:
-    """Add sampled children. One is terminal if it finished, reached the depth limit, used up the completion budget or
-    is `direct` (beside the search); the others have one visit with value 0."""
+    """Add sampled children to the node `index`. A child is terminal if it finished, reached the depth limit, used up
+    the completion budget, or is `direct` (a whole completion, sampled without a search). Other children start with one
+    visit and value 0."""
     parent = tree.nodes[index]
     at_depth = parent.depth + 1 >= limits.max_depth
     children = []
@@ -140,15 +172,17 @@ def expand(
                 logprobs=continuation.logprobs,
             )
         )
-    grown = parent._replace(children=(*parent.children, *(child.index for child in children)))
+    new = [child.index for child in children]
+    grown = parent._replace(children=(*parent.children, *new))
     new_tokens = sum(len(child.token_ids) for child in children)
     return _with_nodes(tree, {index: grown}, children, generated_tokens=tree.generated_tokens + new_tokens)
 
 
 def backup(tree: Tree, leaf: int, *, decay_min: float) -> Tree:
     """
-    Back a terminal node's outcome up along its trajectory, and add it to the results. All nodes but the root, which is
-    no step, get a [`backup_value`]. A node that could not be scored changes no value.
+    Back up the outcome of a terminal node along its trajectory, and add the node to the results.
+
+    All nodes of the trajectory except the root get a [`backup_value`]. A node without an outcome changes no value.
 
     If nodes have a `reward`, outcomes are scaled to the range of the tree's rewards. If the new result changes that
     range, all values are computed again.
@@ -172,19 +206,22 @@ def backup(tree: Tree, leaf: int, *, decay_min: float) -> Tree:
 def _rescaled(tree: Tree, results: Sequence[int], *, decay_min: float) -> Tree:
     """Put the outcomes of `results` on the scale of their rewards. If that changes an outcome that was backed up,
     compute all values again. The last result was not backed up yet."""
-    scored = [tree.nodes[row] for row in results if tree.nodes[row].outcome is not None]
-    rewards, outcomes = [], []
-    for node in scored:
+    scored, rewards, outcomes = [], [], []
+    for row in results:
+        node = tree.nodes[row]
+        if node.outcome is None:
+            continue
         if node.reward is None:
             return tree
-        assert node.outcome is not None
+        scored.append(node)
         rewards.append(node.reward)
         outcomes.append(node.outcome)
     scaled = scaled_outcomes(rewards, outcomes)
     changed = {}
     moved = False
     for place, node in enumerate(scored):
-        new = node._replace(scaled=None if scaled is None else scaled[place])
+        value = None if scaled is None else scaled[place]
+        new = node._replace(scaled=value)
         changed[node.index] = new
         moved = moved or (new.worth != node.worth and place < len(scored) - 1)
     tree = _with_nodes(tree, changed)
@@ -198,19 +235,23 @@ def _rescaled(tree: Tree, results: Sequence[int], *, decay_min: float) -> Tree:
         for step, index in enumerate(path, start=1):
             before = values.get(index, 0.0)
             values[index] = backup_value(before, outcome, step=step, length=len(path), decay_min=decay_min)
-    return _with_nodes(tree, {index: tree.nodes[index]._replace(value=value) for index, value in values.items()})
+    revalued = {index: tree.nodes[index]._replace(value=value) for index, value in values.items()}
+    return _with_nodes(tree, revalued)
 
 
 def with_virtual_loss(tree: Tree, index: int) -> Tree:
-    """The tree as if a visit of a node had failed, for the choice of others to visit beside it."""
-    nodes = [tree.nodes[i] for i in (ROOT, *tree.path(index))]
-    failed = {node.index: node._replace(visits=node.visits + 1, value=node.value - 1.0) for node in nodes}
+    """Return the tree as if a visit of the node `index` had failed. Use it to choose further nodes of an iteration, so
+    that they differ from this node."""
+    failed = {}
+    for place in (ROOT, *tree.path(index)):
+        node = tree.nodes[place]
+        failed[place] = node._replace(visits=node.visits + 1, value=node.value - 1.0)
     return _with_nodes(tree, failed | {index: failed[index]._replace(terminal=True)})
 
 
 def exchange(tree: Tree, row: int, token_ids: list[int], *, finished: bool) -> Tree:
-    """Put another completion in the place of a result that is a direct rollout, as if that had never been scored. It
-    is among the results again once it is backed up."""
+    """Replace the completion of a direct rollout, as if the old completion had never been scored. The new completion
+    becomes a result of the tree when it is backed up."""
     old, root = tree.nodes[row], tree.nodes[ROOT]
     new = Node(
         index=row,
@@ -224,13 +265,15 @@ def exchange(tree: Tree, row: int, token_ids: list[int], *, finished: bool) -> T
         direct=True,
     )
     changed = {ROOT: root._replace(visits=root.visits - old.visits), row: new}
-    return _with_nodes(tree, changed, results=tuple(result for result in tree.results if result != row))
+    results = tuple(result for result in tree.results if result != row)
+    return _with_nodes(tree, changed, results=results)
 
 
 def judge(tree: Tree, verdicts: dict[int, Verdict]) -> Tree:
-    """Note what terminal nodes are worth, by node."""
-    changed = {
-        index: tree.nodes[index]._replace(outcome=v.outcome, reward=v.reward, rewards=v.rewards, extra=v.extra)
-        for index, v in verdicts.items()
-    }
+    """Set the outcomes and rewards of terminal nodes, by index."""
+    changed = {}
+    for index, verdict in verdicts.items():
+        changed[index] = tree.nodes[index]._replace(
+            outcome=verdict.outcome, reward=verdict.reward, rewards=verdict.rewards, extra=verdict.extra
+        )
     return _with_nodes(tree, changed)
