@@ -18,8 +18,8 @@ class RetryExplorer(BranchExplorer):
     def explore(self, groups):
         forks = []
         for group in groups:
-            for completion, reward in zip(group.trajectories, group.deciding, strict=True):
-                if reward < self.args.success_bar:
+            for completion, failed in zip(group.trajectories, group.failed, strict=True):
+                if failed:
                     middle = len(completion.completion_ids) // 2
                     forks.append(Fork(completion, turn=0, number=4, start=middle))
         branches = self.forks.sample_branches(forks)

@@ -190,6 +190,11 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
                 f"{type(self).__name__}.make_explorer returned {self.explorer!r}: return an `Explorer`, made "
                 "with `(self, self.sample, self.scorer)`."
             )
+        if self.explorer is not None and self.branch_explorer is not None:
+            raise TypeError(
+                f"{type(self).__name__} returns explorers from both make_explorer and make_branch_explorer: return "
+                "one of them."
+            )
         self.setup()
 
     # ------------------------------------------------------ parts, and the methods of `Policy` through which they work
@@ -237,7 +242,12 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
     def make_agent_forks(self, **options: Any) -> AgentForks:
         """Return the engine that samples branches of trajectories. It follows the main rows from now on. For the
         options, see [`~trl_explore.agents.forks.AgentForks`]."""
-        assert self.turns is not None
+        if self.turns is None:
+            raise ValueError(
+                f"{type(self).__name__} samples branches of an agent, but does not follow its turns: set "
+                "`requires = Requires(tools=True, turns=True)` in the class."
+            )
+        options.setdefault("environment_state", getattr(self.args, "environment_state", "auto"))
         self.forks = AgentForks(self, self.turns, self.sample, self.scorer, self.watch, **options)
         return self.forks
 

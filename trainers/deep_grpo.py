@@ -35,6 +35,7 @@ class DeepGRPOTrainer(ExplorationTrainer):
 
     method = "deep_grpo"
     config_class = DeepGRPOConfig
+    splits_groups = True  # pivots are chosen for each completion by itself
     requires = Requires(samples=True, extra_rows=True, tools=True, turns=True, watched_tools=True)
 
     @property

@@ -42,6 +42,7 @@ class Hooks:
 
     config_class: type[ExplorationConfig] = ExplorationConfig
     requires = Requires()
+    splits_groups = False  # True: the branch explorer works if the rows of a prompt are on several processes
     method = "exploration"  # key of the method's row in `METHODS`
 
     args: Any  # the configuration
@@ -57,7 +58,7 @@ class Hooks:
     num_generations: Any  # number of rows per prompt; TRL sets it
     log_completions = False
     turns: Turns | None = None  # follows an agent's turns; None unless `Requires(turns=True)`
-    forks: AgentForks | None = None  # samples branches of an agent's trajectories; made by `make_forks`
+    forks: AgentForks | None = None  # samples branches of an agent's trajectories; None without an agent
     features: FeaturePass | None = None  # gradient features; None unless `Requires(features=True)`
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -89,7 +90,8 @@ class Hooks:
         if own_explorer or args.explore is not None:
             return replace(self.requires, samples=True, main_rows=True, whole_groups=True)
         if branches:
-            return replace(self.requires, samples=True, extra_rows=True)
+            whole_groups = self.requires.whole_groups or not self.splits_groups
+            return replace(self.requires, samples=True, extra_rows=True, whole_groups=whole_groups)
         return self.requires
 
     def make_explorer(self) -> Explorer | None:
@@ -120,7 +122,8 @@ class Hooks:
 
         Args:
             prompt_ids (`list[list[int]]`):
-                Prompt tokens of this process's rows, `[B][P_i]`. The rows of a group are consecutive.
+                Prompt tokens of this process's rows, `[B][P_i]`. The rows of a group are consecutive. For an agent,
+                this hook is called once per turn, with the tokens so far of the rows that get a turn.
             plain (`Callable[[list[list[int]]], Rollout]`):
                 GRPO's own sampling: one completion for each list of tokens.
 
@@ -233,8 +236,9 @@ class Hooks:
         """Drop all state about prompts of the data set. Called after a user replaced `train_dataset`."""
         if self.rounds is not None:
             self.rounds.forget_data()
-        if self.branch_explorer is not None:
-            self.branch_explorer.forget_data()
+        for explorer in (self.explorer, self.branch_explorer):
+            if explorer is not None:
+                explorer.forget_data()
 
     def method_files(self) -> list[str]:
         """Return the names of the files and folders in `output_dir` that the method writes, without the model."""

@@ -90,7 +90,9 @@ class ContrastTrainer(ExplorationTrainer):
         for row in range(0, len(deciding), size):
             if not succeeded(torch.tensor(deciding[row : row + size]), threshold=self.args.success_threshold).any():
                 rows = slice(row, row + size)
-                scored.append(ScoredGroup(forks.trajectories[rows], totals[rows], deciding[rows], [True] * size))
+                scored.append(
+                    ScoredGroup(forks.trajectories[rows], totals[rows], deciding[rows], [True] * size, [True] * size)
+                )
                 samples = [
                     Sample(ids, reward.tolist())
                     for ids, reward in zip(self.main_completion_ids[rows], rewards[rows], strict=True)

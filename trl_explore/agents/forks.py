@@ -62,10 +62,11 @@ class AgentForks(Forks):
         num_turns: int = sys.maxsize,
         most_rounds: Callable[[], int | None] | None = None,
         keep_states: bool = False,
+        environment_state: str = "auto",
     ) -> None:
         super().__init__(policy, sample, scorer)
         self.turns, self.watch = turns, watch
-        self.states = KeptStates(policy, turns.tool_loop, wanted=policy.args.environment_state, num_turns=num_turns)
+        self.states = KeptStates(policy, turns.tool_loop, wanted=environment_state, num_turns=num_turns)
         self.tool_loop: ToolLoopAccess = turns.tool_loop
         self.most_rounds = most_rounds or (lambda: policy.args.max_tool_calling_iterations)
         self.keep_states = keep_states

@@ -25,13 +25,14 @@ class ScoredGroup:
     """
     A prompt of the generation batch, with the G completions that GRPO sampled.
 
-    If the trainer does not require whole groups, G may be smaller than `num_generations`: the other completions of the
-    prompt are on another process.
+    G is `num_generations`. If the trainer sets `splits_groups`, a group may be cut at the boundary of a process, and
+    this is the part of this process.
     """
 
     trajectories: Sequence[Trajectory]  # `[G]`
     rewards: Sequence[float]  # total raw rewards, `[G]`; NaN if a completion was not scored
     deciding: Sequence[float]  # rewards that decide about success, `[G]`; NaN if a completion was not scored
+    failed: Sequence[bool]  # True if the completion was scored and is no success, `[G]`
     is_trained: Sequence[bool]  # False if TRL masks the whole completion, `[G]`
 
     @property
@@ -68,7 +69,8 @@ class BranchExplorer:
 
     name = ""  # for error messages
     stream = "branch"  # name of the added rows in metrics and in the completions table
-    credits_main_rows = False  # True: `explore` may return `main_advantages`
+    # True if `explore` may return `main_advantages`. It only counts in the metric `method/changed_hooks`.
+    credits_main_rows = False
     args: "ExplorationConfig"  # the trainer's configuration; a subclass may narrow the type
 
     def __init__(self, policy: Policy, forks: Forks, scorer: Scorer) -> None:
@@ -83,7 +85,8 @@ class BranchExplorer:
 
     @property
     def weight(self) -> float:
-        """Return the weight of the loss of the added rows. 0: the rows are not trained."""
+        """Return the factor of the mean loss of the added rows. 0: the rows are not trained. If the trainer requires
+        `pooled`, the added rows are averaged together with the main rows."""
         return 1.0
 
     @property
@@ -93,7 +96,7 @@ class BranchExplorer:
 
     @property
     def needs_logprobs(self) -> bool:
-        """Return True if the explorer reads `Trajectory.logprobs` even without vLLM."""
+        """Return True if the explorer reads `Trajectory.logprobs` of completions of one turn even without vLLM."""
         return False
 
     @property

@@ -8,6 +8,7 @@ import torch
 
 from trl_explore.explorers.branch_checks import check_branches
 from trl_explore.explorers.branch_explorer import Branches, BranchExplorer, ScoredGroup
+from trl_explore.rewards.success import failed
 from trl_explore.rows.policy import Policy
 from trl_explore.rows.rollouts import Rollout
 from trl_explore.rows.scorer import ScoredRows, Scorer
@@ -82,8 +83,9 @@ class Branching:
             explored = self.choice.mask(deciding)
         is_explored = ranks.local(explored).tolist()
         rewards, of_success = ranks.local(self.scorer.totals()).tolist(), ranks.local(deciding).tolist()
+        failures = failed(ranks.local(deciding), threshold=self.policy.args.success_bar).tolist()
         is_trained = output["completion_mask"].any(dim=1).tolist()
-        # Unless the trainer requires whole groups, the first and the last group may be partly on other processes.
+        # With `splits_groups`, the first and the last group may be partly on other processes.
         num_rows = len(is_explored)
         first_row = ranks.index * num_rows  # among the rows of all processes
         starts = [0, *range(-first_row % size or size, num_rows, size)]
@@ -92,12 +94,14 @@ class Branching:
             if is_explored[start]:
                 rows = slice(start, end)
                 trajectories = self.explorer.forks.trajectories[rows]
-                groups.append(ScoredGroup(trajectories, rewards[rows], of_success[rows], is_trained[rows]))
+                groups.append(
+                    ScoredGroup(trajectories, rewards[rows], of_success[rows], failures[rows], is_trained[rows])
+                )
         return groups
 
     def _credit_branches(self, rows: RowDict, advantages: Sequence[float | list[float]]) -> None:
-        """Replace the advantages of `rows` by the explorer's. Rows without an advantage in `advantages` are fillers:
-        they keep GRPO's advantage, or get 0 if advantages are per token."""
+        """Replace the advantages of `rows` by the explorer's. Filler rows are never trained, so their values do not
+        matter."""
         if self._per_token(advantages):
             rows["advantages"] = torch.zeros_like(rows["completion_ids"], dtype=torch.float32)  # (R, T)
         _fill(rows["advantages"], dict(enumerate(advantages)))

@@ -172,6 +172,7 @@ class Exploration:
             size=self.size,
             num_rewards=len(self.scorer.names),
             max_length=self._max_length,
+            columns=self.explorer.plain_columns,
         )
         return list(explored)
 

@@ -6,7 +6,7 @@ if it differs from GRPO's. It never sets attributes of the trainer, so one run c
 
 import math
 import reprlib
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +37,7 @@ class Sample:
 class PromptGroup:
     """A prompt of the generation batch."""
 
-    example: dict[str, Any]  # row of the data set; copy it before you change it
+    example: dict[str, Any]  # copy of the row of the data set
     prompt_ids: list[int]
     samples: Sequence[Sample] = ()  # GRPO's completions of this prompt; empty if GRPO sampled none
 
@@ -143,6 +143,9 @@ class Explorer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
 
+    def forget_data(self) -> None:
+        """Drop all state about prompts. Called after a user replaced `train_dataset`."""
+
 
 def split_rollout(rollout: Rollout, size: int) -> list[Explored]:
     """Split a rollout into prompts. Each prompt has `size` consecutive completions."""
@@ -155,7 +158,14 @@ def split_rollout(rollout: Rollout, size: int) -> list[Explored]:
 
 
 def check_explored(
-    name: str, explored: Any, *, num_prompts: int, size: int, num_rewards: int, max_length: int | None
+    name: str,
+    explored: Any,
+    *,
+    num_prompts: int,
+    size: int,
+    num_rewards: int,
+    max_length: int | None,
+    columns: Collection[str] = (),
 ) -> None:
     """
     Check the result of an explorer.
@@ -198,6 +208,11 @@ def check_explored(
         for values in one.loss_mask or []:
             if not all(value in (0, 1) for value in values):
                 raise ValueError(f"{start} a `loss_mask` of {reprlib.repr(values)}: use 1 to train a token, else 0.")
+        if one.columns.keys() != set(columns):
+            raise ValueError(
+                f"{start} the columns {sorted(one.columns)}, but its `plain_columns` has {sorted(columns)}: name each "
+                "column in both."
+            )
         if one.rewards is not None:
             _check_rewards(start, one.rewards, size=size, num_rewards=num_rewards)
 

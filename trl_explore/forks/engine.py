@@ -73,8 +73,8 @@ class Forks:
         return False
 
     def longest_completion(self) -> int:
-        """Return the maximum number of tokens of a branch with its prefix. Without `max_completion_length`, it is the
-        length of the longest main row of this process."""
+        """Return the maximum number of tokens of a branch with its prefix: `max_completion_length`, or else the length
+        of the longest main row of this process."""
         limit = self.args.max_completion_length
         return limit or max(len(trajectory.completion_ids) for trajectory in self.trajectories)
 
@@ -95,6 +95,7 @@ class Forks:
         """
         prefixes, budgets = [], []
         for fork in forks:
+            fork.check()
             start = fork.prefix_length
             prefixes.append(fork.origin.prompt_ids + fork.origin.completion_ids[:start])
             budgets.append(self.longest_completion() - start)

@@ -58,12 +58,26 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Fork:
-    """A place in a completion from which branches are sampled."""
+    """A place in a completion from which branches are sampled. It lies in a response of the policy."""
 
     origin: Trajectory
     turn: int  # from 0
     number: int  # of branches
     start: int | None = None  # number of tokens that the branches keep; None: all before the turn
+
+    def check(self) -> None:
+        """Raise ValueError if there is no such place in the completion."""
+        num_turns = len(self.origin.turns)
+        if not 0 <= self.turn < num_turns:
+            raise ValueError(f"`Fork(turn={self.turn})`: the completion has the turns 0 to {num_turns - 1}.")
+        first, end = self.origin.turns[self.turn]
+        if not first <= self.prefix_length < end:
+            raise ValueError(
+                f"`Fork(turn={self.turn}, start={self.start})`: this turn has the tokens {first} to {end - 1}. Choose "
+                "one of them, or leave `start` out. `trajectory.turn_at(token)` returns the turn of a token."
+            )
+        if self.number < 1:
+            raise ValueError(f"`Fork(number={self.number})`: sample at least one branch, or leave the fork out.")
 
     @property
     def prefix_length(self) -> int:
