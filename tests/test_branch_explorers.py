@@ -6,16 +6,20 @@ import math
 import pytest
 import torch
 from commands import EXAMPLES
+from test_branpo import Voice, says
+from test_branpo import make as make_agent_of
 from trl import GRPOConfig, GRPOTrainer
 from world import always, assert_same, differ, make_trainer, never, one_batch, parameters, trained
 
 from trl_explore.explorers.branch_checks import check_branches
 from trl_explore.explorers.branch_explorer import Branches, BranchExplorer
 from trl_explore.explorers.explorer import Explorer
-from trl_explore.forks.trajectories import Fork
+from trl_explore.explorers.resample import ResampleExplorer
+from trl_explore.forks.trajectories import Fork, Trajectory
 from trl_explore.rows.rollouts import Rows
 from trl_explore.rows.streams import loss_mask
 from trl_explore.trainers import ExplorationConfig, ExplorationTrainer
+from trl_explore.trainers.requires import Requires
 
 with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(str(EXAMPLES))
@@ -150,6 +154,77 @@ def test_its_rows_are_trained_and_its_state_is_saved(tmp_path):
     again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
     assert again.branch_explorer.count == whole.branch_explorer.count > 0
     assert_same(parameters(again), parameters(whole))
+
+
+class LastTurnAgain(BranchExplorer):
+    name = "last turn again"
+
+    def explore(self, groups):
+        forks = []
+        for group in groups:
+            for trajectory in group.trajectories:
+                if not self.forks.has_failed(trajectory.main_row):
+                    forks.append(Fork(trajectory, turn=len(trajectory.turns) - 1, number=2))
+        self.sampled = self.forks.sample_branches(forks)
+        self.forks.judge(self.sampled)
+        return Branches(self.forks.rows(self.sampled, group_size=2, trains_prefixes=False))
+
+
+class LastTurns(ExplorationTrainer):
+    requires = Requires(tools=True, turns=True, watched_tools=True)
+
+    def make_branch_explorer(self):
+        return LastTurnAgain(self, self.make_forks(), self.scorer)
+
+
+def test_it_continues_an_agent_with_its_tools_as_the_page_says(tmp_path, monkeypatch):
+    says(Voice(0.3), monkeypatch.setattr)
+    trainer = make_agent_of(LastTurns, ExplorationConfig, tmp_path)
+    one_batch(trainer)
+    branches = trainer.branch_explorer.sampled
+    assert len(branches) == 2 * 8 and trainer.branching.scored is not None
+    for branch in branches:
+        first, _ = branch.origin.turns[-1]
+        assert branch.completion_ids[:first] == branch.origin.completion_ids[:first] and branch.start == first
+        assert branch.environment is not trainer.environments[branch.row] and len(branch.rewards) > 0
+
+
+def test_an_agents_explorer_needs_the_turns(tmp_path, monkeypatch):
+    class NoTurns(LastTurns):
+        requires = Requires(tools=True)
+
+    NoTurns.requires = Requires(tools=True)
+    with pytest.raises(ValueError, match="NoTurns samples branches of an agent.*`requires = Requires"):
+        make_agent_of(NoTurns, ExplorationConfig, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(turn=2), r"`Fork\(turn=2\)`: the completion has the turns 0 to 1"),
+        (dict(turn=-1), "the turns 0 to 1"),
+        (dict(turn=0, start=2), r"`Fork\(turn=0, start=2\)`: this turn has the tokens 0 to 1"),
+        (dict(turn=1, start=2), "this turn has the tokens 3 to 4"),
+        (dict(turn=1, start=5), "this turn has the tokens 3 to 4"),
+        (dict(turn=1, number=0), r"`Fork\(number=0\)`: sample at least one branch"),
+    ],
+)
+def test_a_fork_that_is_no_place_of_the_policy_is_refused(tmp_path, options, message):
+    trainer = make_trainer(OneEach, ExplorationConfig, tmp_path)
+    completion = Trajectory(0, {"prompt": "p"}, [3], [5, 6, 7, 8, 9], loss_mask=[1, 1, 0, 1, 1])
+    forks = trainer.branch_explorer.forks
+    forks.trajectories = [completion]
+    with pytest.raises(ValueError, match=message):
+        forks.sample_branches([Fork(completion, **{"number": 1, **options})])
+
+
+def test_two_kinds_of_explorers_at_once_are_refused(tmp_path):
+    class Both(OneEach):
+        def make_explorer(self):
+            return ResampleExplorer(self, self.sample, self.scorer)
+
+    with pytest.raises(TypeError, match="Both returns explorers from both make_explorer and make_branch_explorer"):
+        make_trainer(Both, ExplorationConfig, tmp_path)
 
 
 WRONG = {

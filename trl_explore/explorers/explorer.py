@@ -183,6 +183,8 @@ def check_explored(
             Number of reward functions (F).
         max_length (`int`, *optional*):
             Maximum number of tokens of a completion. None: no limit.
+        columns (`Collection[str]`, *optional*):
+            Names of the explorer's columns, those of `plain_columns`.
 
     Raises:
         ValueError: If something is wrong. The message names the explorer, the field, the value and the remedy.
