@@ -3,6 +3,7 @@
 import importlib
 import math
 
+import numpy as np
 import pytest
 import torch
 from commands import EXAMPLES
@@ -11,7 +12,7 @@ from test_branpo import make as make_agent_of
 from trl import GRPOConfig, GRPOTrainer
 from world import always, assert_same, differ, make_trainer, never, one_batch, parameters, trained
 
-from trl_explore.explorers.branch_checks import check_branches
+from trl_explore.explorers.branch_checks import checked_branches
 from trl_explore.explorers.branch_explorer import Branches, BranchExplorer
 from trl_explore.explorers.explorer import Explorer
 from trl_explore.explorers.resample import ResampleExplorer
@@ -218,24 +219,80 @@ def test_a_fork_that_is_no_place_of_the_policy_is_refused(tmp_path, options, mes
         forks.sample_branches([Fork(completion, **{"number": 1, **options})])
 
 
-def test_two_kinds_of_explorers_at_once_are_refused(tmp_path):
-    class Both(OneEach):
-        def make_explorer(self):
-            return ResampleExplorer(self, self.sample, self.scorer)
+class Both(OneEach):
+    def make_explorer(self):
+        return ResampleExplorer(self, self.sample, self.scorer)
 
-    with pytest.raises(TypeError, match="Both returns explorers from both make_explorer and make_branch_explorer"):
-        make_trainer(Both, ExplorationConfig, tmp_path)
+
+def test_a_branch_explorer_continues_the_rows_of_an_explorer(tmp_path):
+    trainer = make_trainer(Both, ExplorationConfig, tmp_path)
+    one_batch(trainer)
+    assert len(trainer.branch_explorer.sampled) == 8 and trainer.exploration.batch.replaces_main_rows
+    assert [branch.origin.completion_ids for branch in trainer.branch_explorer.sampled] == trainer.main_completion_ids
+
+
+def test_tensors_and_numpy_values_are_numbers(tmp_path):
+    changes = dict(advantages=torch.arange(8.0), main_advantages={np.int64(2): np.float32(1.5)})
+    trainer = make_trainer(of(changes), ExplorationConfig, tmp_path)
+    output = one_batch(trainer)
+    assert trainer.branching.scored.rows["advantages"].tolist() == list(range(8)) and output["advantages"][2] == 1.5
+
+
+def test_wrong_rewards_of_a_row_are_one_clear_error(tmp_path):
+    class Judged(OneBranchEach):
+        def explore(self, groups):
+            branches = super().explore(groups)
+            branches.rows.known_rewards = [1.0] * 8
+            return branches
+
+    class Trainer(OneEach):
+        def make_branch_explorer(self):
+            return Judged(self, self.make_forks(), self.scorer)
+
+    with pytest.raises(ValueError, match="row 0 with the rewards 1.0: give a list with one number for each reward"):
+        one_batch(make_trainer(Trainer, ExplorationConfig, tmp_path))
+
+
+def test_a_subclass_decides_when_to_search_and_what_is_trained(tmp_path):
+    class Silent(OneEach):
+        def search(self, output):
+            if self.state.global_step > 0:
+                super().search(output)
+
+        def extra_streams(self, *arguments):
+            streams = super().extra_streams(*arguments)
+            return {name: (rows, 0.5 * weight) for name, (rows, weight) in streams.items()}
+
+    trainer = make_trainer(Silent, ExplorationConfig, tmp_path)
+    one_batch(trainer)
+    assert trainer.branching.scored is None and not trainer.streams.steps
+    trainer.state.global_step = 1
+    one_batch(trainer)
+    assert trainer.branching.scored is not None and trainer.streams.steps["branch"][0] == 0.5
+
+
+def test_between_runs_the_choice_of_prompts_may_change(tmp_path):
+    trainer = make_trainer(OneEach, ExplorationConfig, tmp_path, reward_funcs=always, max_steps=1)
+    trainer.train()
+    assert len(trainer.branch_explorer.sampled) == 8
+    trainer.args.explore_prompts = "unsolved"
+    trainer.train()
+    assert trainer.branch_explorer.sampled == []
 
 
 WRONG = {
     "no branches": (None, "None: return `Branches"),
-    "a number too few": (dict(advantages=[0.0]), "1 `advantages` for 2 rows"),
+    "a number too few": (dict(advantages=[0.0]), r"`advantages` = \[0.0\] for 2 rows"),
+    "a dictionary": (dict(advantages={0: 1.0, 1: 0.0}), "`advantages` = {.*for 2 rows"),
+    "a number": (dict(advantages=1.0), "`advantages` = 1.0 for 2 rows"),
+    "a list for the main rows": (dict(main_advantages=[1.0]), "a dictionary by `trajectory.main_row`"),
+    "True": (dict(advantages=[True, 0.0]), r"`advantages\[0\]` = True"),
     "a NaN": (dict(advantages=[0.0, math.nan]), r"`advantages\[1\]` = nan: an advantage is a finite number"),
     "a text": (dict(advantages=["a", 0.0]), r"`advantages\[0\]` = 'a'"),
     "a short list": (dict(advantages=[[0.0], 1.0]), "with 1 numbers for a completion of 2 tokens"),
     "another row": (dict(main_advantages={9: 1.0}), "`main_advantages` of row 9: .* 0 to 1"),
     "an infinite main row": (dict(main_advantages={1: [math.inf]}), r"`main_advantages\[1\]`"),
-    "a tensor": (dict(advantages=torch.zeros(2)), "an advantage is a finite number"),
+    "a padded tensor": (dict(advantages=torch.zeros(2, 3)), "with 3 numbers for a completion of 2 tokens"),
 }
 
 
@@ -251,7 +308,7 @@ def test_a_wrong_result_is_one_clear_error(case):
     )
     branches = None if changes is None else Branches(rows, **changes)
     with pytest.raises(ValueError, match=f"Branch explorer 'mine' returned.*{message}"):
-        check_branches("mine", branches, main_lengths=[4, 1])
+        checked_branches("mine", branches, main_lengths=[4, 1], num_rewards=1)
 
 
 def test_an_explorer_of_the_other_kind_is_refused(tmp_path):

@@ -190,10 +190,10 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
                 f"{type(self).__name__}.make_explorer returned {self.explorer!r}: return an `Explorer`, made "
                 "with `(self, self.sample, self.scorer)`."
             )
-        if self.explorer is not None and self.branch_explorer is not None:
-            raise TypeError(
-                f"{type(self).__name__} returns explorers from both make_explorer and make_branch_explorer: return "
-                "one of them."
+        if self.explorer is not None and self.branch_explorer is not None and self.branch_explorer.samples_with_main:
+            raise ValueError(
+                f"{type(self).__name__} has two explorers that sample the main rows, {self.explorer.name!r} and "
+                f"{self.branch_explorer.name!r}: with DEEP-GRPO, set `deferred_branching=False`."
             )
         self.setup()
 
@@ -246,6 +246,11 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
             raise ValueError(
                 f"{type(self).__name__} samples branches of an agent, but does not follow its turns: set "
                 "`requires = Requires(tools=True, turns=True)` in the class."
+            )
+        if self.forks is not None:
+            raise TypeError(
+                f"{type(self).__name__} makes two engines that sample an agent's branches: call `make_forks` or "
+                "`make_agent_forks` once."
             )
         options.setdefault("environment_state", getattr(self.args, "environment_state", "auto"))
         self.forks = AgentForks(self, self.turns, self.sample, self.scorer, self.watch, **options)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from trl_explore.pivots.estimator import SuccessEstimator
 from trl_explore.pivots.explorer import PivotExplorer
 from trl_explore.sampling.continued import options_from_the_start
 
@@ -43,6 +44,11 @@ class DeepGRPOTrainer(ExplorationTrainer):
         """Explorer that chooses pivots, with its estimator of success."""
         assert isinstance(self.branch_explorer, PivotExplorer)
         return self.branch_explorer
+
+    @property
+    def estimator(self) -> SuccessEstimator:
+        """The estimator of which pivots have a successful branch."""
+        return self.pivots.estimator
 
     def make_branch_explorer(self) -> PivotExplorer:
         return PivotExplorer(self, self.make_forks(), self.scorer)

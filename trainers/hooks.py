@@ -87,12 +87,13 @@ class Hooks:
                 f"`explore={args.explore!r}` is a way of exploring, and {type(self).__name__} has its own: leave the "
                 "field out, or use ExplorationTrainer."
             )
+        requires = self.requires
         if own_explorer or args.explore is not None:
-            return replace(self.requires, samples=True, main_rows=True, whole_groups=True)
+            requires = replace(requires, samples=True, main_rows=True, whole_groups=True)
         if branches:
-            whole_groups = self.requires.whole_groups or not self.splits_groups
-            return replace(self.requires, samples=True, extra_rows=True, whole_groups=whole_groups)
-        return self.requires
+            whole_groups = requires.whole_groups or not self.splits_groups
+            requires = replace(requires, samples=True, extra_rows=True, whole_groups=whole_groups)
+        return requires
 
     def make_explorer(self) -> Explorer | None:
         """Return the explorer that samples main rows, or None if GRPO samples all of them."""
@@ -161,6 +162,13 @@ class Hooks:
             output (`dict`):
                 The main rows of this process as TRL scored them.
         """
+        if self.branching is not None:
+            self.branching.search(
+                output,
+                examples=self.main_examples,
+                completion_ids=self.main_completion_ids,
+                rollout=self.main_rollout,
+            )
 
     def assign_advantages(self, output: RowDict) -> torch.Tensor:
         """
@@ -198,7 +206,7 @@ class Hooks:
             `dict[str, tuple[ScoredRows, float]]`: Rows and weight of each stream, by name. The loss of a stream is a
             mean over its own rows or tokens, unless the trainer `requires` one mean over all rows (`pooled`).
         """
-        return {}
+        return {} if self.branching is None else self.branching.streams()
 
     def completion_columns(self) -> dict[str, list[Any]]:
         """

@@ -82,6 +82,8 @@ class Step:
         trainer.given_examples = inputs
         trainer.main_examples = [own_copy(dict(example)) for example in inputs]
         trainer.scorer.any_example = trainer.main_examples[0]
+        if trainer.branching is not None:
+            trainer.branching.begin()
         output = self.sample_and_score(inputs)
         trainer.table.one_reward_per_name(self.logs, len(inputs))
         shaped = trainer.shaped_rewards
@@ -97,21 +99,11 @@ class Step:
         if trainer.rounds is not None:
             output["advantages"] = trainer.rounds.advantages(output["advantages"], shaped)
         trainer.search(output)
-        branching = trainer.branching
-        if branching is not None:
-            branching.search(
-                output,
-                examples=trainer.main_examples,
-                completion_ids=trainer.main_completion_ids,
-                rollout=trainer.main_rollout,
-            )
         output["advantages"] = trainer.assign_advantages(output)
         examples = [own_copy(row) for row in trainer.main_examples]
         streams = trainer.extra_streams(output, examples, trainer.scorer.totals())
         if trainer.exploration is not None:
             streams |= trainer.exploration.streams()
-        if branching is not None:
-            streams |= branching.streams()
         if trainer.log_completions:
             self._add_to_table(output, streams)
         return output, streams

@@ -17,7 +17,7 @@ from trl_explore.forks.engine import Forks
 from trl_explore.forks.trajectories import Branch, Fork, Trajectory
 from trl_explore.rows.copies import own_copy
 from trl_explore.rows.policy import Policy
-from trl_explore.rows.rollouts import Continuation, Rollout
+from trl_explore.rows.rollouts import Continuation, Rollout, Rows
 from trl_explore.rows.scorer import Scorer
 from trl_explore.sampling.sampler import Sampler
 
@@ -189,12 +189,26 @@ class AgentForks(Forks):
         """Do nothing, because `end` has stored the trajectories, with their messages and states."""
 
     def sample_branches(self, forks: Sequence[Fork]) -> list[Branch]:
+        for fork in forks:
+            if isinstance(fork, Fork) and fork.origin.shared is not None and not self.keep_states:
+                raise ValueError(
+                    "A fork is in a branch, and the states of branches are not kept: make the engine with "
+                    "`make_agent_forks(keep_states=True)`."
+                )
         self.states.check(self.trajectories, self.turns.failed)
         self.states.begin_branches()
         branches = super().sample_branches(forks)
         for branch in branches:
             branch.complete = self._is_complete(branch)
         return branches
+
+    def rows(self, branches: Sequence[Branch], *, group_size: int, trains_prefixes: bool) -> Rows:
+        if any(branch.rewards is None for branch in branches):
+            raise ValueError(
+                "Branches of an agent have no rewards: call `self.forks.judge(branches)` before `self.forks.rows`, "
+                "while their environments are as the branches left them."
+            )
+        return super().rows(branches, group_size=group_size, trains_prefixes=trains_prefixes)
 
     def has_failed(self, row: int) -> bool:
         return bool(self.turns.failed) and self.turns.failed[row]

@@ -1,8 +1,9 @@
 """Check the result of a branch explorer, so that a mistake is one clear error and does not train wrongly."""
 
 import math
+import operator
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -10,7 +11,7 @@ from trl_explore.explorers.branch_explorer import Branches
 from trl_explore.rows.rollouts import Rows
 
 
-def check_branches(name: str, branches: Any, *, main_lengths: Sequence[int]) -> None:
+def checked_branches(name: str, branches: Any, *, main_lengths: Sequence[int], num_rewards: int) -> Branches:
     """
     Check the result of a branch explorer.
 
@@ -21,6 +22,11 @@ def check_branches(name: str, branches: Any, *, main_lengths: Sequence[int]) -> 
             Its result.
         main_lengths (`Sequence[int]`):
             Number of completion tokens of each main row of this process, `[B]`.
+        num_rewards (`int`):
+            Number of reward functions (F).
+
+    Returns:
+        [`Branches`]: The result. Tensors and NumPy values in it are Python numbers and lists.
 
     Raises:
         ValueError: If something is wrong. The message names the explorer, the field, the value and the remedy.
@@ -31,32 +37,81 @@ def check_branches(name: str, branches: Any, *, main_lengths: Sequence[int]) -> 
             f"{start} {reprlib.repr(branches)}: return `Branches(self.forks.rows(...))`, also if there is no branch."
         )
     lengths = [len(ids) for ids in branches.rows.completion_ids]
+    _check_rows(start, branches.rows, lengths, num_rewards)
+    advantages = None
     if branches.advantages is not None:
-        if len(branches.advantages) != len(lengths):
+        given = _plain(branches.advantages)
+        if not isinstance(given, list | tuple) or len(given) != len(lengths):
             raise ValueError(
-                f"{start} {len(branches.advantages)} `advantages` for {len(lengths)} rows: return one entry for each "
-                "row, or None for GRPO's advantages."
+                f"{start} `advantages` = {reprlib.repr(given)} for {len(lengths)} rows: return a list with one entry "
+                "for each row, or None for GRPO's advantages."
             )
-        for place, value in enumerate(branches.advantages):
-            _check_value(f"{start} `advantages[{place}]`", value, lengths[place])
-    for row, value in branches.main_advantages.items():
-        if not isinstance(row, int) or not 0 <= row < len(main_lengths):
-            raise ValueError(
-                f"{start} `main_advantages` of row {row!r}: the main rows of this process are 0 to "
-                f"{len(main_lengths) - 1}; use `trajectory.main_row`."
-            )
-        _check_value(f"{start} `main_advantages[{row}]`", value, main_lengths[row])
-
-
-def _check_value(start: str, value: Any, length: int) -> None:
-    """Raise ValueError unless `value` is a finite number, or a list of `length` finite numbers."""
-    numbers = value if isinstance(value, list) else [value]
-    for number in numbers:
-        if not isinstance(number, Real) or not math.isfinite(number):
-            raise ValueError(
-                f"{start} = {reprlib.repr(value)}: an advantage is a finite number, or a list with one for each token."
-            )
-    if isinstance(value, list) and len(value) != length:
+        advantages = []
+        for place, value in enumerate(given):
+            advantages.append(_value(f"{start} `advantages[{place}]`", value, lengths[place]))
+    if not isinstance(branches.main_advantages, Mapping):
         raise ValueError(
-            f"{start} with {len(value)} numbers for a completion of {length} tokens: return one for each token."
+            f"{start} `main_advantages` = {reprlib.repr(branches.main_advantages)}: return a dictionary by "
+            "`trajectory.main_row`."
         )
+    main_advantages = {}
+    for key, value in branches.main_advantages.items():
+        row = _row(start, key, len(main_lengths))
+        main_advantages[row] = _value(f"{start} `main_advantages[{row}]`", value, main_lengths[row])
+    return Branches(branches.rows, advantages, main_advantages)
+
+
+def _check_rows(start: str, rows: Rows, lengths: list[int], num_rewards: int) -> None:
+    """Raise ValueError if a row has no tokens, a mask of another length, or wrong rewards."""
+    for place, (mask, rewards) in enumerate(zip(rows.loss_mask, rows.known_rewards, strict=True)):
+        if lengths[place] == 0:
+            raise ValueError(f"{start} row {place} without tokens: a completion has at least one.")
+        if len(mask) != lengths[place]:
+            raise ValueError(
+                f"{start} row {place} with {len(mask)} values of `loss_mask` for {lengths[place]} tokens: give one "
+                "for each token."
+            )
+        if rewards is not None and (not isinstance(rewards, list | tuple) or len(rewards) != num_rewards):
+            raise ValueError(
+                f"{start} row {place} with the rewards {reprlib.repr(rewards)}: give a list with one number for each "
+                f"reward function ({num_rewards}), or None to ask the functions. `self.forks.judge(branches)` sets "
+                "them."
+            )
+
+
+def _row(start: str, key: Any, num_rows: int) -> int:
+    """Return a key of `main_advantages` as the number of a main row."""
+    try:
+        row = -1 if isinstance(key, bool) else operator.index(key)
+    except TypeError:
+        row = -1
+    if not 0 <= row < num_rows:
+        raise ValueError(
+            f"{start} `main_advantages` of row {key!r}: the main rows of this process are 0 to {num_rows - 1}; use "
+            "`trajectory.main_row`."
+        )
+    return row
+
+
+def _value(start: str, value: Any, length: int) -> float | list[float]:
+    """Return an advantage as a number, or as a list of `length` numbers. Raise ValueError if it is neither."""
+    plain = _plain(value)
+    numbers = [_plain(number) for number in plain] if isinstance(plain, list | tuple) else [plain]
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, Real) or not math.isfinite(number):
+            raise ValueError(
+                f"{start} = {reprlib.repr(value)}: an advantage is a finite number, or a list with one for each "
+                "token. Rewards that are infinite or NaN make such advantages."
+            )
+    if not isinstance(plain, list | tuple):
+        return float(numbers[0])
+    if len(numbers) != length:
+        raise ValueError(
+            f"{start} with {len(numbers)} numbers for a completion of {length} tokens: return one for each token."
+        )
+    return [float(number) for number in numbers]
+
+
+def _plain(value: Any) -> Any:
+    """Return a tensor or a NumPy value as Python numbers and lists; other values as they are."""
+    return value.tolist() if hasattr(value, "tolist") else value

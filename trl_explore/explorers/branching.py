@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from trl_explore.explorers.branch_checks import check_branches
+from trl_explore.explorers.branch_checks import checked_branches
 from trl_explore.explorers.branch_explorer import Branches, BranchExplorer, ScoredGroup
 from trl_explore.rewards.success import failed
 from trl_explore.rows.policy import Policy
@@ -36,6 +36,10 @@ class Branching:
         self.branches: Branches | None = None  # of the current generation batch; None if the explorer is off
         self.scored: ScoredRows | None = None  # its rows as TRL scored them; None if no process has rows
 
+    def begin(self) -> None:
+        """Forget the branches of the last generation batch."""
+        self.branches = self.scored = None
+
     def search(
         self,
         output: RowDict,
@@ -57,7 +61,6 @@ class Branching:
             rollout ([`Rollout`], *optional*):
                 The result of sampling, with the log-probabilities that the sampler reported.
         """
-        self.branches = self.scored = None
         if not self.explorer.is_active:
             return
         logprobs = None if rollout is None else rollout.logprobs
@@ -66,9 +69,12 @@ class Branching:
             for row, ids in zip(output["old_per_token_logps"].tolist(), completion_ids, strict=True):
                 logprobs.append(row[: len(ids)])
         self.explorer.forks.begin_search(examples, row_tokens(output)[0], completion_ids, logprobs)
-        self.branches = self.explorer.explore(self._groups(output))
-        main_lengths = [len(ids) for ids in completion_ids]
-        check_branches(self.explorer.name, self.branches, main_lengths=main_lengths)
+        self.branches = checked_branches(
+            self.explorer.name,
+            self.explorer.explore(self._groups(output)),
+            main_lengths=[len(ids) for ids in completion_ids],
+            num_rewards=len(self.scorer.names),
+        )
         self.scored = self.scorer.score(self.explorer.stream, self.branches.rows)
         if self.scored is not None and self.policy.ranks.most(self.branches.advantages is not None):
             self._credit_branches(self.scored.rows, self.branches.advantages or [])
@@ -103,7 +109,8 @@ class Branching:
         """Replace the advantages of `rows` by the explorer's. Filler rows are never trained, so their values do not
         matter."""
         if self._per_token(advantages):
-            rows["advantages"] = torch.zeros_like(rows["completion_ids"], dtype=torch.float32)  # (R, T)
+            num_tokens = rows["completion_ids"].shape[1]
+            rows["advantages"] = rows["advantages"].unsqueeze(1).repeat(1, num_tokens)  # (R, T)
         _fill(rows["advantages"], dict(enumerate(advantages)))
 
     def credit(self, advantages: torch.Tensor, *, num_tokens: int) -> torch.Tensor:
@@ -112,7 +119,7 @@ class Branching:
 
         Args:
             advantages (`torch.Tensor`):
-                Advantages of GRPO, `(B,)`.
+                Advantages of GRPO, `(B,)`, or of an explorer, `(B,)` or `(B, T)`.
             num_tokens (`int`):
                 Number of tokens of the padded completions (T).
 
@@ -123,9 +130,9 @@ class Branching:
             return advantages
         changed = self.branches.main_advantages
         if self._per_token(list(changed.values())):
-            advantages = advantages.unsqueeze(1).repeat(1, num_tokens)
-        else:
-            advantages = advantages.clone()
+            if advantages.dim() == 1:
+                advantages = advantages.unsqueeze(1).repeat(1, num_tokens)
+        advantages = advantages.clone()
         _fill(advantages, changed)
         return advantages
 

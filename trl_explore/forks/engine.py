@@ -95,6 +95,8 @@ class Forks:
         """
         prefixes, budgets = [], []
         for fork in forks:
+            if not isinstance(fork, Fork):
+                raise TypeError(f"`sample_branches` got {fork!r}: give a list of `Fork`.")
             fork.check()
             start = fork.prefix_length
             prefixes.append(fork.origin.prompt_ids + fork.origin.completion_ids[:start])

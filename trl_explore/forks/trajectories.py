@@ -67,6 +67,18 @@ class Fork:
 
     def check(self) -> None:
         """Raise ValueError if there is no such place in the completion."""
+        if not isinstance(self.origin, Trajectory):
+            raise TypeError(
+                f"`Fork(origin=...)` of a {type(self.origin).__name__}: give a trajectory; `branch.as_trajectory()` "
+                "makes one of a branch."
+            )
+        for name, value in (
+            ("turn", self.turn),
+            ("number", self.number),
+            ("start", 0 if self.start is None else self.start),
+        ):
+            if not isinstance(value, int):
+                raise TypeError(f"`Fork({name}={value!r})`: give an integer.")
         num_turns = len(self.origin.turns)
         if not 0 <= self.turn < num_turns:
             raise ValueError(f"`Fork(turn={self.turn})`: the completion has the turns 0 to {num_turns - 1}.")

@@ -95,6 +95,8 @@ class Rows:
         wrong = {name: count for name, count in counts.items() if count != len(self)}
         if wrong:
             raise ValueError(f"rows must agree in number: {len(self)} completions, but {wrong}.")
+        if self.group_size < 1:
+            raise ValueError(f"`group_size={self.group_size}`: a group has at least one row.")
         if len(self) % self.group_size:
             raise ValueError(f"{len(self)} rows do not form whole groups of {self.group_size} siblings.")
 
