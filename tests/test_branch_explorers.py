@@ -190,6 +190,60 @@ def test_it_continues_an_agent_with_its_tools_as_the_page_says(tmp_path, monkeyp
         assert branch.environment is not trainer.environments[branch.row] and len(branch.rewards) > 0
 
 
+def wrong_for_an_agent(folder, explore):
+    """A trainer whose explorer calls `explore(explorer, groups)` after it has judged the branches of last turns."""
+
+    class Wrong(LastTurnAgain):
+        def explore(self, groups):
+            branches = super().explore(groups)
+            return explore(self, groups) or branches
+
+    class Trainer(LastTurns):
+        def make_branch_explorer(self):
+            return Wrong(self, self.make_forks(), self.scorer)
+
+    return make_agent_of(Trainer, ExplorationConfig, folder)
+
+
+def test_branches_of_an_agent_are_judged_before_they_are_rows(tmp_path, monkeypatch):
+    says(Voice(0.3), monkeypatch.setattr)
+
+    def not_judged(explorer, groups):
+        trajectory = groups[0].trajectories[0]
+        branches = explorer.forks.sample_branches([Fork(trajectory, turn=0, number=1)])
+        return Branches(explorer.forks.rows(branches, group_size=1, trains_prefixes=False))
+
+    with pytest.raises(ValueError, match="Branches of an agent have no rewards: call `self.forks.judge"):
+        one_batch(wrong_for_an_agent(tmp_path, not_judged))
+
+
+def test_branches_of_branches_need_their_states(tmp_path, monkeypatch):
+    says(Voice(0.3), monkeypatch.setattr)
+
+    def again(explorer, groups):
+        explorer.forks.sample_branches([Fork(explorer.sampled[0].as_trajectory(), turn=0, number=1)])
+
+    with pytest.raises(ValueError, match=r"make_agent_forks\(keep_states=True\)"):
+        one_batch(wrong_for_an_agent(tmp_path, again))
+
+
+def test_an_agent_has_one_engine(tmp_path):
+    class Two(LastTurns):
+        def make_branch_explorer(self):
+            self.make_forks()
+            return super().make_branch_explorer()
+
+    with pytest.raises(TypeError, match="Two makes two engines that sample an agent's branches"):
+        make_agent_of(Two, ExplorationConfig, tmp_path)
+
+
+@pytest.mark.parametrize("wrong", [(0, 1), None], ids=str)
+def test_what_is_no_fork_is_refused(tmp_path, wrong):
+    forks = make_trainer(OneEach, ExplorationConfig, tmp_path).branch_explorer.forks
+    with pytest.raises(TypeError, match="`sample_branches` got .*: give a list of `Fork`"):
+        forks.sample_branches([wrong])
+
+
 def test_an_agents_explorer_needs_the_turns(tmp_path, monkeypatch):
     class NoTurns(LastTurns):
         requires = Requires(tools=True)

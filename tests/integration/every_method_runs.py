@@ -54,7 +54,7 @@ class SteadySampling:
     def __init__(self):
         self.asked, self.rows = Counter(), 0
 
-    def __call__(self, trainer, prefixes, *others):
+    def __call__(self, trainer, prefixes, *others, **options):
         self.rows += sum(len(prefix) > 1 for prefix in prefixes)  # a process without rows takes part with [<eos>]
         earlier = Counter()
         if len(prefixes) == trainer.args.per_device_train_batch_size:  # TRL's own call; its groups may span processes
@@ -65,7 +65,7 @@ class SteadySampling:
             key = (trainer.state.global_step, *prefix)
             self.asked[key] += 1
             torch.manual_seed(random.Random(f"{key}/{self.asked[key] + earlier[tuple(prefix)]}").randrange(2**32))
-            completions += SAMPLE(trainer, [prefix], *others)[0]
+            completions += SAMPLE(trainer, [prefix], *others, **options)[0]
         return completions, None
 
 
