@@ -4,7 +4,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from trl import GRPOConfig
 
@@ -258,6 +258,15 @@ class ExplorationConfig(GRPOConfig):
         kl_cov_coef (`float`, *optional*, defaults to `1.0`):
             Weight of the penalty of `kl_cov`, `|log ratio|`.
     """
+
+    if TYPE_CHECKING:
+        # TRL gives these fields their value in `__post_init__`, and reads text of the command line as JSON.
+        output_dir: str = ""
+        num_generations: int = 8
+        steps_per_generation: int = 1
+        generation_batch_size: int = 8
+        generation_kwargs: dict[str, Any] | None = None
+        gradient_checkpointing_kwargs: dict[str, Any] | None = None
 
     drop_zero_advantage: bool = False
     success_reward: str | None = None

@@ -165,6 +165,7 @@ class Turns:
         if not self.tool_loop.tools or not self._prompts:
             return everyone
         most = self.policy.args.max_completion_length
+        assert most is not None  # an agent's trainer refuses None
         if self._loop is None:
             # Every row needs a completion, so even a row whose `reset` failed gets its first turn.
             self.turn = Turn(0, everyone.places, [0] * len(contexts), [most] * len(contexts), self._prompts)

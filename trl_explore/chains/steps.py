@@ -47,10 +47,12 @@ class StepForks:
             The explorer that forks the chains.
         reader ([`~trl_explore.chains.reading.AttentionReader`]):
             Computes the influence of steps.
+        args ([`AttnRLConfig`]):
+            The configuration.
     """
 
-    def __init__(self, policy: Policy, chains: ForkExplorer, reader: AttentionReader) -> None:
-        self.policy, self.chains, self.reader, self.args = policy, chains, reader, policy.args
+    def __init__(self, policy: Policy, chains: ForkExplorer, reader: AttentionReader, args: "AttnRLConfig") -> None:
+        self.policy, self.chains, self.reader, self.args = policy, chains, reader, args
         self.sum = self.number = 0.0
         self.cuts: list[list[ChainSteps]] = []  # of the chains of each tree
         self._texts: dict[int, str] = {}  # text of each token
@@ -210,7 +212,7 @@ class StepForkExplorer(ForkExplorer):
 
     def __init__(self, policy: Policy, forks: Forks, scorer: Scorer, reader: AttentionReader) -> None:
         super().__init__(policy, forks, scorer)
-        self.steps = StepForks(policy, self, reader)
+        self.steps = StepForks(policy, self, reader, self.args)
 
     @property
     def is_active(self) -> bool:

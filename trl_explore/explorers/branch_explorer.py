@@ -80,7 +80,6 @@ class BranchExplorer:
     @property
     def num_generations(self) -> int:
         """Return the number of completions of a prompt."""
-        assert self.args.num_generations is not None
         return self.args.num_generations
 
     @property

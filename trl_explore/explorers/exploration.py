@@ -224,7 +224,7 @@ class Exploration:
 
     def _plain(self, prompts: list[list[int]]) -> Rollout:
         """Sample as GRPO does. Processes may pass different numbers of prompts, which TRL's own sampling forbids."""
-        sampled = self.sample(prompts, 1, self.args.max_completion_length, main_stream=True)
+        sampled = self.sample(prompts, 1, self.explorer.max_completion_length, main_stream=True)
         completion_ids, logprobs = [], []
         for (continuation,) in sampled:
             completion_ids.append(continuation.token_ids)

@@ -57,7 +57,6 @@ class PivotExplorer(BranchExplorer):
         self.num_batches = 0
         file = None
         if args.hard_states_file:
-            assert args.output_dir is not None
             file = path_inside(args.output_dir, args.hard_states_file, field="hard_states_file")
         self.hard_states = MethodFile(file, writes=policy.accelerator.is_main_process)
         self._points: list[BranchPoint] = []  # pivots whose branches are trained with this batch

@@ -4,13 +4,16 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from transformers import GenerationConfig, ProcessorMixin
 
 from trl_explore.rows.ranks import Ranks
 from trl_explore.rows.rollouts import Part, Rows
+
+if TYPE_CHECKING:
+    from trl_explore.trainers.config import ExplorationConfig
 
 Lists = defaultdict[str, list[Any]]
 
@@ -41,7 +44,7 @@ class Pass:
 class Policy(Protocol):
     """The trainer as its parts see it. [`~trl_explore.trainers.ExplorationTrainer`] is one."""
 
-    args: Any
+    args: "ExplorationConfig"
     accelerator: Any
     model: Any  # the model in training, wrapped by accelerate
     state: Any  # `TrainerState` of transformers

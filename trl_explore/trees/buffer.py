@@ -2,12 +2,15 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trl_explore.rows.policy import Policy
 from trl_explore.saving.whole_files import MethodFile
 from trl_explore.trees.replay import SolutionCache, append_solutions, read_cache, replace_failures, write_cache
 from trl_explore.trees.search import Leaf, Tree, Verdict, backup, exchange, judge
+
+if TYPE_CHECKING:
+    from trl_explore.trainers.tree_grpo_config import TreeGRPOConfig
 
 SOLUTIONS_FILE = "solutions.jsonl"
 
@@ -15,9 +18,11 @@ SOLUTIONS_FILE = "solutions.jsonl"
 class ReplayBuffer:
     """Keeps solutions in memory and in a file of the run, as the fields `replay_*` of the configuration specify."""
 
-    def __init__(self, policy: Policy) -> None:
-        self.policy, self.args = policy, policy.args
-        options = dict(solutions_per_prompt=self.args.replay_solutions, threshold=self.args.replay_threshold)
+    def __init__(self, policy: Policy, args: "TreeGRPOConfig") -> None:
+        self.policy, self.args = policy, args
+        options: dict[str, Any] = dict(
+            solutions_per_prompt=self.args.replay_solutions, threshold=self.args.replay_threshold
+        )
         self.solutions = SolutionCache(**options)
         if self.args.replay_file is not None:
             self.solutions = read_cache(self.args.replay_file, policy.tokenizer, **options)
@@ -30,7 +35,9 @@ class ReplayBuffer:
         """Return the solutions of a prompt that are short enough for a completion."""
         if not self.args.replay_buffer:
             return []
-        return [s for s in self.solutions.get(prompt_ids) if len(s) <= self.args.max_completion_length]
+        limit = self.args.max_completion_length
+        assert limit is not None
+        return [solution for solution in self.solutions.get(prompt_ids) if len(solution) <= limit]
 
     def replace(
         self, trees: list[Tree], cached: list[list[list[int]]], score: Callable[[list[Leaf]], list[Verdict]]

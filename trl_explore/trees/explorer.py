@@ -38,7 +38,7 @@ class TreeExplorer(Explorer):
         config = self.args
         self.limits = config.limits()
         self.trees: list[Tree] = []
-        self.replay = ReplayBuffer(self.policy)
+        self.replay = ReplayBuffer(self.policy, self.args)
         self.dump = MethodFile(self._dump_path())
         self._groups: Sequence[PromptGroup] = ()
         self._seconds = {"sampling": 0.0, "scoring": 0.0}
@@ -187,7 +187,6 @@ class TreeExplorer(Explorer):
         """Return the path of the file into which this process writes its trees. None without `dump_trees`."""
         if self.args.dump_trees is None:
             return None
-        assert self.args.output_dir is not None
         folder = path_inside(self.args.output_dir, self.args.dump_trees, field="dump_trees", suffix="")
         return folder / f"trees_{self.policy.ranks.index}.jsonl"
 
