@@ -334,6 +334,14 @@ def test_between_runs_the_choice_of_prompts_may_change(tmp_path):
     assert trainer.branch_explorer.sampled == []
 
 
+def test_rows_without_own_credit_keep_grpos_if_another_process_credits_tokens(tmp_path, monkeypatch):
+    trainer = make_trainer(OneEach, ExplorationConfig, tmp_path)
+    monkeypatch.setattr(trainer.branching, "_per_token", lambda advantages: True)
+    rows = {"advantages": torch.tensor([1.0, -1.0]), "completion_ids": torch.zeros(2, 3)}
+    trainer.branching._credit_branches(rows, [])
+    assert rows["advantages"].tolist() == [[1.0] * 3, [-1.0] * 3]
+
+
 WRONG = {
     "no branches": (None, "None: return `Branches"),
     "a number too few": (dict(advantages=[0.0]), r"`advantages` = \[0.0\] for 2 rows"),

@@ -237,7 +237,7 @@ def test_branpo_contrasts_by_the_reward_that_decides_and_credits_the_sum(tmp_pat
     assert kept
     for row, branch in kept.items():
         assert branch.rewards[0] != trainer.scorer.rewards_per_func[row, 0]
-    assert {trainer.branch_explorer._total(branch) for branch in kept.values()} <= {1.0, 1.5}
+    assert {trainer.branch_explorer.total_reward(branch) for branch in kept.values()} <= {1.0, 1.5}
 
 
 def test_sesa_counts_by_the_reward_that_decides(tmp_path):

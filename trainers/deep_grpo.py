@@ -40,15 +40,10 @@ class DeepGRPOTrainer(ExplorationTrainer):
     requires = Requires(samples=True, extra_rows=True, tools=True, turns=True, watched_tools=True)
 
     @property
-    def pivots(self) -> PivotExplorer:
-        """Explorer that chooses pivots, with its estimator of success."""
-        assert isinstance(self.branch_explorer, PivotExplorer)
-        return self.branch_explorer
-
-    @property
     def estimator(self) -> SuccessEstimator:
         """The estimator of which pivots have a successful branch."""
-        return self.pivots.estimator
+        assert isinstance(self.branch_explorer, PivotExplorer)
+        return self.branch_explorer.estimator
 
     def make_branch_explorer(self) -> PivotExplorer:
         return PivotExplorer(self, self.make_forks(), self.scorer)

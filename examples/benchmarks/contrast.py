@@ -115,7 +115,7 @@ class ContrastTrainer(ExplorationTrainer):
         if self.pivots is not None:
             before = self.sample.tokens.own
             points = self.pivots.choose(scored)
-            branches = forks.leave([point.fork(self.args.num_branches) for point in points])
+            branches = forks.sample_branches([point.fork(self.args.num_branches) for point in points])
             forks.judge(branches)
             success = []
             if branches:

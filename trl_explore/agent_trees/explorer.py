@@ -114,17 +114,13 @@ class TurnTreeExplorer(BranchExplorer):
                 rewards.append([reward])
                 tree = self.trees.get(group.first_row + place)
                 if tree is not None:
-                    rewards[-1] += map(self._total, tree.branches)
+                    rewards[-1] += map(self.total_reward, tree.branches)
             if all(len(of_tree) == 1 for of_tree in rewards):
                 continue
             advantages = leaf_advantages(rewards, intra_weight=args.intra_weight, scale=scale)
             for place, values in enumerate(advantages):
                 credit[group.first_row + place] = [value / std for value in values]
         return credit
-
-    def _total(self, branch: Branch) -> float:
-        """Return the total reward of a branch."""
-        return self.scorer.totals(torch.tensor([branch.rewards])).item()
 
     def columns(self, num_rows: int) -> dict[str, list[Any]]:
         if not self.is_active:
@@ -141,7 +137,7 @@ class TurnTreeExplorer(BranchExplorer):
         num_contrasts = num_leaves = 0
         depth = 0.0
         for tree in self.trees.values():
-            rewards = [tree.reward, *map(self._total, tree.branches)]
+            rewards = [tree.reward, *map(self.total_reward, tree.branches)]
             distinct = {reward for reward in rewards if not math.isnan(reward)}
             num_contrasts += len(distinct) > 1
             num_leaves += len(tree.branches)

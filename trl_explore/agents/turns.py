@@ -132,7 +132,7 @@ class Turns:
         self.turn: Turn | None = None
         self.failed: list[bool] = []  # True for rows of the newest batch whose environment raised
         self._any_failed = False  # True if any row of any process failed
-        self._loop: LoopLists | None = None  # None before TRL's loop starts, thus in turn 0
+        self._loop: LoopLists | None = None  # None until TRL's loop starts, after the first turn
         self._prompts: list = []  # prompts of the batch; empty outside of [`following`]
         self._stopped: Callable[[int], bool] = _never
 

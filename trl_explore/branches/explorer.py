@@ -155,10 +155,6 @@ class TailBranchExplorer(BranchExplorer):
 
     # --------------------------------------------------------------------------------------------------------- credit
 
-    def _total(self, branch: Branch) -> float:
-        """Return the total reward of a branch."""
-        return self.scorer.totals(torch.tensor([branch.rewards])).item()
-
     def advantages(
         self, rewards: dict[int, float], kept: dict[int, Branch]
     ) -> tuple[dict[int, tuple[float, float]], dict[int, float]]:
@@ -175,7 +171,7 @@ class TailBranchExplorer(BranchExplorer):
             `tuple[dict, dict]`: The advantages of prefix and ending of each main row; and the advantage of each kept
             ending, by main row.
         """
-        size = self.num_generations
+        size = self.args.num_generations
         row_advantages: dict[int, tuple[float, float]] = {}
         ending_advantages: dict[int, float] = {}
         for first in sorted({row - row % size for row in kept}):
@@ -183,7 +179,7 @@ class TailBranchExplorer(BranchExplorer):
             for row in range(first, first + size):
                 ending_rewards.append([rewards[row]])
                 if row in kept:
-                    ending_rewards[-1].append(self._total(kept[row]))
+                    ending_rewards[-1].append(self.total_reward(kept[row]))
             scale = "group" if self.args.scale_rewards == "group" else "none"
             prefixes, endings = branch_advantages(ending_rewards, group=self.args.branch_group, scale=scale)
             std = 1.0

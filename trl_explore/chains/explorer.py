@@ -85,7 +85,7 @@ class ForkExplorer(BranchExplorer):
         self.policy.log_metric("branch/seconds", time.perf_counter() - start)
         for name, value in self.metrics().items():
             self.policy.log_metric(name, value)
-        size = self.num_generations
+        size = self.args.num_generations
         branches: list[Branch] = []
         advantages: list[float | list[float]] = []
         main_advantages: dict[int, float | list[float]] = {}

@@ -113,5 +113,5 @@ def _value(start: str, value: Any, length: int) -> float | list[float]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a tensor or a NumPy value as Python numbers and lists; other values as they are."""
+    """Convert a tensor or a NumPy value to Python numbers and lists. Return other values unchanged."""
     return value.tolist() if hasattr(value, "tolist") else value

@@ -9,9 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from trl_explore.explorers.explorer import PlainSampling
 from trl_explore.forks.engine import Forks
-from trl_explore.forks.trajectories import Trajectory
+from trl_explore.forks.trajectories import Branch, Trajectory
 from trl_explore.rows.policy import Policy
 from trl_explore.rows.rollouts import Rollout, Rows
 from trl_explore.rows.scorer import ScoredRows, Scorer
@@ -78,11 +80,6 @@ class BranchExplorer:
         self.args = policy.args
 
     @property
-    def num_generations(self) -> int:
-        """Return the number of completions of a prompt."""
-        return self.args.num_generations
-
-    @property
     def weight(self) -> float:
         """Return the factor of the mean loss of the added rows. 0: the rows are not trained. If the trainer requires
         `pooled`, the added rows are averaged together with the main rows."""
@@ -119,6 +116,10 @@ class BranchExplorer:
             [`Branches`]: Rows to add, in any order.
         """
         raise NotImplementedError
+
+    def total_reward(self, branch: Branch) -> float:
+        """Return the total reward of a branch that was judged."""
+        return self.scorer.totals(torch.tensor([branch.rewards])).item()
 
     def after_scoring(self, branches: Branches, scored: ScoredRows | None) -> None:
         """Learn from the scored rows that `explore` returned, or log them. None if no process has rows."""

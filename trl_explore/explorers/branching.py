@@ -82,7 +82,7 @@ class Branching:
 
     def _groups(self, output: RowDict) -> list[ScoredGroup]:
         """Return this process's prompts to explore."""
-        ranks, size = self.policy.ranks, self.explorer.num_generations
+        ranks, size = self.policy.ranks, self.policy.args.num_generations
         deciding = self.scorer.success()
         explored = torch.ones_like(deciding, dtype=torch.bool)
         if self.choice is not None:
@@ -129,10 +129,10 @@ class Branching:
         if self.branches is None:
             return advantages
         changed = self.branches.main_advantages
-        if self._per_token(list(changed.values())):
-            if advantages.dim() == 1:
-                advantages = advantages.unsqueeze(1).repeat(1, num_tokens)
-        advantages = advantages.clone()
+        if self._per_token(list(changed.values())) and advantages.dim() == 1:
+            advantages = advantages.unsqueeze(1).repeat(1, num_tokens)
+        else:
+            advantages = advantages.clone()
         _fill(advantages, changed)
         return advantages
 

@@ -80,11 +80,6 @@ class Explorer:
         self.args = policy.args
 
     @property
-    def num_generations(self) -> int:
-        """Return the number of completions of a prompt."""
-        return self.args.num_generations
-
-    @property
     def max_completion_length(self) -> int:
         """Return the maximum number of tokens of a completion. If your explorer reads it, its trainer must refuse
         `max_completion_length=None`."""
@@ -183,7 +178,7 @@ def check_explored(
         max_length (`int`, *optional*):
             Maximum number of tokens of a completion. None: no limit.
         columns (`Collection[str]`, *optional*):
-            Names of the explorer's columns, those of `plain_columns`.
+            Names of the columns that the explorer declares in `plain_columns`.
 
     Raises:
         ValueError: If something is wrong. The message names the explorer, the field, the value and the remedy.

@@ -15,7 +15,7 @@ class ResampleExplorer(Explorer):
     name = "resample"
 
     def explore(self, groups: Sequence[PromptGroup], plain: PlainSampling) -> list[Explored]:
-        size = self.num_generations
+        size = self.args.num_generations
         prompts = []
         for group in groups:
             prompts += [group.prompt_ids] * size

@@ -94,13 +94,14 @@ class Forks:
             `list[Branch]`: The branches, in the order of the forks.
         """
         prefixes, budgets = [], []
+        longest = self.longest_completion()
         for fork in forks:
             if not isinstance(fork, Fork):
                 raise TypeError(f"`sample_branches` got {fork!r}: give a list of `Fork`.")
             fork.check()
             start = fork.prefix_length
             prefixes.append(fork.origin.prompt_ids + fork.origin.completion_ids[:start])
-            budgets.append(self.longest_completion() - start)
+            budgets.append(longest - start)
         numbers, begun = [fork.number for fork in forks], [fork.begun for fork in forks]
         branches = []
         with self.sample.rollout():

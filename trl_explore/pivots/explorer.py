@@ -149,7 +149,7 @@ class PivotExplorer(BranchExplorer):
         all_rows = failed_rows(
             deciding,
             threshold=args.success_threshold,
-            group_size=self.num_generations,
+            group_size=self.args.num_generations,
             branch_from=args.branch_from,
         )
         chosen = self.policy.ranks.local(all_rows).tolist()
