@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
 from trl.trainer.utils import nanstd
 
 from trl_explore.agent_trees.credit import leaf_advantages
