@@ -195,7 +195,7 @@ def test_every_leaf_is_a_row_with_its_two_advantages(tmp_path, voice, options):
     trainer = agent(tmp_path, **options)
     output = one_batch(trainer)
     trees = trainer.branch_explorer.trees
-    scored = trainer.branching.scored
+    scored = trainer.branching.found[0].scored
     kept = [branch for row in range(8) for branch in trees[row].branches]
     assert all(len(trees[row].branches) == options.get("leaves_per_tree", 3) - 1 for row in range(8))
     real = scored.rows["completion_mask"].sum(dim=1).tolist()

@@ -268,7 +268,7 @@ def test_completions_of_one_step_are_not_forked_and_a_warning_says_so(tmp_path):
     trainer = make_trainer(AttnRLTrainer, AttnRLConfig, tmp_path)
     with pytest.warns(UserWarning, match="All 8 completions of the first batch are without any of .*`step_length`"):
         output = one_batch(trainer)
-    assert trainer.branching.scored is None and trainer._metrics["train"]["branch/forks"] == [0]
+    assert trainer.branching.found[0].scored is None and trainer._metrics["train"]["branch/forks"] == [0]
     rewards = torch.tensor([[leaf.reward for leaf in tree.leaves] for tree in trainer.branch_explorer.trees])
     assert output["advantages"][:, 0].tolist() == pytest.approx((2 * (rewards - rewards.mean(1, True))).flatten())
 

@@ -24,6 +24,8 @@ from trl.trainer.utils import get_config_model_id
 from trl_explore.agents.forks import AgentForks
 from trl_explore.agents.turns import Turns, TurnTokens, guarded_factories
 from trl_explore.agents.watch import ToolWatch
+from trl_explore.auto.explorer import AutoExplorer
+from trl_explore.auto.ways import explorer_names
 from trl_explore.credit.part import Credit
 from trl_explore.explorers.branch_explorer import BranchExplorer
 from trl_explore.explorers.branching import Branching
@@ -183,6 +185,9 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
                 f"{type(self).__name__}.make_branch_explorer returned {self.branch_explorer!r}: return a "
                 "`BranchExplorer`, made with `(self, self.make_forks(), self.scorer)`."
             )
+        if args.explores_unsolved:
+            names = explorer_names(args, is_agent=bool(self.tools or self.environments))
+            self.branch_explorer = AutoExplorer(self, self.make_forks(), self.scorer, names=names)
         if args.explore == "resample":
             self.explorer = ResampleExplorer(self, self.sample, self.scorer)
         if self.explorer is not None and not isinstance(self.explorer, Explorer):
@@ -231,7 +236,8 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
         """Link between the branch explorer and the training rows. None without a branch explorer."""
         if self.branch_explorer is None:
             return None
-        return Branching(self, self.branch_explorer, self.choice, self.scorer)
+        choice = None if self.args.explores_unsolved else self.choice
+        return Branching(self, self.branch_explorer, choice, self.scorer)
 
     def make_forks(self) -> Forks:
         """Return the engine that samples branches of completions of one turn, or of an agent's trajectories."""
@@ -286,7 +292,7 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
     @cached_property
     def streams(self) -> StreamTraining:
         """Training of the rows of streams."""
-        pooled = self.requires.pooled or (self.exploration is not None and self.exploration.adds)
+        pooled = self.requirements(self.args).pooled or (self.exploration is not None and self.exploration.adds)
         return StreamTraining(
             self,
             pooled=pooled,

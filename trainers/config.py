@@ -16,7 +16,7 @@ from trl_explore.serving.agreement import WEIGHT_SYNCS
 
 # Rows of one stage of sampling that no real run comes near: what asks for more is a slip that would run for ever.
 MOST_STAGE_ROWS = 100_000
-EXPLORERS = ("resample",)  # values of `explore`
+EXPLORERS = ("auto", "hints", "replay", "resample")  # values of `explore`
 LARGEST = sys.float_info.max  # of the finite numbers
 C = TypeVar("C", bound="ExplorationConfig")
 Check = Callable[[Any], None]  # of a configuration; raises a ValueError that names the field, its value and the remedy
@@ -74,7 +74,7 @@ def check_explore(args: Any) -> None:
         return
     if args.explore not in EXPLORERS:
         raise ValueError(f"`explore`: {unknown_name('value', str(args.explore), EXPLORERS)}")
-    if args.explore_prompts == "all":
+    if args.explore_prompts == "all" and args.explore == "resample":
         raise ValueError(
             f"`explore={args.explore!r}` samples a prompt once more, which for all prompts is only another batch of "
             "GRPO: set `explore_prompts='unsolved'`."
@@ -279,6 +279,10 @@ class ExplorationConfig(GRPOConfig):
     min_generations: int = 2
     max_generations: int | None = None
     explore: str | None = None
+    explorers: list[str] | None = None
+    explorer_options: dict[str, Any] | None = None
+    explore_discount: float = 0.9
+    explore_min_share: float = 0.05
     success_threshold: float | None = None
     explore_prompts: str = "all"
     explore_into: str = "replace"
@@ -340,7 +344,13 @@ class ExplorationConfig(GRPOConfig):
             or self.explore_threshold is not None
             or self.budget != "uniform"
             or self.advantage == "passk"
+            or self.explores_unsolved
         )
+
+    @property
+    def explores_unsolved(self) -> bool:
+        """Return whether `explore` names explorers that add rows for unsolved prompts."""
+        return self.explore not in (None, "resample")
 
     @property
     def success_bar(self) -> float:

@@ -88,8 +88,19 @@ class Hooks:
                 "field out, or use ExplorationTrainer."
             )
         requires = self.requires
-        if own_explorer or args.explore is not None:
+        if own_explorer or args.explore == "resample":
             requires = replace(requires, samples=True, main_rows=True, whole_groups=True)
+        if args.explores_unsolved:
+            requires = replace(
+                requires,
+                samples=True,
+                extra_rows=True,
+                pooled=True,
+                whole_groups=True,
+                tools=True,
+                turns=True,
+                watched_tools=True,
+            )
         if branches:
             whole_groups = requires.whole_groups or not self.splits_groups
             requires = replace(requires, samples=True, extra_rows=True, whole_groups=whole_groups)

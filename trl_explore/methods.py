@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
+SHARED_OPTIONS = ("sampling_batch_size",)  # options of an explorer that are fields of every trainer
 OURS = ("trl", "grpo", "trl-explore")
 
 
@@ -144,6 +145,22 @@ def _without_a_model(task: Any) -> dict[str, Any] | None:
 
 def _single_turns(task: Any) -> dict[str, Any] | None:
     return None if _is_agent(task) else {}
+
+
+def _explorers(task: Any) -> dict[str, Any]:
+    """Return the options of the explorers that fit a task."""
+    options = {"pivots": _pivots(task) or {}}
+    if not _is_agent(task):
+        options["tree"] = _nodes(task) or {}
+        sketches = _sketches(task)
+        if sketches:
+            options["sketches"] = sketches
+    shared: dict[str, Any] = {}
+    own: dict[str, dict[str, Any]] = {}
+    for name, of_explorer in options.items():
+        own[name] = {field: value for field, value in of_explorer.items() if field not in SHARED_OPTIONS}
+        shared |= {field: value for field, value in of_explorer.items() if field in SHARED_OPTIONS}
+    return {**shared, "explorer_options": own}
 
 
 def _steps(task: Any) -> dict[str, Any] | None:
@@ -562,6 +579,17 @@ ROWS = (
         ),
         options=_steps,
         style=("#7F3C8D", "<"),
+    ),
+    Method(
+        "auto",
+        "Auto",
+        "AutoExploreTrainer",
+        "AutoExploreConfig",
+        tags=(*OURS, "auto-explore"),
+        card="auto",
+        metrics={},
+        card_metrics=(),
+        options=_explorers,
     ),
     Method(
         "exploration",

@@ -19,6 +19,7 @@ from trl_explore.rows.scorer import Scorer
 
 if TYPE_CHECKING:
     from trl_explore.trainers.agent_tree_grpo_config import AgentTreeGRPOConfig
+    from trl_explore.trainers.config import ExplorationConfig
 
 
 @dataclass
@@ -45,8 +46,10 @@ class TurnTreeExplorer(BranchExplorer):
     credits_main_rows = True
     args: "AgentTreeGRPOConfig"
 
-    def __init__(self, policy: Policy, forks: Forks, scorer: Scorer) -> None:
-        super().__init__(policy, forks, scorer)
+    def __init__(
+        self, policy: Policy, forks: Forks, scorer: Scorer, *, args: "ExplorationConfig | None" = None
+    ) -> None:
+        super().__init__(policy, forks, scorer, args=args)
         self.trees: dict[int, AgentTree] = {}  # by main row
         self.num_sampled = self.num_dropped = 0
 

@@ -30,6 +30,7 @@ from trl_explore.rows.scorer import Scorer
 
 if TYPE_CHECKING:
     from trl_explore.trainers.branpo_config import BranPOConfig
+    from trl_explore.trainers.config import ExplorationConfig
 
 
 REDUNDANCY_DEPTH = 2  # fork before the second-to-last response, section 4.4
@@ -52,8 +53,10 @@ class TailBranchExplorer(BranchExplorer):
     credits_main_rows = True
     args: "BranPOConfig"
 
-    def __init__(self, policy: Policy, forks: Forks, scorer: Scorer) -> None:
-        super().__init__(policy, forks, scorer)
+    def __init__(
+        self, policy: Policy, forks: Forks, scorer: Scorer, *, args: "ExplorationConfig | None" = None
+    ) -> None:
+        super().__init__(policy, forks, scorer, args=args)
         self.num_sampled = self.num_incomplete = 0
         self._plans: dict[int, Plan] = {}  # plans of this batch, by main row
         self._kept: dict[int, Branch] = {}  # kept ending of each main row that has one

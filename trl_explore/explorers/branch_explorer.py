@@ -17,6 +17,7 @@ from trl_explore.forks.trajectories import Branch, Trajectory
 from trl_explore.rows.policy import Policy
 from trl_explore.rows.rollouts import Rollout, Rows
 from trl_explore.rows.scorer import ScoredRows, Scorer
+from trl_explore.rows.streams import RowDict
 
 if TYPE_CHECKING:
     from trl_explore.trainers.config import ExplorationConfig
@@ -54,6 +55,17 @@ class Branches:
     main_advantages: Mapping[int, float | list[float]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Found:
+    """The rows that an explorer added in a generation batch."""
+
+    explorer: "BranchExplorer"
+    branches: Branches
+    scored: ScoredRows | None  # the rows as TRL scored them; None if no process has rows
+    num_prompts: int  # number of prompts of this process that it explored
+    num_tokens: int  # number of tokens that it generated on this process, including discarded completions
+
+
 class BranchExplorer:
     """
     Base class of explorers that continue GRPO's completions after these are scored.
@@ -67,17 +79,21 @@ class BranchExplorer:
             Samples branches, scores them and makes rows of them.
         scorer ([`~trl_explore.rows.scorer.Scorer`]):
             Asks the reward functions, and computes total rewards.
+        args ([`~trl_explore.trainers.ExplorationConfig`], *optional*):
+            The explorer's configuration. By default, the trainer's. With `explore="auto"`, each explorer has its own.
     """
 
     name = ""  # for error messages
     stream = "branch"  # name of the added rows in metrics and in the completions table
     # True if `explore` may return `main_advantages`. It only counts in the metric `method/changed_hooks`.
     credits_main_rows = False
-    args: "ExplorationConfig"  # the trainer's configuration; a subclass may narrow the type
+    args: "ExplorationConfig"  # the configuration; a subclass may narrow the type
 
-    def __init__(self, policy: Policy, forks: Forks, scorer: Scorer) -> None:
+    def __init__(
+        self, policy: Policy, forks: Forks, scorer: Scorer, *, args: "ExplorationConfig | None" = None
+    ) -> None:
         self.policy, self.forks, self.scorer = policy, forks, scorer
-        self.args = policy.args
+        self.args = args or policy.args
 
     @property
     def weight(self) -> float:
@@ -104,6 +120,29 @@ class BranchExplorer:
         """Sample the main rows, and further completions in the same call. See [`samples_with_main`]."""
         return plain(prompt_ids)
 
+    def observe(self, groups: Sequence[ScoredGroup]) -> None:
+        """Look at all groups of this process before the explored ones are chosen. Called with `explore="auto"` only.
+        Every process calls it."""
+
+    def suits(self, group: ScoredGroup) -> bool:
+        """Return whether the explorer can explore a group. Called with `explore="auto"` only."""
+        return True
+
+    def assign(
+        self, groups: Sequence[ScoredGroup], output: RowDict
+    ) -> Sequence[tuple["BranchExplorer", Sequence[ScoredGroup]]]:
+        """
+        Return the explorers that work on this generation batch, each with its groups. By default, this explorer works
+        on all of them.
+
+        Args:
+            groups (`Sequence[ScoredGroup]`):
+                This process's prompts to explore; may be empty.
+            output (`dict`):
+                The main rows of this process as TRL scored them.
+        """
+        return [(self, groups)]
+
     def explore(self, groups: Sequence[ScoredGroup]) -> Branches:
         """
         Sample branches.
@@ -123,6 +162,9 @@ class BranchExplorer:
 
     def after_scoring(self, branches: Branches, scored: ScoredRows | None) -> None:
         """Learn from the scored rows that `explore` returned, or log them. None if no process has rows."""
+
+    def end_search(self, found: Sequence[Found]) -> None:
+        """Learn from the rows of all explorers that worked on this generation batch."""
 
     def columns(self, num_rows: int) -> dict[str, list[Any]]:
         """Return columns of the completions table, for all main rows of this process, `[B]`."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from trl_explore.explorers.branch_checks import checked_branches
-from trl_explore.explorers.branch_explorer import Branches, BranchExplorer, ScoredGroup
+from trl_explore.explorers.branch_explorer import BranchExplorer, Found, ScoredGroup
 from trl_explore.rewards.success import failed
 from trl_explore.rows.policy import Policy
 from trl_explore.rows.rollouts import Rollout
@@ -18,7 +18,8 @@ from trl_explore.selection.choice import PromptChoice
 
 class Branching:
     """
-    Lets a branch explorer work on the chosen prompts of each generation batch.
+    Lets a branch explorer work on the chosen prompts of each generation batch. If it assigns them to several
+    explorers, each of these works on its prompts.
 
     Args:
         policy ([`~trl_explore.rows.policy.Policy`]):
@@ -33,12 +34,11 @@ class Branching:
 
     def __init__(self, policy: Policy, explorer: BranchExplorer, choice: PromptChoice | None, scorer: Scorer) -> None:
         self.policy, self.explorer, self.choice, self.scorer = policy, explorer, choice, scorer
-        self.branches: Branches | None = None  # of the current generation batch; None if the explorer is off
-        self.scored: ScoredRows | None = None  # its rows as TRL scored them; None if no process has rows
+        self.found: list[Found] = []  # of the current generation batch, one for each explorer that worked
 
     def begin(self) -> None:
         """Forget the branches of the last generation batch."""
-        self.branches = self.scored = None
+        self.found = []
 
     def search(
         self,
@@ -69,16 +69,23 @@ class Branching:
             for row, ids in zip(output["old_per_token_logps"].tolist(), completion_ids, strict=True):
                 logprobs.append(row[: len(ids)])
         self.explorer.forks.begin_search(examples, row_tokens(output)[0], completion_ids, logprobs)
-        self.branches = checked_branches(
-            self.explorer.name,
-            self.explorer.explore(self._groups(output)),
-            main_lengths=[len(ids) for ids in completion_ids],
-            num_rewards=len(self.scorer.names),
+        main_lengths = [len(ids) for ids in completion_ids]
+        for explorer, groups in self.explorer.assign(self._groups(output), output):
+            self.found.append(self._explored(explorer, groups, main_lengths))
+        self.explorer.end_search(self.found)
+
+    def _explored(self, explorer: BranchExplorer, groups: Sequence[ScoredGroup], main_lengths: list[int]) -> Found:
+        """Let an explorer work on groups, and score and credit its rows."""
+        num_before = explorer.forks.sample.tokens.own
+        branches = checked_branches(
+            explorer.name, explorer.explore(groups), main_lengths=main_lengths, num_rewards=len(self.scorer.names)
         )
-        self.scored = self.scorer.score(self.explorer.stream, self.branches.rows)
-        if self.scored is not None and self.policy.ranks.most(self.branches.advantages is not None):
-            self._credit_branches(self.scored.rows, self.branches.advantages or [])
-        self.explorer.after_scoring(self.branches, self.scored)
+        num_tokens = explorer.forks.sample.tokens.own - num_before
+        scored = self.scorer.score(explorer.stream, branches.rows)
+        if scored is not None and self.policy.ranks.most(branches.advantages is not None):
+            self._credit_branches(scored.rows, branches.advantages or [])
+        explorer.after_scoring(branches, scored)
+        return Found(explorer, branches, scored, num_prompts=len(groups), num_tokens=num_tokens)
 
     def _groups(self, output: RowDict) -> list[ScoredGroup]:
         """Return this process's prompts to explore."""
@@ -126,9 +133,11 @@ class Branching:
         Returns:
             `torch.Tensor`: Advantages of shape `(B,)` or `(B, T)`.
         """
-        if self.branches is None:
+        if not self.found:
             return advantages
-        changed = self.branches.main_advantages
+        changed: dict[int, float | list[float]] = {}
+        for one in self.found:
+            changed |= one.branches.main_advantages
         if self._per_token(list(changed.values())) and advantages.dim() == 1:
             advantages = advantages.unsqueeze(1).repeat(1, num_tokens)
         else:
@@ -137,10 +146,12 @@ class Branching:
         return advantages
 
     def streams(self) -> dict[str, tuple[ScoredRows, float]]:
-        """Return the stream of the branches with its weight. Empty if there are none."""
-        if self.scored is None:
-            return {}
-        return {self.explorer.stream: (self.scored, self.explorer.weight)}
+        """Return the streams of the branches with their weights. Empty if there are no branches."""
+        streams = {}
+        for one in self.found:
+            if one.scored is not None:
+                streams[one.explorer.stream] = one.scored, one.explorer.weight
+        return streams
 
     def _per_token(self, advantages: Sequence[float | list[float]]) -> bool:
         """Return whether any process has an advantage for each token. If so, all processes must have them."""

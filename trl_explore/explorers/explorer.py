@@ -68,16 +68,20 @@ class Explorer:
             Samples continuations of token prefixes.
         scorer ([`~trl_explore.rows.scorer.Scorer`]):
             Asks the reward functions about completions.
+        args ([`~trl_explore.trainers.ExplorationConfig`], *optional*):
+            The explorer's configuration. By default, the trainer's. With `explore="auto"`, each explorer has its own.
     """
 
     name = ""  # for error messages
     needs_samples = False  # True if `explore` reads `PromptGroup.samples`: GRPO then samples every prompt first
-    args: "ExplorationConfig"  # the trainer's configuration; a subclass may narrow the type
+    args: "ExplorationConfig"  # the configuration; a subclass may narrow the type
     plain_columns: Mapping[str, Any] = {}  # the column names of `Explored.columns`, with the value for rows of GRPO
 
-    def __init__(self, policy: Policy, sample: Sampler, scorer: Scorer) -> None:
+    def __init__(
+        self, policy: Policy, sample: Sampler, scorer: Scorer, *, args: "ExplorationConfig | None" = None
+    ) -> None:
         self.policy, self.sample, self.scorer = policy, sample, scorer
-        self.args = policy.args
+        self.args = args or policy.args
 
     @property
     def max_completion_length(self) -> int:

@@ -35,6 +35,7 @@ from trl_explore.saving.plain_values import from_plain, to_plain
 from trl_explore.saving.whole_files import MethodFile
 
 if TYPE_CHECKING:
+    from trl_explore.trainers.config import ExplorationConfig
     from trl_explore.trainers.deep_grpo_config import DeepGRPOConfig
 
 
@@ -46,8 +47,10 @@ class PivotExplorer(BranchExplorer):
     stream = "aux"
     args: "DeepGRPOConfig"
 
-    def __init__(self, policy: Policy, forks: Forks, scorer: Scorer) -> None:
-        super().__init__(policy, forks, scorer)
+    def __init__(
+        self, policy: Policy, forks: Forks, scorer: Scorer, *, args: "ExplorationConfig | None" = None
+    ) -> None:
+        super().__init__(policy, forks, scorer, args=args)
         args = self.args
         self.estimator = SuccessEstimator(
             buffer_size=args.estimator_buffer_size, l2=args.estimator_l2, min_samples=args.estimator_min_samples

@@ -11,7 +11,7 @@ from typing import Any
 
 Prompt = Any  # a text, or a conversation as a list of messages
 
-SLOT = re.compile(r"\{(problem|sketches|sketch|num_candidates|actions)\}")
+SLOT = re.compile(r"\{(problem|sketches|sketch|num_candidates|actions|hint)\}")
 THINK, END_THINK = "<think>", "</think>"
 THOUGHT = re.compile(rf"{THINK}.*?(?:{END_THINK}|\Z)", re.DOTALL)
 LIST_MARK = re.compile(r"^\s*(?:\(?\d{1,3}[.):]|[-*])\s+")

@@ -16,6 +16,7 @@ from trl_explore.sketches.metrics import group_metrics, read_targets
 from trl_explore.sketches.weights import Drawn, likelihood_ratios
 
 if TYPE_CHECKING:
+    from trl_explore.trainers.config import ExplorationConfig
     from trl_explore.trainers.sesa_config import SESAConfig
 
 
@@ -43,8 +44,9 @@ class Mode(Explorer):
         group_size: int,
         num_explored: int,
         context_length: float,
+        args: "ExplorationConfig | None" = None,
     ) -> None:
-        super().__init__(policy, sample, scorer)
+        super().__init__(policy, sample, scorer, args=args)
         self.size, self.num_explored, self.context_length = group_size, num_explored, context_length
         self.metrics: dict[str, float] = {}
         self.columns: dict[str, list[Any]] = {}

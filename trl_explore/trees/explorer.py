@@ -33,8 +33,8 @@ class TreeExplorer(Explorer):
     name = "tree"
     plain_columns = {"origin": "plain", "depth": 0, "node_values": []}
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *parts: Any, **options: Any) -> None:
+        super().__init__(*parts, **options)
         config = self.args
         self.limits = config.limits()
         self.trees: list[Tree] = []

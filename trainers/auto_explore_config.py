@@ -1,0 +1,21 @@
+"""Configuration of the trainer that chooses by itself how to explore."""
+
+from dataclasses import dataclass
+
+from trl_explore.names import explain_fields
+
+from .config import ExplorationConfig
+
+
+@explain_fields
+@dataclass
+class AutoExploreConfig(ExplorationConfig):
+    r"""
+    Configuration of [`AutoExploreTrainer`]: every field of [`ExplorationConfig`], with `explore="auto"`.
+
+    Args:
+        explore (`str`, *optional*, defaults to `"auto"`):
+            How prompts are explored. `"auto"` chooses for each unsolved prompt, while training.
+    """
+
+    explore: str | None = "auto"

@@ -1,0 +1,103 @@
+"""Options of the explorers that have no trainer of their own. They are set with `explorer_options`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trl_explore.names import explain_fields
+from trl_explore.sketches.drafts import check_template
+
+from .config import ExplorationConfig, at_least, one_of, run_checks, within
+
+HINT_TEMPLATE = "{problem}\n\nHint: {hint}"
+HINT_CHECKS = (
+    at_least(1, "hint_rows", "hint_samples"),
+    one_of("hint_loss", ("plain", "hinted")),
+    within("hint_ratio_cap", above=0, words="be a positive number"),
+)
+REPLAY_CHECKS = (
+    at_least(1, "replay_rows", "replay_size", "replay_per_prompt"),
+    within("replay_ratio_cap", above=0, words="be a positive number"),
+)
+
+
+@explain_fields
+@dataclass
+class HintConfig(ExplorationConfig):
+    r"""
+    Options of the explorer `"hints"`, as `explorer_options={"hints": {...}}`.
+
+    Args:
+        hint_column (`str`, *optional*, defaults to `"hint"`):
+            Column of the data set with a text, or a list of texts from the weakest hint to the strongest.
+        hint_fractions (`Sequence[float]`, *optional*):
+            If set, `hint_column` holds a solution, and a completion begins with these shares of its tokens, in (0, 1),
+            ascending. These tokens are not trained. None: the hint is a part of the prompt.
+        hint_template (`str`, *optional*, defaults to `"{problem}\n\nHint: {hint}"`):
+            Prompt with a hint. `{problem}` is the prompt, or its last message.
+        hint_rows (`int`, *optional*, defaults to `1`):
+            Largest number of successful completions with hints that replace rows of a failed group.
+        hint_samples (`int`, *optional*, defaults to `4`):
+            Number of completions per hint.
+        hint_loss (`str`, *optional*, defaults to `"plain"`):
+            Prompt with which a completion with a hint is trained: `"plain"` or `"hinted"`. With `"plain"`, the
+            advantage of each token is multiplied by the ratio of its probabilities without and with the hint.
+        hint_ratio_cap (`float`, *optional*, defaults to `1.0`):
+            Upper bound of this ratio.
+    """
+
+    hint_column: str = "hint"
+    hint_fractions: Sequence[float] | None = None
+    hint_template: str = HINT_TEMPLATE
+    hint_rows: int = 1
+    hint_samples: int = 4
+    hint_loss: str = "plain"
+    hint_ratio_cap: float = 1.0
+
+    def validate(self) -> None:
+        super().validate()
+        run_checks(self, HINT_CHECKS)
+        check_template("hint_template", self.hint_template, required=("problem", "hint"))
+        if self.hint_rows > (self.num_generations or 1):
+            raise ValueError(
+                f"`hint_rows={self.hint_rows}` is more than `num_generations={self.num_generations}`, the rows of a "
+                "group: lower it."
+            )
+        fractions = list(self.hint_fractions or [])
+        if fractions != sorted(fractions) or not all(0 < fraction < 1 for fraction in fractions):
+            raise ValueError(
+                f"`hint_fractions={fractions}` must be ascending shares between 0 and 1, for example "
+                "[0.25, 0.5, 0.75]."
+            )
+
+
+@explain_fields
+@dataclass
+class ReplayConfig(ExplorationConfig):
+    r"""
+    Options of the explorer `"replay"`, as `explorer_options={"replay": {...}}`.
+
+    Args:
+        replay_rows (`int`, *optional*, defaults to `1`):
+            Largest number of stored successes that replace rows of a failed group.
+        replay_size (`int`, *optional*, defaults to `10000`):
+            Largest number of stored completions. The oldest prompts make room.
+        replay_per_prompt (`int`, *optional*, defaults to `4`):
+            Largest number of stored completions of a prompt. The newest stay.
+        replay_ratio_cap (`float`, *optional*, defaults to `1.0`):
+            Upper bound of the ratio of a token's probability under the current policy to its probability when it was
+            sampled. The advantage of the token is multiplied by the ratio.
+    """
+
+    replay_rows: int = 1
+    replay_size: int = 10_000
+    replay_per_prompt: int = 4
+    replay_ratio_cap: float = 1.0
+
+    def validate(self) -> None:
+        super().validate()
+        run_checks(self, REPLAY_CHECKS)
+        if self.replay_rows > (self.num_generations or 1):
+            raise ValueError(
+                f"`replay_rows={self.replay_rows}` is more than `num_generations={self.num_generations}`, the rows of "
+                "a group: lower it."
+            )

@@ -1,0 +1,149 @@
+"""Let explorers of whole completions add their rows to GRPO's, as branch explorers do."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from trl_explore.explorers.branch_explorer import Branches, BranchExplorer, ScoredGroup
+from trl_explore.explorers.exploration import as_rollout, train_all_mask
+from trl_explore.explorers.explorer import Explored, Explorer, PromptGroup, Sample, check_explored
+from trl_explore.forks.engine import Forks
+from trl_explore.forks.trajectories import Fork
+from trl_explore.rows.copies import own_copy
+from trl_explore.rows.policy import Policy
+from trl_explore.rows.rollouts import Rollout, Rows
+from trl_explore.rows.scorer import ScoredRows, Scorer
+from trl_explore.rows.streams import select_rows
+
+
+class AddedExplorer(BranchExplorer):
+    """
+    Adds the completions of an [`~trl_explore.explorers.explorer.Explorer`] to the training rows.
+
+    Args:
+        policy ([`~trl_explore.rows.policy.Policy`]):
+            The trainer.
+        forks ([`~trl_explore.forks.engine.Forks`]):
+            Engine of the other explorers. It holds GRPO's completions.
+        scorer ([`~trl_explore.rows.scorer.Scorer`]):
+            Asks the reward functions.
+        explorer ([`~trl_explore.explorers.explorer.Explorer`]):
+            Samples whole completions of prompts.
+    """
+
+    def __init__(self, policy: Policy, forks: Forks, scorer: Scorer, *, explorer: Explorer) -> None:
+        super().__init__(policy, forks, scorer, args=explorer.args)
+        self.explorer = explorer
+        self.name = explorer.name
+        self._explored: list[Explored] = []
+
+    def explore(self, groups: Sequence[ScoredGroup]) -> Branches:
+        asked = [self._prompt_group(group) for group in groups]
+        with self.forks.sample.forked_randomness():
+            explored = self.explorer.explore(asked, self._plain)
+            check_explored(
+                self.name,
+                explored,
+                num_prompts=len(groups),
+                size=self.args.num_generations,
+                num_rewards=len(self.scorer.names),
+                max_length=self.args.max_completion_length,
+                columns=self.explorer.plain_columns,
+            )
+            self._score_missing(groups, explored)
+        self._explored = list(explored)
+        found = as_rollout(self._explored, masks_tokens=any(one.loss_mask is not None for one in explored))
+        examples: list[dict[str, Any]] = []
+        prompt_ids: list[list[int]] = []
+        parents: list[int | None] = []
+        for group in groups:
+            origin = group.trajectories[0]
+            examples += [origin.example] * self.args.num_generations
+            prompt_ids += [origin.prompt_ids] * self.args.num_generations
+            parents += [origin.row] * self.args.num_generations
+        rows = Rows(
+            examples=examples,
+            prompt_ids=prompt_ids,
+            completion_ids=found.completion_ids,
+            loss_mask=found.loss_mask or train_all_mask(found.completion_ids),
+            group_size=self.args.num_generations,
+            logprobs=found.logprobs if self.policy.serving is not None else None,
+            known_rewards=[*(found.known_rewards or [])],
+            extra=found.extra or (),
+            parents=parents,
+            shared=[0] * len(examples),
+        )
+        return Branches(rows)
+
+    def after_scoring(self, branches: Branches, scored: ScoredRows | None) -> None:
+        if scored is None:
+            return
+        rows = scored.rows
+        index = torch.arange(len(branches.rows), device=rows["advantages"].device)
+        credited = self.explorer.credit(self._explored, select_rows(rows, index))
+        advantages = rows["advantages"]
+        if self.policy.ranks.most(credited.dim() == 2):  # then all processes need an advantage per token
+            num_tokens = rows["completion_ids"].shape[1]
+            advantages = advantages.unsqueeze(1).repeat(1, num_tokens)
+            if credited.dim() == 1:
+                credited = credited.unsqueeze(1).repeat(1, num_tokens)
+        rows["advantages"] = advantages.index_copy(0, index, credited)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.explorer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.explorer.load_state_dict(state)
+
+    def forget_data(self) -> None:
+        self.explorer.forget_data()
+
+    def _prompt_group(self, group: ScoredGroup) -> PromptGroup:
+        """Return the group as the explorer of whole completions gets it."""
+        assert self.scorer.rewards_per_func is not None
+        rewards = self.policy.ranks.local(self.scorer.rewards_per_func)
+        samples = []
+        for trajectory in group.trajectories:
+            samples.append(Sample([*trajectory.completion_ids], rewards[trajectory.main_row].tolist()))
+        origin = group.trajectories[0]
+        return PromptGroup(own_copy(origin.example), [*origin.prompt_ids], samples)
+
+    def _plain(self, prompts: list[list[int]]) -> Rollout:
+        """Sample as GRPO does."""
+        sampled = self.forks.sample(prompts, 1, self.explorer.max_completion_length, main_stream=True)
+        completion_ids, logprobs = [], []
+        for (continuation,) in sampled:
+            completion_ids.append(continuation.token_ids)
+            logprobs.append(continuation.logprobs or [None] * len(continuation.token_ids))
+        return Rollout(completion_ids, None if self.policy.serving is None else logprobs)
+
+    def _score_missing(self, groups: Sequence[ScoredGroup], explored: Sequence[Explored]) -> None:
+        """Ask the reward functions about completions that the explorer did not score. Every process must call it."""
+        examples, prompt_ids, completion_ids = [], [], []
+        for group, one in zip(groups, explored, strict=True):
+            if one.rewards is None:
+                origin = group.trajectories[0]
+                examples += [origin.example] * len(one.completion_ids)
+                prompt_ids += [origin.prompt_ids] * len(one.completion_ids)
+                completion_ids += one.completion_ids
+        rewards, logged = self.scorer.judge(examples, completion_ids, prompt_ids=prompt_ids)
+        start = 0
+        for one in explored:
+            if one.rewards is None:
+                end = start + len(one.completion_ids)
+                one.rewards, one.logged = rewards[start:end], logged[start:end]
+                start = end
+
+
+class RestartExplorer(BranchExplorer):
+    """Samples another group from the prompt: whole completions, or whole trajectories of an agent."""
+
+    name = "resample"
+
+    def explore(self, groups: Sequence[ScoredGroup]) -> Branches:
+        size = self.args.num_generations
+        forks = [Fork(group.trajectories[0], turn=0, number=size, start=0) for group in groups]
+        branches = self.forks.sample_branches(forks)
+        self.forks.judge(branches)
+        return Branches(self.forks.rows(branches, group_size=size, trains_prefixes=False))

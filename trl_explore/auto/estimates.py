@@ -1,0 +1,88 @@
+"""Estimates of the contrast that a generated token buys, by source of rows, and the choice between sources."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+PLAIN = "plain"  # the source of GRPO's own rows: fresh prompts
+
+
+@dataclass
+class Bought:
+    """Discounted sums of what a source of rows bought."""
+
+    contrast: float = 0.0  # groups with contrast
+    tokens: float = 0.0  # generated tokens, including discarded completions
+
+
+class Estimates:
+    """
+    Estimates contrast per generated token of each source, and chooses sources by Thompson sampling.
+
+    The contrast per token of a source has a Gamma posterior. The prior of an explorer has the mean of the plain rows
+    and the weight of one group with contrast, so an explorer that was not tried yet is as attractive as fresh prompts.
+
+    Args:
+        explorers (`Sequence[str]`):
+            Names of the explorers.
+        discount (`float`):
+            Factor of the sums of a source whenever new rows are added, in (0, 1]. 1 forgets nothing.
+        min_share (`float`):
+            Share of the choices that are a uniformly random explorer, in [0, 1].
+    """
+
+    def __init__(self, explorers: Sequence[str], *, discount: float, min_share: float) -> None:
+        self.explorers, self.discount, self.min_share = tuple(explorers), discount, min_share
+        self.sums = {name: Bought() for name in (PLAIN, *self.explorers)}
+
+    def add(self, source: str, *, contrast: float, tokens: float) -> None:
+        """Add the rows of a generation batch: their number of groups with contrast, and their generated tokens."""
+        bought = self.sums[source]
+        bought.contrast = self.discount * bought.contrast + contrast
+        bought.tokens = self.discount * bought.tokens + tokens
+
+    def rate(self, source: str) -> float | None:
+        """Return groups with contrast per generated token. None if the source was never used."""
+        bought = self.sums[source]
+        return bought.contrast / bought.tokens if bought.tokens else None
+
+    def choose(self, possible: Sequence[Collection[str]], *, random: Random) -> list[str]:
+        """
+        Choose a source for each unsolved prompt.
+
+        Args:
+            possible (`Sequence[Collection[str]]`):
+                Names of the explorers that can explore each prompt.
+            random (`random.Random`):
+                Source of randomness.
+
+        Returns:
+            `list[str]`: Names of explorers, or [`PLAIN`] for prompts that are not explored.
+        """
+        chosen = []
+        for names in possible:
+            explorers = [name for name in self.explorers if name in names]
+            if not explorers:
+                chosen.append(PLAIN)
+            elif random.random() < self.min_share:
+                chosen.append(random.choice(explorers))
+            else:
+                values = {source: self._draw(source, random) for source in (PLAIN, *explorers)}
+                chosen.append(max(values, key=values.__getitem__))
+        return chosen
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums by source, for a checkpoint."""
+        return {name: [bought.contrast, bought.tokens] for name, bought in self.sums.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned. Sources that the run did not have before start without rows."""
+        for name, bought in self.sums.items():
+            bought.contrast, bought.tokens = state.get(name, (0.0, 0.0))
+
+    def _draw(self, source: str, random: Random) -> float:
+        """Draw contrast per token from the posterior of a source."""
+        bought, plain = self.sums[source], self.sums[PLAIN]
+        prior_tokens = plain.tokens / max(plain.contrast, 1.0)  # tokens of fresh prompts per group with contrast
+        return random.gammavariate(1.0 + bought.contrast, 1.0 / (prior_tokens + bought.tokens))

@@ -1,0 +1,178 @@
+"""Choose for each unsolved prompt between several explorers and no exploration, while training."""
+
+from collections.abc import Mapping, Sequence
+from random import Random
+from typing import Any
+
+import torch
+
+from trl_explore.auto.estimates import PLAIN, Estimates
+from trl_explore.auto.ways import WAYS, OwnOptions
+from trl_explore.explorers.branch_explorer import Branches, BranchExplorer, Found, ScoredGroup
+from trl_explore.forks.engine import Forks
+from trl_explore.rewards.success import succeeded
+from trl_explore.rows.advantages import has_signal
+from trl_explore.rows.policy import Policy
+from trl_explore.rows.scorer import Scorer
+from trl_explore.rows.streams import RowDict
+
+
+class AutoExplorer(BranchExplorer):
+    """
+    Gives each unsolved prompt to the explorer that buys the most contrast per generated token, or to none of them.
+
+    A group of rows has contrast if its rewards differ. GRPO learns only from groups with contrast. The estimates are
+    updated with every generation batch, so that the choice follows the policy as it learns.
+
+    Args:
+        policy ([`~trl_explore.rows.policy.Policy`]):
+            The trainer.
+        forks ([`~trl_explore.forks.engine.Forks`]):
+            Samples branches for all explorers.
+        scorer ([`~trl_explore.rows.scorer.Scorer`]):
+            Asks the reward functions.
+        names (`Sequence[str]`):
+            Names of the explorers.
+    """
+
+    name = "auto"
+    credits_main_rows = True
+
+    def __init__(self, policy: Policy, forks: Forks, scorer: Scorer, *, names: Sequence[str]) -> None:
+        super().__init__(policy, forks, scorer)
+        self.options = {name: OwnOptions(self.args, name) for name in names}
+        self.explorers: dict[str, BranchExplorer] = {}
+        for name, options in self.options.items():
+            explorer = WAYS[name].make(policy, forks, scorer, options.args)
+            explorer.stream = f"explored_{name}"
+            self.explorers[name] = explorer
+        always = self.args.explore != "auto"  # a single explorer, for every unsolved prompt
+        self.estimates = Estimates(
+            names, discount=self.args.explore_discount, min_share=1.0 if always else self.args.explore_min_share
+        )
+        self.num_batches = 0
+        self._shares: dict[str, float] = {}
+
+    @property
+    def is_active(self) -> bool:
+        return bool(self.explorers)
+
+    def assign(self, groups: Sequence[ScoredGroup], output: RowDict) -> list[tuple[BranchExplorer, list[ScoredGroup]]]:
+        """
+        Choose what to do with each group.
+
+        Args:
+            groups (`Sequence[ScoredGroup]`):
+                All groups of this process.
+            output (`dict`):
+                The main rows of this process as TRL scored them, B rows.
+
+        Returns:
+            `list[tuple]`: Each explorer that explores a group on any process, with its groups of this process.
+        """
+        self.num_batches += 1
+        size = self.args.num_generations
+        for options in self.options.values():
+            options.follow(self.args)
+        ranks = self.policy.ranks
+        contrast = has_signal(output["advantages"]).view(-1, size).any(dim=1)  # (P,), of this process
+        tokens = sum(sum(trajectory.loss_mask) for group in groups for trajectory in group.trajectories)
+        for explorer in self.explorers.values():
+            explorer.observe(groups)
+        total = ranks.summed({"contrast": int(contrast.sum()), "tokens": tokens})
+        self.estimates.add(PLAIN, contrast=total["contrast"], tokens=total["tokens"])
+        deciding = self.scorer.success().view(-1, size)  # (P,) of all processes
+        solved = succeeded(deciding, threshold=self.args.success_bar).any(dim=1)
+        open_groups = ~solved & ~deciding.isnan().all(dim=1) & ~ranks.gather(contrast)
+        random = Random(f"{self.args.seed} {self.num_batches}")  # the same on all processes
+        possible = self._possible(groups, open_groups)
+        sources = [PLAIN] * len(possible)
+        places = [place for place, is_open in enumerate(open_groups.tolist()) if is_open]
+        drawn = self.estimates.choose([possible[place] for place in places], random=random)
+        for place, source in zip(places, drawn, strict=True):
+            sources[place] = source
+        self._shares = {name: sources.count(name) / len(sources) for name in self.explorers}
+        first = ranks.index * len(groups)
+        own = sources[first : first + len(groups)]
+        assigned = []
+        for name, explorer in self.explorers.items():
+            if name in sources:
+                chosen = [group for group, source in zip(groups, own, strict=True) if source == name]
+                assigned.append((explorer, chosen))
+        return assigned
+
+    def _possible(self, groups: Sequence[ScoredGroup], is_open: torch.Tensor) -> list[list[str]]:
+        """Return the names of the explorers that can explore each prompt of all processes, `[P]`. `is_open`, `(P,)`,
+        is True for prompts that may be explored."""
+        first = self.policy.ranks.index * len(groups)
+        own = []
+        for place, group in enumerate(groups, start=first):
+            names = []
+            if is_open[place]:
+                names = [name for name, explorer in self.explorers.items() if explorer.suits(group)]
+            own.append(names)
+        return self.policy.ranks.objects(own)
+
+    def end_search(self, found: Sequence[Found]) -> None:
+        """Update the estimates with the rows of this generation batch, and log them. Every process calls it."""
+        names = {explorer.name: name for name, explorer in self.explorers.items()}
+        for one in found:
+            contrasts, solved = 0.0, 0
+            if one.scored is not None:
+                contrasts, solved = self._contrasts(one), self._solved(one)
+            # Stored completions are not generated, but training them has a cost, too.
+            num_trained = sum(map(sum, one.branches.rows.loss_mask))
+            total = self.policy.ranks.summed(
+                {
+                    "contrast": contrasts,
+                    "solved": solved,
+                    "tokens": max(one.num_tokens, num_trained),
+                    "prompts": one.num_prompts,
+                }
+            )
+            name = names[one.explorer.name]
+            self.estimates.add(name, contrast=total["contrast"], tokens=total["tokens"])
+            self.policy.log_metric(f"explore/solved/{name}", total["solved"] / total["prompts"])
+        for source in self.estimates.sums:
+            rate = self.estimates.rate(source)
+            if rate is not None:
+                self.policy.log_metric(f"explore/contrast_per_token/{source}", rate)
+        for name, share in self._shares.items():
+            self.policy.log_metric(f"explore/share/{name}", share)
+
+    def _contrasts(self, one: Found) -> float:
+        """Return the number of groups of this process that have contrast, in units of `num_generations` rows."""
+        assert one.scored is not None
+        signal = has_signal(one.scored.rows["advantages"]) & one.scored.real
+        changed = sum(bool(torch.tensor(value).any()) for value in one.branches.main_advantages.values())
+        return (int(signal.sum()) + changed) / self.args.num_generations
+
+    def _solved(self, one: Found) -> int:
+        """Return the number of explored prompts of this process with a successful row."""
+        assert one.scored is not None
+        success = succeeded(one.scored.success_rewards, threshold=self.args.success_bar).tolist()
+        size = self.args.num_generations
+        parents = one.branches.rows.parents
+        return len({parent // size for parent, is_success in zip(parents, success, strict=True)
+                    if is_success and parent is not None})  # fmt: skip
+
+    def columns(self, num_rows: int) -> dict[str, list[Any]]:
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        explorers = {name: explorer.state_dict() for name, explorer in self.explorers.items()}
+        return {"estimates": self.estimates.state_dict(), "num_batches": self.num_batches, "explorers": explorers}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.estimates.load_state_dict(state["estimates"])
+        self.num_batches = state["num_batches"]
+        for name, explorer in self.explorers.items():
+            if name in state["explorers"]:
+                explorer.load_state_dict(state["explorers"][name])
+
+    def forget_data(self) -> None:
+        for explorer in self.explorers.values():
+            explorer.forget_data()
+
+    def explore(self, groups: Sequence[ScoredGroup]) -> Branches:
+        raise NotImplementedError("`Branching` calls the explorers of `assign`.")

@@ -1,0 +1,202 @@
+"""The explorer that shows hints: it samples completions of a failed prompt with hints, from weak to strong."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trl_explore.explorers.branch_explorer import Branches, BranchExplorer, ScoredGroup
+from trl_explore.explorers.joined import joined_advantages
+from trl_explore.forks.trajectories import suffix_mask
+from trl_explore.rewards.success import succeeded
+from trl_explore.rows.policy import Policy
+from trl_explore.rows.rollouts import Rows
+from trl_explore.rows.scorer import Scorer
+from trl_explore.sketches.drafts import fill_prompt
+from trl_explore.sketches.weights import Drawn, likelihood_ratios
+
+if TYPE_CHECKING:
+    from trl_explore.forks.engine import Forks
+    from trl_explore.trainers.config import ExplorationConfig
+    from trl_explore.trainers.explorer_configs import HintConfig
+
+
+@dataclass(frozen=True)
+class Hint:
+    """A hint for a prompt."""
+
+    text: str
+    shown_ids: list[int] = field(
+        default_factory=list
+    )  # first tokens of the completion; empty: the prompt shows `text`
+
+
+@dataclass
+class Hinted:
+    """A completion that was sampled with a hint."""
+
+    context_ids: list[int]  # prompt with the hint, from which it was sampled
+    completion_ids: list[int]  # shown beginning of the solution and sampled tokens, `[T]`
+    num_shown: int  # number of tokens at its beginning that were shown, and not sampled
+    logprobs: list[float | None]  # under the sampler, `[T]`; None: not known
+    level: int = 0  # number of the hint, from 0
+    rewards: list[float] | None = None
+    extra: Any = None
+
+
+class HintExplorer(BranchExplorer):
+    """
+    Samples completions with hints, from the weakest to the strongest, until one succeeds.
+
+    The successful completion replaces a row of the failed group. After Scaf-GRPO
+    (https://huggingface.co/papers/2510.19807) for hints in the prompt, and QuestA
+    (https://huggingface.co/papers/2507.13266) for beginnings of a solution.
+    """
+
+    name = "hints"
+    credits_main_rows = True
+    args: "HintConfig"
+
+    def __init__(
+        self, policy: Policy, forks: "Forks", scorer: Scorer, *, args: "ExplorationConfig | None" = None
+    ) -> None:
+        super().__init__(policy, forks, scorer, args=args)
+        self._found: list[list[Hinted]] = []  # successful completions of each group of this batch
+
+    def suits(self, group: ScoredGroup) -> bool:
+        return bool(self._hints(group.trajectories[0].example))
+
+    def explore(self, groups: Sequence[ScoredGroup]) -> Branches:
+        hints = [self._hints(group.trajectories[0].example) for group in groups]
+        found: list[list[Hinted]] = [[] for _ in groups]  # successful completions of each group
+        sample = self.forks.sample
+        for level in range(self.policy.ranks.most(max(map(len, hints), default=0))):
+            asked: list[tuple[int, list[int], list[int]]] = []  # number of the group, context, and shown tokens
+            for place, group in enumerate(groups):
+                if not found[place] and level < len(hints[place]):
+                    hint = hints[place][level]
+                    asked.append((place, self._context(group, hint), hint.shown_ids))
+            prefixes = [context + shown for _, context, shown in asked]
+            longest = self.forks.longest_completion()
+            budgets = [longest - len(shown) for _, _, shown in asked]
+            begun = [len(shown) for _, _, shown in asked]
+            sampled = sample(prefixes, self.args.hint_samples, budgets, begun=begun)
+            tried: list[tuple[int, Hinted]] = []
+            for (place, context, shown), continuations in zip(asked, sampled, strict=True):
+                for continuation in continuations:
+                    ids = continuation.token_ids
+                    logprobs = [*[None] * len(shown), *(continuation.logprobs or [None] * len(ids))]
+                    tried.append((place, Hinted(context, shown + ids, len(shown), logprobs, level)))
+            self._judge(groups, [one for _, one in tried], [place for place, _ in tried])
+            for place, one in tried:
+                if len(found[place]) < self.args.hint_rows and self._is_success(one):
+                    found[place].append(one)
+        self._found = found
+        self._log(groups)
+        return self._branches(groups)
+
+    def _hints(self, example: dict[str, Any]) -> list[Hint]:
+        """Return the hints of a prompt, from weak to strong."""
+        given = example.get(self.args.hint_column)
+        texts = [given] if isinstance(given, str) else list(given or [])
+        texts = [text for text in texts if text]
+        if self.args.hint_fractions is None:
+            return [Hint(text) for text in texts]
+        hints = []
+        for fraction in self.args.hint_fractions:
+            for solution in texts:
+                ids = self.policy.tokenizer(solution, add_special_tokens=False)["input_ids"]
+                number = min(math.ceil(fraction * len(ids)), len(ids) - 1, self.forks.longest_completion() - 1)
+                if number > 0:
+                    hints.append(Hint(solution, ids[:number]))
+        return hints
+
+    def _context(self, group: ScoredGroup, hint: Hint) -> list[int]:
+        """Return the prompt tokens from which completions with a hint are sampled."""
+        origin = group.trajectories[0]
+        if hint.shown_ids:
+            return origin.prompt_ids
+        prompt = fill_prompt(origin.example["prompt"], self.args.hint_template, {"hint": hint.text})
+        return self.policy.encode_prompts([prompt])[0]
+
+    def _judge(self, groups: Sequence[ScoredGroup], tried: Sequence[Hinted], places: Sequence[int]) -> None:
+        """Ask the reward functions about completions. Every process must call it."""
+        origins = [groups[place].trajectories[0] for place in places]
+        rewards, extra = self.scorer.judge(
+            [origin.example for origin in origins],
+            [one.completion_ids for one in tried],
+            prompt_ids=[origin.prompt_ids for origin in origins],
+        )
+        for one, values, columns in zip(tried, rewards, extra, strict=True):
+            one.rewards, one.extra = values, columns
+
+    def _is_success(self, one: Hinted) -> bool:
+        deciding = self.scorer.success(torch.tensor([one.rewards]))
+        return bool(succeeded(deciding, threshold=self.args.success_bar)[0])
+
+    # ------------------------------------------------------------------------------------------------------------ rows
+
+    def _branches(self, groups: Sequence[ScoredGroup]) -> Branches:
+        """Return the successful completions as rows, and the advantages of all rows of their groups."""
+        plain = self.args.hint_loss == "plain"
+        examples, prompt_ids, completion_ids, loss_mask, drawn = [], [], [], [], []
+        known_rewards: list[list[float] | None] = []
+        logprobs: list[list[float | None]] = []
+        extra, parents, of_rows = [], [], []
+        main_advantages: dict[int, float | list[float]] = {}
+        for group, hinted in zip(groups, self._found, strict=True):
+            if not hinted:
+                continue
+            origin = group.trajectories[0]
+            new = []
+            for one in hinted:
+                assert one.rewards is not None
+                rewards = torch.tensor([one.rewards])
+                new.append((self.scorer.totals(rewards).item(), self.scorer.success(rewards).item()))
+                trains_plain = plain or one.num_shown > 0
+                was_sampled_here = one.context_ids == origin.prompt_ids or not trains_plain
+                examples.append(origin.example)
+                prompt_ids.append(origin.prompt_ids if trains_plain else one.context_ids)
+                completion_ids.append(one.completion_ids)
+                loss_mask.append(suffix_mask([1] * len(one.completion_ids), one.num_shown))
+                drawn.append([] if was_sampled_here else [Drawn(0, one.context_ids, one.completion_ids)])
+                logprobs.append(one.logprobs if was_sampled_here else [None] * len(one.completion_ids))
+                known_rewards.append(one.rewards)
+                extra.append(one.extra or {})
+                parents.append(origin.row)
+            main = list(zip(group.rewards, group.deciding, strict=True))
+            main_values, values = joined_advantages(self.args, main, new)
+            of_rows += values
+            for trajectory, value in zip(group.trajectories, main_values, strict=True):
+                main_advantages[trajectory.main_row] = value
+        rows = Rows(
+            examples=examples,
+            prompt_ids=prompt_ids,
+            completion_ids=completion_ids,
+            loss_mask=loss_mask,
+            group_size=1,
+            logprobs=logprobs if self.policy.serving is not None else None,
+            known_rewards=known_rewards,
+            extra=extra,
+            parents=parents,
+            shared=[0] * len(examples),
+        )
+        advantages: list[float | list[float]] = [*of_rows]
+        if self.policy.ranks.most(any(drawn)):
+            ratios = likelihood_ratios(
+                self.forks.sample, prompt_ids, completion_ids, drawn, max_drawn=1, rows=list(range(len(rows)))
+            ).clamp(max=self.args.hint_ratio_cap)
+            for row, value in enumerate(of_rows):
+                advantages[row] = [value * ratio for ratio in ratios[row, : len(completion_ids[row])].tolist()]
+        return Branches(rows, advantages, main_advantages)
+
+    def _log(self, groups: Sequence[ScoredGroup]) -> None:
+        """Log the metrics of this batch. Every process must call it."""
+        levels = [hinted[0].level for hinted in self._found if hinted]
+        total = self.policy.ranks.summed({"asked": len(groups), "solved": len(levels), "level": sum(levels)})
+        if total["asked"]:
+            self.policy.log_metric("hints/solved_fraction", total["solved"] / total["asked"])
+        if total["solved"]:
+            self.policy.log_metric("hints/mean_level", total["level"] / total["solved"])

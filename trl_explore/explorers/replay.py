@@ -1,0 +1,175 @@
+"""The explorer that replays: stored successes of a prompt replace rows of a group that failed."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trl_explore.explorers.branch_explorer import Branches, BranchExplorer, ScoredGroup
+from trl_explore.explorers.joined import joined_advantages
+from trl_explore.rewards.success import succeeded
+from trl_explore.rows.policy import Policy
+from trl_explore.rows.rollouts import Rows
+from trl_explore.rows.scorer import Scorer
+from trl_explore.saving.plain_values import from_plain, to_plain
+
+if TYPE_CHECKING:
+    from trl_explore.forks.engine import Forks
+    from trl_explore.trainers.config import ExplorationConfig
+    from trl_explore.trainers.explorer_configs import ReplayConfig
+
+Prompt = tuple[int, ...]  # tokens of a prompt
+Stored = tuple[list[int], list[float]]  # tokens of a completion, and their log-probabilities when it was sampled
+
+
+class SuccessStore:
+    """
+    Keeps successful completions of prompts.
+
+    Args:
+        size (`int`):
+            Largest number of completions. The prompts whose newest completion is oldest make room.
+        per_prompt (`int`):
+            Largest number of completions of a prompt. The newest stay.
+    """
+
+    def __init__(self, *, size: int, per_prompt: int) -> None:
+        self.size, self.per_prompt = size, per_prompt
+        self.stored: dict[Prompt, list[Stored]] = {}  # prompts in the order of their newest completion
+
+    def __len__(self) -> int:
+        return sum(map(len, self.stored.values()))
+
+    def has(self, prompt: Prompt, token_ids: list[int]) -> bool:
+        """Return whether a completion is stored."""
+        return any(ids == token_ids for ids, _ in self.stored.get(prompt, []))
+
+    def add(self, prompt: Prompt, token_ids: list[int], logprobs: list[float]) -> None:
+        """Store a completion, unless it is stored already."""
+        if self.has(prompt, token_ids):
+            return
+        kept = [*self.stored.pop(prompt, []), (token_ids, logprobs)]
+        self.stored[prompt] = kept[-self.per_prompt :]
+        while len(self) > self.size:
+            oldest = next(iter(self.stored))
+            self.stored[oldest].pop(0)
+            if not self.stored[oldest]:
+                del self.stored[oldest]
+
+    def newest(self, prompt: Prompt, number: int, *, longest: int) -> list[Stored]:
+        """Return the newest `number` completions of a prompt of at most `longest` tokens, the newest first."""
+        fitting = [one for one in self.stored.get(prompt, []) if len(one[0]) <= longest]
+        return fitting[::-1][:number]
+
+
+class ReplayExplorer(BranchExplorer):
+    """
+    Replaces rows of a failed group by stored successes of the same prompt.
+
+    The advantage of a stored token is multiplied by the ratio of its probabilities now and when it was sampled, up to
+    `replay_ratio_cap`. After ExGRPO (https://huggingface.co/papers/2510.02245) and LUFFY
+    (https://huggingface.co/papers/2504.14945).
+    """
+
+    name = "replay"
+    credits_main_rows = True
+    args: "ReplayConfig"
+
+    def __init__(
+        self, policy: Policy, forks: "Forks", scorer: Scorer, *, args: "ExplorationConfig | None" = None
+    ) -> None:
+        super().__init__(policy, forks, scorer, args=args)
+        self.store = SuccessStore(size=self.args.replay_size, per_prompt=self.args.replay_per_prompt)
+
+    def observe(self, groups: Sequence[ScoredGroup]) -> None:
+        prompts: list[list[int]] = []
+        completions: list[list[int]] = []
+        seen: set[tuple[Prompt, Prompt]] = set()
+        for group in groups:
+            deciding = torch.tensor(list(group.deciding))
+            solved = succeeded(deciding, threshold=self.args.success_bar).tolist()
+            for trajectory, is_success in zip(group.trajectories, solved, strict=True):
+                ids, prompt = trajectory.completion_ids, tuple(trajectory.prompt_ids)
+                if is_success and (prompt, tuple(ids)) not in seen and not self.store.has(prompt, ids):
+                    seen.add((prompt, tuple(ids)))
+                    prompts.append([*prompt])
+                    completions.append(ids)
+        logprobs = self._logprobs(prompts, completions)
+        # All processes store the successes of all processes, because a prompt may come back on another one.
+        for prompt, ids, values in self.policy.ranks.objects(list(zip(prompts, completions, logprobs, strict=True))):
+            self.store.add(tuple(prompt), ids, values)
+        self.policy.log_metric("replay/stored", len(self.store))
+
+    def suits(self, group: ScoredGroup) -> bool:
+        return bool(self._stored(group))
+
+    def explore(self, groups: Sequence[ScoredGroup]) -> Branches:
+        examples, prompt_ids, completion_ids, parents = [], [], [], []
+        before: list[list[float]] = []
+        of_groups: list[tuple[ScoredGroup, int]] = []
+        for group in groups:
+            stored = self._stored(group)
+            origin = group.trajectories[0]
+            of_groups.append((group, len(stored)))
+            for ids, logprobs in stored:
+                examples.append(origin.example)
+                prompt_ids.append(origin.prompt_ids)
+                completion_ids.append(ids)
+                parents.append(origin.row)
+                before.append(logprobs)
+        rewards, extra = self.scorer.judge(examples, completion_ids, prompt_ids=prompt_ids)
+        now = self._logprobs(prompt_ids, completion_ids)
+        values: list[float] = []
+        main_advantages: dict[int, float | list[float]] = {}
+        for group, number in of_groups:
+            if not number:
+                continue
+            given = torch.tensor(rewards[len(values) : len(values) + number])
+            new = list(zip(self.scorer.totals(given).tolist(), self.scorer.success(given).tolist(), strict=True))
+            main = list(zip(group.rewards, group.deciding, strict=True))
+            main_values, new_values = joined_advantages(self.args, main, new)
+            values += new_values
+            for trajectory, value in zip(group.trajectories, main_values, strict=True):
+                main_advantages[trajectory.main_row] = value
+        advantages: list[float | list[float]] = []
+        for value, old, new_logprobs in zip(values, before, now, strict=True):
+            log_ratios = torch.tensor(new_logprobs) - torch.tensor(old)
+            ratios = log_ratios.exp().clamp(max=self.args.replay_ratio_cap)
+            advantages.append((value * ratios).tolist())
+        rows = Rows(
+            examples=examples,
+            prompt_ids=prompt_ids,
+            completion_ids=completion_ids,
+            loss_mask=[[1] * len(ids) for ids in completion_ids],
+            group_size=1,
+            # The ratio above already corrects for the policy that sampled.
+            logprobs=None if self.policy.serving is None else [[None] * len(ids) for ids in completion_ids],
+            known_rewards=[*rewards],
+            extra=extra,
+            parents=parents,
+            shared=[0] * len(examples),
+        )
+        return Branches(rows, advantages, main_advantages)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"stored": to_plain([[*item] for item in self.store.stored.items()])}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.store.stored = {tuple(prompt): kept for prompt, kept in from_plain(state["stored"])}
+
+    def forget_data(self) -> None:
+        self.store.stored = {}
+
+    def _stored(self, group: ScoredGroup) -> list[Stored]:
+        """Return the stored completions that replace rows of a group."""
+        prompt = tuple(group.trajectories[0].prompt_ids)
+        return self.store.newest(prompt, self.args.replay_rows, longest=self.forks.longest_completion())
+
+    def _logprobs(self, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> list[list[float]]:
+        """Return the log-probabilities of completions under the current policy. Every process must call it."""
+        number = len(completion_ids)
+        missing = self.policy.ranks.most(number) - number
+        if number + missing == 0:
+            return []
+        ends = [self.policy.eos_token_ids[:1]] * missing  # every process must have the same number of rows
+        return self.forks.sample.token_logprobs(prompt_ids + ends, completion_ids + ends)[:number]
