@@ -289,7 +289,10 @@ def test_tensors_and_numpy_values_are_numbers(tmp_path):
     changes = dict(advantages=torch.arange(8.0), main_advantages={np.int64(2): np.float32(1.5)})
     trainer = make_trainer(of(changes), ExplorationConfig, tmp_path)
     output = one_batch(trainer)
-    assert trainer.branching.found[0].scored.rows["advantages"].tolist() == list(range(8)) and output["advantages"][2] == 1.5
+    assert (
+        trainer.branching.found[0].scored.rows["advantages"].tolist() == list(range(8))
+        and output["advantages"][2] == 1.5
+    )
 
 
 def test_wrong_rewards_of_a_row_are_one_clear_error(tmp_path):

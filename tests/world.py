@@ -56,6 +56,17 @@ TINY = {
         "votes/right_fraction",
     ),
     "agent_tree_grpo": Tiny({}, dict(num_expansions=0), "branch/sampled_tokens"),
+    "auto": Tiny(
+        dict(
+            explore_min_share=0.5,
+            explorer_options=dict(
+                tree=dict(expansion_width=3, node_length=2),
+                pivots=dict(num_branches=3, segmentation="fixed", segment_length=2),
+            ),
+        ),
+        dict(explorers=[]),
+        "explore/contrast_per_token/plain",
+    ),
     "gigpo": Tiny({}, dict(step_weight=0.0), "steps/mean_advantage"),
     "attn_rl": Tiny(
         dict(step_delimiters=[*CHARACTERS], influence_distance=1, min_fork_distance=0),

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -83,6 +83,30 @@ def check_explore(args: Any) -> None:
         raise ValueError(f"`explore={args.explore!r}` needs a limit: set `max_completion_length` to a number.")
 
 
+def check_auto(args: Any) -> None:
+    """Raise ValueError if a field of `explore="auto"` has no effect, or another field contradicts it."""
+    for name in ("explorers", "explorer_options"):
+        value = getattr(args, name)
+        if value is not None and args.explore != "auto" and (name == "explorers" or not args.explores_unsolved):
+            raise ValueError(
+                f"`{name}={value!r}` has no effect with `explore={args.explore!r}`: set `explore='auto'`, or leave it "
+                "out."
+            )
+    if args.explores_unsolved and args.explore_share_end < 1:
+        raise ValueError(
+            f"`explore_share_end={args.explore_share_end}` has no effect with `explore={args.explore!r}`, which "
+            "chooses the prompts by itself: leave it out."
+        )
+    if not isinstance(args.explorers, list | tuple | type(None)):
+        raise ValueError(f"`explorers={args.explorers!r}` must be a list of names, for example ['tree', 'pivots'].")
+    for name, options in (args.explorer_options or {}).items():
+        if not isinstance(options, Mapping):
+            raise ValueError(
+                f"`explorer_options[{name!r}]` is {options!r}: give a dictionary of fields, for example "
+                "{'tree': {'expansion_width': 4}}."
+            )
+
+
 TRAINING_CHECKS = (
     within(
         "temperature",
@@ -106,6 +130,9 @@ CHECKS = (
     at_least(2, "min_generations", words=": one row has nothing to be compared with"),
     check_budget,
     check_explore,
+    check_auto,
+    within("explore_discount", above=0, high=1, words="be in (0, 1]; 1 forgets nothing"),
+    within("explore_min_share", low=0, high=1, words="be in [0, 1]; 0 never forces a try"),
     one_of("explore_prompts", ("all", "unsolved")),
     one_of("explore_into", ("replace", "add")),
     within("explore_share_end", low=0, high=1, words="be in [0, 1]: the share of prompts explored at the end"),
@@ -185,10 +212,24 @@ class ExplorationConfig(GRPOConfig):
         max_generations (`int`, *optional*):
             Most rows of a prompt with a `budget`; `None`: twice `num_generations`.
         explore (`str`, *optional*):
-            How [`ExplorationTrainer`] explores prompts. `"resample"` samples another plain group for each unsolved
-            prompt, and needs `explore_prompts="unsolved"`. Use it as the control of a method that searches: it spends
-            tokens on the same prompts without a search. None explores nothing. Other trainers have their own way of
-            exploring and refuse this field.
+            How [`ExplorationTrainer`] explores unsolved prompts: `"auto"`, `"hints"`, `"replay"`, `"resample"`, or None
+            for not at all. `"auto"` chooses an explorer for each prompt while training. `"hints"` and `"replay"` are
+            explorers of which each can also work alone. `"resample"` samples another plain group, and needs
+            `explore_prompts="unsolved"`. Use it as the control of a method that searches: it spends tokens on the same
+            prompts without a search. Trainers with their own way of exploring refuse this field.
+        explorers (`list[str]`, *optional*):
+            Explorers between which `explore="auto"` chooses. None: `["tree", "pivots", "resample"]`, and for agents
+            `["tail_branches", "turn_trees", "resample"]`. Others: `"sketches"`, `"hints"`, `"replay"`. With an empty
+            list, the trainer is GRPO.
+        explorer_options (`dict[str, dict]`, *optional*):
+            Options of explorers, by name, for example `{"tree": {"expansion_width": 4}}`. They are the fields of the
+            trainer with this explorer.
+        explore_discount (`float`, *optional*, defaults to `0.9`):
+            How `explore="auto"` forgets: factor of all that an explorer yielded before, whenever it is used again, in
+            (0, 1]. 1 forgets nothing.
+        explore_min_share (`float`, *optional*, defaults to `0.05`):
+            Share of the unsolved prompts that `explore="auto"` gives to a random explorer, in [0, 1]. It keeps the
+            estimates current.
         success_threshold (`float`, *optional*):
             Smallest reward that counts as a success. `explore_prompts`, `explore_threshold` and `budget` take None as
             1. With `advantage="passk"`, None allows only rewards of 0 and 1. Most methods set their own default.

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from trl_explore.agent_trees.explorer import TurnTreeExplorer
 from trl_explore.auto.added import AddedExplorer, RestartExplorer
+from trl_explore.auto.hints import HintExplorer
+from trl_explore.auto.replay import ReplayExplorer
 from trl_explore.branches.explorer import TailBranchExplorer
 from trl_explore.explorers.branch_explorer import BranchExplorer
-from trl_explore.explorers.hints import HintExplorer
-from trl_explore.explorers.replay import ReplayExplorer
 from trl_explore.forks.engine import Forks
 from trl_explore.names import unknown_name
 from trl_explore.pivots.explorer import PivotExplorer

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trl_explore.auto.joined import joined_advantages
 from trl_explore.explorers.branch_explorer import Branches, BranchExplorer, ScoredGroup
-from trl_explore.explorers.joined import joined_advantages
 from trl_explore.rewards.success import succeeded
 from trl_explore.rows.policy import Policy
 from trl_explore.rows.rollouts import Rows

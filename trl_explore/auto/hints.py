@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trl_explore.auto.joined import joined_advantages
 from trl_explore.explorers.branch_explorer import Branches, BranchExplorer, ScoredGroup
-from trl_explore.explorers.joined import joined_advantages
 from trl_explore.forks.trajectories import suffix_mask
 from trl_explore.rewards.success import succeeded
 from trl_explore.rows.policy import Policy
