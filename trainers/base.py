@@ -696,6 +696,8 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
             self.scorer.stop_if_never_scored()
         if self.threshold_watch is not None:
             self.threshold_watch.end()
+        if self.branch_explorer is not None:
+            self.branch_explorer.end_run()
         return result
 
     def _get_train_sampler(self, dataset=None):

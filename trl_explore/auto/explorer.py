@@ -1,5 +1,6 @@
 """Choose for each unsolved prompt between several explorers and no exploration, while training."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any
@@ -15,6 +16,9 @@ from trl_explore.rows.advantages import has_signal
 from trl_explore.rows.policy import Policy
 from trl_explore.rows.scorer import Scorer
 from trl_explore.rows.streams import RowDict
+
+
+WORTH_SHARE = 0.05  # if fewer of the unsolved prompts were worth exploring, the run says so at its end
 
 
 class AutoExplorer(BranchExplorer):
@@ -158,6 +162,24 @@ class AutoExplorer(BranchExplorer):
 
     def columns(self, num_rows: int) -> dict[str, list[Any]]:
         return {}
+
+    def end_run(self) -> None:
+        estimates = self.estimates
+        if self.args.explore != "auto" or not self.explorers or not self.policy.accelerator.is_main_process:
+            return
+        if not estimates.num_asked:
+            warnings.warn(
+                "`explore='auto'` had nothing to explore: every prompt was solved, or its completions got different "
+                "rewards.",
+                stacklevel=2,
+            )
+        elif estimates.num_worth < WORTH_SHARE * estimates.num_asked:
+            warnings.warn(
+                f"`explore='auto'` explored almost nothing: for {estimates.num_worth} of {estimates.num_asked} "
+                "unsolved prompts an explorer promised more contrast per token than fresh prompts. GRPO suits this "
+                "run.",
+                stacklevel=2,
+            )
 
     def state_dict(self) -> dict[str, Any]:
         explorers = {name: explorer.state_dict() for name, explorer in self.explorers.items()}

@@ -166,6 +166,9 @@ class BranchExplorer:
     def end_search(self, found: Sequence[Found]) -> None:
         """Learn from the rows of all explorers that worked on this generation batch."""
 
+    def end_run(self) -> None:
+        """Called when training ends."""
+
     def columns(self, num_rows: int) -> dict[str, list[Any]]:
         """Return columns of the completions table, for all main rows of this process, `[B]`."""
         return {}
