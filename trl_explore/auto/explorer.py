@@ -17,7 +17,6 @@ from trl_explore.rows.policy import Policy
 from trl_explore.rows.scorer import Scorer
 from trl_explore.rows.streams import RowDict
 
-
 WORTH_SHARE = 0.05  # if fewer of the unsolved prompts were worth exploring, the run says so at its end
 
 
