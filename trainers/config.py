@@ -218,8 +218,8 @@ class ExplorationConfig(GRPOConfig):
             `explore_prompts="unsolved"`. Use it as the control of a method that searches: it spends tokens on the same
             prompts without a search. Trainers with their own way of exploring refuse this field.
         explorers (`list[str]`, *optional*):
-            Explorers between which `explore="auto"` chooses. None: `["tree", "pivots", "resample"]`, and for agents
-            `["tail_branches", "turn_trees", "resample"]`. Others: `"sketches"`, `"hints"`, `"replay"`. With an empty
+            Explorers between which `explore="auto"` chooses. None: `["tree", "pivots"]`, and for agents
+            `["tail_branches", "turn_trees"]`. Others: `"sketches"`, `"hints"`, `"replay"`, `"resample"`. With an empty
             list, the trainer is GRPO.
         explorer_options (`dict[str, dict]`, *optional*):
             Options of explorers, by name, for example `{"tree": {"expansion_width": 4}}`. They are the fields of the

@@ -78,15 +78,17 @@ class AutoExplorer(BranchExplorer):
         for options in self.options.values():
             options.follow(self.args)
         ranks = self.policy.ranks
-        contrast = has_signal(output["advantages"]).view(-1, size).any(dim=1)  # (P,), of this process
+        contrast = has_signal(output["advantages"]).view(-1, size).any(dim=1)  # (P,) of this process
+        deciding = self.scorer.success().view(-1, size)  # (P, G) of all processes
+        is_success = succeeded(deciding, threshold=self.args.success_bar)
+        # A prompt that is nearly always solved has little left to learn, so its contrast counts less.
+        failed_share = 1 - ranks.local(is_success).double().mean(dim=1)  # (P,)
         tokens = sum(sum(trajectory.loss_mask) for group in groups for trajectory in group.trajectories)
         for explorer in self.explorers.values():
             explorer.observe(groups)
-        total = ranks.summed({"contrast": int(contrast.sum()), "tokens": tokens})
+        total = ranks.summed({"contrast": float((contrast * failed_share).sum()), "tokens": tokens})
         self.estimates.add(PLAIN, contrast=total["contrast"], tokens=total["tokens"])
-        deciding = self.scorer.success().view(-1, size)  # (P,) of all processes
-        solved = succeeded(deciding, threshold=self.args.success_bar).any(dim=1)
-        open_groups = ~solved & ~deciding.isnan().all(dim=1) & ~ranks.gather(contrast)
+        open_groups = ~is_success.any(dim=1) & ~deciding.isnan().all(dim=1) & ~ranks.gather(contrast)
         random = Random(f"{self.args.seed} {self.num_batches}")  # the same on all processes
         possible = self._possible(groups, open_groups)
         sources = [PLAIN] * len(possible)

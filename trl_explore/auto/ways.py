@@ -108,7 +108,7 @@ WAYS: dict[str, Way] = {
     "tail_branches": Way("branpo_config:BranPOConfig", _tail_branches, single_turn=False, agents=True),
     "turn_trees": Way("agent_tree_grpo_config:AgentTreeGRPOConfig", _turn_trees, single_turn=False, agents=True),
 }
-DEFAULT = {False: ("tree", "pivots", "resample"), True: ("tail_branches", "turn_trees", "resample")}  # by `is_agent`
+DEFAULT = {False: ("tree", "pivots"), True: ("tail_branches", "turn_trees")}  # by `is_agent`
 
 
 def explorer_names(args: "ExplorationConfig", *, is_agent: bool) -> tuple[str, ...]:
