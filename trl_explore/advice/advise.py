@@ -157,7 +157,9 @@ def _of_equal_groups(signs: Signs, findings: list[Finding], equal: Pair) -> Advi
     for end in ends:
         share = signs.wrong_share(end)
         if share is not None and share >= SOME_WRONG:
-            verdict = f"{_equal_groups(signs, equal, end)}: try `explore: auto`, which explores such prompts if it pays."
+            verdict = (
+                f"{_equal_groups(signs, equal, end)}: try `explore: auto`, which explores unsolved prompts if it pays."
+            )
             link = f"{EVIDENCE}#groups-without-contrast-at-the-{end}"
             return Advice(signs, findings, verdict, link, [AUTO])
     groups = _equal_groups(signs, equal, ends[-1])

@@ -19,8 +19,8 @@ FEWEST_STEPS = 8
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 REWARD = re.compile(r"rewards/(.+)/mean")
 PASS = re.compile(r"eval/pass_at_(\d+)")
-SOURCE = re.compile(r"explore/contrast_per_token/(.+)")
-EXPLORED = re.compile(r"explore/share/(.+)")
+# Metrics of the field `explore`; the name of a source of rows follows.
+CONTRAST_PER_TOKEN, SHARE_EXPLORED, SOLVED = "explore/contrast_per_token/", "explore/share/", "explore/solved/"
 METHOD_MARK = "method/changed_hooks"  # logged by every trainer that is not plain GRPO
 ROUNDING = 1e-6  # of a logged reward
 # Rewards of 0 and 1 with mean m have variance m (1 - m), times N / (N - 1) over N completions. A log that averages
@@ -68,6 +68,8 @@ class Signs:
             of a source is its first use.
         explored (`Pair`, *optional*):
             Share of the prompts that a run with the field `explore` explored.
+        solved (`dict[str, Pair]`, *optional*, defaults to `{}`):
+            Share of the explored prompts that were solved, by explorer. The start of an explorer is its first use.
     """
 
     steps: int
@@ -82,6 +84,7 @@ class Signs:
     threshold: str | None = None
     sources: dict[str, Pair] = field(default_factory=dict)
     explored: Pair | None = None
+    solved: dict[str, Pair] = field(default_factory=dict)
 
     @property
     def unscored(self) -> bool:
@@ -207,27 +210,28 @@ def signs_of(history: Sequence[Mapping[str, Any]], *, name: str = "the run") -> 
         zero_or_one=_may_be_zero_or_one(steps),
         unpaid=_unpaid(steps),
         threshold=threshold_note(steps),
-        sources=_sources(steps, part),
+        sources=_by_source(steps, CONTRAST_PER_TOKEN, part),
         explored=_explored(steps, part),
+        solved=_by_source(steps, SOLVED, part),
     )
 
 
-def _sources(steps: Sequence[Mapping[str, Any]], part: int) -> dict[str, Pair]:
-    """Return the contrast per token of each source of rows, over its first and its last `part` logged values."""
-    names = sorted({found[1] for entry in steps for key in entry if (found := SOURCE.fullmatch(key))})
-    sources = {}
-    for name in names:
-        rates = _numbers(steps, f"explore/contrast_per_token/{name}")
-        if rates:
-            sources[name] = Pair(fmean(rates[:part]), fmean(rates[-part:]))
-    return sources
+def _by_source(steps: Sequence[Mapping[str, Any]], prefix: str, part: int) -> dict[str, Pair]:
+    """Return means of the first and the last `part` logged values of each metric that begins with `prefix`, by the
+    rest of its name."""
+    pairs = {}
+    for key in sorted({key for entry in steps for key in entry if key.startswith(prefix)}):
+        values = _numbers(steps, key)
+        if values:
+            pairs[key.removeprefix(prefix)] = Pair(fmean(values[:part]), fmean(values[-part:]))
+    return pairs
 
 
 def _explored(steps: Sequence[Mapping[str, Any]], part: int) -> Pair | None:
     """Return the share of the prompts that were explored, by all explorers together. None if this is not logged."""
     totals = []
     for entry in steps:
-        shares = [value for key, value in entry.items() if EXPLORED.fullmatch(key)]
+        shares = [value for key, value in entry.items() if key.startswith(SHARE_EXPLORED)]
         if shares:
             totals.append(sum(shares))
     return Pair(fmean(totals[:part]), fmean(totals[-part:])) if totals else None

@@ -15,8 +15,6 @@ from trl_explore.advice.signs import read_signs
 from trl_explore.fitting_table import FittingTable
 from trl_explore.visible_text import visible_text
 
-SOLVED = "explore/solved/"  # metrics of the field `explore`, by explorer
-
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of `trl-explore advise`."""
@@ -72,9 +70,8 @@ def _print_signs(console: Console, advice: Advice) -> None:
         rows.append([f"contrast per 1,000 tokens: {name}", *(f"{1000 * value:.3g}" for value in pair)])
     if signs.explored:
         rows.append(["prompts explored", *(f"{value:.3g}" for value in signs.explored)])
-    for name, pair in signs.values.items():
-        if name.startswith(SOLVED):
-            rows.append([f"explored prompts solved: {name.removeprefix(SOLVED)}", *(f"{v:.3g}" for v in pair)])
+    for name, pair in signs.solved.items():
+        rows.append([f"explored prompts solved: {name}", *(f"{value:.3g}" for value in pair)])
     for k, pair in signs.pass_at.items():
         rows.append([f"pass@{k}", *(f"{value:.3g}" for value in pair)])
     console.print(FittingTable(["", "start", "end"], rows))
