@@ -175,7 +175,7 @@ def _of_equal_groups(signs: Signs, findings: list[Finding], equal: Pair) -> Advi
 
 
 def _equal_groups(signs: Signs, equal: Pair, end: str) -> str:
-    """Return half a sentence on the groups without contrast at one end of a run, with what the logs say of them."""
+    """Return a clause on the groups without contrast at one end of a run: their share, and the reward or outcomes."""
     text = f"{getattr(equal, end):.0%} of the groups have no contrast at the {end}"
     if signs.all_wrong and signs.all_right:
         wrong, right = getattr(signs.all_wrong, end), getattr(signs.all_right, end)

@@ -14,7 +14,7 @@ from trl_explore.methods import logged_by_a_method
 from trl_explore.rewards.threshold import threshold_note
 
 STATE = "trainer_state.json"
-SHARE = 8  # start and end are one of so many parts
+SHARE = 8  # the first and the last 1 / SHARE of the steps are the start and the end of a run
 FEWEST_STEPS = 8
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 REWARD = re.compile(r"rewards/(.+)/mean")
