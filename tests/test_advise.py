@@ -1,24 +1,31 @@
-"""`trl-explore advise`: what it reads off a run's logs, what it finds alike, and what it says to wrong input."""
+"""`trl-explore advise`: the rules on a run's logs, runs of `auto`, and messages on wrong input."""
 
 import json
 import math
-import sys
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pandas
 import pytest
 import yaml
-from commands import EXAMPLES
 from trl import GRPOConfig, GRPOTrainer
-from world import make_trainer, never
+from world import make_trainer, never, one_batch
 
-from trl_explore.advice.advise import advise, change
-from trl_explore.advice.measured import nearest, read_measured
+from trl_explore.advice.advise import AUTO, advise
 from trl_explore.advice.signs import Pair, Signs, read_signs, shares_of_groups, signs_of
 from trl_explore.cli import main
+from trl_explore.cli.train import parse_train_arguments
 from trl_explore.errors import UsageError
 from trl_explore.methods import METHODS
-from trl_explore.trainers import DeepGRPOConfig, DeepGRPOTrainer, ExplorationConfig, ExplorationTrainer
+from trl_explore.trainers import (
+    AutoExploreConfig,
+    AutoExploreTrainer,
+    DeepGRPOConfig,
+    DeepGRPOTrainer,
+    ExplorationConfig,
+    ExplorationTrainer,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -41,22 +48,27 @@ def texts(*extra, **ends):
 def test_beginning_and_end_are_an_eighth_of_the_steps_each():
     signs = signs_of(history(steps=16, reward=(0, 15)))
     assert signs.steps == 16 and signs.values["reward"] == Pair(0.5, 14.5)
-    assert signs.place is None  # rewards beyond 1 are like those of no regime
-    assert signs_of(history()).place == pytest.approx((0.2133, 0.5867, 0.3, 0.3, 0.812), abs=1e-3)
 
 
 def test_a_run_that_learns_is_left_alone():
     assert texts() == [
         "Groups have contrast (70% at the start, 70% at the end), and the reward rises from 0.21 to 0.59: GRPO "
-        "learns from what it samples."
+        "learns from what it samples.",
+        "A completion in a group with contrast cost 11 generated tokens at the start and 11 at the end.",
     ]
 
 
 @pytest.mark.parametrize(
     ("ends", "sentence"),
     [
-        ({"frac_reward_zero_std": (0.96, 0.3)}, "At the start, 94% of the groups have no contrast"),
-        ({"frac_reward_zero_std": (0.3, 0.96)}, "At the end, 94% of the groups have no contrast"),
+        (
+            {"frac_reward_zero_std": (0.96, 0.3)},
+            "94% of the groups have no contrast at the start (mean reward 0.21). They teach nothing.",
+        ),
+        (
+            {"frac_reward_zero_std": (0.3, 0.96)},
+            "94% of the groups have no contrast at the end (mean reward 0.59). They teach nothing.",
+        ),
         ({"entropy": (1.0, 0.1)}, "13% of the entropy that the run began with is left (0.97 nats, now 0.13)"),
         ({"completions/clipped_ratio": (0, 0.4)}, "39% of the completions at the end are cut off"),
         ({"tree/uniform_fraction": (0.99, 0.99)}, "99% of the search trees end all right or all wrong: lower"),
@@ -80,7 +92,7 @@ EQUAL = {"reward_std": (0, 0), "frac_reward_zero_std": (1, 1)}
 def test_a_run_without_any_success_is_told_that_alone(more, entropy, of_a_method):
     found = advise(signs_of(history(reward=(0, 0), entropy=entropy, **more, **of_a_method)))
     assert found.verdict == NOTHING_SUCCEEDED
-    assert (found.regime, found.distance, found.arms) == (None, None, [])
+    assert found.changes == []
     assert [finding.text for finding in found.findings] == ["All completions of all logged steps got the reward 0."]
 
 
@@ -95,7 +107,7 @@ def test_a_run_without_any_success_is_told_that_alone(more, entropy, of_a_method
 )
 def test_a_reward_that_never_changes_is_all_that_is_said(reward, verdict):
     found = advise(signs_of(history(reward=(reward, reward), **EQUAL)))
-    assert found.verdict == verdict and len(found.findings) == 1 and found.regime is None
+    assert found.verdict == verdict and len(found.findings) == 1 and found.changes == []
 
 
 def test_a_reward_that_is_never_there_is_all_that_is_said():
@@ -123,16 +135,15 @@ GRADED = {"reward": (0.3, 0.6), "reward_std": (0.2, 0.2), "frac_reward_zero_std"
     ],
     ids=["graded", "0 to 10", "0 to 10, low", "negative", "penalty"],
 )
-def test_rewards_other_than_0_and_1_resemble_no_measured_run(ends):
-    found = advise(signs_of(history(**ends)))
-    assert found.signs.place is None and found.regime is None and found.arms == []
-    assert found.verdict.startswith("All measured runs had rewards of 0 and 1 only.")
+def test_rewards_other_than_0_and_1_are_recognised_as_such(ends):
+    assert not signs_of(history(**ends)).zero_or_one
+    assert any(text.startswith("Rewards are not only 0 and 1.") for text in texts(**ends))
 
 
 @pytest.mark.parametrize("rate", [0.01, 0.3, 0.5, 0.97])
 def test_rewards_of_0_and_1_are_recognised_as_such(rate):
     deviation = (rate * (1 - rate) * 16 / 15) ** 0.5
-    assert signs_of(history(reward=(rate, rate), reward_std=(deviation, deviation))).place is not None
+    assert signs_of(history(reward=(rate, rate), reward_std=(deviation, deviation))).zero_or_one
 
 
 @pytest.mark.parametrize("ends", [GRADED, {}])
@@ -164,7 +175,7 @@ def test_a_trained_run_without_any_success_is_told_that_alone(tmp_path, capsys, 
     capsys.readouterr()
     assert main(["advise", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    assert NOTHING_SUCCEEDED in shown and "resembles" not in shown and "method:" not in shown
+    assert NOTHING_SUCCEEDED in shown and "method:" not in shown
 
 
 @pytest.mark.slow
@@ -206,49 +217,163 @@ def test_a_falling_pass_at_k_is_seen():
     ]
     assert "pass@16 falls from 70.0% to 60.0% while pass@1 goes from 20.0% to 50.0%" in texts(*evaluations)[-1]
     evaluations[1]["eval/pass_at_16"] = 0.8
-    assert len(texts(*evaluations)) == 1
+    assert len(texts(*evaluations)) == 2
 
 
-def as_run(place, agent=False):
-    start, end, equal, later, left = place
-    more = {"tools/call_frequency": Pair(2, 2)} if agent else {}
-    values = {"reward": Pair(start, end), "frac_reward_zero_std": Pair(equal, later), "entropy": Pair(1, left), **more}
-    return Signs(steps=100, values=values, pass_at={})
+def evaluated(small, large):
+    """Logs of two evaluations with pass@1 and pass@16."""
+    pairs = zip((0, 16), small, large, strict=True)
+    return [{"step": step, "eval/pass_at_1": first, "eval/pass_at_16": last} for step, first, last in pairs]
 
 
-@pytest.mark.parametrize("regime", read_measured(), ids=lambda regime: regime.name)
-def test_a_measured_regime_is_recognised_and_what_paid_there_comes_first(regime):
-    found = advise(as_run(regime.places[0], regime.agent))
-    assert found.regime == regime and found.distance == 0
-    assert [arm.tokens[0] for arm in found.arms] == sorted((arm.tokens[0] for arm in found.arms), reverse=True)
-    assert all(arm.tokens[1] > 0 for arm in found.arms)
-    assert found.verdict.startswith(f"It resembles {regime.name}, where ")
-    for arm in found.arms:
-        assert "learning_rate" not in change(arm) and change(arm)["method"] == arm.method
+def wrong_and_right(logs, wrong, right):
+    """Signs of a run whose completions tables tell wrong from right."""
+    return replace(signs_of(logs), all_wrong=Pair(*wrong), all_right=Pair(*right))
 
 
-def test_what_resembles_nothing_is_told_to_keep_grpo():
-    found = advise(as_run((0.9, 0.1, 0.0, 0.0, 1.0)))
-    assert found.regime is None and found.arms == []
-    assert found.verdict == "Nothing measured resembles this: keep GRPO, and tune its learning rate."
-    ours = signs_of(history(**{"tree/nodes": (3, 3)}))
-    assert not ours.plain and "no run of plain GRPO" in advise(ours).verdict
+KEEP = "Nearly all groups have contrast, and the reward rises: keep GRPO, and tune its learning rate."
+EXPLORE = ": try `explore: auto`, which explores unsolved prompts if it pays."
+FILTER = ": filter the solved prompts and use harder data, or let `dynamic_sampling` replace them"
+PASSK = "Pass@k falls while pass@1 rises: if pass@k matters to you, try the advantage `maxrl` (or `passk`)"
+UNSURE = ": if their completions are wrong, try `explore: auto`; if right, filter these prompts."
+FALLING = evaluated((0.2, 0.5), (0.7, 0.6))
+MANY_AT_START, MANY_AT_END = {"frac_reward_zero_std": (0.9, 0.3)}, {"frac_reward_zero_std": (0.3, 0.9)}
+HALF = {"frac_reward_zero_std": (0.5, 0.5)}
 
 
-def test_most_runs_on_other_seeds_are_recognised():
-    """GRPO's runs on the development seeds, at every setting that was tried, beside those of the fresh seeds."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "path", [str(EXAMPLES / "benchmarks"), *sys.path])
-        from regimes_effects import looks
-        from regimes_results import read_results, to_runs
-    known, right, total = {regime.name: regime for regime in read_measured()}, 0, 0
-    for name, regime in known.items():
-        rows = read_results(EXAMPLES / "benchmarks" / "regimes" / "results" / f"{name}.csv")
-        for run in [run for stage in ("rates", "knob") for run in to_runs(rows, stage)]:
-            if run.arm.startswith("GRPO: "):
-                right += nearest(as_run(looks(run.points), regime.agent))[0] == regime
-                total += 1
-    assert total >= 20 and right / total > 0.75  # five doors and eight look alike early
+@pytest.mark.parametrize(
+    ("rule", "triggers", "does_not"),
+    [
+        ("No completion has a reward", history(reward=(math.nan, math.nan)), history()),
+        (NOTHING_SUCCEEDED, history(reward=(0, 0), **EQUAL), history(reward=(0, 0.1))),
+        ("Every sample succeeded", history(reward=(1, 1), **EQUAL), history(reward=(0.9, 1))),
+        (
+            "raise `max_completion_length` first",
+            history(**{"completions/clipped_ratio": (0, 0.5)}),
+            history(**{"completions/clipped_ratio": (0.5, 0.2)}),
+        ),
+        (KEEP, history(), history(reward=(0.6, 0.2))),
+        (KEEP, [*history(), *FALLING], [*history(**HALF), *FALLING]),
+        (EXPLORE, history(reward=(0.05, 0.5), **MANY_AT_START), history(reward=(0.05, 0.5), **HALF)),
+        (EXPLORE, history(reward=(0.3, 0.6), **MANY_AT_END), history(reward=(0.3, 0.95), **MANY_AT_END)),
+        (FILTER, history(reward=(0.5, 0.95), **MANY_AT_END), history(reward=(0.5, 0.95))),
+        (UNSURE, history(reward=(2, 5), **MANY_AT_END), history(reward=(0.2, 0.5), **MANY_AT_END)),
+        (PASSK, [*history(**HALF), *FALLING], [*history(**HALF), *evaluated((0.2, 0.5), (0.7, 0.8))]),
+        (PASSK, [*history(**HALF), *FALLING], [*history(**HALF), *evaluated((0.5, 0.2), (0.7, 0.6))]),
+        ("nothing here calls for another method: keep GRPO", history(**HALF), history()),
+        ("The reward does not rise, although groups have contrast", history(reward=(0.6, 0.2)), history()),
+        ("This run used another method than plain GRPO", history(**{"tree/nodes": (3, 3)}), history()),
+    ],
+)
+def test_each_rule_of_the_verdict_has_its_runs(rule, triggers, does_not):
+    assert rule in advise(signs_of(triggers)).verdict
+    assert rule not in advise(signs_of(does_not)).verdict
+
+
+def test_the_first_rule_that_fits_is_the_verdict():
+    cut = {"completions/clipped_ratio": (0.5, 0.5)}
+    assert "max_completion_length" in advise(signs_of(history(reward=(0.05, 0.5), **MANY_AT_START, **cut))).verdict
+    solved = [*history(reward=(0.5, 0.95), **MANY_AT_END), *FALLING]
+    assert FILTER in advise(signs_of(solved)).verdict
+    both = history(reward=(0.05, 0.97), frac_reward_zero_std=(0.9, 0.9))
+    assert advise(signs_of(both)).verdict.startswith("90% of the groups have no contrast at the start")
+    assert advise(signs_of(both)).changes == [AUTO]
+
+
+def test_the_completions_tables_say_whether_groups_are_wrong_or_right():
+    logs = history(reward=(0.3, 0.6), **MANY_AT_END)
+    assert EXPLORE in advise(signs_of(logs)).verdict
+    wrong = advise(wrong_and_right(logs, (0.2, 0.5), (0.1, 0.3)))
+    assert EXPLORE in wrong.verdict and "(50% all wrong, 30% all right)" in wrong.verdict
+    right = advise(wrong_and_right(logs, (0.2, 0.1), (0.1, 0.7)))
+    assert FILTER in right.verdict and "(10% all wrong, 70% all right)" in right.verdict
+
+
+def test_the_share_of_wrong_groups_is_estimated_from_the_mean_reward():
+    def share(reward, equal):
+        values = {"reward": Pair(reward, reward), "frac_reward_zero_std": Pair(equal, equal)}
+        return Signs(steps=9, values=values, pass_at={}).wrong_share("end")
+
+    assert share(0.0, 1.0) == share(0.05, 0.9) == share(-0.5, 0.9) == 1
+    assert share(1.0, 1.0) == 0 and share(0.95, 0.9) == pytest.approx(0, abs=1e-9)
+    assert share(0.5, 0.8) == pytest.approx(0.5)
+    assert share(1.2, 0.9) is None and share(0.5, 0.0) is None
+
+
+def test_tokens_per_completion_with_contrast():
+    cost = signs_of(history(**{"completions/mean_length": (50, 50)}, frac_reward_zero_std=(0.5, 0.5))).contrast_cost
+    assert cost == Pair(100, 100)
+    found = texts(**{"completions/mean_length": (50, 50)}, frac_reward_zero_std=(0.5, 0.5))
+    assert "A completion in a group with contrast cost 100 generated tokens at the start and 100 at the end." in found
+    assert signs_of(history(frac_reward_zero_std=(1, 1))).contrast_cost is None  # no group has contrast
+    assert signs_of(history(**{"tree/nodes": (3, 3)})).contrast_cost is None  # a tree generates more
+    assert signs_of(history(**{"selection/discarded_tokens": (3, 3)})).contrast_cost is None
+
+
+# ------------------------------------------------------------------------------------------------------ runs of `auto`
+
+
+def explored(plain=(1e-3, 2e-3), tree=(4e-3, 1e-3), share=(0.5, 0.1), **more):
+    """Logs of a run of `auto` with one explorer."""
+    rates = {"explore/contrast_per_token/plain": plain, "explore/contrast_per_token/tree": tree}
+    return history(**rates, **{"explore/share/tree": share, "explore/solved/tree": (0.2, 0.3)}, **more)
+
+
+NOTHING_WORTH = "Nothing was worth exploring: name no method; GRPO suits this run, so keep GRPO"
+
+
+def test_a_run_of_auto_is_told_which_source_was_worth_most():
+    found = advise(signs_of(explored()))
+    assert any(
+        finding.text
+        == "At the start, `tree` gave most contrast per token (3.9 groups per 1,000 tokens, fresh prompts "
+        "1.03); at the end, fresh prompts gave most contrast per token (1.97 groups per 1,000 tokens). The run "
+        "explored 49% of the prompts at the start, and 11% at the end."
+        for finding in found.findings
+    )
+    assert found.verdict.startswith("Exploration found more contrast per token than fresh prompts")
+    assert not any("groups per 1,000 tokens" in text for text in texts())
+
+
+@pytest.mark.parametrize(
+    "logs",
+    [
+        explored(tree=(5e-4, 5e-4)),
+        explored(share=(0, 0)),
+        explored(tree=(0, 0), plain=(0, 1e-3)),
+        history(**{"explore/contrast_per_token/plain": (1e-3, 1e-3), "explore/share/tree": (0, 0)}),
+    ],
+    ids=["plain is worth more", "nothing explored", "no contrast", "no explorer was used"],
+)
+def test_a_run_of_auto_without_anything_worth_exploring(logs):
+    assert advise(signs_of(logs)).verdict.startswith(NOTHING_WORTH)
+
+
+def test_a_source_starts_with_its_first_use():
+    logs = explored()
+    for entry in logs[:8]:
+        del entry["explore/contrast_per_token/tree"]
+    assert signs_of(logs).sources["tree"].start == pytest.approx(2.3e-3)
+    assert "`tree`" in " ".join(finding.text for finding in advise(signs_of(logs)).findings)
+
+
+def test_a_trained_run_of_auto_is_read(tmp_path, capsys):
+    def some(completions, **columns):
+        return [float(text.startswith("a")) for text in completions]
+
+    options = dict(explorers=["resample"], explore_min_share=1.0, reward_funcs=some, max_steps=8)
+    make_trainer(
+        AutoExploreTrainer, AutoExploreConfig, tmp_path, save_steps=8, save_strategy="steps", **options
+    ).train()
+    signs = read_signs(tmp_path)
+    assert set(signs.sources) == {"plain", "resample"} and signs.explored is not None
+    capsys.readouterr()
+    assert main(["advise", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "prompts explored" in shown and "explored prompts solved: resample" in shown
+
+
+# ------------------------------------------------------------------------------------------------------------ commands
 
 
 def test_the_newest_checkpoint_of_a_run_is_read(tmp_path, capsys):
@@ -268,7 +393,7 @@ def test_the_newest_checkpoint_of_a_run_is_read(tmp_path, capsys):
     capsys.readouterr()
     assert main(["advise", str(tmp_path), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["signs"]["steps"] == 8 and told["verdict"].startswith("This is no run of plain GRPO")
+    assert told["signs"]["steps"] == 8 and told["verdict"] == advise(signs).verdict and told["changes"] == []
     assert main(["advise", str(tmp_path)]) == 0
     assert "groups without contrast" in capsys.readouterr().out
 
@@ -294,18 +419,38 @@ def test_groups_of_graded_rewards_are_neither_wrong_nor_right(tmp_path, rewards)
     assert shares_of_groups(tmp_path, ["parity"]) is None
 
 
-@pytest.mark.parametrize(("name", "goes_deep"), [("coverage", False), ("deep_ends", True)])
-def test_the_change_is_printed_as_a_file_for_train(tmp_path, capsys, name, goes_deep):
-    start, end, equal, later, left = next(r for r in read_measured() if r.name == name).places[0]
-    logs = history(steps=400, reward=(start, end), frac_reward_zero_std=(equal, later), entropy=(1, left))
+SHOWN = {
+    "auto": (history(reward=(0.05, 0.5), **MANY_AT_START), AUTO),
+    "filter": (history(reward=(0.5, 0.95), **MANY_AT_END), {"method": "exploration", "dynamic_sampling": "refill"}),
+    "pass@k": ([*history(**HALF), *FALLING], {**AUTO, "advantage": "maxrl"}),
+}
+
+
+@pytest.mark.parametrize(("logs", "change"), SHOWN.values(), ids=SHOWN)
+def test_the_change_is_printed_as_a_file_for_train(tmp_path, capsys, logs, change):
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": logs}))
     assert main(["advise", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     cells = [line for line in shown.splitlines() if line.startswith(("│", "┃"))]
-    assert max(map(len, cells)) <= 80 and "equal CPU seconds" in " ".join(shown.split())
-    best = advise(read_signs(tmp_path)).arms[0]
-    assert f"It resembles {name}" in shown and yaml.safe_load(shown[shown.index("method: ") :]) == change(best)
-    assert ("a-search-that-unlearns" in shown) == goes_deep  # it is for answers that a wrong choice ends
+    assert max(map(len, cells)) <= 80 and "groups without contrast" in shown
+    assert yaml.safe_load(shown[shown.index("method: ") :]) == change
+    assert main(["advise", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["changes"] == [change]
+    config = tmp_path / "run.yaml"
+    flags = ["--use_cpu", "--bf16", "false", "--output_dir", str(tmp_path / "out")]
+    config.write_text(yaml.safe_dump({**change, "model_name_or_path": "model", "dataset_name": "data.jsonl"}))
+    parse_train_arguments(["--config", str(config), "--reward_funcs", "accuracy_reward", *flags])
+
+
+def test_auto_trains_with_the_advantage_of_the_advice(tmp_path):
+    one_batch(make_trainer(AutoExploreTrainer, AutoExploreConfig, tmp_path, advantage="maxrl", explorers=["resample"]))
+
+
+def test_a_run_that_needs_no_change_gets_none(tmp_path, capsys):
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": history()}))
+    assert main(["advise", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "keep GRPO" in shown and "method:" not in shown
 
 
 @pytest.mark.parametrize(
@@ -330,11 +475,19 @@ def test_a_folder_that_is_not_there_is_named(tmp_path, capsys):
     assert "nothing' does not exist; pass a run's output_dir" in capsys.readouterr().err
 
 
-def test_the_links_of_advice_lead_to_pages():
-    pages = {link.partition("#")[0] for name in ("advise.py", "measured.py") for link in links(name)}
-    assert pages and all((ROOT / page).is_file() for page in pages)
+def slug(heading):
+    """The anchor of a heading on a page."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 
-def links(name):
-    text = (ROOT / "trl_explore" / "advice" / name).read_text()
-    return [part.partition('"')[0] for part in text.split('"') if part.startswith("docs/")]
+RUNS = [history(), *(logs for logs, _ in SHOWN.values()), explored(), history(entropy=(1.0, 0.05), **GRADED)]
+RUNS += [history(reward=(0, 0), **EQUAL), history(reward=(2, 5), **MANY_AT_END), history(**{"tree/nodes": (3, 3)})]
+
+
+@pytest.mark.parametrize("logs", RUNS)
+def test_the_links_of_advice_lead_to_pages_and_headings(logs):
+    found = advise(signs_of(logs))
+    for link in [found.link, *(finding.link for finding in found.findings)]:
+        page, _, anchor = link.partition("#")
+        headings = re.findall(r"^#+ (.*)$", (ROOT / page).read_text(), re.MULTILINE)
+        assert not anchor or anchor in [slug(heading) for heading in headings], link

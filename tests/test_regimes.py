@@ -400,7 +400,7 @@ def test_of_two_seeds_nothing_is_called_clear(regimes, modules):
     text = "\n".join(modules.report.verdicts([found]))
     assert "clearly ahead" not in text and "(two seeds)" in text and "±" not in text
     effect = found.effect("G2RL", "GRPO", metric="greedy_accuracy", cost="tokens")
-    assert effect.seeds == 2 and not effect.has_interval  # so that advise is not told of it
+    assert effect.seeds == 2 and not effect.has_interval
 
 
 def test_a_frontier_waits_for_the_last_seed(modules):

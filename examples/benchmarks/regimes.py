@@ -27,7 +27,6 @@ million parameters, in slices. `REGIMES` names another folder of regimes.
 """
 
 import argparse
-import os
 import shutil
 import signal
 import statistics
@@ -38,7 +37,6 @@ from pathlib import Path
 from regimes_plan import STAGES, Regime, enlarged, expected, folder, stage_arms
 from regimes_results import Row, read_results, settings_of, to_rows, to_runs, write_results
 
-from trl_explore.advice.measured import FILE
 from trl_explore.compare.run import Run
 from trl_explore.errors import UsageError
 from trl_explore.names import unknown_name
@@ -225,8 +223,7 @@ def main() -> None:
 
         if args.regimes:
             parser.error("a report is of all regimes that have results: leave their names out")
-        told = None if args.large or "REGIMES" in os.environ else FILE
-        report(chosen, folder() / ("results-large" if args.large else "results"), told=told)
+        report(chosen, folder() / ("results-large" if args.large else "results"))
         return
     if args.minutes:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # which `nohup ... &` switches off

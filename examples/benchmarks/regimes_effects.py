@@ -199,11 +199,6 @@ class Results:
         low, high = crossed_interval(values, groups=groups if groups and len(groups) == values.shape[1] else None)
         return Effect(mean, min(low, mean - half), max(high, mean + half), len(values))
 
-    def looks(self) -> list[list[float]]:
-        """How GRPO's runs look to `trl-explore advise`."""
-        runs = [run for run in to_runs(self.rows, "verdict") if run.arm == self.base]
-        return [[round(float(value), 3) for value in looks(run.points)] for run in runs]
-
     def curve(self, run: Run, metric: str) -> list[dict[str, Any]]:
         """A run's curve with the metric by problem, where its successes are known, else as an array of one value."""
         num_samples = self.comparison.num_samples
@@ -314,13 +309,3 @@ class Results:
 def label(metric: str) -> str:
     """A metric as tables show it."""
     return metric.removesuffix("_accuracy").replace("_at_", "@")
-
-
-def looks(points: Sequence[dict[str, Any]]) -> tuple[float, ...]:
-    """How a run looks to `trl-explore advise`: reward and share of groups without contrast, at its two ends, and the
-    share of the entropy that is left. A curve has no training reward: the mean of two evaluations stands for it."""
-    success = "eval/pass_at_1" if "eval/pass_at_1" in points[0] else "eval/reward"
-    ends = (1, len(points) - 1)
-    rewards = [(points[at - 1][success] + points[at][success]) / 2 for at in ends]
-    equal = [points[at]["train/frac_reward_zero_std"] for at in ends]
-    return (*rewards, *equal, min(1.0, points[-1]["train/entropy"] / points[1]["train/entropy"]))

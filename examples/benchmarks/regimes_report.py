@@ -1,9 +1,7 @@
 """What `regimes.py` found, as Markdown: the verdicts of all regimes, and a section for each with every number."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from regimes_effects import Effect, Results, label
@@ -188,43 +186,7 @@ def _verdict(title: str, effects: dict[str, Effect | None]) -> str:
     return f"{title}: {words}." if words else ""
 
 
-def measured(results: list[Results]) -> list[dict[str, Any]]:
-    """What `trl-explore advise` is told: how GRPO's runs look in a regime, and what its arms did."""
-    told = []
-    for found in results:
-        regime, places = found.regime, found.looks()
-        if not places:
-            continue
-        arms = []
-        for name in found.named("rival", "method"):
-            row = next(row for row in found.rows if row["stage"] == "verdict" and row["arm"] == name)
-            method = next(arm["method"] for arm in regime.arms if arm["name"] == name)
-            effects = {
-                what: found.effect(name, found.base, metric=regime.metric, cost=cost)
-                for what, cost in (("tokens", "tokens"), ("seconds", found.seconds))
-            }
-            if not all(effect is not None and effect.has_interval for effect in effects.values()):
-                continue
-            shown = {what: [round(v, 1) for v in (e.mean, e.low, e.high)] for what, e in effects.items()}
-            options = json.loads(row["options"])
-            if method == "sesa":  # the task's own templates stand for nobody else, its kind of sketches does
-                options = {"mode": found.comparison.task.task.sesa_options["mode"], **options}
-            arms.append({"name": name, "method": method, "options": options, **shown})
-        told.append(
-            {
-                "name": regime.name,
-                "metric": label(regime.metric),
-                "agent": found.comparison.task.is_agent,
-                "places": places,
-                "limits": found.limits,
-                "seeds": len(regime.seeds_of("verdict")),
-                "arms": arms,
-            }
-        )
-    return told
-
-
-def report(regimes: list[Regime], path: Path, *, told: Path | None = None) -> None:
+def report(regimes: list[Regime], path: Path) -> None:
     """
     Writes a Markdown file and the pictures.
 
@@ -233,8 +195,6 @@ def report(regimes: list[Regime], path: Path, *, told: Path | None = None) -> No
             Regimes; those without results are left out.
         path (`Path`):
             The Markdown file without its suffix; `forest.png`, `frontier.png` and `changes.png` go beside it.
-        told (`Path`, *optional*):
-            Where what `trl-explore advise` knows of them goes.
     """
     results = []
     for regime in regimes:
@@ -255,8 +215,6 @@ def report(regimes: list[Regime], path: Path, *, told: Path | None = None) -> No
         raise SystemExit("no results yet: run `regimes.py train` first")
     lines = [*verdicts(known), *(line for found in known for line in table(found))]
     path.with_suffix(".md").write_text("\n".join([INTRODUCTION, *lines]), encoding="utf-8")
-    if told:
-        told.write_text(json.dumps(measured(known), indent=1) + "\n", encoding="utf-8")
     pictures = (
         draw_forest(known, path.with_name("forest.png")),
         draw_frontiers(known, path.with_name("frontier.png")),

@@ -1,1 +1,1 @@
-"""What a run's own logs say about it, and what paid where a measured run looked alike."""
+"""Advice on a run of GRPO, read from the run's own logs."""

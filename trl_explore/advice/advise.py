@@ -1,30 +1,39 @@
-"""From what a run shows to what to try: each sentence with the number it is read off, and the page it stands on."""
+"""Rules that turn the logs of a run into findings and a verdict."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from trl_explore.advice.measured import PAGE, Measured, Tried, nearest
-from trl_explore.advice.signs import Signs
+from trl_explore.advice.signs import Pair, Signs
+from trl_explore.auto.estimates import PLAIN
 from trl_explore.methods import METHODS
 
-MOSTLY = 0.7  # of the groups, or of a share
-CUT = 0.1  # of the completions
-LOST = 0.15  # of the entropy
+MANY = 0.7  # share of groups without contrast from which they are the main problem
+FEW = 1 / 3  # share of groups without contrast up to which nearly all groups teach
+SOME_WRONG = 0.25  # share of the groups without contrast that is worth exploring if all their completions are wrong
+CUT = 0.1  # share of completions that are cut off, from which a finding names it
+MANY_CUT = 0.3  # share of completions that are cut off, from which this is the verdict
+LOST = 0.15  # share of the entropy that is left
 FALL = 0.02  # in pass@k
+EXPLORED = 0.02  # share of explored prompts below which a run explored almost nothing
+EVIDENCE = "docs/evidence.md"
 TROUBLES = "docs/troubleshooting.md#it-trains-but-nothing-happens"
+WHICH_METHOD = "docs/which-method.md"
+ENDS = ("start", "end")
+AUTO = {"method": "auto", "explore": "auto"}
+KEEP_GRPO = "keep GRPO, and tune its learning rate."
 
 
 @dataclass(frozen=True)
 class Finding:
     """
-    One thing that a run shows.
+    One observation about a run.
 
     Args:
         text (`str`):
             The sentence, with its numbers.
         link (`str`):
-            The page that it stands on.
+            The page that explains it.
     """
 
     text: str
@@ -34,93 +43,167 @@ class Finding:
 @dataclass(frozen=True)
 class Advice:
     """
-    What a run shows, and what to try.
+    What to do with a run, and why.
 
     Args:
         signs ([`~trl_explore.advice.signs.Signs`]):
-            What its logs show.
+            The numbers that the logs contain.
         findings (`list[Finding]`):
-            What stands out.
-        regime ([`~trl_explore.advice.measured.Measured`], *optional*):
-            The measured regime that it resembles. None where none does.
-        distance (`float`, *optional*):
-            How far the nearest regime is.
-        arms (`list[Tried]`):
-            What was clearly ahead of tuned GRPO there, the most first. Empty: keep GRPO.
+            Observations that stand out.
+        verdict (`str`):
+            The advice in one sentence.
+        link (`str`):
+            The page that explains the verdict.
+        changes (`list[dict]`):
+            Fields for a file that `trl-explore train --config` reads: at most one proposal. Empty if no field of a
+            trainer helps.
     """
 
     signs: Signs
     findings: list[Finding]
-    regime: Measured | None
-    distance: float | None
-    arms: list[Tried]
-
-    @property
-    def verdict(self) -> str:
-        """The advice in one sentence."""
-        if self.signs.unscored:
-            return "No completion has a reward: see why the reward functions return None or NaN."
-        if (reward := self.signs.same_reward) is not None:
-            return _of_one_reward(reward)
-        if not self.signs.plain:
-            return "This is no run of plain GRPO, which is what resemblance is read off: compare it with one."
-        if self.regime is None and not self.signs.zero_or_one:
-            return (
-                "All measured runs had rewards of 0 and 1 only. This run has others, so no measured run resembles "
-                "it: keep GRPO, and tune its learning rate."
-            )
-        if self.regime is None:
-            return "Nothing measured resembles this: keep GRPO, and tune its learning rate."
-        if not self.arms:
-            return f"It resembles {self.regime.name}, where nothing was clearly ahead of tuned GRPO: keep GRPO."
-        return f"It resembles {self.regime.name}, where {self.arms[0].name} was furthest ahead of tuned GRPO."
+    verdict: str
+    link: str
+    changes: list[dict[str, Any]] = field(default_factory=list)
 
 
 def advise(signs: Signs) -> Advice:
     """
-    Reads signs.
+    Return the advice on a run.
 
     Args:
         signs ([`~trl_explore.advice.signs.Signs`]):
-            What a run's logs show.
+            The numbers that the logs of the run contain.
 
     Returns:
-        [`Advice`]: What stands out, what it resembles, and what paid there.
+        [`Advice`]: The verdict, and the findings behind it.
     """
     if not signs.can_learn:
-        # Nothing was learned, and no other trainer changes that: what resembles this run does not matter.
-        return Advice(signs, [_nothing_learned(signs)], None, None, [])
-    regime, distance = nearest(signs)
-    ahead = [] if regime is None else sorted(filter(lambda arm: arm.paid, regime.arms), key=lambda arm: -arm.tokens[0])
-    return Advice(signs, list(_findings(signs)), regime, distance, ahead)
+        # Nothing was learned, so nothing else that the logs show matters.
+        return _without_findings(signs)
+    findings = list(_findings(signs))
+    if (cut := signs.values.get("completions/clipped_ratio")) and cut.end >= MANY_CUT:
+        verdict = (
+            f"{cut.end:.0%} of the completions are cut off: raise `max_completion_length` first, unless your reward "
+            "does not need the end of a completion."
+        )
+        return Advice(signs, findings, verdict, TROUBLES)
+    if signs.sources:
+        return _of_exploration(signs, findings)
+    if not signs.plain:
+        verdict = (
+            "This run used another method than plain GRPO: compare it with GRPO on your data, for as many generated "
+            "tokens, before you keep the method."
+        )
+        return Advice(signs, findings, verdict, "docs/comparing.md")
+    return _of_grpo(signs, findings)
 
 
-def change(arm: Tried) -> dict[str, Any]:
-    """What `trl-explore train --config` takes to try an arm: its method and fields, without the tiny model's rate."""
-    return {"method": arm.method, **{name: value for name, value in arm.options.items() if name != "learning_rate"}}
-
-
-def _of_one_reward(reward: float) -> str:
-    """Return what to do if all completions of a run got the same reward."""
+def _without_findings(signs: Signs) -> Advice:
+    """Return the advice on a run that could not learn, because it has no rewards or all of them are equal."""
+    reward = signs.same_reward
+    if reward is None:
+        finding = Finding("No logged step has a reward.", TROUBLES)
+        verdict = "No completion has a reward: see why the reward functions return None or NaN."
+        return Advice(signs, [finding], verdict, TROUBLES)
+    finding = Finding(f"All completions of all logged steps got the reward {reward:.3g}.", TROUBLES)
     if reward <= 0:
-        return "No sample ever succeeded: use easier data or a warm start first."
-    if reward >= 1:
-        return "Every sample succeeded: there is nothing to learn from these data; use harder data."
-    return f"Every sample got the reward {reward:.3g}: see what the reward function gives a right and a wrong answer."
+        verdict = "No sample ever succeeded: use easier data or a warm start first."
+    elif reward >= 1:
+        verdict = "Every sample succeeded: there is nothing to learn from these data; use harder data."
+    else:
+        verdict = (
+            f"Every sample got the reward {reward:.3g}: see what the reward function gives a right and a wrong answer."
+        )
+    return Advice(signs, [finding], verdict, TROUBLES)
 
 
-def _nothing_learned(signs: Signs) -> Finding:
-    """Return why a run could not learn: it has no rewards, or all of them are equal."""
-    if signs.unscored:
-        return Finding("No logged step has a reward.", TROUBLES)
-    return Finding(f"All completions of all logged steps got the reward {signs.same_reward:.3g}.", TROUBLES)
+def _of_exploration(signs: Signs, findings: list[Finding]) -> Advice:
+    """Return the advice on a run that explored unsolved prompts with the field `explore`."""
+    best = {_worth_most(signs, end) for end in ENDS} - {None, PLAIN}
+    explored = signs.explored
+    if not best or explored is None or max(explored) < EXPLORED:
+        verdict = f"Nothing was worth exploring: name no method; GRPO suits this run, so {KEEP_GRPO}"
+        return Advice(signs, findings, verdict, WHICH_METHOD)
+    verdict = "Exploration found more contrast per token than fresh prompts: keep it, and tune the learning rate."
+    return Advice(signs, findings, verdict, WHICH_METHOD)
+
+
+def _of_grpo(signs: Signs, findings: list[Finding]) -> Advice:
+    """Return the advice on a run of GRPO that has rewards which differ."""
+    reward, equal = signs.values["reward"], signs.values.get("frac_reward_zero_std")
+    rises = reward.end > reward.start
+    if equal and max(equal) <= FEW and rises:
+        verdict = f"Nearly all groups have contrast, and the reward rises: {KEEP_GRPO}"
+        return Advice(signs, findings, verdict, f"{EVIDENCE}#groups-have-contrast")
+    if equal and max(equal) >= MANY:
+        return _of_equal_groups(signs, findings, equal)
+    if _only_passk_falls(signs):
+        verdict = (
+            "Pass@k falls while pass@1 rises: if pass@k matters to you, try the advantage `maxrl` (or `passk`), "
+            "with `explore: auto`."
+        )
+        changes = [{**AUTO, "advantage": "maxrl"}]
+        return Advice(signs, findings, verdict, f"{EVIDENCE}#reward-rises-and-passk-falls", changes)
+    if rises:
+        verdict = f"The reward rises, and nothing here calls for another method: {KEEP_GRPO}"
+    else:
+        verdict = "The reward does not rise, although groups have contrast: tune the learning rate of GRPO first."
+    return Advice(signs, findings, verdict, f"{EVIDENCE}#groups-have-contrast")
+
+
+def _of_equal_groups(signs: Signs, findings: list[Finding], equal: Pair) -> Advice:
+    """Return the advice on a run of GRPO with many groups without contrast."""
+    ends = [end for end in ENDS if getattr(equal, end) >= MANY]
+    for end in ends:
+        share = signs.wrong_share(end)
+        if share is not None and share >= SOME_WRONG:
+            verdict = (
+                f"{_equal_groups(signs, equal, end)}: try `explore: auto`, which explores unsolved prompts if it pays."
+            )
+            link = f"{EVIDENCE}#groups-without-contrast-at-the-{end}"
+            return Advice(signs, findings, verdict, link, [AUTO])
+    groups = _equal_groups(signs, equal, ends[-1])
+    if signs.wrong_share(ends[-1]) is None:
+        verdict = f"{groups}: if their completions are wrong, try `explore: auto`; if right, filter these prompts."
+        return Advice(signs, findings, verdict, WHICH_METHOD, [AUTO])
+    verdict = (
+        f"{groups}: filter the solved prompts and use harder data, or let `dynamic_sampling` replace them; easier "
+        "data do not teach."
+    )
+    changes = [{"method": "exploration", "dynamic_sampling": "refill"}]
+    return Advice(signs, findings, verdict, "docs/evaluating.md#keep-the-prompts-that-are-hard", changes)
+
+
+def _equal_groups(signs: Signs, equal: Pair, end: str) -> str:
+    """Return a clause on the groups without contrast at one end of a run: their share, and the reward or outcomes."""
+    text = f"{getattr(equal, end):.0%} of the groups have no contrast at the {end}"
+    if signs.all_wrong and signs.all_right:
+        wrong, right = getattr(signs.all_wrong, end), getattr(signs.all_right, end)
+        return f"{text} ({wrong:.0%} all wrong, {right:.0%} all right)"
+    return f"{text} (mean reward {getattr(signs.values['reward'], end):.2f})"
+
+
+def _only_passk_falls(signs: Signs) -> bool:
+    """Return whether pass@k falls for the largest k while it rises for the smallest."""
+    if len(signs.pass_at) < 2:
+        return False
+    few, *_, many = signs.pass_at.values()
+    return many.end < many.start - FALL and few.end > few.start
+
+
+def _worth_most(signs: Signs, end: str) -> str | None:
+    """Return the source with most contrast per token at one end of a run. None if no source found contrast."""
+    rates = {name: getattr(pair, end) for name, pair in signs.sources.items()}
+    best = max(rates, key=rates.__getitem__)
+    return best if rates[best] > 0 else None
 
 
 def _findings(signs: Signs) -> Iterator[Finding]:
+    """Yield the findings on a run that has rewards which differ."""
     values = signs.values
     if signs.threshold is not None:
         yield Finding(signs.threshold, "docs/credit.md#graded-rewards")
-    elif signs.plain and not signs.zero_or_one:
+    elif not signs.zero_or_one and (signs.plain or signs.sources):
         yield Finding(
             "Rewards are not only 0 and 1. Before you try a method that asks about success, set its "
             "`success_threshold`, or let `success_reward` name the reward function that decides.",
@@ -140,27 +223,23 @@ def _findings(signs: Signs) -> Iterator[Finding]:
         )
     equal, reward = values.get("frac_reward_zero_std"), values.get("reward")
     if equal and reward:
-        yield from _of_groups(signs, equal.start, equal.end)
-        if max(equal) < 1 - MOSTLY / 2 and reward.end > reward.start:
-            yield Finding(
-                f"Groups have contrast ({1 - equal.start:.0%} at the start, {1 - equal.end:.0%} at the end), and "
-                f"the reward rises from {reward.start:.2f} to {reward.end:.2f}: GRPO learns from what it samples.",
-                f"{PAGE}#groups-have-contrast",
-            )
+        yield from _of_groups(signs, equal, reward)
+    yield from _of_sources(signs)
     left = signs.entropy_left
     if left is not None and left <= LOST:
         yield Finding(
             f"{left:.0%} of the entropy that the run began with is left ({values['entropy'].start:.2f} nats, now "
             f"{values['entropy'].end:.2f}): samples of a prompt hardly differ any more.",
-            f"{PAGE}#entropy-is-gone",
+            f"{EVIDENCE}#entropy-is-gone",
         )
     if len(signs.pass_at) > 1:
         (small, first), *_, (large, last) = signs.pass_at.items()
         if last.end < last.start - FALL:
             yield Finding(
                 f"pass@{large} falls from {last.start:.1%} to {last.end:.1%} while pass@{small} goes from "
-                f"{first.start:.1%} to {first.end:.1%}: the run sharpens what it knew, and loses other answers.",
-                f"{PAGE}#reward-rises-and-passk-falls",
+                f"{first.start:.1%} to {first.end:.1%}: the run sharpens what it knew, and loses other answers. If "
+                f"pass@{large} matters to you, try a lower learning rate or the advantage `maxrl` or `passk`.",
+                f"{EVIDENCE}#reward-rises-and-passk-falls",
             )
     ends = {name: pair.end for name, pair in values.items()}
     for row in METHODS.values():
@@ -168,13 +247,50 @@ def _findings(signs: Signs) -> Iterator[Finding]:
             yield Finding(*remark)
 
 
-def _of_groups(signs: Signs, start: float, end: float) -> Iterator[Finding]:
-    for when, equal, at in (("start", start, 0), ("end", end, 1)):
-        if equal < MOSTLY:
+def _of_groups(signs: Signs, equal: Pair, reward: Pair) -> Iterator[Finding]:
+    """Yield the findings on groups without contrast, and on the tokens that contrast costs."""
+    for end in ENDS:
+        if getattr(equal, end) >= MANY:
+            text = f"{_equal_groups(signs, equal, end)}. They teach nothing."
+            yield Finding(text, f"{EVIDENCE}#groups-without-contrast-at-the-{end}")
+    if max(equal) < MANY and reward.end > reward.start:
+        yield Finding(
+            f"Groups have contrast ({1 - equal.start:.0%} at the start, {1 - equal.end:.0%} at the end), and "
+            f"the reward rises from {reward.start:.2f} to {reward.end:.2f}: GRPO learns from what it samples.",
+            f"{EVIDENCE}#groups-have-contrast",
+        )
+    cost = signs.contrast_cost
+    if cost is not None:
+        yield Finding(
+            f"A completion in a group with contrast cost {cost.start:,.0f} generated tokens at the start and "
+            f"{cost.end:,.0f} at the end.",
+            WHICH_METHOD,
+        )
+
+
+def _of_sources(signs: Signs) -> Iterator[Finding]:
+    """Yield the finding on the sources of rows of a run that explored with the field `explore`."""
+    if not signs.sources:
+        return
+    parts = []
+    for end in ENDS:
+        best = _worth_most(signs, end)
+        if best is None:
+            parts.append(f"at the {end}, no source found contrast")
             continue
-        text = f"At the {when}, {equal:.0%} of the groups have no contrast and teach nothing"
-        if signs.all_wrong and signs.all_right:
-            text += f" ({signs.all_wrong[at]:.0%} all wrong, {signs.all_right[at]:.0%} all right)"
-        else:
-            text += f" (mean reward {signs.values['reward'][at]:.2f})"
-        yield Finding(f"{text}.", f"{PAGE}#groups-without-contrast-at-the-{when}")
+        rate = 1000 * getattr(signs.sources[best], end)
+        text = f"at the {end}, {_named(best)} gave most contrast per token ({rate:.3g} groups per 1,000 tokens"
+        if best != PLAIN and PLAIN in signs.sources:
+            text += f", fresh prompts {1000 * getattr(signs.sources[PLAIN], end):.3g}"
+        parts.append(f"{text})")
+    shown = "; ".join(parts)
+    text = f"{shown[0].upper()}{shown[1:]}."
+    if signs.explored is not None:
+        text += f" The run explored {signs.explored.start:.0%} of the prompts at the start, and "
+        text += f"{signs.explored.end:.0%} at the end."
+    yield Finding(text, WHICH_METHOD)
+
+
+def _named(source: str) -> str:
+    """Return the name of a source of rows in a sentence."""
+    return "fresh prompts" if source == PLAIN else f"`{source}`"

@@ -1,10 +1,10 @@
-"""What the logs of a run show: at its beginning and at its end, an eighth of its logged steps each."""
+"""Numbers from the logs of a run: means over the first and the last eighth of its logged steps."""
 
 import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -14,11 +14,13 @@ from trl_explore.methods import logged_by_a_method
 from trl_explore.rewards.threshold import threshold_note
 
 STATE = "trainer_state.json"
-SHARE = 8  # beginning and end are one of so many parts
+SHARE = 8  # the first and the last 1 / SHARE of the steps are the start and the end of a run
 FEWEST_STEPS = 8
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 REWARD = re.compile(r"rewards/(.+)/mean")
 PASS = re.compile(r"eval/pass_at_(\d+)")
+# Metrics of the field `explore`; the name of a source of rows follows.
+CONTRAST_PER_TOKEN, SHARE_EXPLORED, SOLVED = "explore/contrast_per_token/", "explore/share/", "explore/solved/"
 METHOD_MARK = "method/changed_hooks"  # logged by every trainer that is not plain GRPO
 ROUNDING = 1e-6  # of a logged reward
 # Rewards of 0 and 1 with mean m have variance m (1 - m), times N / (N - 1) over N completions. A log that averages
@@ -28,7 +30,7 @@ MOST_VARIANCE = 1.5  # above this share, some rewards lie outside
 
 
 class Pair(NamedTuple):
-    """A value at the beginning of a run and at its end."""
+    """A value at the start of a run and at its end."""
 
     start: float
     end: float
@@ -37,13 +39,13 @@ class Pair(NamedTuple):
 @dataclass(frozen=True)
 class Signs:
     """
-    What a run shows.
+    Numbers from the logs of a run.
 
     Args:
         steps (`int`):
-            Its last logged step.
+            The last logged step.
         values (`dict[str, Pair]`):
-            Logged values by name, at the beginning and at the end.
+            Logged values by name, at the start and at the end.
         pass_at (`dict[int, Pair]`):
             Pass@k by k, at the first evaluation and at the last.
         all_wrong (`Pair`, *optional*):
@@ -52,7 +54,7 @@ class Signs:
         all_right (`Pair`, *optional*):
             Share of groups whose completions are all worth 1 or more.
         plain (`bool`, *optional*, defaults to `True`):
-            Whether it is a run of GRPO: the trainer changes none of GRPO's steps.
+            True if it is a run of GRPO: the trainer changes none of GRPO's steps.
         same_reward (`float`, *optional*):
             The reward that all completions of the run got. None if rewards differ.
         zero_or_one (`bool`, *optional*, defaults to `True`):
@@ -61,6 +63,13 @@ class Signs:
             Names of reward functions that gave 0 to every completion, if there are several functions.
         threshold (`str`, *optional*):
             Note on a success threshold that no completion reached, or that every completion reached.
+        sources (`dict[str, Pair]`, *optional*, defaults to `{}`):
+            Groups with contrast per generated token by source of rows, in a run with the field `explore`. The start
+            of a source is its first use.
+        explored (`Pair`, *optional*):
+            Share of the prompts that a run with the field `explore` explored.
+        solved (`dict[str, Pair]`, *optional*, defaults to `{}`):
+            Share of the explored prompts that were solved, by explorer. The start of an explorer is its first use.
     """
 
     steps: int
@@ -73,6 +82,9 @@ class Signs:
     zero_or_one: bool = True
     unpaid: tuple[str, ...] = ()
     threshold: str | None = None
+    sources: dict[str, Pair] = field(default_factory=dict)
+    explored: Pair | None = None
+    solved: dict[str, Pair] = field(default_factory=dict)
 
     @property
     def unscored(self) -> bool:
@@ -85,26 +97,42 @@ class Signs:
         return not self.unscored and self.same_reward is None
 
     @property
-    def agent(self) -> bool:
-        """Whether tools were called."""
-        return "tools/call_frequency" in self.values
-
-    @property
     def entropy_left(self) -> float | None:
         """Entropy at the end over that of the beginning, at most 1."""
         entropy = self.values.get("entropy")
         return None if entropy is None or entropy.start <= 0 else min(1.0, entropy.end / entropy.start)
 
     @property
-    def place(self) -> tuple[float, ...] | None:
-        """What resemblance is measured by: reward and share of groups without contrast, at both ends, and the entropy
-        left. None where one is not logged, or rewards are others than 0 and 1, which all measured runs had."""
-        reward, equal, left = self.values.get("reward"), self.values.get("frac_reward_zero_std"), self.entropy_left
-        if reward is None or equal is None or left is None or not self.zero_or_one:
+    def contrast_cost(self) -> Pair | None:
+        """Tokens of GRPO's completions per completion in a group with contrast. None if the logs do not show it: some
+        methods and `dynamic_sampling` generate more tokens, and without any contrast the cost is infinite."""
+        length, equal = self.values.get("completions/mean_length"), self.values.get("frac_reward_zero_std")
+        samples_more = "selection/discarded_tokens" in self.values or not (self.plain or self.sources)
+        if samples_more or length is None or equal is None or max(equal) >= 1:
             return None
-        if self.same_reward is not None or not all(0 <= value <= 1 for value in reward):
+        return Pair(length.start / (1 - equal.start), length.end / (1 - equal.end))
+
+    def wrong_share(self, end: str) -> float | None:
+        """
+        Return the share of the groups without contrast whose completions are all wrong.
+
+        Args:
+            end (`str`):
+                `"start"` or `"end"` of the run.
+
+        Returns:
+            `float` or `None`: Counted if the completions tables tell wrong from right. Else an estimate from the mean
+            reward, if groups with contrast succeed half of the time. None if the mean reward is above 1, so that it
+            does not tell wrong from right, or if all groups have contrast.
+        """
+        if self.all_wrong is not None and self.all_right is not None:
+            wrong, right = getattr(self.all_wrong, end), getattr(self.all_right, end)
+            return wrong / (wrong + right) if wrong + right > 0 else None
+        equal, reward = getattr(self.values["frac_reward_zero_std"], end), getattr(self.values["reward"], end)
+        if reward > 1 or equal <= 0:
             return None
-        return (*reward, *equal, left)
+        right = min(max(reward - (1 - equal) / 2, 0.0), equal)
+        return (equal - right) / equal
 
 
 def read_signs(path: Path) -> Signs:
@@ -182,7 +210,31 @@ def signs_of(history: Sequence[Mapping[str, Any]], *, name: str = "the run") -> 
         zero_or_one=_may_be_zero_or_one(steps),
         unpaid=_unpaid(steps),
         threshold=threshold_note(steps),
+        sources=_by_source(steps, CONTRAST_PER_TOKEN, part),
+        explored=_explored(steps, part),
+        solved=_by_source(steps, SOLVED, part),
     )
+
+
+def _by_source(steps: Sequence[Mapping[str, Any]], prefix: str, part: int) -> dict[str, Pair]:
+    """Return means of the first and the last `part` logged values of each metric that begins with `prefix`, by the
+    rest of its name."""
+    pairs = {}
+    for key in sorted({key for entry in steps for key in entry if key.startswith(prefix)}):
+        values = _numbers(steps, key)
+        if values:
+            pairs[key.removeprefix(prefix)] = Pair(fmean(values[:part]), fmean(values[-part:]))
+    return pairs
+
+
+def _explored(steps: Sequence[Mapping[str, Any]], part: int) -> Pair | None:
+    """Return the share of the prompts that were explored, by all explorers together. None if this is not logged."""
+    totals = []
+    for entry in steps:
+        shares = [value for key, value in entry.items() if key.startswith(SHARE_EXPLORED)]
+        if shares:
+            totals.append(sum(shares))
+    return Pair(fmean(totals[:part]), fmean(totals[-part:])) if totals else None
 
 
 def _numbers(entries: Sequence[Mapping[str, Any]], key: str) -> list[float]:

@@ -40,7 +40,7 @@ def _build_parser() -> argparse.ArgumentParser:
     commands.add_parser("train", help="train a model: trl-explore train --method deep_grpo --config run.yaml")
     commands.add_parser("compare", help="several methods on the same budget: trl-explore compare --task chain")
     commands.add_parser("tasks", help="tasks that bring data and rewards, with examples: trl-explore tasks chain")
-    commands.add_parser("advise", help="what a run's logs say, and what to try: trl-explore advise out")
+    commands.add_parser("advise", help="read the logs of a run, and say what to do: trl-explore advise out")
     commands.add_parser("tree", help="look at a dumped search tree: trl-explore tree FILE --index N --html tree.html")
     commands.add_parser("filter", help="keep the prompts that a model rarely solves: trl-explore filter --k 4 ...")
     commands.add_parser("eval", help="measure pass@k and maj@k: trl-explore eval --dataset gsm8k ...")

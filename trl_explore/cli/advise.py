@@ -1,4 +1,4 @@
-"""`trl-explore advise`: what a run's own logs say about it, and what paid where a measured run looked alike."""
+"""`trl-explore advise`: advice on a run of GRPO, from its own logs."""
 
 import argparse
 import json
@@ -10,23 +10,17 @@ import yaml
 from rich.console import Console
 from rich.text import Text
 
-from trl_explore.advice.advise import Advice, advise, change
+from trl_explore.advice.advise import Advice, advise
 from trl_explore.advice.signs import read_signs
 from trl_explore.fitting_table import FittingTable
 from trl_explore.visible_text import visible_text
 
-# A comment, so that what is printed stays a file.
-DEPTH_WEIGHT = (
-    "# depth_weight: if a wrong choice ends a completion. Else leave it out: TreeGRPO may unlearn\n"
-    "# [docs/evidence.md#a-search-that-unlearns]"
-)
-
 
 def build_parser() -> argparse.ArgumentParser:
-    """The flags of `trl-explore advise`."""
+    """Return the parser of `trl-explore advise`."""
     parser = argparse.ArgumentParser(
         prog="trl-explore advise",
-        description="Read a run of GRPO: what stands out, which measured run it resembles, and what paid there.",
+        description="Read the logs of a run of GRPO, and say what to do: keep GRPO, change the data, or explore.",
         epilog="It reads trainer_state.json, and the tables that log_completions wrote. Nothing is loaded or trained.",
     )
     parser.add_argument("run", metavar="RUN", help="a run's output_dir, a checkpoint in it, or a trainer_state.json")
@@ -35,12 +29,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def run(argv: list[str]) -> int:
-    """Runs `trl-explore advise`."""
+    """Run `trl-explore advise`, and return its exit status."""
     args = build_parser().parse_args(argv)
     advice = advise(read_signs(Path(args.run).expanduser()))
     if args.json:
-        changes = [change(arm) for arm in advice.arms]
-        json.dump({**asdict(advice), "verdict": advice.verdict, "changes": changes}, sys.stdout, indent=2)
+        json.dump(asdict(advice), sys.stdout, indent=2)
         print()
         return 0
     console = Console()
@@ -48,30 +41,15 @@ def run(argv: list[str]) -> int:
     for finding in advice.findings:
         console.print(Text(f"- {visible_text(finding.text)} [{finding.link}]"))
     console.print(Text(f"\n{advice.verdict}", style="bold"))
-    console.print("Pages named here are in the folder docs of the repository.", highlight=False)
-    if not advice.signs.can_learn:
-        return 0
-    if advice.regime is None or not advice.arms:
-        link = advice.regime.link if advice.regime else "docs/evidence.md"
-        console.print(Text(f"The evidence: {link}"))
-        return 0
-    console.print(Text(f"Ahead of tuned GRPO in {advice.regime.name} ({advice.regime.link})", style="italic"))
-    titles = ["what", f"{advice.regime.metric}, equal generated tokens", "equal CPU seconds"]
-    console.print(FittingTable(titles, [[arm.name, _shown(arm.tokens), _shown(arm.seconds)] for arm in advice.arms]))
-    console.print(
-        f"Points of a hundred along the curve with 95 % intervals, {advice.regime.seeds} seeds, a tiny model: a "
-        "reason to try, not what you will gain. To try the first, in a file for `trl-explore train --config`:\n",
-        markup=False,
-        highlight=False,
-    )
-    to_change = change(advice.arms[0])
-    console.print(Text(yaml.safe_dump(to_change, sort_keys=False)), soft_wrap=True)
-    if "depth_weight" in to_change:
-        console.print(Text(DEPTH_WEIGHT), soft_wrap=True)
+    console.print(Text(f"See {advice.link}. Pages named here are in the repository."))
+    for change in advice.changes:
+        console.print(Text("To try it, set in a file for `trl-explore train --config`:\n"))
+        console.print(Text(yaml.safe_dump(change, sort_keys=False)), soft_wrap=True)
     return 0
 
 
 def _print_signs(console: Console, advice: Advice) -> None:
+    """Print the numbers that the advice is based on."""
     signs = advice.signs
     console.print(Text(f"{signs.steps} steps", style="italic"))
     rows = []
@@ -88,11 +66,12 @@ def _print_signs(console: Console, advice: Advice) -> None:
     for title, pair in (("groups all wrong", signs.all_wrong), ("groups all right", signs.all_right)):
         if pair:
             rows.append([title, *(f"{value:.3g}" for value in pair)])
+    for name, pair in signs.sources.items():
+        rows.append([f"contrast per 1,000 tokens: {name}", *(f"{1000 * value:.3g}" for value in pair)])
+    if signs.explored:
+        rows.append(["prompts explored", *(f"{value:.3g}" for value in signs.explored)])
+    for name, pair in signs.solved.items():
+        rows.append([f"explored prompts solved: {name}", *(f"{value:.3g}" for value in pair)])
     for k, pair in signs.pass_at.items():
         rows.append([f"pass@{k}", *(f"{value:.3g}" for value in pair)])
     console.print(FittingTable(["", "start", "end"], rows))
-
-
-def _shown(values: list[float]) -> str:
-    mean, low, high = values
-    return f"{mean:+.1f} [{low:+.1f}, {high:+.1f}]"
