@@ -152,8 +152,8 @@ def _explorers(task: Any) -> dict[str, Any]:
     options = {"pivots": _pivots(task) or {}}
     if not _is_agent(task):
         options["tree"] = _nodes(task) or {}
-        sketches = _sketches(task)
-        if sketches:
+        sketches = dict(_sketches(task) or {})
+        if sketches.pop("mode", "two_stage") == "two_stage":
             options["sketches"] = sketches
     shared: dict[str, Any] = {}
     own: dict[str, dict[str, Any]] = {}

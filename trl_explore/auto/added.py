@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from trl_explore.auto.joined import group_advantages
 from trl_explore.explorers.branch_explorer import Branches, BranchExplorer, ScoredGroup
 from trl_explore.explorers.exploration import as_rollout, train_all_mask
 from trl_explore.explorers.explorer import Explored, Explorer, PromptGroup, Sample, check_explored
@@ -146,4 +147,10 @@ class RestartExplorer(BranchExplorer):
         forks = [Fork(group.trajectories[0], turn=0, number=size, start=0) for group in groups]
         branches = self.forks.sample_branches(forks)
         self.forks.judge(branches)
-        return Branches(self.forks.rows(branches, group_size=size, trains_prefixes=False))
+        rows = self.forks.rows(branches, group_size=size, trains_prefixes=False)
+        if self.args.advantage in ("grpo", "unlikeliness"):
+            return Branches(rows)
+        rewards = torch.tensor([branch.rewards for branch in branches]).view(len(branches), len(self.scorer.names))
+        totals, deciding = self.scorer.totals(rewards), self.scorer.success(rewards)
+        advantages = group_advantages(self.args, totals.view(-1, size), deciding.view(-1, size))
+        return Branches(rows, advantages.flatten().tolist())

@@ -54,7 +54,11 @@ class AutoExplorer(BranchExplorer):
             names, discount=self.args.explore_discount, min_share=1.0 if always else self.args.explore_min_share
         )
         self.num_batches = 0
+        # Of the newest generation batch: share of the prompts that each explorer gets, and this process's groups, with
+        # the source that was chosen for each.
         self._shares: dict[str, float] = {}
+        self._groups: Sequence[ScoredGroup] = ()
+        self._sources: list[str] = []
 
     @property
     def is_active(self) -> bool:
@@ -99,6 +103,7 @@ class AutoExplorer(BranchExplorer):
         self._shares = {name: sources.count(name) / len(sources) for name in self.explorers}
         first = ranks.index * len(groups)
         own = sources[first : first + len(groups)]
+        self._groups, self._sources = groups, own
         assigned = []
         for name, explorer in self.explorers.items():
             if name in sources:
@@ -162,7 +167,12 @@ class AutoExplorer(BranchExplorer):
                     if is_success and parent is not None})  # fmt: skip
 
     def columns(self, num_rows: int) -> dict[str, list[Any]]:
-        return {}
+        explored_by = [""] * num_rows
+        for group, source in zip(self._groups, self._sources, strict=True):
+            if source != PLAIN:
+                for trajectory in group.trajectories:
+                    explored_by[trajectory.main_row] = source
+        return {"explored_by": explored_by} if self.explorers else {}
 
     def end_run(self) -> None:
         estimates = self.estimates

@@ -93,7 +93,7 @@ WAYS: dict[str, Way] = {
         "tree_grpo_config:TreeGRPOConfig",
         _tree,
         defaults={"expansion_width": 4, "depth_weight": 4.0},
-        refused=("replay_file", "dump_trees"),
+        refused=("replay_buffer", "replay_file", "dump_trees"),
     ),
     "pivots": Way(
         "deep_grpo_config:DeepGRPOConfig",

@@ -1,0 +1,187 @@
+"""Train `auto` beside GRPO, the best rival and the best method in the ten regimes, on fresh seeds.
+
+    python examples/benchmarks/auto_regimes.py dead_ends maze --processes 2
+    python examples/benchmarks/auto_regimes.py --report
+
+Each regime has these arms:
+
+- GRPO at its tuned learning rate.
+- The rival and the method that were furthest ahead in the verdict of the regime, with their tuned fields. They are
+  chosen with hindsight: no user knows them in advance.
+- `auto` with its defaults and GRPO's learning rate.
+- MaxRL or the pass@k advantage, whichever was ahead, and `auto` with the same fields.
+- Controls: a random explorer for every unsolved prompt, and each explorer alone for every unsolved prompt.
+
+The evaluations go to `auto_results/<regime>.csv`. An interrupted run continues where it stopped. `--report` prints one
+table with a row per regime: the mean along the curve, for equal generated tokens and for equal CPU seconds.
+"""
+
+import argparse
+import csv
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+from regimes_plan import Arm, Regime, folder
+from regimes_results import read_results, to_runs
+
+from trl_explore.compare.costs import interval, mean_along
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "auto_results"
+SEEDS = range(60, 70)  # no earlier run of this project used them
+AGENTS = ("tail_errors", "late_falls")
+EXPLORERS = {False: ("tree", "pivots", "resample"), True: ("tail_branches", "turn_trees", "resample")}
+ADVANTAGES = ("MaxRL", "pass@k")
+COLUMNS = ("arm", "seed", "step", "tokens", "cpu_seconds")
+COSTS = {"tokens": "tokens", "cpu_seconds": "CPU seconds"}
+
+
+def best(regime: Regime, roles: tuple[str, ...], names: tuple[str, ...] = ()) -> Arm:
+    """Return the arm with one of these roles, or names, that was highest in the regime's verdict, with its tuned
+    fields."""
+    rows = read_results(regime.path)
+    runs = to_runs(rows, "verdict")
+    options = {row["arm"]: json.loads(row["options"]) for row in rows if row["stage"] == "verdict"}
+    reading = min(run.points[-1]["tokens"] for run in runs)
+    heights: dict[str, float] = {}
+    for arm in regime.arms:
+        own = [run.points for run in runs if run.arm == arm["name"]]
+        if own and (arm["name"] in names if names else arm["role"] in roles):
+            heights[arm["name"]] = statistics.mean(
+                mean_along(points, "tokens", reading, f"eval/{regime.metric}") for points in own
+            )
+    name = max(heights, key=heights.__getitem__)
+    (arm,) = [arm for arm in regime.arms if arm["name"] == name]
+    return {"name": name, "method": arm["method"], "options": options[name]}
+
+
+def arms_of(regime: Regime) -> list[Arm]:
+    """Return the arms of a regime."""
+    grpo = best(regime, ("baseline",))
+    tuned = grpo["options"]
+    rival = best(regime, ("rival", "more samples"))
+    method = best(regime, ("method",))
+    advantage = best(regime, (), ADVANTAGES)
+    arms = [grpo, rival, method]
+    if advantage["name"] != rival["name"]:
+        arms.append(advantage)
+    arms.append({"name": "auto", "method": "auto", "options": tuned})
+    arms.append({"name": f"auto, {advantage['name']}", "method": "auto", "options": advantage["options"]})
+    every = {**tuned, "explore_min_share": 1.0}
+    arms.append({"name": "uniform choice", "method": "auto", "options": every})
+    for explorer in EXPLORERS[regime.name in AGENTS]:
+        arms.append({"name": f"{explorer} alone", "method": "auto", "options": {**every, "explorers": [explorer]}})
+    return arms
+
+
+def train(regime: Regime, seeds: list[int], output_dir: Path, processes: int) -> None:
+    """Train all arms of a regime, and write their evaluations into `RESULTS`."""
+    target = output_dir / regime.name
+    target.mkdir(parents=True, exist_ok=True)
+    document = {**regime.comparison, "seeds": seeds, "arms": arms_of(regime)}
+    document.pop("samples_at_ends", None)
+    file = target / "comparison.yaml"
+    file.write_text(yaml.safe_dump(document, sort_keys=False))
+    command = [sys.executable, "-m", "trl_explore.cli", "compare", "--config", str(file)]
+    command += ["--output_dir", str(target / "runs"), "--processes", str(processes)]
+    subprocess.run(command, check=True)
+    with open(target / "runs" / "curves.csv", newline="", encoding="utf-8") as curves:
+        rows = list(csv.DictReader(curves))
+    RESULTS.mkdir(exist_ok=True)
+    columns = [*COLUMNS, *regime.comparison["metrics"]]
+    with open(RESULTS / f"{regime.name}.csv", "w", newline="", encoding="utf-8") as results:
+        writer = csv.DictWriter(results, columns, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def read(regime: Regime) -> dict[str, dict[int, list[dict[str, Any]]]]:
+    """Return the evaluations of a regime, by arm and seed."""
+    runs: dict[str, dict[int, list[dict[str, Any]]]] = {}
+    with open(RESULTS / f"{regime.name}.csv", newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            point = {name: float(value) for name, value in row.items() if name != "arm" and value}
+            runs.setdefault(row["arm"], {}).setdefault(int(row["seed"]), []).append(point)
+    return runs
+
+
+def gaps(
+    runs: dict[str, dict[int, list[dict[str, Any]]]], arm: str, base: str, *, cost: str, metric: str
+) -> tuple[float, float | None]:
+    """Return the mean difference of two arms along the curve in points of a hundred, paired by seed, and the half width
+    of its 95 % t-interval."""
+    reading = min(points[-1][cost] for of_seeds in runs.values() for points in of_seeds.values())
+    found = []
+    for seed, points in runs[arm].items():
+        own = mean_along(points, cost, reading, metric)
+        other = mean_along(runs[base][seed], cost, reading, metric)
+        found.append(100 * (own - other))
+    return interval(found)
+
+
+def verdict(mean: float, half: float | None) -> str:
+    """Return what an interval says about the difference to GRPO."""
+    if half is None or abs(mean) <= half:
+        return "level"
+    return "ahead" if mean > 0 else "behind"
+
+
+def shown(mean: float, half: float | None) -> str:
+    """Return a difference with its interval."""
+    return f"{mean:+.1f}" if half is None else f"{mean:+.1f} ± {half:.1f}"
+
+
+def report() -> str:
+    """Return the tables of all regimes that have results."""
+    lines = []
+    for cost, title in COSTS.items():
+        lines += [
+            f"Difference to GRPO along the curve, points of a hundred, at equal {title}:",
+            "",
+            "| regime | GRPO | best rival | best method | `auto` | verdict | `auto` to best method | controls |",
+            "| --- | ---: | ---: | ---: | ---: | --- | ---: | --- |",
+        ]
+        for file in sorted(RESULTS.glob("*.csv")):
+            regime = Regime.load(folder() / f"{file.stem}.yaml")
+            runs, metric = read(regime), regime.metric
+            names = list(runs)
+            own = {name: gaps(runs, name, names[0], cost=cost, metric=metric) for name in names[1:]}
+            reading = min(points[-1][cost] for of_seeds in runs.values() for points in of_seeds.values())
+            level = statistics.mean(100 * mean_along(p, cost, reading, metric) for p in runs[names[0]].values())
+            others = [f"{name} {shown(*gap)}" for name, gap in own.items() if name not in (*names[1:3], "auto")]
+            to_method = gaps(runs, "auto", names[2], cost=cost, metric=metric)
+            lines.append(
+                f"| {regime.name} | {level:.1f} | {names[1]} {shown(*own[names[1]])} "
+                f"| {names[2]} {shown(*own[names[2]])} | {shown(*own['auto'])} | {verdict(*own['auto'])} "
+                f"| {shown(*to_method)} | {'; '.join(others)} |"
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Train regimes, or report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    known = sorted(path.stem for path in folder().glob("*.yaml"))
+    parser.add_argument("regimes", nargs="*", metavar="REGIME", help=f"of {', '.join(known)}; default: all")
+    parser.add_argument("--seeds", nargs="*", type=int, default=list(SEEDS))
+    parser.add_argument("--output_dir", type=Path, default=Path("out/auto"))
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--report", action="store_true", help="print the tables")
+    args = parser.parse_args()
+    for name in args.regimes:
+        if name not in known:
+            parser.error(f"{name!r} is no regime: choose of {', '.join(known)}")
+    if not args.report:
+        for name in args.regimes or known:
+            train(Regime.load(folder() / f"{name}.yaml"), args.seeds, args.output_dir, args.processes)
+    print(report())
+
+
+if __name__ == "__main__":
+    main()
