@@ -62,6 +62,10 @@ class HintConfig(ExplorationConfig):
                 f"`hint_rows={self.hint_rows}` is more than `num_generations={self.num_generations}`, the rows of a "
                 "group: lower it."
             )
+        if not isinstance(self.hint_fractions, list | tuple | None):
+            raise ValueError(
+                f"`hint_fractions={self.hint_fractions!r}` must be a list, for example [0.25, 0.5, 0.75]."
+            )
         fractions = list(self.hint_fractions or [])
         if fractions != sorted(fractions) or not all(0 < fraction < 1 for fraction in fractions):
             raise ValueError(
