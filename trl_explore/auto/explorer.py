@@ -82,7 +82,8 @@ class AutoExplorer(BranchExplorer):
             options.follow(self.args)
         ranks = self.policy.ranks
         # Rounding leaves tiny advantages in a group of equal rewards, which has no contrast.
-        equal = self.scorer.equal_reward_rows(self.policy.shaped_rewards, group_size=size)
+        assert self.scorer.rewards_per_func is not None
+        equal = self.scorer.equal_reward_rows(self.scorer.rewards_per_func, group_size=size)
         contrast = (has_signal(output["advantages"]) & ~equal).view(-1, size).any(dim=1)  # (P,), of this process
         tokens = sum(sum(trajectory.loss_mask) for group in groups for trajectory in group.trajectories)
         for explorer in self.explorers.values():

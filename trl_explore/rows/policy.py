@@ -51,7 +51,6 @@ class Policy(Protocol):
     eos_token_ids: list[int]
     reward_func_names: list[str]
     reward_weights: torch.Tensor  # `(F,)`
-    shaped_rewards: torch.Tensor  # rewards from which GRPO's advantages of the main rows were computed, `(N, F)`
     log_completions: bool
     exploration_generator: torch.Generator  # for all random choices of a method; not used to sample main rows
 
