@@ -22,6 +22,7 @@ from world import (
     always,
     assert_same,
     differ,
+    make_dataset,
     make_trainer,
     never,
     one_batch,
@@ -443,7 +444,7 @@ def test_if_nothing_is_explored_it_is_grpo_with(tmp_path, case, monkeypatch):
 
 def test_a_count_bonus_is_no_contrast(tmp_path):
     """Prompts are explored if their rewards are equal, although a bonus makes their advantages differ."""
-    options = dict(count_bonus=0.5, max_completion_length=1)
+    options = dict(count_bonus=0.5, max_completion_length=1, train_dataset=make_dataset().select(range(2)))
     trainer = make_trainer(*AUTO, tmp_path, reward_funcs=never, explorers=["resample"], **options, **ALWAYS)
     has_bonus = []
     for _ in range(4):
