@@ -1,32 +1,666 @@
-"""The trainer that chooses: estimates, the choice, hints, replay, and what it refuses."""
+"""The trainer that chooses how to explore: estimates, the choice, reductions to GRPO, resume, agents, and errors.
 
+Hints and replay have tests of their own, in `test_hints_and_replay.py`.
+"""
+
+import itertools
+import re
+from random import Random
+
+import pandas as pd
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from peft import LoraConfig
+from test_branpo import Lake, Voice
+from test_branpo import make as make_agent_of
 from trl import GRPOConfig, GRPOTrainer
-from world import always, assert_same, make_trainer, never, one_batch, trained
+from world import (
+    BOARDS,
+    TINY,
+    always,
+    assert_same,
+    differ,
+    make_dataset,
+    make_trainer,
+    never,
+    one_batch,
+    parameters,
+    says,
+    trained,
+)
 
-from trl_explore.trainers import AutoExploreConfig, AutoExploreTrainer
+from trl_explore.auto.estimates import PLAIN, Estimates
+from trl_explore.trainers import (
+    AutoExploreConfig,
+    AutoExploreTrainer,
+    EvolRLConfig,
+    EvolRLTrainer,
+    ExplorationConfig,
+    ExplorationTrainer,
+    G2RLConfig,
+    G2RLTrainer,
+    GiGPOConfig,
+    GiGPOTrainer,
+)
+
+AUTO = AutoExploreTrainer, AutoExploreConfig
+PLAIN_GRPO = GRPOTrainer, GRPOConfig
+CUTS = dict(num_branches=3, segmentation="fixed", segment_length=2)
+OPTIONS = dict(tree=dict(expansion_width=3, node_length=2), pivots=CUTS, sketches=dict(max_sketch_length=4))
+ALWAYS = dict(explore_min_share=1.0, explorer_options=OPTIONS)  # every unsolved prompt is explored
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+OFF_BOUNDARY = dict(steps_per_generation=4, max_steps=7)
+AGENT_OPTIONS = dict(tail_branches=dict(num_branches=2), turn_trees=dict(num_expansions=2))
+
+
+def graded(completion_ids, **columns):
+    """No success, but rewards that differ."""
+    return [0.5 * (ids[0] % 2) for ids in completion_ids]
+
+
+def hard(completions, completion_ids, **columns):
+    """About one completion in eight succeeds, so that many groups fail."""
+    return [float(sum(ids) % 8 == 0) for ids in completion_ids]
+
+
+def own_metrics(log):
+    """What TRL itself logs, without times."""
+    return {name: value for name, value in log.items() if "time" not in name and "second" not in name}
+
+
+def assert_logged_as(found, expected):
+    assert len(found) == len(expected)
+    for got, wanted in zip(found, expected, strict=True):
+        wanted = own_metrics(wanted)
+        assert {name: got[name] for name in wanted} == wanted
+
+
+# ------------------------------------------------------------------------------------------------------- the estimates
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 99)), min_size=1, max_size=9), st.floats(0.1, 1.0))
+def test_sums_are_discounted_whenever_rows_are_added(batches, discount):
+    estimates = Estimates(["tree"], discount=discount, min_share=0.0)
+    for contrast, tokens in batches:
+        estimates.add("tree", contrast=contrast, tokens=tokens)
+    ages = range(len(batches) - 1, -1, -1)
+    contrast = sum(discount**age * batch[0] for age, batch in zip(ages, batches, strict=True))
+    tokens = sum(discount**age * batch[1] for age, batch in zip(ages, batches, strict=True))
+    assert estimates.sums["tree"].contrast == pytest.approx(contrast)
+    assert estimates.rate("tree") == pytest.approx(contrast / tokens)
+    assert estimates.rate(PLAIN) is None and estimates.sums[PLAIN].tokens == 0
+
+
+def chosen(rates, *, possible=None, min_share=0.0, tokens=10_000, number=400):
+    """How often each source is chosen after rows that bought contrast at these rates."""
+    estimates = Estimates([name for name in rates if name != PLAIN], discount=1.0, min_share=min_share)
+    for name, rate in rates.items():
+        estimates.add(name, contrast=rate * tokens, tokens=tokens)
+    found = estimates.choose([possible or [*rates]] * number, random=Random(0))
+    return {name: found.count(name) for name in rates}
+
+
+@pytest.mark.parametrize("best", [PLAIN, "tree", "pivots"])
+def test_the_source_with_the_most_contrast_per_token_is_chosen(best):
+    counts = chosen({**dict.fromkeys([PLAIN, "tree", "pivots"], 0.01), best: 0.02})
+    assert counts[best] == 400
+
+
+def test_equally_good_sources_share_the_prompts_and_little_evidence_is_tried():
+    counts = chosen(dict.fromkeys([PLAIN, "tree", "pivots"], 0.001))
+    assert min(counts.values()) > 90
+    # Ten groups with contrast against five: the worse one is still tried now and then.
+    counts = chosen({PLAIN: 0.0, "tree": 0.001, "pivots": 0.0005})
+    assert counts["tree"] > counts["pivots"] > 10
+
+
+def test_an_explorer_without_rows_is_as_attractive_as_fresh_prompts():
+    estimates = Estimates(["tree"], discount=1.0, min_share=0.0)
+    estimates.add(PLAIN, contrast=50, tokens=10_000)
+    random = Random(0)
+    draws = [estimates._draw("tree", random) for _ in range(4000)]
+    assert sum(draws) / len(draws) == pytest.approx(50 / 10_000, rel=0.1)
+    # A group with contrast that took as many tokens changes nothing, and one that took none doubles it.
+    estimates.add("tree", contrast=1, tokens=200)
+    draws = [estimates._draw("tree", random) for _ in range(4000)]
+    assert sum(draws) / len(draws) == pytest.approx(50 / 10_000, rel=0.1)
+
+
+def test_without_any_rows_there_is_a_choice():
+    assert set(Estimates(["tree"], discount=1.0, min_share=0.0).choose([["tree"]] * 50, random=Random(1))) == {
+        PLAIN,
+        "tree",
+    }
+
+
+def test_old_contrast_is_forgotten():
+    estimates = Estimates(["tree"], discount=0.5, min_share=0.0)
+    estimates.add(PLAIN, contrast=100, tokens=10_000)
+    estimates.add("tree", contrast=1000, tokens=10_000)
+    assert estimates.choose([["tree"]] * 50, random=Random(0)).count("tree") == 50
+    for _ in range(12):
+        estimates.add("tree", contrast=0, tokens=10_000)
+    assert estimates.choose([["tree"]] * 50, random=Random(0)).count("tree") == 0
+
+
+def test_a_share_of_one_always_explores_at_random_and_a_smaller_one_sometimes():
+    counts = chosen({PLAIN: 0.02, "tree": 0.0, "pivots": 0.0}, min_share=1.0)
+    assert counts[PLAIN] == 0 and min(counts["tree"], counts["pivots"]) > 150
+    counts = chosen({PLAIN: 0.02, "tree": 0.0, "pivots": 0.0}, min_share=0.1)
+    assert 340 < counts[PLAIN] < 380 and min(counts["tree"], counts["pivots"]) > 5
+
+
+@pytest.mark.parametrize("min_share", [0.0, 1.0])
+def test_an_explorer_that_does_not_suit_a_prompt_is_never_chosen(min_share):
+    rates = {PLAIN: 0.001, "tree": 0.02, "pivots": 0.001}
+    assert chosen(rates, possible=["pivots"], min_share=min_share)["tree"] == 0
+    estimates = Estimates(["tree"], discount=1.0, min_share=min_share)
+    assert estimates.choose([[], ["other"]], random=Random(0)) == [PLAIN, PLAIN]
+
+
+def test_the_state_of_estimates_is_restored_and_new_explorers_start_without_rows():
+    estimates = Estimates(["tree"], discount=0.9, min_share=0.0)
+    estimates.add("tree", contrast=2, tokens=30)
+    estimates.choose([["tree"]] * 3, random=Random(0))
+    again = Estimates(["tree", "pivots"], discount=0.9, min_share=0.0)
+    again.load_state_dict(estimates.state_dict())
+    assert again.state_dict()["sums"] == {PLAIN: [0.0, 0.0], "tree": [2, 30], "pivots": [0.0, 0.0]}
+    assert again.num_asked == 3
+
+
+# ------------------------------------------------------------------------------------------------- a generation batch
 
 
 @pytest.mark.parametrize("name", ["tree", "pivots", "sketches", "resample"])
 def test_each_explorer_adds_rows_for_unsolved_prompts(name, tmp_path):
-    options = {"tree": dict(node_length=2), "pivots": dict(segmentation="fixed", segment_length=2)}
-    trainer = make_trainer(
-        AutoExploreTrainer,
-        AutoExploreConfig,
-        tmp_path,
-        reward_funcs=never,
-        explorers=[name],
-        explore_min_share=1.0,
-        explorer_options={name: options.get(name, {})},
-    )
-    one_batch(trainer)
+    trainer = make_trainer(*AUTO, tmp_path, reward_funcs=never, explorers=[name], **ALWAYS)
+    output = one_batch(trainer)
     (found,) = trainer.branching.found
     assert found.explorer is trainer.branch_explorer.explorers[name]
     assert len(found.branches.rows) >= 4 and found.num_tokens > 0
-    assert trainer.branch_explorer.estimates.sums[name].tokens >= found.num_tokens
+    sums = trainer.branch_explorer.estimates.sums
+    assert sums[name].tokens == found.num_tokens and sums[name].contrast == 0
+    assert sums[PLAIN].tokens == output["completion_mask"].sum() and sums[PLAIN].contrast == 0
+    # Rows without contrast have no advantage, so nothing is learned.
+    assert not found.scored.rows["advantages"].any()
+
+
+def test_the_sums_are_of_the_groups_with_contrast_and_of_the_sampled_tokens(tmp_path):
+    trainer = make_trainer(*AUTO, tmp_path, reward_funcs=hard, explorers=["resample"], **ALWAYS)
+    asked = {"contrast": 0, "tokens": 0, "plain": 0, "plain tokens": 0, "solved": 0, "prompts": 0}
+    trainer.branch_explorer.estimates.discount = 1.0
+    for _ in range(6):
+        one_batch(trainer)
+        rewards = trainer.scorer.totals().view(-1, 4)
+        asked["plain"] += int((rewards.amax(dim=1) > rewards.amin(dim=1)).sum())
+        asked["plain tokens"] += sum(map(len, trainer.main_completion_ids))
+        for found in trainer.branching.found:
+            groups = found.scored.rewards.view(-1, 4)
+            asked["contrast"] += int((groups.amax(dim=1) > groups.amin(dim=1)).sum())
+            asked["tokens"] += sum(map(len, found.branches.rows.completion_ids))
+            assert found.num_prompts == len(groups) == int((rewards.amax(dim=1) < 1).sum())
+            solved = trainer._metrics["train"]["explore/solved/resample"][-1]
+            assert solved == (groups.amax(dim=1) == 1).float().mean()
+    sums = trainer.branch_explorer.estimates.sums
+    assert sums[PLAIN].contrast == asked["plain"] > 0 and sums[PLAIN].tokens == asked["plain tokens"]
+    assert sums["resample"].contrast == pytest.approx(asked["contrast"]) and asked["contrast"] > 0
+    assert sums["resample"].tokens == asked["tokens"]
+    rate = trainer._metrics["train"]["explore/contrast_per_token/resample"][-1]
+    assert rate == asked["contrast"] / asked["tokens"]
+
+
+def test_equal_rewards_are_no_contrast_whatever_rounding_makes_of_them(tmp_path):
+    """The mean of eight rewards of 0.1 is not 0.1 in float32, so that GRPO's advantages are not exactly zero."""
+
+    def a_little(completions, **columns):
+        return [0.1] * len(completions)
+
+    plain = make_trainer(*PLAIN_GRPO, tmp_path, reward_funcs=a_little, num_generations=8)
+    assert one_batch(plain)["advantages"].any()  # otherwise this tests nothing
+    options = dict(num_generations=8, explorers=["resample"], **ALWAYS)
+    trainer = make_trainer(*AUTO, tmp_path, reward_funcs=a_little, **options)
+    one_batch(trainer)
+    assert trainer.branch_explorer.estimates.sums[PLAIN].contrast == 0
+    assert len(trainer.branching.found) == 1
+    assert trainer.branch_explorer.estimates.sums["resample"].contrast == 0
+
+
+def test_prompts_whose_rewards_differ_are_not_explored(tmp_path):
+    trainer = make_trainer(*AUTO, tmp_path, reward_funcs=graded, **ALWAYS)
+    for _ in range(3):
+        one_batch(trainer)
+        rewards = trainer.scorer.totals().view(-1, 4)
+        assert sum(found.num_prompts for found in trainer.branching.found) == int(
+            (rewards.amax(dim=1) == rewards.amin(dim=1)).sum()
+        )
+
+
+def test_prompts_without_any_reward_are_not_explored(tmp_path):
+    def first_prompt(prompts, **columns):
+        return [0.0 if prompt == prompts[0] else None for prompt in prompts]
+
+    trainer = make_trainer(*AUTO, tmp_path, reward_funcs=first_prompt, explorers=["resample"], **ALWAYS)
+    one_batch(trainer)
+    (found,) = trainer.branching.found
+    assert found.num_prompts == 1 and set(found.branches.rows.parents) == {0}
+
+
+def test_rows_of_an_added_group_have_grpos_advantages(tmp_path):
+    trainer = make_trainer(*AUTO, tmp_path, reward_funcs=hard, explorers=["resample"], **ALWAYS)
+    seen = 0
+    for _ in range(6):
+        one_batch(trainer)
+        for found in trainer.branching.found:
+            rewards = found.scored.rewards.view(-1, 4)
+            expected = (rewards - rewards.mean(dim=1, keepdim=True)) / (rewards.std(dim=1, keepdim=True) + 1e-4)
+            torch.testing.assert_close(found.scored.rows["advantages"], expected.flatten())
+            seen += int(rewards.any())
+    assert seen
+
+
+def test_the_share_of_each_explorer_is_logged(tmp_path):
+    _, log = trained(*AUTO, tmp_path, reward_funcs=never, explorers=["resample", "pivots"], **ALWAYS)
+    for entry in log[:-1]:
+        shares = [entry[f"explore/share/{name}"] for name in ("resample", "pivots")]
+        assert sum(shares) == 1.0
+        for name, share in zip(("resample", "pivots"), shares, strict=True):
+            assert (f"explore/sampled_tokens/{name}" in entry) == (share > 0)
+            if share:
+                assert entry[f"explore/solved/{name}"] == 0.0
+        assert entry["explore/contrast_per_token/plain"] == 0.0
+
+
+# ---------------------------------------------------------------------------------------------------------- reductions
+
+REDUCTIONS = {
+    "plain": {},
+    "beta": dict(beta=0.1),
+    "lora, accumulation": dict(peft_config=LORA, gradient_accumulation_steps=2, steps_per_generation=4),
+    "iterations": dict(num_iterations=2, loss_type="grpo", scale_rewards="batch"),
+    "conversational": dict(conversational=True),
+}
+
+
+@pytest.mark.parametrize("options", REDUCTIONS.values(), ids=REDUCTIONS.keys())
+def test_without_explorers_it_is_grpo_bit_for_bit(tmp_path, options):
+    found, log = trained(*AUTO, tmp_path, explorers=[], **options)
+    expected, plain_log = trained(*PLAIN_GRPO, tmp_path, **options)
+    assert_same(found, expected)
+    assert_logged_as(log, plain_log)
+
+
+@pytest.mark.parametrize("options", REDUCTIONS.values(), ids=REDUCTIONS.keys())
+def test_if_nothing_is_worth_exploring_it_is_grpo_bit_for_bit(tmp_path, options, monkeypatch):
+    monkeypatch.setattr(Estimates, "choose", lambda estimates, possible, random: [PLAIN] * len(possible))
+    found, log = trained(*AUTO, tmp_path, explorers=["tree", "pivots", "resample", "replay"], **options)
+    expected, plain_log = trained(*PLAIN_GRPO, tmp_path, **options)
+    assert_same(found, expected)
+    assert_logged_as(log, plain_log)
+    assert {entry.get("explore/share/tree", 0) for entry in log} == {0}
+    assert any("explore/share/tree" in entry for entry in log)
 
 
 def test_solved_prompts_are_not_explored(tmp_path):
-    found, _ = trained(AutoExploreTrainer, AutoExploreConfig, tmp_path, reward_funcs=always, explore_min_share=1.0)
-    expected, _ = trained(GRPOTrainer, GRPOConfig, tmp_path, reward_funcs=always)
+    found, log = trained(*AUTO, tmp_path, reward_funcs=always, explore_min_share=1.0)
+    expected, plain_log = trained(*PLAIN_GRPO, tmp_path, reward_funcs=always)
     assert_same(found, expected)
+    assert_logged_as(log, plain_log)
+
+
+@pytest.mark.parametrize("name", ["tree", "pivots", "sketches", "resample"])
+def test_exploring_does_not_change_what_grpo_samples_next(tmp_path, name):
+    sampled = []
+    for options in ({}, dict(explorers=[name], explorer_options=OPTIONS, explore_min_share=1.0)):
+        cls, config = AUTO if options else PLAIN_GRPO
+        texts = []
+
+        def seen(completions, completion_ids, texts=texts, **columns):
+            texts.append(completion_ids)
+            return hard(completions, completion_ids)
+
+        trainer = make_trainer(cls, config, tmp_path, reward_funcs=seen, learning_rate=0.0, **options)
+        trainer.train()
+        sampled.append([asked for asked in texts if len(asked) == 8])
+        if options:
+            assert any(entry.get(f"explore/share/{name}") for entry in trainer.state.log_history)
+            main = [asked for asked in texts if asked in sampled[0]]
+            assert main == sampled[0]
+
+
+def test_explored_rows_are_trained(tmp_path):
+    def of_more_than_eight(completions, completion_ids, **columns):
+        """The main rows fail. Of other rows, some succeed."""
+        calls.append(len(completions))
+        if len(calls) % 2:
+            return [0.0] * len(completions)
+        return [float(ids[0] % 2) for ids in completion_ids]
+
+    calls = []
+    found, log = trained(*AUTO, tmp_path, reward_funcs=of_more_than_eight, explorers=["resample"], **ALWAYS)
+    plain, _ = trained(*PLAIN_GRPO, tmp_path, reward_funcs=never)
+    assert differ(found, plain) and all(entry["explore/contrast_per_token/resample"] > 0 for entry in log[:-1])
+
+
+# -------------------------------------------------------------------------------------------------------------- resume
+
+RESUMED = {
+    "off a generation boundary": OFF_BOUNDARY,
+    "accumulation": dict(gradient_accumulation_steps=2, steps_per_generation=8, max_steps=5),
+    "two iterations, lora": dict(num_iterations=2, steps_per_generation=2, max_steps=7, peft_config=LORA),
+    "replay": dict(explorers=["replay", "resample"], steps_per_generation=1, max_steps=6),
+    "kept solutions": dict(
+        explorers=["tree"],
+        explorer_options=dict(tree=dict(expansion_width=3, node_length=2, replay_buffer=True, replay_threshold=0.9)),
+        steps_per_generation=1,
+        max_steps=6,
+    ),
+}
+
+
+@pytest.mark.parametrize("options", RESUMED.values(), ids=RESUMED.keys())
+def test_a_resumed_run_ends_where_the_uninterrupted_one_does(tmp_path, options):
+    options = {**ALWAYS, "explore_min_share": 0.7, "explorers": ["tree", "pivots", "resample"], **options}
+    options |= dict(reward_funcs=hard)
+    whole = make_trainer(*AUTO, tmp_path, save_strategy="steps", save_steps=3, **options)
+    whole.train()
+    again = make_trainer(*AUTO, tmp_path, **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert_same(parameters(again), parameters(whole))
+    assert again.branch_explorer.num_batches == whole.branch_explorer.num_batches > 0
+    assert again.branch_explorer.estimates.state_dict() == whole.branch_explorer.estimates.state_dict()
+    first, second = again.exploration_state(), whole.exploration_state()
+    for name, expected in second["explorers"].items():
+        assert first["explorers"][name].keys() == expected.keys()
+        for field, value in expected.items():
+            found = first["explorers"][name][field]
+            assert torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value, (name, field)
+    assert torch.equal(again.exploration_generator.get_state(), whole.exploration_generator.get_state())
+    assert_logged_as(again.state.log_history[:-1], whole.state.log_history[:-1])
+    assert any(name.startswith("explore/solved/") for entry in whole.state.log_history[3:] for name in entry)
+
+
+def test_a_checkpoint_of_another_list_of_explorers_keeps_what_is_known(tmp_path):
+    options = dict(reward_funcs=hard, max_steps=4, **ALWAYS)
+    whole = make_trainer(*AUTO, tmp_path, explorers=["pivots"], save_strategy="steps", save_steps=2, **options)
+    whole.train()
+    again = make_trainer(*AUTO, tmp_path, explorers=["pivots", "resample"], **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert again.branch_explorer.num_batches == 4
+    assert again.branch_explorer.explorers["pivots"].num_batches >= 2
+
+
+# --------------------------------------------------------------------------------------------------- with other fields
+
+COMBINED = {
+    "maxrl": dict(advantage="maxrl"),
+    "passk": dict(advantage="passk", passk_k=2),
+    "pkpo": dict(advantage="pkpo", passk_k=2),
+    "pkpo_loo": dict(advantage="pkpo_loo", passk_k=2),
+    "unlikeliness": dict(advantage="unlikeliness"),
+    "filter": dict(dynamic_sampling="filter"),
+    "refill": dict(dynamic_sampling="refill", max_sampling_rounds=3),
+    "dropped rows": dict(drop_zero_advantage=True),
+    "not scaled": dict(scale_rewards="none"),
+    "scaled by batch": dict(scale_rewards="batch"),
+    "count bonus": dict(count_bonus=0.5),
+    "lora": dict(peft_config=LORA),
+    "shared prefixes": dict(shared_prefix_training="on"),
+}
+EXPLORERS = [["tree", "pivots", "resample"], ["sketches", "replay"]]
+
+
+@pytest.mark.filterwarnings("ignore:After .* round", "ignore:`count_bonus", "ignore:`explore='auto'")
+@pytest.mark.parametrize("case", COMBINED)
+def test_it_trains_with(tmp_path, case):
+    """The rows of every explorer are trained, whatever the main rows' advantages are."""
+    for number, explorers in enumerate(EXPLORERS):
+        options = dict(COMBINED[case], explorers=explorers, **ALWAYS, max_steps=4)
+        trainer = make_trainer(*AUTO, tmp_path / str(number), reward_funcs=hard, log_completions=True, **options)
+        before = parameters(trainer)
+        trainer.train()
+        assert differ(before, parameters(trainer))
+        log = trainer.state.log_history
+        used = {name for name in explorers if any(entry.get(f"explore/share/{name}") for entry in log)}
+        assert used - {"replay"}
+        for entry in log[:-1]:
+            assert all(value == value for value in entry.values()), entry
+        files = sorted((tmp_path / str(number) / "completions").iterdir())
+        table = pd.concat([pd.read_parquet(file) for file in files])
+        assert {"main", *(f"explored_{name}" for name in used)} == set(table["stream"])
+        assert table[table["stream"] != "main"]["parent"].notna().all()
+
+
+@pytest.mark.filterwarnings("ignore:After .* round", "ignore:`explore='auto'")
+@pytest.mark.parametrize("case", ["maxrl", "passk", "pkpo", "dropped rows", "not scaled", "filter", "lora"])
+def test_if_nothing_is_explored_it_is_grpo_with(tmp_path, case, monkeypatch):
+    options = dict(COMBINED[case])
+    monkeypatch.setattr(Estimates, "choose", lambda estimates, possible, random: [PLAIN] * len(possible))
+    found, _ = trained(*AUTO, tmp_path, reward_funcs=hard, **options)
+    expected, _ = trained(ExplorationTrainer, ExplorationConfig, tmp_path, reward_funcs=hard, **options)
+    assert_same(found, expected)
+
+
+def test_a_count_bonus_is_no_contrast(tmp_path):
+    """Prompts are explored if their rewards are equal, although a bonus makes their advantages differ."""
+    options = dict(count_bonus=0.5, max_completion_length=1, train_dataset=make_dataset().select(range(2)))
+    trainer = make_trainer(*AUTO, tmp_path, reward_funcs=never, explorers=["resample"], **options, **ALWAYS)
+    has_bonus = []
+    for _ in range(4):
+        has_bonus.append(bool(one_batch(trainer)["advantages"].any()))
+        assert trainer.branching.found[0].num_prompts == 2
+    assert any(has_bonus)
+
+
+OTHERS = {
+    "g2rl": (G2RLTrainer, G2RLConfig, {}),
+    "gigpo": (GiGPOTrainer, GiGPOConfig, {}),
+    "evol_rl": (EvolRLTrainer, EvolRLConfig, TINY["evol_rl"].options),
+}
+
+
+@pytest.mark.filterwarnings("ignore:GiGPO compares", "ignore:`explore='auto'", "ignore:All .* failed completions")
+@pytest.mark.parametrize("method", OTHERS)
+def test_methods_that_change_credit_or_rewards_can_explore(tmp_path, method, monkeypatch):
+    cls, config, own = OTHERS[method]
+    found, log = trained(cls, config, tmp_path, reward_funcs=hard, explore="auto", **ALWAYS, **own)
+    used = [name for entry in log for name, value in entry.items() if name.startswith("explore/share/") and value]
+    assert used
+    expected, _ = trained(cls, config, tmp_path, reward_funcs=hard, **own)
+    assert differ(found, expected)
+    monkeypatch.setattr(Estimates, "choose", lambda estimates, possible, random: [PLAIN] * len(possible))
+    found, _ = trained(cls, config, tmp_path, reward_funcs=hard, explore="auto", **own)
+    assert_same(found, expected)
+
+
+# -------------------------------------------------------------------------------------------------------------- agents
+
+
+@pytest.fixture(autouse=True)
+def sound_lake(monkeypatch):
+    monkeypatch.setattr(Lake, "breaks", "")
+
+
+def seldom(environments, **columns):
+    """Games of exactly three moves succeed."""
+    return [float(environment.episode.steps == 3) for environment in environments]
+
+
+def make_agent(folder, **options):
+    options = dict(reward_funcs=[seldom], explore_min_share=1.0, explorer_options=AGENT_OPTIONS) | options
+    return make_agent_of(AutoExploreTrainer, AutoExploreConfig, folder, **options)
+
+
+@pytest.mark.parametrize("name", ["tail_branches", "turn_trees", "resample", "pivots"])
+def test_each_explorer_of_an_agent_trains_rows(tmp_path, monkeypatch, name):
+    says(Voice(0.5), monkeypatch.setattr)
+    trainer = make_agent(tmp_path, explorers=[name], max_steps=6)
+    before = parameters(trainer)
+    trainer.train()
+    log = trainer.state.log_history
+    used = [entry for entry in log if f"explore/sampled_tokens/{name}" in entry]
+    assert used and any(entry[f"explore/solved/{name}"] for entry in used)
+    assert any(entry[f"explore/contrast_per_token/{name}"] for entry in used) and differ(before, parameters(trainer))
+    assert any(f"explored_{name}/reward" in entry for entry in used)
+
+
+def test_an_agent_chooses_from_its_own_explorers_and_resumes(tmp_path, monkeypatch):
+    says(Voice(0.5), monkeypatch.setattr)
+    options = dict(max_steps=6, steps_per_generation=2, boards=[*BOARDS, *BOARDS])
+    whole = make_agent(tmp_path, save_strategy="steps", save_steps=3, **options)
+    whole.train()
+    assert [*whole.branch_explorer.explorers] == ["tail_branches", "turn_trees", "resample"]
+    shares = set()
+    for entry in whole.state.log_history:
+        shares |= {name for name, value in entry.items() if name.startswith("explore/share/") and value}
+    assert len(shares) >= 2
+    again = make_agent(tmp_path, **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert_same(parameters(again), parameters(whole))
+    assert again.branch_explorer.estimates.state_dict() == whole.branch_explorer.estimates.state_dict()
+
+
+def test_an_agent_without_explorers_is_grpo_bit_for_bit(tmp_path, monkeypatch):
+    says(Voice(0.5), monkeypatch.setattr)
+    runs = []
+    for cls, config, own in ((*PLAIN_GRPO, {}), (*AUTO, dict(explorers=[]))):
+        trainer = make_agent_of(cls, config, tmp_path, reward_funcs=[seldom], **own)
+        trainer.train()
+        runs.append(parameters(trainer))
+    assert_same(*runs)
+
+
+def test_turn_trees_of_several_rounds_keep_states(tmp_path, monkeypatch):
+    says(Voice(0.5), monkeypatch.setattr)
+    options = dict(turn_trees=dict(num_expansions=2, num_rounds=2))
+    trainer = make_agent(tmp_path, explorers=["turn_trees"], explorer_options=options, reward_funcs=[never])
+    one_batch(trainer)
+    assert trainer.branching.found[0].num_tokens > 0
+
+
+def test_rows_whose_environment_raised_are_not_sampled_again(tmp_path, monkeypatch):
+    says(Voice(0.5), monkeypatch.setattr)
+    trainer = make_agent(tmp_path, explorers=["resample"], reward_funcs=[never])
+    monkeypatch.setattr(trainer.forks, "has_failed", lambda row: row != 2)
+    one_batch(trainer)
+    (found,) = trainer.branching.found
+    assert found.num_prompts == 2 and set(found.branches.rows.parents) == {2}
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+
+BAD = {
+    "unknown": (dict(explorers=["trees"]), "`explorers`: unknown explorer 'trees'; did you mean 'tree'"),
+    "a number": (dict(explorers=[3]), "`explorers`: unknown explorer '3'"),
+    "a list in a list": (dict(explorers=[["tree"]]), "`explorers`: unknown explorer"),
+    "a text": (dict(explorers="tree"), r"`explorers='tree'` must be a list of names, for example \['tree'"),
+    "of agents": (dict(explorers=["tail_branches"]), "`explorers`: 'tail_branches' explores the turns of an agent"),
+    "twice": (dict(explorers=["tree", "tree"]), "names an explorer twice: name each once"),
+    "options of an unknown one": (
+        dict(explorer_options={"trees": {}}),
+        "`explorer_options`: unknown explorer 'trees'; did you mean 'tree'",
+    ),
+    "unknown option": (
+        dict(explorer_options={"tree": {"expansion_widht": 4}}),
+        r"`explorer_options\['tree'\]`: unknown field 'expansion_widht'; did you mean 'expansion_width'",
+    ),
+    "a shared field": (
+        dict(explorer_options={"tree": {"temperature": 0.5}}),
+        r"`explorer_options\['tree'\]`: `temperature` is a field of the trainer: set it there",
+    ),
+    "a shared field of ours": (
+        dict(explorer_options={"tree": {"success_threshold": 0.5}}),
+        "`success_threshold` is a field of the trainer",
+    ),
+    "a field of one trainer": (
+        dict(explorer_options={"pivots": {"deferred_branching": True}}),
+        "`deferred_branching` cannot be set for one explorer of several: leave it out",
+    ),
+    "a wrong value": (
+        dict(explorer_options={"pivots": {"num_branches": 1}}),
+        r"`explorer_options\['pivots'\]`: `num_branches=1` must be at least 2",
+    ),
+    "a wrong type": (
+        dict(explorer_options={"pivots": {"num_branches": "3"}}),
+        r"`explorer_options\['pivots'\]`: `num_branches='3'` has the wrong type: give a value of type `int`",
+    ),
+    "a fraction": (dict(explorer_options={"pivots": {"num_branches": 2.5}}), "`num_branches=2.5` has the wrong type"),
+    "True": (dict(explorer_options={"tree": {"expansion_width": True}}), "`expansion_width=True` has the wrong type"),
+    "None": (dict(explorer_options={"tree": {"expansion_width": None}}), "`expansion_width=None` has the wrong type"),
+    "options that are a text": (dict(explorer_options="tree"), "`explorer_options='tree'` must be a dictionary"),
+    "options that are a list": (dict(explorer_options=["tree"]), r"`explorer_options=\['tree'\]` must be a diction"),
+    "options of one that are a number": (
+        dict(explorer_options={"tree": 4}),
+        r"`explorer_options\['tree'\]` is 4: give a dictionary of fields",
+    ),
+    "discount of 0": (dict(explore_discount=0.0), r"`explore_discount=0.0` must be in \(0, 1\]"),
+    "discount above 1": (dict(explore_discount=1.5), "`explore_discount=1.5` must be"),
+    "a discount that is a text": (dict(explore_discount="high"), "`explore_discount='high'` must be"),
+    "share above 1": (dict(explore_min_share=1.5), r"`explore_min_share=1.5` must be in \[0, 1\]"),
+    "no limit": (dict(max_completion_length=None), "`max_completion_length=None`: `explore='auto'` needs a limit"),
+    "a share of prompts": (dict(explore_share_end=0.5), "`explore_share_end=0.5` has no effect"),
+    "unknown way": (dict(explore="trees"), "`explore`: unknown value 'trees'"),
+    "explorers without a choice": (
+        dict(explore="replay", explorers=["tree"]),
+        r"`explorers=\['tree'\]` has no effect with `explore='replay'`: set `explore='auto'`",
+    ),
+    "a column that is missing": (
+        dict(explorers=["hints"]),
+        "`hint_column='hint'` is no column of the data, which has prompt, answer: .*explorer_options",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_cannot_work_is_one_clear_error_before_the_model_is_loaded(tmp_path, case):
+    options, message = BAD[case]
+    with pytest.raises(ValueError, match=message) as caught:
+        make_trainer(*AUTO, tmp_path, model="there-is/no-such-model", **options)
+    assert str(caught.value).count("\n") == 0
+
+
+AGENT_BAD = {
+    "single turns": (
+        dict(explorers=["tree"]),
+        "`explorers`: 'tree' explores completions of a single turn, but.*tools",
+    ),
+    "hints": (dict(explore="hints"), "`explore`: 'hints' explores completions of a single turn.*`explore='auto'`"),
+    "one engine": (
+        dict(explorer_options={"turn_trees": {"environment_state": "replay"}}),
+        r"`explorer_options\['turn_trees'\]`: `environment_state` cannot be set for one explorer",
+    ),
+    "limits": (
+        dict(explorer_options={"tail_branches": {"interaction_limits": [2]}}),
+        "`interaction_limits` cannot be set for one explorer of several",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", AGENT_BAD)
+def test_what_cannot_work_for_an_agent_is_one_clear_error(tmp_path, case):
+    options, message = AGENT_BAD[case]
+    with pytest.raises(ValueError, match=message):
+        make_agent(tmp_path, **options)
+
+
+def test_fields_of_the_choice_without_the_choice_are_an_error(tmp_path):
+    for options in (dict(explorers=["tree"]), dict(explorer_options={"tree": {}})):
+        with pytest.raises(ValueError, match=f"`{next(iter(options))}=.*has no effect with `explore=None`"):
+            make_trainer(ExplorationTrainer, ExplorationConfig, tmp_path, **options)
+
+
+def test_options_follow_a_callback_that_changes_shared_fields(tmp_path):
+    trainer = make_trainer(*AUTO, tmp_path, reward_funcs=never, explorers=["pivots"], **ALWAYS)
+    trainer.args.sampling_batch_size = 3
+    one_batch(trainer)
+    own = trainer.branch_explorer.options["pivots"].args
+    assert own.sampling_batch_size == 3 and own.num_branches == 3 and own.explore is None
+
+
+def test_every_pair_of_default_explorers_logs_under_its_own_name(tmp_path):
+    trainer = make_trainer(*AUTO, tmp_path, explorer_options=OPTIONS)
+    streams = [explorer.stream for explorer in trainer.branch_explorer.explorers.values()]
+    assert streams == ["explored_tree", "explored_pivots", "explored_resample"]
+    names = [re.sub("explored_", "", stream) for stream in streams]
+    assert all(first != second for first, second in itertools.combinations(names, 2))

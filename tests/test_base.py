@@ -811,10 +811,8 @@ def test_log_probabilities_are_measured_without_the_dropout_of_adapters(tmp_path
 
 
 # What each method does with `max_completion_length=None`: GRPO then samples as many tokens as the backend allows.
-WITHOUT_LIMIT = {
-    name: "search tree" if name == "tree_grpo" else "completions with a sketch" if name == "sesa" else None
-    for name in tiny_methods()
-}
+REFUSED_WITHOUT_LIMIT = {"tree_grpo": "search tree", "sesa": "completions with a sketch", "auto": "`explore='auto'`"}
+WITHOUT_LIMIT = {name: REFUSED_WITHOUT_LIMIT.get(name) for name in tiny_methods()}
 
 
 @pytest.mark.parametrize("name, refusal", WITHOUT_LIMIT.items(), ids=WITHOUT_LIMIT.keys())

@@ -32,6 +32,7 @@ from trl_explore.serving.agreement import (
 )
 from trl_explore.serving.backend import Answer, Request, ServedGeneration, ServerClient
 from trl_explore.trainers import (
+    AutoExploreConfig,
     DeepGRPOTrainer,
     ExplorationConfig,
     ExplorationTrainer,
@@ -94,6 +95,9 @@ def test_rows_of_every_stream_carry_what_the_sampler_said(local, tmp_path, kind)
     rows = [row for row in trainer.state.log_history if "reward" in row]
     assert max(value for row in rows for key, value in row.items() if key.endswith(MEAN)) < 1e-5
     streams = {key.removesuffix(MEAN) for row in rows for key in row if key.endswith(MEAN)}
+    if METHODS[kind][1] is AutoExploreConfig:  # a stream for each explorer that it chose
+        assert len(streams) > 1 and all(stream.startswith("explored_") for stream in streams - {""})
+        streams = {""}
     assert streams - {"branch/"} == ({"", "aux/"} if METHODS[kind][0] is DeepGRPOTrainer else {""})
     ratios = [value for row in rows for key, value in row.items() if "importance_sampling_ratio" in key]
     assert ratios and all(abs(ratio - 1) < 1e-4 for ratio in ratios)

@@ -25,7 +25,6 @@ from trl_explore.agents.forks import AgentForks
 from trl_explore.agents.turns import Turns, TurnTokens, guarded_factories
 from trl_explore.agents.watch import ToolWatch
 from trl_explore.auto.explorer import AutoExplorer
-from trl_explore.auto.ways import explorer_names
 from trl_explore.credit.part import Credit
 from trl_explore.explorers.branch_explorer import BranchExplorer
 from trl_explore.explorers.branching import Branching
@@ -62,6 +61,7 @@ from trl_explore.serving.backend import ServedGeneration, our_backend
 from trl_explore.serving.session import Serving
 
 from .config import upgrade_config
+from .explorer_options import OwnOptions, own_options
 from .hooks import Hooks
 from .replaced import Replaced
 from .requires import Requires as Requires
@@ -146,6 +146,9 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
             "samples_as_grpo": self.samples_as_grpo(args),
         }
         check_arguments(type(self).__name__, requires, args, **given)
+        if args.explores_unsolved:  # raise errors before the model is loaded
+            is_agent = bool(tools) or environment_factory is not None
+            own_options(args, is_agent=is_agent, train_dataset=train_dataset)
         self.watch = ToolWatch()
         if tools and requires.watched_tools:
             tools = [self.watch.watched(tool) for tool in tools]
@@ -186,8 +189,9 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
                 "`BranchExplorer`, made with `(self, self.make_forks(), self.scorer)`."
             )
         if args.explores_unsolved:
-            names = explorer_names(args, is_agent=bool(self.tools or self.environments))
-            self.branch_explorer = AutoExplorer(self, self.make_forks(), self.scorer, names=names)
+            is_agent = bool(self.tools or self.environments)
+            options = own_options(args, is_agent=is_agent, train_dataset=train_dataset)
+            self.branch_explorer = AutoExplorer(self, self._shared_forks(options), self.scorer, options=options)
         if args.explore == "resample":
             self.explorer = ResampleExplorer(self, self.sample, self.scorer)
         if self.explorer is not None and not isinstance(self.explorer, Explorer):
@@ -261,6 +265,15 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
         options.setdefault("environment_state", getattr(self.args, "environment_state", "auto"))
         self.forks = AgentForks(self, self.turns, self.sample, self.scorer, self.watch, **options)
         return self.forks
+
+    def _shared_forks(self, options: Mapping[str, OwnOptions]) -> Forks:
+        """Return the engine of all explorers of `explore="auto"`."""
+        if not (self.tools or self.environments):
+            return self.make_forks()
+        # Turn trees fork their branches again after the first round.
+        return self.make_agent_forks(
+            keep_states=any(vars(one.args).get("num_rounds", 1) > 1 for one in options.values())
+        )
 
     @cached_property
     def threshold_watch(self) -> ThresholdWatch | None:

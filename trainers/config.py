@@ -46,8 +46,12 @@ def within(
     def check(args: Any) -> None:
         for name in names:
             value = vars(args)[name]
-            if not (optional if value is None else low <= value <= high and value > above):
-                raise ValueError(f"`{name}={value}` must {words}.")
+            try:
+                fits = optional if value is None else low <= value <= high and value > above
+            except TypeError:  # it is no number
+                fits = False
+            if not fits:
+                raise ValueError(f"`{name}={value!r}` must {words}.")
 
     return check
 
@@ -80,7 +84,7 @@ def check_explore(args: Any) -> None:
             "GRPO: set `explore_prompts='unsolved'`."
         )
     if args.max_completion_length is None:
-        raise ValueError(f"`explore={args.explore!r}` needs a limit: set `max_completion_length` to a number.")
+        raise ValueError(f"`max_completion_length=None`: `explore={args.explore!r}` needs a limit. Set a number.")
 
 
 def check_auto(args: Any) -> None:
@@ -99,6 +103,11 @@ def check_auto(args: Any) -> None:
         )
     if not isinstance(args.explorers, list | tuple | type(None)):
         raise ValueError(f"`explorers={args.explorers!r}` must be a list of names, for example ['tree', 'pivots'].")
+    if not isinstance(args.explorer_options, Mapping | None):
+        raise ValueError(
+            f"`explorer_options={args.explorer_options!r}` must be a dictionary by explorer, for example "
+            "{'tree': {'expansion_width': 4}}."
+        )
     for name, options in (args.explorer_options or {}).items():
         if not isinstance(options, Mapping):
             raise ValueError(
@@ -212,9 +221,9 @@ class ExplorationConfig(GRPOConfig):
         max_generations (`int`, *optional*):
             Most rows of a prompt with a `budget`; `None`: twice `num_generations`.
         explore (`str`, *optional*):
-            How [`ExplorationTrainer`] explores unsolved prompts: `"auto"`, `"hints"`, `"replay"`, `"resample"`, or None
-            for not at all. `"auto"` chooses an explorer for each prompt while training. `"hints"` and `"replay"` are
-            explorers of which each can also work alone. `"resample"` samples another plain group, and needs
+            How [`ExplorationTrainer`] explores unsolved prompts: `"auto"`, `"hints"`, `"replay"`, `"resample"`, or
+            None for not at all. `"auto"` chooses an explorer for each prompt while training. `"hints"` and `"replay"`
+            are explorers of which each can also work alone. `"resample"` samples another plain group, and needs
             `explore_prompts="unsolved"`. Use it as the control of a method that searches: it spends tokens on the same
             prompts without a search. Trainers with their own way of exploring refuse this field.
         explorers (`list[str]`, *optional*):

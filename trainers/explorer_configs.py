@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from trl_explore.names import explain_fields
 from trl_explore.sketches.drafts import check_template
@@ -62,12 +63,18 @@ class HintConfig(ExplorationConfig):
                 f"`hint_rows={self.hint_rows}` is more than `num_generations={self.num_generations}`, the rows of a "
                 "group: lower it."
             )
-        fractions = list(self.hint_fractions or [])
-        if fractions != sorted(fractions) or not all(0 < fraction < 1 for fraction in fractions):
+        if self.hint_fractions is not None and not _are_ascending_shares(self.hint_fractions):
             raise ValueError(
-                f"`hint_fractions={fractions}` must be ascending shares between 0 and 1, for example "
+                f"`hint_fractions={self.hint_fractions!r}` must be ascending shares between 0 and 1, for example "
                 "[0.25, 0.5, 0.75]."
             )
+
+
+def _are_ascending_shares(values: Any) -> bool:
+    """Return whether a value is a list of numbers in (0, 1), in ascending order."""
+    if not isinstance(values, list | tuple) or not all(isinstance(value, int | float) for value in values):
+        return False
+    return list(values) == sorted(values) and all(0 < value < 1 for value in values)
 
 
 @explain_fields

@@ -363,7 +363,7 @@ class Hooks:
         an explorer uses."""
         own = type(self)
         explores = self.explorer is not None or own.make_explorer != Hooks.make_explorer
-        branches = own.make_branch_explorer != Hooks.make_branch_explorer
+        branches = self.branch_explorer is not None or own.make_branch_explorer != Hooks.make_branch_explorer
         kind = type(self.branch_explorer) if self.branch_explorer is not None else BranchExplorer
         samples_more = kind.rollout != BranchExplorer.rollout
         hooks = {

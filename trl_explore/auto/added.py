@@ -144,7 +144,12 @@ class RestartExplorer(BranchExplorer):
 
     def explore(self, groups: Sequence[ScoredGroup]) -> Branches:
         size = self.args.num_generations
-        forks = [Fork(group.trajectories[0], turn=0, number=size, start=0) for group in groups]
+        forks = []
+        for group in groups:
+            # An environment that raised may not return to its first state.
+            sound = [one for one in group.trajectories if not self.forks.has_failed(one.main_row)]
+            if sound:
+                forks.append(Fork(sound[0], turn=0, number=size, start=0))
         branches = self.forks.sample_branches(forks)
         self.forks.judge(branches)
         rows = self.forks.rows(branches, group_size=size, trains_prefixes=False)

@@ -90,5 +90,6 @@ class Estimates:
     def _draw(self, source: str, random: Random) -> float:
         """Draw contrast per token from the posterior of a source."""
         bought, plain = self.sums[source], self.sums[PLAIN]
-        prior_tokens = plain.tokens / max(plain.contrast, 1.0)  # tokens of fresh prompts per group with contrast
+        # Tokens of fresh prompts per group with contrast.
+        prior_tokens = max(plain.tokens, 1.0) / max(plain.contrast, 1.0)
         return random.gammavariate(1.0 + bought.contrast, 1.0 / (prior_tokens + bought.tokens))

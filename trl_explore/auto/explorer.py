@@ -3,12 +3,12 @@
 import warnings
 from collections.abc import Mapping, Sequence
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from trl_explore.auto.estimates import PLAIN, Estimates
-from trl_explore.auto.ways import WAYS, OwnOptions
+from trl_explore.auto.ways import WAYS
 from trl_explore.explorers.branch_explorer import Branches, BranchExplorer, Found, ScoredGroup
 from trl_explore.forks.engine import Forks
 from trl_explore.rewards.success import succeeded
@@ -16,6 +16,9 @@ from trl_explore.rows.advantages import has_signal
 from trl_explore.rows.policy import Policy
 from trl_explore.rows.scorer import Scorer
 from trl_explore.rows.streams import RowDict
+
+if TYPE_CHECKING:
+    from trl_explore.trainers.explorer_options import OwnOptions
 
 WORTH_SHARE = 0.05  # if fewer of the unsolved prompts were worth exploring, the run says so at its end
 
@@ -34,24 +37,24 @@ class AutoExplorer(BranchExplorer):
             Samples branches for all explorers.
         scorer ([`~trl_explore.rows.scorer.Scorer`]):
             Asks the reward functions.
-        names (`Sequence[str]`):
-            Names of the explorers.
+        options (`dict[str, OwnOptions]`):
+            Configurations of the explorers, by name.
     """
 
     name = "auto"
     credits_main_rows = True
 
-    def __init__(self, policy: Policy, forks: Forks, scorer: Scorer, *, names: Sequence[str]) -> None:
+    def __init__(self, policy: Policy, forks: Forks, scorer: Scorer, *, options: "Mapping[str, OwnOptions]") -> None:
         super().__init__(policy, forks, scorer)
-        self.options = {name: OwnOptions(self.args, name) for name in names}
+        self.options = options
         self.explorers: dict[str, BranchExplorer] = {}
-        for name, options in self.options.items():
-            explorer = WAYS[name].make(policy, forks, scorer, options.args)
+        for name, own in options.items():
+            explorer = WAYS[name].make(policy, forks, scorer, own.args)
             explorer.stream = f"explored_{name}"
             self.explorers[name] = explorer
         always = self.args.explore != "auto"  # a single explorer, for every unsolved prompt
         self.estimates = Estimates(
-            names, discount=self.args.explore_discount, min_share=1.0 if always else self.args.explore_min_share
+            [*options], discount=self.args.explore_discount, min_share=1.0 if always else self.args.explore_min_share
         )
         self.num_batches = 0
         # Of the newest generation batch: share of the prompts that each explorer gets, and this process's groups, with
@@ -82,7 +85,10 @@ class AutoExplorer(BranchExplorer):
         for options in self.options.values():
             options.follow(self.args)
         ranks = self.policy.ranks
-        contrast = has_signal(output["advantages"]).view(-1, size).any(dim=1)  # (P,) of this process
+        # Rounding leaves tiny advantages in a group of equal rewards, which has no contrast.
+        assert self.scorer.rewards_per_func is not None
+        equal = self.scorer.equal_reward_rows(self.scorer.rewards_per_func, group_size=size)
+        contrast = (has_signal(output["advantages"]) & ~equal).view(-1, size).any(dim=1)  # (P,) of this process
         deciding = self.scorer.success().view(-1, size)  # (P, G) of all processes
         is_success = succeeded(deciding, threshold=self.args.success_bar)
         # A prompt that is nearly always solved has little left to learn, so its contrast counts less.
@@ -125,7 +131,7 @@ class AutoExplorer(BranchExplorer):
 
     def end_search(self, found: Sequence[Found]) -> None:
         """Update the estimates with the rows of this generation batch, and log them. Every process calls it."""
-        names = {explorer.name: name for name, explorer in self.explorers.items()}
+        names = {id(explorer): name for name, explorer in self.explorers.items()}
         for one in found:
             contrasts, solved = 0.0, 0
             if one.scored is not None:
@@ -137,12 +143,14 @@ class AutoExplorer(BranchExplorer):
                     "contrast": contrasts,
                     "solved": solved,
                     "tokens": max(one.num_tokens, num_trained),
+                    "sampled": one.num_tokens,
                     "prompts": one.num_prompts,
                 }
             )
-            name = names[one.explorer.name]
+            name = names[id(one.explorer)]
             self.estimates.add(name, contrast=total["contrast"], tokens=total["tokens"])
             self.policy.log_metric(f"explore/solved/{name}", total["solved"] / total["prompts"])
+            self.policy.log_metric(f"explore/sampled_tokens/{name}", total["sampled"])
         for source in self.estimates.sums:
             rate = self.estimates.rate(source)
             if rate is not None:

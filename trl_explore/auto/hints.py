@@ -6,11 +6,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from datasets import Dataset, IterableDataset
 
 from trl_explore.auto.joined import joined_advantages
 from trl_explore.explorers.branch_explorer import Branches, BranchExplorer, ScoredGroup
 from trl_explore.forks.trajectories import suffix_mask
 from trl_explore.rewards.success import succeeded
+from trl_explore.rows.columns import row_columns
 from trl_explore.rows.policy import Policy
 from trl_explore.rows.rollouts import Rows
 from trl_explore.rows.scorer import Scorer
@@ -99,18 +101,17 @@ class HintExplorer(BranchExplorer):
 
     def _hints(self, example: dict[str, Any]) -> list[Hint]:
         """Return the hints of a prompt, from weak to strong."""
-        given = example.get(self.args.hint_column)
-        texts = [given] if isinstance(given, str) else list(given or [])
-        texts = [text for text in texts if text]
+        texts = read_hints(example.get(self.args.hint_column), self.args.hint_column)
         if self.args.hint_fractions is None:
             return [Hint(text) for text in texts]
-        hints = []
+        hints: list[Hint] = []
         for fraction in self.args.hint_fractions:
             for solution in texts:
                 ids = self.policy.tokenizer(solution, add_special_tokens=False)["input_ids"]
                 number = min(math.ceil(fraction * len(ids)), len(ids) - 1, self.forks.longest_completion() - 1)
-                if number > 0:
-                    hints.append(Hint(solution, ids[:number]))
+                hint = Hint(solution, ids[:number])
+                if number > 0 and hint not in hints:  # fractions of a short solution may show the same tokens
+                    hints.append(hint)
         return hints
 
     def _context(self, group: ScoredGroup, hint: Hint) -> list[int]:
@@ -200,3 +201,46 @@ class HintExplorer(BranchExplorer):
             self.policy.log_metric("hints/solved_fraction", total["solved"] / total["asked"])
         if total["solved"]:
             self.policy.log_metric("hints/mean_level", total["level"] / total["solved"])
+
+
+def read_hints(value: Any, column: str) -> list[str]:
+    """
+    Return the hints that a row of the data has in `hint_column`. The list is empty if there are none.
+
+    Raises:
+        ValueError: If the value is neither a text nor a list of texts.
+    """
+    if value is None or isinstance(value, str):
+        value = [value]
+    if isinstance(value, list | tuple) and all(isinstance(text, str | None) for text in value):
+        return [text for text in value if text]
+    raise ValueError(
+        f"`hint_column={column!r}` must hold a text or a list of texts, from the weakest hint to the strongest, but "
+        f"one row has {str(value)[:100]!r}: convert the column."
+    )
+
+
+def check_hint_column(column: str, dataset: Any, *, remove_unused_columns: bool | None, most: int = 10_000) -> None:
+    """Raise a ValueError if a data set has no column of hints with this name. Check the first `most` rows."""
+    if remove_unused_columns:
+        raise ValueError(
+            f"`hint_column={column!r}` cannot be read with `remove_unused_columns=True`, which takes the column away: "
+            "set `remove_unused_columns=False`."
+        )
+    if not isinstance(dataset, Dataset | IterableDataset):
+        return
+    columns = row_columns(dataset)
+    if columns is not None and column not in columns:
+        raise ValueError(
+            f"`hint_column={column!r}` is no column of the data, which has {', '.join(columns)}: add it, name another "
+            "with `explorer_options={'hints': {'hint_column': ...}}`, or explore without hints."
+        )
+    # Rows of a stream are checked when they are read, and so are rows that a transform makes.
+    if not isinstance(dataset, Dataset) or column not in dataset.column_names or dataset.format["type"] == "custom":
+        return
+    values = dataset.select(range(min(most, len(dataset))))[column][:]
+    if not any([read_hints(value, column) for value in values]):
+        raise ValueError(
+            f"`hint_column={column!r}` has no hint in the first {len(values)} rows, so nothing can be explored: fill "
+            "it, or explore without hints."
+        )

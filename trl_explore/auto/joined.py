@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from trl_explore.credit.maxrl import maxrl
-from trl_explore.credit.normalised import normalised
+from trl_explore.credit.normalised import equal_groups, normalised
 from trl_explore.credit.subsets import outcomes, pass_at_k_advantages, pkpo
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def group_advantages(args: "ExplorationConfig", rewards: torch.Tensor, deciding:
     if args.advantage in ("pkpo", "pkpo_loo"):
         return pkpo(rewards, k=args.passk_k, leave_one_out=args.advantage == "pkpo_loo")
     scale = "none" if args.scale_rewards == "none" else "group"  # an explored group is no sample of the batch
-    return normalised(rewards, scale=scale)
+    return normalised(rewards, scale=scale).masked_fill(equal_groups(rewards), 0.0)
 
 
 def joined_advantages(

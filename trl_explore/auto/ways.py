@@ -2,9 +2,9 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trl_explore.agent_trees.explorer import TurnTreeExplorer
 from trl_explore.auto.added import AddedExplorer, RestartExplorer
@@ -13,15 +13,11 @@ from trl_explore.auto.replay import ReplayExplorer
 from trl_explore.branches.explorer import TailBranchExplorer
 from trl_explore.explorers.branch_explorer import BranchExplorer
 from trl_explore.forks.engine import Forks
-from trl_explore.names import unknown_name
 from trl_explore.pivots.explorer import PivotExplorer
 from trl_explore.rows.policy import Policy
 from trl_explore.rows.scorer import Scorer
 from trl_explore.sketches.two_stage import TwoStage
 from trl_explore.trees.explorer import TreeExplorer
-
-if TYPE_CHECKING:
-    from trl_explore.trainers.config import ExplorationConfig
 
 # Makes an explorer that adds rows. The last argument is the explorer's own configuration.
 Make = Callable[[Policy, Forks, Scorer, Any], BranchExplorer]
@@ -99,102 +95,26 @@ WAYS: dict[str, Way] = {
         "deep_grpo_config:DeepGRPOConfig",
         _pivots,
         agents=True,
-        refused=("deferred_branching", "hard_states_file", "aux_loss_weight"),
+        refused=("deferred_branching", "hard_states_file", "aux_loss_weight", "environment_state"),
     ),
     "sketches": Way("sesa_config:SESAConfig", _sketches, refused=("mode",)),
     "resample": Way("config:ExplorationConfig", _resample, agents=True, own_credit=False),
     "hints": Way("explorer_configs:HintConfig", _hints, own_credit=False),
     "replay": Way("explorer_configs:ReplayConfig", _replay, own_credit=False),
-    "tail_branches": Way("branpo_config:BranPOConfig", _tail_branches, single_turn=False, agents=True),
-    "turn_trees": Way("agent_tree_grpo_config:AgentTreeGRPOConfig", _turn_trees, single_turn=False, agents=True),
+    "tail_branches": Way(
+        "branpo_config:BranPOConfig",
+        _tail_branches,
+        single_turn=False,
+        agents=True,
+        # The explorers of a run share one engine, which keeps the states of environments and limits the turns.
+        refused=("environment_state", "interaction_limits", "interaction_limit_steps", "eval_interaction_limit"),
+    ),
+    "turn_trees": Way(
+        "agent_tree_grpo_config:AgentTreeGRPOConfig",
+        _turn_trees,
+        single_turn=False,
+        agents=True,
+        refused=("environment_state",),
+    ),
 }
 DEFAULT = {False: ("tree", "pivots"), True: ("tail_branches", "turn_trees")}  # by `is_agent`
-
-
-def explorer_names(args: "ExplorationConfig", *, is_agent: bool) -> tuple[str, ...]:
-    """
-    Return the names of the explorers that a run chooses between.
-
-    Raises:
-        ValueError: If `explorers` or `explorer_options` has an unknown name, or an explorer that does not suit the
-            task.
-    """
-    names = DEFAULT[is_agent] if args.explorers is None else tuple(args.explorers)
-    if args.explore != "auto":
-        names = (args.explore or "",)
-    for name in names:
-        if name not in WAYS:
-            raise ValueError(f"`explorers`: {unknown_name('explorer', str(name), WAYS)}")
-        way = WAYS[name]
-        if is_agent and not way.agents:
-            suited = [other for other, way in WAYS.items() if way.agents]
-            raise ValueError(
-                f"`explorers`: {name!r} explores completions of a single turn, but this run has tools or an "
-                f"environment: choose from {', '.join(suited)}."
-            )
-        if not is_agent and not way.single_turn:
-            suited = [other for other, way in WAYS.items() if way.single_turn]
-            raise ValueError(
-                f"`explorers`: {name!r} explores the turns of an agent, and this run has neither tools nor "
-                f"environments: choose from {', '.join(suited)}."
-            )
-    if len(set(names)) < len(names):
-        raise ValueError(f"`explorers={list(names)}` names an explorer twice: name each once.")
-    for name in args.explorer_options or {}:
-        if name not in WAYS:
-            raise ValueError(f"`explorer_options`: {unknown_name('explorer', str(name), WAYS)}")
-    return names
-
-
-class OwnOptions:
-    """
-    Configuration of one explorer: the trainer's shared fields, and the explorer's own fields.
-
-    Args:
-        args ([`~trl_explore.trainers.ExplorationConfig`]):
-            The trainer's configuration.
-        name (`str`):
-            Name of the explorer.
-
-    Raises:
-        ValueError: If `explorer_options` has a wrong field or value for this explorer.
-    """
-
-    def __init__(self, args: "ExplorationConfig", name: str) -> None:
-        from trl_explore.trainers.config import ExplorationConfig, upgrade_config
-
-        way = WAYS[name]
-        shared = {spec.name for spec in fields(ExplorationConfig)}
-        own = {spec.name for spec in fields(way.config_class)} - shared
-        given = dict((args.explorer_options or {}).get(name, {}))
-        start = f"`explorer_options[{name!r}]`"
-        for option in given:
-            if option in way.refused or option in shared:
-                raise ValueError(
-                    f"{start}: `{option}` cannot be set for one explorer of several: leave it out."
-                    if option in way.refused
-                    else f"{start}: `{option}` is a field of the trainer: set it there."
-                )
-            if option not in own:
-                raise ValueError(f"{start}: {unknown_name('field', str(option), sorted(own))}")
-        self.shared = sorted(shared - {"explore", "success_threshold", "advantage", "count_bonus"})
-        self.args: Any = object.__new__(ExplorationConfig)
-        vars(self.args).update(vars(args))
-        # `count_bonus` is about GRPO's rows, and so is `advantage` if an explorer has its own credit.
-        self.args.explore, self.args.count_bonus = None, 0.0
-        if way.own_credit:
-            self.args.advantage = "grpo"
-        self.args.success_threshold = args.success_bar
-        self.args.explorers, self.args.explorer_options = None, None
-        vars(self.args).update(way.defaults)
-        vars(self.args).update(given)
-        try:
-            self.args = upgrade_config(self.args, way.config_class)
-            self.args.validate()
-        except ValueError as error:
-            raise ValueError(f"{start}: {error}") from None
-
-    def follow(self, args: "ExplorationConfig") -> None:
-        """Copy the shared fields from the trainer's configuration, because a callback may have changed them."""
-        for name in self.shared:
-            setattr(self.args, name, getattr(args, name))

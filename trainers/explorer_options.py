@@ -1,0 +1,158 @@
+"""The explorers of a run with `explore="auto"`, each with its own configuration."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from types import UnionType
+from typing import Any, get_args, get_origin
+
+from trl_explore.auto.hints import check_hint_column
+from trl_explore.auto.ways import DEFAULT, WAYS
+from trl_explore.names import unknown_name
+
+from .config import ExplorationConfig, upgrade_config
+from .explorer_configs import HintConfig
+
+
+class OwnOptions:
+    """
+    Configuration of one explorer: the trainer's shared fields, and the explorer's own fields.
+
+    Args:
+        args ([`~trl_explore.trainers.ExplorationConfig`]):
+            The trainer's configuration.
+        name (`str`):
+            Name of the explorer.
+
+    Raises:
+        ValueError: If `explorer_options` has a wrong field or value for this explorer.
+    """
+
+    def __init__(self, args: ExplorationConfig, name: str) -> None:
+        way = WAYS[name]
+        shared = {spec.name for spec in fields(ExplorationConfig)}
+        own = {spec.name: spec for spec in fields(way.config_class) if spec.name not in shared}
+        given = dict((args.explorer_options or {}).get(name, {}))
+        start = f"`explorer_options[{name!r}]`"
+        for option, value in given.items():
+            if option in way.refused:
+                raise ValueError(f"{start}: `{option}` cannot be set for one explorer of several: leave it out.")
+            if option in shared:
+                raise ValueError(f"{start}: `{option}` is a field of the trainer: set it there.")
+            if option not in own:
+                raise ValueError(f"{start}: {unknown_name('field', str(option), sorted(own))}")
+            if not _has_type(value, own[option].type):
+                words = getattr(own[option].type, "__name__", str(own[option].type))
+                raise ValueError(f"{start}: `{option}={value!r}` has the wrong type: give a value of type `{words}`.")
+        self.shared = sorted(shared - {"explore", "success_threshold", "advantage", "count_bonus"})
+        self.args: Any = object.__new__(ExplorationConfig)
+        vars(self.args).update(vars(args))
+        # `count_bonus` is about GRPO's rows, and so is `advantage` if an explorer has its own credit.
+        self.args.explore, self.args.count_bonus = None, 0.0
+        if way.own_credit:
+            self.args.advantage = "grpo"
+        self.args.success_threshold = args.success_bar
+        self.args.explorers, self.args.explorer_options = None, None
+        vars(self.args).update(way.defaults)
+        vars(self.args).update(given)
+        try:
+            self.args = upgrade_config(self.args, way.config_class)
+            self.args.validate()
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{start}: {error}") from None
+
+    def follow(self, args: ExplorationConfig) -> None:
+        """Copy the shared fields from the trainer's configuration, because a callback may have changed them."""
+        for name in self.shared:
+            setattr(self.args, name, getattr(args, name))
+
+
+def own_options(args: ExplorationConfig, *, is_agent: bool, train_dataset: Any) -> dict[str, OwnOptions]:
+    """
+    Return the explorers that a run chooses between, each with its configuration.
+
+    Args:
+        args ([`~trl_explore.trainers.ExplorationConfig`]):
+            The trainer's configuration.
+        is_agent (`bool`):
+            True if the run has tools or an environment.
+        train_dataset (`Dataset` or `IterableDataset`):
+            The training data, in which hints are a column.
+
+    Raises:
+        ValueError: If `explorers` or `explorer_options` has an unknown name or a wrong value, if an explorer does not
+            suit the task, or if the data has no hints for the explorer `"hints"`.
+    """
+    names = explorer_names(args, is_agent=is_agent)
+    options = {name: OwnOptions(args, name) for name in names}
+    for one in options.values():
+        if isinstance(one.args, HintConfig):
+            check_hint_column(one.args.hint_column, train_dataset, remove_unused_columns=args.remove_unused_columns)
+    return options
+
+
+def explorer_names(args: ExplorationConfig, *, is_agent: bool) -> tuple[str, ...]:
+    """
+    Return the names of the explorers that a run chooses between.
+
+    Raises:
+        ValueError: If `explorers` or `explorer_options` has an unknown name, or an explorer that does not suit the
+            task.
+    """
+    field, names = "explorers", DEFAULT[is_agent] if args.explorers is None else tuple(args.explorers)
+    if args.explore != "auto":
+        field, names = "explore", (args.explore or "",)
+    for name in names:
+        _check_known(field, name)
+        way = WAYS[name]
+        if is_agent and not way.agents:
+            suited = [other for other, way in WAYS.items() if way.agents]
+            raise ValueError(
+                f"`{field}`: {name!r} explores completions of a single turn, but this run has tools or an "
+                f"environment: {_remedy(field, suited)}."
+            )
+        if not is_agent and not way.single_turn:
+            suited = [other for other, way in WAYS.items() if way.single_turn]
+            raise ValueError(
+                f"`{field}`: {name!r} explores the turns of an agent, and this run has neither tools nor "
+                f"environments: {_remedy(field, suited)}."
+            )
+    if len(set(names)) < len(names):
+        raise ValueError(f"`explorers={list(names)}` names an explorer twice: name each once.")
+    for name in args.explorer_options or {}:
+        _check_known("explorer_options", name)
+    return names
+
+
+def _check_known(field: str, name: Any) -> None:
+    """Raise ValueError if there is no explorer with this name."""
+    if not isinstance(name, str) or name not in WAYS:
+        raise ValueError(f"`{field}`: {unknown_name('explorer', str(name), WAYS)}")
+
+
+def _remedy(field: str, suited: Sequence[str]) -> str:
+    """Say which explorers can be chosen instead."""
+    if field == "explorers":
+        return f"choose from {', '.join(suited)}"
+    return f"set `explore='auto'`, whose `explorers` can be {', '.join(suited)}, or leave `explore` out"
+
+
+def _has_type(value: Any, hint: Any) -> bool:
+    """Return whether a value has the type that a field is declared with."""
+    for kind in get_args(hint) if isinstance(hint, UnionType) else (hint,):
+        plain = get_origin(kind) or kind
+        if plain is Any:
+            return True
+        if isinstance(value, bool) or plain is bool:
+            if plain is bool and isinstance(value, bool):
+                return True
+        elif plain is float and isinstance(value, int):
+            return True
+        elif plain in (list, tuple, Sequence):
+            if isinstance(value, list | tuple):
+                return True
+        elif plain in (dict, Mapping):
+            if isinstance(value, Mapping):
+                return True
+        elif isinstance(value, plain):
+            return True
+    return False
