@@ -212,21 +212,21 @@ class ExplorationConfig(GRPOConfig):
         max_generations (`int`, *optional*):
             Most rows of a prompt with a `budget`; `None`: twice `num_generations`.
         explore (`str`, *optional*):
-            How [`ExplorationTrainer`] explores unsolved prompts: `"auto"`, `"hints"`, `"replay"`, `"resample"`, or None
-            for not at all. `"auto"` chooses an explorer for each prompt while training. `"hints"` and `"replay"` are
-            explorers of which each can also work alone. `"resample"` samples another plain group, and needs
+            How [`ExplorationTrainer`] explores unsolved prompts: `"auto"`, `"hints"`, `"replay"` or `"resample"`.
+            None: it does not explore. `"auto"` chooses an explorer for each prompt while training. `"hints"` and
+            `"replay"` are explorers that can also work alone. `"resample"` samples another plain group, and needs
             `explore_prompts="unsolved"`. Use it as the control of a method that searches: it spends tokens on the same
             prompts without a search. Trainers with their own way of exploring refuse this field.
         explorers (`list[str]`, *optional*):
             Explorers between which `explore="auto"` chooses. None: `["tree", "pivots", "resample"]`, and for agents
             `["tail_branches", "turn_trees", "resample"]`. Others: `"sketches"`, `"hints"`, `"replay"`. With an empty
             list, the trainer is GRPO.
-        explorer_options (`dict[str, dict]`, *optional*):
+        explorer_options (`dict[str, Any]`, *optional*):
             Options of explorers, by name, for example `{"tree": {"expansion_width": 4}}`. They are the fields of the
             trainer with this explorer.
         explore_discount (`float`, *optional*, defaults to `0.9`):
-            How `explore="auto"` forgets: factor of all that an explorer yielded before, whenever it is used again, in
-            (0, 1]. 1 forgets nothing.
+            Factor of the sums of contrast and of tokens of an explorer whenever it is used again, in (0, 1]. With a
+            smaller factor, `explore="auto"` follows the policy faster. 1 forgets nothing.
         explore_min_share (`float`, *optional*, defaults to `0.05`):
             Share of the unsolved prompts that `explore="auto"` gives to a random explorer, in [0, 1]. It keeps the
             estimates current.
