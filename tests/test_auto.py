@@ -30,3 +30,23 @@ def test_solved_prompts_are_not_explored(tmp_path):
     found, _ = trained(AutoExploreTrainer, AutoExploreConfig, tmp_path, reward_funcs=always, explore_min_share=1.0)
     expected, _ = trained(GRPOTrainer, GRPOConfig, tmp_path, reward_funcs=always)
     assert_same(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ('{"tree": {"expansion_width": 2}', "must be a dictionary by explorer"),
+        ("[1]", "must be a dictionary by explorer"),
+        ([1], "must be a dictionary by explorer"),
+        ('{"tree": 2}', r"`explorer_options\['tree'\]` is 2: give a dictionary"),
+    ],
+)
+def test_options_that_are_no_dictionaries_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        AutoExploreConfig("out", use_cpu=True, bf16=False, explorer_options=options)
+
+
+def test_options_of_explorers_may_be_json_as_on_the_command_line():
+    text = '{"tree": {"expansion_width": 2}}'
+    config = AutoExploreConfig("out", use_cpu=True, bf16=False, explorer_options=text)
+    assert config.explorer_options == {"tree": {"expansion_width": 2}}

@@ -140,7 +140,7 @@ def explorer_names(args: "ExplorationConfig", *, is_agent: bool) -> tuple[str, .
             )
     if len(set(names)) < len(names):
         raise ValueError(f"`explorers={list(names)}` names an explorer twice: name each once.")
-    for name in args.explorer_options or {}:
+    for name in args.options_by_explorer:
         if name not in WAYS:
             raise ValueError(f"`explorer_options`: {unknown_name('explorer', str(name), WAYS)}")
     return names
@@ -166,7 +166,7 @@ class OwnOptions:
         way = WAYS[name]
         shared = {spec.name for spec in fields(ExplorationConfig)}
         own = {spec.name for spec in fields(way.config_class)} - shared
-        given = dict((args.explorer_options or {}).get(name, {}))
+        given = dict(args.options_by_explorer.get(name, {}))
         start = f"`explorer_options[{name!r}]`"
         for option in given:
             if option in way.refused or option in shared:
