@@ -31,7 +31,8 @@ RUNS = {
         *(("auto", dict(explorers=[name], explore_min_share=1.0)) for name in ("tree", "pivots", "resample")),
         ("auto", dict(explorers=["sketches"], explore_min_share=1.0, explorer_options={"sketches": TINY_SKETCHES})),
         ("auto", dict(explore="hints", train_dataset=HINTED, explorer_options={"hints": {"hint_samples": 8}})),
-        ("auto", dict(explore="replay", explorer_options={}, max_steps=6)),
+        # Two prompts, so that a prompt comes back after it was solved.
+        ("auto", dict(explore="replay", train_dataset=make_dataset().select([0, 7]), max_steps=12)),
     ],
     "exploration": [
         ("exploration", dict(dynamic_sampling="refill")),
@@ -47,7 +48,8 @@ AGENTS = {
     "branpo": dict(branch_depth_hard=1, max_steps=3),
     "agent_tree_grpo": {},
     "gigpo": {},
-    "auto": dict(explore_min_share=1.0, max_steps=3),
+    # Small groups often have no success.
+    "auto": dict(explore_min_share=1.0, num_generations=2, per_device_train_batch_size=4, max_steps=16),
 }
 # Those that need a GPU or a vLLM server, and where they are logged.
 ELSEWHERE = {"packing/compilations": "packing/forward.py", "sampling/masked_fraction": "serving/session.py"}

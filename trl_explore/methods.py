@@ -243,6 +243,7 @@ _AUTO_METRICS = {
     "pivots/...": "`pivots`: what DEEP-GRPO logs of its pivots",
     "sketch/...": "`sketches`: what SESA logs of its sketches",
     "branch/...": "`tail_branches`, `turn_trees`: what BranPO and Tree-GRPO log of their branches",
+    "agent/turns": "`tail_branches`, `turn_trees`: responses per trajectory of an explored prompt",
     "agent/environment_errors": "agents: trajectories that ended because their environment raised",
     **{f"explored_{name}/...": f"what TRL logs of rows, for the rows of `{name}`" for name in EXPLORERS},
 }
