@@ -134,7 +134,7 @@ TRL_REQUIREMENT ?= trl==$(TRL).*
 OTHERS ?= newest
 OLDEST_ACCELERATE := $(if $(filter 1.14,$(TRL)),1.9.0,1.10.1)# which TRL 1.16 asks for
 TRL_VENV := .venv-trl-$(TRL)-$(OTHERS)
-TRL_TESTS := $(addprefix tests/test_,$(addsuffix .py,contract compat versions plain_grpo base deep_grpo deep_grpo_agents tree_grpo sesa sesa_agent g2rl branpo tree_rl attn_rl evol_rl gigpo agent_tree_grpo))
+TRL_TESTS := $(addprefix tests/test_,$(addsuffix .py,contract compat versions plain_grpo base deep_grpo deep_grpo_agents tree_grpo sesa sesa_agent g2rl branpo tree_rl attn_rl evol_rl gigpo agent_tree_grpo auto))
 
 $(TRL_VENV)/.installed: pyproject.toml constraints.txt constraints-oldest.txt
 	$(PYTHON) -m venv $(TRL_VENV)

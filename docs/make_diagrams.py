@@ -407,6 +407,22 @@ def attn_rl(theme: str) -> str:
     return p.svg("start of the forked step")
 
 
+def auto(theme: str) -> str:
+    p = Picture(theme, "Auto: an explorer for each unsolved prompt, or none")
+    p.row(">>>>>>>>>>>>>>", right=True)
+    p.row("<<<<<<<<<<<<<<<<", right=False)
+    p.row("oooooooooooooooo", right=False)
+    p.row("oooooooooooooo", right=False)
+    p.row("++++|++++|++++", right=True)
+    p.row("    |----|----", right=False, fork=(4, 4))
+    p.row("oooo")
+    p.caption(0, 1, "a prompt with contrast:", "GRPO only, never explored")
+    p.caption(2, 3, "an unsolved prompt: all rewards equal,", "so GRPO's credit is 0")
+    p.caption(4, 6, "the explorer that the trainer chose,", "here a tree, adds rows to the batch")
+    p.note("Choices: each explorer, or no exploration. The estimate: groups with contrast per generated token.")
+    return p.svg()
+
+
 PICTURES: dict[str, Callable[[str], str]] = {
     draw.__name__: draw
     for draw in (
@@ -420,6 +436,7 @@ PICTURES: dict[str, Callable[[str], str]] = {
         evol_rl,
         tree_rl,
         attn_rl,
+        auto,
     )
 }
 

@@ -18,7 +18,7 @@
 #   the 7B model fits 16 GB as qlora; as lora (20.1 GiB) it is too much for 24 GB.
 #
 # Out of memory while sampling: lower --gradient_accumulation_steps (fewer rows at once) or --sampling_batch_size (rows
-# that a method samples itself). While training: lower --per_device_train_batch_size to 2 (sesa, tree_grpo,
+# that a method samples itself). While training: lower --per_device_train_batch_size to 2 (auto, sesa, tree_grpo,
 # branpo, tree_rl, attn_rl, evol_rl, gigpo and agent_tree_grpo need rows x accumulation to be a multiple of
 # --num_generations), or --max_completion_length.
 set -euo pipefail
@@ -58,6 +58,7 @@ COMMON=(
 )
 
 case $METHOD in
+auto) python examples/auto.py "${COMMON[@]}" --sampling_batch_size 64 "$@" ;;
 deep_grpo) python examples/deep_grpo.py "${COMMON[@]}" --sampling_batch_size 64 "$@" ;;
 tree_grpo) python examples/tree_grpo.py "${COMMON[@]}" --sampling_batch_size 64 --overlong_buffer 256 "$@" ;;
 sesa) python examples/sesa.py "${COMMON[@]}" --sampling_batch_size 64 "$@" ;;
@@ -74,7 +75,7 @@ agent_tree_grpo)
     python examples/agent_tree_grpo_search_agent.py "${COMMON[@]}" --num_generations 2 --sampling_batch_size 64 "$@"
     ;;
 *)
-    echo "unknown method '$METHOD'; choose one of deep_grpo, tree_grpo, sesa, g2rl, branpo, tree_rl, attn_rl, evol_rl, gigpo, agent_tree_grpo." >&2
+    echo "unknown method '$METHOD'; choose one of auto, deep_grpo, tree_grpo, sesa, g2rl, branpo, tree_rl, attn_rl, evol_rl, gigpo, agent_tree_grpo." >&2
     exit 2
     ;;
 esac

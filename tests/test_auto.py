@@ -664,3 +664,9 @@ def test_every_pair_of_default_explorers_logs_under_its_own_name(tmp_path):
     assert streams == ["explored_tree", "explored_pivots", "explored_resample"]
     names = [re.sub("explored_", "", stream) for stream in streams]
     assert all(first != second for first, second in itertools.combinations(names, 2))
+
+
+def test_options_of_explorers_may_be_json_as_on_the_command_line():
+    text = '{"tree": {"expansion_width": 2}}'
+    config = AutoExploreConfig("out", use_cpu=True, bf16=False, explorer_options=text)
+    assert config.explorer_options == {"tree": {"expansion_width": 2}}

@@ -69,7 +69,9 @@ def test_every_method_has_the_same_headings_and_its_own_paper(trainer):
     assert [line for line in card.text.splitlines() if line.startswith("## ")] == HEADINGS
     paper = trainer._paper
     assert f"https://huggingface.co/papers/{paper['id']}" in card.text and paper["citation"] in card.text
-    assert {"trl-explore", f"arxiv:{paper['id']}", trainer.method.replace("_", "-")} <= set(card.data.tags)
+    # "auto" alone would say nothing on the Hub, so its tag is "auto-explore".
+    own_tag = {"auto": "auto-explore"}.get(trainer.method, trainer.method.replace("_", "-"))
+    assert {"trl-explore", f"arxiv:{paper['id']}", own_tag} <= set(card.data.tags)
     assert metadata_errors(str(card)) == [] and "None" not in card.text
 
 

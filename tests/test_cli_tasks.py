@@ -385,7 +385,8 @@ def test_methods_that_suit_a_task_are_those_with_or_without_tools(loaded):
     without = [row.name for row in METHODS.values() if not row.plain and not row.needs_tools]
     assert methods() == ["grpo", *without]
     playing = methods(task=GAME)
-    assert {row.name for row in METHODS.values() if row.needs_tools} | {"grpo", "deep_grpo", "g2rl"} == set(playing)
+    of_both = {"grpo", "deep_grpo", "g2rl", "auto"}  # they suit tasks with tools and tasks without
+    assert {row.name for row in METHODS.values() if row.needs_tools} | of_both == set(playing)
 
 
 def test_what_suits_a_task_is_filled_in(loaded, monkeypatch):

@@ -56,7 +56,7 @@ def test_every_command_line_parses(tmp_path, monkeypatch, method, kind):
         (["g2rl", "qlor"], "unknown kind 'qlor'; choose one of lora, qlora."),
         (
             ["grpo", "lora"],
-            "unknown method 'grpo'; choose one of deep_grpo, tree_grpo, sesa, g2rl, branpo, tree_rl, attn_rl, "
+            "unknown method 'grpo'; choose one of auto, deep_grpo, tree_grpo, sesa, g2rl, branpo, tree_rl, attn_rl, "
             "evol_rl, gigpo, agent_tree_grpo.",
         ),
     ],

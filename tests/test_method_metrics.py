@@ -7,11 +7,14 @@ from commands import ROOT
 from trl import GRPOConfig, GRPOTrainer
 from world import TINY, always, make_dataset, make_trainer, says
 
-from trl_explore.methods import METHODS
+from trl_explore.methods import EXPLORERS, METHODS
 
 SHARED = METHODS["exploration"].metrics
 TARGETS = make_dataset().add_column("targets", [["1", "2"]] * len(make_dataset()))
 UNSOLVED = dict(explore_prompts="unsolved", explore_into="add")
+HINTED = make_dataset()
+HINTED = HINTED.add_column("hint", HINTED["answer"])
+TINY_SKETCHES = dict(max_sketch_length=4)
 # Runs of a method after which all its metrics were logged; those of the fields that all share need methods, too.
 RUNS = {
     "tree_grpo": [("tree_grpo", {}), ("tree_grpo", dict(replay_buffer=True, replay_threshold=0.9))],
@@ -24,6 +27,13 @@ RUNS = {
     ],
     "evol_rl": [("evol_rl", dict(reward_funcs=always))],
     "attn_rl": [("attn_rl", dict(fork_selection="uncertain")), ("attn_rl", {})],
+    "auto": [
+        *(("auto", dict(explorers=[name], explore_min_share=1.0)) for name in ("tree", "pivots", "resample")),
+        ("auto", dict(explorers=["sketches"], explore_min_share=1.0, explorer_options={"sketches": TINY_SKETCHES})),
+        ("auto", dict(explore="hints", train_dataset=HINTED, explorer_options={"hints": {"hint_samples": 8}})),
+        # Two prompts, so that a prompt comes back after it was solved.
+        ("auto", dict(explore="replay", train_dataset=make_dataset().select([0, 7]), max_steps=12)),
+    ],
     "exploration": [
         ("exploration", dict(dynamic_sampling="refill")),
         ("exploration", dict(budget="knapsack")),
@@ -34,7 +44,13 @@ RUNS = {
         ("deep_grpo", UNSOLVED),
     ],
 }
-AGENTS = {"branpo": dict(branch_depth_hard=1, max_steps=3), "agent_tree_grpo": {}, "gigpo": {}}
+AGENTS = {
+    "branpo": dict(branch_depth_hard=1, max_steps=3),
+    "agent_tree_grpo": {},
+    "gigpo": {},
+    # Small groups often have no success.
+    "auto": dict(explore_min_share=1.0, num_generations=2, per_device_train_batch_size=4, max_steps=16),
+}
 # Those that need a GPU or a vLLM server, and where they are logged.
 ELSEWHERE = {"packing/compilations": "packing/forward.py", "sampling/masked_fraction": "serving/session.py"}
 
@@ -72,6 +88,11 @@ def test_what_a_method_logs_is_described_and_what_is_described_is_logged(method,
     known = {name for row in METHODS.values() for name in row.metrics} if method == "exploration" else {*own, *SHARED}
     streams = {name.removesuffix("...") for name in known if name.endswith("/...")}
     known |= {stream + name for stream in streams for name in of_rows}
+    if method == "auto":
+        # `explore/share/...` stands for each source, and `tree/...` for the metrics of the method with this explorer.
+        known |= {stream + source for stream in streams for source in ("plain", *EXPLORERS)}
+        described = {name for row in METHODS.values() for name in row.metrics}
+        known |= {name for name in described if name.startswith(tuple(streams))}
     assert names - trls - known == set()
     beginnings = tuple(name.removesuffix("...") for name in own if name.endswith("..."))
     assert {name for name in own if not name.endswith("...")} - names - ELSEWHERE.keys() == set()

@@ -94,7 +94,9 @@ def test_the_pictures_are_what_the_script_draws():
 def test_the_docstring_says_type_and_default_of_every_field_and_is_its_help(config):
     entry = r"^    (\w+) \(`(.*?)`, \*optional\*(?:, defaults to `(.*)`)?\):$"
     entries = re.findall(entry, inspect.cleandoc(config.__doc__), re.MULTILINE)
-    types = {name: inspect.formatannotation(kind) for name, kind in config.__annotations__.items()}
+    types = {}
+    for name, kind in config.__annotations__.items():
+        types[name] = inspect.formatannotation(kind).replace("typing.", "")
     assert [(name, kind) for name, kind, _ in entries] == [(n, t.removesuffix(" | None")) for n, t in types.items()]
     defaults = own_defaults(config)
     assert {n: value_of(d) for n, _, d in entries if d} == {n: defaults[n] for n, _, d in entries if d}

@@ -12,8 +12,8 @@ from .agent_tree_grpo import AgentTreeGRPOTrainer
 from .agent_tree_grpo_config import AgentTreeGRPOConfig
 from .attn_rl import AttnRLTrainer
 from .attn_rl_config import AttnRLConfig
-from .auto_explore import AutoExploreTrainer
-from .auto_explore_config import AutoExploreConfig
+from .auto import AutoExploreTrainer
+from .auto_config import AutoExploreConfig
 from .base import ExplorationTrainer
 from .branpo import BranPOTrainer
 from .branpo_config import BranPOConfig

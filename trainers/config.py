@@ -1,5 +1,6 @@
 """What the configurations of all exploration trainers share."""
 
+import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -87,6 +88,22 @@ def check_explore(args: Any) -> None:
         raise ValueError(f"`max_completion_length=None`: `explore={args.explore!r}` needs a limit. Set a number.")
 
 
+def read_options(given: Any) -> Any:
+    """Return `explorer_options` as a dictionary. The command line gives a text with JSON."""
+    options = given
+    if isinstance(given, str):
+        try:
+            options = json.loads(given)
+        except json.JSONDecodeError:
+            options = None
+    if given is not None and not isinstance(options, Mapping):
+        raise ValueError(
+            f"`explorer_options={given!r}` must be a dictionary by explorer, for example "
+            '{"tree": {"expansion_width": 4}}.'
+        )
+    return options
+
+
 def check_auto(args: Any) -> None:
     """Raise ValueError if a field of `explore="auto"` has no effect, or another field contradicts it."""
     for name in ("explorers", "explorer_options"):
@@ -103,12 +120,7 @@ def check_auto(args: Any) -> None:
         )
     if not isinstance(args.explorers, list | tuple | type(None)):
         raise ValueError(f"`explorers={args.explorers!r}` must be a list of names, for example ['tree', 'pivots'].")
-    if not isinstance(args.explorer_options, Mapping | None):
-        raise ValueError(
-            f"`explorer_options={args.explorer_options!r}` must be a dictionary by explorer, for example "
-            "{'tree': {'expansion_width': 4}}."
-        )
-    for name, options in (args.explorer_options or {}).items():
+    for name, options in args.options_by_explorer.items():
         if not isinstance(options, Mapping):
             raise ValueError(
                 f"`explorer_options[{name!r}]` is {options!r}: give a dictionary of fields, for example "
@@ -221,21 +233,21 @@ class ExplorationConfig(GRPOConfig):
         max_generations (`int`, *optional*):
             Most rows of a prompt with a `budget`; `None`: twice `num_generations`.
         explore (`str`, *optional*):
-            How [`ExplorationTrainer`] explores unsolved prompts: `"auto"`, `"hints"`, `"replay"`, `"resample"`, or
-            None for not at all. `"auto"` chooses an explorer for each prompt while training. `"hints"` and `"replay"`
-            are explorers of which each can also work alone. `"resample"` samples another plain group, and needs
+            How [`ExplorationTrainer`] explores unsolved prompts: `"auto"`, `"hints"`, `"replay"` or `"resample"`.
+            None: it does not explore. `"auto"` chooses an explorer for each prompt while training. `"hints"` and
+            `"replay"` are explorers that can also work alone. `"resample"` samples another plain group, and needs
             `explore_prompts="unsolved"`. Use it as the control of a method that searches: it spends tokens on the same
             prompts without a search. Trainers with their own way of exploring refuse this field.
         explorers (`list[str]`, *optional*):
             Explorers between which `explore="auto"` chooses. None: `["tree", "pivots"]`, and for agents
             `["tail_branches", "turn_trees"]`. Others: `"sketches"`, `"hints"`, `"replay"`, `"resample"`. With an empty
             list, the trainer is GRPO.
-        explorer_options (`dict[str, dict]`, *optional*):
+        explorer_options (`dict[str, Any] | str`, *optional*):
             Options of explorers, by name, for example `{"tree": {"expansion_width": 4}}`. They are the fields of the
-            trainer with this explorer.
+            trainer with this explorer. On the command line, write JSON.
         explore_discount (`float`, *optional*, defaults to `0.9`):
-            How `explore="auto"` forgets: factor of all that an explorer yielded before, whenever it is used again, in
-            (0, 1]. 1 forgets nothing.
+            Factor of the sums of contrast and of tokens of an explorer whenever it is used again, in (0, 1]. With a
+            smaller factor, `explore="auto"` follows the policy faster. 1 forgets nothing.
         explore_min_share (`float`, *optional*, defaults to `0.05`):
             Share of the unsolved prompts that `explore="auto"` gives to a random explorer, in [0, 1]. It keeps the
             estimates current.
@@ -330,7 +342,7 @@ class ExplorationConfig(GRPOConfig):
     max_generations: int | None = None
     explore: str | None = None
     explorers: list[str] | None = None
-    explorer_options: dict[str, Any] | None = None
+    explorer_options: dict[str, Any] | str | None = None
     explore_discount: float = 0.9
     explore_min_share: float = 0.05
     success_threshold: float | None = None
@@ -369,6 +381,7 @@ class ExplorationConfig(GRPOConfig):
             self.shared_prefix_training = "on" if self.shared_prefix_training else "off"
         if self.dynamic_sampling is False:
             self.dynamic_sampling = "off"
+        self.explorer_options = read_options(self.explorer_options)
         run_checks(self, CHECKS)
         self._check_token_budget()
         if self.push_dry_run:
@@ -401,6 +414,11 @@ class ExplorationConfig(GRPOConfig):
     def explores_unsolved(self) -> bool:
         """Return whether `explore` names explorers that add rows for unsolved prompts."""
         return self.explore not in (None, "resample")
+
+    @property
+    def options_by_explorer(self) -> Mapping[str, Any]:
+        """Return `explorer_options`, or an empty mapping if it is None."""
+        return self.explorer_options if isinstance(self.explorer_options, Mapping) else {}
 
     @property
     def success_bar(self) -> float:

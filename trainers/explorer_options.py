@@ -31,7 +31,7 @@ class OwnOptions:
         way = WAYS[name]
         shared = {spec.name for spec in fields(ExplorationConfig)}
         own = {spec.name: spec for spec in fields(way.config_class) if spec.name not in shared}
-        given = dict((args.explorer_options or {}).get(name, {}))
+        given = dict(args.options_by_explorer.get(name, {}))
         start = f"`explorer_options[{name!r}]`"
         for option, value in given.items():
             if option in way.refused:
@@ -118,7 +118,7 @@ def explorer_names(args: ExplorationConfig, *, is_agent: bool) -> tuple[str, ...
             )
     if len(set(names)) < len(names):
         raise ValueError(f"`explorers={list(names)}` names an explorer twice: name each once.")
-    for name in args.explorer_options or {}:
+    for name in args.options_by_explorer:
         _check_known("explorer_options", name)
     return names
 

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 SHARED_OPTIONS = ("sampling_batch_size",)  # options of an explorer that are fields of every trainer
 OURS = ("trl", "grpo", "trl-explore")
+# Explorers of `explore="auto"`. They are defined in `trl_explore.auto.ways`, which loads torch.
+EXPLORERS = ("tree", "pivots", "sketches", "resample", "hints", "replay", "tail_branches", "turn_trees")
 
 
 def _no_options(task: Any) -> dict[str, Any]:
@@ -224,6 +226,26 @@ _CHAIN_METRICS = {
     "branch/seconds": "seconds for log-probabilities, branches and their scoring",
     "branch/reward": "mean reward of the branches that are trained",
     "branch/...": "everything else that TRL logs, for the branches that are trained",
+}
+
+# What `explore="auto"`, `"hints"` and `"replay"` log. Several names end with the name of an explorer.
+_AUTO_METRICS = {
+    "explore/contrast_per_token/plain": "groups with contrast per generated token, for GRPO's own rows. Their rewards "
+    "are not all equal. The sums are discounted by `explore_discount`",
+    "explore/contrast_per_token/...": "the same for each explorer that was used: rows with an advantage, in units of "
+    "`num_generations`, per generated token",
+    "explore/share/...": "share of the batch's prompts that each explorer got",
+    "explore/solved/...": "share of an explorer's prompts for which it found a success",
+    "hints/solved_fraction": "`hints`: share of the prompts that a hint solved",
+    "hints/mean_level": "`hints`: mean number of the hint that solved a prompt; 0 is the weakest",
+    "replay/stored": "`replay`: number of stored completions",
+    "tree/...": "`tree`: what TreeGRPO logs of its searches",
+    "pivots/...": "`pivots`: what DEEP-GRPO logs of its pivots",
+    "sketch/...": "`sketches`: what SESA logs of its sketches",
+    "branch/...": "`tail_branches`, `turn_trees`: what BranPO and Tree-GRPO log of their branches",
+    "agent/turns": "`tail_branches`, `turn_trees`: responses per trajectory of an explored prompt",
+    "agent/environment_errors": "agents: trajectories that ended because their environment raised",
+    **{f"explored_{name}/...": f"what TRL logs of rows, for the rows of `{name}`" for name in EXPLORERS},
 }
 
 # Okabe and Ito's colours, which the colour-blind can tell apart, without the yellow that white paper swallows; and
@@ -586,9 +608,13 @@ ROWS = (
         "AutoExploreTrainer",
         "AutoExploreConfig",
         tags=(*OURS, "auto-explore"),
+        paper={  # GRPO's, because the choice between explorers has no paper
+            "title": "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models",
+            "id": "2402.03300",
+        },
         card="auto",
-        metrics={},
-        card_metrics=(),
+        metrics=_AUTO_METRICS,
+        card_metrics=("explore/contrast_per_token/...", "explore/share/..."),
         options=_explorers,
     ),
     Method(

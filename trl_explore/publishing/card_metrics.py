@@ -32,25 +32,32 @@ def logged_metrics(method: str, history: Iterable[Mapping[str, Any]]) -> list[st
     """Names of what the training curves show: the method's main metrics and the evaluations', as far as they were
     logged."""
     names = dict.fromkeys(name for entry in history for name, value in entry.items() if _is_number(value))
-    main = _main_metrics(method)
-    return [name for name in main if name in names] + [name for name in names if _EVALUATED.match(name)]
+    return [*_main_metrics(method, names)] + [name for name in names if _EVALUATED.match(name)]
 
 
 def metric_rows(method: str, history: Sequence[Mapping[str, Any]]) -> list[Metric]:
     """First and last values of the method's main metrics that were logged while training."""
     rows = []
-    for name, meaning in _main_metrics(method).items():
+    logged = dict.fromkeys(name for entry in history for name, value in entry.items() if _is_number(value))
+    for name, meaning in _main_metrics(method, logged).items():
         values = [entry[name] for entry in history if _is_number(entry.get(name))]
-        if values:
-            rows.append(Metric(name, meaning, format_number(values[0]), format_number(values[-1])))
+        rows.append(Metric(name, meaning, format_number(values[0]), format_number(values[-1])))
     return rows
 
 
-def _main_metrics(method: str) -> dict[str, str]:
-    """What the card of a method shows: GRPO's own, and those that the method chose."""
+def _main_metrics(method: str, logged: Iterable[str]) -> dict[str, str]:
+    """Return name and meaning of the logged metrics that the card of a method shows: GRPO's own, and those that the
+    method chose."""
     row = METHODS[method]
     chosen = row.metrics if row.card_metrics is None else row.card_metrics
-    return COMMON_METRICS | {name: row.metrics[name] for name in chosen}
+    known = COMMON_METRICS | {name: row.metrics[name] for name in chosen}
+    shown = {}
+    for name, meaning in known.items():
+        for one in logged:
+            # `explore/share/...` of a card stands for every logged name with this beginning.
+            if one == name or name in chosen and name.endswith("/...") and one.startswith(name.removesuffix("...")):
+                shown.setdefault(one, row.metrics.get(one, meaning))
+    return shown
 
 
 def training_seconds(history: Iterable[Mapping[str, Any]]) -> float:

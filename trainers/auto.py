@@ -1,6 +1,6 @@
 """The trainer that chooses by itself how to explore."""
 
-from .auto_explore_config import AutoExploreConfig
+from .auto_config import AutoExploreConfig
 from .base import ExplorationTrainer
 
 
