@@ -27,7 +27,7 @@ from typing import Any
 
 import yaml
 from regimes_plan import Arm, Regime, folder
-from regimes_results import read_results, to_runs
+from regimes_results import read_results, to_runs, version
 
 from trl_explore.compare.costs import interval, mean_along
 
@@ -93,11 +93,12 @@ def train(regime: Regime, seeds: list[int], output_dir: Path, processes: int) ->
     with open(target / "runs" / "curves.csv", newline="", encoding="utf-8") as curves:
         rows = list(csv.DictReader(curves))
     RESULTS.mkdir(exist_ok=True)
-    columns = [*COLUMNS, *regime.comparison["metrics"]]
+    columns = [*COLUMNS, *regime.comparison["metrics"], "version"]
     with open(RESULTS / f"{regime.name}.csv", "w", newline="", encoding="utf-8") as results:
         writer = csv.DictWriter(results, columns, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
-        writer.writerows(rows)
+        for row in rows:
+            writer.writerow({**row, "version": version()})
 
 
 def read(regime: Regime) -> dict[str, dict[int, list[dict[str, Any]]]]:
@@ -105,7 +106,7 @@ def read(regime: Regime) -> dict[str, dict[int, list[dict[str, Any]]]]:
     runs: dict[str, dict[int, list[dict[str, Any]]]] = {}
     with open(RESULTS / f"{regime.name}.csv", newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
-            point = {name: float(value) for name, value in row.items() if name != "arm" and value}
+            point = {name: float(value) for name, value in row.items() if name not in ("arm", "version") and value}
             runs.setdefault(row["arm"], {}).setdefault(int(row["seed"]), []).append(point)
     return runs
 
