@@ -447,7 +447,7 @@ def test_a_count_bonus_is_no_contrast(tmp_path):
     options = dict(count_bonus=0.5, max_completion_length=1, train_dataset=make_dataset().select(range(2)))
     trainer = make_trainer(*AUTO, tmp_path, reward_funcs=never, explorers=["resample"], **options, **ALWAYS)
     has_bonus = []
-    for _ in range(4):
+    for _ in range(8):
         has_bonus.append(bool(one_batch(trainer)["advantages"].any()))
         assert trainer.branching.found[0].num_prompts == 2
     assert any(has_bonus)
