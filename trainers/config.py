@@ -1,8 +1,10 @@
 """What the configurations of all exploration trainers share."""
 
+import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -232,7 +234,7 @@ class ExplorationConfig(GRPOConfig):
             list, the trainer is GRPO.
         explorer_options (`dict[str, dict]`, *optional*):
             Options of explorers, by name, for example `{"tree": {"expansion_width": 4}}`. They are the fields of the
-            trainer with this explorer.
+            trainer with this explorer. On the command line, write JSON.
         explore_discount (`float`, *optional*, defaults to `0.9`):
             How `explore="auto"` forgets: factor of all that an explorer yielded before, whenever it is used again, in
             (0, 1]. 1 forgets nothing.
@@ -330,7 +332,7 @@ class ExplorationConfig(GRPOConfig):
     max_generations: int | None = None
     explore: str | None = None
     explorers: list[str] | None = None
-    explorer_options: dict[str, Any] | None = None
+    explorer_options: dict[str, Any] | str | None = None
     explore_discount: float = 0.9
     explore_min_share: float = 0.05
     success_threshold: float | None = None
@@ -367,6 +369,9 @@ class ExplorationConfig(GRPOConfig):
         check_training_values(self)
         if isinstance(self.shared_prefix_training, bool):  # what `on` and `off` are in YAML
             self.shared_prefix_training = "on" if self.shared_prefix_training else "off"
+        if isinstance(self.explorer_options, str):  # from the command line
+            with suppress(ValueError):  # `check_auto` refuses a text that is no JSON
+                self.explorer_options = json.loads(self.explorer_options)
         if self.dynamic_sampling is False:
             self.dynamic_sampling = "off"
         run_checks(self, CHECKS)

@@ -31,7 +31,8 @@ class OwnOptions:
         way = WAYS[name]
         shared = {spec.name for spec in fields(ExplorationConfig)}
         own = {spec.name: spec for spec in fields(way.config_class) if spec.name not in shared}
-        given = dict((args.explorer_options or {}).get(name, {}))
+        options: Any = args.explorer_options or {}
+        given = dict(options.get(name, {}))
         start = f"`explorer_options[{name!r}]`"
         for option, value in given.items():
             if option in way.refused:
