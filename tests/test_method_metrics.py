@@ -5,13 +5,18 @@ import test_branpo
 import test_sesa_agent
 from commands import ROOT
 from trl import GRPOConfig, GRPOTrainer
-from world import TINY, always, make_dataset, make_trainer, says
+from world import TINY, always, make_dataset, make_trainer, never, says
 
 from trl_explore.methods import METHODS
 
 SHARED = METHODS["exploration"].metrics
 TARGETS = make_dataset().add_column("targets", [["1", "2"]] * len(make_dataset()))
 UNSOLVED = dict(explore_prompts="unsolved", explore_into="add")
+HINTS = make_dataset().add_column("hint", ["a"] * len(make_dataset()))
+# Each explorer alone, so that all of them are chosen. Few prompts come back soon, with a stored success.
+EXPLORERS = [dict(explorers=[name]) for name in ("tree", "pivots", "sketches", "resample")]
+EXPLORERS.append(dict(explore="hints", train_dataset=HINTS, explorer_options=dict(hints=dict(hint_samples=16))))
+EXPLORERS.append(dict(explore="replay", train_dataset=make_dataset().select(range(2)), max_steps=12))
 # Runs of a method after which all its metrics were logged; those of the fields that all share need methods, too.
 RUNS = {
     "tree_grpo": [("tree_grpo", {}), ("tree_grpo", dict(replay_buffer=True, replay_threshold=0.9))],
@@ -22,6 +27,7 @@ RUNS = {
         ),
         ("sesa", dict(mode="sequential")),
     ],
+    "auto": [("auto", dict(dict(explore_min_share=1.0), **options)) for options in EXPLORERS],
     "evol_rl": [("evol_rl", dict(reward_funcs=always))],
     "attn_rl": [("attn_rl", dict(fork_selection="uncertain")), ("attn_rl", {})],
     "exploration": [
@@ -35,6 +41,7 @@ RUNS = {
     ],
 }
 AGENTS = {"branpo": dict(branch_depth_hard=1, max_steps=3), "agent_tree_grpo": {}, "gigpo": {}}
+AGENTS["auto"] = dict(explore_min_share=1.0, reward_funcs=[never], max_steps=8)
 # Those that need a GPU or a vLLM server, and where they are logged.
 ELSEWHERE = {"packing/compilations": "packing/forward.py", "sampling/masked_fraction": "serving/session.py"}
 
