@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from peft import LoraConfig
 from test_branpo import Lake, Voice
 from test_branpo import make as make_agent_of
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer, TrlParser
 from world import (
     BOARDS,
     TINY,
@@ -652,6 +652,13 @@ def test_fields_of_the_choice_without_the_choice_are_an_error(tmp_path):
     for options in (dict(explorers=["tree"]), dict(explorer_options={"tree": {}})):
         with pytest.raises(ValueError, match=f"`{next(iter(options))}=.*has no effect with `explore=None`"):
             make_trainer(ExplorationTrainer, ExplorationConfig, tmp_path, **options)
+
+
+def test_options_can_be_json_on_the_command_line():
+    flags = ["--output_dir", "out", "--use_cpu", "true", "--explorers", "tree", "pivots"]
+    flags += ["--explorer_options", '{"tree": {"expansion_width": 3}}']
+    (args,) = TrlParser(AutoExploreConfig).parse_args_and_config(flags)
+    assert args.explorers == ["tree", "pivots"] and args.explorer_options == {"tree": {"expansion_width": 3}}
 
 
 def test_options_follow_a_callback_that_changes_shared_fields(tmp_path):

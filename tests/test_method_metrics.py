@@ -25,6 +25,7 @@ RUNS = {
         ),
         ("sesa", dict(mode="sequential")),
     ],
+    "auto": [("auto", dict(dict(explore_min_share=1.0), **options)) for options in EXPLORERS],
     "evol_rl": [("evol_rl", dict(reward_funcs=always))],
     "attn_rl": [("attn_rl", dict(fork_selection="uncertain")), ("attn_rl", {})],
     "auto": [

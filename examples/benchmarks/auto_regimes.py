@@ -114,8 +114,8 @@ def read(regime: Regime) -> dict[str, dict[int, list[dict[str, Any]]]]:
 def gaps(
     runs: dict[str, dict[int, list[dict[str, Any]]]], arm: str, base: str, *, cost: str, metric: str
 ) -> tuple[float, float | None]:
-    """Return the mean difference of two arms along the curve in points of a hundred, paired by seed, and the half width
-    of its 95 % t-interval."""
+    """Return the mean difference of two arms along the curve, in points of a hundred and paired by seed, and the half
+    width of its 95 % t-interval."""
     reading = min(points[-1][cost] for of_seeds in runs.values() for points in of_seeds.values())
     found = []
     for seed, points in runs[arm].items():
