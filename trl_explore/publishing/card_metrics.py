@@ -51,7 +51,7 @@ def _main_metrics(method: str, logged: Iterable[str]) -> dict[str, str]:
     row = METHODS[method]
     chosen = row.metrics if row.card_metrics is None else row.card_metrics
     known = COMMON_METRICS | {name: row.metrics[name] for name in chosen}
-    shown = {}
+    shown: dict[str, str] = {}
     for name, meaning in known.items():
         for one in logged:
             # `explore/share/...` of a card stands for every logged name with this beginning.
