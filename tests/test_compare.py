@@ -266,10 +266,11 @@ def test_without_arms_every_method_that_suits_is_compared_with_grpo():
         comparison = read_comparison({"task": task, "budget": {"seconds": 9}})
         return [arm.method for arm in comparison.arms]
 
-    single = ["evol_rl", "tree_rl", "attn_rl"]
+    single = ["evol_rl", "tree_rl", "attn_rl", "auto"]
     assert methods("countdown") == ["grpo", "deep_grpo", "tree_grpo", "sesa", "g2rl", *single]
     assert methods("chain") == ["grpo", "deep_grpo", "tree_grpo", "g2rl", *single]
-    assert methods("lake_agent") == ["grpo", "deep_grpo", "sesa", "g2rl", "branpo", "gigpo", "agent_tree_grpo"]
+    agents = ["branpo", "gigpo", "agent_tree_grpo", "auto"]
+    assert methods("lake_agent") == ["grpo", "deep_grpo", "sesa", "g2rl", *agents]
     # Each method, on the task that it suits: none is left out everywhere.
     for row in METHODS.values():
         assert any(row.options(task) is not None for task in ALL_TASKS.values()), row.name

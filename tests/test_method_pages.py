@@ -26,6 +26,7 @@ from trl_explore.trainers import (
     TreeGRPOTrainer,
     sesa_config,
 )
+from trl_explore.trainers.explorer_configs import HintConfig, ReplayConfig
 
 MACROS = runpy.run_path(str(ROOT / "docs" / "macros.py"))
 DIAGRAMS = runpy.run_path(str(ROOT / "docs" / "make_diagrams.py"))
@@ -77,6 +78,14 @@ def test_every_method_has_a_page_with_the_same_headings_and_its_own_tables_and_p
     assert row.paper["id"] in page and row.trainer in page and row.config in page
 
 
+@pytest.mark.parametrize("config", [HintConfig, ReplayConfig])
+def test_the_page_of_auto_has_every_option_of_hints_and_replay_with_its_default(config):
+    page = (PAGES / "auto.md").read_text()
+    options = dict(re.findall(r"^\| `((?:hint|replay)_\w+)` \| `(.*?)` \| ", page, re.MULTILINE))
+    defaults = own_defaults(config)
+    assert {name: ast.literal_eval(options[name]) for name in options.keys() & defaults.keys()} == defaults
+
+
 @pytest.mark.parametrize("method", OURS)
 def test_the_index_of_the_trainers_links_every_page_and_names_its_trainer(method):
     index = (ROOT / "trainers" / "README.md").read_text()
@@ -90,7 +99,9 @@ def test_the_pictures_are_what_the_script_draws():
     assert [name for name, text in drawn.items() if (folder / name).read_text() != text] == []
 
 
-@pytest.mark.parametrize("config", [ExplorationConfig, *(METHODS[name].config_class for name in OURS)])
+@pytest.mark.parametrize(
+    "config", [ExplorationConfig, HintConfig, ReplayConfig, *(METHODS[name].config_class for name in OURS)]
+)
 def test_the_docstring_says_type_and_default_of_every_field_and_is_its_help(config):
     entry = r"^    (\w+) \(`(.*?)`, \*optional\*(?:, defaults to `(.*)`)?\):$"
     entries = re.findall(entry, inspect.cleandoc(config.__doc__), re.MULTILINE)

@@ -1,6 +1,5 @@
 """Options of the explorers that have no trainer of their own. They are set with `explorer_options`."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +29,7 @@ class HintConfig(ExplorationConfig):
     Args:
         hint_column (`str`, *optional*, defaults to `"hint"`):
             Column of the data set with a text, or a list of texts from the weakest hint to the strongest.
-        hint_fractions (`Sequence[float]`, *optional*):
+        hint_fractions (`list[float]`, *optional*):
             If set, `hint_column` holds a solution, and a completion begins with these shares of its tokens, in (0, 1),
             ascending. These tokens are not trained. None: the hint is a part of the prompt.
         hint_template (`str`, *optional*, defaults to `"{problem}\n\nHint: {hint}"`):
@@ -47,7 +46,7 @@ class HintConfig(ExplorationConfig):
     """
 
     hint_column: str = "hint"
-    hint_fractions: Sequence[float] | None = None
+    hint_fractions: list[float] | None = None
     hint_template: str = HINT_TEMPLATE
     hint_rows: int = 1
     hint_samples: int = 4
