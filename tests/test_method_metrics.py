@@ -7,7 +7,7 @@ from commands import ROOT
 from trl import GRPOConfig, GRPOTrainer
 from world import TINY, always, make_dataset, make_trainer, says
 
-from trl_explore.methods import EXPLORERS, METHODS
+from trl_explore.methods import METHODS
 
 SHARED = METHODS["exploration"].metrics
 TARGETS = make_dataset().add_column("targets", [["1", "2"]] * len(make_dataset()))
@@ -25,7 +25,6 @@ RUNS = {
         ),
         ("sesa", dict(mode="sequential")),
     ],
-    "auto": [("auto", dict(dict(explore_min_share=1.0), **options)) for options in EXPLORERS],
     "evol_rl": [("evol_rl", dict(reward_funcs=always))],
     "attn_rl": [("attn_rl", dict(fork_selection="uncertain")), ("attn_rl", {})],
     "auto": [
@@ -50,7 +49,13 @@ AGENTS = {
     "agent_tree_grpo": {},
     "gigpo": {},
     # Small groups often have no success.
-    "auto": dict(explore_min_share=1.0, num_generations=2, per_device_train_batch_size=4, max_steps=16),
+    "auto": dict(
+        explorers=["tail_branches", "turn_trees", "resample"],
+        explore_min_share=1.0,
+        num_generations=2,
+        per_device_train_batch_size=4,
+        max_steps=16,
+    ),
 }
 # Those that need a GPU or a vLLM server, and where they are logged.
 ELSEWHERE = {"packing/compilations": "packing/forward.py", "sampling/masked_fraction": "serving/session.py"}

@@ -4,7 +4,6 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -380,9 +379,6 @@ class ExplorationConfig(GRPOConfig):
         check_training_values(self)
         if isinstance(self.shared_prefix_training, bool):  # what `on` and `off` are in YAML
             self.shared_prefix_training = "on" if self.shared_prefix_training else "off"
-        if isinstance(self.explorer_options, str):  # from the command line
-            with suppress(ValueError):  # `check_auto` refuses a text that is no JSON
-                self.explorer_options = json.loads(self.explorer_options)
         if self.dynamic_sampling is False:
             self.dynamic_sampling = "off"
         self.explorer_options = read_options(self.explorer_options)
