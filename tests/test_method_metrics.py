@@ -7,7 +7,7 @@ from commands import ROOT
 from trl import GRPOConfig, GRPOTrainer
 from world import TINY, always, make_dataset, make_trainer, says
 
-from trl_explore.methods import METHODS
+from trl_explore.methods import EXPLORERS, METHODS
 
 SHARED = METHODS["exploration"].metrics
 TARGETS = make_dataset().add_column("targets", [["1", "2"]] * len(make_dataset()))

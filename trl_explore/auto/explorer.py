@@ -81,41 +81,57 @@ class AutoExplorer(BranchExplorer):
             `list[tuple]`: Each explorer that explores a group on any process, with its groups of this process.
         """
         self.num_batches += 1
-        size = self.args.num_generations
         for options in self.options.values():
             options.follow(self.args)
-        ranks = self.policy.ranks
-        # Rounding leaves tiny advantages in a group of equal rewards, which has no contrast.
-        assert self.scorer.rewards_per_func is not None
-        equal = self.scorer.equal_reward_rows(self.scorer.rewards_per_func, group_size=size)
-        contrast = (has_signal(output["advantages"]) & ~equal).view(-1, size).any(dim=1)  # (P,) of this process
-        deciding = self.scorer.success().view(-1, size)  # (P, G) of all processes
-        is_success = succeeded(deciding, threshold=self.args.success_bar)
-        # A prompt that is nearly always solved has little left to learn, so its contrast counts less.
-        failed_share = 1 - ranks.local(is_success).double().mean(dim=1)  # (P,)
-        tokens = sum(sum(trajectory.loss_mask) for group in groups for trajectory in group.trajectories)
         for explorer in self.explorers.values():
             explorer.observe(groups)
-        total = ranks.summed({"contrast": float((contrast * failed_share).sum()), "tokens": tokens})
-        self.estimates.add(PLAIN, contrast=total["contrast"], tokens=total["tokens"])
-        open_groups = ~is_success.any(dim=1) & ~deciding.isnan().all(dim=1) & ~ranks.gather(contrast)
-        random = Random(f"{self.args.seed} {self.num_batches}")  # the same on all processes
-        possible = self._possible(groups, open_groups)
-        sources = [PLAIN] * len(possible)
-        places = [place for place, is_open in enumerate(open_groups.tolist()) if is_open]
-        drawn = self.estimates.choose([possible[place] for place in places], random=random)
-        for place, source in zip(places, drawn, strict=True):
-            sources[place] = source
+        has_contrast = self._has_contrast(output)
+        deciding = self.scorer.success().view(-1, self.args.num_generations)  # (P, G) of all processes
+        is_success = succeeded(deciding, threshold=self.args.success_bar)
+        self._add_plain(groups, has_contrast, is_success)
+        is_open = ~is_success.any(dim=1) & ~deciding.isnan().all(dim=1) & ~self.policy.ranks.gather(has_contrast)
+        sources = self._choose(groups, is_open)
         self._shares = {name: sources.count(name) / len(sources) for name in self.explorers}
-        first = ranks.index * len(groups)
-        own = sources[first : first + len(groups)]
-        self._groups, self._sources = groups, own
+        first = self.policy.ranks.index * len(groups)
+        self._groups, self._sources = groups, sources[first : first + len(groups)]
         assigned = []
         for name, explorer in self.explorers.items():
             if name in sources:
-                chosen = [group for group, source in zip(groups, own, strict=True) if source == name]
+                chosen = [group for group, source in zip(groups, self._sources, strict=True) if source == name]
                 assigned.append((explorer, chosen))
         return assigned
+
+    def _has_contrast(self, output: RowDict) -> torch.Tensor:
+        """Return which groups of this process have contrast in GRPO's rows, `(P,)`."""
+        size = self.args.num_generations
+        # Rounding leaves tiny advantages in a group of equal rewards, which has no contrast.
+        assert self.scorer.rewards_per_func is not None
+        equal = self.scorer.equal_reward_rows(self.scorer.rewards_per_func, group_size=size)
+        return (has_signal(output["advantages"]) & ~equal).view(-1, size).any(dim=1)
+
+    def _add_plain(self, groups: Sequence[ScoredGroup], has_contrast: torch.Tensor, is_success: torch.Tensor) -> None:
+        """Add GRPO's rows to the estimates. `has_contrast`, `(P,)`, is of this process; `is_success`, `(P, G)`, of all
+        processes."""
+        # A prompt that is nearly always solved has little left to learn, so its contrast counts less.
+        failed_share = 1 - self.policy.ranks.local(is_success).double().mean(dim=1)  # (P,)
+        contrast = float((has_contrast * failed_share).sum())
+        tokens = 0
+        for group in groups:
+            tokens += sum(sum(trajectory.loss_mask) for trajectory in group.trajectories)
+        total = self.policy.ranks.summed({"contrast": contrast, "tokens": tokens})
+        self.estimates.add(PLAIN, contrast=total["contrast"], tokens=total["tokens"])
+
+    def _choose(self, groups: Sequence[ScoredGroup], is_open: torch.Tensor) -> list[str]:
+        """Return the source that was chosen for each prompt of all processes, `[P]`. `is_open`, `(P,)`, is True for
+        prompts that may be explored."""
+        random = Random(f"{self.args.seed} {self.num_batches}")  # the same on all processes
+        possible = self._possible(groups, is_open)
+        places = is_open.nonzero().squeeze(1).tolist()
+        drawn = self.estimates.choose([possible[place] for place in places], random=random)
+        sources = [PLAIN] * len(possible)
+        for place, source in zip(places, drawn, strict=True):
+            sources[place] = source
+        return sources
 
     def _possible(self, groups: Sequence[ScoredGroup], is_open: torch.Tensor) -> list[list[str]]:
         """Return the names of the explorers that can explore each prompt of all processes, `[P]`. `is_open`, `(P,)`,
@@ -169,10 +185,11 @@ class AutoExplorer(BranchExplorer):
         """Return the number of explored prompts of this process with a successful row."""
         assert one.scored is not None
         success = succeeded(one.scored.success_rewards, threshold=self.args.success_bar).tolist()
-        size = self.args.num_generations
-        parents = one.branches.rows.parents
-        return len({parent // size for parent, is_success in zip(parents, success, strict=True)
-                    if is_success and parent is not None})  # fmt: skip
+        solved = set()
+        for parent, is_success in zip(one.branches.rows.parents, success, strict=True):
+            if is_success and parent is not None:
+                solved.add(parent // self.args.num_generations)
+        return len(solved)
 
     def columns(self, num_rows: int) -> dict[str, list[Any]]:
         explored_by = [""] * num_rows
