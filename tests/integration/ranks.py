@@ -10,6 +10,7 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import auto_runs
 import branpo_runs
 import chosen_prompt_runs
 import credit_runs
@@ -35,6 +36,7 @@ RUNS = {
     "credit": credit_runs.main,
     "kept prefixes": kept_prefix_runs.main,
     "chosen prompts": chosen_prompt_runs.main,
+    "auto": auto_runs.main,
     "sharded": every_method_runs.sharded,  # from here on every trainer is
     "packed sharded": packed_runs.sharded,
     "kept prefixes sharded": kept_prefix_runs.sharded,
