@@ -48,7 +48,7 @@ CASES = {
     "single turns, several steps": dict(explorers=["tree", "pivots", "resample"], reward_funcs=some, **SPAN),
     "accumulation": dict(reward_funcs=some, gradient_accumulation_steps=2, steps_per_generation=4, max_steps=6),
     "one process": dict(explorers=["pivots", "resample"], reward_funcs=by_process),
-    "one process learns": dict(explorers=["pivots", "resample"], reward_funcs=by_process_and_call),
+    "one process learns": dict(explorers=["pivots"], reward_funcs=by_process_and_call),
     "sketches": dict(explorers=["sketches"], reward_funcs=some),
     "hints": dict(explore="hints", reward_funcs=some, train_dataset=HINTS),
     "hints of one process": dict(explore="hints", reward_funcs=by_process_and_call, train_dataset=HINTS),
