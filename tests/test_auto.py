@@ -266,6 +266,14 @@ def test_rows_of_an_added_group_have_grpos_advantages(tmp_path):
     assert seen
 
 
+@pytest.mark.parametrize("options", [dict(advantage="maxrl"), dict(advantage="pkpo", passk_k=2)], ids=str)
+def test_another_process_may_have_all_groups_to_resample(tmp_path, options):
+    trainer = make_trainer(*AUTO, tmp_path, reward_funcs=never, explorers=["resample"], **options, **ALWAYS)
+    one_batch(trainer)
+    branches = trainer.branch_explorer.explorers["resample"].explore([])
+    assert len(branches.rows) == 0 and branches.advantages == []
+
+
 def test_the_share_of_each_explorer_is_logged(tmp_path):
     _, log = trained(*AUTO, tmp_path, reward_funcs=never, explorers=["resample", "pivots"], **ALWAYS)
     for entry in log[:-1]:
