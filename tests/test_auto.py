@@ -297,16 +297,23 @@ REDUCTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", REDUCTIONS.values(), ids=REDUCTIONS.keys())
-def test_without_explorers_it_is_grpo_bit_for_bit(tmp_path, options):
+def in_turn(cases, fast):
+    """The cases, of which those that are not in `fast` are slow."""
+    return [case if case in fast else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
+@pytest.mark.parametrize("case", in_turn(REDUCTIONS, {"plain", "lora, accumulation"}))
+def test_without_explorers_it_is_grpo_bit_for_bit(tmp_path, case):
+    options = REDUCTIONS[case]
     found, log = trained(*AUTO, tmp_path, explorers=[], **options)
     expected, plain_log = trained(*PLAIN_GRPO, tmp_path, **options)
     assert_same(found, expected)
     assert_logged_as(log, plain_log)
 
 
-@pytest.mark.parametrize("options", REDUCTIONS.values(), ids=REDUCTIONS.keys())
-def test_if_nothing_is_worth_exploring_it_is_grpo_bit_for_bit(tmp_path, options, monkeypatch):
+@pytest.mark.parametrize("case", in_turn(REDUCTIONS, {"plain", "lora, accumulation"}))
+def test_if_nothing_is_worth_exploring_it_is_grpo_bit_for_bit(tmp_path, case, monkeypatch):
+    options = REDUCTIONS[case]
     monkeypatch.setattr(Estimates, "choose", lambda estimates, possible, random: [PLAIN] * len(possible))
     found, log = trained(*AUTO, tmp_path, explorers=["tree", "pivots", "resample", "replay"], **options)
     expected, plain_log = trained(*PLAIN_GRPO, tmp_path, **options)
@@ -420,7 +427,7 @@ EXPLORERS = [["tree", "pivots", "resample"], ["sketches", "replay"]]
 
 
 @pytest.mark.filterwarnings("ignore:After .* round", "ignore:`count_bonus", "ignore:`explore='auto'")
-@pytest.mark.parametrize("case", COMBINED)
+@pytest.mark.parametrize("case", in_turn(COMBINED, {"maxrl", "refill", "dropped rows", "lora"}))
 def test_it_trains_with(tmp_path, case):
     """The rows of every explorer are trained, whatever the main rows' advantages are."""
     for number, explorers in enumerate(EXPLORERS):
@@ -441,7 +448,7 @@ def test_it_trains_with(tmp_path, case):
 
 
 @pytest.mark.filterwarnings("ignore:After .* round", "ignore:`explore='auto'")
-@pytest.mark.parametrize("case", ["maxrl", "passk", "pkpo", "dropped rows", "not scaled", "filter", "lora"])
+@pytest.mark.parametrize("case", in_turn([*COMBINED][:8], {"maxrl", "filter", "dropped rows"}))
 def test_if_nothing_is_explored_it_is_grpo_with(tmp_path, case, monkeypatch):
     options = dict(COMBINED[case])
     monkeypatch.setattr(Estimates, "choose", lambda estimates, possible, random: [PLAIN] * len(possible))
