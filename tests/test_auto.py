@@ -266,6 +266,14 @@ def test_rows_of_an_added_group_have_grpos_advantages(tmp_path):
     assert seen
 
 
+@pytest.mark.parametrize("options", [dict(advantage="maxrl"), dict(advantage="pkpo", passk_k=2)], ids=str)
+def test_another_process_may_have_all_groups_to_resample(tmp_path, options):
+    trainer = make_trainer(*AUTO, tmp_path, reward_funcs=never, explorers=["resample"], **options, **ALWAYS)
+    one_batch(trainer)
+    branches = trainer.branch_explorer.explorers["resample"].explore([])
+    assert len(branches.rows) == 0 and branches.advantages == []
+
+
 def test_the_share_of_each_explorer_is_logged(tmp_path):
     _, log = trained(*AUTO, tmp_path, reward_funcs=never, explorers=["resample", "pivots"], **ALWAYS)
     for entry in log[:-1]:
@@ -289,16 +297,23 @@ REDUCTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", REDUCTIONS.values(), ids=REDUCTIONS.keys())
-def test_without_explorers_it_is_grpo_bit_for_bit(tmp_path, options):
+def in_turn(cases, fast):
+    """The cases, of which those that are not in `fast` are slow."""
+    return [case if case in fast else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
+@pytest.mark.parametrize("case", in_turn(REDUCTIONS, {"plain", "lora, accumulation"}))
+def test_without_explorers_it_is_grpo_bit_for_bit(tmp_path, case):
+    options = REDUCTIONS[case]
     found, log = trained(*AUTO, tmp_path, explorers=[], **options)
     expected, plain_log = trained(*PLAIN_GRPO, tmp_path, **options)
     assert_same(found, expected)
     assert_logged_as(log, plain_log)
 
 
-@pytest.mark.parametrize("options", REDUCTIONS.values(), ids=REDUCTIONS.keys())
-def test_if_nothing_is_worth_exploring_it_is_grpo_bit_for_bit(tmp_path, options, monkeypatch):
+@pytest.mark.parametrize("case", in_turn(REDUCTIONS, {"plain", "lora, accumulation"}))
+def test_if_nothing_is_worth_exploring_it_is_grpo_bit_for_bit(tmp_path, case, monkeypatch):
+    options = REDUCTIONS[case]
     monkeypatch.setattr(Estimates, "choose", lambda estimates, possible, random: [PLAIN] * len(possible))
     found, log = trained(*AUTO, tmp_path, explorers=["tree", "pivots", "resample", "replay"], **options)
     expected, plain_log = trained(*PLAIN_GRPO, tmp_path, **options)
@@ -412,7 +427,7 @@ EXPLORERS = [["tree", "pivots", "resample"], ["sketches", "replay"]]
 
 
 @pytest.mark.filterwarnings("ignore:After .* round", "ignore:`count_bonus", "ignore:`explore='auto'")
-@pytest.mark.parametrize("case", COMBINED)
+@pytest.mark.parametrize("case", in_turn(COMBINED, {"maxrl", "refill", "dropped rows", "lora"}))
 def test_it_trains_with(tmp_path, case):
     """The rows of every explorer are trained, whatever the main rows' advantages are."""
     for number, explorers in enumerate(EXPLORERS):
@@ -433,7 +448,7 @@ def test_it_trains_with(tmp_path, case):
 
 
 @pytest.mark.filterwarnings("ignore:After .* round", "ignore:`explore='auto'")
-@pytest.mark.parametrize("case", ["maxrl", "passk", "pkpo", "dropped rows", "not scaled", "filter", "lora"])
+@pytest.mark.parametrize("case", in_turn([*COMBINED][:8], {"maxrl", "filter", "dropped rows"}))
 def test_if_nothing_is_explored_it_is_grpo_with(tmp_path, case, monkeypatch):
     options = dict(COMBINED[case])
     monkeypatch.setattr(Estimates, "choose", lambda estimates, possible, random: [PLAIN] * len(possible))

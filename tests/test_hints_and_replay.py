@@ -7,6 +7,7 @@ import torch
 from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
+from test_serving import Local
 from trl import GRPOConfig, GRPOTrainer
 from world import (
     always,
@@ -27,6 +28,7 @@ from trl_explore.auto.replay import SuccessStore
 from trl_explore.rows.rollouts import Continuation
 from trl_explore.rows.streams import loss_mask, row_tokens
 from trl_explore.sampling.sampler import Sampler
+from trl_explore.serving import backend as vllm_backend
 from trl_explore.trainers import AutoExploreConfig, AutoExploreTrainer, ExplorationConfig, ExplorationTrainer
 
 OURS = ExplorationTrainer, ExplorationConfig
@@ -377,6 +379,45 @@ def test_real_hints_are_sampled_with_the_model(tmp_path):
     again = hinted(tmp_path, ["ab"], own=own, reward_funcs=begins, max_steps=4)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert_same(parameters(again), parameters(trainer))
+
+
+MANY = dict(hint_samples=16)
+SHORT_SKETCHES = dict(
+    max_sketch_length=4,
+    sketch_template="{problem}a",
+    next_sketch_template="{problem}b{sketches}",
+    solve_template="{problem};{sketch}",
+)
+SERVED = {
+    "hints": dict(explore="hints", explorer_options=dict(hints=MANY)),
+    "the hinted loss": dict(explore="hints", explorer_options=dict(hints=dict(MANY, hint_loss="hinted"))),
+    "shares of a solution": dict(explore="hints", explorer_options=dict(hints=dict(MANY, hint_fractions=[0.5]))),
+    "replay": dict(explore="replay", train_dataset=make_dataset().select(range(2)), max_steps=12),
+    "sketches": dict(explorers=["sketches"], explorer_options=dict(sketches=SHORT_SKETCHES)),
+}
+
+
+@pytest.mark.parametrize("case", SERVED)
+def test_with_vllm_a_row_is_corrected_only_for_the_policy_that_sampled_it(tmp_path, monkeypatch, case):
+    """The sampler is the model in training, so that every ratio to it is 1."""
+    monkeypatch.setattr(vllm_backend, "ServedGeneration", Local)
+
+    def some(completion_ids, **columns):
+        return [float(sum(ids) % 7 == 0) for ids in completion_ids]
+
+    options = dict(explore_min_share=1.0, train_dataset=hint_data(["bb"]), max_steps=6) | SERVED[case]
+    cls, config = OURS if "explore" in options else AUTO
+    trainer = make_trainer(cls, config, tmp_path, reward_funcs=some, use_vllm=True, vllm_mode="server", **options)
+    before = parameters(trainer)
+    trainer.train()
+    assert differ(before, parameters(trainer))
+    stream = f"explored_{options.get('explore', 'sketches')}"
+    log = [entry for entry in trainer.state.log_history if f"{stream}/reward" in entry]
+    assert log
+    for entry in log:
+        ratios = [value for name, value in entry.items() if "importance_sampling_ratio" in name]
+        assert ratios and all(abs(ratio - 1) < 1e-4 for ratio in ratios)
+        assert all(value == value for name, value in entry.items() if "sampling_logp" not in name)
 
 
 @pytest.mark.parametrize("explore", ["hints", "replay"])

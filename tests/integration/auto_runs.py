@@ -49,6 +49,8 @@ CASES = {
     "accumulation": dict(reward_funcs=some, gradient_accumulation_steps=2, steps_per_generation=4, max_steps=6),
     "one process": dict(explorers=["pivots", "resample"], reward_funcs=by_process),
     "one process learns": dict(explorers=["pivots"], reward_funcs=by_process_and_call),
+    "one process with maxrl": dict(explorers=["resample"], reward_funcs=by_process, advantage="maxrl"),
+    "one process with passk": dict(explorers=["resample"], reward_funcs=by_process, advantage="passk", passk_k=2),
     "sketches": dict(explorers=["sketches"], reward_funcs=some),
     "hints": dict(explore="hints", reward_funcs=some, train_dataset=HINTS),
     "hints of one process": dict(explore="hints", reward_funcs=by_process_and_call, train_dataset=HINTS),
