@@ -322,7 +322,7 @@ def test_a_subclass_decides_when_to_search_and_what_is_trained(tmp_path):
 
     trainer = make_trainer(Silent, ExplorationConfig, tmp_path)
     one_batch(trainer)
-    assert trainer.branching.found[0].scored is None and not trainer.streams.steps
+    assert trainer.branching.found == [] and not trainer.streams.steps
     trainer.state.global_step = 1
     one_batch(trainer)
     assert trainer.branching.found[0].scored is not None and trainer.streams.steps["branch"][0] == 0.5
