@@ -235,6 +235,7 @@ _AUTO_METRICS = {
     "explore/contrast_per_token/...": "the same for each explorer that was used: rows with an advantage, in units of "
     "`num_generations`, per generated token",
     "explore/share/...": "share of the batch's prompts that each explorer got",
+    "explore/sampled_tokens/...": "tokens that an explorer sampled in a batch, including discarded completions",
     "explore/solved/...": "share of an explorer's prompts for which it found a success",
     "hints/solved_fraction": "`hints`: share of the prompts that a hint solved",
     "hints/mean_level": "`hints`: mean number of the hint that solved a prompt; 0 is the weakest",
