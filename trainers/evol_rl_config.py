@@ -61,5 +61,10 @@ class EvolRLConfig(ExplorationConfig):
     def validate(self) -> None:
         super().validate()
         run_checks(self, CHECKS)
+        if self.explore is not None and self.correctness == "majority":
+            raise ValueError(
+                f"`explore={self.explore!r}` asks the reward functions which prompts are unsolved, and "
+                "`correctness='majority'` trains without them: set `correctness='reward'`, or leave `explore` out."
+            )
         if self.advantage in ("maxrl", "passk"):
             refuse(self, ["advantage"], "needs rewards of at least 0, or of 0 and 1, and EVOL-RL's have signs")
