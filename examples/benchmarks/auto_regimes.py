@@ -12,8 +12,9 @@ Each regime has these arms:
 - MaxRL or the pass@k advantage, whichever was ahead, and `auto` with the same fields.
 - Controls: a random explorer for every unsolved prompt, and each explorer alone for every unsolved prompt.
 
-The evaluations go to `auto_results/<regime>.csv`. An interrupted run continues where it stopped. `--report` prints one
-table with a row per regime: the mean along the curve, for equal generated tokens and for equal CPU seconds.
+The evaluations go to `auto_results/<regime>.csv`. An interrupted run continues where it stopped. `--report` only
+prints the tables, and writes them to `auto_results/results.md`: differences to GRPO along the curve in points of a
+hundred, paired by seed, with 95 % t-intervals.
 """
 
 import argparse
@@ -37,6 +38,7 @@ SEEDS = range(60, 70)  # no earlier run of this project used them
 AGENTS = ("tail_errors", "late_falls")
 EXPLORERS = {False: ("tree", "pivots", "resample"), True: ("tail_branches", "turn_trees", "resample")}
 ADVANTAGES = ("MaxRL", "pass@k")
+Runs = dict[str, dict[int, list[dict[str, Any]]]]  # evaluations by arm and seed
 COLUMNS = ("arm", "seed", "step", "tokens", "cpu_seconds")
 COSTS = {"tokens": "tokens", "cpu_seconds": "CPU seconds"}
 
@@ -101,9 +103,9 @@ def train(regime: Regime, seeds: list[int], output_dir: Path, processes: int) ->
             writer.writerow({**row, "version": version()})
 
 
-def read(regime: Regime) -> dict[str, dict[int, list[dict[str, Any]]]]:
+def read(regime: Regime) -> Runs:
     """Return the evaluations of a regime, by arm and seed."""
-    runs: dict[str, dict[int, list[dict[str, Any]]]] = {}
+    runs: Runs = {}
     with open(RESULTS / f"{regime.name}.csv", newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             point = {name: float(value) for name, value in row.items() if name not in ("arm", "version") and value}
@@ -111,12 +113,10 @@ def read(regime: Regime) -> dict[str, dict[int, list[dict[str, Any]]]]:
     return runs
 
 
-def gaps(
-    runs: dict[str, dict[int, list[dict[str, Any]]]], arm: str, base: str, *, cost: str, metric: str
-) -> tuple[float, float | None]:
+def gaps(runs: Runs, arm: str, base: str, *, cost: str, metric: str) -> tuple[float, float | None]:
     """Return the mean difference of two arms along the curve, in points of a hundred and paired by seed, and the half
     width of its 95 % t-interval."""
-    reading = min(points[-1][cost] for of_seeds in runs.values() for points in of_seeds.values())
+    reading = reading_of(runs, cost)
     found = []
     for seed, points in runs[arm].items():
         own = mean_along(points, cost, reading, metric)
@@ -137,31 +137,50 @@ def shown(mean: float, half: float | None) -> str:
     return f"{mean:+.1f}" if half is None else f"{mean:+.1f} ± {half:.1f}"
 
 
+def tables(cost: str) -> list[str]:
+    """Return the two tables for one kind of cost: `auto` beside the best arms, and its controls."""
+    main = [
+        f"| equal {COSTS[cost]} | GRPO | best rival | best method | `auto` | verdict | `auto` to best method |",
+        "| --- | ---: | ---: | ---: | ---: | --- | ---: |",
+    ]
+    controls = [
+        f"| equal {COSTS[cost]} | with an advantage | the advantage alone | random explorer | explorers alone |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for file in sorted(RESULTS.glob("*.csv")):
+        regime = Regime.load(folder() / f"{file.stem}.yaml")
+        runs, metric = read(regime), regime.metric
+        base, rival, method, *others = runs
+        found = {name: shown(*gaps(runs, name, base, cost=cost, metric=metric)) for name in runs if name != base}
+        own = gaps(runs, "auto", base, cost=cost, metric=metric)
+        to_method = shown(*gaps(runs, "auto", method, cost=cost, metric=metric))
+        level = 100 * statistics.mean(
+            mean_along(points, cost, reading_of(runs, cost), metric) for points in runs[base].values()
+        )
+        main.append(
+            f"| {regime.name} | {level:.1f} | {rival} {found[rival]} | {method} {found[method]} | {found['auto']} "
+            f"| {verdict(*own)} | {to_method} |"
+        )
+        (combined,) = [name for name in others if name.startswith("auto, ")]
+        advantage = combined.removeprefix("auto, ")
+        alone = [f"{name.removesuffix(' alone')} {found[name]}" for name in others if name.endswith(" alone")]
+        controls.append(
+            f"| {regime.name} | {advantage} {found[combined]} | {found[advantage]} | {found['uniform choice']} "
+            f"| {', '.join(alone)} |"
+        )
+    return [*main, "", *controls, ""]
+
+
+def reading_of(runs: Runs, cost: str) -> float:
+    """Return the cost up to which all runs can be read."""
+    return min(points[-1][cost] for of_seeds in runs.values() for points in of_seeds.values())
+
+
 def report() -> str:
     """Return the tables of all regimes that have results."""
     lines = []
-    for cost, title in COSTS.items():
-        lines += [
-            f"Difference to GRPO along the curve, points of a hundred, at equal {title}:",
-            "",
-            "| regime | GRPO | best rival | best method | `auto` | verdict | `auto` to best method | controls |",
-            "| --- | ---: | ---: | ---: | ---: | --- | ---: | --- |",
-        ]
-        for file in sorted(RESULTS.glob("*.csv")):
-            regime = Regime.load(folder() / f"{file.stem}.yaml")
-            runs, metric = read(regime), regime.metric
-            names = list(runs)
-            own = {name: gaps(runs, name, names[0], cost=cost, metric=metric) for name in names[1:]}
-            reading = min(points[-1][cost] for of_seeds in runs.values() for points in of_seeds.values())
-            level = statistics.mean(100 * mean_along(p, cost, reading, metric) for p in runs[names[0]].values())
-            others = [f"{name} {shown(*gap)}" for name, gap in own.items() if name not in (*names[1:3], "auto")]
-            to_method = gaps(runs, "auto", names[2], cost=cost, metric=metric)
-            lines.append(
-                f"| {regime.name} | {level:.1f} | {names[1]} {shown(*own[names[1]])} "
-                f"| {names[2]} {shown(*own[names[2]])} | {shown(*own['auto'])} | {verdict(*own['auto'])} "
-                f"| {shown(*to_method)} | {'; '.join(others)} |"
-            )
-        lines.append("")
+    for cost in COSTS:
+        lines += tables(cost)
     return "\n".join(lines)
 
 
@@ -181,7 +200,9 @@ def main() -> None:
     if not args.report:
         for name in args.regimes or known:
             train(Regime.load(folder() / f"{name}.yaml"), args.seeds, args.output_dir, args.processes)
-    print(report())
+    text = report()
+    (RESULTS / "results.md").write_text(text)
+    print(text)
 
 
 if __name__ == "__main__":
