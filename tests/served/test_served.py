@@ -22,6 +22,8 @@ from trl_explore.tasks.tiny_model import build_model
 from trl_explore.trainers import (
     AgentTreeGRPOConfig,
     AgentTreeGRPOTrainer,
+    AutoExploreConfig,
+    AutoExploreTrainer,
     BranPOConfig,
     BranPOTrainer,
     DeepGRPOConfig,
@@ -55,7 +57,9 @@ for name in ("tree_grpo", "sesa"):
         dict(SUMS[name][2], explore_prompts="unsolved", success_threshold=2.0),
     )
 SUMS["deep_grpo_deferred"] = (*SUMS["deep_grpo"][:2], dict(SUMS["deep_grpo"][2], deferred_branching=True))
+SUMS["auto"] = (*SUMS["auto"][:2], dict(SUMS["auto"][2], explore_min_share=1.0))
 GAMES = {
+    "auto_agent": (AutoExploreTrainer, AutoExploreConfig, dict(explore_min_share=1.0)),
     "deep_grpo_agent": (
         DeepGRPOTrainer,
         DeepGRPOConfig,
@@ -81,6 +85,10 @@ def make(kind, server, folder, *, model=None, port=None, **options):
             reward_funcs=alternating(), train_dataset=rows, environment_factory=LAKE_AGENT.environment_factory
         )
         settings |= dict(max_completion_length=LAKE_AGENT.max_completion_length, max_tool_calling_iterations=3)
+    if kind == "auto":
+        arguments["reward_funcs"] = half_failed
+    if kind == "auto_agent":
+        arguments["reward_funcs"] = failing_at_first()
     arguments["reward_funcs"] = options.pop("reward_funcs", arguments["reward_funcs"])
     config = config_class(
         output_dir=str(folder),
@@ -108,6 +116,22 @@ def make(kind, server, folder, *, model=None, port=None, **options):
 def parity(completions, **columns):
     """1 for half of all completions, every other one of the empty ones too, so that steps change the weights."""
     return [float((place + sum(map(ord, text))) % 2) for place, text in enumerate(completions)]
+
+
+def half_failed(completions, **columns):
+    """As `parity`, but the last half of a whole batch fails, so that its prompt is explored."""
+    rewards = parity(completions)
+    return rewards[:4] + [0.0] * 4 if len(completions) == 8 else rewards
+
+
+def failing_at_first():
+    """0 for the games of GRPO, and 1 for every other game of the explorers."""
+    even = itertools.cycle((1.0, 0.0))
+
+    def reward(completions, **columns):
+        return [0.0 if len(completions) == 8 else next(even) for _ in completions]
+
+    return reward
 
 
 def alternating():
@@ -160,6 +184,8 @@ def check_kind(server, folder, weights, kind):
     differences = [value for row in rows[1:] for key, value in row.items() if key.endswith(NAME)]
     assert len(differences) >= 2 and max(differences) < 1e-5
     print("  differences from step 2 on:", [f"{value:.1e}" for value in differences])
+    if kind.startswith("auto"):
+        assert any(value for row in rows for key, value in row.items() if key.startswith("explore/sampled_tokens/"))
     if kind in ("deep_grpo", "branpo_agent"):
         assert any(key != NAME and key.endswith(NAME) for row in rows for key in row)  # the stream's own
     assert len(list(folder.glob("_vllm_weights/*"))) == 2
