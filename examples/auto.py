@@ -1,13 +1,13 @@
 """
-Train a small instruct model on GSM8K with the trainer that chooses how to explore. One GPU with 24 GB is enough:
+Train a small instruct model on GSM8K with `AutoExploreTrainer`. One GPU with 24 GB is enough:
 
     python examples/auto.py --output_dir out/auto
 
-With LoRA, on four GPUs, with settings from a file that flags override:
+With LoRA, on four GPUs. Settings come from a file, and flags override them:
 
     accelerate launch --num_processes 4 examples/auto.py --config run.yaml --use_peft --lora_r 16
 
-Offline, on a CPU, with a file of your own that has GSM8K's two columns (`answer` ends with `#### 42`):
+Offline, on a CPU, with your own file. It needs GSM8K's columns `question` and `answer` (which ends with `#### 42`):
 
     python examples/auto.py --dataset_name data.jsonl --model_name_or_path ./my-model --use_cpu --bf16 false \
         --max_steps 3 --per_device_train_batch_size 8 --gradient_accumulation_steps 1 --max_completion_length 64
@@ -20,7 +20,7 @@ from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from trl_explore.rewards import accuracy_reward
 
-# The difference from a GRPO script is two names: these, where it has `GRPOConfig` and `GRPOTrainer` from `trl`.
+# A GRPO script imports `GRPOConfig` and `GRPOTrainer` from `trl` instead. The rest of the script stays the same.
 from trl_explore.trainers import AutoExploreConfig, AutoExploreTrainer
 
 INSTRUCTION = "Think step by step. End with the final answer as a bare number on a line of its own, like this: #### 42"
@@ -38,7 +38,7 @@ def to_prompt(row):
 
 if __name__ == "__main__":
     parser = TrlParser((ScriptArguments, AutoExploreConfig, ModelConfig))
-    # Where the settings differ from the defaults of TRL's config; --config and flags override these in turn.
+    # These defaults replace the defaults of TRL's config. `--config` and flags override them.
     parser.set_defaults(
         model_name_or_path="Qwen/Qwen2.5-0.5B-Instruct",
         output_dir="out/auto-gsm8k",
@@ -48,13 +48,13 @@ if __name__ == "__main__":
         num_generations=8,
         learning_rate=1e-6,
         max_completion_length=512,
-        # For each prompt that no completion solves, the trainer chooses one of these, or leaves the prompt alone.
+        # For each prompt that no completion solves, the trainer chooses one of these explorers, or none.
         explorers=["tree", "pivots", "resample"],
         explorer_options={
             "tree": {"expansion_width": 4},
             "pivots": {"segment_delimiters": ["."], "num_branches": 8},
         },
-        sampling_batch_size=256,  # the explorers' rows of a step can outnumber GRPO's: bound the memory of sampling
+        sampling_batch_size=256,  # explorers can sample more rows than GRPO: limit the memory
         logging_steps=1,
         save_steps=50,
     )
@@ -64,7 +64,7 @@ if __name__ == "__main__":
         dataset = load_dataset("json", data_files=script_args.dataset_name)
     else:
         dataset = load_dataset(script_args.dataset_name, script_args.dataset_config)
-    dataset = dataset.map(to_prompt, remove_columns="question")  # `answer` stays: the reward compares with it
+    dataset = dataset.map(to_prompt, remove_columns="question")  # the reward function needs `answer`
 
     training_args.model_init_kwargs = {
         "dtype": model_args.dtype,

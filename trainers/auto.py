@@ -1,4 +1,4 @@
-"""The trainer that chooses by itself how to explore."""
+"""The trainer that chooses an explorer, or none, for each unsolved prompt."""
 
 from .auto_config import AutoExploreConfig
 from .base import ExplorationTrainer
@@ -6,13 +6,13 @@ from .base import ExplorationTrainer
 
 class AutoExploreTrainer(ExplorationTrainer):
     """
-    GRPO that explores unsolved prompts where this pays, and chooses the way of exploring while it trains.
+    GRPO that explores unsolved prompts if this costs fewer tokens than learning from fresh prompts.
 
-    It is [`ExplorationTrainer`] with `explore="auto"`. What changes with respect to GRPO, per generation batch:
+    It is [`ExplorationTrainer`] with `explore="auto"`. It differs from GRPO in each generation batch:
 
     1. If no completion of a prompt succeeds and its rewards are all equal, the prompt may be explored.
-    2. For each of these prompts, the trainer chooses an explorer or no exploration. The choice depends on how many
-       groups with contrast each of them yielded per generated token, compared with fresh prompts.
+    2. For each of these prompts, the trainer chooses an explorer, or none. It compares how many groups with contrast
+       (groups whose rewards differ) each explorer and fresh prompts have yielded per generated token.
     3. The rows of the explorers are trained in addition to GRPO's rows. The loss is one mean over all rows.
 
     With `explorers=[]`, the parameters equal GRPO's bit for bit.

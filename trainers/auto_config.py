@@ -1,4 +1,4 @@
-"""Configuration of the trainer that chooses by itself how to explore."""
+"""Configuration of the trainer that chooses an explorer, or none, for each unsolved prompt."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,8 @@ class AutoExploreConfig(ExplorationConfig):
 
     Args:
         explore (`str`, *optional*, defaults to `"auto"`):
-            How prompts are explored. `"auto"` chooses for each unsolved prompt, while training.
+            Explorer of unsolved prompts. `"auto"` chooses an explorer, or none, for each unsolved prompt while
+            training.
     """
 
     explore: str | None = "auto"

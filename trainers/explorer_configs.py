@@ -1,4 +1,4 @@
-"""Options of the explorers that have no trainer of their own. They are set with `explorer_options`."""
+"""Options of the explorers `"hints"` and `"replay"`, which have no trainer of their own."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -28,21 +28,24 @@ class HintConfig(ExplorationConfig):
 
     Args:
         hint_column (`str`, *optional*, defaults to `"hint"`):
-            Column of the data set with a text, or a list of texts from the weakest hint to the strongest.
+            Column of the data set with the hints: a text, or a list of texts from the weakest hint to the strongest.
         hint_fractions (`list[float]`, *optional*):
-            If set, `hint_column` holds a solution, and a completion begins with these shares of its tokens, in (0, 1),
-            ascending. These tokens are not trained. None: the hint is a part of the prompt.
+            Ascending shares of a solution, in (0, 1), for example `[0.25, 0.5]`. If set, `hint_column` holds
+            solutions. A completion then begins with this share of the solution's tokens, which are not trained. The smallest
+            share is tried first. None: the hint is a part of the prompt.
         hint_template (`str`, *optional*, defaults to `"{problem}\n\nHint: {hint}"`):
-            Prompt with a hint. `{problem}` is the prompt, or its last message.
+            Text of a prompt with a hint. `{problem}` is the prompt, or the last message of a conversation.
         hint_rows (`int`, *optional*, defaults to `1`):
-            Largest number of successful completions with hints that replace rows of a failed group.
+            Largest number of rows of a failed group that successful completions with a hint replace.
         hint_samples (`int`, *optional*, defaults to `4`):
             Number of completions per hint.
         hint_loss (`str`, *optional*, defaults to `"plain"`):
-            Prompt with which a completion with a hint is trained: `"plain"` or `"hinted"`. With `"plain"`, the
-            advantage of each token is multiplied by the ratio of its probabilities without and with the hint.
+            Prompt with which a completion is trained that was sampled with a hint in its prompt. `"hinted"`: the
+            prompt with the hint. `"plain"`: the original prompt. The advantage of a token is then multiplied by its
+            probability without the hint, divided by its probability with the hint. With `hint_fractions`, the prompt
+            is always the original one, and this field has no effect.
         hint_ratio_cap (`float`, *optional*, defaults to `1.0`):
-            Upper bound of this ratio.
+            Upper bound of this ratio of probabilities.
     """
 
     hint_column: str = "hint"
@@ -84,14 +87,15 @@ class ReplayConfig(ExplorationConfig):
 
     Args:
         replay_rows (`int`, *optional*, defaults to `1`):
-            Largest number of stored successes that replace rows of a failed group.
+            Largest number of rows of a failed group that stored successes replace.
         replay_size (`int`, *optional*, defaults to `10000`):
-            Largest number of stored completions. The oldest prompts make room.
+            Largest number of stored completions. If there are more, the prompts without a new completion for the
+            longest time lose completions first.
         replay_per_prompt (`int`, *optional*, defaults to `4`):
-            Largest number of stored completions of a prompt. The newest stay.
+            Largest number of stored completions of a prompt. If there are more, the newest are kept.
         replay_ratio_cap (`float`, *optional*, defaults to `1.0`):
-            Upper bound of the ratio of a token's probability under the current policy to its probability when it was
-            sampled. The advantage of the token is multiplied by the ratio.
+            The advantage of a stored token is multiplied by its probability under the current policy, divided by its
+            probability when it was sampled. This is the upper bound of this ratio.
     """
 
     replay_rows: int = 1

@@ -1,4 +1,4 @@
-"""The explorers of a run with `explore="auto"`, each with its own configuration."""
+"""Configurations of the explorers of a run, from the fields `explore`, `explorers` and `explorer_options`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -15,7 +15,8 @@ from .explorer_configs import HintConfig
 
 class OwnOptions:
     """
-    Configuration of one explorer: the trainer's shared fields, and the explorer's own fields.
+    Configuration of one explorer. `args` holds the fields that all trainers share, with the values of the trainer, and
+    the explorer's own fields, with the values from `explorer_options`.
 
     Args:
         args ([`~trl_explore.trainers.ExplorationConfig`]):
@@ -44,16 +45,14 @@ class OwnOptions:
                 words = getattr(own[option].type, "__name__", str(own[option].type))
                 raise ValueError(f"{start}: `{option}={value!r}` has the wrong type: give a value of type `{words}`.")
         self.shared = sorted(shared - {"explore", "success_threshold", "advantage", "count_bonus"})
-        self.args: Any = object.__new__(ExplorationConfig)
-        vars(self.args).update(vars(args))
-        # `count_bonus` is about GRPO's rows, and so is `advantage` if an explorer has its own credit.
-        self.args.explore, self.args.count_bonus = None, 0.0
+        # The explorer works as in its own trainer, where `explore` and its fields are not set. `count_bonus` only
+        # changes the advantages of GRPO's rows.
+        values = {**vars(args), "explore": None, "explorers": None, "explorer_options": None, "count_bonus": 0.0}
+        values["success_threshold"] = args.success_bar
         if way.own_credit:
-            self.args.advantage = "grpo"
-        self.args.success_threshold = args.success_bar
-        self.args.explorers, self.args.explorer_options = None, None
-        vars(self.args).update(way.defaults)
-        vars(self.args).update(given)
+            values["advantage"] = "grpo"  # the trainer's `advantage` only changes GRPO's rows
+        self.args: Any = object.__new__(ExplorationConfig)
+        self.args.__dict__.update({**values, **way.defaults, **given})
         try:
             self.args = upgrade_config(self.args, way.config_class)
             self.args.validate()
@@ -61,14 +60,14 @@ class OwnOptions:
             raise ValueError(f"{start}: {error}") from None
 
     def follow(self, args: ExplorationConfig) -> None:
-        """Copy the shared fields from the trainer's configuration, because a callback may have changed them."""
+        """Copy the shared fields from the trainer's configuration, because callbacks may change them."""
         for name in self.shared:
             setattr(self.args, name, getattr(args, name))
 
 
 def own_options(args: ExplorationConfig, *, is_agent: bool, train_dataset: Any) -> dict[str, OwnOptions]:
     """
-    Return the explorers that a run chooses between, each with its configuration.
+    Return the configuration of each explorer of a run, by name.
 
     Args:
         args ([`~trl_explore.trainers.ExplorationConfig`]):
@@ -76,7 +75,7 @@ def own_options(args: ExplorationConfig, *, is_agent: bool, train_dataset: Any) 
         is_agent (`bool`):
             True if the run has tools or an environment.
         train_dataset (`Dataset` or `IterableDataset`):
-            The training data, in which hints are a column.
+            The training data. The explorer `"hints"` reads one of its columns.
 
     Raises:
         ValueError: If `explorers` or `explorer_options` has an unknown name or a wrong value, if an explorer does not
@@ -92,15 +91,17 @@ def own_options(args: ExplorationConfig, *, is_agent: bool, train_dataset: Any) 
 
 def explorer_names(args: ExplorationConfig, *, is_agent: bool) -> tuple[str, ...]:
     """
-    Return the names of the explorers that a run chooses between.
+    Return the names of the explorers of a run: those in `explorers`, or the single explorer that `explore` names.
 
     Raises:
-        ValueError: If `explorers` or `explorer_options` has an unknown name, or an explorer that does not suit the
-            task.
+        ValueError: If `explorers` or `explorer_options` has an unknown name, or if an explorer does not suit the task.
     """
-    field, names = "explorers", DEFAULT[is_agent] if args.explorers is None else tuple(args.explorers)
+    field = "explorers"
+    names: tuple[str, ...] = DEFAULT[is_agent]
     if args.explore != "auto":
         field, names = "explore", (args.explore or "",)
+    elif args.explorers is not None:
+        names = tuple(args.explorers)
     for name in names:
         _check_known(field, name)
         way = WAYS[name]
@@ -130,15 +131,19 @@ def _check_known(field: str, name: Any) -> None:
 
 
 def _remedy(field: str, suited: Sequence[str]) -> str:
-    """Say which explorers can be chosen instead."""
+    """Return the part of an error message that names the explorers that suit the task."""
     if field == "explorers":
         return f"choose from {', '.join(suited)}"
     return f"set `explore='auto'`, whose `explorers` can be {', '.join(suited)}, or leave `explore` out"
 
 
 def _has_type(value: Any, hint: Any) -> bool:
-    """Return whether a value has the type that a field is declared with."""
-    for kind in get_args(hint) if isinstance(hint, UnionType) else (hint,):
+    """Return whether a value has the declared type of a field, `hint`. An integer may be a `float`, and a tuple may be
+    a `list`. True and False are not numbers."""
+    kinds: tuple[Any, ...] = (hint,)
+    if isinstance(hint, UnionType):
+        kinds = get_args(hint)
+    for kind in kinds:
         plain = get_origin(kind) or kind
         if plain is Any:
             return True

@@ -228,7 +228,7 @@ _CHAIN_METRICS = {
     "branch/...": "everything else that TRL logs, for the branches that are trained",
 }
 
-# What `explore="auto"`, `"hints"` and `"replay"` log. Several names end with the name of an explorer.
+# Metrics of `explore="auto"`, `"hints"` and `"replay"`. Several names end with the name of an explorer.
 _AUTO_METRICS = {
     "explore/contrast_per_token/plain": "groups with contrast per generated token, for GRPO's own rows. Their rewards "
     "are not all equal. The sums are discounted by `explore_discount`",

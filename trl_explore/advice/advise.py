@@ -10,12 +10,12 @@ from trl_explore.methods import METHODS
 
 MANY = 0.7  # share of groups without contrast from which they are the main problem
 FEW = 1 / 3  # share of groups without contrast up to which nearly all groups teach
-SOME_WRONG = 0.25  # share of the groups without contrast that is worth exploring if all their completions are wrong
-CUT = 0.1  # share of completions that are cut off, from which a finding names it
+SOME_WRONG = 0.25  # share of the groups without contrast, from which exploring is advised if they are all wrong
+CUT = 0.1  # share of completions that are cut off, from which a finding reports it
 MANY_CUT = 0.3  # share of completions that are cut off, from which this is the verdict
-LOST = 0.15  # share of the entropy that is left
-FALL = 0.02  # in pass@k
-EXPLORED = 0.02  # share of explored prompts below which a run explored almost nothing
+LOST = 0.15  # share of the initial entropy that is left, up to which a finding reports it
+FALL = 0.02  # decrease of pass@k above which it counts as falling
+EXPLORED = 0.02  # share of explored prompts below which exploring did not matter in a run
 EVIDENCE = "docs/evidence.md"
 TROUBLES = "docs/troubleshooting.md#it-trains-but-nothing-happens"
 WHICH_METHOD = "docs/which-method.md"
@@ -43,7 +43,7 @@ class Finding:
 @dataclass(frozen=True)
 class Advice:
     """
-    What to do with a run, and why.
+    Advice on a run, with its reasons.
 
     Args:
         signs ([`~trl_explore.advice.signs.Signs`]):
@@ -55,8 +55,8 @@ class Advice:
         link (`str`):
             The page that explains the verdict.
         changes (`list[dict]`):
-            Fields for a file that `trl-explore train --config` reads: at most one proposal. Empty if no field of a
-            trainer helps.
+            Proposed fields for a file that `trl-explore train --config` reads. At most one dictionary. Empty if no
+            field of a trainer helps.
     """
 
     signs: Signs
@@ -78,7 +78,7 @@ def advise(signs: Signs) -> Advice:
         [`Advice`]: The verdict, and the findings behind it.
     """
     if not signs.can_learn:
-        # Nothing was learned, so nothing else that the logs show matters.
+        # The run learned nothing, so other findings would mislead.
         return _without_findings(signs)
     findings = list(_findings(signs))
     if (cut := signs.values.get("completions/clipped_ratio")) and cut.end >= MANY_CUT:
@@ -118,7 +118,7 @@ def _without_findings(signs: Signs) -> Advice:
 
 
 def _of_exploration(signs: Signs, findings: list[Finding]) -> Advice:
-    """Return the advice on a run that explored unsolved prompts with the field `explore`."""
+    """Return the advice on a run with the field `explore`."""
     best = {_worth_most(signs, end) for end in ENDS} - {None, PLAIN}
     explored = signs.explored
     if not best or explored is None or max(explored) < EXPLORED:
@@ -129,7 +129,7 @@ def _of_exploration(signs: Signs, findings: list[Finding]) -> Advice:
 
 
 def _of_grpo(signs: Signs, findings: list[Finding]) -> Advice:
-    """Return the advice on a run of GRPO that has rewards which differ."""
+    """Return the advice on a run of plain GRPO whose rewards differ."""
     reward, equal = signs.values["reward"], signs.values.get("frac_reward_zero_std")
     rises = reward.end > reward.start
     if equal and max(equal) <= FEW and rises:
@@ -152,7 +152,7 @@ def _of_grpo(signs: Signs, findings: list[Finding]) -> Advice:
 
 
 def _of_equal_groups(signs: Signs, findings: list[Finding], equal: Pair) -> Advice:
-    """Return the advice on a run of GRPO with many groups without contrast."""
+    """Return the advice on a run of plain GRPO in which many groups have no contrast."""
     ends = [end for end in ENDS if getattr(equal, end) >= MANY]
     for end in ends:
         share = signs.wrong_share(end)
@@ -175,7 +175,8 @@ def _of_equal_groups(signs: Signs, findings: list[Finding], equal: Pair) -> Advi
 
 
 def _equal_groups(signs: Signs, equal: Pair, end: str) -> str:
-    """Return a clause on the groups without contrast at one end of a run: their share, and the reward or outcomes."""
+    """Return a clause with the share of groups without contrast at one end of a run. It adds the shares of wrong and
+    right groups if they are known, else the mean reward."""
     text = f"{getattr(equal, end):.0%} of the groups have no contrast at the {end}"
     if signs.all_wrong and signs.all_right:
         wrong, right = getattr(signs.all_wrong, end), getattr(signs.all_right, end)
@@ -184,7 +185,7 @@ def _equal_groups(signs: Signs, equal: Pair, end: str) -> str:
 
 
 def _only_passk_falls(signs: Signs) -> bool:
-    """Return whether pass@k falls for the largest k while it rises for the smallest."""
+    """Return whether pass@k falls for the largest k and rises for the smallest k."""
     if len(signs.pass_at) < 2:
         return False
     few, *_, many = signs.pass_at.values()
@@ -192,14 +193,15 @@ def _only_passk_falls(signs: Signs) -> bool:
 
 
 def _worth_most(signs: Signs, end: str) -> str | None:
-    """Return the source with most contrast per token at one end of a run. None if no source found contrast."""
+    """Return the source of rows (fresh prompts or an explorer) with the most contrast per token at one end of a run.
+    None if no source found contrast."""
     rates = {name: getattr(pair, end) for name, pair in signs.sources.items()}
     best = max(rates, key=rates.__getitem__)
     return best if rates[best] > 0 else None
 
 
 def _findings(signs: Signs) -> Iterator[Finding]:
-    """Yield the findings on a run that has rewards which differ."""
+    """Yield the findings on a run whose rewards differ."""
     values = signs.values
     if signs.threshold is not None:
         yield Finding(signs.threshold, "docs/credit.md#graded-rewards")
@@ -248,7 +250,7 @@ def _findings(signs: Signs) -> Iterator[Finding]:
 
 
 def _of_groups(signs: Signs, equal: Pair, reward: Pair) -> Iterator[Finding]:
-    """Yield the findings on groups without contrast, and on the tokens that contrast costs."""
+    """Yield the findings on groups without contrast, and on the number of tokens per completion with contrast."""
     for end in ENDS:
         if getattr(equal, end) >= MANY:
             text = f"{_equal_groups(signs, equal, end)}. They teach nothing."
@@ -269,7 +271,7 @@ def _of_groups(signs: Signs, equal: Pair, reward: Pair) -> Iterator[Finding]:
 
 
 def _of_sources(signs: Signs) -> Iterator[Finding]:
-    """Yield the finding on the sources of rows of a run that explored with the field `explore`."""
+    """Yield a finding that compares the sources of rows (fresh prompts and explorers) of a run with `explore`."""
     if not signs.sources:
         return
     parts = []
@@ -292,5 +294,5 @@ def _of_sources(signs: Signs) -> Iterator[Finding]:
 
 
 def _named(source: str) -> str:
-    """Return the name of a source of rows in a sentence."""
+    """Return the words for a source of rows."""
     return "fresh prompts" if source == PLAIN else f"`{source}`"

@@ -1,1 +1,1 @@
-"""The rule that chooses for each unsolved prompt how to explore it, or not to explore it."""
+"""Explorers of `explore="auto"`, and the rule that chooses one of them, or none, for each unsolved prompt."""

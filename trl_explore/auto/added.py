@@ -1,4 +1,4 @@
-"""Let explorers of whole completions add their rows to GRPO's, as branch explorers do."""
+"""Branch explorers that sample whole completions and add them to GRPO's rows."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,9 +26,9 @@ class AddedExplorer(BranchExplorer):
         policy ([`~trl_explore.rows.policy.Policy`]):
             The trainer.
         forks ([`~trl_explore.forks.engine.Forks`]):
-            Engine of the other explorers. It holds GRPO's completions.
+            Samples for all explorers of the run. It holds GRPO's completions.
         scorer ([`~trl_explore.rows.scorer.Scorer`]):
-            Asks the reward functions.
+            Calls the reward functions.
         explorer ([`~trl_explore.explorers.explorer.Explorer`]):
             Samples whole completions of prompts.
     """
@@ -40,9 +40,9 @@ class AddedExplorer(BranchExplorer):
         self._explored: list[Explored] = []
 
     def explore(self, groups: Sequence[ScoredGroup]) -> Branches:
-        asked = [self._prompt_group(group) for group in groups]
+        prompt_groups = [self._prompt_group(group) for group in groups]
         with self.forks.sample.forked_randomness():
-            explored = self.explorer.explore(asked, self._plain)
+            explored = self.explorer.explore(prompt_groups, self._plain)
             check_explored(
                 self.name,
                 explored,
@@ -84,7 +84,7 @@ class AddedExplorer(BranchExplorer):
         index = torch.arange(len(branches.rows), device=rows["advantages"].device)
         credited = self.explorer.credit(self._explored, select_rows(rows, index))
         advantages = rows["advantages"]
-        if self.policy.ranks.most(credited.dim() == 2):  # then all processes need an advantage per token
+        if self.policy.ranks.most(credited.dim() == 2):  # all processes must have the same shape
             num_tokens = rows["completion_ids"].shape[1]
             advantages = advantages.unsqueeze(1).repeat(1, num_tokens)
             if credited.dim() == 1:
@@ -101,7 +101,7 @@ class AddedExplorer(BranchExplorer):
         self.explorer.forget_data()
 
     def _prompt_group(self, group: ScoredGroup) -> PromptGroup:
-        """Return the group as the explorer of whole completions gets it."""
+        """Convert a group of GRPO's completions into the input of `self.explorer`."""
         assert self.scorer.rewards_per_func is not None
         rewards = self.policy.ranks.local(self.scorer.rewards_per_func)
         samples = []
@@ -111,7 +111,7 @@ class AddedExplorer(BranchExplorer):
         return PromptGroup(own_copy(origin.example), [*origin.prompt_ids], samples)
 
     def _plain(self, prompts: list[list[int]]) -> Rollout:
-        """Sample as GRPO does."""
+        """Sample one completion for each prompt, as GRPO does."""
         sampled = self.forks.sample(prompts, 1, self.explorer.max_completion_length, main_stream=True)
         completion_ids, logprobs = [], []
         for (continuation,) in sampled:
@@ -120,7 +120,7 @@ class AddedExplorer(BranchExplorer):
         return Rollout(completion_ids, None if self.policy.serving is None else logprobs)
 
     def _score_missing(self, groups: Sequence[ScoredGroup], explored: Sequence[Explored]) -> None:
-        """Ask the reward functions about completions that the explorer did not score. Every process must call it."""
+        """Score the completions that the explorer did not score. Every process must call it."""
         examples, prompt_ids, completion_ids = [], [], []
         for group, one in zip(groups, explored, strict=True):
             if one.rewards is None:
@@ -138,7 +138,7 @@ class AddedExplorer(BranchExplorer):
 
 
 class RestartExplorer(BranchExplorer):
-    """Samples another group from the prompt: whole completions, or whole trajectories of an agent."""
+    """Samples another group of `num_generations` completions, or of trajectories of an agent, from the prompt."""
 
     name = "resample"
 
@@ -146,10 +146,11 @@ class RestartExplorer(BranchExplorer):
         size = self.args.num_generations
         forks = []
         for group in groups:
-            # An environment that raised may not return to its first state.
-            sound = [one for one in group.trajectories if not self.forks.has_failed(one.main_row)]
-            if sound:
-                forks.append(Fork(sound[0], turn=0, number=size, start=0))
+            # The new trajectories start from the first state of an environment. After an error, the environment may
+            # not return to that state, so use a trajectory without an error.
+            usable = [one for one in group.trajectories if not self.forks.has_failed(one.main_row)]
+            if usable:
+                forks.append(Fork(usable[0], turn=0, number=size, start=0))
         branches = self.forks.sample_branches(forks)
         self.forks.judge(branches)
         rows = self.forks.rows(branches, group_size=size, trains_prefixes=False)

@@ -1,53 +1,57 @@
-"""Estimates of the contrast that a generated token buys, by source of rows, and the choice between sources."""
+"""Estimates of contrast per generated token, and the choice between fresh prompts and explorers."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-PLAIN = "plain"  # the source of GRPO's own rows: fresh prompts
+PLAIN = "plain"  # source of GRPO's own rows: tokens that are not spent on exploring sample fresh prompts
 
 
 @dataclass
 class Bought:
-    """Discounted sums of what a source of rows bought."""
+    """Discounted sums over the rows of one source."""
 
-    contrast: float = 0.0  # groups with contrast
-    tokens: float = 0.0  # generated tokens, including discarded completions
+    contrast: float = 0.0  # number of groups with contrast; may be a fraction
+    tokens: float = 0.0  # generated tokens, including discarded completions; trained tokens if these are more
 
 
 class Estimates:
     """
     Estimates contrast per generated token of each source, and chooses sources by Thompson sampling.
 
-    The contrast per token of a source has a Gamma posterior. The prior of an explorer has the mean of the plain rows
-    and the weight of one group with contrast, so an explorer that was not tried yet is as attractive as fresh prompts.
+    A source of rows is `PLAIN` or the name of an explorer. The estimate of a source is a Gamma posterior. Every source
+    has the same prior: its mean is the contrast per token of `PLAIN`, and it weighs as much as one group with
+    contrast. An explorer that was not tried yet is therefore as attractive as fresh prompts.
 
     Args:
         explorers (`Sequence[str]`):
             Names of the explorers.
         discount (`float`):
-            Factor of the sums of a source whenever new rows are added, in (0, 1]. 1 forgets nothing.
+            Factor by which the sums of a source are multiplied before new rows are added, in (0, 1]. 1 forgets
+            nothing.
         min_share (`float`):
-            Share of the choices that are a uniformly random explorer, in [0, 1].
+            Probability that the choice for a prompt is a uniformly random explorer, in [0, 1].
     """
 
     def __init__(self, explorers: Sequence[str], *, discount: float, min_share: float) -> None:
         self.explorers, self.discount, self.min_share = tuple(explorers), discount, min_share
         self.sums = {name: Bought() for name in (PLAIN, *self.explorers)}
         self.num_asked = 0  # unsolved prompts so far
-        self.num_worth = 0  # prompts of these for which an explorer was worth more than fresh prompts
+        self.num_worth = 0  # unsolved prompts for which Thompson sampling chose an explorer; without random choices
 
     def add(self, source: str, *, contrast: float, tokens: float) -> None:
-        """Add the rows of a generation batch: their number of groups with contrast, and their generated tokens."""
+        """Add the number of groups with contrast and the number of tokens of a generation batch to a source."""
         bought = self.sums[source]
         bought.contrast = self.discount * bought.contrast + contrast
         bought.tokens = self.discount * bought.tokens + tokens
 
     def rate(self, source: str) -> float | None:
-        """Return groups with contrast per generated token. None if the source was never used."""
+        """Return groups with contrast per token. None if the source was never used."""
         bought = self.sums[source]
-        return bought.contrast / bought.tokens if bought.tokens else None
+        if not bought.tokens:
+            return None
+        return bought.contrast / bought.tokens
 
     def choose(self, possible: Sequence[Collection[str]], *, random: Random) -> list[str]:
         """
@@ -60,7 +64,7 @@ class Estimates:
                 Source of randomness.
 
         Returns:
-            `list[str]`: Names of explorers, or [`PLAIN`] for prompts that are not explored.
+            `list[str]`: The name of an explorer for each prompt, or [`PLAIN`] if the prompt is not explored.
         """
         chosen = []
         for names in possible:
@@ -82,14 +86,14 @@ class Estimates:
         return {"sums": sums, "num_asked": self.num_asked, "num_worth": self.num_worth}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned. Sources that the run did not have before start without rows."""
+        """Restore the state from a checkpoint. An explorer that is not in the checkpoint starts with empty sums."""
         for name, bought in self.sums.items():
             bought.contrast, bought.tokens = state["sums"].get(name, (0.0, 0.0))
         self.num_asked, self.num_worth = state["num_asked"], state["num_worth"]
 
     def _draw(self, source: str, random: Random) -> float:
-        """Draw contrast per token from the posterior of a source."""
+        """Sample contrast per token from the posterior of a source."""
         bought, plain = self.sums[source], self.sums[PLAIN]
-        # Tokens of fresh prompts per group with contrast.
+        # Tokens that fresh prompts need for one group with contrast: the weight of the prior.
         prior_tokens = max(plain.tokens, 1.0) / max(plain.contrast, 1.0)
         return random.gammavariate(1.0 + bought.contrast, 1.0 / (prior_tokens + bought.tokens))

@@ -1,4 +1,4 @@
-"""Choose for each unsolved prompt between several explorers and no exploration, while training."""
+"""The branch explorer of `explore="auto"`: it chooses an explorer, or none, for each unsolved prompt."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -20,15 +20,21 @@ from trl_explore.rows.streams import RowDict
 if TYPE_CHECKING:
     from trl_explore.trainers.explorer_options import OwnOptions
 
-WORTH_SHARE = 0.05  # if fewer of the unsolved prompts were worth exploring, the run says so at its end
+# If an explorer was estimated to be better than fresh prompts for a smaller share of the unsolved prompts, warn at the
+# end of the run.
+WORTH_SHARE = 0.05
 
 
 class AutoExplorer(BranchExplorer):
     """
-    Gives each unsolved prompt to the explorer that buys the most contrast per generated token, or to none of them.
+    Chooses an explorer, or none, for each unsolved prompt, by contrast per generated token.
 
-    A group of rows has contrast if its rewards differ. GRPO learns only from groups with contrast. The estimates are
-    updated with every generation batch, so that the choice follows the policy as it learns.
+    A group of rows has contrast if its rewards differ. GRPO learns only from groups with contrast. The choice compares
+    the explorers with fresh prompts (see [`~trl_explore.auto.estimates.Estimates`]). Every generation batch updates
+    the estimates, so the choice changes as the policy learns.
+
+    With `explore="hints"` and `explore="replay"`, there is one explorer, and it gets every unsolved prompt that it can
+    explore.
 
     Args:
         policy ([`~trl_explore.rows.policy.Policy`]):
@@ -36,7 +42,7 @@ class AutoExplorer(BranchExplorer):
         forks ([`~trl_explore.forks.engine.Forks`]):
             Samples branches for all explorers.
         scorer ([`~trl_explore.rows.scorer.Scorer`]):
-            Asks the reward functions.
+            Calls the reward functions.
         options (`dict[str, OwnOptions]`):
             Configurations of the explorers, by name.
     """
@@ -52,16 +58,15 @@ class AutoExplorer(BranchExplorer):
             explorer = WAYS[name].make(policy, forks, scorer, own.args)
             explorer.stream = f"explored_{name}"
             self.explorers[name] = explorer
-        always = self.args.explore != "auto"  # a single explorer, for every unsolved prompt
-        self.estimates = Estimates(
-            [*options], discount=self.args.explore_discount, min_share=1.0 if always else self.args.explore_min_share
-        )
+        min_share = self.args.explore_min_share
+        if self.args.explore != "auto":
+            min_share = 1.0  # always use the single explorer
+        self.estimates = Estimates([*options], discount=self.args.explore_discount, min_share=min_share)
         self.num_batches = 0
-        # Of the newest generation batch: share of the prompts that each explorer gets, and this process's groups, with
-        # the source that was chosen for each.
-        self._shares: dict[str, float] = {}
-        self._groups: Sequence[ScoredGroup] = ()
-        self._sources: list[str] = []
+        # State of the newest generation batch.
+        self._shares: dict[str, float] = {}  # share of the prompts of all processes that each explorer gets
+        self._groups: Sequence[ScoredGroup] = ()  # all groups of this process
+        self._sources: list[str] = []  # the source that was chosen for each of these groups
 
     @property
     def is_active(self) -> bool:
@@ -69,7 +74,7 @@ class AutoExplorer(BranchExplorer):
 
     def assign(self, groups: Sequence[ScoredGroup], output: RowDict) -> list[tuple[BranchExplorer, list[ScoredGroup]]]:
         """
-        Choose what to do with each group.
+        Choose an explorer, or none, for each group.
 
         Args:
             groups (`Sequence[ScoredGroup]`):
@@ -78,7 +83,8 @@ class AutoExplorer(BranchExplorer):
                 The main rows of this process as TRL scored them, B rows.
 
         Returns:
-            `list[tuple]`: Each explorer that explores a group on any process, with its groups of this process.
+            `list[tuple]`: Each explorer that was chosen on any process, with its groups on this process. The list of
+            groups is empty if the explorer was chosen on other processes only.
         """
         self.num_batches += 1
         for options in self.options.values():
@@ -89,8 +95,9 @@ class AutoExplorer(BranchExplorer):
         deciding = self.scorer.success().view(-1, self.args.num_generations)  # (P, G) of all processes
         is_success = succeeded(deciding, threshold=self.args.success_bar)
         self._add_plain(groups, has_contrast, is_success)
-        is_open = ~is_success.any(dim=1) & ~deciding.isnan().all(dim=1) & ~self.policy.ranks.gather(has_contrast)
-        sources = self._choose(groups, is_open)
+        is_scored = ~deciding.isnan().all(dim=1)
+        is_unsolved = ~is_success.any(dim=1) & is_scored & ~self.policy.ranks.gather(has_contrast)  # (P,)
+        sources = self._choose(groups, is_unsolved)
         self._shares = {name: sources.count(name) / len(sources) for name in self.explorers}
         first = self.policy.ranks.index * len(groups)
         self._groups, self._sources = groups, sources[first : first + len(groups)]
@@ -102,16 +109,26 @@ class AutoExplorer(BranchExplorer):
         return assigned
 
     def _has_contrast(self, output: RowDict) -> torch.Tensor:
-        """Return which groups of this process have contrast in GRPO's rows, `(P,)`."""
+        """Return the mask `(P,)` of the groups of this process that have contrast."""
         size = self.args.num_generations
-        # Rounding leaves tiny advantages in a group of equal rewards, which has no contrast.
+        # Rounding can leave tiny advantages in a group of equal rewards. Without this mask, such a group would count
+        # as a group with contrast.
         assert self.scorer.rewards_per_func is not None
         equal = self.scorer.equal_reward_rows(self.scorer.rewards_per_func, group_size=size)
         return (has_signal(output["advantages"]) & ~equal).view(-1, size).any(dim=1)
 
     def _add_plain(self, groups: Sequence[ScoredGroup], has_contrast: torch.Tensor, is_success: torch.Tensor) -> None:
-        """Add GRPO's rows to the estimates. `has_contrast`, `(P,)`, is of this process; `is_success`, `(P, G)`, of all
-        processes."""
+        """
+        Add GRPO's rows to the estimate of fresh prompts.
+
+        Args:
+            groups (`Sequence[ScoredGroup]`):
+                All groups of this process.
+            has_contrast (`torch.Tensor`):
+                Mask of the groups of this process that have contrast, `(P,)`.
+            is_success (`torch.Tensor`):
+                Mask of the successful rows of all processes, `(P, G)`.
+        """
         # A prompt that is nearly always solved has little left to learn, so its contrast counts less.
         failed_share = 1 - self.policy.ranks.local(is_success).double().mean(dim=1)  # (P,)
         contrast = float((has_contrast * failed_share).sum())
@@ -121,38 +138,41 @@ class AutoExplorer(BranchExplorer):
         total = self.policy.ranks.summed({"contrast": contrast, "tokens": tokens})
         self.estimates.add(PLAIN, contrast=total["contrast"], tokens=total["tokens"])
 
-    def _choose(self, groups: Sequence[ScoredGroup], is_open: torch.Tensor) -> list[str]:
-        """Return the source that was chosen for each prompt of all processes, `[P]`. `is_open`, `(P,)`, is True for
-        prompts that may be explored."""
-        random = Random(f"{self.args.seed} {self.num_batches}")  # the same on all processes
-        possible = self._possible(groups, is_open)
-        places = is_open.nonzero().squeeze(1).tolist()
-        drawn = self.estimates.choose([possible[place] for place in places], random=random)
+    def _choose(self, groups: Sequence[ScoredGroup], is_unsolved: torch.Tensor) -> list[str]:
+        """Choose a source for each prompt of all processes, `[P]`. `is_unsolved`, `(P,)`, is True for prompts that may
+        be explored."""
+        # All processes use the same seed and the same inputs, so they choose the same sources.
+        random = Random(f"{self.args.seed} {self.num_batches}")
+        possible = self._possible(groups, is_unsolved)
+        places = is_unsolved.nonzero().squeeze(1).tolist()
+        chosen = self.estimates.choose([possible[place] for place in places], random=random)
         sources = [PLAIN] * len(possible)
-        for place, source in zip(places, drawn, strict=True):
+        for place, source in zip(places, chosen, strict=True):
             sources[place] = source
         return sources
 
-    def _possible(self, groups: Sequence[ScoredGroup], is_open: torch.Tensor) -> list[list[str]]:
-        """Return the names of the explorers that can explore each prompt of all processes, `[P]`. `is_open`, `(P,)`,
-        is True for prompts that may be explored."""
+    def _possible(self, groups: Sequence[ScoredGroup], is_unsolved: torch.Tensor) -> list[list[str]]:
+        """Return the names of the explorers that can explore each prompt of all processes, `[P]`. The list is empty
+        for prompts that may not be explored."""
         first = self.policy.ranks.index * len(groups)
         own = []
         for place, group in enumerate(groups, start=first):
             names = []
-            if is_open[place]:
+            if is_unsolved[place]:
                 names = [name for name, explorer in self.explorers.items() if explorer.suits(group)]
             own.append(names)
         return self.policy.ranks.objects(own)
 
     def end_search(self, found: Sequence[Found]) -> None:
-        """Update the estimates with the rows of this generation batch, and log them. Every process calls it."""
+        """Add the explorers' rows of this generation batch to the estimates, and log the estimates. Every process
+        calls it."""
         names = {id(explorer): name for name, explorer in self.explorers.items()}
         for one in found:
             contrasts, solved = 0.0, 0
             if one.scored is not None:
                 contrasts, solved = self._contrasts(one), self._solved(one)
-            # Stored completions are not generated, but training them has a cost, too.
+            # `replay` generates nothing, but training its rows has a cost. Without this, its estimate would have no
+            # tokens.
             num_trained = sum(map(sum, one.branches.rows.loss_mask))
             total = self.policy.ranks.summed(
                 {
@@ -175,14 +195,15 @@ class AutoExplorer(BranchExplorer):
             self.policy.log_metric(f"explore/share/{name}", share)
 
     def _contrasts(self, one: Found) -> float:
-        """Return the number of groups of this process that have contrast, in units of `num_generations` rows."""
+        """Return the number of rows of this process that the explorer gave an advantage other than 0, divided by
+        `num_generations`. GRPO's rows count if the explorer replaced their advantage."""
         assert one.scored is not None
         signal = has_signal(one.scored.rows["advantages"]) & one.scored.real
-        changed = sum(bool(torch.tensor(value).any()) for value in one.branches.main_advantages.values())
-        return (int(signal.sum()) + changed) / self.args.num_generations
+        num_changed = sum(bool(torch.tensor(value).any()) for value in one.branches.main_advantages.values())
+        return (int(signal.sum()) + num_changed) / self.args.num_generations
 
     def _solved(self, one: Found) -> int:
-        """Return the number of explored prompts of this process with a successful row."""
+        """Return the number of explored prompts of this process for which a row of the explorer succeeded."""
         assert one.scored is not None
         success = succeeded(one.scored.success_rewards, threshold=self.args.success_bar).tolist()
         solved = set()
@@ -192,12 +213,14 @@ class AutoExplorer(BranchExplorer):
         return len(solved)
 
     def columns(self, num_rows: int) -> dict[str, list[Any]]:
+        if not self.explorers:
+            return {}
         explored_by = [""] * num_rows
         for group, source in zip(self._groups, self._sources, strict=True):
             if source != PLAIN:
                 for trajectory in group.trajectories:
                     explored_by[trajectory.main_row] = source
-        return {"explored_by": explored_by} if self.explorers else {}
+        return {"explored_by": explored_by}
 
     def end_run(self) -> None:
         estimates = self.estimates

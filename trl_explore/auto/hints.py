@@ -1,4 +1,4 @@
-"""The explorer that shows hints: it samples completions of a failed prompt with hints, from weak to strong."""
+"""The explorer `"hints"`: it samples completions of a failed prompt with hints, from the weakest to the strongest."""
 
 import math
 from collections.abc import Sequence
@@ -29,32 +29,31 @@ if TYPE_CHECKING:
 class Hint:
     """A hint for a prompt."""
 
-    text: str
-    shown_ids: list[int] = field(
-        default_factory=list
-    )  # first tokens of the completion; empty: the prompt shows `text`
+    text: str  # the hint, or the solution
+    # With `hint_fractions`: tokens of the solution with which a completion begins. Empty: the prompt contains `text`.
+    shown_ids: list[int] = field(default_factory=list)
 
 
 @dataclass
 class Hinted:
     """A completion that was sampled with a hint."""
 
-    context_ids: list[int]  # prompt with the hint, from which it was sampled
-    completion_ids: list[int]  # shown beginning of the solution and sampled tokens, `[T]`
-    num_shown: int  # number of tokens at its beginning that were shown, and not sampled
+    context_ids: list[int]  # prompt from which it was sampled; contains the hint unless `num_shown > 0`
+    completion_ids: list[int]  # `num_shown` tokens of the solution, then sampled tokens, `[T]`
+    num_shown: int  # number of tokens at the beginning that come from the solution and were not sampled
     logprobs: list[float | None]  # under the sampler, `[T]`; None: not known
-    level: int = 0  # number of the hint, from 0
-    rewards: list[float] | None = None
-    extra: Any = None
+    level: int = 0  # index of the hint; 0 is the weakest
+    rewards: list[float] | None = None  # `[F]`; None: not scored yet
+    extra: Any = None  # values that reward functions logged with `log_extra`, by column
 
 
 class HintExplorer(BranchExplorer):
     """
-    Samples completions with hints, from the weakest to the strongest, until one succeeds.
+    Samples completions with hints, from the weakest hint to the strongest, until a completion succeeds.
 
-    The successful completion replaces a row of the failed group. After Scaf-GRPO
-    (https://huggingface.co/papers/2510.19807) for hints in the prompt, and QuestA
-    (https://huggingface.co/papers/2507.13266) for beginnings of a solution.
+    The successful completions of that hint, at most `hint_rows`, replace rows of the failed group. Hints in the prompt
+    follow Scaf-GRPO (https://huggingface.co/papers/2510.19807). Beginnings of a solution follow QuestA
+    (https://huggingface.co/papers/2507.13266).
     """
 
     name = "hints"
@@ -75,7 +74,8 @@ class HintExplorer(BranchExplorer):
         found: list[list[Hinted]] = [[] for _ in groups]  # successful completions of each group
         sample = self.forks.sample
         for level in range(self.policy.ranks.most(max(map(len, hints), default=0))):
-            asked: list[tuple[int, list[int], list[int]]] = []  # number of the group, context, and shown tokens
+            # For each group without a success: index of the group, prompt tokens, and shown tokens of the solution.
+            asked: list[tuple[int, list[int], list[int]]] = []
             for place, group in enumerate(groups):
                 if not found[place] and level < len(hints[place]):
                     hint = hints[place][level]
@@ -100,7 +100,7 @@ class HintExplorer(BranchExplorer):
         return self._branches(groups)
 
     def _hints(self, example: dict[str, Any]) -> list[Hint]:
-        """Return the hints of a prompt, from weak to strong."""
+        """Return the hints of a prompt, from the weakest to the strongest."""
         texts = read_hints(example.get(self.args.hint_column), self.args.hint_column)
         if self.args.hint_fractions is None:
             return [Hint(text) for text in texts]
@@ -110,7 +110,7 @@ class HintExplorer(BranchExplorer):
                 ids = self.policy.tokenizer(solution, add_special_tokens=False)["input_ids"]
                 number = min(math.ceil(fraction * len(ids)), len(ids) - 1, self.forks.longest_completion() - 1)
                 hint = Hint(solution, ids[:number])
-                if number > 0 and hint not in hints:  # fractions of a short solution may show the same tokens
+                if number > 0 and hint not in hints:  # two fractions of a short solution may show the same tokens
                     hints.append(hint)
         return hints
 
@@ -123,7 +123,7 @@ class HintExplorer(BranchExplorer):
         return self.policy.encode_prompts([prompt])[0]
 
     def _judge(self, groups: Sequence[ScoredGroup], tried: Sequence[Hinted], places: Sequence[int]) -> None:
-        """Ask the reward functions about completions. Every process must call it."""
+        """Score completions. `places` are the indices of their groups. Every process must call it."""
         origins = [groups[place].trajectories[0] for place in places]
         rewards, extra = self.scorer.judge(
             [origin.example for origin in origins],
@@ -134,15 +134,17 @@ class HintExplorer(BranchExplorer):
             one.rewards, one.extra = values, columns
 
     def _is_success(self, one: Hinted) -> bool:
+        """Return whether a scored completion is a success."""
         deciding = self.scorer.success(torch.tensor([one.rewards]))
         return bool(succeeded(deciding, threshold=self.args.success_bar)[0])
 
     # ------------------------------------------------------------------------------------------------------------ rows
 
     def _branches(self, groups: Sequence[ScoredGroup]) -> Branches:
-        """Return the successful completions as rows, and the advantages of all rows of their groups."""
+        """Return the successful completions as rows, with their advantages and the new advantages of GRPO's rows."""
         plain = self.args.hint_loss == "plain"
-        examples, prompt_ids, completion_ids, loss_mask, drawn = [], [], [], [], []
+        examples, prompt_ids, completion_ids, loss_mask = [], [], [], []
+        drawn: list[list[Drawn]] = []
         known_rewards: list[list[float] | None] = []
         logprobs: list[list[float | None]] = []
         extra, parents, of_rows = [], [], []
@@ -156,14 +158,21 @@ class HintExplorer(BranchExplorer):
                 assert one.rewards is not None
                 rewards = torch.tensor([one.rewards])
                 new.append((self.scorer.totals(rewards).item(), self.scorer.success(rewards).item()))
-                trains_plain = plain or one.num_shown > 0
-                was_sampled_here = one.context_ids == origin.prompt_ids or not trains_plain
+                trained_prompt = one.context_ids
+                if plain or one.num_shown > 0:
+                    trained_prompt = origin.prompt_ids
                 examples.append(origin.example)
-                prompt_ids.append(origin.prompt_ids if trains_plain else one.context_ids)
+                prompt_ids.append(trained_prompt)
                 completion_ids.append(one.completion_ids)
                 loss_mask.append(suffix_mask([1] * len(one.completion_ids), one.num_shown))
-                drawn.append([] if was_sampled_here else [Drawn(0, one.context_ids, one.completion_ids)])
-                logprobs.append(one.logprobs if was_sampled_here else [None] * len(one.completion_ids))
+                if trained_prompt == one.context_ids:
+                    drawn.append([])
+                    logprobs.append(one.logprobs)
+                else:
+                    # The row is trained with another prompt than it was sampled from, so it needs a likelihood ratio.
+                    # The sampler's log-probabilities belong to the other prompt.
+                    drawn.append([Drawn(0, one.context_ids, one.completion_ids)])
+                    logprobs.append([None] * len(one.completion_ids))
                 known_rewards.append(one.rewards)
                 extra.append(one.extra or {})
                 parents.append(origin.row)
@@ -205,7 +214,13 @@ class HintExplorer(BranchExplorer):
 
 def read_hints(value: Any, column: str) -> list[str]:
     """
-    Return the hints that a row of the data has in `hint_column`. The list is empty if there are none.
+    Return the hints in one row of `hint_column`. The list is empty if the row has no hints.
+
+    Args:
+        value (`Any`):
+            The value of the row.
+        column (`str`):
+            Name of the column, for the error message.
 
     Raises:
         ValueError: If the value is neither a text nor a list of texts.
@@ -221,7 +236,7 @@ def read_hints(value: Any, column: str) -> list[str]:
 
 
 def check_hint_column(column: str, dataset: Any, *, remove_unused_columns: bool | None, most: int = 10_000) -> None:
-    """Raise a ValueError if a data set has no column of hints with this name. Check the first `most` rows."""
+    """Raise ValueError if a data set has no such column, or if its first `most` rows contain no hint."""
     if remove_unused_columns:
         raise ValueError(
             f"`hint_column={column!r}` cannot be read with `remove_unused_columns=True`, which takes the column away: "
@@ -235,7 +250,7 @@ def check_hint_column(column: str, dataset: Any, *, remove_unused_columns: bool 
             f"`hint_column={column!r}` is no column of the data, which has {', '.join(columns)}: add it, name another "
             "with `explorer_options={'hints': {'hint_column': ...}}`, or explore without hints."
         )
-    # Rows of a stream are checked when they are read, and so are rows that a transform makes.
+    # Rows of a stream, and rows that a transform makes, are checked later, when training reads them.
     if not isinstance(dataset, Dataset) or column not in dataset.column_names or dataset.format["type"] == "custom":
         return
     values = dataset.select(range(min(most, len(dataset))))[column][:]

@@ -1,4 +1,4 @@
-"""Put a few rows of an explorer into a group of GRPO, in the place of failed rows, and credit the group."""
+"""Advantages of a group in which an explorer's rows replace failed rows of GRPO."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 def group_advantages(args: "ExplorationConfig", rewards: torch.Tensor, deciding: torch.Tensor) -> torch.Tensor:
     """
-    Return the advantages of groups that are not GRPO's own rows, by the field `advantage`.
+    Return the advantages of groups with rows of an explorer, by the fields `advantage` and `scale_rewards`.
 
-    `"unlikeliness"` needs log-probabilities of the whole batch, so these groups get GRPO's advantages instead.
+    If `advantage` is `"unlikeliness"`, the groups get GRPO's advantages, because `"unlikeliness"` needs
+    log-probabilities of the whole batch. If `scale_rewards` is `"batch"`, rewards are scaled by group.
 
     Args:
         args ([`~trl_explore.trainers.ExplorationConfig`]):
@@ -36,7 +37,8 @@ def group_advantages(args: "ExplorationConfig", rewards: torch.Tensor, deciding:
         return pass_at_k_advantages(outcomes(deciding, threshold=args.success_bar), k=args.passk_k)
     if args.advantage in ("pkpo", "pkpo_loo"):
         return pkpo(rewards, k=args.passk_k, leave_one_out=args.advantage == "pkpo_loo")
-    scale = "none" if args.scale_rewards == "none" else "group"  # an explored group is no sample of the batch
+    # These groups are not a random sample of the batch, so "batch" works as "group".
+    scale = "none" if args.scale_rewards == "none" else "group"
     return normalised(rewards, scale=scale).masked_fill(equal_groups(rewards), 0.0)
 
 
@@ -50,13 +52,14 @@ def joined_advantages(
         args ([`~trl_explore.trainers.ExplorationConfig`]):
             The trainer's configuration.
         main (`Sequence[tuple[float, float]]`):
-            Total reward and reward that decides about success of each main row of the group, `[G]`.
+            Two rewards of each main row of the group, `[G]`: the total reward, and the reward that decides about
+            success.
         new (`Sequence[tuple[float, float]]`):
-            The same for each new row, at most G.
+            The same two rewards of each new row. At most G rows.
 
     Returns:
-        `tuple[list[float], list[float]]`: Advantages of the main rows, `[G]`, with 0 for replaced rows; and of the new
-        rows.
+        `tuple[list[float], list[float]]`: Advantages of the main rows, `[G]`, with 0 for replaced rows, and advantages
+        of the new rows.
     """
     number = len(new)
     group = torch.tensor([*new, *main[number:]], dtype=torch.float32)  # (G, 2)

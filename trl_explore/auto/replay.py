@@ -1,4 +1,4 @@
-"""The explorer that replays: stored successes of a prompt replace rows of a group that failed."""
+"""The explorer `"replay"`: stored successes of a prompt replace rows of a failed group of the same prompt."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -28,24 +28,25 @@ class SuccessStore:
 
     Args:
         size (`int`):
-            Largest number of completions. The prompts whose newest completion is oldest make room.
+            Largest number of completions. If there are more, the prompts without a new completion for the longest time
+            lose completions first.
         per_prompt (`int`):
-            Largest number of completions of a prompt. The newest stay.
+            Largest number of completions of a prompt. If there are more, the newest are kept.
     """
 
     def __init__(self, *, size: int, per_prompt: int) -> None:
         self.size, self.per_prompt = size, per_prompt
-        self.stored: dict[Prompt, list[Stored]] = {}  # prompts in the order of their newest completion
+        self.stored: dict[Prompt, list[Stored]] = {}  # the prompt that got a completion last is the last key
 
     def __len__(self) -> int:
         return sum(map(len, self.stored.values()))
 
     def has(self, prompt: Prompt, token_ids: list[int]) -> bool:
-        """Return whether a completion is stored."""
+        """Return whether a completion of a prompt is stored."""
         return any(ids == token_ids for ids, _ in self.stored.get(prompt, []))
 
     def add(self, prompt: Prompt, token_ids: list[int], logprobs: list[float]) -> None:
-        """Store a completion, unless it is stored already."""
+        """Store a completion. Do nothing if it is stored already."""
         if self.has(prompt, token_ids):
             return
         kept = [*self.stored.pop(prompt, []), (token_ids, logprobs)]
@@ -57,7 +58,8 @@ class SuccessStore:
                 del self.stored[oldest]
 
     def newest(self, prompt: Prompt, number: int, *, longest: int) -> list[Stored]:
-        """Return the newest `number` completions of a prompt of at most `longest` tokens, the newest first."""
+        """Return the newest completions of a prompt, the newest first: at most `number` completions, each with at most
+        `longest` tokens."""
         fitting = [one for one in self.stored.get(prompt, []) if len(one[0]) <= longest]
         return fitting[::-1][:number]
 
@@ -66,9 +68,9 @@ class ReplayExplorer(BranchExplorer):
     """
     Replaces rows of a failed group by stored successes of the same prompt.
 
-    The advantage of a stored token is multiplied by the ratio of its probabilities now and when it was sampled, up to
-    `replay_ratio_cap`. After ExGRPO (https://huggingface.co/papers/2510.02245) and LUFFY
-    (https://huggingface.co/papers/2504.14945).
+    The advantage of a stored token is multiplied by the probability of the token now, divided by its probability when
+    it was sampled. This ratio is at most `replay_ratio_cap`. The method follows ExGRPO
+    (https://huggingface.co/papers/2510.02245) and LUFFY (https://huggingface.co/papers/2504.14945).
     """
 
     name = "replay"
@@ -95,7 +97,7 @@ class ReplayExplorer(BranchExplorer):
                     prompts.append([*prompt])
                     completions.append(ids)
         logprobs = self._logprobs(prompts, completions)
-        # All processes store the successes of all processes, because a prompt may come back on another one.
+        # All processes store the successes of all processes, because another process may get the prompt next time.
         for prompt, ids, values in self.policy.ranks.objects(list(zip(prompts, completions, logprobs, strict=True))):
             self.store.add(tuple(prompt), ids, values)
         self.policy.log_metric("replay/stored", len(self.store))
@@ -105,23 +107,23 @@ class ReplayExplorer(BranchExplorer):
 
     def explore(self, groups: Sequence[ScoredGroup]) -> Branches:
         examples, prompt_ids, completion_ids, parents = [], [], [], []
-        before: list[list[float]] = []
-        of_groups: list[tuple[ScoredGroup, int]] = []
+        old_logprobs: list[list[float]] = []  # when the completions were sampled
+        num_stored: list[int] = []  # stored completions of each group
         for group in groups:
             stored = self._stored(group)
             origin = group.trajectories[0]
-            of_groups.append((group, len(stored)))
+            num_stored.append(len(stored))
             for ids, logprobs in stored:
                 examples.append(origin.example)
                 prompt_ids.append(origin.prompt_ids)
                 completion_ids.append(ids)
                 parents.append(origin.row)
-                before.append(logprobs)
+                old_logprobs.append(logprobs)
         rewards, extra = self.scorer.judge(examples, completion_ids, prompt_ids=prompt_ids)
-        now = self._logprobs(prompt_ids, completion_ids)
+        new_logprobs = self._logprobs(prompt_ids, completion_ids)
         values: list[float] = []
         main_advantages: dict[int, float | list[float]] = {}
-        for group, number in of_groups:
+        for group, number in zip(groups, num_stored, strict=True):
             if not number:
                 continue
             given = torch.tensor(rewards[len(values) : len(values) + number])
@@ -132,8 +134,8 @@ class ReplayExplorer(BranchExplorer):
             for trajectory, value in zip(group.trajectories, main_values, strict=True):
                 main_advantages[trajectory.main_row] = value
         advantages: list[float | list[float]] = []
-        for value, old, new_logprobs in zip(values, before, now, strict=True):
-            log_ratios = torch.tensor(new_logprobs) - torch.tensor(old)
+        for value, old, current in zip(values, old_logprobs, new_logprobs, strict=True):
+            log_ratios = torch.tensor(current) - torch.tensor(old)
             ratios = log_ratios.exp().clamp(max=self.args.replay_ratio_cap)
             advantages.append((value * ratios).tolist())
         rows = Rows(
@@ -142,7 +144,8 @@ class ReplayExplorer(BranchExplorer):
             completion_ids=completion_ids,
             loss_mask=[[1] * len(ids) for ids in completion_ids],
             group_size=1,
-            # The ratio above already corrects for the policy that sampled.
+            # Without log-probabilities of the sampler, the loss does not correct for the sampler. The ratio in the
+            # advantages already does.
             logprobs=None if self.policy.serving is None else [[None] * len(ids) for ids in completion_ids],
             known_rewards=[*rewards],
             extra=extra,
@@ -161,7 +164,7 @@ class ReplayExplorer(BranchExplorer):
         self.store.stored = {}
 
     def _stored(self, group: ScoredGroup) -> list[Stored]:
-        """Return the stored completions that replace rows of a group."""
+        """Return the stored completions that can replace rows of a group."""
         prompt = tuple(group.trajectories[0].prompt_ids)
         return self.store.newest(prompt, self.args.replay_rows, longest=self.forks.longest_completion())
 

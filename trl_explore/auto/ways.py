@@ -1,4 +1,4 @@
-"""The explorers between which `explore="auto"` chooses, with the configuration of each."""
+"""The explorers of `explore="auto"`, with the configuration class of each."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,26 +19,27 @@ from trl_explore.rows.scorer import Scorer
 from trl_explore.sketches.two_stage import TwoStage
 from trl_explore.trees.explorer import TreeExplorer
 
-# Makes an explorer that adds rows. The last argument is the explorer's own configuration.
+# Function that makes an explorer. Its last argument is the configuration of the explorer.
 Make = Callable[[Policy, Forks, Scorer, Any], BranchExplorer]
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way to explore."""
+    """An entry of the table of explorers."""
 
-    config: str  # module and class in `trl_explore.trainers` with the explorer's fields
+    config: str  # configuration class with the explorer's options, as `module:class` in `trl_explore.trainers`
     make: Make
     single_turn: bool = True  # it can explore completions of a single turn
     agents: bool = False  # it can explore trajectories of agents
-    own_credit: bool = True  # False: it credits rows by the trainer's `advantage`
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # values other than the defaults of the class
-    # Fields that belong to a trainer with this explorer alone, and cannot be set here.
+    own_credit: bool = True  # True: it computes advantages by its own rule; False: by the trainer's `advantage`
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # defaults that differ from those in `config`
+    # Fields of `config` that `explorer_options` refuses, because they only work in the trainer of this method.
     refused: Sequence[str] = ()
 
     @property
     def config_class(self) -> Any:
-        """Return the class of the explorer's configuration."""
+        """Return the class that `config` names. It is imported late, because `trl_explore.trainers` imports
+        this module."""
         return resolve_name(f"trl_explore.trainers.{self.config}")
 
 
@@ -106,7 +107,8 @@ WAYS: dict[str, Way] = {
         _tail_branches,
         single_turn=False,
         agents=True,
-        # The explorers of a run share one engine, which keeps the states of environments and limits the turns.
+        # All explorers of a run share one `AgentForks`, so one explorer cannot choose how it restores environments or
+        # limits turns.
         refused=("environment_state", "interaction_limits", "interaction_limit_steps", "eval_interaction_limit"),
     ),
     "turn_trees": Way(
@@ -117,4 +119,5 @@ WAYS: dict[str, Way] = {
         refused=("environment_state",),
     ),
 }
-DEFAULT = {False: ("tree", "pivots"), True: ("tail_branches", "turn_trees")}  # by `is_agent`
+# Default of the field `explorers`. The key is True for agents.
+DEFAULT = {False: ("tree", "pivots"), True: ("tail_branches", "turn_trees")}

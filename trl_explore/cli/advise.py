@@ -1,4 +1,4 @@
-"""`trl-explore advise`: advice on a run of GRPO, from its own logs."""
+"""The command `trl-explore advise`: it reads the logs of a run, and prints advice."""
 
 import argparse
 import json

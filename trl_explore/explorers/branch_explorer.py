@@ -57,13 +57,13 @@ class Branches:
 
 @dataclass(frozen=True)
 class Found:
-    """The rows that an explorer added in a generation batch."""
+    """Result of one explorer in a generation batch: the rows that it added, and their cost. All of this process."""
 
     explorer: "BranchExplorer"
     branches: Branches
     scored: ScoredRows | None  # the rows as TRL scored them; None if no process has rows
-    num_prompts: int  # number of prompts of this process that it explored
-    num_tokens: int  # number of tokens that it generated on this process, including discarded completions
+    num_prompts: int  # number of explored prompts
+    num_tokens: int  # number of generated tokens, including discarded completions
 
 
 class BranchExplorer:
@@ -121,23 +121,25 @@ class BranchExplorer:
         return plain(prompt_ids)
 
     def observe(self, groups: Sequence[ScoredGroup]) -> None:
-        """Look at all groups of this process before the explored ones are chosen. Called with `explore="auto"` only.
-        Every process calls it."""
+        """Receive all groups of this process, solved or not, before the prompts to explore are chosen. Every process
+        calls it once per generation batch, if `explore` is `"auto"`, `"hints"` or `"replay"`."""
 
     def suits(self, group: ScoredGroup) -> bool:
-        """Return whether the explorer can explore a group. Called with `explore="auto"` only."""
+        """Return whether the explorer can explore an unsolved group. Called if `explore` is `"auto"`, `"hints"` or
+        `"replay"`."""
         return True
 
     def assign(
         self, groups: Sequence[ScoredGroup], output: RowDict
     ) -> Sequence[tuple["BranchExplorer", Sequence[ScoredGroup]]]:
         """
-        Return the explorers that work on this generation batch, each with its groups. By default, this explorer works
-        on all of them.
+        Return the explorers that explore in this generation batch, each with its groups. By default, this explorer
+        gets all groups. All processes must return the same explorers, but the groups of an explorer may be empty.
 
         Args:
             groups (`Sequence[ScoredGroup]`):
-                This process's prompts to explore; may be empty.
+                This process's prompts to explore; may be empty. [`AutoExplorer`] gets
+                all prompts of this process.
             output (`dict`):
                 The main rows of this process as TRL scored them.
         """
@@ -164,10 +166,10 @@ class BranchExplorer:
         """Learn from the scored rows that `explore` returned, or log them. None if no process has rows."""
 
     def end_search(self, found: Sequence[Found]) -> None:
-        """Learn from the rows of all explorers that worked on this generation batch."""
+        """Update this explorer's state from the rows of all explorers that `assign` returned."""
 
     def end_run(self) -> None:
-        """Called when training ends."""
+        """Warn about the whole run, for example. Called when training ends."""
 
     def columns(self, num_rows: int) -> dict[str, list[Any]]:
         """Return columns of the completions table, for all main rows of this process, `[B]`."""

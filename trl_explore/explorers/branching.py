@@ -18,8 +18,8 @@ from trl_explore.selection.choice import PromptChoice
 
 class Branching:
     """
-    Lets a branch explorer work on the chosen prompts of each generation batch. If it assigns them to several
-    explorers, each of these works on its prompts.
+    Lets a branch explorer explore the chosen prompts of each generation batch. The explorer may pass prompts on to
+    other explorers (see `BranchExplorer.assign`).
 
     Args:
         policy ([`~trl_explore.rows.policy.Policy`]):
@@ -34,7 +34,7 @@ class Branching:
 
     def __init__(self, policy: Policy, explorer: BranchExplorer, choice: PromptChoice | None, scorer: Scorer) -> None:
         self.policy, self.explorer, self.choice, self.scorer = policy, explorer, choice, scorer
-        self.found: list[Found] = []  # of the current generation batch, one for each explorer that worked
+        self.found: list[Found] = []  # results of the current generation batch, one for each explorer
 
     def begin(self) -> None:
         """Forget the branches of the last generation batch."""
@@ -75,7 +75,7 @@ class Branching:
         self.explorer.end_search(self.found)
 
     def _explored(self, explorer: BranchExplorer, groups: Sequence[ScoredGroup], main_lengths: list[int]) -> Found:
-        """Let an explorer work on groups, and score and credit its rows."""
+        """Let an explorer explore groups. Score its rows, and set their advantages."""
         num_before = explorer.forks.sample.tokens.own
         branches = checked_branches(
             explorer.name, explorer.explore(groups), main_lengths=main_lengths, num_rewards=len(self.scorer.names)
