@@ -1,4 +1,4 @@
-"""Train `auto` beside GRPO, the best rival and the best method in the ten regimes, on fresh seeds.
+"""Compare `auto` with GRPO, the best rival and the best method in the ten regimes, on new seeds.
 
     python examples/benchmarks/auto_regimes.py dead_ends maze --processes 2
     python examples/benchmarks/auto_regimes.py --report
@@ -6,15 +6,15 @@
 Each regime has these arms:
 
 - GRPO at its tuned learning rate.
-- The rival and the method that were furthest ahead in the verdict of the regime, with their tuned fields. They are
-  chosen with hindsight: no user knows them in advance.
-- `auto` with its defaults and GRPO's learning rate.
-- MaxRL or the pass@k advantage, whichever was ahead, and `auto` with the same fields.
+- The rival and the method that were best in the verdict stage of the regime, with their tuned fields. This choice uses
+  hindsight: no user knows them in advance.
+- `auto` with the tuned fields of GRPO. All fields of `auto` have their defaults.
+- The better of MaxRL and the pass@k advantage, and `auto` with the same fields.
 - Controls: a random explorer for every unsolved prompt, and each explorer alone for every unsolved prompt.
 
-The evaluations go to `auto_results/<regime>.csv`. An interrupted run continues where it stopped. `--report` only
-prints the tables, and writes them to `auto_results/results.md`: differences to GRPO along the curve in points of a
-hundred, paired by seed, with 95 % t-intervals.
+The evaluations go to `auto_results/<regime>.csv`. An interrupted run continues from its last checkpoint. After
+training, or with `--report` alone, the script prints the tables, and writes them to `auto_results/results.md`:
+differences to GRPO along the curve in percentage points, paired by seed, with 95 % t-intervals.
 """
 
 import argparse
@@ -44,16 +44,17 @@ COSTS = {"tokens": "tokens", "cpu_seconds": "CPU seconds"}
 
 
 def best(regime: Regime, roles: tuple[str, ...], names: tuple[str, ...] = ()) -> Arm:
-    """Return the arm with one of these roles, or names, that was highest in the regime's verdict, with its tuned
-    fields."""
+    """Return the arm that was best in the verdict stage of a regime, with its tuned fields. Only arms with one of
+    `names` count, or arms with one of `roles` if there are no `names`."""
     rows = read_results(regime.path)
     runs = to_runs(rows, "verdict")
     options = {row["arm"]: json.loads(row["options"]) for row in rows if row["stage"] == "verdict"}
     reading = min(run.points[-1]["tokens"] for run in runs)
     heights: dict[str, float] = {}
     for arm in regime.arms:
+        is_wanted = arm["name"] in names or (not names and arm["role"] in roles)
         own = [run.points for run in runs if run.arm == arm["name"]]
-        if own and (arm["name"] in names if names else arm["role"] in roles):
+        if own and is_wanted:
             heights[arm["name"]] = statistics.mean(
                 mean_along(points, "tokens", reading, f"eval/{regime.metric}") for points in own
             )
@@ -82,7 +83,7 @@ def arms_of(regime: Regime) -> list[Arm]:
 
 
 def train(regime: Regime, seeds: list[int], output_dir: Path, processes: int) -> None:
-    """Train all arms of a regime, and write their evaluations into `RESULTS`."""
+    """Train all arms of a regime, and write their evaluations to a file in `RESULTS`."""
     target = output_dir / regime.name
     target.mkdir(parents=True, exist_ok=True)
     document = {**regime.comparison, "seeds": seeds, "arms": arms_of(regime)}
@@ -114,8 +115,8 @@ def read(regime: Regime) -> Runs:
 
 
 def gaps(runs: Runs, arm: str, base: str, *, cost: str, metric: str) -> tuple[float, float | None]:
-    """Return the mean difference of two arms along the curve, in points of a hundred and paired by seed, and the half
-    width of its 95 % t-interval."""
+    """Return the difference between two arms, in percentage points, and the half width of its 95 % t-interval. It is
+    the mean over the learning curve and over the seeds."""
     reading = reading_of(runs, cost)
     found = []
     for seed, points in runs[arm].items():
@@ -126,14 +127,14 @@ def gaps(runs: Runs, arm: str, base: str, *, cost: str, metric: str) -> tuple[fl
 
 
 def verdict(mean: float, half: float | None) -> str:
-    """Return what an interval says about the difference to GRPO."""
+    """Return "ahead" or "behind" if the interval of the difference to GRPO excludes 0, else "level"."""
     if half is None or abs(mean) <= half:
         return "level"
     return "ahead" if mean > 0 else "behind"
 
 
 def shown(mean: float, half: float | None) -> str:
-    """Return a difference with its interval."""
+    """Return a difference with its interval, as text."""
     return f"{mean:+.1f}" if half is None else f"{mean:+.1f} ± {half:.1f}"
 
 
@@ -185,7 +186,7 @@ def report() -> str:
 
 
 def main() -> None:
-    """Train regimes, or report."""
+    """Train the named regimes unless `--report` is set, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = sorted(path.stem for path in folder().glob("*.yaml"))
     parser.add_argument("regimes", nargs="*", metavar="REGIME", help=f"of {', '.join(known)}; default: all")
