@@ -1,0 +1,48 @@
+"""The benchmark of auto: its arms, its differences, and the tables of the documentation."""
+
+import csv
+import importlib
+import statistics
+
+import pytest
+from commands import EXAMPLES
+
+BENCHMARKS = EXAMPLES / "benchmarks"
+
+
+@pytest.fixture
+def auto_regimes(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("auto_regimes")
+
+
+def test_the_tables_are_those_of_the_results(auto_regimes):
+    assert (BENCHMARKS / "auto_results" / "results.md").read_text() == auto_regimes.report()
+
+
+def test_auto_has_the_tuned_fields_of_grpo_and_nothing_else(auto_regimes):
+    for path in auto_regimes.folder().glob("*.yaml"):
+        arms = {arm["name"]: arm for arm in auto_regimes.arms_of(auto_regimes.Regime.load(path))}
+        grpo, rival, method, *_ = arms
+        assert grpo == "GRPO" and arms["auto"]["options"] == arms["GRPO"]["options"]
+        assert "learning_rate" in arms["auto"]["options"] and arms[method]["method"] not in ("grpo", "exploration")
+        uniform = arms["uniform choice"]["options"]
+        assert uniform == {**arms["GRPO"]["options"], "explore_min_share": 1.0}
+
+
+def test_a_gap_is_paired_by_seed_and_ends_where_the_cheapest_run_does(auto_regimes, tmp_path, monkeypatch):
+    monkeypatch.setattr(auto_regimes, "RESULTS", tmp_path)
+    ends = {("GRPO", 1): (10, 0.2), ("GRPO", 2): (10, 0.4), ("auto", 1): (20, 0.8), ("auto", 2): (20, 1.0)}
+    with open(tmp_path / "dead_ends.csv", "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["arm", "seed", "step", "tokens", "cpu_seconds", "greedy_accuracy", "version"])
+        for (arm, seed), (tokens, value) in ends.items():
+            writer.writerow([arm, seed, 0, 0, 0, 0.0, "v"])
+            writer.writerow([arm, seed, 1, tokens, 1, value, "v"])
+    regime = auto_regimes.Regime.load(auto_regimes.folder() / "dead_ends.yaml")
+    mean, half = auto_regimes.gaps(auto_regimes.read(regime), "auto", "GRPO", cost="tokens", metric="greedy_accuracy")
+    # Curves are lines from 0. At 10 tokens, those of `auto` are at half of their end.
+    expected = [100 * (0.4 - 0.2) / 2, 100 * (0.5 - 0.4) / 2]
+    assert mean == pytest.approx(statistics.mean(expected)) and half is None
+    assert auto_regimes.verdict(3.0, 2.0) == "ahead" and auto_regimes.verdict(-3.0, 2.0) == "behind"
+    assert auto_regimes.verdict(1.0, 2.0) == auto_regimes.verdict(1.0, None) == "level"
