@@ -31,8 +31,8 @@ class HintConfig(ExplorationConfig):
             Column of the data set with the hints: a text, or a list of texts from the weakest hint to the strongest.
         hint_fractions (`list[float]`, *optional*):
             Ascending shares of a solution, in (0, 1), for example `[0.25, 0.5]`. If set, `hint_column` holds
-            solutions. A completion then begins with this share of the solution's tokens, which are not trained. The smallest
-            share is tried first. None: the hint is a part of the prompt.
+            solutions. A completion then begins with this share of the solution's tokens, which are not trained. The
+            smallest share is tried first. None: the hint is a part of the prompt.
         hint_template (`str`, *optional*, defaults to `"{problem}\n\nHint: {hint}"`):
             Text of a prompt with a hint. `{problem}` is the prompt, or the last message of a conversation.
         hint_rows (`int`, *optional*, defaults to `1`):

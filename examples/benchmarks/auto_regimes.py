@@ -117,7 +117,10 @@ def read(regime: Regime) -> dict[str, dict[int, list[dict[str, Any]]]]:
 
 def lowest_cost(runs: dict[str, dict[int, list[dict[str, Any]]]], cost: str) -> float:
     """Return the cost of the cheapest run. All learning curves are known up to this cost."""
-    return min(points[-1][cost] for by_seed in runs.values() for points in by_seed.values())
+    costs: list[float] = []
+    for by_seed in runs.values():
+        costs += [points[-1][cost] for points in by_seed.values()]
+    return min(costs)
 
 
 def gaps(
