@@ -196,7 +196,8 @@ class AutoExplorer(BranchExplorer):
 
     def _contrasts(self, one: Found) -> float:
         """Return the number of rows of this process that the explorer gave an advantage other than 0, divided by
-        `num_generations`. GRPO's rows count if the explorer replaced their advantage."""
+        `num_generations`. GRPO's rows count if the explorer replaced their advantage by a value other
+        than 0."""
         assert one.scored is not None
         signal = has_signal(one.scored.rows["advantages"]) & one.scored.real
         num_changed = sum(bool(torch.tensor(value).any()) for value in one.branches.main_advantages.values())
