@@ -167,7 +167,16 @@ def test_the_state_of_estimates_is_restored_and_new_explorers_start_without_rows
     again = Estimates(["tree", "pivots"], discount=0.9, min_share=0.0)
     again.load_state_dict(estimates.state_dict())
     assert again.state_dict()["sums"] == {PLAIN: [0.0, 0.0], "tree": [2, 30], "pivots": [0.0, 0.0]}
-    assert again.num_asked == 3
+    assert again.num_unsolved == again.num_compared == 3
+
+
+def test_random_choices_are_no_comparisons(tmp_path, recwarn):
+    """A run that explores every unsolved prompt does not say that nothing was worth exploring."""
+    trainer = make_trainer(*AUTO, tmp_path, reward_funcs=never, explorers=["resample"], explore_min_share=1.0)
+    trainer.train()
+    estimates = trainer.branch_explorer.estimates
+    assert estimates.num_unsolved > 0 and estimates.num_compared == estimates.num_preferred == 0
+    assert not [warning for warning in recwarn if "explore='auto'" in str(warning.message)]
 
 
 # ------------------------------------------------------------------------------------------------- a generation batch

@@ -240,8 +240,8 @@ class ExplorationConfig(GRPOConfig):
             prompts without a search. Trainers with their own way of exploring refuse this field.
         explorers (`list[str]`, *optional*):
             Explorers between which `explore="auto"` chooses. None: `["tree", "pivots"]`, and for agents
-            `["tail_branches", "turn_trees"]`. Others: `"sketches"`, `"hints"`, `"replay"`, `"resample"`. With an empty
-            list, the trainer is GRPO.
+            `["tail_branches", "turn_trees"]`. Others are `"sketches"`, `"hints"` and `"replay"` for single turns, and
+            `"resample"`; agents can also use `"pivots"`. With an empty list, the trainer is GRPO.
         explorer_options (`dict[str, Any] | str`, *optional*):
             Options of explorers, by name, for example `{"tree": {"expansion_width": 4}}`. They are the fields of the
             trainer with this explorer. On the command line, write JSON.

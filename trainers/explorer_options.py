@@ -6,7 +6,7 @@ from types import UnionType
 from typing import Any, get_args, get_origin
 
 from trl_explore.auto.hints import check_hint_column
-from trl_explore.auto.ways import DEFAULT, WAYS
+from trl_explore.auto.ways import DEFAULT_EXPLORERS, WAYS
 from trl_explore.names import unknown_name
 
 from .config import ExplorationConfig, upgrade_config
@@ -35,7 +35,7 @@ class OwnOptions:
         given = dict(args.options_by_explorer.get(name, {}))
         start = f"`explorer_options[{name!r}]`"
         for option, value in given.items():
-            if option in way.refused:
+            if option in way.refused_options:
                 raise ValueError(f"{start}: `{option}` cannot be set for one explorer of several: leave it out.")
             if option in shared:
                 raise ValueError(f"{start}: `{option}` is a field of the trainer: set it there.")
@@ -49,7 +49,7 @@ class OwnOptions:
         # changes the advantages of GRPO's rows.
         values = {**vars(args), "explore": None, "explorers": None, "explorer_options": None, "count_bonus": 0.0}
         values["success_threshold"] = args.success_bar
-        if way.own_credit:
+        if way.has_own_advantages:
             values["advantage"] = "grpo"  # the trainer's `advantage` only changes GRPO's rows
         self.args: Any = object.__new__(ExplorationConfig)
         self.args.__dict__.update({**values, **way.defaults, **given})
@@ -97,7 +97,7 @@ def explorer_names(args: ExplorationConfig, *, is_agent: bool) -> tuple[str, ...
         ValueError: If `explorers` or `explorer_options` has an unknown name, or if an explorer does not suit the task.
     """
     field = "explorers"
-    names: tuple[str, ...] = DEFAULT[is_agent]
+    names: tuple[str, ...] = DEFAULT_EXPLORERS[is_agent]
     if args.explore != "auto":
         field, names = "explore", (args.explore or "",)
     elif args.explorers is not None:

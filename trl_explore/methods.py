@@ -230,10 +230,10 @@ _CHAIN_METRICS = {
 
 # Metrics of `explore="auto"`, `"hints"` and `"replay"`. Several names end with the name of an explorer.
 _AUTO_METRICS = {
-    "explore/contrast_per_token/plain": "groups with contrast per generated token, for GRPO's own rows. Their rewards "
-    "are not all equal. The sums are discounted by `explore_discount`",
+    "explore/contrast_per_token/plain": "groups with contrast per generated token, for GRPO's own rows. A group "
+    "counts with the share of its rows that failed. The sums are discounted by `explore_discount`",
     "explore/contrast_per_token/...": "the same for each explorer that was used: rows with an advantage, in units of "
-    "`num_generations`, per generated token",
+    "`num_generations`, per generated token, or per trained token if more tokens are trained",
     "explore/share/...": "share of the batch's prompts that each explorer got",
     "explore/sampled_tokens/...": "tokens that an explorer sampled in a batch, including discarded completions",
     "explore/solved/...": "share of an explorer's prompts for which it found a success",

@@ -137,7 +137,7 @@ class AddedExplorer(BranchExplorer):
                 start = end
 
 
-class RestartExplorer(BranchExplorer):
+class ResampleBranches(BranchExplorer):
     """Samples another group of `num_generations` completions, or of trajectories of an agent, from the prompt."""
 
     name = "resample"

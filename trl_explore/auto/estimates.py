@@ -9,7 +9,7 @@ PLAIN = "plain"  # source of GRPO's own rows: tokens that are not spent on explo
 
 
 @dataclass
-class Bought:
+class SourceSums:
     """Discounted sums over the rows of one source."""
 
     contrast: float = 0.0  # number of groups with contrast; may be a fraction
@@ -36,9 +36,10 @@ class Estimates:
 
     def __init__(self, explorers: Sequence[str], *, discount: float, min_share: float) -> None:
         self.explorers, self.discount, self.min_share = tuple(explorers), discount, min_share
-        self.sums = {name: Bought() for name in (PLAIN, *self.explorers)}
-        self.num_asked = 0  # unsolved prompts so far
-        self.num_worth = 0  # unsolved prompts for which Thompson sampling chose an explorer; without random choices
+        self.sums = {name: SourceSums() for name in (PLAIN, *self.explorers)}
+        # Numbers of unsolved prompts so far: all; those for which Thompson sampling compared explorers with fresh
+        # prompts; and those for which it chose an explorer.
+        self.num_unsolved = self.num_compared = self.num_preferred = 0
 
     def add(self, source: str, *, contrast: float, tokens: float) -> None:
         """Add the number of groups with contrast and the number of tokens of a generation batch to a source."""
@@ -68,7 +69,7 @@ class Estimates:
         """
         chosen = []
         for names in possible:
-            self.num_asked += 1
+            self.num_unsolved += 1
             explorers = [name for name in self.explorers if name in names]
             if not explorers:
                 chosen.append(PLAIN)
@@ -77,19 +78,21 @@ class Estimates:
             else:
                 values = {source: self._draw(source, random) for source in (PLAIN, *explorers)}
                 chosen.append(max(values, key=values.__getitem__))
-                self.num_worth += chosen[-1] != PLAIN
+                self.num_compared += 1
+                self.num_preferred += chosen[-1] != PLAIN
         return chosen
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums and counts, for a checkpoint."""
         sums = {name: [bought.contrast, bought.tokens] for name, bought in self.sums.items()}
-        return {"sums": sums, "num_asked": self.num_asked, "num_worth": self.num_worth}
+        counts = [self.num_unsolved, self.num_compared, self.num_preferred]
+        return {"sums": sums, "counts": counts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state from a checkpoint. An explorer that is not in the checkpoint starts with empty sums."""
         for name, bought in self.sums.items():
             bought.contrast, bought.tokens = state["sums"].get(name, (0.0, 0.0))
-        self.num_asked, self.num_worth = state["num_asked"], state["num_worth"]
+        self.num_unsolved, self.num_compared, self.num_preferred = state["counts"]
 
     def _draw(self, source: str, random: Random) -> float:
         """Sample contrast per token from the posterior of a source."""

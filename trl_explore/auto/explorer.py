@@ -227,15 +227,15 @@ class AutoExplorer(BranchExplorer):
         estimates = self.estimates
         if self.args.explore != "auto" or not self.explorers or not self.policy.accelerator.is_main_process:
             return
-        if not estimates.num_asked:
+        if not estimates.num_unsolved:
             warnings.warn(
                 "`explore='auto'` had nothing to explore: every prompt was solved, or its completions got different "
                 "rewards.",
                 stacklevel=2,
             )
-        elif estimates.num_worth < WORTH_SHARE * estimates.num_asked:
+        elif estimates.num_preferred < WORTH_SHARE * estimates.num_compared:
             warnings.warn(
-                f"`explore='auto'` explored almost nothing: for {estimates.num_worth} of {estimates.num_asked} "
+                f"`explore='auto'` explored almost nothing: for {estimates.num_preferred} of {estimates.num_compared} "
                 "unsolved prompts an explorer promised more contrast per token than fresh prompts. GRPO suits this "
                 "run.",
                 stacklevel=2,

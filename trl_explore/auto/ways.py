@@ -7,7 +7,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from trl_explore.agent_trees.explorer import TurnTreeExplorer
-from trl_explore.auto.added import AddedExplorer, RestartExplorer
+from trl_explore.auto.added import AddedExplorer, ResampleBranches
 from trl_explore.auto.hints import HintExplorer
 from trl_explore.auto.replay import ReplayExplorer
 from trl_explore.branches.explorer import TailBranchExplorer
@@ -31,10 +31,12 @@ class Way:
     make: Make
     single_turn: bool = True  # it can explore completions of a single turn
     agents: bool = False  # it can explore trajectories of agents
-    own_credit: bool = True  # True: it computes advantages by its own rule; False: by the trainer's `advantage`
+    has_own_advantages: bool = (
+        True  # True: it computes advantages by its own rule; False: by the trainer's `advantage`
+    )
     defaults: Mapping[str, Any] = field(default_factory=dict)  # defaults that differ from those in `config`
     # Fields of `config` that `explorer_options` refuses, because they only work in the trainer of this method.
-    refused: Sequence[str] = ()
+    refused_options: Sequence[str] = ()
 
     @property
     def config_class(self) -> Any:
@@ -66,7 +68,7 @@ def _sketches(policy: Policy, forks: Forks, scorer: Scorer, args: Any) -> Branch
 
 
 def _resample(policy: Policy, forks: Forks, scorer: Scorer, args: Any) -> BranchExplorer:
-    return RestartExplorer(policy, forks, scorer, args=args)
+    return ResampleBranches(policy, forks, scorer, args=args)
 
 
 def _hints(policy: Policy, forks: Forks, scorer: Scorer, args: Any) -> BranchExplorer:
@@ -90,18 +92,18 @@ WAYS: dict[str, Way] = {
         "tree_grpo_config:TreeGRPOConfig",
         _tree,
         defaults={"expansion_width": 4, "depth_weight": 4.0},
-        refused=("replay_buffer", "replay_file", "dump_trees"),
+        refused_options=("replay_buffer", "replay_file", "dump_trees"),
     ),
     "pivots": Way(
         "deep_grpo_config:DeepGRPOConfig",
         _pivots,
         agents=True,
-        refused=("deferred_branching", "hard_states_file", "aux_loss_weight", "environment_state"),
+        refused_options=("deferred_branching", "hard_states_file", "aux_loss_weight", "environment_state"),
     ),
-    "sketches": Way("sesa_config:SESAConfig", _sketches, refused=("mode",)),
-    "resample": Way("config:ExplorationConfig", _resample, agents=True, own_credit=False),
-    "hints": Way("explorer_configs:HintConfig", _hints, own_credit=False),
-    "replay": Way("explorer_configs:ReplayConfig", _replay, own_credit=False),
+    "sketches": Way("sesa_config:SESAConfig", _sketches, refused_options=("mode",)),
+    "resample": Way("config:ExplorationConfig", _resample, agents=True, has_own_advantages=False),
+    "hints": Way("explorer_configs:HintConfig", _hints, has_own_advantages=False),
+    "replay": Way("explorer_configs:ReplayConfig", _replay, has_own_advantages=False),
     "tail_branches": Way(
         "branpo_config:BranPOConfig",
         _tail_branches,
@@ -109,15 +111,20 @@ WAYS: dict[str, Way] = {
         agents=True,
         # All explorers of a run share one `AgentForks`, so one explorer cannot choose how it restores environments or
         # limits turns.
-        refused=("environment_state", "interaction_limits", "interaction_limit_steps", "eval_interaction_limit"),
+        refused_options=(
+            "environment_state",
+            "interaction_limits",
+            "interaction_limit_steps",
+            "eval_interaction_limit",
+        ),
     ),
     "turn_trees": Way(
         "agent_tree_grpo_config:AgentTreeGRPOConfig",
         _turn_trees,
         single_turn=False,
         agents=True,
-        refused=("environment_state",),
+        refused_options=("environment_state",),
     ),
 }
 # Default of the field `explorers`. The key is True for agents.
-DEFAULT = {False: ("tree", "pivots"), True: ("tail_branches", "turn_trees")}
+DEFAULT_EXPLORERS = {False: ("tree", "pivots"), True: ("tail_branches", "turn_trees")}
