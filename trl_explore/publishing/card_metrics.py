@@ -46,15 +46,15 @@ def metric_rows(method: str, history: Sequence[Mapping[str, Any]]) -> list[Metri
 
 
 def _main_metrics(method: str, logged: Iterable[str]) -> dict[str, str]:
-    """Return name and meaning of the logged metrics that the card of a method shows: GRPO's own, and those that the
-    method chose."""
+    """Return name and meaning of the logged metrics that the card of a method shows. These are GRPO's metrics, and the
+    metrics in `card_metrics` of the method."""
     row = METHODS[method]
     chosen = row.metrics if row.card_metrics is None else row.card_metrics
     known = COMMON_METRICS | {name: row.metrics[name] for name in chosen}
     shown: dict[str, str] = {}
     for name, meaning in known.items():
         for one in logged:
-            # `explore/share/...` of a card stands for every logged name with this beginning.
+            # `explore/share/...` means every logged metric whose name begins with `explore/share/`.
             if one == name or name in chosen and name.endswith("/...") and one.startswith(name.removesuffix("...")):
                 shown.setdefault(one, row.metrics.get(one, meaning))
     return shown
