@@ -13,6 +13,7 @@ from trl_explore.credit.bonus import centred, novelty, repetition
 from trl_explore.credit.covariance import covariances, num_largest, share_of
 from trl_explore.credit.maxrl import maxrl
 from trl_explore.credit.normalised import normalised
+from trl_explore.credit.reinforce import reinforce
 from trl_explore.credit.subsets import outcomes, pass_at_k_advantages, pkpo, solve_rate
 from trl_explore.credit.unlikeliness import discounted
 from trl_explore.rewards.checks import RewardError
@@ -59,6 +60,13 @@ def test_rows_without_a_reward_count_nowhere():
 )
 def test_maxrl_divides_by_the_mean(rewards, expected):
     close(maxrl(torch.tensor([rewards])), [expected])
+
+
+def test_reinforce_weighs_successes_and_has_no_baseline():
+    rewards = torch.tensor([[1.0, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1], [1, nan, 0, nan]])
+    expected = [[0.1, -1, -1, -1], [-1, -1, -1, -1], [0.1, 0.1, 0.1, 0.1], [0.1, 0, -1, 0]]
+    close(reinforce(rewards, success_weight=0.1), expected)
+    close(reinforce(rewards[:1], success_weight=1.0), [[1, -1, -1, -1]])
 
 
 def test_groups_without_spread_have_exactly_no_maxrl_advantage():

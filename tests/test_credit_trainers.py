@@ -439,3 +439,26 @@ def test_fields_that_others_do_not_use_do_not_matter(tmp_path):
     make(tmp_path, passk_k=9, clip_cov_high=7.0)
     make(tmp_path, advantage="pkpo_loo", passk_k=4)  # only pass@k training needs more rows than `passk_k`
     BranPOConfig(str(tmp_path), use_cpu=True, advantage="passk", count_bonus=0.5)
+
+
+def test_reinforce_trains_groups_that_all_fail(tmp_path):
+    trainer = make(tmp_path, advantage="reinforce", success_weight=0.3, reward_funcs=never)
+    assert (one_batch(trainer)["advantages"] == -1).all()
+    trainer = make(tmp_path, advantage="reinforce", success_weight=0.3, reward_funcs=odd)
+    output = one_batch(trainer)
+    expected = torch.where(trainer.scorer.success() >= 1, 0.3, -1.0)
+    torch.testing.assert_close(output["advantages"], expected)
+    found, _ = trained(*OURS, tmp_path, advantage="reinforce", reward_funcs=never, max_steps=2)
+    assert differ(found, trained(*OURS, tmp_path, reward_funcs=never, max_steps=2)[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(dynamic_sampling="filter"), "`dynamic_sampling='filter'` drops groups whose rewards are all equal"),
+        (dict(success_weight=-0.1), "`success_weight=-0.1` must be at least 0"),
+    ],
+)
+def test_what_reinforce_cannot_do_is_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        ExplorationConfig(str(tmp_path), use_cpu=True, advantage="reinforce", **options)

@@ -159,6 +159,7 @@ CHECKS = (
     within("explore_share_end", low=0, high=1, words="be in [0, 1]: the share of prompts explored at the end"),
     at_least(1, "passk_k", words=" completion"),
     check_advantage,
+    within("success_weight", low=0, words="be at least 0 and finite; 0 trains failures only"),
     within("unlikeliness_beta", low=0, high=1, words="be in [0, 1]; 0 discounts nothing"),
     within("count_bonus", low=0, words="be at least 0 (no bonus) and finite"),
     one_of("count_bonus_scope", SCOPES),
@@ -291,13 +292,16 @@ class ExplorationConfig(GRPOConfig):
             What a main row's reward is worth; `"grpo"` is TRL's. `"maxrl"` divides by the group's mean instead of its
             deviation (rewards of at least 0); `"passk"` (0 or 1) and `"pkpo"` (any rewards) credit the success of
             `passk_k` completions together, `"pkpo_loo"` with a baseline; `"unlikeliness"` discounts what the model was
-            likely to say anyway. `scale_rewards` acts on the first and the last.
+            likely to say anyway; `"reinforce"` is `success_weight` for a success and -1 for a failure, so groups that
+            all fail train. `scale_rewards` acts on `"grpo"` and `"unlikeliness"`.
         passk_k (`int`, *optional*, defaults to `4`):
             Completions that are to succeed together, at most `num_generations`, and fewer with `"passk"`. With 1,
             `"passk"` is GRPO with the deviation of the population.
         unlikeliness_beta (`float`, *optional*, defaults to `0.25`):
             Share of a reward that `"unlikeliness"` takes at most, in [0, 1]; 0: GRPO. The likeliest completion of a
             group loses nearly that, others less, by their rank. Acts on positive rewards.
+        success_weight (`float`, *optional*, defaults to `0.1`):
+            Advantage of a success with `"reinforce"`, at least 0. A failure has -1.
         count_bonus (`float`, *optional*, defaults to `0.0`):
             Weight of a bonus on the advantage of rare final answers, at least 0; 0: none. Groups without success learn
             from it, too. Completions without an answer that can be read get none.
@@ -357,6 +361,7 @@ class ExplorationConfig(GRPOConfig):
     advantage: str = "grpo"
     passk_k: int = 4
     unlikeliness_beta: float = 0.25
+    success_weight: float = 0.1
     count_bonus: float = 0.0
     count_bonus_scope: str = "history"
     clip_cov: float = 0.0
@@ -406,7 +411,7 @@ class ExplorationConfig(GRPOConfig):
             self.explore_prompts == "unsolved"
             or self.explore_threshold is not None
             or self.budget != "uniform"
-            or self.advantage == "passk"
+            or self.advantage in ("passk", "reinforce")
             or self.explores_unsolved
         )
 

@@ -66,5 +66,5 @@ class EvolRLConfig(ExplorationConfig):
                 f"`explore={self.explore!r}` asks the reward functions which prompts are unsolved, and "
                 "`correctness='majority'` trains without them: set `correctness='reward'`, or leave `explore` out."
             )
-        if self.advantage in ("maxrl", "passk"):
+        if self.advantage in ("maxrl", "passk", "reinforce"):
             refuse(self, ["advantage"], "needs rewards of at least 0, or of 0 and 1, and EVOL-RL's have signs")

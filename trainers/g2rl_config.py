@@ -72,5 +72,5 @@ class G2RLConfig(ExplorationConfig):
     def validate(self) -> None:
         super().validate()
         run_checks(self, CHECKS)
-        if self.advantage in ("maxrl", "passk"):
+        if self.advantage in ("maxrl", "passk", "reinforce"):
             refuse(self, ["advantage"], "needs rewards of at least 0, or of 0 and 1, and G2RL's have signs and sizes")

@@ -7,6 +7,7 @@ import torch
 
 from trl_explore.credit.maxrl import maxrl
 from trl_explore.credit.normalised import equal_groups, normalised
+from trl_explore.credit.reinforce import reinforce
 from trl_explore.credit.subsets import outcomes, pass_at_k_advantages, pkpo
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ def group_advantages(args: "ExplorationConfig", rewards: torch.Tensor, deciding:
         return maxrl(rewards)
     if args.advantage == "passk":
         return pass_at_k_advantages(outcomes(deciding, threshold=args.success_bar), k=args.passk_k)
+    if args.advantage == "reinforce":
+        return reinforce(outcomes(deciding, threshold=args.success_bar), success_weight=args.success_weight)
     if args.advantage in ("pkpo", "pkpo_loo"):
         return pkpo(rewards, k=args.passk_k, leave_one_out=args.advantage == "pkpo_loo")
     # These groups are not a random sample of the batch, so "batch" works as "group".

@@ -5,7 +5,7 @@ from typing import Any
 
 from trl_explore.names import unknown_name
 
-ADVANTAGES = ("grpo", "maxrl", "passk", "pkpo", "pkpo_loo", "unlikeliness")
+ADVANTAGES = ("grpo", "maxrl", "passk", "pkpo", "pkpo_loo", "reinforce", "unlikeliness")
 OF_SUBSETS = ("passk", "pkpo", "pkpo_loo")
 SCOPES = ("history", "batch")
 # Loss types that multiply the advantage of a token by a ratio that is clipped on both sides.
@@ -21,6 +21,11 @@ def check_advantage(args: Any) -> None:
             f"`advantage={args.advantage!r}` is formed from a row's total reward, which "
             "`multi_objective_aggregation='normalize_then_sum'` never forms: set that to 'sum_then_normalize', or "
             "leave `advantage` out."
+        )
+    if args.advantage == "reinforce" and args.dynamic_sampling != "off":
+        raise ValueError(
+            f"`dynamic_sampling={args.dynamic_sampling!r}` drops groups whose rewards are all equal, and "
+            "`advantage='reinforce'` trains them: leave one of the two out."
         )
     size = args.num_generations
     if args.advantage in OF_SUBSETS and size is not None and args.passk_k > size:

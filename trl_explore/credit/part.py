@@ -13,6 +13,7 @@ from trl_explore.credit.bonus import centred, novelty, repetition
 from trl_explore.credit.covariance import covariances, num_largest, share_of, with_penalty
 from trl_explore.credit.maxrl import maxrl
 from trl_explore.credit.normalised import equal_groups, normalised
+from trl_explore.credit.reinforce import reinforce
 from trl_explore.credit.subsets import outcomes, pass_at_k_advantages, pkpo
 from trl_explore.credit.unlikeliness import discounted
 from trl_explore.rewards.answers import answer_key, completion_text
@@ -58,6 +59,9 @@ class Credit:
         if args.advantage == "passk":
             deciding = self.scorer.success().view(rewards.shape)
             return pass_at_k_advantages(outcomes(deciding, threshold=args.success_threshold), k=args.passk_k)
+        if args.advantage == "reinforce":
+            successes = outcomes(self.scorer.success().view(rewards.shape), threshold=args.success_bar)
+            return reinforce(successes, success_weight=args.success_weight)
         if args.advantage != "unlikeliness":
             return pkpo(rewards, k=args.passk_k, leave_one_out=args.advantage == "pkpo_loo")
         mask = loss_mask(output)
