@@ -49,7 +49,7 @@ if __name__ == "__main__":
         learning_rate=1e-6,
         max_completion_length=512,
         # For each prompt that no completion solves, the trainer chooses one of these explorers, or none.
-        explorers=["tree", "pivots", "resample"],
+        explorers=["tree", "pivots"],
         explorer_options={
             "tree": {"expansion_width": 4},
             "pivots": {"segment_delimiters": ["."], "num_branches": 8},
