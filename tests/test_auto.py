@@ -160,6 +160,14 @@ def test_an_explorer_that_does_not_suit_a_prompt_is_never_chosen(min_share):
     assert estimates.choose([[], ["other"]], random=Random(0)) == [PLAIN, PLAIN]
 
 
+def test_prompts_that_are_explored_in_any_case_are_no_evidence_about_exploring(tmp_path, recwarn):
+    estimates = Estimates(["tree"], discount=1.0, min_share=1.0)
+    estimates.choose([["tree"], [], ["tree"]], random=Random(0))
+    assert (estimates.num_asked, estimates.num_compared, estimates.num_worth) == (3, 0, 0)
+    make_trainer(*AUTO, tmp_path, reward_funcs=never, **ALWAYS).train()
+    assert not [warning for warning in recwarn if "explored almost nothing" in str(warning.message)]
+
+
 def test_the_state_of_estimates_is_restored_and_new_explorers_start_without_rows():
     estimates = Estimates(["tree"], discount=0.9, min_share=0.0)
     estimates.add("tree", contrast=2, tokens=30)
@@ -618,6 +626,10 @@ BAD = {
     "a discount that is a text": (dict(explore_discount="high"), "`explore_discount='high'` must be"),
     "share above 1": (dict(explore_min_share=1.5), r"`explore_min_share=1.5` must be in \[0, 1\]"),
     "no limit": (dict(max_completion_length=None), "`max_completion_length=None`: `explore='auto'` needs a limit"),
+    "a second limit": (
+        dict(generation_kwargs={"max_new_tokens": 4}),
+        "`generation_kwargs={'max_new_tokens': 4}` and `max_completion_length=8` are two limits",
+    ),
     "a share of prompts": (dict(explore_share_end=0.5), "`explore_share_end=0.5` has no effect"),
     "unknown way": (dict(explore="trees"), "`explore`: unknown value 'trees'"),
     "explorers without a choice": (
@@ -678,10 +690,12 @@ def test_options_can_be_json_on_the_command_line():
 
 def test_options_follow_a_callback_that_changes_shared_fields(tmp_path):
     trainer = make_trainer(*AUTO, tmp_path, reward_funcs=never, explorers=["pivots"], **ALWAYS)
-    trainer.args.sampling_batch_size = 3
+    trainer.args.sampling_batch_size, trainer.args.success_threshold = 3, 0.5
     one_batch(trainer)
     own = trainer.branch_explorer.options["pivots"].args
-    assert own.sampling_batch_size == 3 and own.num_branches == 3 and own.explore is None
+    assert (
+        own.sampling_batch_size == 3 and own.success_threshold == 0.5 and own.num_branches == 3 and own.explore is None
+    )
 
 
 def test_every_pair_of_default_explorers_logs_under_its_own_name(tmp_path):

@@ -98,6 +98,8 @@ def check_arguments(
             f"`generation_kwargs={{'num_beams': {beams}}}`: vLLM samples without beams. Leave it out, or set "
             "`use_vllm=False`."
         )
+    if not samples_as_grpo:
+        _check_one_limit(name, args)
     if args.use_vllm and args.vllm_mode == "server" and args.max_completion_length is None:
         raise ValueError(
             "`max_completion_length=None`: a vLLM server is told how long completions may be. Set a number, or "
@@ -124,6 +126,19 @@ def check_arguments(
                 f"`train_dataset` has no `prompt` column, only {columns}: give it one, for example with "
                 f"`dataset = dataset{prompt_change(columns)}`."
             )
+
+
+def _check_one_limit(name: str, args: Any) -> None:
+    """Raise a ValueError if GRPO's rows and the rows of a method would have different limits of tokens."""
+    option, most = "max_tokens" if args.use_vllm else "max_new_tokens", args.max_completion_length
+    limit = (args.generation_kwargs or {}).get(option, most)
+    # A smaller limit shortens only GRPO's rows. The methods with a trainer of their own allow that.
+    if limit == most or (most is not None and limit < most and not args.explores_unsolved):
+        return
+    raise ValueError(
+        f"`generation_kwargs={{{option!r}: {limit}}}` and `max_completion_length={most}` are two limits of a "
+        f"completion, and {name} samples further rows up to the second: leave the first out."
+    )
 
 
 def check_vision(name: str, args: Any, *, taken: bool) -> None:

@@ -279,7 +279,10 @@ class Saving:
                 f"the state in {checkpoint} has format {state.get('format', 1)}, and this version reads format "
                 f"{FORMAT}: go on with the version of trl-explore that wrote it, or {new_run}."
             )
-        self._knows_method = state["trainer"] == own
+        # A run without a method that goes on with `explore` has nothing to restore for it.
+        begins_to_explore = not state["method"] and bool(self.trainer.exploration_state())
+        is_plain = state["trainer"] == METHODS["exploration"].title
+        self._knows_method = state["trainer"] == own and not (is_plain and begins_to_explore)
         if not self._knows_method and state["trainer"] != METHODS["exploration"].title:
             raise ValueError(
                 f"{checkpoint} was written by {state['trainer']}, whose state means nothing to {own}: go on "

@@ -36,7 +36,8 @@ class Estimates:
         self.explorers, self.discount, self.min_share = tuple(explorers), discount, min_share
         self.sums = {name: Bought() for name in (PLAIN, *self.explorers)}
         self.num_asked = 0  # unsolved prompts so far
-        self.num_worth = 0  # prompts of these for which an explorer was worth more than fresh prompts
+        self.num_compared = 0  # prompts of these for which fresh prompts were compared with an explorer
+        self.num_worth = 0  # prompts of the compared ones for which an explorer was worth more
 
     def add(self, source: str, *, contrast: float, tokens: float) -> None:
         """Add the rows of a generation batch: their number of groups with contrast, and their generated tokens."""
@@ -73,19 +74,22 @@ class Estimates:
             else:
                 values = {source: self._draw(source, random) for source in (PLAIN, *explorers)}
                 chosen.append(max(values, key=values.__getitem__))
+                self.num_compared += 1
                 self.num_worth += chosen[-1] != PLAIN
         return chosen
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums and counts, for a checkpoint."""
         sums = {name: [bought.contrast, bought.tokens] for name, bought in self.sums.items()}
-        return {"sums": sums, "num_asked": self.num_asked, "num_worth": self.num_worth}
+        counts = {"num_asked": self.num_asked, "num_compared": self.num_compared, "num_worth": self.num_worth}
+        return {"sums": sums, **counts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned. Sources that the run did not have before start without rows."""
         for name, bought in self.sums.items():
             bought.contrast, bought.tokens = state["sums"].get(name, (0.0, 0.0))
         self.num_asked, self.num_worth = state["num_asked"], state["num_worth"]
+        self.num_compared = state["num_compared"]
 
     def _draw(self, source: str, random: Random) -> float:
         """Draw contrast per token from the posterior of a source."""

@@ -209,9 +209,9 @@ class AutoExplorer(BranchExplorer):
                 "rewards.",
                 stacklevel=2,
             )
-        elif estimates.num_worth < WORTH_SHARE * estimates.num_asked:
+        elif estimates.num_worth < WORTH_SHARE * estimates.num_compared:
             warnings.warn(
-                f"`explore='auto'` explored almost nothing: for {estimates.num_worth} of {estimates.num_asked} "
+                f"`explore='auto'` explored almost nothing: for {estimates.num_worth} of {estimates.num_compared} "
                 "unsolved prompts an explorer promised more contrast per token than fresh prompts. GRPO suits this "
                 "run.",
                 stacklevel=2,
