@@ -30,7 +30,14 @@ from trl_explore.rows.rollouts import Continuation
 from trl_explore.rows.streams import loss_mask, row_tokens
 from trl_explore.sampling.sampler import Sampler
 from trl_explore.serving import backend as vllm_backend
-from trl_explore.trainers import AutoExploreConfig, AutoExploreTrainer, ExplorationConfig, ExplorationTrainer
+from trl_explore.trainers import (
+    AutoExploreConfig,
+    AutoExploreTrainer,
+    ExplorationConfig,
+    ExplorationTrainer,
+    G2RLConfig,
+    G2RLTrainer,
+)
 
 OURS = ExplorationTrainer, ExplorationConfig
 AUTO = AutoExploreTrainer, AutoExploreConfig
@@ -679,6 +686,21 @@ def test_replay_can_begin_in_the_middle_of_a_run(tmp_path):
     trainer = make_trainer(*OURS, tmp_path, explore="replay", max_steps=4, **options)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert trainer.state.global_step == 4 and len(trainer.branch_explorer.explorers["replay"].store) > 0
+
+
+def test_a_method_that_changes_credit_can_begin_to_explore_in_the_middle_of_a_run(tmp_path):
+    options = dict(save_strategy="steps", save_steps=2)
+    make_trainer(G2RLTrainer, G2RLConfig, tmp_path, max_steps=2, **options).train()
+    trainer = make_trainer(G2RLTrainer, G2RLConfig, tmp_path, explore="replay", max_steps=4)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert trainer.state.global_step == 4 and trainer.branch_explorer.num_batches == 2
+
+
+def test_a_budget_of_rows_is_one_clear_error(tmp_path):
+    with pytest.raises(
+        ValueError, match="`budget='vip'` .* `explore='replay'` compares groups of one size: leave one"
+    ):
+        make_trainer(*OURS, tmp_path, explore="replay", budget="vip")
 
 
 def test_other_data_need_hints_too(tmp_path, told):

@@ -81,6 +81,11 @@ def check_arguments(
             "`dynamic_sampling='refill'` samples batches of other sizes, and environments are made for one size: set "
             "`dynamic_sampling='filter'`, or leave it out."
         )
+    if args.budget != "uniform" and args.explores_unsolved:
+        raise ValueError(
+            f"`budget={args.budget!r}` gives prompts unequally many rows, and `explore={args.explore!r}` compares "
+            "groups of one size: leave one of the two out."
+        )
     if args.budget != "uniform" and (requires.whole_groups or requires.features):
         raise ValueError(
             f"`budget={args.budget!r}` gives prompts unequally many rows, and {name} compares groups of one size: "
