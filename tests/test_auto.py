@@ -160,6 +160,14 @@ def test_an_explorer_that_does_not_suit_a_prompt_is_never_chosen(min_share):
     assert estimates.choose([[], ["other"]], random=Random(0)) == [PLAIN, PLAIN]
 
 
+def test_prompts_that_are_explored_in_any_case_are_no_evidence_about_exploring(tmp_path, recwarn):
+    estimates = Estimates(["tree"], discount=1.0, min_share=1.0)
+    estimates.choose([["tree"], [], ["tree"]], random=Random(0))
+    assert (estimates.num_unsolved, estimates.num_compared, estimates.num_preferred) == (3, 0, 0)
+    make_trainer(*AUTO, tmp_path, reward_funcs=never, **ALWAYS).train()
+    assert not [warning for warning in recwarn if "explored almost nothing" in str(warning.message)]
+
+
 def test_the_state_of_estimates_is_restored_and_new_explorers_start_without_rows():
     estimates = Estimates(["tree"], discount=0.9, min_share=0.0)
     estimates.add("tree", contrast=2, tokens=30)
@@ -627,6 +635,10 @@ BAD = {
     "a discount that is a text": (dict(explore_discount="high"), "`explore_discount='high'` must be"),
     "share above 1": (dict(explore_min_share=1.5), r"`explore_min_share=1.5` must be in \[0, 1\]"),
     "no limit": (dict(max_completion_length=None), "`max_completion_length=None`: `explore='auto'` needs a limit"),
+    "a second limit": (
+        dict(generation_kwargs={"max_new_tokens": 4}),
+        "`generation_kwargs={'max_new_tokens': 4}` and `max_completion_length=8` are two limits",
+    ),
     "a share of prompts": (dict(explore_share_end=0.5), "`explore_share_end=0.5` has no effect"),
     "unknown way": (dict(explore="trees"), "`explore`: unknown value 'trees'"),
     "explorers without a choice": (
@@ -687,10 +699,12 @@ def test_options_can_be_json_on_the_command_line():
 
 def test_options_follow_a_callback_that_changes_shared_fields(tmp_path):
     trainer = make_trainer(*AUTO, tmp_path, reward_funcs=never, explorers=["pivots"], **ALWAYS)
-    trainer.args.sampling_batch_size = 3
+    trainer.args.sampling_batch_size, trainer.args.success_threshold = 3, 0.5
     one_batch(trainer)
     own = trainer.branch_explorer.options["pivots"].args
-    assert own.sampling_batch_size == 3 and own.num_branches == 3 and own.explore is None
+    assert (
+        own.sampling_batch_size == 3 and own.success_threshold == 0.5 and own.num_branches == 3 and own.explore is None
+    )
 
 
 def test_every_pair_of_default_explorers_logs_under_its_own_name(tmp_path):
@@ -705,3 +719,24 @@ def test_options_of_explorers_may_be_json_as_on_the_command_line():
     text = '{"tree": {"expansion_width": 2}}'
     config = AutoExploreConfig("out", use_cpu=True, bf16=False, explorer_options=text)
     assert config.explorer_options == {"tree": {"expansion_width": 2}}
+
+
+def test_with_a_success_reward_a_format_reward_is_no_contrast(tmp_path):
+    """Groups whose format differs, and whose completions all fail, are explored."""
+
+    def form(completions, **columns):
+        return [float(place % 2) for place in range(len(completions))]
+
+    def right(completions, **columns):
+        return [0.0] * len(completions)
+
+    options = dict(reward_funcs=[form, right], explorers=["resample"], success_threshold=1.5, **ALWAYS)
+    trainer = make_trainer(*AUTO, tmp_path, **options)
+    one_batch(trainer)
+    assert not trainer.branching.found
+    trainer = make_trainer(*AUTO, tmp_path, success_reward="right", **options)
+    one_batch(trainer)
+    (found,) = trainer.branching.found
+    assert found.num_prompts == 2
+    sums = trainer.branch_explorer.estimates.sums
+    assert sums[PLAIN].contrast == sums["resample"].contrast == 0

@@ -73,10 +73,10 @@ class HintConfig(ExplorationConfig):
 
 
 def _are_ascending_shares(values: Any) -> bool:
-    """Return whether a value is a list of numbers in (0, 1), in ascending order."""
+    """Return whether a value is a list of at least one number in (0, 1), in ascending order."""
     if not isinstance(values, list | tuple) or not all(isinstance(value, int | float) for value in values):
         return False
-    return list(values) == sorted(values) and all(0 < value < 1 for value in values)
+    return bool(values) and list(values) == sorted(values) and all(0 < value < 1 for value in values)
 
 
 @explain_fields

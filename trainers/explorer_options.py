@@ -63,6 +63,7 @@ class OwnOptions:
         """Copy the shared fields from the trainer's configuration, because callbacks may change them."""
         for name in self.shared:
             setattr(self.args, name, getattr(args, name))
+        self.args.success_threshold = args.success_bar
 
 
 def own_options(args: ExplorationConfig, *, is_agent: bool, train_dataset: Any) -> dict[str, OwnOptions]:

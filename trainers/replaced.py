@@ -4,6 +4,7 @@ from typing import Any
 
 from trl_explore.rewards.success import check_success_reward
 
+from .explorer_options import own_options
 from .requires import check_arguments
 
 # TRL copies these fields of the arguments to attributes of the trainer, and reads only the attributes later.
@@ -77,6 +78,9 @@ class Replaced:
         check_arguments(type(trainer).__name__, trainer.requirements(self.args), self.args, **self.given)
         check_success_reward(self.args.success_reward, trainer.reward_func_names)
         if new_data:
+            if self.args.explores_unsolved:
+                is_agent = bool(trainer.tools or trainer.environments)
+                own_options(self.args, is_agent=is_agent, train_dataset=trainer.train_dataset)  # for its errors
             self.data = trainer.train_dataset
             self._check_longest_prompt()
             trainer.forget_data()

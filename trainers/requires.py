@@ -81,6 +81,11 @@ def check_arguments(
             "`dynamic_sampling='refill'` samples batches of other sizes, and environments are made for one size: set "
             "`dynamic_sampling='filter'`, or leave it out."
         )
+    if args.budget != "uniform" and args.explores_unsolved:
+        raise ValueError(
+            f"`budget={args.budget!r}` gives prompts unequally many rows, and `explore={args.explore!r}` compares "
+            "groups of one size: leave one of the two out."
+        )
     if args.budget != "uniform" and (requires.whole_groups or requires.features):
         raise ValueError(
             f"`budget={args.budget!r}` gives prompts unequally many rows, and {name} compares groups of one size: "
@@ -98,6 +103,8 @@ def check_arguments(
             f"`generation_kwargs={{'num_beams': {beams}}}`: vLLM samples without beams. Leave it out, or set "
             "`use_vllm=False`."
         )
+    if args.explores_unsolved:
+        _check_one_limit(args)
     if args.use_vllm and args.vllm_mode == "server" and args.max_completion_length is None:
         raise ValueError(
             "`max_completion_length=None`: a vLLM server is told how long completions may be. Set a number, or "
@@ -124,6 +131,17 @@ def check_arguments(
                 f"`train_dataset` has no `prompt` column, only {columns}: give it one, for example with "
                 f"`dataset = dataset{prompt_change(columns)}`."
             )
+
+
+def _check_one_limit(args: Any) -> None:
+    """Raise a ValueError if GRPO's rows and the rows of explorers would have different limits of tokens."""
+    option, most = "max_tokens" if args.use_vllm else "max_new_tokens", args.max_completion_length
+    limit = (args.generation_kwargs or {}).get(option, most)
+    if limit != most:
+        raise ValueError(
+            f"`generation_kwargs={{{option!r}: {limit}}}` and `max_completion_length={most}` are two limits of a "
+            f"completion, and `explore={args.explore!r}` samples further rows up to the second: leave the first out."
+        )
 
 
 def check_vision(name: str, args: Any, *, taken: bool) -> None:

@@ -279,8 +279,10 @@ class Saving:
                 f"the state in {checkpoint} has format {state.get('format', 1)}, and this version reads format "
                 f"{FORMAT}: go on with the version of trl-explore that wrote it, or {new_run}."
             )
-        self._knows_method = state["trainer"] == own
-        if not self._knows_method and state["trainer"] != METHODS["exploration"].title:
+        # A run that did not explore may go on with `explore`. Its checkpoint has no state of explorers.
+        begins_to_explore = state["trainer"] == own and not state["method"] and self.args.explores_unsolved
+        self._knows_method = state["trainer"] == own and not begins_to_explore
+        if state["trainer"] not in (own, METHODS["exploration"].title):
             raise ValueError(
                 f"{checkpoint} was written by {state['trainer']}, whose state means nothing to {own}: go on "
                 f"with {state['trainer']}, or {new_run}."
@@ -300,7 +302,9 @@ class Saving:
             boundary=every // math.gcd(every, self.args.gradient_accumulation_steps),
         )
         if self.accelerator.is_main_process:
-            if not self._knows_method:
+            if begins_to_explore:
+                logger.warning("%s was written without `explore`: the explorers start fresh.", checkpoint)
+            elif not self._knows_method:
                 logger.warning("%s was written by plain GRPO: the method starts fresh.", checkpoint)
             if changed:
                 logger.warning(changed)

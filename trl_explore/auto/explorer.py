@@ -9,6 +9,7 @@ import torch
 
 from trl_explore.auto.estimates import PLAIN, Estimates
 from trl_explore.auto.ways import WAYS
+from trl_explore.credit.normalised import equal_groups
 from trl_explore.explorers.branch_explorer import Branches, BranchExplorer, Found, ScoredGroup
 from trl_explore.forks.engine import Forks
 from trl_explore.rewards.success import succeeded
@@ -109,8 +110,12 @@ class AutoExplorer(BranchExplorer):
         return assigned
 
     def _has_contrast(self, output: RowDict) -> torch.Tensor:
-        """Return the mask `(P,)` of the groups of this process that have contrast."""
+        """Return the mask `(P,)` of the groups of this process that have contrast. If `success_reward` names a reward
+        function, only its rewards count: a format reward can differ in a group that fails altogether."""
         size = self.args.num_generations
+        if self.args.success_reward is not None:
+            deciding = self.policy.ranks.local(self.scorer.success()).view(-1, size)
+            return has_signal(output["advantages"]).view(-1, size).any(dim=1) & ~equal_groups(deciding)[:, 0]
         # Rounding can leave tiny advantages in a group of equal rewards. Without this mask, such a group would count
         # as a group with contrast.
         assert self.scorer.rewards_per_func is not None
@@ -199,7 +204,10 @@ class AutoExplorer(BranchExplorer):
         `num_generations`. GRPO's rows count if the explorer replaced their advantage by a value other
         than 0."""
         assert one.scored is not None
-        signal = has_signal(one.scored.rows["advantages"]) & one.scored.real
+        signal = has_signal(one.scored.rows["advantages"])[one.scored.real]
+        size = one.branches.rows.group_size
+        if self.args.success_reward is not None and size > 1:  # rows of a group are compared with each other
+            signal = signal & ~equal_groups(one.scored.success_rewards.view(-1, size)).flatten()
         num_changed = sum(bool(torch.tensor(value).any()) for value in one.branches.main_advantages.values())
         return (int(signal.sum()) + num_changed) / self.args.num_generations
 

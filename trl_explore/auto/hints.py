@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from datasets import Dataset, IterableDataset
 
@@ -43,6 +44,7 @@ class Hinted:
     num_shown: int  # number of tokens at the beginning that come from the solution and were not sampled
     logprobs: list[float | None]  # under the sampler, `[T]`; None: not known
     level: int = 0  # index of the hint; 0 is the weakest
+    is_trained: bool = True  # False if TRL masks the whole completion because it is truncated
     rewards: list[float] | None = None  # `[F]`; None: not scored yet
     extra: Any = None  # values that reward functions logged with `log_extra`, by column
 
@@ -90,10 +92,11 @@ class HintExplorer(BranchExplorer):
                 for continuation in continuations:
                     ids = continuation.token_ids
                     logprobs = [*[None] * len(shown), *(continuation.logprobs or [None] * len(ids))]
-                    tried.append((place, Hinted(context, shown + ids, len(shown), logprobs, level)))
+                    is_trained = continuation.finished or not self.args.mask_truncated_completions
+                    tried.append((place, Hinted(context, shown + ids, len(shown), logprobs, level, is_trained)))
             self._judge(groups, [one for _, one in tried], [place for place, _ in tried])
             for place, one in tried:
-                if len(found[place]) < self.args.hint_rows and self._is_success(one):
+                if len(found[place]) < self.args.hint_rows and one.is_trained and self._is_success(one):
                     found[place].append(one)
         self._found = found
         self._log(groups)
@@ -225,6 +228,8 @@ def read_hints(value: Any, column: str) -> list[str]:
     Raises:
         ValueError: If the value is neither a text nor a list of texts.
     """
+    if isinstance(value, np.ndarray):  # a data set with the format "numpy" has lists as arrays
+        value = value.tolist()
     if value is None or isinstance(value, str):
         value = [value]
     if isinstance(value, list | tuple) and all(isinstance(text, str | None) for text in value):

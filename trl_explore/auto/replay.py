@@ -1,6 +1,7 @@
 """The explorer `"replay"`: stored successes of a prompt replace rows of a failed group of the same prompt."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,6 @@ from trl_explore.rewards.success import succeeded
 from trl_explore.rows.policy import Policy
 from trl_explore.rows.rollouts import Rows
 from trl_explore.rows.scorer import Scorer
-from trl_explore.saving.plain_values import from_plain, to_plain
 
 if TYPE_CHECKING:
     from trl_explore.forks.engine import Forks
@@ -63,6 +63,45 @@ class SuccessStore:
         fitting = [one for one in self.stored.get(prompt, []) if len(one[0]) <= longest]
         return fitting[::-1][:number]
 
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the stored completions, for a checkpoint. They are a few long tensors, because writing and reading
+        millions of Python numbers takes minutes."""
+        completions = list(itertools.chain.from_iterable(self.stored.values()))
+        ids, logprobs = [one[0] for one in completions], [one[1] for one in completions]
+        return {
+            "prompts": _joined(self.stored, torch.int32),
+            "prompt_lengths": _lengths(self.stored),
+            "numbers": _lengths(self.stored.values()),  # of completions, by prompt
+            "completions": _joined(ids, torch.int32),
+            "logprobs": _joined(logprobs, torch.float32),
+            "completion_lengths": _lengths(ids),
+        }
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Restore what `state_dict` returned."""
+        lengths = state["completion_lengths"]
+        completions = zip(_split(state["completions"], lengths), _split(state["logprobs"], lengths), strict=True)
+        self.stored = {}
+        for prompt, number in zip(
+            _split(state["prompts"], state["prompt_lengths"]), state["numbers"].tolist(), strict=True
+        ):
+            self.stored[tuple(prompt)] = list(itertools.islice(completions, number))
+
+
+def _lengths(rows: Iterable[Sequence[Any]]) -> torch.Tensor:
+    """Return the lengths of lists."""
+    return torch.tensor([len(row) for row in rows], dtype=torch.int32)
+
+
+def _joined(rows: Iterable[Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
+    """Return lists of numbers as one tensor."""
+    return torch.tensor(list(itertools.chain.from_iterable(rows)), dtype=dtype)
+
+
+def _split(values: torch.Tensor, lengths: torch.Tensor) -> list[list[Any]]:
+    """Undo [`_joined`]."""
+    return [row.tolist() for row in values.split(lengths.tolist())]
+
 
 class ReplayExplorer(BranchExplorer):
     """
@@ -90,9 +129,11 @@ class ReplayExplorer(BranchExplorer):
         for group in groups:
             deciding = torch.tensor(list(group.deciding))
             solved = succeeded(deciding, threshold=self.args.success_bar).tolist()
-            for trajectory, is_success in zip(group.trajectories, solved, strict=True):
+            for trajectory, is_success, is_trained in zip(group.trajectories, solved, group.is_trained, strict=True):
                 ids, prompt = trajectory.completion_ids, tuple(trajectory.prompt_ids)
-                if is_success and (prompt, tuple(ids)) not in seen and not self.store.has(prompt, ids):
+                # If TRL masks a truncated completion now, it would also mask it when it is replayed.
+                is_new = (prompt, tuple(ids)) not in seen and not self.store.has(prompt, ids)
+                if is_success and is_trained and is_new:
                     seen.add((prompt, tuple(ids)))
                     prompts.append([*prompt])
                     completions.append(ids)
@@ -155,10 +196,10 @@ class ReplayExplorer(BranchExplorer):
         return Branches(rows, advantages, main_advantages)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"stored": to_plain([[*item] for item in self.store.stored.items()])}
+        return self.store.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.store.stored = {tuple(prompt): kept for prompt, kept in from_plain(state["stored"])}
+        self.store.load_state_dict(state)
 
     def forget_data(self) -> None:
         self.store.stored = {}

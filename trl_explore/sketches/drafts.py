@@ -60,8 +60,8 @@ def fill_prompt(prompt: Prompt, template: str, slots: Mapping[str, str]) -> Prom
     *before, last = prompt
     if not isinstance(last["content"], str):
         raise ValueError(
-            f"sketches need prompts that end with a text message, but the last message is {last!r}: use plain texts "
-            "as `content`."
+            f"sketches and hints need prompts that end with a text message, but the last message is {last!r}: use "
+            "plain texts as `content`."
         )
     return [*before, {**last, "content": fill_template(template, {**slots, "problem": last["content"]})}]
 
