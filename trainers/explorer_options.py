@@ -85,6 +85,8 @@ def own_options(args: ExplorationConfig, *, is_agent: bool, train_dataset: Any) 
     """
     names = explorer_names(args, is_agent=is_agent)
     options = {name: OwnOptions(args, name) for name in names}
+    for name in args.options_by_explorer.keys() - options.keys():
+        OwnOptions(args, name)  # for its errors: a run with another list of explorers uses these options
     for one in options.values():
         if isinstance(one.args, HintConfig):
             check_hint_column(one.args.hint_column, train_dataset, remove_unused_columns=args.remove_unused_columns)
