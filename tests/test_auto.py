@@ -617,6 +617,10 @@ BAD = {
         dict(explorer_options={"pivots": {"num_branches": 1}}),
         r"`explorer_options\['pivots'\]`: `num_branches=1` must be at least 2",
     ),
+    "options of an explorer that is not used": (
+        dict(explorers=["tree"], explorer_options={"pivots": {"num_branch": 3}}),
+        r"`explorer_options\['pivots'\]`: unknown field 'num_branch'; did you mean 'num_branches'",
+    ),
     "a wrong type": (
         dict(explorer_options={"pivots": {"num_branches": "3"}}),
         r"`explorer_options\['pivots'\]`: `num_branches='3'` has the wrong type: give a value of type `int`",

@@ -12,6 +12,8 @@ from trl_explore.names import unknown_name
 from .config import ExplorationConfig, upgrade_config
 from .explorer_configs import HintConfig
 
+SHARED = {spec.name for spec in fields(ExplorationConfig)}  # fields of the trainer
+
 
 class OwnOptions:
     """
@@ -30,21 +32,9 @@ class OwnOptions:
 
     def __init__(self, args: ExplorationConfig, name: str) -> None:
         way = WAYS[name]
-        shared = {spec.name for spec in fields(ExplorationConfig)}
-        own = {spec.name: spec for spec in fields(way.config_class) if spec.name not in shared}
         given = dict(args.options_by_explorer.get(name, {}))
-        start = f"`explorer_options[{name!r}]`"
-        for option, value in given.items():
-            if option in way.refused_options:
-                raise ValueError(f"{start}: `{option}` cannot be set for one explorer of several: leave it out.")
-            if option in shared:
-                raise ValueError(f"{start}: `{option}` is a field of the trainer: set it there.")
-            if option not in own:
-                raise ValueError(f"{start}: {unknown_name('field', str(option), sorted(own))}")
-            if not _has_type(value, own[option].type):
-                words = getattr(own[option].type, "__name__", str(own[option].type))
-                raise ValueError(f"{start}: `{option}={value!r}` has the wrong type: give a value of type `{words}`.")
-        self.shared = sorted(shared - {"explore", "success_threshold", "advantage", "count_bonus"})
+        _check_fields(name, given)
+        self.shared = sorted(SHARED - {"explore", "success_threshold", "advantage", "count_bonus"})
         # The explorer works as in its own trainer, where `explore` and its fields are not set. `count_bonus` only
         # changes the advantages of GRPO's rows.
         values = {**vars(args), "explore": None, "explorers": None, "explorer_options": None, "count_bonus": 0.0}
@@ -57,7 +47,7 @@ class OwnOptions:
             self.args = upgrade_config(self.args, way.config_class)
             self.args.validate()
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{start}: {error}") from None
+            raise ValueError(f"`explorer_options[{name!r}]`: {error}") from None
 
     def follow(self, args: ExplorationConfig) -> None:
         """Copy the shared fields from the trainer's configuration, because callbacks may change them."""
@@ -84,6 +74,9 @@ def own_options(args: ExplorationConfig, *, is_agent: bool, train_dataset: Any) 
     """
     names = explorer_names(args, is_agent=is_agent)
     options = {name: OwnOptions(args, name) for name in names}
+    for name, given in args.options_by_explorer.items():
+        # Also of explorers that this run does not use, because a misspelt field would be noticed much later.
+        _check_fields(name, given)
     for one in options.values():
         if isinstance(one.args, HintConfig):
             check_hint_column(one.args.hint_column, train_dataset, remove_unused_columns=args.remove_unused_columns)
@@ -129,6 +122,22 @@ def _check_known(field: str, name: Any) -> None:
     """Raise ValueError if there is no explorer with this name."""
     if not isinstance(name, str) or name not in WAYS:
         raise ValueError(f"`{field}`: {unknown_name('explorer', str(name), WAYS)}")
+
+
+def _check_fields(name: str, given: Mapping[str, Any]) -> None:
+    """Raise ValueError if an option of an explorer is unknown, refused, or has the wrong type."""
+    way, start = WAYS[name], f"`explorer_options[{name!r}]`"
+    own = {spec.name: spec for spec in fields(way.config_class) if spec.name not in SHARED}
+    for option, value in given.items():
+        if option in way.refused_options:
+            raise ValueError(f"{start}: `{option}` cannot be set for one explorer of several: leave it out.")
+        if option in SHARED:
+            raise ValueError(f"{start}: `{option}` is a field of the trainer: set it there.")
+        if option not in own:
+            raise ValueError(f"{start}: {unknown_name('field', str(option), sorted(own))}")
+        if not _has_type(value, own[option].type):
+            words = getattr(own[option].type, "__name__", str(own[option].type))
+            raise ValueError(f"{start}: `{option}={value!r}` has the wrong type: give a value of type `{words}`.")
 
 
 def _remedy(field: str, suited: Sequence[str]) -> str:
