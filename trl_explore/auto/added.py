@@ -7,7 +7,7 @@ import torch
 
 from trl_explore.auto.joined import group_advantages
 from trl_explore.explorers.branch_explorer import Branches, BranchExplorer, ScoredGroup
-from trl_explore.explorers.exploration import as_rollout, train_all_mask
+from trl_explore.explorers.exploration import as_rollout, served_logprobs, train_all_mask
 from trl_explore.explorers.explorer import Explored, Explorer, PromptGroup, Sample, check_explored
 from trl_explore.forks.engine import Forks
 from trl_explore.forks.trajectories import Fork
@@ -69,7 +69,7 @@ class AddedExplorer(BranchExplorer):
             completion_ids=found.completion_ids,
             loss_mask=found.loss_mask or train_all_mask(found.completion_ids),
             group_size=self.args.num_generations,
-            logprobs=found.logprobs if self.policy.serving is not None else None,
+            logprobs=served_logprobs(self.policy, found),
             known_rewards=[*(found.known_rewards or [])],
             extra=found.extra or (),
             parents=parents,

@@ -155,7 +155,7 @@ class Exploration:
             completion_ids=found.completion_ids,
             loss_mask=found.loss_mask or train_all_mask(found.completion_ids),
             group_size=self.size,
-            logprobs=found.logprobs,
+            logprobs=served_logprobs(self.policy, found),
             known_rewards=[*(found.known_rewards or [])],
             extra=found.extra or (),
         )
@@ -430,6 +430,14 @@ def put_at(values: Sequence[Any], places: Sequence[int], others: Sequence[Any]) 
 def train_all_mask(completion_ids: list[list[int]]) -> list[list[int]]:
     """Return a loss mask that trains every token."""
     return [[1] * len(ids) for ids in completion_ids]
+
+
+def served_logprobs(policy: Policy, rollout: Rollout) -> list[list[float | None]] | None:
+    """Return the log-probabilities of further rows. With vLLM, TRL needs a value for each token on all processes, also
+    on a process without rows. Without vLLM, it needs none."""
+    if policy.serving is None:
+        return None
+    return rollout.logprobs or no_logprobs(rollout.completion_ids)
 
 
 def no_logprobs(completion_ids: list[list[int]]) -> list[list[float | None]]:
