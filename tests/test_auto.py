@@ -744,3 +744,16 @@ def test_with_a_success_reward_a_format_reward_is_no_contrast(tmp_path):
     assert found.num_prompts == 2
     sums = trainer.branch_explorer.estimates.sums
     assert sums[PLAIN].contrast == sums["resample"].contrast == 0
+
+
+def test_sketches_stay_in_the_context_of_the_model(tmp_path):
+    options = dict(sketches=dict(max_sketch_length=4, context_length=20))
+    trainer = make_trainer(*AUTO, tmp_path, explorers=["sketches"], explorer_options=options)
+    assert trainer.branch_explorer.explorers["sketches"].explorer.context_length == 20
+    trainer = make_trainer(
+        *AUTO, tmp_path, explorers=["sketches"], explorer_options=dict(sketches={}), max_completion_length=8
+    )
+    assert trainer.branch_explorer.explorers["sketches"].explorer.context_length == 128  # the model's
+    options = dict(sketches=dict(max_sketch_length=4, context_length=8))
+    with pytest.raises(ValueError, match="leave no room for a prompt in a context of 8 tokens"):
+        make_trainer(*AUTO, tmp_path, explorers=["sketches"], explorer_options=options)

@@ -146,9 +146,10 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
             "samples_as_grpo": self.samples_as_grpo(args),
         }
         check_arguments(type(self).__name__, requires, args, **given)
+        explorer_options: dict[str, OwnOptions] = {}
         if args.explores_unsolved:  # raise errors before the model is loaded
             is_agent = bool(tools) or environment_factory is not None
-            own_options(args, is_agent=is_agent, train_dataset=train_dataset)
+            explorer_options = own_options(args, is_agent=is_agent, train_dataset=train_dataset)
         self.watch = ToolWatch()
         if tools and requires.watched_tools:
             tools = [self.watch.watched(tool) for tool in tools]
@@ -189,9 +190,10 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
                 "`BranchExplorer`, made with `(self, self.make_forks(), self.scorer)`."
             )
         if args.explores_unsolved:
-            is_agent = bool(self.tools or self.environments)
-            options = own_options(args, is_agent=is_agent, train_dataset=train_dataset)
-            self.branch_explorer = AutoExplorer(self, self._shared_forks(options), self.scorer, options=options)
+            for own in explorer_options.values():
+                own.follow(args)  # TRL may have changed fields
+            forks = self._shared_forks(explorer_options)
+            self.branch_explorer = AutoExplorer(self, forks, self.scorer, options=explorer_options)
         if args.explore == "resample":
             self.explorer = ResampleExplorer(self, self.sample, self.scorer)
         if self.explorer is not None and not isinstance(self.explorer, Explorer):
@@ -272,7 +274,7 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
             return self.make_forks()
         # Turn trees fork their branches again after the first round.
         return self.make_agent_forks(
-            keep_states=any(vars(one.args).get("num_rounds", 1) > 1 for one in options.values())
+            keep_states=any(getattr(one.args, "num_rounds", 1) > 1 for one in options.values())
         )
 
     @cached_property

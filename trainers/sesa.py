@@ -1,6 +1,5 @@
 """SESA: the policy drafts sketches for a prompt one after another. The request for a sketch shows the earlier ones."""
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +8,7 @@ from trl_explore.explorers.resample import ResampleExplorer
 from trl_explore.sketches.agent import Actions, check_actions
 from trl_explore.sketches.lists import Lists
 from trl_explore.sketches.metrics import check_coverage_column
-from trl_explore.sketches.mode import Mode
+from trl_explore.sketches.mode import Mode, context_length
 from trl_explore.sketches.two_stage import TwoStage
 
 from .base import ExplorationTrainer, Requires
@@ -98,20 +97,12 @@ class SESATrainer(ExplorationTrainer):
         """Create the part that samples in the configured mode. Raise ValueError if the model's context leaves no room
         for a prompt."""
         args, num_sketches = self.args, self.args.sketches_per_prompt
-        config: Any = self.accelerator.unwrap_model(self.model).config
-        model_length = getattr(config.get_text_config(), "max_position_embeddings", None)
-        served_length = self.serving.backend.max_served_length if self.serving is not None else None
-        context_length = min(args.context_length or model_length or math.inf, served_length or math.inf)
         sketch_length = args.max_sketch_length if args.mode == "two_stage" and num_sketches else 0
-        if context_length - max(sketch_length, self.max_completion_length) < 1:
-            raise ValueError(
-                f"`max_sketch_length={args.max_sketch_length}` and "
-                f"`max_completion_length={args.max_completion_length}` leave no room for a prompt in a context of "
-                f"{context_length} tokens: lower them, or set `context_length` if the model has more."
-            )
         parts = (self, self.sample, self.scorer)
         sizes: Any = dict(
-            group_size=self.num_generations, num_explored=args.explored_rows, context_length=context_length
+            group_size=self.num_generations,
+            num_explored=args.explored_rows,
+            context_length=context_length(self, args, longest_sketch=sketch_length),
         )
         if args.mode == "two_stage":
             return TwoStage(*parts, num_sketches=num_sketches, **sizes)

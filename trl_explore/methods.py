@@ -160,8 +160,10 @@ def _explorers(task: Any) -> dict[str, Any]:
     shared: dict[str, Any] = {}
     own: dict[str, dict[str, Any]] = {}
     for name, of_explorer in options.items():
-        own[name] = {field: value for field, value in of_explorer.items() if field not in SHARED_OPTIONS}
-        shared |= {field: value for field, value in of_explorer.items() if field in SHARED_OPTIONS}
+        own[name] = {}
+        for option, value in of_explorer.items():
+            target = shared if option in SHARED_OPTIONS else own[name]
+            target[option] = value
     return {**shared, "explorer_options": own}
 
 

@@ -7,7 +7,14 @@ import torch
 
 from trl_explore.auto.joined import group_advantages
 from trl_explore.explorers.branch_explorer import Branches, BranchExplorer, ScoredGroup
-from trl_explore.explorers.exploration import as_rollout, served_logprobs, train_all_mask
+from trl_explore.explorers.exploration import (
+    as_rollout,
+    credited_rows,
+    sampled_as_grpo,
+    score_missing,
+    served_logprobs,
+    train_all_mask,
+)
 from trl_explore.explorers.explorer import Explored, Explorer, PromptGroup, Sample, check_explored
 from trl_explore.forks.engine import Forks
 from trl_explore.forks.trajectories import Fork
@@ -15,7 +22,6 @@ from trl_explore.rows.copies import own_copy
 from trl_explore.rows.policy import Policy
 from trl_explore.rows.rollouts import Rollout, Rows
 from trl_explore.rows.scorer import ScoredRows, Scorer
-from trl_explore.rows.streams import select_rows
 
 
 class AddedExplorer(BranchExplorer):
@@ -52,14 +58,14 @@ class AddedExplorer(BranchExplorer):
                 max_length=self.args.max_completion_length,
                 columns=self.explorer.plain_columns,
             )
-            self._score_missing(groups, explored)
+            origins = [group.trajectories[0] for group in groups]
+            score_missing(self.scorer, [(origin.example, origin.prompt_ids) for origin in origins], explored)
         self._explored = list(explored)
         found = as_rollout(self._explored, masks_tokens=any(one.loss_mask is not None for one in explored))
         examples: list[dict[str, Any]] = []
         prompt_ids: list[list[int]] = []
         parents: list[int | None] = []
-        for group in groups:
-            origin = group.trajectories[0]
+        for origin in origins:
             examples += [origin.example] * self.args.num_generations
             prompt_ids += [origin.prompt_ids] * self.args.num_generations
             parents += [origin.row] * self.args.num_generations
@@ -80,16 +86,8 @@ class AddedExplorer(BranchExplorer):
     def after_scoring(self, branches: Branches, scored: ScoredRows | None) -> None:
         if scored is None:
             return
-        rows = scored.rows
-        index = torch.arange(len(branches.rows), device=rows["advantages"].device)
-        credited = self.explorer.credit(self._explored, select_rows(rows, index))
-        advantages = rows["advantages"]
-        if self.policy.ranks.most(credited.dim() == 2):  # all processes must have the same shape
-            num_tokens = rows["completion_ids"].shape[1]
-            advantages = advantages.unsqueeze(1).repeat(1, num_tokens)
-            if credited.dim() == 1:
-                credited = credited.unsqueeze(1).repeat(1, num_tokens)
-        rows["advantages"] = advantages.index_copy(0, index, credited)
+        index = torch.arange(len(branches.rows), device=scored.rows["advantages"].device)
+        scored.rows["advantages"] = credited_rows(self.policy, self.explorer, self._explored, scored.rows, index)
 
     def state_dict(self) -> dict[str, Any]:
         return self.explorer.state_dict()
@@ -112,29 +110,7 @@ class AddedExplorer(BranchExplorer):
 
     def _plain(self, prompts: list[list[int]]) -> Rollout:
         """Sample one completion for each prompt, as GRPO does."""
-        sampled = self.forks.sample(prompts, 1, self.explorer.max_completion_length, main_stream=True)
-        completion_ids, logprobs = [], []
-        for (continuation,) in sampled:
-            completion_ids.append(continuation.token_ids)
-            logprobs.append(continuation.logprobs or [None] * len(continuation.token_ids))
-        return Rollout(completion_ids, None if self.policy.serving is None else logprobs)
-
-    def _score_missing(self, groups: Sequence[ScoredGroup], explored: Sequence[Explored]) -> None:
-        """Score the completions that the explorer did not score. Every process must call it."""
-        examples, prompt_ids, completion_ids = [], [], []
-        for group, one in zip(groups, explored, strict=True):
-            if one.rewards is None:
-                origin = group.trajectories[0]
-                examples += [origin.example] * len(one.completion_ids)
-                prompt_ids += [origin.prompt_ids] * len(one.completion_ids)
-                completion_ids += one.completion_ids
-        rewards, logged = self.scorer.judge(examples, completion_ids, prompt_ids=prompt_ids)
-        start = 0
-        for one in explored:
-            if one.rewards is None:
-                end = start + len(one.completion_ids)
-                one.rewards, one.logged = rewards[start:end], logged[start:end]
-                start = end
+        return sampled_as_grpo(self.policy, self.forks.sample, prompts, self.explorer.max_completion_length)
 
 
 class ResampleBranches(BranchExplorer):

@@ -10,7 +10,7 @@ import torch
 from trl_explore.auto.estimates import PLAIN, Estimates
 from trl_explore.auto.ways import WAYS
 from trl_explore.credit.normalised import equal_groups
-from trl_explore.explorers.branch_explorer import Branches, BranchExplorer, Found, ScoredGroup
+from trl_explore.explorers.branch_explorer import BranchExplorer, Found, ScoredGroup
 from trl_explore.forks.engine import Forks
 from trl_explore.rewards.success import succeeded
 from trl_explore.rows.advantages import has_signal
@@ -56,7 +56,7 @@ class AutoExplorer(BranchExplorer):
         self.options = options
         self.explorers: dict[str, BranchExplorer] = {}
         for name, own in options.items():
-            explorer = WAYS[name].make(policy, forks, scorer, own.args)
+            explorer = WAYS[name].make(policy, forks, scorer, args=own.args)
             explorer.stream = f"explored_{name}"
             self.explorers[name] = explorer
         min_share = self.args.explore_min_share
@@ -263,6 +263,3 @@ class AutoExplorer(BranchExplorer):
     def forget_data(self) -> None:
         for explorer in self.explorers.values():
             explorer.forget_data()
-
-    def explore(self, groups: Sequence[ScoredGroup]) -> Branches:
-        raise NotImplementedError("`Branching` calls the explorers of `assign`.")

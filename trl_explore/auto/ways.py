@@ -1,6 +1,5 @@
 """The explorers of `explore="auto"`, with the configuration class of each."""
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
@@ -16,11 +15,13 @@ from trl_explore.forks.engine import Forks
 from trl_explore.pivots.explorer import PivotExplorer
 from trl_explore.rows.policy import Policy
 from trl_explore.rows.scorer import Scorer
+from trl_explore.sketches.mode import context_length
 from trl_explore.sketches.two_stage import TwoStage
 from trl_explore.trees.explorer import TreeExplorer
 
-# Function that makes an explorer. Its last argument is the configuration of the explorer.
-Make = Callable[[Policy, Forks, Scorer, Any], BranchExplorer]
+# Class of an explorer, or a function that makes one. It gets the trainer, the engine of branches and the scorer. The
+# argument `args` is the configuration of the explorer.
+Make = Callable[..., BranchExplorer]
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,8 @@ class Way:
     make: Make
     single_turn: bool = True  # it can explore completions of a single turn
     agents: bool = False  # it can explore trajectories of agents
-    has_own_advantages: bool = (
-        True  # True: it computes advantages by its own rule; False: by the trainer's `advantage`
-    )
+    # True: it computes advantages by its own rule. False: by the trainer's `advantage`.
+    has_own_advantages: bool = True
     defaults: Mapping[str, Any] = field(default_factory=dict)  # defaults that differ from those in `config`
     # Fields of `config` that `explorer_options` refuses, because they only work in the trainer of this method.
     refused_options: Sequence[str] = ()
@@ -45,15 +45,11 @@ class Way:
         return resolve_name(f"trl_explore.trainers.{self.config}")
 
 
-def _tree(policy: Policy, forks: Forks, scorer: Scorer, args: Any) -> BranchExplorer:
+def _tree(policy: Policy, forks: Forks, scorer: Scorer, *, args: Any) -> BranchExplorer:
     return AddedExplorer(policy, forks, scorer, explorer=TreeExplorer(policy, forks.sample, scorer, args=args))
 
 
-def _pivots(policy: Policy, forks: Forks, scorer: Scorer, args: Any) -> BranchExplorer:
-    return PivotExplorer(policy, forks, scorer, args=args)
-
-
-def _sketches(policy: Policy, forks: Forks, scorer: Scorer, args: Any) -> BranchExplorer:
+def _sketches(policy: Policy, forks: Forks, scorer: Scorer, *, args: Any) -> BranchExplorer:
     explorer = TwoStage(
         policy,
         forks.sample,
@@ -61,30 +57,10 @@ def _sketches(policy: Policy, forks: Forks, scorer: Scorer, args: Any) -> Branch
         num_sketches=args.sketches_per_prompt,
         group_size=args.num_generations,
         num_explored=args.explored_rows,
-        context_length=args.context_length or sys.maxsize,
+        context_length=context_length(policy, args, longest_sketch=args.max_sketch_length),
         args=args,
     )
     return AddedExplorer(policy, forks, scorer, explorer=explorer)
-
-
-def _resample(policy: Policy, forks: Forks, scorer: Scorer, args: Any) -> BranchExplorer:
-    return ResampleBranches(policy, forks, scorer, args=args)
-
-
-def _hints(policy: Policy, forks: Forks, scorer: Scorer, args: Any) -> BranchExplorer:
-    return HintExplorer(policy, forks, scorer, args=args)
-
-
-def _replay(policy: Policy, forks: Forks, scorer: Scorer, args: Any) -> BranchExplorer:
-    return ReplayExplorer(policy, forks, scorer, args=args)
-
-
-def _tail_branches(policy: Policy, forks: Forks, scorer: Scorer, args: Any) -> BranchExplorer:
-    return TailBranchExplorer(policy, forks, scorer, args=args)
-
-
-def _turn_trees(policy: Policy, forks: Forks, scorer: Scorer, args: Any) -> BranchExplorer:
-    return TurnTreeExplorer(policy, forks, scorer, args=args)
 
 
 WAYS: dict[str, Way] = {
@@ -96,17 +72,17 @@ WAYS: dict[str, Way] = {
     ),
     "pivots": Way(
         "deep_grpo_config:DeepGRPOConfig",
-        _pivots,
+        PivotExplorer,
         agents=True,
         refused_options=("deferred_branching", "hard_states_file", "aux_loss_weight", "environment_state"),
     ),
     "sketches": Way("sesa_config:SESAConfig", _sketches, refused_options=("mode",)),
-    "resample": Way("config:ExplorationConfig", _resample, agents=True, has_own_advantages=False),
-    "hints": Way("explorer_configs:HintConfig", _hints, has_own_advantages=False),
-    "replay": Way("explorer_configs:ReplayConfig", _replay, has_own_advantages=False),
+    "resample": Way("config:ExplorationConfig", ResampleBranches, agents=True, has_own_advantages=False),
+    "hints": Way("explorer_configs:HintConfig", HintExplorer, has_own_advantages=False),
+    "replay": Way("explorer_configs:ReplayConfig", ReplayExplorer, has_own_advantages=False),
     "tail_branches": Way(
         "branpo_config:BranPOConfig",
-        _tail_branches,
+        TailBranchExplorer,
         single_turn=False,
         agents=True,
         # All explorers of a run share one `AgentForks`, so one explorer cannot choose how it restores environments or
@@ -120,7 +96,7 @@ WAYS: dict[str, Way] = {
     ),
     "turn_trees": Way(
         "agent_tree_grpo_config:AgentTreeGRPOConfig",
-        _turn_trees,
+        TurnTreeExplorer,
         single_turn=False,
         agents=True,
         refused_options=("environment_state",),

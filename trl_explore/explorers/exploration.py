@@ -224,12 +224,7 @@ class Exploration:
 
     def _plain(self, prompts: list[list[int]]) -> Rollout:
         """Sample as GRPO does. Processes may pass different numbers of prompts, which TRL's own sampling forbids."""
-        sampled = self.sample(prompts, 1, self.explorer.max_completion_length, main_stream=True)
-        completion_ids, logprobs = [], []
-        for (continuation,) in sampled:
-            completion_ids.append(continuation.token_ids)
-            logprobs.append(continuation.logprobs or [None] * len(continuation.token_ids))
-        return Rollout(completion_ids, None if self.policy.serving is None else logprobs)
+        return sampled_as_grpo(self.policy, self.sample, prompts, self.explorer.max_completion_length)
 
     # --------------------------------------------------------------------------------------------------------- rewards
 
@@ -252,19 +247,8 @@ class Exploration:
         `rows` are the explored main rows. `prompt_ids` and `examples` belong to all main rows. They are passed again,
         because an explorer may have changed its copies.
         """
-        asked_examples, asked_prompts, completion_ids = [], [], []
-        for row, one in zip(rows[:: self.size], explored, strict=True):
-            if one.rewards is None:
-                asked_examples += [examples[row]] * len(one.completion_ids)
-                asked_prompts += [prompt_ids[row]] * len(one.completion_ids)
-                completion_ids += one.completion_ids
-        rewards, logged = self.scorer.judge(asked_examples, completion_ids, prompt_ids=asked_prompts)
-        start = 0
-        for one in explored:
-            if one.rewards is None:
-                end = start + len(one.completion_ids)
-                one.rewards, one.logged = rewards[start:end], logged[start:end]
-                start = end
+        origins = [(examples[row], prompt_ids[row]) for row in rows[:: self.size]]
+        score_missing(self.scorer, origins, explored)
 
     def _rewards(self, rewards: Sequence[list[float]] | None) -> torch.Tensor:
         """Return rewards `[R][F]` as a tensor `(R, F)`. None is a tensor without rows."""
@@ -346,14 +330,7 @@ class Exploration:
         """Return the advantages of `rows`, with the explorer's at `places`, the indices of the explored rows."""
         advantages = rows["advantages"]
         index = torch.tensor(places, dtype=torch.long, device=advantages.device)
-        credited = self.explorer.credit(self.batch.explored, select_rows(rows, index))
-        # If one process has an advantage per token, all processes must have them, even without explored prompts.
-        if self._on_any_process(credited.dim() == 2):
-            num_tokens = rows["completion_ids"].shape[1]
-            advantages = advantages.unsqueeze(1).repeat(1, num_tokens)
-            if credited.dim() == 1:
-                credited = credited.unsqueeze(1).repeat(1, num_tokens)
-        return advantages.index_copy(0, index, credited)
+        return credited_rows(self.policy, self.explorer, self.batch.explored, rows, index)
 
     # --------------------------------------------------------------------------------------------------------- metrics
 
@@ -371,6 +348,61 @@ class Exploration:
         solved = succeeded(deciding, threshold=self.args.success_bar).any(dim=1)
         total = self.policy.ranks.summed({"solved": int(solved.sum()), "groups": len(solved)})
         self.policy.log_metric("explore/solved_after", total["solved"] / total["groups"])
+
+
+def sampled_as_grpo(policy: Policy, sample: Sampler, prompts: list[list[int]], max_length: int) -> Rollout:
+    """Return one completion for each prompt, sampled as GRPO does. Processes may pass different numbers of prompts."""
+    completion_ids, logprobs = [], []
+    for (continuation,) in sample(prompts, 1, max_length, main_stream=True):
+        completion_ids.append(continuation.token_ids)
+        logprobs.append(continuation.logprobs or [None] * len(continuation.token_ids))
+    return Rollout(completion_ids, None if policy.serving is None else logprobs)
+
+
+def score_missing(
+    scorer: Scorer, origins: Sequence[tuple[dict[str, Any], list[int]]], explored: Sequence[Explored]
+) -> None:
+    """
+    Ask the reward functions, in one call, about the completions that the explorer did not score, and store the rewards
+    in `explored`. Every process must call it.
+
+    Args:
+        scorer ([`~trl_explore.rows.scorer.Scorer`]):
+            Calls the reward functions.
+        origins (`Sequence[tuple[dict, list[int]]]`):
+            Data-set row and prompt tokens of each explored prompt, `[P]`.
+        explored (`Sequence[Explored]`):
+            The completions of these prompts, `[P]`.
+    """
+    examples, prompt_ids, completion_ids = [], [], []
+    for (example, prompt), one in zip(origins, explored, strict=True):
+        if one.rewards is None:
+            examples += [example] * len(one.completion_ids)
+            prompt_ids += [prompt] * len(one.completion_ids)
+            completion_ids += one.completion_ids
+    rewards, logged = scorer.judge(examples, completion_ids, prompt_ids=prompt_ids)
+    start = 0
+    for one in explored:
+        if one.rewards is None:
+            end = start + len(one.completion_ids)
+            one.rewards, one.logged = rewards[start:end], logged[start:end]
+            start = end
+
+
+def credited_rows(
+    policy: Policy, explorer: Explorer, explored: Sequence[Explored], rows: RowDict, index: torch.Tensor
+) -> torch.Tensor:
+    """Return the advantages of `rows`, with the explorer's at `index`, the places of the explored rows. Every process
+    must call it."""
+    advantages = rows["advantages"]
+    credited = explorer.credit(explored, select_rows(rows, index))
+    # If one process has an advantage per token, all processes must have them, even without explored prompts.
+    if policy.ranks.most(credited.dim() == 2):
+        num_tokens = rows["completion_ids"].shape[1]
+        advantages = advantages.unsqueeze(1).repeat(1, num_tokens)
+        if credited.dim() == 1:
+            credited = credited.unsqueeze(1).repeat(1, num_tokens)
+    return advantages.index_copy(0, index, credited)
 
 
 def as_rollout(explored: list[Explored], *, masks_tokens: bool) -> Rollout:

@@ -1,5 +1,6 @@
 """Base class of SESA's modes: sizes, metrics, and the credit of rows that were sampled from another prompt."""
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,35 @@ from trl_explore.sketches.weights import Drawn, likelihood_ratios
 if TYPE_CHECKING:
     from trl_explore.trainers.config import ExplorationConfig
     from trl_explore.trainers.sesa_config import SESAConfig
+
+
+def context_length(policy: Policy, args: "SESAConfig", *, longest_sketch: int) -> float:
+    """
+    Return the largest number of tokens of a prompt with its completion: `context_length`, or the model's, and at most
+    what a vLLM server takes.
+
+    Args:
+        policy ([`~trl_explore.rows.policy.Policy`]):
+            The trainer.
+        args ([`~trl_explore.trainers.SESAConfig`]):
+            The configuration.
+        longest_sketch (`int`):
+            Largest number of tokens of a sketch; 0 if no sketches are sampled.
+
+    Raises:
+        ValueError: If there is no room for a prompt.
+    """
+    config: Any = policy.accelerator.unwrap_model(policy.model).config
+    model_length = getattr(config.get_text_config(), "max_position_embeddings", None)
+    served_length = policy.serving.backend.max_served_length if policy.serving is not None else None
+    length = min(args.context_length or model_length or math.inf, served_length or math.inf)
+    if length - max(longest_sketch, args.max_completion_length or 0) < 1:
+        raise ValueError(
+            f"`max_sketch_length={args.max_sketch_length}` and "
+            f"`max_completion_length={args.max_completion_length}` leave no room for a prompt in a context of "
+            f"{length} tokens: lower them, or set `context_length` if the model has more."
+        )
+    return length
 
 
 class Mode(Explorer):
