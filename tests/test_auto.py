@@ -303,6 +303,25 @@ def test_the_share_of_each_explorer_is_logged(tmp_path):
         assert entry["explore/contrast_per_token/plain"] == 0.0
 
 
+def test_the_loss_of_an_explorer_weighs_as_much_as_its_share_of_the_prompts(tmp_path):
+    trainer = make_trainer(*AUTO, tmp_path, reward_funcs=never, explorers=["resample", "pivots"], **ALWAYS)
+    explorers = trainer.branch_explorer.explorers
+    trainer.branch_explorer._shares = {"resample": 0.125, "pivots": 0.5}
+    assert trainer.branch_explorer.weight_of(explorers["resample"]) == 0.5
+    assert trainer.branch_explorer.weight_of(explorers["pivots"]) == 1.0
+    one_batch(trainer)
+    shares = trainer.branch_explorer._shares
+    for found in trainer.branching.found:
+        name = found.explorer.stream.removeprefix("explored_")
+        assert trainer.branching.streams()[found.explorer.stream][1] == min(1.0, 4 * shares[name])
+
+
+def test_rows_that_are_compared_with_grpos_rows_share_its_mean(tmp_path):
+    trainer = make_trainer(*AUTO, tmp_path, explorers=["replay"])
+    (explorer,) = trainer.branch_explorer.explorers.values()
+    assert trainer.branch_explorer.weight_of(explorer) is None
+
+
 # ---------------------------------------------------------------------------------------------------------- reductions
 
 REDUCTIONS = {
@@ -535,6 +554,8 @@ def test_each_explorer_of_an_agent_trains_rows(tmp_path, monkeypatch, name):
     assert used and any(entry[f"explore/solved/{name}"] for entry in used)
     assert any(entry[f"explore/contrast_per_token/{name}"] for entry in used) and differ(before, parameters(trainer))
     assert any(f"explored_{name}/reward" in entry for entry in used)
+    weight = trainer.branch_explorer.weight_of(trainer.branch_explorer.explorers[name])
+    assert (weight is None) == (name in ("tail_branches", "turn_trees"))
 
 
 def test_an_agent_chooses_from_its_own_explorers_and_resumes(tmp_path, monkeypatch):

@@ -232,7 +232,7 @@ def trained(advantages):
 
 def test_a_stream_is_a_mean_over_its_own_rows():
     policy = StandIn()
-    part = StreamTraining(policy, pooled=False, together=False)
+    part = StreamTraining(policy, together=False)
     real = torch.tensor([True, True, True])
     part.prepare(trained([0.0]), {"aux": (ScoredRows(trained([1.0, 2.0, 3.0]), real, real, real), 0.5)})
     policy.model.weight.data.fill_(1.0)
@@ -242,9 +242,22 @@ def test_a_stream_is_a_mean_over_its_own_rows():
     assert policy.model.weight.grad.item() == pytest.approx(sum(sums)) and policy.passes[0].name == "aux"
 
 
-def test_streams_without_weight_are_not_trained():
+def test_a_stream_with_the_weight_none_shares_a_mean_with_the_main_rows_only():
     policy = StandIn()
-    part = StreamTraining(policy, pooled=False, together=False)
+    part = StreamTraining(policy, together=False)
+    policy.model.weight.data.fill_(1.0)
+    main, real = trained([0.0]), torch.ones(3, dtype=torch.bool)
+    joined = ScoredRows(trained([1.0, 2.0, 3.0]), real, real, real)
+    own = ScoredRows(trained([5.0, 7.0]), real[:2], real[:2], real[:2])
+    part.prepare(main, {"joined": (joined, None), "own": (own, 0.5)})
+    sums = sum(part.backward(policy.model, step, num_accumulated=1).item() for step in range(2))
+    assert sums == pytest.approx(2 * (6.0 / 4 + 0.5 * 12.0 / 2), abs=1e-6)  # 4: one main row and three joined rows
+    assert part.main_scale(main) == pytest.approx(2 / 4)
+
+
+def test_streams_with_the_weight_zero_are_not_trained():
+    policy = StandIn()
+    part = StreamTraining(policy, together=False)
     real = torch.tensor([True])
     part.prepare(trained([0.0]), {"aux": (ScoredRows(trained([1.0]), real, real, real), 0.0)})
     assert part.steps == {} and part.backward(policy.model, 0, num_accumulated=1) is None

@@ -41,9 +41,7 @@ class AgentTreeGRPOTrainer(ExplorationTrainer):
 
     method = "agent_tree_grpo"
     config_class = AgentTreeGRPOConfig
-    requires = Requires(
-        samples=True, extra_rows=True, pooled=True, whole_groups=True, tools=True, turns=True, watched_tools=True
-    )
+    requires = Requires(samples=True, extra_rows=True, whole_groups=True, tools=True, turns=True, watched_tools=True)
 
     def make_branch_explorer(self) -> TurnTreeExplorer:
         return TurnTreeExplorer(self, self.make_agent_forks(keep_states=self.args.num_rounds > 1), self.scorer)

@@ -34,7 +34,7 @@ class AttnRLTrainer(ExplorationTrainer):
 
     method = "attn_rl"
     config_class = AttnRLConfig
-    requires = Requires(samples=True, extra_rows=True, pooled=True, whole_groups=True)
+    requires = Requires(samples=True, extra_rows=True, whole_groups=True)
 
     def make_branch_explorer(self) -> StepForkExplorer:
         reader = AttentionReader(self, distance=self.args.influence_distance, layers=self.args.attention_layers)

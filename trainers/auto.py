@@ -13,7 +13,9 @@ class AutoExploreTrainer(ExplorationTrainer):
     1. If no completion of a prompt succeeds and its rewards are all equal, the prompt may be explored.
     2. For each of these prompts, the trainer chooses an explorer, or none. It compares how many groups with contrast
        (groups whose rewards differ) each explorer and fresh prompts have yielded per generated token.
-    3. The rows of the explorers are trained in addition to GRPO's rows. The loss is one mean over all rows.
+    3. The rows of the explorers are trained in addition to GRPO's rows. The loss is GRPO's mean loss plus a mean loss
+       for each explorer, whose weight is 4 times the share of the batch's prompts that it explored, but at most 1.
+       Rows of `hints`, `replay`, `tail_branches` and `turn_trees` join GRPO's mean instead.
 
     With `explorers=[]`, the parameters equal GRPO's bit for bit.
 

@@ -307,10 +307,8 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
     @cached_property
     def streams(self) -> StreamTraining:
         """Training of the rows of streams."""
-        pooled = self.requirements(self.args).pooled or (self.exploration is not None and self.exploration.adds)
         return StreamTraining(
             self,
-            pooled=pooled,
             together=self.packing.regroups,
             window=self.packing.window,
             longest=fixed_rotary_length(unwrapped(self, self.model).config),

@@ -40,9 +40,7 @@ class BranPOTrainer(ExplorationTrainer):
 
     method = "branpo"
     config_class = BranPOConfig
-    requires = Requires(
-        samples=True, extra_rows=True, pooled=True, whole_groups=True, tools=True, turns=True, watched_tools=True
-    )
+    requires = Requires(samples=True, extra_rows=True, whole_groups=True, tools=True, turns=True, watched_tools=True)
 
     def make_branch_explorer(self) -> TailBranchExplorer:
         args = self.args

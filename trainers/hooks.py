@@ -24,7 +24,7 @@ from trl_explore.forks.engine import Forks
 from trl_explore.gradients.feature_pass import FeaturePass
 from trl_explore.rows.ranks import Ranks
 from trl_explore.rows.rollouts import Rollout
-from trl_explore.rows.scorer import ScoredRows, Scorer
+from trl_explore.rows.scorer import Scorer, Streams
 from trl_explore.rows.streams import RowDict
 from trl_explore.rows.table import CompletionsTable
 from trl_explore.rows.training import StreamTraining
@@ -95,7 +95,6 @@ class Hooks:
                 requires,
                 samples=True,
                 extra_rows=True,
-                pooled=True,
                 whole_groups=True,
                 tools=True,
                 turns=True,
@@ -199,9 +198,7 @@ class Hooks:
             advantages = self.branching.credit(advantages, num_tokens=output["completion_ids"].shape[1])
         return advantages
 
-    def extra_streams(
-        self, output: RowDict, examples: list[dict[str, Any]], rewards: torch.Tensor
-    ) -> dict[str, tuple[ScoredRows, float]]:
+    def extra_streams(self, output: RowDict, examples: list[dict[str, Any]], rewards: torch.Tensor) -> Streams:
         """
         Return further rows to train, with their weights. Score the rows with [`Scorer.score`]; do not sample here.
 
@@ -214,8 +211,9 @@ class Hooks:
                 Total raw reward of each main row of all processes, shape `(N,)`. NaN if a row has no reward.
 
         Returns:
-            `dict[str, tuple[ScoredRows, float]]`: Rows and weight of each stream, by name. The loss of a stream is a
-            mean over its own rows or tokens, unless the trainer `requires` one mean over all rows (`pooled`).
+            `dict[str, tuple[ScoredRows, float | None]]`: Rows and weight of each stream, by name. The loss of a stream
+            is a mean over its own rows or tokens, multiplied by its weight. With the weight None, the loss is one mean
+            over the stream and the main rows.
         """
         return {} if self.branching is None else self.branching.streams()
 

@@ -19,7 +19,6 @@ class Requires:
     samples: bool = False  # it samples rows itself, at any time and on every process independently
     main_rows: bool = False  # it samples the main rows itself
     extra_rows: bool = False  # it trains rows in addition to the main rows
-    pooled: bool = False  # the loss is one mean over these rows and the main rows
     whole_groups: bool = False  # all completions of a prompt must be on one process
     tools: bool = False  # it supports tools and environments although it samples rows itself
     vision: bool = True  # it supports vision-language models, unless it samples rows itself

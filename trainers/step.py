@@ -9,12 +9,11 @@ from typing import Any
 from trl_explore.rows.advantages import has_signal
 from trl_explore.rows.copies import own_copy
 from trl_explore.rows.printed import SHARED
-from trl_explore.rows.scorer import ScoredRows
+from trl_explore.rows.scorer import Streams
 from trl_explore.rows.streams import RowDict
 
 from .hooks import Hooks
 
-Streams = dict[str, tuple[ScoredRows, float]]  # further rows and their weight, by name
 # TRL's method that samples and scores completions for data-set rows.
 SampleAndScore = Callable[[list[dict[str, Any]]], RowDict]
 

@@ -29,7 +29,7 @@ class TreeRLTrainer(ExplorationTrainer):
 
     method = "tree_rl"
     config_class = TreeRLConfig
-    requires = Requires(samples=True, extra_rows=True, pooled=True, whole_groups=True)
+    requires = Requires(samples=True, extra_rows=True, whole_groups=True)
 
     def make_branch_explorer(self) -> UncertainForkExplorer:
         return UncertainForkExplorer(self, self.make_forks(), self.scorer)

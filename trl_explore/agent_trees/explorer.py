@@ -54,6 +54,10 @@ class TurnTreeExplorer(BranchExplorer):
         self.num_sampled = self.num_dropped = 0
 
     @property
+    def weight(self) -> None:
+        return None
+
+    @property
     def is_active(self) -> bool:
         return self.args.num_expansions > 0
 

@@ -21,6 +21,8 @@ from trl_explore.rows.streams import RowDict
 if TYPE_CHECKING:
     from trl_explore.trainers.explorer_options import OwnOptions
 
+# The loss of an explorer that gets at least this share of the batch's prompts has the same weight as the main loss.
+FULL_WEIGHT_SHARE = 0.25
 # If an explorer was estimated to be better than fresh prompts for a smaller share of the unsolved prompts, warn at the
 # end of the run.
 WORTH_SHARE = 0.05
@@ -167,6 +169,14 @@ class AutoExplorer(BranchExplorer):
                 names = [name for name, explorer in self.explorers.items() if explorer.suits(group)]
             own.append(names)
         return self.policy.ranks.objects(own)
+
+    def weight_of(self, explorer: BranchExplorer) -> float | None:
+        """Return the weight of an explorer's rows. Without the share, the few rows of a single explored prompt would
+        weigh as much as the whole batch."""
+        if explorer.weight is None:
+            return None
+        share = next(self._shares[name] for name, own in self.explorers.items() if own is explorer)
+        return explorer.weight * min(1.0, share / FULL_WEIGHT_SHARE)
 
     def end_search(self, found: Sequence[Found]) -> None:
         """Add the explorers' rows of this generation batch to the estimates, and log the estimates. Every process

@@ -68,6 +68,10 @@ class HintExplorer(BranchExplorer):
         super().__init__(policy, forks, scorer, args=args)
         self._found: list[list[Hinted]] = []  # successful completions of each group of this batch
 
+    @property
+    def weight(self) -> None:
+        return None
+
     def suits(self, group: ScoredGroup) -> bool:
         return bool(self._hints(group.trajectories[0].example))
 

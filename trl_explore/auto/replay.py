@@ -122,6 +122,10 @@ class ReplayExplorer(BranchExplorer):
         super().__init__(policy, forks, scorer, args=args)
         self.store = SuccessStore(size=self.args.replay_size, per_prompt=self.args.replay_per_prompt)
 
+    @property
+    def weight(self) -> None:
+        return None
+
     def observe(self, groups: Sequence[ScoredGroup]) -> None:
         prompts: list[list[int]] = []
         completions: list[list[int]] = []

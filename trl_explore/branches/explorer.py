@@ -61,6 +61,10 @@ class TailBranchExplorer(BranchExplorer):
         self._plans: dict[int, Plan] = {}  # plans of this batch, by main row
         self._kept: dict[int, Branch] = {}  # kept ending of each main row that has one
 
+    @property
+    def weight(self) -> None:
+        return None
+
     def explore(self, groups: Sequence[ScoredGroup]) -> Branches:
         start = time.perf_counter()
         self._plans = self.plans(groups)

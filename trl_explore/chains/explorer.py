@@ -65,6 +65,10 @@ class ForkExplorer(BranchExplorer):
         self._texts: dict[int, str] = {}  # text of each token
 
     @property
+    def weight(self) -> None:
+        return None
+
+    @property
     def needs_logprobs(self) -> bool:
         return self.args.fork_selection == "uncertain"
 

@@ -96,9 +96,9 @@ class BranchExplorer:
         self.args = args or policy.args
 
     @property
-    def weight(self) -> float:
-        """Return the factor of the mean loss of the added rows. 0: the rows are not trained. If the trainer requires
-        `pooled`, the added rows are averaged together with the main rows."""
+    def weight(self) -> float | None:
+        """Return the factor of the mean loss of the added rows. 0: the rows are not trained. None: the loss is one
+        mean over the added rows and the main rows. Return None if both are compared with each other."""
         return 1.0
 
     @property
@@ -144,6 +144,10 @@ class BranchExplorer:
                 The main rows of this process as TRL scored them.
         """
         return [(self, groups)]
+
+    def weight_of(self, explorer: "BranchExplorer") -> float | None:
+        """Return the weight of the rows of an explorer of `assign` in this generation batch. See [`weight`]."""
+        return explorer.weight
 
     def explore(self, groups: Sequence[ScoredGroup]) -> Branches:
         """

@@ -11,7 +11,7 @@ from trl_explore.explorers.branch_explorer import BranchExplorer, Found, ScoredG
 from trl_explore.rewards.success import failed
 from trl_explore.rows.policy import Policy
 from trl_explore.rows.rollouts import Rollout
-from trl_explore.rows.scorer import ScoredRows, Scorer
+from trl_explore.rows.scorer import Scorer, Streams
 from trl_explore.rows.streams import RowDict, row_tokens
 from trl_explore.selection.choice import PromptChoice
 
@@ -145,12 +145,12 @@ class Branching:
         _fill(advantages, changed)
         return advantages
 
-    def streams(self) -> dict[str, tuple[ScoredRows, float]]:
+    def streams(self) -> Streams:
         """Return the streams of the branches with their weights. Empty if there are no branches."""
-        streams = {}
+        streams: Streams = {}
         for one in self.found:
             if one.scored is not None:
-                streams[one.explorer.stream] = one.scored, one.explorer.weight
+                streams[one.explorer.stream] = one.scored, self.explorer.weight_of(one.explorer)
         return streams
 
     def _per_token(self, advantages: Sequence[float | list[float]]) -> bool:

@@ -19,7 +19,7 @@ from trl_explore.rewards.success import succeeded
 from trl_explore.rows.copies import own_copy
 from trl_explore.rows.policy import Policy
 from trl_explore.rows.rollouts import Rollout, Rows
-from trl_explore.rows.scorer import ScoredRows, Scorer
+from trl_explore.rows.scorer import Scorer, Streams
 from trl_explore.rows.streams import RowDict, select_rows
 from trl_explore.sampling.sampler import Sampler
 from trl_explore.selection.choice import PromptChoice
@@ -294,16 +294,16 @@ class Exploration:
         assert self.scorer.rewards_per_func is not None
         return self.policy.ranks.local(self.scorer.rewards_per_func).tolist()
 
-    def streams(self) -> dict[str, tuple[ScoredRows, float]]:
-        """Return the stream `explored` with weight 1: the completions that are trained in addition to GRPO's. Without
-        `explore_into="add"` there is no such stream."""
+    def streams(self) -> Streams:
+        """Return the stream `explored`: the completions that are trained in addition to GRPO's, in one mean with them.
+        Without `explore_into="add"` there is no such stream."""
         added = self.batch.added
         if added is None:
             return {}
         scored = self.scorer.score("explored", added)
         assert scored is not None
         scored.rows["advantages"] = self._with_explorer_credit(scored.rows, list(range(len(added))))
-        return {"explored": (scored, 1.0)}
+        return {"explored": (scored, None)}
 
     def columns(self, num_rows: int) -> dict[str, list[Any]]:
         """Return columns `[B]` of the completions table. Explored rows have the explorer's values, and GRPO's rows

@@ -31,6 +31,11 @@ class ScoredRows:
     logged: Logs = field(default_factory=dict)
 
 
+# Further rows to train, by name, with their weight: the factor of the mean loss of these rows. With the weight None,
+# the loss is one mean over these rows and the main rows.
+Streams = dict[str, tuple[ScoredRows, float | None]]
+
+
 @dataclass(frozen=True)
 class RewardCall:
     """A call of the reward functions for the rows of this process whose rewards are not known."""

@@ -9,7 +9,7 @@ from accelerate import DistributedType
 
 from trl_explore.rows.advantages import has_signal
 from trl_explore.rows.policy import Pass, Policy
-from trl_explore.rows.scorer import ScoredRows
+from trl_explore.rows.scorer import ScoredRows, Streams
 from trl_explore.rows.streams import (
     LOSS_NORMALISERS,
     RowDict,
@@ -28,8 +28,6 @@ class StreamTraining:
     Args:
         policy ([`Policy`]):
             The trainer.
-        pooled (`bool`):
-            If True, the loss is one mean over main rows and streams. If False, each stream has its own mean.
         together (`bool`):
             If True, rows of one prompt go to the same micro-batch.
         window (`int`, *optional*):
@@ -43,12 +41,11 @@ class StreamTraining:
         self,
         policy: Policy,
         *,
-        pooled: bool,
         together: bool,
         window: int | None = None,
         longest: int | None = None,
     ) -> None:
-        self.policy, self.pooled, self.together = policy, pooled, together
+        self.policy, self.together = policy, together
         self.window, self.longest = window, longest
         # Weight, totals, and parts of each micro-batch, by stream.
         self.steps: dict[str, tuple[float, StreamTotals, list[list[RowDict]]]] = {}
@@ -64,18 +61,17 @@ class StreamTraining:
         output["num_items_in_batch"] = torch.full_like(output["num_items_in_batch"], self.main_totals.num_tokens)
         return output
 
-    def prepare(self, output: RowDict, streams: dict[str, tuple[ScoredRows, float]]) -> None:
+    def prepare(self, output: RowDict, streams: Streams) -> None:
         """Distribute the rows of every stream over the micro-batches of the main rows. Every process calls this
         method. Streams with a weight of 0 are not trained."""
-        trained = {name: (scored, weight) for name, (scored, weight) in streams.items() if weight > 0}
-        pooled = None
-        if self.pooled and trained:
-            pooled = self._pool(output, [scored for scored, _ in trained.values()])
-        steps = {}
-        for name, (scored, weight) in trained.items():
-            totals, parts = self._dealt(name, scored, pooled)
-            steps[name] = (weight, totals, parts)
-        self.steps = steps
+        joined = [scored for scored, weight in streams.values() if weight is None]
+        pooled = self._pool(output, joined) if joined else None
+        self.steps = {}
+        for name, (scored, weight) in streams.items():
+            if weight is None:
+                self.steps[name] = (1.0, *self._dealt(name, scored, pooled))
+            elif weight > 0:
+                self.steps[name] = (weight, *self._dealt(name, scored, None))
 
     def backward(self, model: Any, step: int, *, num_accumulated: int) -> torch.Tensor | None:
         """

@@ -11,13 +11,12 @@ from trl.trainer.utils import nanstd
 from trl_explore.rewards.success import succeeded
 from trl_explore.rows.copies import own_copy
 from trl_explore.rows.policy import Policy
-from trl_explore.rows.scorer import ScoredRows, Scorer
+from trl_explore.rows.scorer import ScoredRows, Scorer, Streams
 from trl_explore.rows.streams import RowDict, loss_mask, merge_rows, select_rows
 from trl_explore.selection.budget import allocate, unequal_advantages
 from trl_explore.selection.order import PromptOrder
 from trl_explore.selection.solved import SuccessRates
 
-Streams = dict[str, tuple[ScoredRows, float]]
 # Samples and scores rows of this process: main rows with their advantages, and further streams.
 Round = Callable[[list[dict[str, Any]]], tuple[RowDict, Streams]]
 
@@ -252,6 +251,7 @@ class Rounds:
         for name in names:
             parts = [streams[name] for streams in found if name in streams]
             scored = [rows for rows, _ in parts]
+            weights = [weight for _, weight in parts if weight is not None]
             joined[name] = (
                 ScoredRows(
                     merge_rows([part.rows for part in scored], pad_id=self.policy.tokenizer.pad_token_id),
@@ -259,7 +259,7 @@ class Rounds:
                     torch.cat([part.rewards for part in scored]),
                     torch.cat([part.success_rewards for part in scored]),
                 ),
-                parts[0][1],
+                max(weights, default=None),
             )
         return joined
 
