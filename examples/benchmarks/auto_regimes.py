@@ -34,7 +34,7 @@ from trl_explore.compare.costs import interval, mean_along
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "auto_results"
-SEEDS = range(60, 70)  # no earlier run of this project used them
+SEEDS = range(70, 80)  # no earlier run of this project used them
 AGENTS = ("tail_errors", "late_falls")
 EXPLORERS = {False: ("tree", "pivots", "resample"), True: ("tail_branches", "turn_trees", "resample")}
 ADVANTAGES = ("MaxRL", "pass@k")
