@@ -39,6 +39,7 @@ RUNS = {
         ("exploration", dict(budget="knapsack")),
         ("exploration", dict(count_bonus=0.5, clip_cov=0.1, clip_cov_low=-5.0)),
         ("exploration", dict(kl_cov=0.1, num_iterations=2)),
+        ("exploration", dict(advantage=["grpo", "maxrl"])),
         ("exploration", dict(shared_prefix_training="on")),
         ("tree_grpo", UNSOLVED),
         ("deep_grpo", UNSOLVED),
@@ -94,6 +95,7 @@ def test_what_a_method_logs_is_described_and_what_is_described_is_logged(method,
     known = {name for row in METHODS.values() for name in row.metrics} if method == "exploration" else {*own, *SHARED}
     streams = {name.removesuffix("...") for name in known if name.endswith("/...")}
     known |= {stream + name for stream in streams for name in of_rows}
+    known |= {f"credit/advantage_size/{name}" for name in ("grpo", "maxrl")}
     if method == "auto":
         # `explore/share/...` stands for each source, and `tree/...` for the metrics of the method with this explorer.
         known |= {stream + source for stream in streams for source in ("plain", *EXPLORERS)}

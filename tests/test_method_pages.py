@@ -107,7 +107,7 @@ def test_the_docstring_says_type_and_default_of_every_field_and_is_its_help(conf
     entries = re.findall(entry, inspect.cleandoc(config.__doc__), re.MULTILINE)
     types = {}
     for name, kind in config.__annotations__.items():
-        types[name] = inspect.formatannotation(kind).replace("typing.", "")
+        types[name] = re.sub(r"typing\.|collections\.abc\.", "", inspect.formatannotation(kind))
     assert [(name, kind) for name, kind, _ in entries] == [(n, t.removesuffix(" | None")) for n, t in types.items()]
     defaults = own_defaults(config)
     assert {n: value_of(d) for n, _, d in entries if d} == {n: defaults[n] for n, _, d in entries if d}

@@ -25,6 +25,7 @@ from trl_explore.agents.forks import AgentForks
 from trl_explore.agents.turns import Turns, TurnTokens, guarded_factories
 from trl_explore.agents.watch import ToolWatch
 from trl_explore.auto.explorer import AutoExplorer
+from trl_explore.credit.functions import shown
 from trl_explore.credit.part import Credit
 from trl_explore.explorers.branch_explorer import BranchExplorer
 from trl_explore.explorers.branching import Branching
@@ -747,12 +748,14 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
             self.saving.restore(checkpoint)
 
     def _save(self, output_dir=None, state_dict=None):
-        # transformers pickles the arguments next to the weights, and the token must not be in that file.
-        token, self.args.hub_token = self.args.hub_token, None
+        # transformers pickles the arguments next to the weights. The token must not be in that file, and functions can
+        # be impossible to pickle.
+        token, advantage = self.args.hub_token, self.args.advantage
+        self.args.hub_token, self.args.advantage = None, shown(advantage)
         try:
             super()._save(output_dir, state_dict)
         finally:
-            self.args.hub_token = token
+            self.args.hub_token, self.args.advantage = token, advantage
 
     # ------------------------------------------------------------------------------- seams into transformers: the Hub
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from trl import GRPOConfig
 
 from trl_explore.credit.checks import SCOPES, check_advantage, check_covariance
+from trl_explore.credit.functions import advantage_parts, read_advantage, shown
 from trl_explore.names import explain_fields, unknown_name
 from trl_explore.publishing.hub import check_repo_id
 from trl_explore.selection.budget import GAINS, check_budget
@@ -288,12 +289,16 @@ class ExplorationConfig(GRPOConfig):
         push_dry_run (`bool`, *optional*, defaults to `False`):
             Like `push_to_hub`, but send nothing: write the card and show which files would be sent, and where. It
             needs neither a token nor a network. The files are put into the folder `_hub` of `output_dir`.
-        advantage (`str`, *optional*, defaults to `"grpo"`):
-            What a main row's reward is worth; `"grpo"` is TRL's. `"maxrl"` divides by the group's mean instead of its
-            deviation (rewards of at least 0); `"passk"` (0 or 1) and `"pkpo"` (any rewards) credit the success of
-            `passk_k` completions together, `"pkpo_loo"` with a baseline; `"unlikeliness"` discounts what the model was
-            likely to say anyway; `"reinforce"` is `success_weight` for a success and -1 for a failure, so groups that
-            all fail train. `scale_rewards` acts on `"grpo"` and `"unlikeliness"`.
+        advantage (`Callable[..., Any] | str | list[Any]`, *optional*, defaults to `"grpo"`):
+            Advantage of a main row; `"grpo"` is TRL's. `"maxrl"` divides by the group's mean instead of its deviation
+            (rewards of at least 0); `"passk"` (0 or 1) and `"pkpo"` (any rewards) credit the success of `passk_k`
+            completions together, `"pkpo_loo"` with a baseline; `"unlikeliness"` discounts what the model was likely to
+            say anyway; `"reinforce"` is `success_weight` for a success and -1 for a failure, so groups that all fail
+            train. `scale_rewards` acts on `"grpo"` and `"unlikeliness"`. Or a function `my_advantage(rewards)` or
+            `my_advantage(rewards, batch)`, or its import path: it gets total rewards `(P, G)`, NaN where unscored, and
+            returns advantages `(P, G)`, or one per token of this process, `(B, T)`. A list adds its entries.
+        advantage_weights (`list[float]`, *optional*):
+            Weights of the entries of `advantage`, if that is a list. None: 1 for each.
         passk_k (`int`, *optional*, defaults to `4`):
             Completions that are to succeed together, at most `num_generations`, and fewer with `"passk"`. With 1,
             `"passk"` is GRPO with the deviation of the population.
@@ -358,7 +363,9 @@ class ExplorationConfig(GRPOConfig):
     packed_token_budget: int | None = None
     push_method_state: bool = False
     push_dry_run: bool = False
-    advantage: str = "grpo"
+    # The parser of the command line takes the type `str`, which must be the second one.
+    advantage: Callable[..., Any] | str | list[Any] | None = "grpo"
+    advantage_weights: list[float] | None = None
     passk_k: int = 4
     unlikeliness_beta: float = 0.25
     success_weight: float = 0.1
@@ -374,6 +381,11 @@ class ExplorationConfig(GRPOConfig):
         self.validate()
         super().__post_init__()
 
+    def to_dict(self) -> dict[str, Any]:
+        values = super().to_dict()
+        values["advantage"] = shown(self.advantage)  # functions by their import path, for JSON
+        return values
+
     def validate(self) -> None:
         """
         Check the method's own fields.
@@ -387,6 +399,7 @@ class ExplorationConfig(GRPOConfig):
         if self.dynamic_sampling is False:
             self.dynamic_sampling = "off"
         self.explorer_options = read_options(self.explorer_options)
+        self.advantage = read_advantage(self.advantage)
         run_checks(self, CHECKS)
         self._check_token_budget()
         if self.push_dry_run:
@@ -411,7 +424,7 @@ class ExplorationConfig(GRPOConfig):
             self.explore_prompts == "unsolved"
             or self.explore_threshold is not None
             or self.budget != "uniform"
-            or self.advantage in ("passk", "reinforce")
+            or any(part.name in ("passk", "reinforce") for part in advantage_parts(self))
             or self.explores_unsolved
         )
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from trl_explore.credit.checks import refuse
+from trl_explore.credit.functions import advantage_parts
 from trl_explore.names import explain_fields
 
 from .config import ExplorationConfig, at_least, one_of, run_checks, within
@@ -66,5 +67,5 @@ class EvolRLConfig(ExplorationConfig):
                 f"`explore={self.explore!r}` asks the reward functions which prompts are unsolved, and "
                 "`correctness='majority'` trains without them: set `correctness='reward'`, or leave `explore` out."
             )
-        if self.advantage in ("maxrl", "passk", "reinforce"):
+        if any(part.name in ("maxrl", "passk", "reinforce") for part in advantage_parts(self)):
             refuse(self, ["advantage"], "needs rewards of at least 0, or of 0 and 1, and EVOL-RL's have signs")

@@ -34,13 +34,16 @@ class OwnOptions:
         way = WAYS[name]
         given = dict(args.options_by_explorer.get(name, {}))
         _check_fields(name, given)
-        self.shared = sorted(SHARED - {"explore", "success_threshold", "advantage", "count_bonus"})
+        self.shared = sorted(
+            SHARED - {"explore", "success_threshold", "advantage", "advantage_weights", "count_bonus"}
+        )
         # The explorer works as in its own trainer, where `explore` and its fields are not set. `count_bonus` only
         # changes the advantages of GRPO's rows.
         values = {**vars(args), "explore": None, "explorers": None, "explorer_options": None, "count_bonus": 0.0}
         values["success_threshold"] = args.success_bar
         if way.has_own_advantages:
-            values["advantage"] = "grpo"  # the trainer's `advantage` only changes GRPO's rows
+            # The trainer's `advantage` only changes GRPO's rows.
+            values["advantage"], values["advantage_weights"] = "grpo", None
         self.args: Any = object.__new__(ExplorationConfig)
         self.args.__dict__.update({**values, **way.defaults, **given})
         try:

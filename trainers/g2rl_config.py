@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from trl_explore.credit.checks import refuse
+from trl_explore.credit.functions import advantage_parts
 from trl_explore.gradients.novelty import MAPPINGS, SCORES, TRANSFORMS
 from trl_explore.names import explain_fields
 
@@ -72,5 +73,5 @@ class G2RLConfig(ExplorationConfig):
     def validate(self) -> None:
         super().validate()
         run_checks(self, CHECKS)
-        if self.advantage in ("maxrl", "passk", "reinforce"):
+        if any(part.name in ("maxrl", "passk", "reinforce") for part in advantage_parts(self)):
             refuse(self, ["advantage"], "needs rewards of at least 0, or of 0 and 1, and G2RL's have signs and sizes")

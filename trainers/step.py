@@ -94,7 +94,7 @@ class Step:
             # Rounding leaves tiny advantages in a group of equal rewards. Make them 0, so that the rows are dropped.
             equal = trainer.scorer.equal_reward_rows(shaped, group_size=trainer.num_generations or 1)
             output["advantages"] = output["advantages"].masked_fill(equal, 0.0)
-        output["advantages"] = trainer.credit.assigned(output, shaped)
+        output["advantages"] = trainer.credit.assigned(output, shaped, trainer.main_examples)
         if trainer.rounds is not None:
             output["advantages"] = trainer.rounds.advantages(output["advantages"], shaped)
         trainer.search(output)

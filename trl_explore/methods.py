@@ -655,6 +655,8 @@ ROWS = (
             "selection/skipped_prompts": "prompts passed over, over the run",
             "selection/passes": "passes over the data",
             "selection/moved_rows": "share of the rows that a budget gave to another prompt",
+            "credit/advantage_size/...": "mean absolute advantage of each entry of `advantage`, without its weight; "
+            "logged if `advantage` is a function or a list",
             "credit/bonus_mean": "mean bonus of rows with an answer, before the group's mean is subtracted; with "
             '`count_bonus_scope="history"` 1 is new, 0 seen very often',
             "credit/distinct_answers": "different answers per group",

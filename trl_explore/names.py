@@ -2,9 +2,12 @@
 
 import difflib
 import functools
+import importlib
 import inspect
 import json
+import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -27,6 +30,49 @@ FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv"
 def looks_like_path(name: str) -> bool:
     """Return whether a name can only be a path, and not a repository of the Hub (`name` or `owner/name`)."""
     return name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1 or Path(name).suffix in FILE_FORMATS
+
+
+def is_import_path(name: str) -> bool:
+    """Return whether a name is that of something in a module, `my_module.MyTrainer` or `my_module:MyTrainer`."""
+    return "." in name or ":" in name
+
+
+def import_named(field: str, path: str, kind: str, is_one: Callable[[Any], bool]) -> tuple[str, Any]:
+    """
+    Import a function or class of a user.
+
+    Args:
+        field (`str`):
+            The argument that holds the path, for error messages.
+        path (`str`):
+            Import path, `my_module.name` or `my_module:name`.
+        kind (`str`):
+            `"function"` or `"class"`, for error messages.
+        is_one (`Callable`):
+            Tells whether an object of the module is of this kind.
+
+    Returns:
+        `tuple[str, Any]`: The path as `my_module:name`, and the object.
+
+    Raises:
+        ValueError: If the module cannot be imported, or has no such object.
+    """
+    module_name, _, name = path.partition(":") if ":" in path else path.rpartition(".")
+    if os.getcwd() not in sys.path:  # installed commands, unlike scripts, do not see the working directory
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # the user's module may raise anything at import
+        raise ValueError(
+            f"{field}: {path!r}: importing {module_name!r} failed ({type(error).__name__}: {error}); install it "
+            f"or run from the folder that holds it (now {os.getcwd()})"
+        ) from error
+    # getattr rather than a look in the module's dictionary: packages may load their names lazily
+    found = getattr(module, name, None)
+    if not callable(found):
+        known = [known for known, _ in inspect.getmembers(module, is_one)]
+        raise ValueError(f"{field}: {path!r}: {unknown_name(kind, name, known)} Imported from {module.__file__}")
+    return f"{module_name}:{name}", found
 
 
 def unknown_name(kind: str, name: str, choices: Iterable[str]) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from trl_explore.auto.joined import group_advantages
+from trl_explore.credit.of_groups import group_advantages
 from trl_explore.explorers.branch_explorer import Branches, BranchExplorer, ScoredGroup
 from trl_explore.explorers.exploration import (
     as_rollout,
@@ -130,7 +130,7 @@ class ResampleBranches(BranchExplorer):
         branches = self.forks.sample_branches(forks)
         self.forks.judge(branches)
         rows = self.forks.rows(branches, group_size=size, trains_prefixes=False)
-        if self.args.advantage in ("grpo", "unlikeliness"):
+        if self.args.advantage in ("grpo", "unlikeliness"):  # GRPO's advantages
             return Branches(rows)
         rewards = torch.tensor([branch.rewards for branch in branches]).view(len(branches), len(self.scorer.names))
         totals, deciding = self.scorer.totals(rewards), self.scorer.success(rewards)

@@ -3,10 +3,9 @@
 from collections.abc import Iterable
 from typing import Any
 
-from trl_explore.names import unknown_name
+from trl_explore.credit.functions import advantage_parts, shown
 
-ADVANTAGES = ("grpo", "maxrl", "passk", "pkpo", "pkpo_loo", "reinforce", "unlikeliness")
-OF_SUBSETS = ("passk", "pkpo", "pkpo_loo")
+OF_SUBSETS = {"passk", "pkpo", "pkpo_loo"}
 SCOPES = ("history", "batch")
 # Loss types that multiply the advantage of a token by a ratio that is clipped on both sides.
 RATIO_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")
@@ -14,27 +13,27 @@ RATIO_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")
 
 def check_advantage(args: Any) -> None:
     """Raise a ValueError if `advantage` is unknown, or cannot be computed or train with the other fields."""
-    if args.advantage not in ADVANTAGES:
-        raise ValueError(f"`advantage`: {unknown_name('value', str(args.advantage), ADVANTAGES)}")
-    if args.advantage != "grpo" and args.multi_objective_aggregation == "normalize_then_sum":
+    names = {part.name for part in advantage_parts(args)}
+    advantage = shown(args.advantage)
+    if advantage != "grpo" and args.multi_objective_aggregation == "normalize_then_sum":
         raise ValueError(
-            f"`advantage={args.advantage!r}` is formed from a row's total reward, which "
+            f"`advantage={advantage!r}` is formed from a row's total reward, which "
             "`multi_objective_aggregation='normalize_then_sum'` never forms: set that to 'sum_then_normalize', or "
             "leave `advantage` out."
         )
-    if args.advantage == "reinforce" and args.dynamic_sampling != "off":
+    if "reinforce" in names and args.dynamic_sampling != "off":
         raise ValueError(
             f"`dynamic_sampling={args.dynamic_sampling!r}` drops groups whose rewards are all equal, and "
-            "`advantage='reinforce'` trains them: leave one of the two out."
+            f"`advantage={advantage!r}` trains them: leave one of the two out."
         )
     size = args.num_generations
-    if args.advantage in OF_SUBSETS and size is not None and args.passk_k > size:
+    if names & OF_SUBSETS and size is not None and args.passk_k > size:
         raise ValueError(
             f"`passk_k={args.passk_k}` is more than the `num_generations={size}` rows of a group: lower it, or raise "
             "`num_generations`."
         )
     # With one subset of all rows, every row of a group has the mean success of all subsets: no row stands out.
-    if args.advantage == "passk" and args.passk_k == size:
+    if "passk" in names and args.passk_k == size:
         raise ValueError(
             f"`advantage='passk'` with `passk_k={args.passk_k}` and `num_generations={size}` gives every row the "
             "advantage 0, so nothing is learned: `passk_k` must be smaller than `num_generations`. Lower `passk_k`, "
@@ -79,7 +78,7 @@ def check_updates(args: Any) -> None:
 def check_text_only(args: Any) -> None:
     """Raise a ValueError if a field is set that does not work with vision-language models."""
     in_use = {
-        "advantage": args.advantage == "unlikeliness",
+        "advantage": any(part.name == "unlikeliness" for part in advantage_parts(args)),
         "count_bonus": args.count_bonus > 0,
         "clip_cov": args.clip_cov > 0,
         "kl_cov": args.kl_cov > 0,

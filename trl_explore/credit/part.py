@@ -3,7 +3,7 @@
 import hashlib
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,10 +11,9 @@ import torch
 
 from trl_explore.credit.bonus import centred, novelty, repetition
 from trl_explore.credit.covariance import covariances, num_largest, share_of, with_penalty
-from trl_explore.credit.maxrl import maxrl
+from trl_explore.credit.functions import AdvantageBatch, advantage_parts, call
 from trl_explore.credit.normalised import equal_groups, normalised
-from trl_explore.credit.reinforce import reinforce
-from trl_explore.credit.subsets import outcomes, pass_at_k_advantages, pkpo
+from trl_explore.credit.of_groups import built_in
 from trl_explore.credit.unlikeliness import discounted
 from trl_explore.rewards.answers import answer_key, completion_text
 from trl_explore.rows.policy import Policy
@@ -37,34 +36,84 @@ class Credit:
         self._looked_for_answers = False
         self._in_loss: tuple[RowDict, float] | None = None  # micro-batch whose loss is being computed, and its scale
 
-    def assigned(self, output: RowDict, rewards_per_func: torch.Tensor) -> torch.Tensor:
-        """Return the advantages `(B,)` of the main rows. `rewards_per_func`, `(N, F)`, are the rewards from which TRL
-        computed its advantages. Every process calls this method."""
+    def assigned(
+        self, output: RowDict, rewards_per_func: torch.Tensor, examples: Sequence[Mapping[str, Any]]
+    ) -> torch.Tensor:
+        """
+        Return the advantages of the main rows, `(B,)`, or `(B, T)` if a function of the user returns one per token.
+        Every process calls this method.
+
+        Args:
+            output (`dict`):
+                The main rows of this process as TRL scored them.
+            rewards_per_func (`torch.Tensor`):
+                Rewards from which TRL computed its advantages, `(N, F)`.
+            examples (`Sequence[dict]`):
+                Rows of the data set, `[B]`.
+
+        Raises:
+            ValueError: If a function of the user returns a wrong shape, or a number that is not finite.
+        """
         args, advantages = self.policy.args, output["advantages"]
         if args.advantage == "grpo" and not args.count_bonus:
             return advantages
         rewards = self.scorer.totals(rewards_per_func).view(-1, args.num_generations)  # (P, G)
-        if args.advantage != "grpo" and (args.advantage != "unlikeliness" or args.unlikeliness_beta):
-            advantages = self.policy.ranks.local(self._advantages(output, rewards).flatten())
+        if args.advantage != "grpo":
+            advantages = self._weighted_sum(output, rewards, rewards_per_func, examples)
         if args.count_bonus:
             bonus = self.policy.ranks.local(self._bonus(output, rewards).flatten())
-            advantages = advantages + args.count_bonus * bonus
+            advantages = _sum(advantages, args.count_bonus * bonus)
         return advantages
 
-    def _advantages(self, output: RowDict, rewards: torch.Tensor) -> torch.Tensor:
-        """Return the advantages `(P, G)` of all processes from their total rewards `(P, G)`."""
-        args = self.policy.args
-        if args.advantage == "maxrl":
-            return maxrl(rewards)
-        if args.advantage == "passk":
-            deciding = self.scorer.success().view(rewards.shape)
-            return pass_at_k_advantages(outcomes(deciding, threshold=args.success_threshold), k=args.passk_k)
-        if args.advantage == "reinforce":
-            successes = outcomes(self.scorer.success().view(rewards.shape), threshold=args.success_bar)
-            return reinforce(successes, success_weight=args.success_weight)
-        if args.advantage != "unlikeliness":
-            return pkpo(rewards, k=args.passk_k, leave_one_out=args.advantage == "pkpo_loo")
-        mask = loss_mask(output)
+    def _weighted_sum(
+        self,
+        output: RowDict,
+        rewards: torch.Tensor,
+        rewards_per_func: torch.Tensor,
+        examples: Sequence[Mapping[str, Any]],
+    ) -> torch.Tensor:
+        """Return the weighted sum of the parts of `advantage`, `(B,)` or `(B, T)`. `rewards` are the total rewards of
+        all processes, `(P, G)`."""
+        args, ranks = self.policy.args, self.policy.ranks
+        parts = advantage_parts(args)
+        logs_parts = any(part.function is not None for part in parts) or len(parts) > 1
+        total: torch.Tensor | None = None
+        for part in parts:
+            if part.function is not None:
+                batch = None
+                if part.reads_batch:
+                    batch = AdvantageBatch(
+                        rows=output,
+                        examples=examples,
+                        rewards_per_func=rewards_per_func.view(*rewards.shape, -1),
+                        success_rewards=self.scorer.success().view(rewards.shape),
+                        grpo=ranks.gather(output["advantages"]).view(rewards.shape),
+                        trainer=self.policy,
+                        ranks=ranks,
+                    )
+                found = call(part, rewards, batch, mask=loss_mask(output))
+            elif part.name == "grpo" or (part.name == "unlikeliness" and not args.unlikeliness_beta):
+                found = ranks.gather(output["advantages"]).view(rewards.shape)
+            elif part.name == "unlikeliness":
+                found = self._unlikeliness(output, rewards)
+            else:
+                found = built_in(part.name, args, rewards, self.scorer.success().view(rewards.shape))
+            if found.shape == rewards.shape:
+                found = ranks.local(found.flatten())  # (B,)
+            if logs_parts:
+                size = ranks.summed({"sum": found.abs().sum().item(), "number": found.numel()})
+                self.policy.log_metric(f"credit/advantage_size/{part.name}", size["sum"] / size["number"])
+            weighted = found if part.weight == 1 else part.weight * found
+            total = weighted if total is None else _sum(total, weighted)
+        assert total is not None
+        # If one process has an advantage per token, all processes must have them.
+        if any(part.reads_batch for part in parts) and ranks.most(total.dim() == 2):
+            total = _wide(total, loss_mask(output)).clone()
+        return total
+
+    def _unlikeliness(self, output: RowDict, rewards: torch.Tensor) -> torch.Tensor:
+        """Return the advantages `(P, G)` of `advantage="unlikeliness"`."""
+        args, mask = self.policy.args, loss_mask(output)
         # Mean log-probability of each row; NaN for rows without trained tokens.
         of_rows = (self._old_logprobs(output) * mask).sum(dim=1) / mask.sum(dim=1)
         logprobs = self.policy.ranks.gather(of_rows).view(rewards.shape)
@@ -220,6 +269,15 @@ class Credit:
 def _prompt_key(ids: list[int]) -> str:
     """Return a short key for the tokens of a prompt."""
     return hashlib.blake2b(repr(ids).encode(), digest_size=16).hexdigest()
+
+
+def _sum(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Return the sum of two advantages, each `(B,)` or `(B, T)`."""
+    if first.dim() < second.dim():
+        first = first.unsqueeze(1)
+    if second.dim() < first.dim():
+        second = second.unsqueeze(1)
+    return first + second
 
 
 def _wide(advantages: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -397,9 +397,10 @@ def credited_rows(
     advantages = rows["advantages"]
     credited = explorer.credit(explored, select_rows(rows, index))
     # If one process has an advantage per token, all processes must have them, even without explored prompts.
-    if policy.ranks.most(credited.dim() == 2):
+    if policy.ranks.most(credited.dim() == 2 or advantages.dim() == 2):
         num_tokens = rows["completion_ids"].shape[1]
-        advantages = advantages.unsqueeze(1).repeat(1, num_tokens)
+        if advantages.dim() == 1:
+            advantages = advantages.unsqueeze(1).repeat(1, num_tokens)
         if credited.dim() == 1:
             credited = credited.unsqueeze(1).repeat(1, num_tokens)
     return advantages.index_copy(0, index, credited)

@@ -1,7 +1,6 @@
 """What a run is made of, by name: the data set, the reward functions, the model folder, the checkpoint to resume."""
 
 import difflib
-import importlib
 import inspect
 import json
 import os
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_explore.errors import UsageError
-from trl_explore.names import FILE_FORMATS, looks_like_path, prompt_change, unknown_name
+from trl_explore.names import FILE_FORMATS, import_named, is_import_path, looks_like_path, prompt_change, unknown_name
 from trl_explore.rewards.checks import checked
 
 if TYPE_CHECKING:
@@ -79,11 +78,6 @@ def check_model(name: str | None, *, revision: str | None, trust_remote_code: bo
     except (OSError, ValueError) as error:
         raise UsageError(f"model_name_or_path={name!r} cannot be loaded: {error}") from error
     return name
-
-
-def is_import_path(name: str) -> bool:
-    """Whether a name is that of something in a module, `my_module.MyTrainer` or `my_module:MyTrainer`."""
-    return "." in name or ":" in name
 
 
 def load_train_and_eval(
@@ -224,7 +218,7 @@ def load_reward_functions(names: list[str] | None, model: str | None) -> list[st
         if name in named:
             rewards.append(_told(named[name]))
         elif is_import_path(name):
-            rewards.append(_told(import_named("reward_funcs", name, "function", inspect.isfunction)[1]))
+            rewards.append(_told(user_object("reward_funcs", name, "function", inspect.isfunction)[1]))
         else:
             raise UsageError(
                 f"reward_funcs: {unknown_name('reward function', name, named)} "
@@ -279,24 +273,12 @@ def _named_rewards() -> dict[str, RewardFunction]:
     return trl_rewards | ours
 
 
-def import_named(field: str, path: str, kind: str, is_one: Callable[[Any], bool]) -> tuple[str, Any]:
-    """An import path, `module.name` or `module:name`, in the second form, and the function or class that it names."""
-    module_name, _, name = path.partition(":") if ":" in path else path.rpartition(".")
-    if os.getcwd() not in sys.path:  # installed commands, unlike scripts, do not see the working directory
-        sys.path.insert(0, os.getcwd())
+def user_object(field: str, path: str, kind: str, is_one: Callable[[Any], bool]) -> tuple[str, Any]:
+    """Return [`~trl_explore.names.import_named`], with a `UsageError` in the place of its error."""
     try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # the user's module may raise anything at import
-        raise UsageError(
-            f"{field}: {path!r}: importing {module_name!r} failed ({type(error).__name__}: {error}); install it "
-            f"or run from the folder that holds it (now {os.getcwd()})"
-        ) from error
-    # getattr rather than a look in the module's dictionary: packages may load their names lazily
-    found = getattr(module, name, None)
-    if not callable(found):
-        known = [known for known, _ in inspect.getmembers(module, is_one)]
-        raise UsageError(f"{field}: {path!r}: {unknown_name(kind, name, known)} Imported from {module.__file__}")
-    return f"{module_name}:{name}", found
+        return import_named(field, path, kind, is_one)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def find_checkpoint(resume: str | bool | None, output_dir: str) -> str | None:

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from trl_explore.errors import UsageError
 from trl_explore.methods import METHODS, Method
-from trl_explore.names import unknown_name
-from trl_explore.runs.inputs import import_named, is_import_path
+from trl_explore.names import is_import_path, unknown_name
+from trl_explore.runs.inputs import user_object
 
 
 def find_method(name: str, field: str = "method") -> Method:
@@ -30,7 +30,7 @@ def find_method(name: str, field: str = "method") -> Method:
 
     from trl_explore.trainers import ExplorationTrainer
 
-    path, cls = import_named(field, name, "class", inspect.isclass)
+    path, cls = user_object(field, name, "class", inspect.isclass)
     if not inspect.isclass(cls) or not issubclass(cls, GRPOTrainer):
         raise UsageError(f"{field}: {name!r} is no subclass of ExplorationTrainer, nor of TRL's GRPOTrainer")
     method = cls.method if issubclass(cls, ExplorationTrainer) else "grpo"

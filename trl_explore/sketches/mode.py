@@ -135,9 +135,11 @@ class Mode(Explorer):
         self.policy.log_metric("sketch/ratio_mean", total["sum"] / max(total["n"], 1))
         self.policy.log_metric("sketch/ratio_capped_fraction", total["capped"] / max(total["n"], 1))
         weights = weights.clamp(max=args.off_policy_cap)
+        if advantages.dim() == 1:
+            advantages = advantages.unsqueeze(1)
         if args.off_policy_scope == "negative":
-            weights = torch.where(advantages.unsqueeze(1) < 0, weights, 1.0)
-        return advantages.unsqueeze(1) * weights
+            weights = torch.where(advantages < 0, weights, 1.0)
+        return advantages * weights
 
     def log_groups(
         self, examples: Sequence[dict[str, Any]], completion_ids: list[list[int]], rewards: torch.Tensor
