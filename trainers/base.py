@@ -207,7 +207,22 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
                 f"{type(self).__name__} has two explorers that sample the main rows, {self.explorer.name!r} and "
                 f"{self.branch_explorer.name!r}: with DEEP-GRPO, set `deferred_branching=False`."
             )
+        self._check_rows_of_groups()
         self.setup()
+
+    def _check_rows_of_groups(self) -> None:
+        """Raise a ValueError if `trained_generations` would drop rows that an explorer credits."""
+        explorer = self.branch_explorer
+        if self.args.trained_generations is None or explorer is None or not explorer.credits_main_rows:
+            return
+        names = [explorer.name]
+        if isinstance(explorer, AutoExplorer):
+            names = [name for name, own in explorer.explorers.items() if own.credits_main_rows]
+        raise ValueError(
+            f"`trained_generations={self.args.trained_generations}` leaves out rows of a group, and "
+            f"{type(self).__name__} with {', '.join(map(repr, names))} gives these rows credit together with others: "
+            "leave `trained_generations` out."
+        )
 
     # ------------------------------------------------------ parts, and the methods of `Policy` through which they work
 

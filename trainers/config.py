@@ -14,6 +14,7 @@ from trl_explore.credit.functions import advantage_parts, read_advantage, shown
 from trl_explore.names import explain_fields, unknown_name
 from trl_explore.publishing.hub import check_repo_id
 from trl_explore.selection.budget import GAINS, check_budget
+from trl_explore.selection.variance import check_trained_generations
 from trl_explore.serving.agreement import WEIGHT_SYNCS
 
 # Rows of one stage of sampling that no real run comes near: what asks for more is a slip that would run for ever.
@@ -151,6 +152,7 @@ CHECKS = (
     one_of("budget", ("uniform", *GAINS)),
     at_least(2, "min_generations", words=": one row has nothing to be compared with"),
     check_budget,
+    check_trained_generations,
     check_explore,
     check_auto,
     within("explore_discount", above=0, high=1, words="be in (0, 1]; 1 forgets nothing"),
@@ -221,6 +223,9 @@ class ExplorationConfig(GRPOConfig):
         max_sampling_rounds (`int`, *optional*, defaults to `10`):
             Most rounds of sampling per generation batch, the first included. Used with `dynamic_sampling="refill"`.
             Groups that are still missing then train nothing.
+        trained_generations (`int`, *optional*):
+            Number of rows of each group that are trained, from 2 to `num_generations`: those whose total rewards have
+            the largest variance (PODS). Advantages compare only these rows. The others are only sampled. None: all.
         explore_threshold (`float`, *optional*):
             Success rate above which a prompt is passed over, in [0, 1); `None`: none is. The rate is a running mean in
             which the newest group counts as much as all before it, and it loses a tenth whenever its prompt is passed
@@ -345,6 +350,7 @@ class ExplorationConfig(GRPOConfig):
     path_cache_tokens: int = 65_536
     dynamic_sampling: str = "off"
     max_sampling_rounds: int = 10
+    trained_generations: int | None = None
     explore_threshold: float | None = None
     budget: str = "uniform"
     min_generations: int = 2
@@ -416,6 +422,11 @@ class ExplorationConfig(GRPOConfig):
     def orders_prompts(self) -> bool:
         """Whether prompts are taken as they are needed, and not as the data loader brings them."""
         return self.dynamic_sampling == "refill" or self.explore_threshold is not None or self.budget != "uniform"
+
+    @property
+    def trains_some(self) -> bool:
+        """Return whether fewer rows of a group are trained than sampled."""
+        return self.trained_generations is not None and self.trained_generations < self.num_generations
 
     @property
     def asks_about_success(self) -> bool:

@@ -13,6 +13,15 @@ from .config import ExplorationConfig, upgrade_config
 from .explorer_configs import HintConfig
 
 SHARED = {spec.name for spec in fields(ExplorationConfig)}  # fields of the trainer
+# Fields of the trainer that an explorer reads only once, or not at all.
+NOT_FOLLOWED = {
+    "explore",
+    "success_threshold",
+    "advantage",
+    "advantage_weights",
+    "count_bonus",
+    "trained_generations",
+}
 
 
 class OwnOptions:
@@ -34,12 +43,11 @@ class OwnOptions:
         way = WAYS[name]
         given = dict(args.options_by_explorer.get(name, {}))
         _check_fields(name, given)
-        self.shared = sorted(
-            SHARED - {"explore", "success_threshold", "advantage", "advantage_weights", "count_bonus"}
-        )
-        # The explorer works as in its own trainer, where `explore` and its fields are not set. `count_bonus` only
-        # changes the advantages of GRPO's rows.
+        self.shared = sorted(SHARED - NOT_FOLLOWED)
+        # The explorer works as in its own trainer, where `explore` and its fields are not set. `count_bonus` and
+        # `trained_generations` only change GRPO's rows.
         values = {**vars(args), "explore": None, "explorers": None, "explorer_options": None, "count_bonus": 0.0}
+        values["trained_generations"] = None
         values["success_threshold"] = args.success_bar
         if way.has_own_advantages:
             # The trainer's `advantage` only changes GRPO's rows.

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from trl_explore.credit.checks import refuse
 from trl_explore.names import explain_fields
 from trl_explore.step_groups.advantages import SCALES
 
@@ -54,3 +55,5 @@ class GiGPOConfig(ExplorationConfig):
     def validate(self) -> None:
         super().validate()
         run_checks(self, CHECKS)
+        if self.trained_generations is not None:
+            refuse(self, ["trained_generations"], "leaves out trajectories, and GiGPO compares the steps of all")

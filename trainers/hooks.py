@@ -46,6 +46,7 @@ class Hooks:
     method = "exploration"  # key of the method's row in `METHODS`
 
     args: Any  # the configuration
+    state: Any  # `TrainerState` of transformers
     explorer: Explorer | None = None  # made by `make_explorer`
     branch_explorer: BranchExplorer | None = None  # made by `make_branch_explorer`
     # The generation batch on this process:
@@ -369,7 +370,7 @@ class Hooks:
             "shape_rewards": own.shape_rewards != Hooks.shape_rewards,
             "search": branches or own.search != Hooks.search,
             "assign_advantages": explores
-            or kind.credits_main_rows
+            or (self.branch_explorer is not None and self.branch_explorer.credits_main_rows)
             or own.assign_advantages != Hooks.assign_advantages,
             "extra_streams": branches or own.extra_streams != Hooks.extra_streams,
         }

@@ -113,8 +113,13 @@ def check_arguments(
         _check_vllm(name, args)
     rows = args.per_device_train_batch_size * args.steps_per_generation
     who = name
-    if args.dynamic_sampling == "refill" or args.budget != "uniform":
-        field = "dynamic_sampling" if args.dynamic_sampling == "refill" else "budget"
+    cuts = {
+        "dynamic_sampling": args.dynamic_sampling == "refill",
+        "budget": args.budget != "uniform",
+        "trained_generations": args.trained_generations is not None,
+    }
+    if any(cuts.values()):
+        field = next(name for name, used in cuts.items() if used)
         who = f"{name} with `{field}={getattr(args, field)!r}`"
     if (requires.whole_groups or who != name) and rows % args.num_generations:
         raise ValueError(

@@ -4,13 +4,17 @@ Read this file from top to bottom to see in which order the hooks and parts of a
 """
 
 from collections.abc import Callable
+from random import Random
 from typing import Any
+
+import torch
 
 from trl_explore.rows.advantages import has_signal
 from trl_explore.rows.copies import own_copy
 from trl_explore.rows.printed import SHARED
 from trl_explore.rows.scorer import Streams
-from trl_explore.rows.streams import RowDict
+from trl_explore.rows.streams import RowDict, loss_mask, select_rows
+from trl_explore.selection.variance import TRAINED, largest_variance
 
 from .hooks import Hooks
 
@@ -42,6 +46,7 @@ class Step:
     ) -> None:
         self.trainer, self.sample_and_score = trainer, sample_and_score
         self.logs, self.metrics = logs, metrics
+        self._num_rounds = 0  # rounds of sampling in this generation batch
 
     def run(self, inputs: list[dict[str, Any]]) -> RowDict:
         """
@@ -59,6 +64,12 @@ class Step:
             output, streams = self._round(inputs)
         else:
             output, streams, keep = trainer.rounds.batch(inputs, self._round)
+        if TRAINED in output:
+            if trainer.log_completions and trainer.rounds is None:
+                trainer.table.show_advantages(self.logs, output)  # of all rows, before some are left out
+            index = output.pop(TRAINED).nonzero().squeeze(1)
+            output = self._selected(output, index)
+            keep = None if keep is None else keep[index]
         if trainer.args.drop_zero_advantage:
             signal = has_signal(output["advantages"])
             keep = signal if keep is None else keep & signal
@@ -67,12 +78,34 @@ class Step:
         if keep is not None:
             output = trainer.streams.drop(output, keep)
         trainer.credit.temper(output)
-        if trainer.log_completions and trainer.rounds is None:
+        if trainer.log_completions and trainer.rounds is None and not trainer.args.trains_some:
             # In rounds, `table.add` has already put the advantages of each round into the table.
             trainer.table.show_advantages(self.logs, output)
         trainer.streams.prepare(output, streams)
         self._log_generation()
         return output
+
+    def _selected(self, output: RowDict, index: torch.Tensor) -> RowDict:
+        """Return the main rows `index`, `(M,)`, of this process, and log how many tokens were sampled for them."""
+        ranks = self.trainer.ranks
+        selected = select_rows(output, index)
+        total = ranks.summed({"sampled": int(loss_mask(output).sum()), "trained": int(loss_mask(selected).sum())})
+        selected["num_items_in_batch"] = torch.full_like(selected["num_items_in_batch"], total["trained"])
+        self.trainer.log_metric("selection/trained_tokens", total["trained"])
+        self.trainer.log_metric("selection/untrained_tokens", total["sampled"] - total["trained"])
+        return selected
+
+    def _masked(self, shaped: torch.Tensor, output: RowDict) -> torch.Tensor:
+        """Choose the rows to train by `trained_generations`, and note them in `output`. Return the rewards `(N, F)`,
+        with NaN for all other rows."""
+        trainer, args = self.trainer, self.trainer.args
+        # All processes use the same seed and the same rewards, so they choose the same rows.
+        random = Random(f"{args.seed} {trainer.state.global_step} {self._num_rounds}")
+        self._num_rounds += 1
+        rewards = trainer.scorer.totals(shaped).view(-1, args.num_generations)
+        chosen = largest_variance(rewards, args.trained_generations, random=random).flatten()  # (N,)
+        output[TRAINED] = trainer.ranks.local(chosen)
+        return shaped.masked_fill(~chosen.unsqueeze(1), torch.nan)
 
     def _round(self, inputs: list[dict[str, Any]]) -> tuple[RowDict, Streams]:
         """Sample and credit one round. Return the main rows with their advantages, and the streams."""
@@ -94,7 +127,8 @@ class Step:
             # Rounding leaves tiny advantages in a group of equal rewards. Make them 0, so that the rows are dropped.
             equal = trainer.scorer.equal_reward_rows(shaped, group_size=trainer.num_generations or 1)
             output["advantages"] = output["advantages"].masked_fill(equal, 0.0)
-        output["advantages"] = trainer.credit.assigned(output, shaped, trainer.main_examples)
+        compared = self._masked(shaped, output) if trainer.args.trains_some else shaped
+        output["advantages"] = trainer.credit.assigned(output, compared, trainer.main_examples)
         if trainer.rounds is not None:
             output["advantages"] = trainer.rounds.advantages(output["advantages"], shaped)
         trainer.search(output)

@@ -179,7 +179,11 @@ class TreeGRPOConfig(ExplorationConfig):
     def validate(self) -> None:
         super().validate()
         run_checks(self, CHECKS)
-        own = {"advantage": self.advantage != "grpo", "count_bonus": self.count_bonus > 0}
+        own = {
+            "advantage": self.advantage != "grpo",
+            "count_bonus": self.count_bonus > 0,
+            "trained_generations": self.trained_generations is not None,
+        }
         refuse(
             self,
             (name for name, used in own.items() if used),

@@ -75,7 +75,11 @@ class TreeRLConfig(ExplorationConfig):
 
 def check_tree(args: ExplorationConfig, until: list[str]) -> None:
     """Refuse what does not go together with a tree of chains, and texts `until` that nothing can begin with."""
-    own = {"advantage": args.advantage != "grpo", "count_bonus": args.count_bonus > 0}
+    own = {
+        "advantage": args.advantage != "grpo",
+        "count_bonus": args.count_bonus > 0,
+        "trained_generations": args.trained_generations is not None,
+    }
     names = (name for name, used in own.items() if used)
     refuse(args, names, "does nothing here, where a tree's values are the credit")
     if args.multi_objective_aggregation != "sum_then_normalize":

@@ -51,7 +51,6 @@ class AutoExplorer(BranchExplorer):
     """
 
     name = "auto"
-    credits_main_rows = True
 
     def __init__(self, policy: Policy, forks: Forks, scorer: Scorer, *, options: "Mapping[str, OwnOptions]") -> None:
         super().__init__(policy, forks, scorer)
@@ -74,6 +73,10 @@ class AutoExplorer(BranchExplorer):
     @property
     def is_active(self) -> bool:
         return bool(self.explorers)
+
+    @property
+    def credits_main_rows(self) -> bool:  # type: ignore[override]
+        return any(explorer.credits_main_rows for explorer in self.explorers.values())
 
     def assign(self, groups: Sequence[ScoredGroup], output: RowDict) -> list[tuple[BranchExplorer, list[ScoredGroup]]]:
         """

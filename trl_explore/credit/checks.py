@@ -83,6 +83,7 @@ def check_text_only(args: Any) -> None:
         "clip_cov": args.clip_cov > 0,
         "kl_cov": args.kl_cov > 0,
         "dynamic_sampling": args.dynamic_sampling == "refill",
+        "trained_generations": args.trained_generations is not None,
     }
     names = [name for name, used in in_use.items() if used]
     refuse(args, names, "looks at tokens, and not at a prompt's images")

@@ -55,9 +55,13 @@ class Credit:
             ValueError: If a function of the user returns a wrong shape, or a number that is not finite.
         """
         args, advantages = self.policy.args, output["advantages"]
-        if args.advantage == "grpo" and not args.count_bonus:
+        if args.advantage == "grpo" and not args.count_bonus and not args.trains_some:
             return advantages
         rewards = self.scorer.totals(rewards_per_func).view(-1, args.num_generations)  # (P, G)
+        if args.trains_some:
+            # TRL compared all rows of a group. Compare only those that are trained; the others are NaN.
+            own = normalised(rewards, scale=args.scale_rewards).masked_fill(equal_groups(rewards), 0.0)
+            advantages = output["advantages"] = self.policy.ranks.local(own.flatten())
         if args.advantage != "grpo":
             advantages = self._weighted_sum(output, rewards, rewards_per_func, examples)
         if args.count_bonus:
@@ -75,6 +79,7 @@ class Credit:
         """Return the weighted sum of the parts of `advantage`, `(B,)` or `(B, T)`. `rewards` are the total rewards of
         all processes, `(P, G)`."""
         args, ranks = self.policy.args, self.policy.ranks
+        deciding = self.scorer.success().view(rewards.shape).masked_fill(rewards.isnan(), torch.nan)
         parts = advantage_parts(args)
         logs_parts = any(part.function is not None for part in parts) or len(parts) > 1
         total: torch.Tensor | None = None
@@ -86,7 +91,7 @@ class Credit:
                         rows=output,
                         examples=examples,
                         rewards_per_func=rewards_per_func.view(*rewards.shape, -1),
-                        success_rewards=self.scorer.success().view(rewards.shape),
+                        success_rewards=deciding,
                         grpo=ranks.gather(output["advantages"]).view(rewards.shape),
                         trainer=self.policy,
                         ranks=ranks,
@@ -97,7 +102,7 @@ class Credit:
             elif part.name == "unlikeliness":
                 found = self._unlikeliness(output, rewards)
             else:
-                found = built_in(part.name, args, rewards, self.scorer.success().view(rewards.shape))
+                found = built_in(part.name, args, rewards, deciding)
             if found.shape == rewards.shape:
                 found = ranks.local(found.flatten())  # (B,)
             if logs_parts:
