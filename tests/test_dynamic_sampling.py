@@ -336,12 +336,6 @@ def test_a_stream_has_no_order_to_choose_from(tmp_path, options):
         make_trainer(*PLAIN, tmp_path, train_dataset=make_dataset().to_iterable_dataset(), **options)
 
 
-def test_environments_are_made_for_batches_of_one_size(tmp_path):
-    options = dict(dynamic_sampling="refill", environment_factory=object)
-    with pytest.raises(ValueError, match="`dynamic_sampling='refill'` samples batches of other sizes"):
-        make_trainer(*PLAIN, tmp_path, **options)
-
-
 def test_a_stream_can_be_filtered(tmp_path):
     options = dict(train_dataset=make_dataset().to_iterable_dataset(), dynamic_sampling="filter")
     trainer = make_trainer(*PLAIN, tmp_path, reward_funcs=[contains_answer, always], **options)

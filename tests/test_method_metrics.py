@@ -39,7 +39,7 @@ RUNS = {
         ("exploration", dict(budget="knapsack")),
         ("exploration", dict(count_bonus=0.5, clip_cov=0.1, clip_cov_low=-5.0)),
         ("exploration", dict(kl_cov=0.1, num_iterations=2)),
-        ("exploration", dict(advantage=["grpo", "maxrl"])),
+        ("exploration", dict(advantage=["grpo", "maxrl"], trained_generations=2)),
         ("exploration", dict(shared_prefix_training="on")),
         ("tree_grpo", UNSOLVED),
         ("deep_grpo", UNSOLVED),

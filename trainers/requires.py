@@ -75,11 +75,6 @@ def check_arguments(
             "it: leave it out, use another trainer, or set `explore='resample'`."
         )
     _check_order(name, args, train_dataset)
-    if args.dynamic_sampling == "refill" and environment_factory is not None:
-        raise ValueError(
-            "`dynamic_sampling='refill'` samples batches of other sizes, and environments are made for one size: set "
-            "`dynamic_sampling='filter'`, or leave it out."
-        )
     if args.budget != "uniform" and args.explores_unsolved:
         raise ValueError(
             f"`budget={args.budget!r}` gives prompts unequally many rows, and `explore={args.explore!r}` compares "

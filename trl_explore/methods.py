@@ -650,6 +650,9 @@ ROWS = (
             "selection/kept_groups": "share of the sampled groups that are trained",
             "selection/missing_groups": "groups that are still without contrast and train nothing",
             "selection/sampled_tokens": "tokens of the main rows' completions, of all rounds of a batch",
+            "selection/trained_tokens": "with `trained_generations`: tokens of a batch's main rows that are trained",
+            "selection/untrained_tokens": "with `trained_generations`: tokens of a batch's main rows that are only "
+            "sampled",
             "selection/discarded_tokens": "tokens of completions that trained nothing, over the run",
             "selection/prompts_seen": "prompts taken from the order of the data, over the run",
             "selection/skipped_prompts": "prompts passed over, over the run",

@@ -1,0 +1,150 @@
+"""Dynamic sampling of agents: further trajectories, with their environments, replace groups without contrast."""
+
+import copy
+
+import pytest
+import torch
+from test_branpo import Lake, OwnState, Uncopyable, Voice, make
+from world import BOARDS, assert_same, differ, make_agent, parameters, says
+
+from trl_explore.trainers import (
+    AgentTreeGRPOConfig,
+    AgentTreeGRPOTrainer,
+    AutoExploreConfig,
+    AutoExploreTrainer,
+    BranPOConfig,
+    BranPOTrainer,
+    DeepGRPOConfig,
+    DeepGRPOTrainer,
+    ExplorationConfig,
+    ExplorationTrainer,
+    GiGPOConfig,
+    GiGPOTrainer,
+    SESAConfig,
+    SESATrainer,
+)
+
+OURS = ExplorationTrainer, ExplorationConfig
+REFILL = dict(dynamic_sampling="refill", max_sampling_rounds=4)
+
+
+def seldom(environments, **columns):
+    """1 for games of exactly two moves, so that many groups fail altogether."""
+    return [float(environment.episode.steps == 2) for environment in environments]
+
+
+@pytest.fixture(autouse=True)
+def sound_lake(monkeypatch):
+    monkeypatch.setattr(Lake, "breaks", "")
+    monkeypatch.setattr(Uncopyable, "moody", False)
+
+
+def test_trained_rows_have_the_rewards_of_their_own_environments(tmp_path, monkeypatch):
+    """The number of moves of a trajectory can be read from its tokens. It must fit to its reward."""
+    says(Voice(0.6), monkeypatch.setattr)
+    trainer = make(*OURS, tmp_path, reward_funcs=[seldom], max_steps=8, **REFILL, log_completions=True)
+    batches = []
+    run = type(trainer)._generate_and_score_completions
+
+    def keep(self, inputs):
+        output = run(self, inputs)
+        batches.append({name: value.clone() for name, value in output.items() if isinstance(value, torch.Tensor)})
+        return output
+
+    monkeypatch.setattr(type(trainer), "_generate_and_score_completions", keep)
+    before = parameters(trainer)
+    trainer.train()
+    log = [entry for entry in trainer.state.log_history if "selection/rounds" in entry]
+    assert any(entry["selection/rounds"] > 1 for entry in log) and differ(parameters(trainer), before)
+    seen = 0
+    for output in batches:
+        for ids, mask, advantage in zip(
+            output["completion_ids"], output["completion_mask"], output["advantages"], strict=True
+        ):
+            text = trainer._tokenizer.decode(ids[mask.bool()])
+            if advantage.abs() > 1e-6:
+                assert (text.count("!move") == 2) == bool(advantage > 0)
+                seen += 1
+    assert seen > 8
+
+
+def test_tokens_of_tools_are_no_sampled_tokens(tmp_path, monkeypatch):
+    voice = Voice(0.6)
+    says(voice, monkeypatch.setattr)
+    trainer = make(*OURS, tmp_path, reward_funcs=[seldom], max_steps=3, **REFILL)
+    trainer.train()
+    said = sum(len(ours) for call in voice.calls for _, ours in call)
+    assert trainer.state.log_history[-2]["generation/sampled_tokens"] <= said
+
+
+PAIRS = {
+    "gigpo": (GiGPOTrainer, GiGPOConfig, {}),
+    "branpo": (BranPOTrainer, BranPOConfig, dict(num_branches=2)),
+    "agent_tree_grpo": (AgentTreeGRPOTrainer, AgentTreeGRPOConfig, dict(num_expansions=2)),
+    "deep_grpo": (DeepGRPOTrainer, DeepGRPOConfig, dict(num_branches=2)),
+    "auto": (AutoExploreTrainer, AutoExploreConfig, dict(explore_min_share=1.0)),
+    "sesa": (SESATrainer, SESAConfig, dict(mode="agent", num_actions=2)),
+}
+
+
+STATES = [("branpo", OwnState), ("branpo", Uncopyable)]  # how states are kept does not depend on the method
+
+
+@pytest.mark.parametrize(("method", "factory"), [*((method, Lake) for method in PAIRS), *STATES])
+def test_methods_train_and_resume_bit_for_bit(tmp_path, monkeypatch, method, factory):
+    says(Voice(0.6), monkeypatch.setattr)
+    cls, config, own = PAIRS[method]
+    options = dict(reward_funcs=[seldom], max_steps=4, save_strategy="steps", save_steps=2, factory=factory)
+    options |= {**REFILL, **own}
+    torch.manual_seed(0)
+    whole = make(cls, config, tmp_path / "whole", **options)
+    before = parameters(whole)
+    whole.train()
+    log = [entry for entry in whole.state.log_history if "selection/rounds" in entry]
+    assert any(entry["selection/rounds"] > 1 for entry in log) and differ(parameters(whole), before)
+    again = make(cls, config, tmp_path / "again", **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert_same(parameters(again), parameters(whole))
+
+
+def test_if_all_groups_have_contrast_it_is_the_run_without_it(tmp_path, monkeypatch):
+    def different(environments, **columns):
+        return [float(place % 4) for place in range(len(environments))]
+
+    runs = []
+    for sampling in ("off", "refill"):
+        says(Voice(0.5), monkeypatch.setattr)
+        torch.manual_seed(0)
+        trainer = make(*OURS, tmp_path, reward_funcs=[different], dynamic_sampling=sampling, max_steps=3)
+        trainer.train()
+        runs.append(parameters(trainer))
+    assert_same(*runs)
+
+
+def test_environments_of_several_names(tmp_path, monkeypatch):
+    says(Voice(0.6), monkeypatch.setattr)
+    kinds = ["lake", "own"]
+    trainer = make(
+        *OURS, tmp_path, factory={"lake": Lake, "own": OwnState}, kinds=kinds, reward_funcs=[seldom], **REFILL
+    )
+    trainer.train()
+    assert "selection/rounds" in trainer.state.log_history[0]
+
+
+def test_environments_that_bring_their_own_prompts(tmp_path, monkeypatch):
+    says(Voice(0.6), monkeypatch.setattr)
+    trainer = make_agent(
+        *OURS,
+        tmp_path,
+        boards=copy.copy(BOARDS),
+        environment_factory=Lake,
+        per_device_train_batch_size=8,
+        num_generations=4,
+        max_completion_length=200,
+        max_tool_calling_iterations=4,
+        reward_funcs=[seldom],
+        trained_generations=2,
+        **REFILL,
+    )
+    trainer.train()
+    assert trainer.state.log_history[0]["selection/untrained_tokens"] > 0
