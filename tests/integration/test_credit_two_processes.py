@@ -33,3 +33,16 @@ def test_answers_of_both_processes_are_counted_once(results):
     answered = found["metrics"]["credit/answered_fraction"][0] * len(found["rewards"])
     counted = sum(sum(answers.values()) for answers in found["counts"].values())
     assert counted == pytest.approx(answered) and counted > 0
+
+
+def test_functions_of_both_processes_train_one_model(results):
+    found = [results[rank]["functions"] for rank in ("rank0", "rank1")]
+    assert found[0] == found[1] and found[0]["shape"] and found[0]["prompts"]
+    assert len(found[0]["metrics"]) == 3
+
+
+def test_both_processes_train_the_same_share_of_their_groups(results):
+    found = [results[rank]["selection"] for rank in ("rank0", "rank1")]
+    assert [one.pop("own") for one in found] == [0, 1]
+    assert found[0] == found[1] and found[0]["rows"] == 4 and found[0]["items"]
+    assert found[0]["log"]["selection/untrained_tokens"] > 0
