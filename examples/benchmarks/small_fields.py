@@ -4,12 +4,12 @@
     python examples/benchmarks/small_fields.py --report
 
 Each arm is tuned GRPO with one change. The main field of the arm has two values. The better value on the development
-seeds is trained on the fresh seeds. PODS samples four times the completions of GRPO, and trains some of them. GRPO with
-four times the samples is its control.
+seeds is trained on the fresh seeds. PODS samples four times the completions of GRPO, and trains some of them. Its
+control is GRPO with four times the samples.
 
 The evaluations go to `small_fields_results/<regime>.csv`, with a column for the stage (`knob` or `verdict`). After
-training, or with `--report` alone, the script writes the table to `small_fields_results/results.md`. It has differences
-to GRPO along the curve in percentage points, paired by seed, with 95 % t-intervals.
+training, or with `--report` alone, the script writes the table to `small_fields_results/results.md`. The table has
+differences to GRPO along the curve in percentage points, paired by seed, with 95 % t-intervals.
 """
 
 import argparse
