@@ -41,11 +41,11 @@ class AgentTreeGRPOConfig(ExplorationConfig):
             Weight of a leaf's advantage inside its tree, at least 0. Its advantage among all leaves of the prompt has
             weight 1. With 0, the same rows are only compared in the prompt. Use 0 as the control in a comparison.
         environment_state (`str`, *optional*, defaults to `"auto"`):
-            Way in which environments return to an earlier turn: `"auto"`, `"snapshot"`, `"copy"` or `"replay"`.
-            `"snapshot"` calls the environment's own `snapshot()` and `restore(state)`. `"copy"` calls `copy.deepcopy`
-            after every turn. `"replay"` repeats the tool calls of the earlier turns, and the tools must answer them as
-            before. `"auto"` uses the first of these three that is possible. It changes to `"replay"` if copies turn
-            out not to be separate.
+            Way to restore environments: `"auto"`, `"snapshot"`, `"copy"` or `"replay"`. A branch needs the state of an
+            earlier turn. `"snapshot"` calls the environment's own `snapshot()` and `restore(state)`. `"copy"` calls
+            `copy.deepcopy` after every turn. `"replay"` repeats the tool calls of the earlier turns, and the tools
+            must answer them as before. `"auto"` uses the first of these three that is possible. It changes to
+            `"replay"` if copies turn out not to be separate.
         success_threshold (`float`, *optional*, defaults to `1.0`):
             Smallest reward that counts as a success. The reward is the total reward, or the reward of `success_reward`
             if that is set. Only `explore_prompts="unsolved"` uses it.

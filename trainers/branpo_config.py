@@ -40,14 +40,14 @@ class BranPOConfig(ExplorationConfig):
             Number of continuations at each depth in groups whose accuracy is 1. With 0, no branch is sampled in these
             groups.
         branch_depth_hard (`int`, *optional*, defaults to `3`):
-            Largest number of responses that a branch of a failure samples again in hard groups, at least 1. Hard
-            groups have an accuracy below 0.5 (Eq. 16). With a larger number, branches reach earlier mistakes, but they
-            are longer.
+            Largest depth of branches from failures of hard groups, at least 1. The depth is the number of responses
+            that are sampled again. Hard groups have an accuracy below 0.5 (Eq. 16). With a larger depth, branches
+            reach earlier mistakes, but they are longer.
         branch_depth (`int`, *optional*, defaults to `2`):
-            Largest number of responses that a branch of a failure samples again in all other groups, at least 1. It
-            also limits branches of successes in groups whose accuracy is below 1.
+            Largest depth of branches from failures of other groups, at least 1. It is also the largest depth of
+            branches from successes of groups whose accuracy is below 1.
         branch_depth_solved (`int`, *optional*, defaults to `1`):
-            Largest number of responses that a branch samples again in groups whose accuracy is 1, at least 1.
+            Largest depth of branches in groups whose accuracy is 1, at least 1.
         branch_selection (`str`, *optional*, defaults to `"tail"`):
             Starts of branches: `"tail"` or `"random"`. With `"tail"`, branches start before the last responses.
             `"random"` is the control for a comparison: branches start before the same number of responses, drawn from
@@ -61,17 +61,18 @@ class BranPOConfig(ExplorationConfig):
             Accuracy of a group: `"mean"` or `"share"`. `"mean"` is the mean of the initial rewards that decide about
             success, as in the paper. `"share"` is the share of successes, as in the authors' code.
         branch_group (`str`, *optional*, defaults to `"prompt"`):
-            Group in which the ending of a trajectory is compared: all endings of its `"prompt"` (Eq. 12), or the
-            endings of its `"trajectory"` (Algorithm 1).
+            Endings that are compared with each other: `"prompt"` or `"trajectory"`. `"prompt"` compares all endings of
+            a prompt (Eq. 12), `"trajectory"` the endings of one trajectory (Algorithm 1).
         environment_state (`str`, *optional*, defaults to `"auto"`):
-            Way in which environments return to an earlier turn: `"auto"`, `"snapshot"`, `"copy"` or `"replay"`.
-            `"snapshot"` calls the environment's own `snapshot()` and `restore(state)`. `"copy"` calls `copy.deepcopy`
-            after every turn. `"replay"` repeats the tool calls of the earlier turns, and the tools must answer them as
-            before. `"auto"` uses the first of these three that is possible. It changes to `"replay"` if copies turn
-            out not to be separate. To find out, the trainer repeats some recorded tool calls at the start of a run.
+            Way to restore environments: `"auto"`, `"snapshot"`, `"copy"` or `"replay"`. A branch needs the state of an
+            earlier turn. `"snapshot"` calls the environment's own `snapshot()` and `restore(state)`. `"copy"` calls
+            `copy.deepcopy` after every turn. `"replay"` repeats the tool calls of the earlier turns, and the tools
+            must answer them as before. `"auto"` uses the first of these three that is possible. It changes to
+            `"replay"` if copies turn out not to be separate. To find out, the trainer repeats some recorded tool calls
+            at the start of a run.
         interaction_limits (`list[int]`, *optional*):
-            Largest number of rounds of tool calls per trajectory, one for each stage of training, each at least 1. For
-            example `[4, 8]`, as in the paper. None: `max_tool_calling_iterations` at all times.
+            Largest numbers of rounds of tool calls per trajectory, one for each stage of training. Each is at least 1.
+            For example `[4, 8]`, as in the paper. None: `max_tool_calling_iterations` at all times.
         interaction_limit_steps (`list[int]`, *optional*):
             Optimizer steps at which the next limit begins, in ascending order, for example `[40]`. One for each of
             `interaction_limits` except the first.

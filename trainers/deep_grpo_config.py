@@ -71,8 +71,8 @@ class DeepGRPOConfig(ExplorationConfig):
             Largest number of pivots per generation batch over all processes, at least 1. None: no limit. It limits the
             cost of a step. The first pivots of all completions come before the second of any.
         estimator_buffer_size (`int`, *optional*, defaults to `10000`):
-            Number of newest pivots whose outcomes the success estimator is fitted to, at least 1. With a larger
-            buffer, the estimate changes more slowly and is more precise.
+            Number of newest outcomes that the success estimator is fitted to, at least 1. With a larger buffer, the
+            estimate changes more slowly and is more precise.
         estimator_min_samples (`int`, *optional*, defaults to `10`):
             Number of outcomes before the success estimator is fitted for the first time. Until then, pivots depend on
             depth alone.
@@ -86,14 +86,14 @@ class DeepGRPOConfig(ExplorationConfig):
             Sample the branches together with the next generation batch. This saves a generation call per batch (the
             paper's appendix H). Branches then start from prefixes that the previous policy sampled.
         hard_states_file (`str`, *optional*):
-            `.jsonl` file inside `output_dir` that lists pivots without a successful branch, one JSON line for each. A
-            pivot is listed only if at least one of its branches has a reward.
+            `.jsonl` file inside `output_dir` that lists pivots without a successful branch. It has one JSON line per
+            pivot. A pivot is listed only if at least one of its branches has a reward.
         environment_state (`str`, *optional*, defaults to `"auto"`):
-            Way in which environments return to an earlier turn: `"auto"`, `"snapshot"`, `"copy"` or `"replay"`.
-            `"snapshot"` calls the environment's own `snapshot()` and `restore(state)`. `"copy"` calls `copy.deepcopy`
-            after every turn. `"replay"` repeats the tool calls of the earlier turns, and the tools must answer them as
-            before. `"auto"` uses the first of these three that is possible. It changes to `"replay"` if copies turn
-            out not to be separate.
+            Way to restore environments: `"auto"`, `"snapshot"`, `"copy"` or `"replay"`. A branch needs the state of an
+            earlier turn. `"snapshot"` calls the environment's own `snapshot()` and `restore(state)`. `"copy"` calls
+            `copy.deepcopy` after every turn. `"replay"` repeats the tool calls of the earlier turns, and the tools
+            must answer them as before. `"auto"` uses the first of these three that is possible. It changes to
+            `"replay"` if copies turn out not to be separate.
     """
 
     success_threshold: float = 1.0

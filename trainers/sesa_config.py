@@ -59,9 +59,9 @@ class SESAConfig(ExplorationConfig):
             `two_stage`: number of sketches per prompt, from 0 to `max_trajectories`. Each is a sampling call. The rows
             of a prompt use them in rotation. None: `max_trajectories`, so every row has its own sketch. 0 is GRPO.
         parallel_sketches (`int`, *optional*, defaults to `1`):
-            `two_stage`: number of chains of sketches per prompt that are drafted at the same time, up to
-            `num_sketches`. The paper has 1. A sketch sees only the earlier sketches of its own chain. With more
-            chains, there are fewer and larger sampling calls, and a sketch sees fewer of the others.
+            `two_stage`: number of chains of sketches per prompt, up to `num_sketches`. The chains are drafted at the
+            same time. The paper has 1. A sketch sees only the earlier sketches of its own chain. With more chains,
+            there are fewer and larger sampling calls, and a sketch sees fewer of the others.
         sketch_assignment (`str`, *optional*, defaults to `"own"`):
             `two_stage`: sketches that completions see: `"own"` or `"shuffled"`. `"shuffled"` is the control for a
             comparison: a completion sees a sketch of another prompt from the same place in the list, and every batch
@@ -117,9 +117,10 @@ class SESAConfig(ExplorationConfig):
         action_separator (`str`, *optional*, defaults to `"; "`):
             `agent`: text between the earlier actions.
         off_policy_correction (`bool`, *optional*, defaults to `False`):
-            Multiply tokens by the ratio of their likelihood under the plain prompt to their likelihood at sampling.
-            This applies to tokens that were sampled with a sketch, after earlier candidates, or in reply to a request
-            for another action. Ratios are cut at `off_policy_cap`. The paper has no correction.
+            Multiply tokens by a likelihood ratio. It is the likelihood under the plain prompt, divided by the
+            likelihood at sampling. It differs from 1 for tokens that were sampled with a sketch, after earlier
+            candidates, or in reply to a request for another action. Ratios are cut at `off_policy_cap`. The paper has
+            no correction.
         off_policy_cap (`float`, *optional*, defaults to `2.0`):
             Largest ratio of `off_policy_correction`, above 0. A higher cap gives less bias and more variance.
         off_policy_scope (`str`, *optional*, defaults to `"all"`):

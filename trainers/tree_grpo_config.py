@@ -73,10 +73,10 @@ class TreeGRPOConfig(ExplorationConfig):
             Outcome of a wrong completion that a limit cut off, in [-1, 0]. A higher value punishes these completions
             less.
         selection (`str`, *optional*, defaults to `"global"`):
-            Node at which a search continues after a completion: `"global"`, `"uct"` or `"random"`. `"global"` takes
-            the best node of the whole tree (Eq. 9). `"uct"` goes down from the root by upper confidence bounds.
-            `"random"` is the control for a comparison: it draws one of the nodes from which `"global"` takes the best,
-            all equally likely. From there, both go down by the same rule until a completion ends.
+            Choice of the next node: `"global"`, `"uct"` or `"random"`. After a completion ended, `"global"` takes the
+            best node of the whole tree (Eq. 9). `"uct"` goes down from the root by upper confidence bounds. `"random"`
+            is the control for a comparison: it draws one of the nodes from which `"global"` takes the best, all
+            equally likely. From there, both go down by the same rule until a completion ends.
         uct_coef (`float`, *optional*, defaults to `2.0`):
             Weight of the exploration bonus among siblings (Eq. 8), at least 0. With more weight, siblings with fewer
             visits are tried sooner.
@@ -101,8 +101,8 @@ class TreeGRPOConfig(ExplorationConfig):
         min_expansion_width (`int`, *optional*, defaults to `1`):
             Smallest number of children per node if `width_decay` reduces the width, at least 1.
         width_decay (`int`, *optional*, defaults to `0`):
-            Decrease of the width, in children per `max_tree_depth / expansion_width` levels of depth, at least 0. 0:
-            the width is constant. A narrower tree is cheaper.
+            Decrease of the width with depth, at least 0. Its unit is children per `max_tree_depth / expansion_width`
+            levels of depth. With 0, the width is constant. A narrower tree is cheaper.
         q_temperature (`float`, *optional*, defaults to `1.0`):
             Softness of the clip of a node's value, above 0. The clip is `tanh(value / q_temperature) * q_max` (Eq.
             16). A softer clip gives inner nodes weaker credit.
@@ -138,8 +138,8 @@ class TreeGRPOConfig(ExplorationConfig):
         replay_solutions (`int`, *optional*, defaults to `2`):
             Largest number of completions that are stored per prompt, at least 1. More of them replace more failures.
         replay_file (`str`, *optional*):
-            File with the stored completions of an earlier run: the `solutions.jsonl` in its `output_dir`. None: the
-            run starts without any.
+            Stored completions of an earlier run: the `solutions.jsonl` in its `output_dir`. None: the run starts
+            without stored completions.
         dump_trees (`str`, *optional*):
             Folder inside `output_dir` for the trees, one JSON line each, and one file per process. `trl-explore tree
             FILE` shows them. None: trees are not written.
