@@ -71,6 +71,7 @@ def test_a_run_that_learns_is_left_alone():
         ),
         ({"entropy": (1.0, 0.1)}, "13% of the entropy that the run began with is left (0.97 nats, now 0.13)"),
         ({"completions/clipped_ratio": (0, 0.4)}, "39% of the completions at the end are cut off"),
+        (
             {"tree/uniform_fraction": (0.99, 0.99)},
             "99% of the search trees end with all completions right or all wrong: lower",
         ),
