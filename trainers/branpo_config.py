@@ -37,8 +37,7 @@ class BranPOConfig(ExplorationConfig):
             Number of continuations at each depth (Eq. 15), at least 0. A larger number finds a different outcome more
             often. The cost is proportional to it.
         num_branches_solved (`int`, *optional*, defaults to `1`):
-            Number of continuations at each depth in groups whose accuracy is 1. With 0, no branch is sampled in these
-            groups.
+            Number of continuations at each depth in groups whose accuracy is 1. 0: none.
         branch_depth_hard (`int`, *optional*, defaults to `3`):
             Largest depth of branches from failures of hard groups, at least 1. The depth is the number of responses
             that are sampled again. Hard groups have an accuracy below 0.5 (Eq. 16). With a larger depth, branches
