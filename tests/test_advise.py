@@ -71,10 +71,13 @@ def test_a_run_that_learns_is_left_alone():
         ),
         ({"entropy": (1.0, 0.1)}, "13% of the entropy that the run began with is left (0.97 nats, now 0.13)"),
         ({"completions/clipped_ratio": (0, 0.4)}, "39% of the completions at the end are cut off"),
-        ({"tree/uniform_fraction": (0.99, 0.99)}, "99% of the search trees end all right or all wrong: lower"),
+        (
+            {"tree/uniform_fraction": (0.99, 0.99)},
+            "99% of the search trees end with all completions right or all wrong: lower",
+        ),
         (
             {"sketch/success": (0.1, 0.1), "sketch/plain_success": (0.6, 0.6)},
-            "Completions with a sketch are right in 10%, plain ones of the same groups in 60%",
+            "10% of the completions with a sketch are right, but 60% of the plain completions of the same groups",
         ),
     ],
 )

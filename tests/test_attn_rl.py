@@ -344,8 +344,8 @@ REFUSED = {
     "`attention_layers=[4]` must hold the first layer": dict(attention_layers=[4]),
     "`attention_layers=[1, 2]` begins after the 1 layers of Qwen2ForCausalLM": dict(attention_layers=[1, 2]),
     "`branches_per_fork=100000` can sample": dict(branches_per_fork=100_000),
-    "`advantage='pkpo'` does nothing here, where a tree's values are the credit": dict(advantage="pkpo"),
-    "`count_bonus=0.5` does nothing here": dict(count_bonus=0.5),
+    "`advantage='pkpo'` has no effect, because the values of a tree are the advantages": dict(advantage="pkpo"),
+    "`count_bonus=0.5` has no effect": dict(count_bonus=0.5),
     "`multi_objective_aggregation='normalize_then_sum'` has no meaning for a tree": dict(
         multi_objective_aggregation="normalize_then_sum"
     ),

@@ -1053,7 +1053,7 @@ ERRORS = {
     "`interaction_limits\\[1\\]=0` must be an integer": dict(
         interaction_limits=[4, 0], interaction_limit_steps=[3], max_tool_calling_iterations=None
     ),
-    "`interaction_limits=.*and `max_tool_calling_iterations=4` say the same": dict(interaction_limits=[4]),
+    "`interaction_limits=.*and `max_tool_calling_iterations=4` both limit the rounds": dict(interaction_limits=[4]),
     "`multi_objective_aggregation='normalize_then_sum'` is not supported": dict(
         multi_objective_aggregation="normalize_then_sum"
     ),

@@ -468,7 +468,7 @@ def test_the_help_of_a_method_is_its_fields_and_a_few_that_every_run_needs(metho
 def test_the_help_of_a_field_says_what_it_does_and_its_default(capsys):
     main(["train", "--method", "deep_grpo", "--help"])
     lines = capsys.readouterr().out.splitlines()
-    assert "  --num_branches                Branches K per pivot, at least 2 [8]" in lines
+    assert "  --num_branches                Number of branches per pivot (K), at least 2 [8]" in lines
 
 
 def test_all_fields_are_behind_help_all(capsys):

@@ -392,7 +392,7 @@ def test_a_tree_has_its_own_credit(tmp_path, options):
 
 @pytest.mark.parametrize("advantage", ["maxrl", "passk"])
 def test_shaped_rewards_with_signs_are_no_successes(tmp_path, advantage):
-    with pytest.raises(ValueError, match=f"`advantage='{advantage}'` needs rewards of .*G2RL's have signs"):
+    with pytest.raises(ValueError, match=f"`advantage='{advantage}'` needs rewards of .*G2RL's can be negative"):
         G2RLConfig(str(tmp_path), use_cpu=True, advantage=advantage)
 
 

@@ -290,7 +290,7 @@ def test_a_model_that_is_not_there_is_named(tmp_path):
         (dict(novelty_band=1.0), r"`novelty_band=1.0` must be in \[0, 1\)"),
         (dict(novelty_band=-0.1), "`novelty_band=-0.1` must"),
         (dict(embedding_batch_size=0), "`embedding_batch_size=0` must be at least 1"),
-        (dict(advantage="maxrl"), "EVOL-RL's have signs"),
+        (dict(advantage="maxrl"), "EVOL-RL's can be negative"),
         (dict(explore="auto"), "`explore='auto'` asks the reward functions which prompts are unsolved"),
     ],
 )

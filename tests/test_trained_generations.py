@@ -191,9 +191,9 @@ def test_methods_train_with_it(tmp_path, method):
 
 
 REFUSED = {
-    "tree_grpo": "does nothing here, where a tree's values are the credit",
-    "tree_rl": "does nothing here, where a tree's values are the credit",
-    "attn_rl": "does nothing here, where a tree's values are the credit",
+    "tree_grpo": "has no effect, because the values of a tree are the advantages",
+    "tree_rl": "has no effect, because the values of a tree are the advantages",
+    "attn_rl": "has no effect, because the values of a tree are the advantages",
     "gigpo": "leaves out trajectories, and GiGPO compares the steps of all",
     "branpo": "BranPOTrainer with 'tail_branches' gives these rows credit together with others",
     "agent_tree_grpo": "AgentTreeGRPOTrainer with 'turn_trees' gives these rows credit together with others",

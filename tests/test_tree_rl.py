@@ -329,8 +329,8 @@ REFUSED = {
     "`trained_leaves=3` is less than the `num_generations=4` chains": dict(trained_leaves=3),
     "`success_threshold=nan` must be a finite number": dict(success_threshold=math.nan),
     "`branches_per_fork=100000` can sample": dict(branches_per_fork=100_000),
-    "`advantage='maxrl'` does nothing here, where a tree's values are the credit": dict(advantage="maxrl"),
-    "`count_bonus=0.5` does nothing here": dict(count_bonus=0.5),
+    "`advantage='maxrl'` has no effect, because the values of a tree are the advantages": dict(advantage="maxrl"),
+    "`count_bonus=0.5` has no effect": dict(count_bonus=0.5),
     "`multi_objective_aggregation='normalize_then_sum'` has no meaning for a tree": dict(
         multi_objective_aggregation="normalize_then_sum"
     ),

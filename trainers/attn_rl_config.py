@@ -1,4 +1,4 @@
-"""The knobs of AttnRL."""
+"""Configuration of AttnRL."""
 
 from dataclasses import dataclass, field
 
@@ -25,43 +25,49 @@ class AttnRLConfig(ExplorationConfig):
     r"""
     Configuration of [`AttnRLTrainer`]: every field of [`~trl.GRPOConfig`] and the knobs of AttnRL.
 
-    Fields of GRPO keep TRL's defaults; the authors train with 6 generations, 64 prompts per step, `beta=0.001` and
-    `epsilon_high=0.28`. A *step* is a stretch of a completion up to a blank line.
+    Fields of GRPO keep TRL's defaults. The authors train with 6 generations, 64 prompts per step, `beta=0.001` and
+    `epsilon_high=0.28`. A *step* is a part of a completion that ends at a blank line.
 
     Args:
         num_forks (`int`, *optional*, defaults to `2`):
-            Steps (N) at which a forked chain is left, at least 0. The cost grows in proportion; 0 is GRPO. Chains with
-            fewer steps are forked at fewer.
+            Number of steps (N) at which a chain is forked, at least 0. 0 is GRPO. The cost is proportional to it.
+            Chains with fewer steps have fewer forks.
         branches_per_fork (`int`, *optional*, defaults to `2`):
-            Continuations (T) per fork, at least 1. More give a steadier value at each fork; the cost grows in
-            proportion.
+            Number of continuations per fork (T), at least 1. A larger number gives a more precise value at each fork.
+            The cost is proportional to it.
         fork_selection (`str`, *optional*, defaults to `"attention"`):
-            Which steps are forked: `"attention"`, `"uncertain"` or `"random"`. `"attention"` takes steps that later
-            steps attend to. The others are controls for a comparison, with as many steps of the same chains:
-            `"uncertain"` takes steps whose first token had the highest `-log p`, `"random"` any.
+            Steps that are forked: `"attention"`, `"uncertain"` or `"random"`. `"attention"` forks the steps to which
+            later steps attend. The others are controls for a comparison, and fork the same number of steps of the same
+            chains. `"uncertain"` forks the steps whose first token had the highest `-log p`. `"random"` forks random
+            steps.
         step_delimiters (`list[str]`, *optional*, defaults to `["\n\n"]`):
             Texts that end a step. More texts give more and shorter steps.
         step_length (`int`, *optional*):
-            Tokens per step, at least 1, for completions without such texts. `None` cuts at `step_delimiters`.
+            Number of tokens per step, at least 1. Use it for completions without such texts. None: `step_delimiters`
+            end steps.
         fork_until (`list[str]`, *optional*, defaults to `["</think>"]`):
-            Texts, in any case, after which a completion is not forked any more. `[]` forks anywhere.
+            Texts after which a completion is not forked any more. Upper and lower case do not matter. With `[]`, every
+            step may be forked.
         min_fork_distance (`int`, *optional*):
-            Fewest tokens between two forks of a chain, and before the first. A larger distance forks later and farther
-            apart. `None` is a sixteenth of `max_completion_length`, which is 512 with the authors' 8192.
+            Smallest number of tokens between two forks of a chain, and before its first fork. With a larger distance,
+            forks are later and farther apart. None: a sixteenth of `max_completion_length`, which is 512 for the
+            authors' 8192.
         influence_distance (`int`, *optional*, defaults to `4`):
             Distance in steps from which attention counts as influence, at least 1.
         influence_quantile (`float`, *optional*, defaults to `0.8`):
-            Share of a completion's steps with too little influence to be forked, in [0, 1]. A higher quantile leaves
-            fewer steps to choose from, with more influence.
+            Share of a completion's steps that have too little influence to be forked, in [0, 1]. With a higher
+            quantile, fewer steps can be forked, and they have more influence.
         attention_layers (`list[int]`, *optional*):
-            Layers that are read: the first, and the one after the last, for example `[8, 16]`. `None` reads all.
+            Layers whose attention is read: the first, and the one after the last, for example `[8, 16]`. None: all
+            layers.
         adaptive_sampling (`bool`, *optional*, defaults to `True`):
-            Fork fewer chains of prompts that are solved often: `ceil(G exp(-accuracy))` of G. Chains of the rarer
-            outcome come first, and prompts that all chains solve are forked only if their influence is above the
-            average of such prompts. `False` forks all chains.
+            Fork fewer chains of prompts that are solved often: `ceil(G exp(-accuracy))` of G chains. Chains with the
+            rarer outcome are forked first. A prompt that all chains solve is forked only if its influence is above the
+            mean influence of these prompts. With `False`, all chains are forked.
         success_threshold (`float`, *optional*, defaults to `1.0`):
-            Smallest reward of a success: the total, or that of `success_reward`. It decides the accuracy of a prompt,
-            so with a higher value more chains are forked, and which prompts `explore_prompts="unsolved"` forks.
+            Smallest reward that counts as a success. The reward is the total reward, or the reward of `success_reward`
+            if that is set. The accuracy of a prompt depends on it, so with a higher threshold more chains are forked.
+            `explore_prompts="unsolved"` uses it, too.
     """
 
     num_forks: int = 2
@@ -79,9 +85,10 @@ class AttnRLConfig(ExplorationConfig):
 
     @property
     def fork_distance(self) -> int:
-        """Fewest tokens between two forks of a chain, and before the first."""
-        given = self.min_fork_distance
-        return (self.max_completion_length or 8192) // 16 if given is None else given
+        """Smallest number of tokens between two forks of a chain, and before its first fork."""
+        if self.min_fork_distance is not None:
+            return self.min_fork_distance
+        return (self.max_completion_length or 8192) // 16
 
     @property
     def asks_about_success(self) -> bool:
@@ -96,7 +103,7 @@ class AttnRLConfig(ExplorationConfig):
         layers = self.attention_layers
         if layers is not None and not (len(layers) == 2 and 0 <= layers[0] < layers[1]):
             raise ValueError(
-                f"`attention_layers={layers}` must hold the first layer, from 0, and the one behind the last, for "
-                "example [8, 16], or be left out for all."
+                f"`attention_layers={layers}` must hold the first layer (from 0) and the one after the last, for "
+                "example [8, 16]. Leave it out to read all layers."
             )
         self.check_stage("branches_per_fork", self.rows_per_generation * max(self.num_forks, 1))

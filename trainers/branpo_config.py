@@ -1,4 +1,4 @@
-"""The knobs of BranPO."""
+"""Configuration of BranPO."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ CHECKS = (
     one_of("branch_group", GROUPS),
     one_of("accuracy", DEFINITIONS),
     one_of("environment_state", STATES),
-    within("success_threshold", low=0, high=1, words="be in [0, 1], as rewards are"),
+    within("success_threshold", low=0, high=1, words="be in [0, 1], like the rewards"),
 )
 COUNTS = ("num_branches", "num_branches_solved", "redundancy_tries")
 DEPTHS = ("branch_depth", "branch_depth_hard", "branch_depth_solved")
@@ -26,52 +26,57 @@ class BranPOConfig(ExplorationConfig):
     r"""
     Configuration of [`BranPOTrainer`]: every field of [`~trl.GRPOConfig`] and the knobs of BranPO.
 
-    Fields of GRPO keep TRL's defaults. A *turn* is one response of the model with what the tools answer to it.
+    Fields of GRPO keep TRL's defaults. A *turn* is one response of the model together with the answers of the
+    tools.
 
     Args:
         success_threshold (`float`, *optional*, defaults to `0.8`):
-            Smallest reward of a success, in [0, 1]: the total, or that of `success_reward`.
+            Smallest reward that counts as a success, in [0, 1]. The reward is the total reward, or the reward of
+            `success_reward` if that is set.
         num_branches (`int`, *optional*, defaults to `2`):
-            Continuations sampled at each depth (Eq. 15), at least 0. More of them find a different outcome more often;
-            the cost grows in proportion.
+            Number of continuations at each depth (Eq. 15), at least 0. A larger number finds a different outcome more
+            often. The cost is proportional to it.
         num_branches_solved (`int`, *optional*, defaults to `1`):
-            Continuations sampled at each depth in groups whose accuracy is 1; 0: none.
+            Number of continuations at each depth in groups whose accuracy is 1. 0: none.
         branch_depth_hard (`int`, *optional*, defaults to `3`):
-            Responses to go back at most, for failures of hard groups, at least 1. Hard groups have an accuracy below
-            0.5 (Eq. 16). Larger values reach earlier mistakes, by longer branches.
+            Largest depth of branches from failures of hard groups, at least 1. The depth is the number of responses
+            that are sampled again. Hard groups have an accuracy below 0.5 (Eq. 16). With a larger depth, branches
+            reach earlier mistakes, but they are longer.
         branch_depth (`int`, *optional*, defaults to `2`):
-            Responses to go back at most, for failures of other groups, at least 1. It is also the depth for successes
-            of groups with an accuracy below 1.
+            Largest depth of branches from failures of other groups, at least 1. It is also the largest depth of
+            branches from successes of groups whose accuracy is below 1.
         branch_depth_solved (`int`, *optional*, defaults to `1`):
-            Responses to go back at most, in groups whose accuracy is 1, at least 1.
+            Largest depth of branches in groups whose accuracy is 1, at least 1.
         branch_selection (`str`, *optional*, defaults to `"tail"`):
-            Branches start before the last responses (`"tail"`), or anywhere (`"random"`). The second is the control
-            for a comparison: as many different responses, drawn from the whole trajectory, so that branches are
-            longer; a shorter success is then looked for from any response but the last, and environments' states are
-            kept for all turns.
+            Starts of branches: `"tail"` or `"random"`. With `"tail"`, branches start before the last responses.
+            `"random"` is the control for a comparison: branches start before the same number of responses, drawn from
+            the whole trajectory, so they are longer. Branches that look for a shorter way then start before any
+            response except the last. The environments' states are then kept for all turns.
         redundancy_tries (`int`, *optional*, defaults to `5`):
-            Branches that look for a shorter way than a long success took; 0: none. They start before the penultimate
-            response (section 4.4). More of them find a shorter way more often; with 0, redundant steps are not masked.
+            Number of branches that look for a shorter way than a long success took. They start before the penultimate
+            response (section 4.4). A larger number finds a shorter way more often. With 0, redundant steps are not
+            masked.
         accuracy (`str`, *optional*, defaults to `"mean"`):
-            Accuracy of a group: the `"mean"` reward, or the `"share"` of successes. The mean (the paper's) is of the
-            initial rewards that decide success; the share is what the authors' code takes.
+            Accuracy of a group: `"mean"` or `"share"`. `"mean"` is the mean of the initial rewards that decide about
+            success, as in the paper. `"share"` is the share of successes, as in the authors' code.
         branch_group (`str`, *optional*, defaults to `"prompt"`):
-            What a suffix is compared with: those of its `"prompt"` or its `"trajectory"`. The first is Eq. 12, the
-            second Algorithm 1.
+            Endings that are compared with each other: `"prompt"` or `"trajectory"`. `"prompt"` compares all endings of
+            a prompt (Eq. 12), `"trajectory"` the endings of one trajectory (Algorithm 1).
         environment_state (`str`, *optional*, defaults to `"auto"`):
-            How environments return to a turn: `"auto"`, `"snapshot"`, `"copy"` or `"replay"`. `"snapshot"` uses the
-            environment's own `snapshot()` and `restore(state)`, `"copy"` calls `copy.deepcopy` after every turn,
-            `"replay"` makes the calls of the prefix again, which must be answered as before. `"auto"` takes the first
-            that is possible, and changes to replays where copies turn out not to be separate.
-            To find out, tools are asked again for some recorded calls at a run's start.
+            Way to restore environments: `"auto"`, `"snapshot"`, `"copy"` or `"replay"`. A branch needs the state of an
+            earlier turn. `"snapshot"` calls the environment's own `snapshot()` and `restore(state)`. `"copy"` calls
+            `copy.deepcopy` after every turn. `"replay"` repeats the tool calls of the earlier turns, and the tools
+            must answer them as before. `"auto"` uses the first of these three that is possible. It changes to
+            `"replay"` if copies turn out not to be separate. To find out, the trainer repeats some recorded tool calls
+            at the start of a run.
         interaction_limits (`list[int]`, *optional*):
-            Rounds of tool calls per trajectory, one number per stage, each at least 1. For example `[4, 8]`, as in the
-            paper. `None` is `max_tool_calling_iterations` throughout.
+            Largest numbers of rounds of tool calls per trajectory, one for each stage of training. Each is at least 1.
+            For example `[4, 8]`, as in the paper. None: `max_tool_calling_iterations` at all times.
         interaction_limit_steps (`list[int]`, *optional*):
-            Optimizer steps at which the next limit begins, ascending, for example `[40]`. One for each of
-            `interaction_limits` but the first.
+            Optimizer steps at which the next limit begins, in ascending order, for example `[40]`. One for each of
+            `interaction_limits` except the first.
         eval_interaction_limit (`int`, *optional*):
-            Rounds of tool calls in evaluation, at least 1. `None` is the limit of training at that step.
+            Largest number of rounds of tool calls in evaluation, at least 1. None: the limit of training at that step.
     """
 
     success_threshold: float = 0.8
@@ -96,9 +101,10 @@ class BranPOConfig(ExplorationConfig):
     def validate(self) -> None:
         super().validate()
         run_checks(self, CHECKS)
-        for names, least in ((COUNTS, 0), (DEPTHS, 1)):
-            for name in names:
-                _check_integer(name, vars(self)[name], least)
+        for name in COUNTS:
+            _check_integer(name, getattr(self, name), 0)
+        for name in DEPTHS:
+            _check_integer(name, getattr(self, name), 1)
         for name in ("num_branches", "num_branches_solved"):
             self.check_stage(name, self.rows_per_generation)
         self._check_limits()
@@ -111,35 +117,39 @@ class BranPOConfig(ExplorationConfig):
     def _check_limits(self) -> None:
         limits, steps = self.interaction_limits, self.interaction_limit_steps or []
         for name in ("interaction_limits", "interaction_limit_steps"):
-            for i, value in enumerate(vars(self)[name] or []):
+            for i, value in enumerate(getattr(self, name) or []):
                 _check_integer(f"{name}[{i}]", value, 1)
         if self.eval_interaction_limit is not None:
             _check_integer("eval_interaction_limit", self.eval_interaction_limit, 1)
         if len(steps) != max(len(limits or []) - 1, 0) or sorted(set(steps)) != steps:
             raise ValueError(
                 f"`interaction_limit_steps={self.interaction_limit_steps}` with `interaction_limits={limits}`: give "
-                "one step, in ascending order, for every limit but the first."
+                "one step, in ascending order, for every limit except the first."
             )
         if limits and self.max_tool_calling_iterations is not None:
             raise ValueError(
                 f"`interaction_limits={limits}` and `max_tool_calling_iterations={self.max_tool_calling_iterations}` "
-                "say the same: set only one of them."
+                "both limit the rounds of tool calls: set only one of them."
             )
 
     def interaction_limit(self, step: int) -> int | None:
         """
-        Rounds of tool calls that a training trajectory may have.
+        Return the largest number of rounds of tool calls of a training trajectory.
 
         Args:
             step (`int`):
-                Optimizer steps done.
+                Number of optimizer steps that were made.
 
         Returns:
-            `int` or `None`: The limit; `None` where there is none.
+            `int` or `None`: The limit. None if there is no limit.
         """
         if not self.interaction_limits:
             return self.max_tool_calling_iterations
-        return self.interaction_limits[sum(step >= start for start in self.interaction_limit_steps or [])]
+        stage = 0
+        for start in self.interaction_limit_steps or []:
+            if step >= start:
+                stage += 1
+        return self.interaction_limits[stage]
 
 
 def _check_integer(name: str, value: Any, least: int) -> None:

@@ -1,4 +1,4 @@
-"""The knobs of DEEP-GRPO, their defaults and what is wrong with a bad one."""
+"""Configuration of DEEP-GRPO."""
 
 import math
 from dataclasses import dataclass, field
@@ -17,8 +17,8 @@ CHECKS = (
     at_least(2, "num_branches", words="; a branch's advantage is relative to its siblings"),
     at_least(1, "num_pivots", "estimator_buffer_size", "estimator_update_steps"),
     within("aux_loss_weight", "depth_bias", "success_threshold", "estimator_l2"),
-    within("aux_loss_weight", low=0, words="not be negative; 0 switches it off"),
-    within("estimator_l2", above=0, words="be positive, or separable outcomes diverge"),
+    within("aux_loss_weight", low=0, words="not be negative; 0 only measures the pivots"),
+    within("estimator_l2", above=0, words="be positive, because separable outcomes have no finite fit without it"),
     at_least(1, "max_pivots_per_batch", "segment_length", "min_remaining_tokens", optional=True, words=", or None"),
 )
 
@@ -29,66 +29,71 @@ class DeepGRPOConfig(ExplorationConfig):
     r"""
     Configuration of [`DeepGRPOTrainer`]: every field of [`~trl.GRPOConfig`] and the knobs of DEEP-GRPO.
 
-    Fields of GRPO keep TRL's defaults; the paper trains with `beta=1e-4`, 64 prompts per step and 8 generations.
+    Fields of GRPO keep TRL's defaults. The paper trains with `beta=1e-4`, 64 prompts per step and 8 generations.
 
     Args:
         success_threshold (`float`, *optional*, defaults to `1.0`):
-            Smallest reward of a success: the total, or that of `success_reward`. A completion below it has failed and
-            is branched from, so a higher value branches more.
+            Smallest reward that counts as a success. The reward is the total reward, or the reward of `success_reward`
+            if that is set. A completion with a smaller reward has failed and gets branches, so a higher threshold
+            means more branches.
         num_branches (`int`, *optional*, defaults to `8`):
-            Branches K per pivot, at least 2. More of them recover more failures and give a steadier baseline; the cost
-            grows in proportion.
+            Number of branches per pivot (K), at least 2. A larger number recovers more failures and gives a more
+            precise baseline. The cost is proportional to it.
         num_pivots (`int`, *optional*, defaults to `1`):
-            Pivots per failed completion, at least 1, drawn without replacement. Cost grows in proportion.
+            Number of pivots per failed completion, at least 1. They are drawn without replacement. The cost is
+            proportional to it.
         aux_loss_weight (`float`, *optional*, defaults to `1.0`):
-            Weight lambda of the branches' loss, at least 0. With 0 the update is plain GRPO's, and the pivots are only
-            measured.
+            Weight of the branches' loss (lambda), at least 0. With 0, the update is plain GRPO's, and the pivots are
+            only measured.
         depth_bias (`float`, *optional*, defaults to `2.0`):
-            Exponent gamma of the depth bias (Eq. 1), any sign. Larger values draw later pivots, whose branches are
-            shorter; 0 ignores depth, negative values draw early pivots.
+            Exponent of the depth bias (gamma in Eq. 1), any sign. Larger values prefer later pivots, whose branches
+            are shorter. 0 ignores depth. Negative values prefer early pivots.
         segmentation (`str`, *optional*, defaults to `"delimiter"`):
-            Where a completion is cut into segments: `"delimiter"` or `"fixed"`. `"delimiter"` cuts after the texts of
-            `segment_delimiters`, `"fixed"` every `segment_length` tokens.
+            Rule that cuts a completion into segments: `"delimiter"` or `"fixed"`. `"delimiter"` cuts after the texts
+            of `segment_delimiters`. `"fixed"` cuts every `segment_length` tokens.
         segment_length (`int`, *optional*):
-            Tokens per segment with `segmentation="fixed"`. Longer segments leave fewer pivots to choose from. Up to
-            `max_completion_length`; `None` is 50, or `max_completion_length` if that is less.
+            Number of tokens per segment with `segmentation="fixed"`, at most `max_completion_length`. Longer segments
+            leave fewer pivots to choose from. None: 50, or `max_completion_length` if it is smaller.
         segment_delimiters (`list[str]`, *optional*, defaults to `[".", "\n"]`):
             Texts that end a segment with `segmentation="delimiter"`. More texts give more pivots to choose from.
         min_remaining_tokens (`int`, *optional*):
-            Fewest tokens that a branch may have, so no pivot is drawn later. From 1 to `max_completion_length`; `None`
-            is a tenth of it.
+            Smallest token budget of a branch, from 1 to `max_completion_length`. Pivots that leave a smaller budget
+            are not drawn. None: a tenth of `max_completion_length`.
         pivot_selection (`str`, *optional*, defaults to `"utility"`):
-            How pivots are drawn: `"utility"` (Eq. 1), `"uniform"` or `"root"`. The last two are controls for a
-            comparison: `"uniform"` draws any segment start, `"root"` samples the whole completion again, as many times
-            as there would be pivots.
+            Distribution of pivots: `"utility"`, `"uniform"` or `"root"`. `"utility"` is Eq. 1. The other two are
+            controls for a comparison. `"uniform"` draws any start of a segment. `"root"` samples the whole completion
+            again, with the same number of branches.
         branch_from (`str`, *optional*, defaults to `"failures"`):
-            Completions to branch from: `"failures"`, `"failed_groups"` or `"all"`. `"failures"` are all that failed,
-            `"failed_groups"` only those of prompts without any success (cheapest), `"all"` adds the successes (the
-            paper's expand-all ablation).
+            Completions that get branches: `"failures"`, `"failed_groups"` or `"all"`. `"failures"` are all failed
+            completions. `"failed_groups"` are the completions of prompts without any success (cheapest). `"all"` adds
+            the successes (the paper's expand-all ablation).
         max_pivots_per_batch (`int`, *optional*):
-            Most pivots per generation batch, at least 1; `None` sets no limit. It bounds the cost of a step. Counted
-            over all processes, and drawn fairly over the completions.
+            Largest number of pivots per generation batch over all processes, at least 1. None: no limit. It limits the
+            cost of a step. The first pivots of all completions come before the second of any.
         estimator_buffer_size (`int`, *optional*, defaults to `10000`):
-            Newest outcomes of pivots that the success estimator is fitted to, at least 1. A larger buffer gives a
-            slower, steadier estimate.
+            Number of newest outcomes that the success estimator is fitted to, at least 1. With a larger buffer, the
+            estimate changes more slowly and is more precise.
         estimator_min_samples (`int`, *optional*, defaults to `10`):
-            Outcomes before the success estimator is first fitted. Until then depth alone decides.
+            Number of outcomes before the success estimator is fitted for the first time. Until then, pivots depend on
+            depth alone.
         estimator_update_steps (`int`, *optional*, defaults to `1`):
-            Generation batches between two fits of the success estimator, at least 1. Fits are cheap.
+            Number of generation batches between two fits of the success estimator, at least 1. Fits are cheap.
         estimator_l2 (`float`, *optional*, defaults to `1.0`):
-            L2 penalty on the slope of the success estimator, above 0; an outcome counts 1. A larger penalty gives a
-            flatter estimate while outcomes are few. scikit-learn's `C` is its inverse.
+            L2 penalty on the slope of the success estimator, above 0. One outcome has weight 1. With a larger penalty,
+            the estimate depends less on depth while there are few outcomes. scikit-learn's `C` is the inverse of this
+            penalty.
         deferred_branching (`bool`, *optional*, defaults to `False`):
             Sample the branches together with the next generation batch. This saves a generation call per batch (the
-            paper's appendix H); branches then start from prefixes that the previous policy sampled.
+            paper's appendix H). Branches then start from prefixes that the previous policy sampled.
         hard_states_file (`str`, *optional*):
-            `.jsonl` file inside `output_dir` that lists pivots without a successful branch. A pivot is one JSON line,
-            written if any of its branches could be scored.
+            `.jsonl` file inside `output_dir` that lists pivots without a successful branch. It has one JSON line per
+            pivot. A pivot is listed only if at least one of its branches has a reward.
         environment_state (`str`, *optional*, defaults to `"auto"`):
-            How environments return to a turn: `"auto"`, `"snapshot"`, `"copy"` or `"replay"`. `"snapshot"` uses the
-            environment's own `snapshot()` and `restore(state)`, `"copy"` calls `copy.deepcopy` after every turn,
-            `"replay"` makes the calls of the prefix again, which must be answered as before. `"auto"` takes the first
-            that is possible, and changes to replays where copies turn out not to be separate.
+            Way to restore environments: `"auto"`, `"snapshot"`, `"copy"` or `"replay"`. A branch needs the state of an
+            earlier turn. `"snapshot"` calls the environment's own `snapshot()` and `restore(state)`. `"copy"` calls
+            `copy.deepcopy` after every turn. `"replay"` repeats the tool calls of the earlier turns, and the tools
+            must answer them as before. `"auto"` uses the first of these three that is possible. It changes to
+            `"replay"` if copies turn out not to be separate.
     """
 
     success_threshold: float = 1.0
@@ -131,11 +136,11 @@ class DeepGRPOConfig(ExplorationConfig):
         if (self.segment_length or 0) > longest:
             raise ValueError(
                 f"`max_completion_length={self.max_completion_length}` is smaller than one segment of "
-                f"`segment_length={self.segment_length}` tokens: there would be nothing to branch from but the "
-                "prompt. Lower `segment_length` or raise `max_completion_length`."
+                f"`segment_length={self.segment_length}` tokens, so no pivot is possible except the prompt. "
+                "Lower `segment_length` or raise `max_completion_length`."
             )
         if (self.min_remaining_tokens or 0) > longest:
             raise ValueError(
                 f"`min_remaining_tokens={self.min_remaining_tokens}` is more than `max_completion_length="
-                f"{self.max_completion_length}`, so that not even the prompt could be branched from. Lower it."
+                f"{self.max_completion_length}`, so no pivot is possible, not even the prompt. Lower it."
             )

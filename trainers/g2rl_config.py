@@ -1,4 +1,4 @@
-"""The knobs of G2RL, their defaults and what is wrong with a bad one."""
+"""Configuration of G2RL."""
 
 from dataclasses import dataclass
 
@@ -30,31 +30,33 @@ class G2RLConfig(ExplorationConfig):
 
     Args:
         novelty_weight (`float`, *optional*, defaults to `1.0`):
-            How strongly novelty scales a reward (lambda of Eq. 12), at least 0. With 0 no feature is computed.
+            Weight of novelty in the factor of a reward (lambda in Eq. 12), at least 0. With 0, no feature is computed.
         novelty_scores (`str`, *optional*, defaults to `"gradient"`):
-            Novelty scores: `"gradient"` (Eq. 11) or `"shuffled"`. The second is the control for a comparison: the same
-            scores, permuted at random among the scored completions of a group, so that they say nothing.
+            Novelty scores: `"gradient"` (Eq. 11) or `"shuffled"`. `"shuffled"` is the control for a comparison: the
+            same scores, permuted at random among the scored completions of a group, so that they carry no information.
         novelty_transform (`str`, *optional*, defaults to `"minmax"`):
-            How scores become factors of rewards: `"minmax"`, `"centered"` or `"raw"`. `"minmax"` maps the scores of a
-            group to [0, 1], so that factors are in [1, 1 + lambda]; `"centered"` maps them to [-1, 1], with factors in
-            [1 - lambda, 1 + lambda]; `"raw"` keeps them.
+            Map from novelty scores to factors of rewards: `"minmax"`, `"centered"` or `"raw"`. `"minmax"` maps the
+            scores of a group to [0, 1], so that factors are in [1, 1 + lambda]. `"centered"` maps them to [-1, 1], so
+            that factors are in [1 - lambda, 1 + lambda]. `"raw"` does not change them.
         reward_mapping (`str`, *optional*, defaults to `"scaled"`):
-            Which rewards are shaped: `"scaled"`, `"binary"` or `"none"`. `"scaled"` maps the smallest reward of a
-            group to -1 and the largest to +1, so that graded rewards train too; rewards of 0 and 1 are mapped as in
-            the paper. `"binary"` maps rewards of at least `success_threshold` to +1 and others to -1, as in the paper.
-            `"none"` shapes rewards as they are. The first two map the total, or the reward of `success_reward`.
+            Rewards that are shaped: `"scaled"`, `"binary"` or `"none"`. `"scaled"` maps the smallest reward of a group
+            to -1 and the largest to +1, so that graded rewards train, too. Rewards of 0 and 1 are mapped as in the
+            paper. `"binary"` maps rewards of at least `success_threshold` to +1 and all others to -1, as in the paper.
+            `"none"` does not map rewards. `"scaled"` and `"binary"` map the total reward, or the reward of
+            `success_reward`.
         success_threshold (`float`, *optional*, defaults to `1.0`):
-            Smallest reward of a correct completion: the total, or that of `success_reward`. If the rewards of a group
-            are all equal, `"scaled"` maps them by it.
+            Smallest reward of a correct completion. The reward is the total reward, or the reward of `success_reward`
+            if that is set. If all rewards of a group are equal, `"scaled"` maps them to +1 or -1 by this threshold.
         reward_clip (`float`, *optional*, defaults to `3.0`):
-            Largest absolute value of a shaped reward, at least 1. No effect while lambda is at most 2.
+            Largest absolute value of a shaped reward, at least 1. It has no effect if lambda is at most 2.
         min_correct (`int`, *optional*, defaults to `0`):
-            Groups with fewer correct completions keep their rewards. With 0 (the paper's), novelty alone ranks the
-            completions of groups that are all wrong; 1 leaves these groups alone.
+            Smallest number of correct completions of a group whose rewards are shaped. With 0 (as in the paper), only
+            novelty ranks the completions of groups that are all wrong. With 1, the rewards of these groups are not
+            changed.
         min_wrong (`int`, *optional*, defaults to `0`):
-            Groups with fewer wrong completions keep their rewards. With 0 (the paper's), novelty alone ranks the
-            completions of groups that are all correct, with the weight of any other difference; 1 leaves these groups
-            alone.
+            Smallest number of wrong completions of a group whose rewards are shaped. With 0 (as in the paper), only
+            novelty ranks the completions of groups that are all correct, with the same weight as any other difference.
+            With 1, the rewards of these groups are not changed.
     """
 
     novelty_weight: float = 1.0
@@ -74,4 +76,4 @@ class G2RLConfig(ExplorationConfig):
         super().validate()
         run_checks(self, CHECKS)
         if any(part.name in ("maxrl", "passk", "reinforce") for part in advantage_parts(self)):
-            refuse(self, ["advantage"], "needs rewards of at least 0, or of 0 and 1, and G2RL's have signs and sizes")
+            refuse(self, ["advantage"], "needs rewards of at least 0, or of 0 and 1, but G2RL's can be negative")

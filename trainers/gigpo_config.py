@@ -1,4 +1,4 @@
-"""The knobs of GiGPO."""
+"""Configuration of GiGPO."""
 
 from dataclasses import dataclass
 
@@ -12,8 +12,8 @@ STATES = ("shown", "shuffled")
 CHECKS = (
     one_of("step_scale", SCALES),
     one_of("step_states", STATES),
-    within("step_weight", low=0, words="be at least 0 (episode advantages alone, as GRPO) and finite"),
-    within("step_discount", above=0, high=1, words="be in (0, 1]; 1 does not prefer shorter ways"),
+    within("step_weight", low=0, words="be at least 0 (only advantages of trajectories, as in GRPO) and finite"),
+    within("step_discount", above=0, high=1, words="be in (0, 1]; with 1, shorter ways are not preferred"),
     within("state_similarity", above=0, high=1, optional=True, words="be in (0, 1], or None for equal texts only"),
 )
 
@@ -24,26 +24,26 @@ class GiGPOConfig(ExplorationConfig):
     r"""
     Configuration of [`GiGPOTrainer`]: every field of [`~trl.GRPOConfig`] and the knobs of GiGPO.
 
-    Fields of GRPO keep TRL's defaults. A *step* is one response of the model in a trajectory of several; its *state*
-    is what was shown to the model before it: the prompt, or what its tools answered last.
+    Fields of GRPO keep TRL's defaults. A *step* is one response of the model in a trajectory. The *state* of a step is
+    the last text that the model saw before it: the prompt, or the last answer of the tools.
 
     Args:
         step_weight (`float`, *optional*, defaults to `1.0`):
-            Weight of a step's advantage (omega of Eq. 8), at least 0. The advantage of its trajectory has weight 1; 0
+            Weight of a step's advantage (omega in Eq. 8), at least 0. The advantage of its trajectory has weight 1. 0
             is GRPO.
         step_discount (`float`, *optional*, defaults to `0.95`):
-            Factor on the reward per step up to the end (gamma of Eq. 5), above 0 to 1. A higher value gives early
-            steps more of the reward, and prefers shorter ways less; 1 does not prefer them.
+            Discount factor of the reward per step before the end (gamma in Eq. 5), in (0, 1]. With a higher value,
+            early steps get more of the reward, and shorter ways are preferred less. With 1, they are not preferred.
         step_scale (`str`, *optional*, defaults to `"group"`):
-            What returns of a state are divided by: their deviation (`"group"`), or `"none"`. The advantage of the
-            trajectory follows TRL's `scale_rewards`.
+            Scale of the returns of a state: `"group"` divides them by their deviation, `"none"` does not. The
+            advantage of the trajectory follows TRL's `scale_rewards`.
         state_similarity (`float`, *optional*):
-            Share of matching characters from which two states count as one, above 0 to 1. A higher share merges fewer
-            states; `None` merges only equal ones. For observations that hardly ever repeat, as search results; the
-            authors take 0.9.
+            Share of matching characters from which two states count as one, in (0, 1]. With a higher share, fewer
+            states are merged. None: only equal states are merged. Use it for observations that are rarely the same,
+            such as search results. The authors use 0.9.
         step_states (`str`, *optional*, defaults to `"shown"`):
-            States of steps: as they were `"shown"`, or `"shuffled"`. The second is the control for a comparison: the
-            states of a prompt are dealt out to its steps at random, so that they say nothing.
+            States of steps: `"shown"` or `"shuffled"`. `"shuffled"` is the control for a comparison: the states of a
+            prompt are assigned to its steps at random, so that they carry no information.
     """
 
     step_weight: float = 1.0
@@ -56,4 +56,8 @@ class GiGPOConfig(ExplorationConfig):
         super().validate()
         run_checks(self, CHECKS)
         if self.trained_generations is not None:
-            refuse(self, ["trained_generations"], "leaves out trajectories, and GiGPO compares the steps of all")
+            refuse(
+                self,
+                ["trained_generations"],
+                "leaves out trajectories, and GiGPO compares the steps of all trajectories",
+            )

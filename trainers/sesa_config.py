@@ -1,4 +1,4 @@
-"""The knobs of SESA, their defaults and what is wrong with a bad one."""
+"""Configuration of SESA."""
 
 from dataclasses import dataclass
 
@@ -51,85 +51,89 @@ class SESAConfig(ExplorationConfig):
 
     Args:
         mode (`str`, *optional*, defaults to `"two_stage"`):
-            What is drafted: `"two_stage"`, `"sequential"` or `"agent"`. `"two_stage"` drafts plans (sketches) one
-            after another, and samples a completion for each; `"sequential"` takes the candidates of one response that
-            lists `num_generations` short answers; `"agent"` proposes the actions of an agent in an environment one
-            after another.
+            Kind of drafts: `"two_stage"`, `"sequential"` or `"agent"`. `"two_stage"` drafts plans (sketches) one after
+            another, and samples a completion for each. `"sequential"` samples one response that lists
+            `num_generations` short answers, the candidates. `"agent"` proposes the actions of an agent in an
+            environment one after another.
         num_sketches (`int`, *optional*):
-            `two_stage`: sketches per prompt, 0 to `max_trajectories`; each is a sampling call. The rows of a prompt
-            share them in turn. `None` is `max_trajectories`, a sketch of its own for every row; 0 is GRPO.
+            `two_stage`: number of sketches per prompt, from 0 to `max_trajectories`. Each is a sampling call. The rows
+            of a prompt use them in rotation. None: `max_trajectories`, so every row has its own sketch. 0 is GRPO.
         parallel_sketches (`int`, *optional*, defaults to `1`):
-            `two_stage`: chains of sketches per prompt that are drafted side by side. Up to `num_sketches`; 1 is the
-            paper's. A sketch is shown those before it in its own chain only, so that more chains make fewer and larger
-            sampling calls, and sketches that know less of each other.
+            `two_stage`: number of chains of sketches per prompt, up to `num_sketches`. The chains are drafted at the
+            same time. The paper has 1. A sketch sees only the earlier sketches of its own chain. With more chains,
+            there are fewer and larger sampling calls, and a sketch sees fewer of the others.
         sketch_assignment (`str`, *optional*, defaults to `"own"`):
-            `two_stage`: which sketches are shown to completions: `"own"` or `"shuffled"`. The second is the control
-            for a comparison: every completion sees a sketch of another prompt, drawn anew in every batch, at the same
-            place in the list. Drafting, rewards and training are the same with both: a completion is rewarded and
-            trained under its own prompt. Prompts are exchanged within a process, each of which therefore needs at
-            least two per generation batch; equal ones are exchanged with different ones.
+            `two_stage`: sketches that completions see: `"own"` or `"shuffled"`. `"shuffled"` is the control for a
+            comparison: a completion sees a sketch of another prompt from the same place in the list, and every batch
+            exchanges prompts at random. Drafting, rewards and training do not change: a completion is rewarded and
+            trained under its own prompt. Prompts are exchanged within a process, so each process needs at least two
+            per generation batch. Equal prompts get sketches of different prompts.
         max_sketch_length (`int`, *optional*, defaults to `64`):
-            Most tokens per sketch, at least 1. Longer sketches are fuller plans; the cost grows in proportion.
+            Largest number of tokens per sketch, at least 1. Longer sketches are more complete plans. The cost is
+            proportional to it.
         sketch_template (`str`, *optional*, defaults to `SKETCH_TEMPLATE`):
             Prompt of the first sketch, with `{problem}`.
         next_sketch_template (`str`, *optional*, defaults to `NEXT_SKETCH_TEMPLATE`):
-            Prompt of the other sketches, with `{problem}` and `{sketches}`, those before. It decides how strongly
-            sketches are told to differ.
+            Prompt of the other sketches, with `{problem}` and `{sketches}` (the earlier sketches). Its text decides
+            how strongly the model is asked for a different sketch.
         sketch_separator (`str`, *optional*, defaults to `"\n- "`):
             Text between the earlier sketches.
         solve_template (`str`, *optional*, defaults to `SOLVE_TEMPLATE`):
-            Prompt of a completion, with `{problem}` and, usually, `{sketch}`. It decides how strongly the completion
-            follows its sketch.
+            Prompt of a completion, with `{problem}` and, usually, `{sketch}`. Its text decides how strongly the
+            completion follows its sketch.
         candidate_template (`str`, *optional*, defaults to `CANDIDATE_TEMPLATE`):
             `sequential`: prompt of a list, with `{problem}` and, optionally, `{num_candidates}`.
         candidate_separator (`str`, *optional*, defaults to `"\n"`):
             `sequential`: text between the candidates of a list.
         candidate_context (`str`, *optional*, defaults to `"list"`):
-            `sequential`: behind what a candidate is drawn: `"list"`, those before it, or `"alone"`. The second is the
-            control for a comparison: every row is the first candidate of a list of its own, of which no more is
-            sampled than `max_completion_length` tokens and a separator, or `max_list_length`. Equal ones are kept.
+            `sequential`: context from which a candidate is sampled: `"list"` or `"alone"`. `"list"` is the list with
+            the earlier candidates. `"alone"` is the control for a comparison: every row is the first candidate of its
+            own list. This list has at most `max_completion_length` tokens and a separator, or `max_list_length`
+            tokens. Equal candidates are kept.
         max_lists (`int`, *optional*):
-            `sequential`: how often a list is asked for or continued, at least 1. More rounds give fuller lists, by
-            more calls; they end earlier where one adds no candidates, or there are `num_generations` different ones.
-            `None` is `num_generations`.
+            `sequential`: largest number of calls that sample or continue a list, at least 1. More calls give more
+            complete lists. They end earlier if a call adds no candidates, or if there are `num_generations` different
+            candidates. None: `num_generations`.
         max_list_length (`int`, *optional*):
-            `sequential`: most tokens of a list, and of each continuation, at least 1. Thoughts before the list count.
-            `None` is `num_generations * max_completion_length`, or what the context allows.
+            `sequential`: largest number of tokens of a list, and of each continuation, at least 1. Thoughts before the
+            list count. None: `num_generations * max_completion_length`, or less if the context is shorter.
         context_length (`int`, *optional*):
-            Tokens of prompt and completion together. With more of them, more sketches fit a prompt. `None` is the
-            model's `max_position_embeddings`.
+            Largest number of tokens of prompt and completion together. With a larger number, more sketches fit into a
+            prompt. None: the model's `max_position_embeddings`.
         num_actions (`int`, *optional*, defaults to `4`):
-            `agent`: most actions proposed per decision, at least 2. Each is a call, and there are never more than
-            trajectories that stand before the decision.
+            `agent`: largest number of actions that are proposed per decision, at least 2. Each is a sampling call. A
+            decision never gets more proposals than it has trajectories.
         branch_depth (`int`, *optional*, defaults to `2`):
-            `agent`: turns at which actions are proposed, at least 0; 0 is GRPO. Later turns are sampled as in GRPO.
+            `agent`: number of turns at which actions are proposed, at least 0. 0 is GRPO. Later turns are sampled as
+            in GRPO.
         max_trajectories (`int`, *optional*):
-            `two_stage`, `agent`: rows per prompt that explore, 0 to `num_generations`. They get a sketch or take
-            proposed actions; the others of a group are sampled from the plain prompt. `None` is `num_generations`, 0
-            is GRPO.
+            `two_stage`, `agent`: number of rows per prompt that explore, from 0 to `num_generations`. These rows get a
+            sketch or take proposed actions. The other rows of a group are sampled from the plain prompt. None:
+            `num_generations`. 0 is GRPO.
         action_template (`str`, *optional*, defaults to `ACTION_TEMPLATE`):
-            `agent`: last message that asks for another action, with `{problem}` and `{actions}`. It takes the place of
-            the last message, which is `{problem}` (the task at first, then what the tools answered); `{actions}` are
-            such as `move(direction=left)`.
+            `agent`: message that asks for another action, with `{problem}` and `{actions}`. It replaces the last
+            message. `{problem}` is the replaced message: the task at first, later the answer of the tools. `{actions}`
+            are texts such as `move(direction=left)`.
         action_separator (`str`, *optional*, defaults to `"; "`):
             `agent`: text between the earlier actions.
         off_policy_correction (`bool`, *optional*, defaults to `False`):
-            Weight tokens by their likelihood under the plain prompt over that at sampling. They were sampled with a
-            sketch, after earlier candidates, or when asked for another action. Weights are cut at `off_policy_cap`.
-            Beyond the paper.
+            Multiply tokens by a likelihood ratio. It is the likelihood under the plain prompt, divided by the
+            likelihood at sampling. It differs from 1 for tokens that were sampled with a sketch, after earlier
+            candidates, or in reply to a request for another action. Ratios are cut at `off_policy_cap`. The paper has
+            no correction.
         off_policy_cap (`float`, *optional*, defaults to `2.0`):
-            Largest weight of `off_policy_correction`, above 0. A higher cap gives less bias and more variance.
+            Largest ratio of `off_policy_correction`, above 0. A higher cap gives less bias and more variance.
         off_policy_scope (`str`, *optional*, defaults to `"all"`):
-            Rows that `off_policy_correction` weights: `"all"` or `"negative"`. The second means negative advantages
-            only: the policy learns at full strength from unlikely answers that turn out right, and unlikely wrong ones
-            do not pull it apart.
+            Rows that `off_policy_correction` weights: `"all"` or `"negative"`. `"negative"` means only rows with
+            negative advantages. The policy then learns at full strength from unlikely answers that turn out right, and
+            unlikely wrong answers do not make it diverge.
         success_threshold (`float`, *optional*, defaults to `1.0`):
-            Smallest reward of a correct completion, for the metrics. The reward is the total, or that of
-            `success_reward`.
+            Smallest reward of a correct completion, for the metrics. The reward is the total reward, or the reward of
+            `success_reward` if that is set.
         coverage_column (`str`, *optional*):
             Column of the data set with a list of all right answers to a prompt, as texts. The metric `sketch/coverage`
-            is then the share of them that a group found. Prompts with `None` or an empty list are left out. `None`
-            reads no column and logs no coverage.
+            is then the share of these answers that a group found. Prompts with None or an empty list are ignored.
+            None: no column is read, and no coverage is logged.
     """
 
     mode: str = "two_stage"
@@ -161,16 +165,20 @@ class SESAConfig(ExplorationConfig):
     @property
     def explored_rows(self) -> int:
         """Number of rows per prompt that explore."""
-        return (self.num_generations or 1) if self.max_trajectories is None else self.max_trajectories
+        if self.max_trajectories is not None:
+            return self.max_trajectories
+        return self.num_generations or 1
 
     @property
     def sketches_per_prompt(self) -> int:
         """Number of sketches that `mode="two_stage"` drafts for a prompt."""
-        return self.explored_rows if self.num_sketches is None else self.num_sketches
+        if self.num_sketches is not None:
+            return self.num_sketches
+        return self.explored_rows
 
     @property
     def explores(self) -> bool:
-        """True if anything differs from plain GRPO."""
+        """Return whether training differs from plain GRPO."""
         if self.mode == "two_stage":
             return self.sketches_per_prompt > 0
         if self.mode == "agent":
@@ -187,32 +195,35 @@ class SESAConfig(ExplorationConfig):
         self._check_mode()
         self._check_counts()
         for name, slots in SLOTS.items():
-            check_template(name, vars(self)[name], required=slots)
+            check_template(name, getattr(self, name), required=slots)
         for name in ("sketch_separator", "candidate_separator", "action_separator"):
-            if not vars(self)[name]:
+            if not getattr(self, name):
                 raise ValueError(f"`{name}` must not be empty: texts would run into each other.")
 
     def _check_mode(self) -> None:
-        for name, neutral, mode, what in (
+        for name, neutral, mode, drafts in (
             ("sketch_assignment", "own", "two_stage", "sketches"),
             ("parallel_sketches", 1, "two_stage", "sketches"),
             ("candidate_context", "list", "sequential", "lists"),
         ):
-            if vars(self)[name] != neutral and self.mode != mode:
+            value = getattr(self, name)
+            if value != neutral and self.mode != mode:
                 raise ValueError(
-                    f"`{name}={vars(self)[name]!r}` has no meaning with `mode={self.mode!r}`, which writes no {what}: "
+                    f"`{name}={value!r}` has no meaning with `mode={self.mode!r}`, which writes no {drafts}: "
                     f"set `mode={mode!r}`, or leave it out."
                 )
         if self.explores_some and self.mode == "agent":
-            field = "explore_share_end" if self.explore_prompts == "all" else "explore_prompts"
+            field = "explore_prompts"
+            if self.explore_prompts == "all":
+                field = "explore_share_end"
             raise ValueError(
-                f"`{field}={vars(self)[field]!r}` chooses prompts whose trajectories were sampled first, but with "
-                "`mode='agent'` actions are proposed while they grow: set another `mode`, or leave it out."
+                f"`{field}={getattr(self, field)!r}` chooses prompts after their trajectories were sampled, but "
+                "`mode='agent'` proposes actions during sampling: set another `mode`, or leave it out."
             )
         if self.max_trajectories is not None and self.mode == "sequential":
             raise ValueError(
-                f"`max_trajectories={self.max_trajectories}` has no meaning with `mode='sequential'`, where a list "
-                "makes the whole group: set another `mode`, or leave it out."
+                f"`max_trajectories={self.max_trajectories}` has no meaning with `mode='sequential'`, where all "
+                "rows of a group come from one list: set another `mode`, or leave it out."
             )
 
     def _check_counts(self) -> None:
@@ -220,7 +231,7 @@ class SESAConfig(ExplorationConfig):
         if self.max_trajectories is not None and not 0 <= self.max_trajectories <= group:
             raise ValueError(
                 f"`max_trajectories={self.max_trajectories}` must be between 0 (plain GRPO) and "
-                f"`num_generations={group}`, the trajectories of a prompt: raise `num_generations` for more."
+                f"`num_generations={group}`, the number of trajectories of a prompt: raise `num_generations` for more."
             )
         bound, most = "num_generations", group
         if self.max_trajectories is not None and self.mode == "two_stage":
@@ -228,12 +239,15 @@ class SESAConfig(ExplorationConfig):
         if self.num_sketches is not None and not 0 <= self.num_sketches <= most:
             raise ValueError(
                 f"`num_sketches={self.num_sketches}` must be between 0 (plain GRPO) and `{bound}={most}`, "
-                "which solve one sketch each."
+                "the number of rows that get a sketch."
             )
-        if self.parallel_sketches > max(1, most if self.num_sketches is None else self.num_sketches):
+        num_sketches = self.num_sketches
+        if num_sketches is None:
+            num_sketches = most
+        if self.parallel_sketches > max(1, num_sketches):
             raise ValueError(
                 f"`parallel_sketches={self.parallel_sketches}` chains need a sketch each: raise `num_sketches` (now "
-                f"{most if self.num_sketches is None else self.num_sketches}), or lower it."
+                f"{num_sketches}), or lower it."
             )
         if self.num_actions < 2 or self.branch_depth < 0:
             raise ValueError(

@@ -1,14 +1,14 @@
-"""The knobs of TreeGRPO, their defaults and what is wrong with a bad one."""
+"""Configuration of TreeGRPO."""
 
 from dataclasses import dataclass, replace
 
-from trl_explore.credit.checks import refuse
 from trl_explore.names import explain_fields
 from trl_explore.saving.checkpoints import path_inside
 from trl_explore.trees.rules import DEPTH_BONUSES
 from trl_explore.trees.search import Limits
 
 from .config import ExplorationConfig, at_least, one_of, run_checks, within
+from .tree_rl_config import check_credit_of_tree
 
 CHECKS = (
     one_of("selection", ("global", "uct", "random")),
@@ -32,111 +32,117 @@ class TreeGRPOConfig(ExplorationConfig):
     r"""
     Configuration of [`TreeGRPOTrainer`]: every field of [`~trl.GRPOConfig`] and the knobs of DeepSearch.
 
-    Fields of GRPO keep TRL's defaults but for `epsilon_high`, which is the paper's 0.28. `scale_rewards` has no
-    effect: `advantage_normalization` takes its place.
+    Fields of GRPO keep TRL's defaults, except for `epsilon_high`, which is 0.28 as in the paper. `scale_rewards` has
+    no effect: `advantage_normalization` replaces it.
 
     Args:
         epsilon_high (`float`, *optional*, defaults to `0.28`):
-            Upper clip of the probability ratio, at least 0. A larger value allows larger steps towards better tokens;
-            `None` is `epsilon`.
+            Upper clip of the probability ratio, at least 0. A larger value allows larger steps towards better tokens.
+            None: `epsilon`.
         expansion_width (`int`, *optional*, defaults to `8`):
-            Children per node (W), at least 1. A wider search costs in proportion, unless it ends earlier. With short
-            answers, 4 learned more from as many tokens.
+            Number of children per node (W), at least 1. The cost of a search is proportional to it, unless the search
+            ends earlier. With short answers, 4 learned more than 8 from the same number of tokens.
         max_tree_depth (`int`, *optional*, defaults to `64`):
-            Most nodes per path, at least 1. The completion budget ends a path too.
+            Largest number of nodes per path, at least 1. The completion budget ends a path, too.
         node_length (`int`, *optional*):
-            Most tokens per node (C), at least 1. Longer nodes need fewer calls and give coarser credit. `None` is 256
-            (the paper's), or an eighth of `max_completion_length` if that is less.
+            Largest number of tokens per node (C), at least 1. Longer nodes need fewer calls and give coarser credit.
+            None: 256 (as in the paper), or an eighth of `max_completion_length` if that is less.
         parallel_expansions (`int`, *optional*, defaults to `1`):
-            Nodes of a tree that an iteration expands, at least 1; 1 is the paper's. More of them make fewer and larger
-            sampling calls and shallower trees; try more prompts per batch first. Beside the node that the search goes
-            on with, the best others of the frontier are expanded, chosen as if every visit that is under way had
-            failed (virtual loss).
+            Number of nodes of a tree that an iteration expands, at least 1. The paper has 1. With more nodes, there
+            are fewer and larger sampling calls, and trees are shallower. Try more prompts per batch first. The
+            additional nodes are the best of the frontier, under the assumption that the visits in progress fail
+            (virtual loss).
         max_search_iterations (`int`, *optional*):
-            Most iterations per tree, at least 1; each is one sampling call. More of them leave fewer direct rollouts
-            and cost more. Rows that are missing in the end are filled with completions that wait, then with direct
-            rollouts. `None` is what a search can need: `num_generations` times the deepest possible tree.
+            Largest number of iterations per tree, at least 1. Each is one sampling call. More iterations leave fewer
+            direct rollouts and cost more. If rows are missing at the end, finished completions that were not chosen
+            before fill them, and then direct rollouts. None: `num_generations` times the depth of the deepest possible
+            tree, which is enough for every search.
         max_tree_tokens (`int`, *optional*):
-            Most tokens that the search samples per tree, at least 1; `None` sets no limit. Direct rollouts do not
-            count.
+            Largest number of tokens that the search samples per tree, at least 1. None: no limit. Direct rollouts do
+            not count.
         reward_mapping (`str`, *optional*, defaults to `"scaled"`):
-            Outcome of a finished completion, in [-1, 1]: `"scaled"` or `"binary"`. `"scaled"` scales the rewards of a
-            tree: its smallest reward is worth -1, its largest +1. Rewards of 0 and 1 give the paper's outcomes, and
-            rewards between them train too. `"binary"` (Eq. 6) is +1 for a correct completion and -1 for any other.
-            The reward is the total, or that of `success_reward`.
+            Outcome of a finished completion, in [-1, 1]: `"scaled"` or `"binary"`. `"scaled"` maps the smallest reward
+            of a tree to -1 and the largest to +1. Rewards of 0 and 1 give the paper's outcomes, and rewards between
+            them train, too. `"binary"` (Eq. 6) is +1 for a correct completion and -1 for any other. The reward is the
+            total reward, or the reward of `success_reward` if that is set.
         success_threshold (`float`, *optional*, defaults to `1.0`):
-            Smallest reward of a correct completion: the total, or that of `success_reward`. The search prefers correct
-            completions, and a tree whose rewards are all equal has outcomes of +1 or -1 by it.
+            Smallest reward of a correct completion. The reward is the total reward, or the reward of `success_reward`
+            if that is set. The search prefers correct completions. If all rewards of a tree are equal, its outcomes
+            are +1 or -1 by this threshold.
         incomplete_score (`float`, *optional*, defaults to `-1.0`):
-            Outcome of a wrong completion that a limit cut off, in [-1, 0]. A higher value punishes these less.
+            Outcome of a wrong completion that a limit cut off, in [-1, 0]. A higher value punishes these completions
+            less.
         selection (`str`, *optional*, defaults to `"global"`):
-            Where a search goes on after a completion: `"global"`, `"uct"` or `"random"`. `"global"` takes the best
-            node of the whole tree (Eq. 9), `"uct"` goes down from the root by upper confidence bounds. `"random"` is
-            the control for a comparison: where `"global"` takes the best, any of the same nodes, all equally likely;
-            from there, both go down alike until a completion ends.
+            Choice of the next node: `"global"`, `"uct"` or `"random"`. After a completion ended, `"global"` takes the
+            best node of the whole tree (Eq. 9). `"uct"` goes down from the root by upper confidence bounds. `"random"`
+            is the control for a comparison: it draws one of the nodes from which `"global"` takes the best, all
+            equally likely. From there, both go down by the same rule until a completion ends.
         uct_coef (`float`, *optional*, defaults to `2.0`):
-            Weight of the exploration bonus among siblings (Eq. 8), at least 0. With more weight, siblings that were
-            visited less are tried sooner.
+            Weight of the exploration bonus among siblings (Eq. 8), at least 0. With more weight, siblings with fewer
+            visits are tried sooner.
         quality_weight (`float`, *optional*, defaults to `0.4`):
-            Weight lambda 1 of the parent's mean value in the global score (Eq. 9). With more weight the search goes on
-            where completions were right.
+            Weight of the parent's mean value in the global score (lambda 1 in Eq. 9). With more weight, the search
+            continues where completions were right.
         entropy_weight (`float`, *optional*, defaults to `0.0`):
-            Weight lambda 2 of the node's mean token entropy, any sign. With more weight the search goes on where the
-            policy is unsure, with a negative one where it is confident. With vLLM the entropy is the mean `-log p` of
-            the node's tokens.
+            Weight of the node's mean token entropy in the global score (lambda 2), any sign. With a positive weight,
+            the search continues where the policy is unsure. With a negative weight, it continues where the policy is
+            confident. With vLLM, the entropy is the mean `-log p` of the node's tokens.
         depth_weight (`float`, *optional*, defaults to `0.01`):
-            Weight lambda 3 of the depth bonus. With more weight the search goes on deeper. With short answers 0.01
-            stays near the root; where a wrong choice ends an answer of few nodes, 4.0 did better.
+            Weight of the depth bonus in the global score (lambda 3). With more weight, the search continues at deeper
+            nodes. With short answers, a search with 0.01 stays near the root. If a wrong choice ends an answer of few
+            nodes, 4.0 was better.
         depth_bonus (`str`, *optional*, defaults to `"sqrt"`):
-            Shape of the depth bonus: `"sqrt"`, `"linear"` or `"log"`. At depth d (Eq. 10) they are
-            `sqrt(d / max_tree_depth)`, `d` and `ln(d + 1)`. The first is small where a completion has far fewer nodes
-            than `max_tree_depth`.
+            Shape of the depth bonus: `"sqrt"`, `"linear"` or `"log"`. At depth d (Eq. 10) they are `sqrt(d /
+            max_tree_depth)`, `d` and `ln(d + 1)`. `"sqrt"` is small if a completion has far fewer nodes than
+            `max_tree_depth`.
         q_decay_min (`float`, *optional*, defaults to `0.1`):
-            Smallest decay of an outcome on its way to the root (Eq. 5), in [0, 1]. A higher value gives early nodes
-            more of an outcome.
+            Smallest decay factor of an outcome on its way to the root (Eq. 5), in [0, 1]. With a higher value, early
+            nodes get more of an outcome.
         min_expansion_width (`int`, *optional*, defaults to `1`):
-            Fewest children per node where `width_decay` shrinks the width, at least 1.
+            Smallest number of children per node if `width_decay` reduces the width, at least 1.
         width_decay (`int`, *optional*, defaults to `0`):
-            How fast the width shrinks with depth, at least 0; 0: not at all. In children fewer per `max_tree_depth /
-            expansion_width` levels. A narrower tree is cheaper.
+            Decrease of the width with depth, at least 0. Its unit is children per `max_tree_depth / expansion_width`
+            levels of depth. With 0, the width is constant. A narrower tree is cheaper.
         q_temperature (`float`, *optional*, defaults to `1.0`):
             Softness of the clip of a node's value, above 0. The clip is `tanh(value / q_temperature) * q_max` (Eq.
-            16); a softer one gives inner nodes weaker credit.
+            16). A softer clip gives inner nodes weaker credit.
         q_max (`float`, *optional*, defaults to `1.0`):
-            Limit of the clip of a node's value, above 0. A higher limit gives inner nodes stronger credit beside the
-            last one.
+            Limit of the clip of a node's value, above 0. A higher limit gives inner nodes stronger credit relative to
+            the last node.
         node_credit (`str`, *optional*, defaults to `"value"`):
-            What the tokens of a node are worth: `"value"`, the clipped value that the search found (Eq. 16), or
-            `"outcome"`, that of the completion which they are trained in, which is GRPO's credit on the tree's rows.
+            Credit of a node's tokens: `"value"` or `"outcome"`. `"value"` is the clipped value that the search found
+            (Eq. 16). `"outcome"` is the outcome of the completion in which the tokens are trained. This is GRPO's
+            credit on the rows of the tree.
         advantage_normalization (`str`, *optional*, defaults to `"mean"`):
-            What a node's value is compared with: `"mean"` or `"mean_std"` of the tree. `"mean"` subtracts the mean
-            terminal score of the tree (Eq. 18); `"mean_std"` also divides by its standard deviation.
+            Normalisation of a node's value: `"mean"` or `"mean_std"`. `"mean"` subtracts the mean terminal score of
+            the tree (Eq. 18). `"mean_std"` also divides by the standard deviation of these scores.
         overlong_buffer (`int`, *optional*, defaults to `0`):
-            Tokens over which the overlong penalty grows, at least 0; 0: none. They end at `max_completion_length`,
-            where the penalty is `overlong_penalty`; a larger buffer begins earlier.
+            Number of tokens over which the overlong penalty increases, at least 0. 0: no penalty. The buffer ends at
+            `max_completion_length`, where the penalty is `overlong_penalty`. A larger buffer begins earlier.
         overlong_penalty (`float`, *optional*, defaults to `1.0`):
             Penalty of a completion of `max_completion_length` tokens, at least 0.
         share_prefix_once (`bool`, *optional*, defaults to `False`):
-            Train a node that several completions share in the first of them only.
+            Train a node that several completions share only in the first of them.
         skip_uniform_trees (`bool`, *optional*, defaults to `True`):
-            Train nothing where all completions are right or all are wrong. Completions that were cut off are wrong,
-            whatever `incomplete_score` says. `False` is the authors': the first steps of all-wrong trees then get
-            positive advantages and those of all-correct trees negative ones.
+            Do not train trees whose completions are all right or all wrong. Completions that a limit cut off are wrong
+            here, with any `incomplete_score`. `False` is the authors' choice: the first steps of trees that are all
+            wrong then get positive advantages, and the first steps of trees that are all correct get negative ones.
         replay_buffer (`bool`, *optional*, defaults to `False`):
-            Use correct completions of hard prompts again, in the place of a search. This is cheaper. At the next visit
-            of such a prompt they replace failures among direct rollouts. Once the prompt is not hard any more, they
-            are dropped, and it is searched like any other.
+            Reuse correct completions of hard prompts instead of a search, which is cheaper. At the next visit of a
+            hard prompt, its stored completions replace failures among direct rollouts. When the prompt is not hard any
+            more, its completions are dropped, and it is searched like any other prompt.
         replay_threshold (`float`, *optional*, defaults to `0.25`):
-            Largest share of correct completions of a hard prompt, in [0, 1]. A prompt is hard if its tree's share is
-            above 0 and at most this, and stays hard while at most this share of its direct rollouts is correct; with a
-            higher value, more prompts count as hard, and for longer.
+            Largest share of correct completions of a hard prompt, in [0, 1]. A prompt becomes hard if the share in its
+            tree is above 0 and at most this threshold. It remains hard while the share in its direct rollouts is at
+            most this threshold. With a higher threshold, more prompts are hard, and for longer.
         replay_solutions (`int`, *optional*, defaults to `2`):
-            Most solutions kept per prompt, at least 1. More of them replace more failures.
+            Largest number of completions that are stored per prompt, at least 1. More of them replace more failures.
         replay_file (`str`, *optional*):
-            Solutions of an earlier run to start from: the `solutions.jsonl` in its `output_dir`.
+            Stored completions of an earlier run: the `solutions.jsonl` in its `output_dir`. None: the run starts
+            without stored completions.
         dump_trees (`str`, *optional*):
-            Folder inside `output_dir` for the trees, one JSON line each. There is one file per process; `trl-explore
-            tree FILE` shows them.
+            Folder inside `output_dir` for the trees, one JSON line each, and one file per process. `trl-explore tree
+            FILE` shows them. None: trees are not written.
     """
 
     epsilon_high: float | None = 0.28
@@ -179,16 +185,7 @@ class TreeGRPOConfig(ExplorationConfig):
     def validate(self) -> None:
         super().validate()
         run_checks(self, CHECKS)
-        own = {
-            "advantage": self.advantage != "grpo",
-            "count_bonus": self.count_bonus > 0,
-            "trained_generations": self.trained_generations is not None,
-        }
-        refuse(
-            self,
-            (name for name, used in own.items() if used),
-            "does nothing here, where a tree's values are the credit",
-        )
+        check_credit_of_tree(self)
         self._check_sizes()
         if self.replay_file is not None and not self.replay_buffer:
             raise ValueError(f"`replay_file={self.replay_file!r}` has no effect without `replay_buffer=True`: set it.")
@@ -218,14 +215,14 @@ class TreeGRPOConfig(ExplorationConfig):
         limits = self.limits()
         if limits.most_results < limits.num_results:
             raise ValueError(
-                f"`num_generations={self.num_generations}` is more than the {limits.most_results} completions that a "
-                f"tree of `expansion_width={self.expansion_width}` and depth {limits.deepest} can end with: raise "
+                f"`num_generations={self.num_generations}` is more than the {limits.most_results} completions of the "
+                f"largest tree with `expansion_width={self.expansion_width}` and depth {limits.deepest}: raise "
                 "`expansion_width` or `max_tree_depth`, shorten `node_length`, or lower `num_generations`."
             )
 
     def limits(self) -> Limits:
         """
-        Shape and budget of the trees, with every default filled in.
+        Return the shape and the budget of the trees. Fields that are None get their defaults.
 
         Returns:
             [`~trl_explore.trees.search.Limits`]: The limits.

@@ -1,4 +1,4 @@
-"""The knobs of TreeRL."""
+"""Configuration of TreeRL."""
 
 from dataclasses import dataclass, field
 
@@ -23,30 +23,32 @@ class TreeRLConfig(ExplorationConfig):
     r"""
     Configuration of [`TreeRLTrainer`]: every field of [`~trl.GRPOConfig`] and the knobs of TreeRL.
 
-    Fields of GRPO keep TRL's defaults; `num_generations` is the paper's M, the number of chains of a prompt.
+    Fields of GRPO keep TRL's defaults. `num_generations` is the number of chains of a prompt (M in the paper).
 
     Args:
         num_rounds (`int`, *optional*, defaults to `1`):
-            Rounds of forks (L), at least 0; 0 is GRPO. A later round may also fork branches, and each is one more
-            sampling call.
+            Number of rounds of forks (L), at least 0. 0 is GRPO. A later round may also fork branches. Each round is
+            one more sampling call.
         num_forks (`int`, *optional*, defaults to `2`):
-            Tokens (N) at which a chain is forked in a round, at least 1. A chain counts with all branches that grow on
-            it, and is forked at fewer where it has fewer. The cost grows in proportion.
+            Number of tokens (N) at which a chain, together with all its branches, is forked in a round, at least 1.
+            Chains with fewer tokens have fewer forks. The cost is proportional to it.
         branches_per_fork (`int`, *optional*, defaults to `2`):
-            Continuations (T) per fork, at least 1. More give a steadier value at each fork; the cost grows in
-            proportion.
+            Number of continuations per fork (T), at least 1. A larger number gives a more precise value at each fork.
+            The cost is proportional to it.
         fork_selection (`str`, *optional*, defaults to `"uncertain"`):
-            Which tokens are forked: `"uncertain"` or `"random"`. `"uncertain"` takes the sampled tokens with the
-            highest `-log p`. `"random"`, the control for a comparison, draws as many of any tokens.
+            Tokens that are forked: `"uncertain"` or `"random"`. `"uncertain"` forks the sampled tokens with the
+            highest `-log p`. `"random"` is the control for a comparison: it forks the same number of random tokens.
         fork_until (`list[str]`, *optional*, defaults to `["answer", "conclusion"]`):
-            Texts, in any case, after which a completion is not forked any more. What follows is the answer. `[]` forks
-            anywhere.
+            Texts after which a completion is not forked any more, because the answer follows. Upper and lower case do
+            not matter. With `[]`, every token may be forked.
         trained_leaves (`int`, *optional*):
-            Leaves of a prompt that are trained, at least `num_generations`. All chains are, and branches drawn at
-            random up to this number; where no chain succeeded, a successful branch is among them. `None` trains all.
+            Number of leaves of a prompt that are trained, at least `num_generations`. All chains are trained, and
+            branches drawn at random up to this number. If no chain succeeded, one successful branch is among them, if
+            there is one. None: all leaves are trained.
         success_threshold (`float`, *optional*, defaults to `1.0`):
-            Smallest reward of a success: the total, or that of `success_reward`. It decides which prompts
-            `explore_prompts="unsolved"` forks (more, with a higher value), and which branch is trained first.
+            Smallest reward that counts as a success. The reward is the total reward, or the reward of `success_reward`
+            if that is set. It decides which prompts `explore_prompts="unsolved"` forks, and which branch is trained
+            first. With a higher threshold, more prompts are forked.
     """
 
     num_rounds: int = 1
@@ -73,19 +75,25 @@ class TreeRLConfig(ExplorationConfig):
             )
 
 
+def check_credit_of_tree(args: ExplorationConfig) -> None:
+    """Raise a ValueError if a field changes the advantages of main rows. A tree computes its own advantages."""
+    refused = []
+    if args.advantage != "grpo":
+        refused.append("advantage")
+    if args.count_bonus > 0:
+        refused.append("count_bonus")
+    if args.trained_generations is not None:
+        refused.append("trained_generations")
+    refuse(args, refused, "has no effect, because the values of a tree are the advantages")
+
+
 def check_tree(args: ExplorationConfig, until: list[str]) -> None:
-    """Refuse what does not go together with a tree of chains, and texts `until` that nothing can begin with."""
-    own = {
-        "advantage": args.advantage != "grpo",
-        "count_bonus": args.count_bonus > 0,
-        "trained_generations": args.trained_generations is not None,
-    }
-    names = (name for name, used in own.items() if used)
-    refuse(args, names, "does nothing here, where a tree's values are the credit")
+    """Raise a ValueError for fields that have no meaning for a tree of chains, and for an empty text in `until`."""
+    check_credit_of_tree(args)
     if args.multi_objective_aggregation != "sum_then_normalize":
         raise ValueError(
             f"`multi_objective_aggregation={args.multi_objective_aggregation!r}` has no meaning for a tree, whose "
             "values are means of total rewards: use 'sum_then_normalize'."
         )
     if not all(until):
-        raise ValueError(f"`fork_until={until!r}` must hold no empty text, which everything would begin with.")
+        raise ValueError(f"`fork_until={until!r}` must hold no empty text, because every completion contains it.")

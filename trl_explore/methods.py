@@ -1,4 +1,4 @@
-"""The methods, one row each: whatever lists methods reads it here. Importing it loads neither torch nor TRL."""
+"""Table of all methods, one row each. Lists of methods are made from it. Its import loads neither torch nor TRL."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ def _no_options(task: Any) -> dict[str, Any]:
 
 
 class Remark(NamedTuple):
-    """A sentence on what a run logged, with its numbers, and the page that explains it."""
+    """Remark on the logged metrics of a run, with their values, and the page that explains it."""
 
     text: str
     link: str
@@ -28,30 +28,32 @@ def _no_remarks(ends: Mapping[str, float]) -> list[Remark]:
 
 @dataclass(frozen=True)
 class Method:
-    """One method."""
+    """Description of one method."""
 
-    name: str  # on the command line, and the stem of its files
+    name: str  # on the command line, and at the beginning of its file names
     title: str  # in tables, pictures and checkpoints
     trainer: str  # a class of `trl_explore.trainers`, or an import path `module:Class`
-    config: str  # likewise
+    config: str  # a class of `trl_explore.trainers`, or an import path
     tags: tuple[str, ...] = OURS  # of its models on the Hub
-    # `title` and `id` (arXiv), GRPO's if it has none; and `citation` (BibTeX), unless that is a block of its card.
+    # `title` and `id` (arXiv). A method without a paper has GRPO's. `citation` (BibTeX) is only needed if the template
+    # of its card has no such block.
     paper: Mapping[str, str] = field(default_factory=dict)
     card: str = "base"  # stem of its template in `model_cards/`
-    # What it logs beside GRPO's metrics and those of `exploration`, and what each means. `aux/...` stands for every
-    # other name that begins with `aux/`.
+    # Names and meanings of the metrics that only this method logs. GRPO's metrics and the metrics of `exploration` are
+    # not repeated. `aux/...` means all other names that begin with `aux/`.
     metrics: Mapping[str, str] = field(default_factory=dict)
-    card_metrics: tuple[str, ...] | None = None  # those that its card shows; `None`: all
-    # Fields that fit a task, and the tiny model of an embedded one; `None` where the method does not suit the task.
+    card_metrics: tuple[str, ...] | None = None  # metrics that its model card shows; None: all
+    # Returns values of fields that fit a task, and the tiny model of an embedded task. Gives None if the method cannot
+    # be used with the task.
     options: Callable[[Any], dict[str, Any] | None] = _no_options
-    needs_tools: bool = False  # whether it has nothing to do where no tools are
-    plain: bool = False  # whether it is GRPO: comparisons have it once, unless they are asked for more
-    style: tuple[str, str] | None = None  # colour and marker in pictures; without, one that is left
-    # Remarks of `trl-explore advise` on the values that a run logged, by name, at its end.
+    needs_tools: bool = False  # True if it has no effect without tools
+    plain: bool = False  # True for GRPO, which a comparison contains once by default
+    style: tuple[str, str] | None = None  # colour and marker in pictures; None: the next unused pair
+    # Returns the remarks of `trl-explore advise` on the last logged values of a run, by name.
     remarks: Callable[[Mapping[str, float]], list[Remark]] = _no_remarks
 
     def logs_alone(self, name: str) -> bool:
-        """Whether this method logs a metric that GRPO and the other fields of this package do not log."""
+        """Return whether only this method logs the metric: neither GRPO nor a field of all trainers logs it."""
         if self.plain or "/" not in name:
             return False
         streams = [known.removesuffix("...") for known in self.metrics if known.endswith("/...")]
@@ -59,17 +61,17 @@ class Method:
 
     @property
     def trainer_class(self) -> Any:
-        """The trainer. Its import takes seconds, which `--help` and a mistyped name need not wait for."""
+        """Trainer class. Its import takes seconds, so `--help` and the check of names avoid it."""
         return _load(self.trainer)
 
     @property
     def config_class(self) -> Any:
-        """The configuration."""
+        """Configuration class."""
         return _load(self.config)
 
 
 class FromRow:
-    """An attribute of trainer classes: what the row that their `method` names says."""
+    """Attribute of a trainer class that is read from the row of its `method`."""
 
     def __init__(self, read: Callable[[Method], Any]) -> None:
         self.read = read
@@ -79,12 +81,14 @@ class FromRow:
 
 
 def _load(path: str) -> Any:
-    return resolve_name(path if ":" in path else f"trl_explore.trainers:{path}")
+    if ":" not in path:
+        path = f"trl_explore.trainers:{path}"
+    return resolve_name(path)
 
 
 def _is_spec(task: Any) -> bool:
-    """Return whether a task is of another package. A language model is trained on it, and the defaults of a method's
-    fields are for language models."""
+    """Return whether a task comes from another package. It trains a language model, so the defaults of all fields fit
+    it."""
     from trl_explore.environments.specs import names_a_spec
 
     return names_a_spec(task.name)
@@ -102,11 +106,13 @@ def _pivots(task: Any) -> dict[str, Any] | None:
     if _is_spec(task):
         return {}  # the default `segment_delimiters` contain the line breaks that end a task's steps
     few = {"max_pivots_per_batch": 16, "sampling_batch_size": 64}
-    if _is_agent(task):  # beside turns, the last one may be left inside
+    if _is_agent(task):  # pivots are at the starts of turns and inside the last turn
         return {**few, "segmentation": "fixed", "segment_length": 8}
     if isinstance(task, ChainTask):
         return {**few, "segment_delimiters": [";"]}
-    length = task.step_length if isinstance(task, FactTask) else max(1, task.max_completion_length // 6)
+    length = max(1, task.max_completion_length // 6)
+    if isinstance(task, FactTask):
+        length = task.step_length
     return {**few, "segmentation": "fixed", "segment_length": length}
 
 
@@ -115,7 +121,9 @@ def _nodes(task: Any) -> dict[str, Any] | None:
 
     if _is_agent(task):
         return None
-    return {"node_length": task.step_length} if isinstance(task, ChainTask | FactTask) else {}
+    if isinstance(task, ChainTask | FactTask):
+        return {"node_length": task.step_length}
+    return {}
 
 
 def _sketches(task: Any) -> dict[str, Any] | None:
@@ -126,7 +134,9 @@ def _sketches(task: Any) -> dict[str, Any] | None:
         return _single_turns(task)
     if isinstance(task, LakeAgentTask):
         return {**task.sesa_options, "num_actions": 3, "branch_depth": 2}
-    return task.sesa_options if isinstance(task, SketchedTask) else None
+    if isinstance(task, SketchedTask):
+        return task.sesa_options
+    return None
 
 
 def _branches(task: Any) -> dict[str, Any] | None:
@@ -141,8 +151,10 @@ def _agents(task: Any) -> dict[str, Any] | None:
 
 
 def _without_a_model(task: Any) -> dict[str, Any] | None:
-    # Answers of tasks are plans and formulas, of which no majority says which are right.
-    return None if _is_agent(task) else {"embedding_model": "ngrams", "correctness": "reward"}
+    if _is_agent(task):
+        return None
+    # Answers of the tasks are plans and formulas, so completions rarely agree and no majority forms.
+    return {"embedding_model": "ngrams", "correctness": "reward"}
 
 
 def _single_turns(task: Any) -> dict[str, Any] | None:
@@ -150,7 +162,7 @@ def _single_turns(task: Any) -> dict[str, Any] | None:
 
 
 def _explorers(task: Any) -> dict[str, Any]:
-    """Return the options of the explorers that fit a task."""
+    """Return options of explorers that fit a task."""
     options = {"pivots": _pivots(task) or {}}
     if not _is_agent(task):
         options["tree"] = _nodes(task) or {}
@@ -172,9 +184,11 @@ def _steps(task: Any) -> dict[str, Any] | None:
         return None
     few_short_steps = {"influence_distance": 1, "min_fork_distance": 0}
     if _is_spec(task):
-        # Short answers have no blank line, at which AttnRL cuts by default, so they would have no fork.
+        # By default, AttnRL cuts at blank lines. Short answers have none, so they would not be forked.
         delimiters = getattr(task, "step_delimiters", None)
-        return {} if delimiters is None else {**few_short_steps, "step_delimiters": delimiters}
+        if delimiters is None:
+            return {}
+        return {**few_short_steps, "step_delimiters": delimiters}
     segments = _pivots(task)
     if segments is None:
         return None
@@ -188,8 +202,8 @@ def _of_trees(ends: Mapping[str, float]) -> list[Remark]:
     if uniform is None or uniform <= 0.9:
         return []
     text = (
-        f"{uniform:.0%} of the search trees end all right or all wrong: lower `depth_weight`, raise `node_length`, or "
-        "search only what plain samples do not solve, `explore_prompts='unsolved'`."
+        f"{uniform:.0%} of the search trees end with all completions right or all wrong: lower `depth_weight`, raise "
+        "`node_length`, or search only prompts that plain samples do not solve, `explore_prompts='unsolved'`."
     )
     return [Remark(text, "docs/evidence.md#a-search-that-unlearns")]
 
@@ -199,8 +213,8 @@ def _of_sketches(ends: Mapping[str, float]) -> list[Remark]:
     if plain is None or sketched is None or sketched >= plain / 2:
         return []
     text = (
-        f"Completions with a sketch are right in {sketched:.0%}, plain ones of the same groups in {plain:.0%}: give "
-        "fewer rows a sketch, `max_trajectories`."
+        f"{sketched:.0%} of the completions with a sketch are right, but {plain:.0%} of the plain completions of the "
+        "same groups: give fewer rows a sketch, with `max_trajectories`."
     )
     return [Remark(text, "docs/methods/sesa.md")]
 
@@ -209,31 +223,31 @@ def _of_branches(ends: Mapping[str, float]) -> list[Remark]:
     kept = ends.get("branch/contrastive_fraction")
     if kept is None or kept >= 0.1:
         return []
-    return [Remark(f"{kept:.0%} of the branched rows found a branch of another outcome.", "docs/methods/branpo.md")]
+    return [Remark(f"{kept:.0%} of the branched rows have a branch with another outcome.", "docs/methods/branpo.md")]
 
 
-# What TreeRL and AttnRL log of their branches.
+# Metrics of the branches of TreeRL and AttnRL.
 _CHAIN_METRICS = {
-    "branch/forks": "places that were forked, over all processes",
-    "branch/uncertainty": "mean `-log p` of the tokens that were sampled anew, where it is known",
-    "branch/depth": "where forks lie, from 0 (the prompt) to 1 (the end)",
-    "branch/contrast_fraction": "share of prompts whose completions and branches did not all get the same reward; the "
-    "others teach nothing",
-    "branch/other_fraction": "share of branches with another reward than the completion that they left",
+    "branch/forks": "number of forks, over all processes",
+    "branch/uncertainty": "mean `-log p` of the forked tokens, which were sampled again, if it is known",
+    "branch/depth": "mean position of forks, from 0 (the prompt) to 1 (the end)",
+    "branch/contrast_fraction": "share of prompts whose completions and branches did not all get the same reward. All "
+    "other prompts train nothing",
+    "branch/other_fraction": "share of branches whose reward differs from the reward of the forked completion",
     "branch/success_fraction": "share of branches that succeeded",
     "branch/trained_fraction": "share of branches that are trained",
     "branch/mean_suffix_length": "new tokens per branch",
     "branch/sampled_tokens": "tokens sampled for branches",
-    "branch/token_ratio": "branch tokens per sampled token",
+    "branch/token_ratio": "share of branches in all sampled tokens",
     "branch/seconds": "seconds for log-probabilities, branches and their scoring",
     "branch/reward": "mean reward of the branches that are trained",
-    "branch/...": "everything else that TRL logs, for the branches that are trained",
+    "branch/...": "all other metrics that TRL logs for rows, for the branches that are trained",
 }
 
 # Metrics of `explore="auto"`, `"hints"` and `"replay"`. Several names end with the name of an explorer.
 _AUTO_METRICS = {
-    "explore/contrast_per_token/plain": "groups with contrast per generated token, for GRPO's own rows. A group "
-    "counts with the share of its rows that failed. The sums are discounted by `explore_discount`",
+    "explore/contrast_per_token/plain": "groups with contrast per generated token, for GRPO's own rows. Each group "
+    "counts with the share of its rows that failed. Both sums are discounted by `explore_discount`",
     "explore/contrast_per_token/...": "the same for each explorer that was used: rows with an advantage, in units of "
     "`num_generations`, per generated token, or per trained token if more tokens are trained",
     "explore/share/...": "share of the batch's prompts that each explorer got",
@@ -242,17 +256,17 @@ _AUTO_METRICS = {
     "hints/solved_fraction": "`hints`: share of the prompts that a hint solved",
     "hints/mean_level": "`hints`: mean number of the hint that solved a prompt; 0 is the weakest",
     "replay/stored": "`replay`: number of stored completions",
-    "tree/...": "`tree`: what TreeGRPO logs of its searches",
-    "pivots/...": "`pivots`: what DEEP-GRPO logs of its pivots",
-    "sketch/...": "`sketches`: what SESA logs of its sketches",
-    "branch/...": "`tail_branches`, `turn_trees`: what BranPO and Tree-GRPO log of their branches",
+    "tree/...": "`tree`: metrics of TreeGRPO",
+    "pivots/...": "`pivots`: metrics of DEEP-GRPO",
+    "sketch/...": "`sketches`: metrics of SESA",
+    "branch/...": "`tail_branches`, `turn_trees`: metrics of BranPO and of Tree-GRPO for agents",
     "agent/turns": "`tail_branches`, `turn_trees`: responses per trajectory of an explored prompt",
     "agent/environment_errors": "agents: trajectories that ended because their environment raised",
-    **{f"explored_{name}/...": f"what TRL logs of rows, for the rows of `{name}`" for name in EXPLORERS},
+    **{f"explored_{name}/...": f"metrics that TRL logs for rows, for the rows of `{name}`" for name in EXPLORERS},
 }
 
-# Okabe and Ito's colours, which the colour-blind can tell apart, without the yellow that white paper swallows; and
-# markers, which a printer can.
+# Colours of Okabe and Ito, which colour-blind readers can distinguish, without yellow, which is hard to see on white.
+# Markers distinguish the methods in black and white.
 ROWS = (
     Method(
         "deep_grpo",
@@ -267,25 +281,26 @@ ROWS = (
         card="deep_grpo",
         metrics={
             "pivots/failure_fraction": "share of completions that failed: their reward is below `success_threshold`",
-            "pivots/tried": "pivots of the batch, over all processes",
-            "pivots/recovered_fraction": "share of pivots with a successful branch, of those with a branch that could "
-            "be scored (the paper's Fig. 11 shows the rest)",
-            "pivots/informative_fraction": "share of pivots whose branches did not all get the same reward; the "
-            "others teach nothing",
-            "pivots/mean_depth": "where pivots lie, from 0 (the prompt) to 1 (the end): the mean of the paper's `r_t`",
-            "pivots/success_weight": "slope w of the success estimator; below 0, failures are harder to recover the "
-            "later the pivot",
+            "pivots/tried": "number of pivots of the batch, over all processes",
+            "pivots/recovered_fraction": "share of pivots with a successful branch. Pivots whose branches have no "
+            "reward do not count (the paper's Fig. 11 shows the share without a success)",
+            "pivots/informative_fraction": "share of pivots whose branches did not all get the same reward. All other "
+            "pivots train nothing",
+            "pivots/mean_depth": "mean position of pivots, from 0 (the prompt) to 1 (the end). It is the mean of the "
+            "paper's `r_t`",
+            "pivots/success_weight": "slope w of the success estimator. If it is below 0, failures are harder to "
+            "recover from later pivots",
             "pivots/success_bias": "intercept b of the success estimator",
             "pivots/mean_suffix_length": "new tokens per branch",
             "pivots/token_ratio": "branch tokens per token of the main completions",
             "pivots/sampled_tokens": "tokens sampled for branches",
-            "pivots/own_seconds": "seconds of the method's own work: segments, estimator, drawing pivots, joining "
-            "prefixes and branches",
+            "pivots/own_seconds": "seconds of the method's own work: cutting segments, fitting the estimator, "
+            "drawing pivots, joining prefixes and branches",
             "aux/loss": "loss of the branches, before `aux_loss_weight`",
             "aux/reward": "mean reward of the branches",
-            "aux/computed_fraction": "share of branches that make a forward pass in training; with `beta = 0` those "
-            "with an advantage, and `aux/entropy` is over them",
-            "aux/...": "everything else that TRL logs, for the branches",
+            "aux/computed_fraction": "share of branches that get a forward pass in training. With `beta = 0`, these "
+            "are the branches with an advantage, and `aux/entropy` is their mean",
+            "aux/...": "all other metrics that TRL logs for rows, for the branches",
         },
         card_metrics=(
             "pivots/failure_fraction",
@@ -310,30 +325,30 @@ ROWS = (
         },
         card="tree_grpo",
         metrics={
-            "tree/iterations": "iterations of a search (trees that were replayed do not count)",
-            "tree/nodes": "nodes of a searched tree",
+            "tree/iterations": "iterations per search; replayed trees do not count",
+            "tree/nodes": "nodes per searched tree",
             "tree/max_depth": "depth of the deepest node of a searched tree",
             "tree/frontier_size": "nodes that could still be expanded when the search ended",
-            "tree/success_fraction": "share of training rows that are correct",
+            "tree/success_fraction": "share of correct training rows",
             "tree/solved_fraction": "share of trees with a correct completion",
             "tree/uniform_fraction": "share of trees whose rows are all right or all wrong",
-            "tree/direct_fraction": "share of training rows that are direct rollouts from the prompt, because a "
-            "search ended early",
+            "tree/direct_fraction": "share of training rows that are direct rollouts from the prompt. They fill "
+            "groups whose search ended early",
             "tree/trajectory_depth": "nodes per training row",
             "tree/trajectory_entropy": "mean token entropy of a training row, without direct rollouts",
             "tree/sampled_tokens": "tokens sampled for the batch",
             "tree/trained_tokens": "tokens of the training rows",
             "tree/token_ratio": "sampled tokens per trained token",
-            "tree/distinct_fraction": "share of trained tokens that are in no other row of their tree",
-            "tree/encoded_fraction": "share of prefix tokens that were encoded, of those that all samples together "
-            "have",
+            "tree/distinct_fraction": "share of trained tokens that no other row of their tree contains",
+            "tree/encoded_fraction": "number of encoded prefix tokens, divided by the number of prefix tokens of all "
+            "samples together",
             "tree/sampling_seconds": "seconds of generation per batch",
             "tree/scoring_seconds": "seconds of the reward functions per batch",
-            "tree/own_seconds": "seconds of the search itself per batch, with its files",
-            "replay/prompts": "prompts that were not searched, because they have kept solutions",
-            "replay/replaced_rows": "rows that a kept solution took",
-            "replay/stored_prompts": "prompts with kept solutions",
-            "replay/left_prompts": "prompts that are not hard any more, whose solutions were dropped",
+            "tree/own_seconds": "seconds of the search itself per batch, including its files",
+            "replay/prompts": "prompts that were not searched, because they have stored completions",
+            "replay/replaced_rows": "rows that were replaced by a stored completion",
+            "replay/stored_prompts": "prompts with stored completions",
+            "replay/left_prompts": "prompts that are not hard any more, so their stored completions were dropped",
         },
         card_metrics=(
             "tree/solved_fraction",
@@ -362,28 +377,31 @@ ROWS = (
             "sketch/similarity": "mean similarity of two sketches of a prompt (difflib)",
             "sketch/empty": "share of sketches that are empty",
             "sketch/tokens": "tokens of sketches, or of lists",
-            "sketch/sampled_tokens": "all sampled tokens, sketches and completions",
-            "sketch/token_ratio": "tokens of sketches per sampled token",
+            "sketch/sampled_tokens": "tokens of sketches and completions together",
+            "sketch/token_ratio": "share of sketches in all sampled tokens",
             "sketch/drafting_seconds": "seconds of sampling sketches, lists or proposals",
             "sketch/solving_seconds": "seconds of sampling completions",
-            "sketch/dropped": "sketches or actions that were dropped, because the prompt had no room for them",
-            "sketch/too_long": "completions sampled without their sketch, because it did not fit the context",
-            "sketch/repeats": "`sequential`: rows that repeat a candidate, because the list stayed short",
-            "sketch/fillers": "`sequential`: rows sampled from the plain prompt, because the list stayed empty",
-            "sketch/success": "`two_stage`: share of right rows among those with a sketch. Where only one sketch of a "
-            "problem is right, this is at most about 1 divided by the number of different sketches, however good they "
-            "are",
-            "sketch/plain_success": "`two_stage`: share of right rows among those without a sketch, if there are any",
-            "sketch/group_success": "`two_stage`: share of groups where a row with a sketch is right, of those that "
-            "have such rows",
-            "sketch/pass_ratio": "Pass@G / Pass@1 of the groups; near 1, samples succeed or fail together",
-            "sketch/collapse_alarm": "1 where `sketch/pass_ratio` is below 1.05 although not everything is correct",
-            "sketch/coverage": "share of the right answers in `coverage_column` that a group found",
-            "sketch/ratio_mean": "mean weight of `off_policy_correction`",
-            "sketch/ratio_capped_fraction": "share of weights of `off_policy_correction` that were cut at "
+            "sketch/dropped": "sketches or actions that were dropped, because they did not fit into the prompt",
+            "sketch/too_long": "completions that were sampled without their sketch, because it did not fit into the "
+            "context",
+            "sketch/repeats": "`sequential`: rows that repeat a candidate, because the list has too few",
+            "sketch/fillers": "`sequential`: rows that were sampled from the plain prompt, because the list is empty",
+            "sketch/success": "`two_stage`: share of right rows among the rows with a sketch. If only one sketch of a "
+            "problem is right, this is at most about 1 divided by the number of different sketches, even for good "
+            "sketches",
+            "sketch/plain_success": "`two_stage`: share of right rows among the rows without a sketch, if there are "
+            "any",
+            "sketch/group_success": "`two_stage`: share of groups with a right row that has a sketch, among groups "
+            "with sketches",
+            "sketch/pass_ratio": "Pass@G / Pass@1 of the groups. Near 1, all rows of a group succeed or fail together",
+            "sketch/collapse_alarm": "1 if `sketch/pass_ratio` is below 1.05 although not every row is correct, "
+            "else 0",
+            "sketch/coverage": "share of the right answers in `coverage_column` that a group contains",
+            "sketch/ratio_mean": "mean ratio of `off_policy_correction`",
+            "sketch/ratio_capped_fraction": "share of ratios of `off_policy_correction` that were cut at "
             "`off_policy_cap`",
             "agent/trajectories": "`agent`: different trajectories per group",
-            "agent/decisions": "`agent`: decisions per group that several trajectories share",
+            "agent/decisions": "`agent`: decisions per group at which several trajectories are",
             "agent/duplicate_actions": "`agent`: proposed actions that repeat an earlier one of their decision",
             "agent/environment_errors": "`agent`: trajectories that ended because their environment raised",
         },
@@ -411,15 +429,15 @@ ROWS = (
         card="g2rl",
         metrics={
             "frac_reward_zero_std": "share of groups whose completions all got the same shaped reward. Groups that "
-            "are all right or all wrong count only where novelty is equal too",
-            "shaped_reward": "mean reward after shaping, from which advantages are computed; `reward` and "
-            "`reward_std` stay raw",
+            "are all right or all wrong count only if their novelty is equal, too",
+            "shaped_reward": "mean reward after shaping, from which advantages are computed. `reward` and "
+            "`reward_std` are without shaping",
             "geometry/mean_cosine": "mean cosine of two completions' features (the paper's Fig. 3)",
             "geometry/negative_pairs": "share of pairs of completions with a cosine below 0 (the paper's Fig. 3)",
             "geometry/mean_novelty": "mean novelty `nu` of a completion",
-            "geometry/unshaped_rows": "rows that kept their mapped reward",
-            "geometry/feature_seconds": "seconds for the features, with the backbone's forward pass where they need "
-            "one of their own",
+            "geometry/unshaped_rows": "rows whose mapped reward was not shaped",
+            "geometry/feature_seconds": "seconds for the features, including the backbone's forward pass if they need "
+            "an additional one",
         },
         card_metrics=(
             "frac_reward_zero_std",
@@ -447,14 +465,14 @@ ROWS = (
             "paper's Fig. 4)",
             "branch/redundant_fraction": "share of trajectories whose kept branch is a shorter success (the paper's "
             "Fig. 4)",
-            "branch/depth": "responses of a trajectory after the point where its kept branch starts",
+            "branch/depth": "responses of a trajectory after the start of its kept branch",
             "branch/sampled_tokens": "tokens sampled for branches",
-            "branch/token_ratio": "branch tokens per sampled token",
-            "branch/incomplete": "branches that were dropped, because they were cut off, reached the limit of rounds "
-            "or raised",
+            "branch/token_ratio": "share of branches in all sampled tokens",
+            "branch/incomplete": "branches that were dropped, because they were cut off, reached the limit of rounds, "
+            "or their environment raised",
             "branch/seconds": "seconds for all branches and their scoring",
             "branch/reward": "mean reward of the kept branches",
-            "branch/...": "everything else that TRL logs, for the kept branches",
+            "branch/...": "all other metrics that TRL logs for rows, for the kept branches",
             "agent/turns": "responses per main trajectory",
             "agent/environment_errors": "trajectories that ended because their environment raised",
         },
@@ -479,10 +497,10 @@ ROWS = (
         paper={"title": "Group-in-Group Policy Optimization for LLM Agent Training", "id": "2505.10978"},
         card="gigpo",
         metrics={
-            "steps/shared_fraction": "share of steps whose state another step of the prompt has too; near 0 the "
-            "method is GRPO",
+            "steps/shared_fraction": "share of steps whose state is also the state of another step of the prompt. "
+            "Near 0, the method is GRPO",
             "steps/group_size": "steps per state",
-            "steps/mean_advantage": "mean size of a step's advantage, before `step_weight`",
+            "steps/mean_advantage": "mean absolute advantage of a step, before `step_weight`",
             "agent/turns": "responses per trajectory",
             "agent/environment_errors": "trajectories that ended with reward 0 because their environment raised",
         },
@@ -505,16 +523,16 @@ ROWS = (
         card="agent_tree_grpo",
         metrics={
             "branch/trees": "trees that were expanded",
-            "branch/contrast_fraction": "share of trees whose trained leaves have different rewards: only there the "
-            "advantage inside the tree acts",
-            "branch/mean_depth": "where branches start: turns before the fork over turns of the trajectory, from 0 "
-            "(the root) to below 1",
+            "branch/contrast_fraction": "share of trees whose trained leaves have different rewards. Only these trees "
+            "have an advantage inside the tree",
+            "branch/mean_depth": "mean position of forks: turns before the fork, divided by the turns of the "
+            "trajectory. 0 is the root, and it is below 1",
             "branch/sampled_tokens": "tokens sampled for branches",
-            "branch/token_ratio": "branch tokens per sampled token",
+            "branch/token_ratio": "share of branches in all sampled tokens",
             "branch/dropped": "branches that were dropped because their environment raised",
             "branch/seconds": "seconds for all branches and their scoring",
             "branch/reward": "mean reward of the branches",
-            "branch/...": "everything else that TRL logs, for the branches",
+            "branch/...": "all other metrics that TRL logs for rows, for the branches",
             "agent/turns": "responses per main trajectory",
             "agent/environment_errors": "trajectories that ended because their environment raised",
         },
@@ -540,14 +558,15 @@ ROWS = (
         },
         card="evol_rl",
         metrics={
-            "votes/answered_fraction": 'completions with an answer (with `correctness="reward"`: with a reward)',
+            "votes/answered_fraction": 'share of completions with an answer, or, with `correctness="reward"`, with a '
+            "reward",
             "votes/right_fraction": "share of completions that count as right",
-            "votes/right_reward": "mean reward of these by the reward functions: how often the majority is right, "
-            "where the functions know",
-            "novelty/mean_similarity": "mean similarity of two completions of a prompt; near 1 they are near copies",
-            "shaped_reward": "mean reward from votes and novelty, from which advantages are computed; `reward` stays "
-            "raw",
-            "novelty/seconds": "seconds for the embeddings and everything computed from them",
+            "votes/right_reward": "mean reward of these completions from the reward functions. If the functions know "
+            "the right answer, it shows how often the majority is right",
+            "novelty/mean_similarity": "mean similarity of two completions of a prompt. Near 1, they are almost equal",
+            "shaped_reward": "mean reward from votes and novelty, from which advantages are computed. `reward` is "
+            "from the reward functions",
+            "novelty/seconds": "seconds for the embeddings and the rewards that are computed from them",
         },
         card_metrics=(
             "votes/answered_fraction",
@@ -588,9 +607,9 @@ ROWS = (
         },
         card="attn_rl",
         metrics={
-            "steps/per_completion": "steps that a completion is cut into",
-            "steps/forked_fraction": "share of completions that were chosen to be forked, whether they have a step to "
-            "fork at or not",
+            "steps/per_completion": "number of steps per completion",
+            "steps/forked_fraction": "share of completions that were chosen to be forked, including completions "
+            "without a step that can be forked",
             "steps/influence": "mean influence of the steps that were forked",
             "steps/seconds": "seconds for the attention pass and the choice of steps",
             **_CHAIN_METRICS,
@@ -611,7 +630,7 @@ ROWS = (
         "AutoExploreTrainer",
         "AutoExploreConfig",
         tags=(*OURS, "auto-explore"),
-        paper={  # GRPO's, because the choice between explorers has no paper
+        paper={  # GRPO's: the choice between explorers has no paper
             "title": "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models",
             "id": "2402.03300",
         },
@@ -625,57 +644,57 @@ ROWS = (
         "Exploration",
         "ExplorationTrainer",
         "ExplorationConfig",
-        metrics={  # which all trainers log, where the field is on that makes them
-            "generation/main_seconds": "seconds of sampling the main rows, all calls of a generation batch together",
-            "generation/extra_seconds": "seconds of sampling what a method samples beside them",
-            "generation/cache_megabytes": "most memory that kept keys and values took during a rollout",
-            "success/fraction": "share of the completions whose reward reaches the success threshold; logged if "
-            "training asks about success",
-            "success/min_reward": "smallest reward of a generation batch; the reward is the one that decides about "
+        metrics={  # of all trainers; most are logged only if the field that they describe is set
+            "generation/main_seconds": "seconds of sampling the main rows of a generation batch, in all calls",
+            "generation/extra_seconds": "seconds of sampling the additional rows of a method",
+            "generation/cache_megabytes": "largest size of the kept keys and values during a rollout",
+            "success/fraction": "share of the completions whose reward reaches the success threshold. Logged if "
+            "training compares rewards with a success threshold",
+            "success/min_reward": "smallest reward of a generation batch. The reward is the one that decides about "
             "success",
-            "success/max_reward": "largest reward of a generation batch; the reward is the one that decides about "
+            "success/max_reward": "largest reward of a generation batch. The reward is the one that decides about "
             "success",
-            "generation/sampled_tokens": "tokens sampled so far, over the run and all processes: completions, turns, "
-            "branches, trees and sketches, whether they are trained or discarded. Prompts, answers of tools and "
+            "generation/sampled_tokens": "tokens sampled since the start of the run, over all processes: completions, "
+            "turns, branches, trees and sketches, both trained and discarded. Prompts, answers of tools and "
             "completions of evaluations do not count",
             "method/changed_hooks": "number of GRPO's steps that the trainer's class replaces (`rollout`, "
-            "`shape_rewards`, `search`, `assign_advantages`, `extra_streams`). Plain GRPO does not log it, and "
-            "`trl-explore advise` tells runs of a method by it",
+            "`shape_rewards`, `search`, `assign_advantages`, `extra_streams`). Plain GRPO does not log it. "
+            "`trl-explore advise` uses it to recognise runs of a method",
             "explore_share": "share of the prompts that were explored",
-            "explore/plain_tokens": "tokens of the completions that were sampled as in GRPO, beside the "
-            "method's own (TreeGRPO, SESA)",
+            "explore/plain_tokens": "tokens of the completions that were sampled as in GRPO, without the "
+            "method's own completions (TreeGRPO, SESA)",
             "explore/solved_after": "share of the explored prompts that exploration solved (TreeGRPO, SESA)",
-            "explored/...": 'with `explore_into="add"`: what TRL logs of rows, for those of explored prompts',
-            "selection/rounds": "rounds of sampling of a generation batch",
+            "explored/...": 'with `explore_into="add"`: metrics that TRL logs for rows, for the explored rows',
+            "selection/rounds": "number of rounds of sampling of a generation batch",
             "selection/kept_groups": "share of the sampled groups that are trained",
-            "selection/missing_groups": "groups that are still without contrast and train nothing",
-            "selection/sampled_tokens": "tokens of the main rows' completions, of all rounds of a batch",
+            "selection/missing_groups": "groups without contrast after the last round, which train nothing",
+            "selection/sampled_tokens": "tokens of the main rows' completions in all rounds of a batch",
             "selection/trained_tokens": "with `trained_generations`: tokens of a batch's main rows that are trained",
             "selection/untrained_tokens": "with `trained_generations`: tokens of a batch's main rows that are only "
             "sampled",
-            "selection/discarded_tokens": "tokens of completions that trained nothing, over the run",
-            "selection/prompts_seen": "prompts taken from the order of the data, over the run",
-            "selection/skipped_prompts": "prompts passed over, over the run",
-            "selection/passes": "passes over the data",
-            "selection/moved_rows": "share of the rows that a budget gave to another prompt",
-            "credit/advantage_size/...": "mean absolute advantage of each entry of `advantage`, without its weight; "
-            "logged if `advantage` is a function or a list",
-            "credit/bonus_mean": "mean bonus of rows with an answer, before the group's mean is subtracted; with "
-            '`count_bonus_scope="history"` 1 is new, 0 seen very often',
-            "credit/distinct_answers": "different answers per group",
-            "credit/answered_fraction": "share of the rows with a reward whose answer can be read",
+            "selection/discarded_tokens": "tokens of completions that were not trained, since the start of the run",
+            "selection/prompts_seen": "number of prompts taken from the data, since the start of the run",
+            "selection/skipped_prompts": "number of skipped prompts, since the start of the run",
+            "selection/passes": "number of passes over the data",
+            "selection/moved_rows": "share of the rows that a `budget` gave to another prompt",
+            "credit/advantage_size/...": "mean absolute advantage of each entry of `advantage`, without its weight. "
+            "Logged if `advantage` is a function or a list",
+            "credit/bonus_mean": "mean bonus of rows with an answer, before the group's mean is subtracted. With "
+            '`count_bonus_scope="history"`, it is 1 for new answers and near 0 for very frequent ones',
+            "credit/distinct_answers": "number of different answers per group",
+            "credit/answered_fraction": "share of rows with a readable answer, among rows with a reward",
             "credit/covariance_mean": "mean covariance of advantage and log-probability over the tokens in the loss",
-            "credit/clip_cov_fraction": "share of the tokens in the loss that were clipped; less than `clip_cov` "
-            "where too few lie between the bounds",
+            "credit/clip_cov_fraction": "share of the tokens in the loss that were clipped. It is less than "
+            "`clip_cov` if too few tokens are between the bounds",
             "credit/kl_cov_fraction": "share of the tokens in the loss that got the penalty",
-            "packing/token_ratio": "tokens of the rows per token that is computed (main process)",
+            "packing/token_ratio": "tokens of the rows, divided by the number of computed tokens (main process)",
             "packing/packed": "share of the micro-batches that were packed (main process)",
-            "packing/sequences": "sequences that the rows of a micro-batch become; 1 without a `packed_token_budget` "
+            "packing/sequences": "number of sequences per micro-batch. It is 1 without a `packed_token_budget` "
             "(main process)",
-            "packing/compilations": "graphs that torch has compiled so far, on a GPU; it soon stops growing (main "
-            "process)",
-            "sampling/masked_fraction": 'with vLLM: rows that `vllm_importance_sampling_mode="sequence_mask"` takes '
-            "out of the loss",
+            "packing/compilations": "number of graphs that torch has compiled so far, on a GPU. It soon stops "
+            "increasing (main process)",
+            "sampling/masked_fraction": "with vLLM: share of rows that are removed from the loss by "
+            '`vllm_importance_sampling_mode="sequence_mask"`',
         },
         card_metrics=(),
         plain=True,
