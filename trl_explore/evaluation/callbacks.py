@@ -126,7 +126,7 @@ class PassAtKCallback(TrainerCallback):
         if success_threshold is None and success_reward is None and len(weights) != 1:
             raise ValueError(
                 f"success_threshold must be given, because the sum of {len(weights)} rewards does not define success. "
-                "Or name the reward function that defines it as success_reward, or pass only that one as reward_funcs."
+                "Or name the one function that defines it as success_reward, or pass only that one as reward_funcs."
             )
         # With one weighted reward function and no threshold, a reward of 1 is worth the weight.
         self._perfect_is_weight = success_threshold is None and success_reward is None

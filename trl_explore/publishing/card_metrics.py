@@ -123,8 +123,8 @@ def evaluation_results(history: Iterable[Mapping[str, Any]]) -> tuple[dict[str, 
             The trainer's `state.log_history`.
 
     Returns:
-        `tuple[dict[str, float], int]`: Values by name (`"pass@1"`, `"maj@8"`, `"greedy accuracy"`, `"reward"`), and the
-        step. Empty and 0 if there was no evaluation.
+        `tuple[dict[str, float], int]`: Values by name (`"pass@1"`, `"maj@8"`, `"greedy accuracy"`, `"reward"`), and
+        the step. Empty and 0 if there was no evaluation.
     """
     results: dict[str, float] = {}
     last_step = 0
