@@ -232,7 +232,8 @@ class SearchTool(Shared):
         self._failures_in_a_row = 0
         self._lock = threading.Lock()
 
-    # The model reads this docstring, because transformers makes the tool's schema from it. A change would change training.
+    # The model reads this docstring, because transformers makes the tool's schema from it. So a change of the text
+    # changes training.
     def search(self, query: str) -> str:
         """
         Search a collection of documents for facts.
