@@ -56,10 +56,9 @@ def band_rewards(novelty: Sequence[float], right: Sequence[bool], *, width: floa
     """
     Convert novelties to rewards.
 
-    The rewards of right rows are in the band from `1 - width` to 1, and those of wrong rows in the band from -1 to
-    `-1 + width`. In each class, the least novel row is at the lower end of the band and the most novel row at the upper
-    end. If all rows of a class are equally novel, they are in the middle. If a class has a single row, it is at the
-    upper end.
+    Right rows get rewards in the band from `1 - width` to 1, and wrong rows in the band from -1 to `-1 + width`. In
+    each class, the least novel row is at the lower end of the band and the most novel row at the upper end. If all
+    rows of a class are equally novel, they are in the middle. If a class has a single row, it is at the upper end.
 
     Args:
         novelty (`Sequence[float]`):

@@ -72,9 +72,10 @@ def depths(nodes: list[dict[str, Any]]) -> list[int]:
 def shade(node: dict[str, Any]) -> float:
     """Return a number from -1 (red) to 1 (green): the outcome of a terminal node, or else `tanh` of the node's value.
     Return 0 if it is unknown."""
-    strength = math.tanh(node["value"])
     if node["terminal"]:
         strength = node["outcome"] or 0.0
+    else:
+        strength = math.tanh(node["value"])
     if math.isnan(strength):
         return 0.0
     return max(-1.0, min(1.0, strength))
