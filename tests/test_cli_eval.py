@@ -225,7 +225,7 @@ def test_an_adapter_without_its_base_is_explained(adapter, capsys):
         ({"num_samples": 0}, "num_samples=0"),
         ({"temperature": 0}, "set num_samples=1"),
         ({"limit": 0}, "limit must be at least 1, got 0"),
-        ({"max_new_tokens": 500}, "more than the 128 that the model takes; lower max_new_tokens to at most 124"),
+        ({"max_new_tokens": 500}, "more than the model's context of 128 tokens; lower max_new_tokens to at most 124"),
         ({"max_new_tokens": "many"}, "argument --max_new_tokens: invalid int value: 'many'"),
         ({"reward_funcs": "accuracy_rewrad"}, "did you mean 'accuracy_reward'?"),
         (

@@ -181,7 +181,7 @@ def test_an_index_that_was_not_written_to_the_end_is_none(tmp_path, monkeypatch)
     with pytest.raises(OSError, match="disk full"):
         retriever.save(tmp_path)
     assert not has_index(tmp_path)
-    with pytest.raises(ValueError, match="written to the end"):
+    with pytest.raises(ValueError, match="no complete index"):
         BM25Retriever(CORPUS, index=tmp_path)
 
 
@@ -227,7 +227,7 @@ def test_dense_search_gives_prefixes_to_the_encoder_and_nothing_for_blank_querie
 
 @pytest.mark.parametrize("encoder", [lambda texts: [1.0], lambda texts: [[float("nan")]] * len(texts)])
 def test_encoders_without_vectors_are_refused(encoder):
-    with pytest.raises(ValueError, match=r"must give an array of shape \(1, dimensions\)"):
+    with pytest.raises(ValueError, match=r"must return an array of shape \(1, dimensions\)"):
         DenseRetriever(CORPUS, encoder)
 
 

@@ -106,7 +106,7 @@ def test_what_needs_no_hub_to_be_wrong_is_found_before_anything_is_sent(results)
 @pytest.mark.parametrize(
     "case, message",
     [
-        ("wrong token", "HubError: cannot publish as 'me/x': the Hub does not accept the token: log in anew with"),
+        ("wrong token", "HubError: cannot publish as 'me/x': the Hub does not accept the token: log in again with"),
         ("no rights", "HubError: cannot publish as 'me/x': the token has no write access there: log in with one that"),
         ("out of order", "HubError: cannot publish as 'me/x': the Hub answered 503 (out of order)."),
         ("nobody there", "HubError: cannot publish as 'me/x': ConnectError: "),

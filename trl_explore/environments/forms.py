@@ -113,7 +113,9 @@ def _lines(text: str) -> list[str]:
     if not text or len(text) > MAX_LENGTH:
         return []
     lines = [line.strip() for line in text.split("\n")]
-    return lines if len(lines) <= MAX_LINES else []
+    if len(lines) > MAX_LINES:
+        return []
+    return lines
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -130,7 +132,9 @@ def _calculate(left: int, operator: str, right: int) -> int | None:
         return left - right
     if operator == "*":
         return left * right
-    return left // right if right != 0 and left % right == 0 else None
+    if right == 0 or left % right != 0:
+        return None
+    return left // right
 
 
 def _countdown_steps(numbers: Sequence[int], operators: Sequence[str]) -> Iterator[tuple[Step, list[int]]]:
@@ -173,7 +177,7 @@ class CountdownForm(Form):
             match = STEP.fullmatch(line)
             if match is None:
                 return None
-            left, right, result = (int(match[group]) for group in (1, 3, 4))
+            left, right, result = int(match[1]), int(match[3]), int(match[4])
             left_expression = self._take(available, left)
             right_expression = self._take(available, right)
             if left_expression is None or right_expression is None or _calculate(left, match[2], right) != result:
@@ -192,7 +196,9 @@ class CountdownForm(Form):
     def right_demonstration(self, entry: Entry, rng: random.Random) -> str | None:
         metadata = entry["metadata"]
         steps = self._solve(list(metadata["numbers"]), metadata["target"], rng)
-        return None if steps is None else self._text(steps)
+        if steps is None:
+            return None
+        return self._text(steps)
 
     def wrong_demonstration(self, entry: Entry, rng: random.Random) -> str | None:
         metadata = entry["metadata"]
@@ -209,7 +215,9 @@ class CountdownForm(Form):
 
     def _solve(self, numbers: list[int], target: int, rng: random.Random) -> list[Step] | None:
         if len(numbers) == 1:
-            return [] if numbers[0] == target else None
+            if numbers[0] != target:
+                return None
+            return []
         possible = list(_countdown_steps(numbers, "+-*/"))
         rng.shuffle(possible)
         for step, rest in possible:
@@ -269,7 +277,8 @@ class ChainSumForm(Form):
         value, terms = self._terms(entry)
         lines = []
         for index, (operator, term) in enumerate(terms):
-            result = (value + term if operator == "+" else value - term) + errors.get(index, 0)
+            sign = 1 if operator == "+" else -1
+            result = value + sign * term + errors.get(index, 0)
             lines.append(f"{value} {operator} {term} = {result}")
             value = result
         return "\n".join(lines)
@@ -366,12 +375,18 @@ class JugsForm(Form):
             if re.fullmatch(rf"[0-9]{{{len(capacities)}}}", line) is None:
                 return None
             new_state = tuple(int(digit) for digit in line)
-            move = next((name for name, reached in self._moves(capacities, state) if reached == new_state), None)
+            move = None
+            for name, reached in self._moves(capacities, state):
+                if reached == new_state:
+                    move = name
+                    break
             if move is None:
                 return None
             moves.append(f'"{move}"')
             state = new_state
-        return f"[{', '.join(moves)}]" if moves else None
+        if not moves:
+            return None
+        return f"[{', '.join(moves)}]"
 
     def _search(self, entry: Entry) -> Search[State]:
         puzzle = entry["metadata"]["puzzle"]
@@ -384,11 +399,15 @@ class JugsForm(Form):
 
     def right_demonstration(self, entry: Entry, rng: random.Random) -> str | None:
         path = _shortest(self._search(entry), rng)
-        return None if path is None else self._text(path)
+        if path is None:
+            return None
+        return self._text(path)
 
     def wrong_demonstration(self, entry: Entry, rng: random.Random) -> str | None:
         walk = _walk(self._search(entry), rng, length=entry["metadata"]["puzzle"]["min_moves"])
-        return self._text(walk) if walk else None
+        if not walk:
+            return None
+        return self._text(walk)
 
     @staticmethod
     def _text(states: Sequence[State]) -> str:
@@ -422,12 +441,17 @@ class ShortestPathForm(Form):
                 f'form="steps" of shortest_path takes at most 9 rows and columns; this grid has {len(matrix)} rows '
                 f"and {len(matrix[0])} columns. Set max_rows and max_cols to at most 9."
             )
-        rows = ["".join(DIGITS[cell] for cell in row) for row in matrix]
-        return "\n".join(["2 to 3:", *rows])
+        lines = ["2 to 3:"]
+        for row in matrix:
+            lines.append("".join(DIGITS[cell] for cell in row))
+        return "\n".join(lines)
 
     @staticmethod
     def _find(matrix: Sequence[Sequence[str]], mark: str) -> Cell:
-        return next((r, row.index(mark)) for r, row in enumerate(matrix) if mark in row)
+        for row_index, row in enumerate(matrix):
+            if mark in row:
+                return row_index, row.index(mark)
+        raise ValueError(f"The grid has no cell {mark!r}.")
 
     def answer(self, text: str, entry: Entry) -> str | None:
         lines = _lines(text)
@@ -442,31 +466,45 @@ class ShortestPathForm(Form):
             if cell not in neighbours(cells[-1]):
                 return None
             cells.append(cell)
-        steps = [DIRECTIONS[after[0] - before[0], after[1] - before[1]] for before, after in pairwise(cells)]
-        return " ".join(steps) if steps else None
+        steps = []
+        for (row, column), (next_row, next_column) in pairwise(cells):
+            steps.append(DIRECTIONS[next_row - row, next_column - column])
+        return " ".join(steps) or None
 
     def _search(self, entry: Entry) -> Search[Cell]:
         matrix = entry["metadata"]["matrix"]
         end = self._find(matrix, "#")
 
         def neighbours(cell: Cell) -> list[Cell]:
-            near = [(cell[0] + down, cell[1] + right) for down, right in DIRECTIONS]
-            inside = [(r, c) for r, c in near if 0 <= r < len(matrix) and 0 <= c < len(matrix[0])]
-            return [(r, c) for r, c in inside if matrix[r][c] != "X"]
+            found = []
+            for down, right in DIRECTIONS:
+                row, column = cell[0] + down, cell[1] + right
+                is_inside = 0 <= row < len(matrix) and 0 <= column < len(matrix[0])
+                if is_inside and matrix[row][column] != "X":
+                    found.append((row, column))
+            return found
 
         return self._find(matrix, "*"), neighbours, lambda cell: cell == end
 
     def right_demonstration(self, entry: Entry, rng: random.Random) -> str | None:
         path = _shortest(self._search(entry), rng)
-        return NO_PATH if path is None else self._text(path)
+        if path is None:
+            return NO_PATH
+        return self._text(path)
 
     def wrong_demonstration(self, entry: Entry, rng: random.Random) -> str | None:
         path = _shortest(self._search(entry), rng)
-        walk = _walk(self._search(entry), rng, length=rng.randint(2, 6) if path is None else len(path))
+        if path is None:
+            length = rng.randint(2, 6)
+        else:
+            length = len(path)
+        walk = _walk(self._search(entry), rng, length=length)
         # Some wrong demonstrations answer `none` although there is a path.
         if path is not None and (not walk or rng.random() < 0.1):
             return NO_PATH
-        return self._text(walk) if walk else None
+        if not walk:
+            return None
+        return self._text(walk)
 
     @staticmethod
     def _text(cells: Sequence[Cell]) -> str:
@@ -484,7 +522,10 @@ def _word_graph(length: int) -> dict[str, list[str]]:
 
     config = WordLadderConfig(min_word_length=length, max_word_length=length, seed=0, size=1)
     graph = WordLadderDataset(config).word_graphs[length]
-    return {word.lower(): sorted(near.lower() for near in graph[word]) for word in sorted(graph)}
+    lowered = {}
+    for word in sorted(graph):
+        lowered[word.lower()] = sorted(neighbour.lower() for neighbour in graph[word])
+    return lowered
 
 
 class WordLadderForm(Form):
@@ -510,7 +551,9 @@ class WordLadderForm(Form):
             if changed != 1:
                 return None
             words.append(line)
-        return ",".join(words).upper() if len(words) > 1 else None
+        if len(words) == 1:
+            return None
+        return ",".join(words).upper()
 
     @staticmethod
     def _search(entry: Entry) -> Search[str]:
@@ -521,11 +564,13 @@ class WordLadderForm(Form):
 
     def right_demonstration(self, entry: Entry, rng: random.Random) -> str | None:
         path = _shortest(self._search(entry), rng)
-        return None if path is None else "\n".join(path)
+        if path is None:
+            return None
+        return "\n".join(path)
 
     def wrong_demonstration(self, entry: Entry, rng: random.Random) -> str | None:
         walk = _walk(self._search(entry), rng, length=entry["metadata"]["chain_length"] - 1)
-        return "\n".join(walk) if walk else None
+        return "\n".join(walk) or None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -32,9 +32,8 @@ from fractions import Fraction
 from typing import Any
 
 CPU_SECONDS = 3.0  # per answer; the slowest reasonable answer needs less than one second
-WALL_SECONDS = (
-    60.0  # per answer, for systems that cannot limit CPU time, and for code that waits without using the CPU
-)
+# Per answer, for systems that cannot limit CPU time, and for code that waits without using the CPU.
+WALL_SECONDS = 60.0
 MEMORY_BYTES = 8 * 2**30  # limit of the process's address space
 # A longer answer scores 0. No data set has right answers of this length.
 MAX_ANSWER_LENGTH = 100_000
@@ -81,7 +80,16 @@ def encode(value: Any) -> str:
 
 
 def decode(text: str) -> Any:
-    """Return the value that [`encode`] wrote."""
+    """
+    Return the value that [`encode`] wrote.
+
+    Args:
+        text (`str`):
+            The text.
+
+    Returns:
+        `Any`: The value.
+    """
     return _from_plain(json.loads(text))
 
 
@@ -126,7 +134,18 @@ def _from_plain(value: Any) -> Any:
 
 
 def field_value(value: Any, default: Any) -> Any:
-    """Convert a JSON value to the type of a configuration field, which is the type of `default`."""
+    """
+    Convert a JSON value to the type of a configuration field.
+
+    Args:
+        value (`Any`):
+            The JSON value.
+        default (`Any`):
+            Default of the field, which has its type.
+
+    Returns:
+        `Any`: The value. Unchanged if JSON has the type.
+    """
     if isinstance(default, tuple) and isinstance(value, list):
         return tuple(value)
     if isinstance(default, (datetime.date, datetime.time)) and isinstance(value, str):
@@ -142,15 +161,31 @@ def field_defaults(config_class: type) -> dict[str, Any]:
     for field in dataclasses.fields(config_class):
         if field.name in ("seed", "size"):
             continue
-        default = field.default
+        defaults[field.name] = None
         if field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
-        defaults[field.name] = None if default is dataclasses.MISSING else default
+            defaults[field.name] = field.default_factory()
+        elif field.default is not dataclasses.MISSING:
+            defaults[field.name] = field.default
     return defaults
 
 
 def make_data_set(name: str, config: Mapping[str, Any], *, seed: int, size: int) -> Any:
-    """Return reasoning-gym's data set `name`; `config` holds JSON values."""
+    """
+    Create a data set of reasoning-gym.
+
+    Args:
+        name (`str`):
+            Name of the data set.
+        config (`Mapping`):
+            Fields of its configuration, as JSON values.
+        seed (`int`):
+            Seed of the data set.
+        size (`int`):
+            Number of rows.
+
+    Returns:
+        `ProceduralDataset`: The data set.
+    """
     from reasoning_gym.factory import DATASETS, create_dataset
 
     defaults = field_defaults(DATASETS[name][1])
@@ -177,10 +212,10 @@ def safe_answer(name: str, answer: str) -> str:
     Returns:
         `str`: Text for `score_answer`.
     """
-    if name in EVALUATED:
-        return answer if _is_literal(answer) else UNREADABLE
-    if name in FORMULAS:
-        return answer if _is_formula(answer) else UNREADABLE
+    if name in EVALUATED and not _is_literal(answer):
+        return UNREADABLE
+    if name in FORMULAS and not _is_formula(answer):
+        return UNREADABLE
     return answer
 
 
@@ -199,7 +234,7 @@ def _is_formula(answer: str) -> bool:
     """Return whether sympy cannot parse `answer`, or reads a formula of elementary functions with small numbers."""
     from sympy.parsing.sympy_parser import standard_transformations, stringify_expr
 
-    names: dict[str, Any] = dict(vars(builtins))  # parse_expr can also call these functions
+    names: dict[str, Any] = dict(builtins.__dict__)  # parse_expr can also call these functions
     exec("from sympy import *", names)
     try:
         code = stringify_expr(answer, {}, names, standard_transformations)
@@ -228,9 +263,13 @@ def _bits(node: ast.AST) -> float:
         return _bits_of_constant(node.value)
     if isinstance(node, ast.BinOp):
         left, right = _bits(node.left), _bits(node.right)
-        return _bits_of_power(left, right) if isinstance(node.op, ast.Pow) else left + right + 1
+        if isinstance(node.op, ast.Pow):
+            return _bits_of_power(left, right)
+        return left + right + 1
     if isinstance(node, ast.Call):
-        name = node.func.id if isinstance(node.func, ast.Name) else ""
+        name = ""
+        if isinstance(node.func, ast.Name):
+            name = node.func.id
         parts = [_bits(part) for part in node.args]
         if name in ("Pow", "pow") and len(parts) > 1:
             return _bits_of_power(parts[0], parts[1])
@@ -254,7 +293,9 @@ def _bits_of_constant(value: Any) -> float:
 
 
 def _bits_of_power(base: float, exponent: float) -> float:
-    return base * 2**exponent if exponent < 64 else math.inf
+    if exponent >= 64:
+        return math.inf
+    return base * 2**exponent
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -290,15 +331,16 @@ class Worker:
             start (`int`, *optional*, defaults to `0`):
                 Index of the first row.
             count (`int`, *optional*):
-                Number of rows; `None`: up to the end.
+                Number of rows. `None` for all rows from `start`.
 
         Returns:
-            `list[dict]`: Rows with `question`, `answer` and `metadata`, the last as text of [`encode`].
+            `list[dict]`: Rows with `question`, `answer` and `metadata`. [`encode`] wrote the metadata.
 
         Raises:
             ValueError: If the package cannot make the rows.
         """
-        count = size - start if count is None else count
+        if count is None:
+            count = size - start
         message = dict(op="rows", name=name, config=dict(config), seed=seed, size=size, start=start, count=count)
         reply = self._request(message, None)
         if reply is None:
@@ -317,7 +359,7 @@ class Worker:
             config (`Mapping`):
                 Configuration of the data set, without `seed` and `size`.
             answer (`str` or `None`):
-                The answer; `None` if the completion has none.
+                The answer. `None` if the completion has no answer.
             row (`Mapping`):
                 `question`, `answer` and `metadata` of the row.
 
@@ -335,12 +377,15 @@ class Worker:
         key = (name, json.dumps(config, sort_keys=True))
         if key not in self._open:  # load the data set before the time limit of the answer starts
             opened = self._request(dict(op="open", name=name, config=dict(config)), None)
-            if opened is None or "error" in opened:
-                reason = "its process ended" if opened is None else opened["error"]
-                raise ValueError(f"reasoning_gym:{name} cannot be made: {reason}")
+            if opened is None:
+                opened = {"error": "its process ended"}
+            if "error" in opened:
+                raise ValueError(f"reasoning_gym:{name} cannot be made: {opened['error']}")
             self._open.add(key)
         reply = self._request(message, WALL_SECONDS)
-        return 0.0 if reply is None or "error" in reply else reply["score"]
+        if reply is None or "error" in reply:
+            return 0.0
+        return reply["score"]
 
     def close(self) -> None:
         """End the worker process."""
@@ -358,12 +403,12 @@ class Worker:
         process.wait()
 
     def _request(self, message: Mapping[str, Any], seconds: float | None) -> dict[str, Any] | None:
-        """Send `message` and return the reply; `None` if the process died or took longer than `seconds`."""
+        """Send `message` and return the reply, or `None` if the process died or took longer than `seconds`."""
         with self._lock:
             try:
                 process = self._started()
                 reply = self._exchange(process, json.dumps(message), seconds)
-            except BaseException:  # end the process, or the next request would read the reply to this request
+            except BaseException:  # end the process, because the next request would read the reply to this request
                 self.close()
                 raise
             if reply is None:
@@ -373,8 +418,9 @@ class Worker:
     @staticmethod
     def _exchange(process: "subprocess.Popen[str]", text: str, seconds: float | None) -> dict[str, Any] | None:
         assert process.stdin is not None and process.stdout is not None
-        timer = threading.Timer(seconds, process.kill) if seconds is not None else None
-        if timer is not None:
+        timer = None
+        if seconds is not None:
+            timer = threading.Timer(seconds, process.kill)
             timer.daemon = True
             timer.start()
         try:
@@ -386,7 +432,9 @@ class Worker:
         finally:
             if timer is not None:
                 timer.cancel()
-        return json.loads(line) if line.endswith("\n") else None
+        if not line.endswith("\n"):  # the process died
+            return None
+        return json.loads(line)
 
     def _started(self) -> "subprocess.Popen[str]":
         if self._process is not None and self._process.poll() is None:
@@ -403,9 +451,10 @@ class Worker:
             start_new_session=True,  # so that Ctrl-C interrupts the training run only
         )
         ready = self._exchange(self._process, json.dumps({"op": "ready", "path": sys.path}), None)
-        if ready is None or "error" in ready:
-            reason = "it ended at once" if ready is None else ready["error"]
-            raise RuntimeError(f"The process that scores answers of reasoning-gym did not start: {reason}")
+        if ready is None:
+            ready = {"error": "it ended at once"}
+        if "error" in ready:
+            raise RuntimeError(f"The process that scores answers of reasoning-gym did not start: {ready['error']}")
         return self._process
 
 
@@ -441,7 +490,9 @@ class _Server:
         if operation == "rows":
             return {"rows": self._rows(message)}
         data_set = self._data_set(message)
-        return {} if operation == "open" else {"score": self._score(data_set, message)}
+        if operation == "open":
+            return {}
+        return {"score": self._score(data_set, message)}
 
     def _data_set(self, message: dict[str, Any]) -> Any:
         key = (message["name"], json.dumps(message["config"], sort_keys=True))
@@ -487,8 +538,8 @@ def _seed_global(seed: int) -> None:
 
 
 def _limit_cpu(seconds: float) -> None:
-    """End this process after `seconds` of CPU time; 0 removes the limit. The signal has its default action, which also
-    stops C code."""
+    """End this process after `seconds` of CPU time. 0 removes the limit. The default action of the signal ends the
+    process even in C code."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
@@ -499,7 +550,9 @@ def _limit_memory() -> None:
     except ImportError:  # Windows
         return
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
+    limit = MEMORY_BYTES
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 

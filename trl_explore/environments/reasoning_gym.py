@@ -80,9 +80,11 @@ def find_answer(text: str, answer_in: str) -> str | None:
         `str` or `None`: The answer without white space around it. `None` if the mark is missing or not closed.
     """
     if answer_in == "tags":
-        end = text.rfind("</answer>")
-        start = text.rfind("<answer>", 0, end) if end >= 0 else -1
-        return text[start + len("<answer>") : end].strip() if start >= 0 else None
+        before, end_tag, _ = text.rpartition("</answer>")
+        _, start_tag, answer = before.rpartition("<answer>")
+        if not end_tag or not start_tag:
+            return None
+        return answer.strip()
     if answer_in == "boxed":
         return _last_box(text)
     if answer_in == "last_line":
@@ -95,7 +97,10 @@ def _last_box(text: str) -> str | None:
     for mark in list(BOXED.finditer(text))[-MAX_BOXES:][::-1]:
         depth = 1
         for brace in re.finditer(r"[{}]", text[mark.end() :]):
-            depth += 1 if brace.group() == "{" else -1
+            if brace.group() == "{":
+                depth += 1
+            else:
+                depth -= 1
             if depth == 0:
                 return text[mark.end() : mark.end() + brace.start()].strip()
     return None
@@ -168,7 +173,10 @@ class ReasoningGymReward:
         scores: list[float | None] = []
         for index, completion in enumerate(completions):
             row = {column: values[index] for column, values in columns.items() if values is not None}
-            scores.append(self.score(completion_text(completion), row) if row["dataset"] == self.name else None)
+            score = None
+            if row["dataset"] == self.name:
+                score = self.score(completion_text(completion), row)
+            scores.append(score)
         return scores
 
     def score(self, text: str, row: Mapping[str, Any]) -> float:
@@ -267,8 +275,9 @@ class ReasoningGymSpec:
         _check_choice("form", form, FORM_NAMES)
         if system_prompt is not None and not isinstance(system_prompt, str):
             raise ValueError(f"`system_prompt` is {system_prompt!r}; write a text.")
-        self._form = _steps_form(name, answer_in) if form == "steps" else None
-        if self._form is not None:
+        self._form: Form | None = None
+        if form == "steps":
+            self._form = _steps_form(name, answer_in)
             config = {**self._form.config, **config}
         self._name = name
         self._size, self._seed = size, seed
@@ -327,17 +336,23 @@ class ReasoningGymSpec:
         Returns:
             `str` or `None`: The answer, see [`find_answer`]. With the form `"steps"`, the whole text.
         """
-        return find_answer(text, self._answer_in) if self._form is None else text.strip() or None
+        if self._form is None:
+            return find_answer(text, self._answer_in)
+        return text.strip() or None
 
     @property
     def options(self) -> dict[str, Any]:
         """Fields of `GRPOConfig` that suit the task."""
-        return {"max_completion_length": 1024 if self._form is None else self._form.max_completion_length}
+        if self._form is None:
+            return {"max_completion_length": 1024}
+        return {"max_completion_length": self._form.max_completion_length}
 
     @property
     def step_delimiters(self) -> list[str] | None:
         """Texts that end a step of an answer. `None` for the form `"package"`, whose answers have no common format."""
-        return None if self._form is None else list(self._form.step_delimiters)
+        if self._form is None:
+            return None
+        return list(self._form.step_delimiters)
 
     def demonstration(self, row: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
         """
@@ -357,7 +372,10 @@ class ReasoningGymSpec:
         Raises:
             ValueError: If the data set has no answers.
         """
-        text = self._marked_answer(row, rng) if self._form is None else self._form.demonstration(entry_of(row), rng)
+        if self._form is None:
+            text = self._marked_answer(row, rng)
+        else:
+            text = self._form.demonstration(entry_of(row), rng)
         return {"prompt": row["prompt"], "completion": [{"role": "assistant", "content": text}]}
 
     @cached_property
@@ -378,7 +396,9 @@ class ReasoningGymSpec:
         return {"prompt": prompt, **row, "dataset": self._name}
 
     def _key(self, row: Mapping[str, Any]) -> str:
-        return row["question"] if self._form is None else self._form.key(entry_of(row))
+        if self._form is None:
+            return row["question"]
+        return self._form.key(entry_of(row))
 
     def _marked_answer(self, row: Mapping[str, Any], rng: random.Random) -> str:
         if row["answer"] is None:

@@ -113,9 +113,11 @@ class TextArenaSpec:
         known = known_ids()
         if env_id not in known:
             raise ValueError(f"`env_id` is {env_id!r}: {unknown_name('game of TextArena', env_id, known)}")
-        eval_seed = seed + SEED_OFFSET if eval_seed is None and isinstance(seed, int) else eval_seed
-        for name, value, lowest in (("size", size, 1), ("eval_size", eval_size, 1), ("seed", seed, 0)):
-            _check_number(name, value, lowest)
+        _check_number("size", size, 1)
+        _check_number("eval_size", eval_size, 1)
+        _check_number("seed", seed, 0)
+        if eval_seed is None:
+            eval_seed = seed + SEED_OFFSET
         _check_number("eval_seed", eval_seed, 0)
         if max_turns is not None:
             _check_number("max_turns", max_turns, 1)
@@ -205,8 +207,9 @@ class TextArenaSpec:
         return _seeds(f"evaluation {self.eval_seed}", self.eval_size)
 
     def _rows(self, seeds: list[int]) -> Dataset:
-        system = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
-        prompt = [*system, {"role": "user", "content": ""}]
+        prompt = [{"role": "user", "content": ""}]
+        if self.system_prompt is not None:
+            prompt.insert(0, {"role": "system", "content": self.system_prompt})
         return Dataset.from_dict({"prompt": [prompt] * len(seeds), "seed": seeds})
 
 
@@ -243,7 +246,10 @@ def _with_limit(env_id: str, config: Mapping[str, Any], max_turns: int | None) -
     if max_turns is None:
         own = [given[name] + more for name, more in LIMITS.items() if given.get(name)]
         max_turns = min(own, default=DEFAULT_TURNS)
-    return ({**config, "max_turns": max_turns} if "max_turns" in given else dict(config)), max_turns
+    arguments = dict(config)
+    if "max_turns" in given:
+        arguments["max_turns"] = max_turns
+    return arguments, max_turns
 
 
 def _seeds(stream: str, number: int, without: Iterable[int] = ()) -> list[int]:
@@ -260,7 +266,10 @@ def _guessing_game(game: TextArenaGame, low: int, high: int, rng: random.Random)
     messages: list[dict[str, Any]] = []
     left = list(range(low, high + 1))
     while not game.done:
-        guess = left[(len(left) - 1) // 2] if follows_hints else rng.choice(left)
+        if follows_hints:
+            guess = left[(len(left) - 1) // 2]
+        else:
+            guess = rng.choice(left)
         answer = game.act(f"[{guess}]")
         messages += [_call(f"[{guess}]"), {"role": "tool", "name": "act", "content": answer}]
         if not follows_hints:

@@ -31,11 +31,21 @@ NO_TURNS_LEFT = "No turns are left. The game is over."
 
 @dataclass(frozen=True)
 class GameRules:
-    """Settings that all games of a task share."""
+    """
+    Settings that all games of a task share.
 
-    max_turns: int  # maximum number of tool calls in a game
-    rules: str | None = None  # text that replaces the rules that the game shows; None keeps the game's rules
-    wins_only: bool = False  # True: the reward is 1 for a win and 0 otherwise; False: the game's own reward
+    Args:
+        max_turns (`int`):
+            Maximum number of tool calls in a game.
+        rules (`str`, *optional*):
+            Text to show instead of the game's rules. `None` keeps the game's rules.
+        wins_only (`bool`, *optional*, defaults to `False`):
+            Whether the reward is 1 for a win and 0 otherwise, instead of the game's own reward.
+    """
+
+    max_turns: int
+    rules: str | None = None
+    wins_only: bool = False
 
 
 class GameMaker:
@@ -64,7 +74,7 @@ class GameMaker:
 
     @property
     def adds_brackets(self) -> bool:
-        """True if the game reads the move `5` as `[5]`. Games whose ids end in `-raw` do not."""
+        """True if the game reads the move `5` as `[5]`. Games with ids that end in `-raw` do not."""
         self._prepare()
         return self._adds_brackets
 
@@ -247,7 +257,9 @@ class TextArenaGame:
             return 0.0
         with use_random_states(self._started.random_states):
             value = _value(self._started.game)
-        return float(value >= 1) if self._rules.wins_only else value
+        if self._rules.wins_only:
+            return float(value >= 1)
+        return value
 
     @property
     def num_turns(self) -> int:
@@ -267,8 +279,11 @@ class TextArenaGame:
     def __deepcopy__(self, memo: dict[int, Any]) -> "TextArenaGame":
         twin = copy.copy(self)
         memo |= {id(self): twin, **self._maker.memo()}
-        for name, value in vars(self).items():
-            copied = value.copied(memo) if isinstance(value, StartedGame) else copy.deepcopy(value, memo)
+        for name, value in self.__dict__.items():
+            if isinstance(value, StartedGame):
+                copied: Any = value.copied(memo)
+            else:
+                copied = copy.deepcopy(value, memo)
             setattr(twin, name, copied)
         return twin
 
@@ -301,7 +316,8 @@ class TextArenaGame:
             texts.append(str(started.game.state.game_info[0].get("reason") or GAME_OVER))
         elif self.done:
             texts.append(NO_TURNS_LEFT)
-        return "\n".join(stripped for text in texts if (stripped := text.strip("\n").rstrip()))
+        stripped = [text.strip("\n").rstrip() for text in texts]
+        return "\n".join(filter(None, stripped))
 
 
 def _value(game: Any) -> float:
@@ -315,7 +331,9 @@ def _value(game: Any) -> float:
                 value = getattr(game, name)()
                 break
     # After a second invalid move in a row, a few games set the reward to a text. Such a game has the reward 0.
-    return float(value) if isinstance(value, Real) and math.isfinite(value) else 0.0
+    if isinstance(value, Real) and math.isfinite(value):
+        return float(value)
+    return 0.0
 
 
 def _unwrapped(env: Any) -> Any:
@@ -335,7 +353,7 @@ def _is_wrapped_with(env: Any, kind: type) -> bool:
 def _word_lists(game: Any) -> list[Any]:
     """Return the large collections of a game and of the objects in its attributes, such as a dictionary's words."""
     found = []
-    for owner in (game, *vars(game).values()):
+    for owner in (game, *game.__dict__.values()):
         for value in getattr(owner, "__dict__", {}).values():
             if isinstance(value, (list, set, frozenset, dict)) and len(value) >= WORD_LIST_SIZE:
                 found.append(value)

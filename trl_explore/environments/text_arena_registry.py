@@ -70,7 +70,9 @@ def refusal_reason(env_id: str, config: Mapping[str, Any] | None = None) -> str 
             game.reset(num_players=1, seed=0)
             if not isinstance(game.state, SinglePlayerState):
                 return FOR_SEVERAL
-            return FAULTS[family](game) if family in FAULTS else None
+            if family not in FAULTS:
+                return None
+            return FAULTS[family](game)
     except Exception as error:  # a game may raise any type
         return _explain_failure(error, family, config or {})
 
@@ -120,8 +122,12 @@ def arguments_of(env_id: str) -> dict[str, Any]:
 
     module, _, name = str(ENV_REGISTRY[env_id].entry_point).partition(":")
     parameters = inspect.signature(getattr(importlib.import_module(module), name)).parameters
-    defaults = {key: None if p.default is p.empty else p.default for key, p in parameters.items()}
-    return {**defaults, **ENV_REGISTRY[env_id].kwargs}
+    arguments: dict[str, Any] = {}
+    for key, parameter in parameters.items():
+        arguments[key] = None
+        if parameter.default is not parameter.empty:
+            arguments[key] = parameter.default
+    return arguments | ENV_REGISTRY[env_id].kwargs
 
 
 def check_arguments(env_id: str, config: Mapping[str, Any]) -> None:
@@ -152,5 +158,7 @@ def _explain_failure(error: Exception, family: str, config: Mapping[str, Any]) -
         return f"a file is missing from the installed TextArena ({path})."
     if re.search("player", text, re.IGNORECASE):
         return FOR_SEVERAL
-    given = f" with {dict(config)}" if config else ""
+    given = ""
+    if config:
+        given = f" with {dict(config)}"
     return f"it cannot be started{given} ({type(error).__name__}: {text})."

@@ -5,8 +5,9 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 from accelerate.utils import gather_object
-from transformers import Trainer, TrainerCallback, TrainerState
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
+from trl_explore.evaluation.grading import Graded
 from trl_explore.evaluation.metrics import coverage_at_k, sample_metrics
 from trl_explore.evaluation.policy import PolicySamples
 from trl_explore.evaluation.samplers import undisturbed
@@ -16,25 +17,29 @@ from trl_explore.rewards.success import is_success
 
 class PassAtKCallback(TrainerCallback):
     """
-    Logs pass@k of the current model on held-out prompts during training, and leaves no trace in the training.
+    Logs pass@k of the current model on held-out prompts during training, without changing the training.
 
-    Random states, training flags, metric accumulators, token counts and the generation config are afterwards as
-    before: parameters and training metrics of a run are the same with and without it. Completions come from the
-    training model through `generate`, even where training samples with vLLM. Logged, and kept in `history`
-    (`list[dict]`, with the step): `eval/pass_at_{k}`, `eval/maj_at_{k}`, `eval/greedy_accuracy`, `eval/reward` and
-    `eval/coverage_at_{k}`, as defined by [`~trl_explore.evaluation.metrics.sample_metrics`] on the weighted sums of
-    rewards. The last evaluation's `successes` are there too: how many samples of each prompt succeeded (`"correct"`),
-    and whether its greedy completion did (`"greedy_correct"`); without a reward, none.
+    Each evaluation restores the random states, training flags, metric accumulators, token counts and generation
+    config. The parameters and the training metrics of a run are the same with and without the callback. Completions
+    come from `generate` of the training model, even if training samples with vLLM.
+
+    It logs `eval/pass_at_{k}`, `eval/maj_at_{k}`, `eval/greedy_accuracy`, `eval/reward` and `eval/coverage_at_{k}`.
+    [`~trl_explore.evaluation.metrics.sample_metrics`] defines them on the weighted sums of rewards. Attributes:
+
+    - `history` (`list[dict]`): the logged metrics of every evaluation, with its `step`.
+    - `successes` (`dict[str, list[int]]`): for each prompt of the last evaluation, the number of successful samples
+      (`"correct"`) and of successful greedy completions (`"greedy_correct"`, 0 or 1). A completion without a reward
+      is not successful.
 
     Args:
         trainer ([`~trl.GRPOTrainer`]):
-            The trainer, of this class or a subclass, that the callback is added to.
+            The trainer to which the callback is added. Subclasses are allowed.
         eval_dataset ([`~datasets.Dataset`] or `list[dict]`):
             Prompts in a column `prompt`, plain or conversational, and the columns that the reward functions read.
         reward_funcs (`Callable` or `list[Callable]`, *optional*):
-            Synchronous reward functions that decide success. `None` for the trainer's own, with their weights.
+            Synchronous reward functions that decide success. `None` uses the trainer's, with their weights.
         reward_weights (`list[float]`, *optional*):
-            Weight of each reward function. `None` for the trainer's, or 1 each for `reward_funcs` given here.
+            Weight of each reward function. `None` uses the trainer's weights, or 1 each if `reward_funcs` is given.
         num_samples (`int`, *optional*, defaults to `8`):
             Samples per prompt.
         k (`Sequence[int]`, *optional*, defaults to `(1, 8)`):
@@ -42,36 +47,39 @@ class PassAtKCallback(TrainerCallback):
         maj_k (`Sequence[int]`, *optional*, defaults to `()`):
             Values of k for the majority vote. Each in `[1, num_samples]`.
         coverage_k (`Sequence[int]`, *optional*, defaults to `()`):
-            Values of k for coverage@k, the share of a prompt's `targets` that its first k answers hit: a column of
-            lists that every row then needs. Each in `[1, num_samples]`.
+            Values of k for coverage@k: the share of a prompt's targets among its first k answers. Every row then needs
+            a list of targets in the column `targets`. Each in `[1, num_samples]`.
         every (`int`, *optional*):
-            Optimizer steps between evaluations. `None` for the trainer's `eval_steps`; where these are not set either,
-            only the beginning and the end of training are evaluated.
+            Optimizer steps between evaluations. `None` uses the trainer's `eval_steps`. If `eval_steps` is not set
+            either, the callback evaluates only at the beginning and the end of training.
         temperature (`float`, *optional*, defaults to `1.0`):
-            Sampling temperature, positive. The other sampling options are those of the training arguments.
+            Sampling temperature, positive. The training arguments set the other sampling options.
         max_completion_length (`int`, *optional*):
-            Most tokens per completion. `None` for the trainer's.
+            Maximum number of tokens per completion. `None` uses the trainer's.
         greedy (`bool`, *optional*, defaults to `True`):
-            Whether to decode one more completion per prompt greedily.
+            Whether to decode one additional completion per prompt greedily.
         answer_fn (`Callable`, *optional*, defaults to [`~trl_explore.rewards.answers.answer_key`]):
-            Text of a completion to its answer (hashable, `None` for none), for the majority vote and coverage.
+            Maps the text of a completion to its answer (hashable, or `None` if there is no answer), for the majority
+            vote and coverage.
         success_threshold (`float`, *optional*):
-            Smallest weighted sum of rewards that counts as success. `None` stands for a reward of 1 from the only
-            reward function, or from the one that `success_reward` names; else it must be given.
+            Smallest weighted sum of rewards that counts as success. `None` means a reward of 1 from the only reward
+            function, or from the one that `success_reward` names. Required with several functions and no
+            `success_reward`.
         success_reward (`str`, *optional*):
-            Name of the reward function that decides success, as it returns it, without its weight. `None` for the
-            weighted sum.
+            Name of the reward function whose unweighted reward decides success. `None` uses the weighted sum.
         batch_size (`int`, *optional*, defaults to `64`):
-            Completions per `generate` call and process. Positive.
+            Number of completions per `generate` call on each process. Positive.
         seed (`int`, *optional*, defaults to `0`):
-            Seed of each evaluation: all draw the same random numbers, which makes their differences less noisy.
+            Seed of each evaluation. All evaluations use the same random numbers, which makes their differences less
+            noisy.
         metric_prefix (`str`, *optional*, defaults to `"eval"`):
-            First part of the logged names.
+            Prefix of the logged names.
         at_begin (`bool`, *optional*, defaults to `True`):
-            Whether to evaluate before the first step. The end is always evaluated; no step is evaluated twice.
+            Whether to evaluate before the first step. The callback always evaluates at the end of training, and never
+            evaluates a step twice.
 
     Raises:
-        `ValueError`: If an argument is outside its range, the reward functions leave open what success is, or the
+        `ValueError`: If an argument is outside its range, if `success_threshold` is required and missing, or if the
             trainer has tools, environments, a `rollout_func` or a multimodal processor.
     """
 
@@ -117,12 +125,17 @@ class PassAtKCallback(TrainerCallback):
         weights = self.samples.reward_weights
         if success_threshold is None and success_reward is None and len(weights) != 1:
             raise ValueError(
-                f"success_threshold must be given, because the sum of {len(weights)} rewards does not say what "
-                f"success is; or name the one function that does as success_reward, or pass it alone as reward_funcs."
+                f"success_threshold must be given, because the sum of {len(weights)} rewards does not define success. "
+                "Or name the one function that defines it as success_reward, or pass only that one as reward_funcs."
             )
+        # With one weighted reward function and no threshold, a reward of 1 is worth the weight.
         self._perfect_is_weight = success_threshold is None and success_reward is None
-        perfect = weights[0] if success_reward is None else 1.0
-        self.success_threshold = perfect if success_threshold is None else success_threshold
+        if success_threshold is not None:
+            self.success_threshold = success_threshold
+        elif success_reward is not None:
+            self.success_threshold = 1.0
+        else:
+            self.success_threshold = weights[0]
         if not self.k or not all(1 <= value <= num_samples for value in self.k + self.maj_k + self.coverage_k):
             raise ValueError(
                 f"k, maj_k and coverage_k must be between 1 and num_samples={num_samples}, got k={self.k}, "
@@ -137,18 +150,18 @@ class PassAtKCallback(TrainerCallback):
                 f"batch_size={batch_size}, every={every}; greedy=True decodes greedily."
             )
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self.at_begin:
             self._report(state)
 
-    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         every = self.every
         if every is None and args.eval_steps is not None:
-            every = state.eval_steps  # the arguments' value may be a share of the run; the state's is resolved
+            every = state.eval_steps  # the arguments may give a share of the run; the state has the number of steps
         if every is not None and state.global_step % every == 0:
             self._report(state)
 
-    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self._report(state)
 
     def _report(self, state: TrainerState) -> None:
@@ -157,48 +170,69 @@ class PassAtKCallback(TrainerCallback):
             return
         metrics = self.evaluate()
         self.history.append({"step": state.global_step, **metrics})
-        # GRPOTrainer.log would average and clear the training metrics gathered so far; the parent's only logs. It also
-        # takes the pending order to log the training step as carried out.
+        # GRPOTrainer.log would average and clear the training metrics gathered so far, so call Trainer.log. It resets
+        # should_log, so restore the flag: otherwise the training step would not be logged.
         should_log = self.trainer.control.should_log
         Trainer.log(self.trainer, dict(metrics))
         self.trainer.control.should_log = should_log
 
     def evaluate(self) -> dict[str, float]:
-        """Metrics of the current model under their logged names, the same everywhere; every process calls it."""
+        """
+        Evaluate the current model. Every process must call it.
+
+        Returns:
+            `dict[str, float]`: Metrics under their logged names, equal on all processes.
+        """
         accelerator, rows = self.trainer.accelerator, self.samples.rows
         rank, num_ranks = accelerator.process_index, accelerator.num_processes
-        # Sharded models wait for each other in every forward pass, so each rank takes as many rows: some come twice.
-        share = [i % len(rows) for i in range(rank, math.ceil(len(rows) / num_ranks) * num_ranks, num_ranks)]
+        # Every forward pass of a sharded model waits for all processes. So each process takes the same number of rows,
+        # and the first rows are sampled twice if the number of rows is not a multiple of the number of processes.
+        num_positions = math.ceil(len(rows) / num_ranks) * num_ranks
+        indices = [position % len(rows) for position in range(rank, num_positions, num_ranks)]
         with undisturbed(self.trainer.model_wrapped, seed=self.seed + rank):
-            drawn = [self.samples.draw(share, self.num_samples)]
-            if self.greedy:
-                drawn.append(self.samples.draw(share, 1, greedy=True))
+            sampled = self.samples.draw(indices, self.num_samples)
+            decoded = self.samples.draw(indices, 1, greedy=True) if self.greedy else []
         if self._perfect_is_weight:
-            self.success_threshold = self.samples.reward_weights[0]  # which may have changed since construction
-        by_index = dict(gather_object(list(zip(share, zip(*drawn, strict=True), strict=True))))
-        sampled, *best = zip(*(by_index[index] for index in range(len(rows))), strict=True)
-        totals, rewards, answers = zip(*sampled, strict=True)  # (P, N) each
-        kinds = dict(zip(("correct", "greedy_correct"), (sampled, *best), strict=False))
-        deciding = {kind: [graded.rewards for graded in given] for kind, given in kinds.items()}
-        threshold = self.success_threshold
-        self.successes = {
-            kind: [sum(is_success(reward, threshold=threshold) for reward in of_prompt) for of_prompt in given]
-            for kind, given in deciding.items()
-        }
-        greedy = [of_prompt[0] for of_prompt in deciding["greedy_correct"]] if self.greedy else None
+            self.success_threshold = self.samples.reward_weights[0]  # the user may have changed the weight
+        graded = self._gather(indices, sampled)
+        self.successes = {"correct": self._count_successes(graded)}
+        greedy_rewards = None
+        if self.greedy:
+            graded_greedy = self._gather(indices, decoded)
+            self.successes["greedy_correct"] = self._count_successes(graded_greedy)
+            greedy_rewards = [of_prompt.rewards[0] for of_prompt in graded_greedy]
+        answers = [of_prompt.answers for of_prompt in graded]  # (P, N)
         metrics = sample_metrics(
-            rewards, answers, greedy, threshold=threshold, k=self.k, maj_k=self.maj_k, totals=totals
+            [of_prompt.rewards for of_prompt in graded],
+            answers,
+            greedy_rewards,
+            threshold=self.success_threshold,
+            k=self.k,
+            maj_k=self.maj_k,
+            totals=[of_prompt.totals for of_prompt in graded],
         )
         for k in self.coverage_k:
-            covered = [coverage_at_k(a, row["targets"], k) for a, row in zip(answers, rows, strict=True)]
+            covered = [coverage_at_k(given, row["targets"], k) for given, row in zip(answers, rows, strict=True)]
             metrics[f"coverage_at_{k}"] = math.fsum(covered) / len(covered)
         return {f"{self.metric_prefix}/{name}": value for name, value in metrics.items()}
 
+    def _gather(self, indices: list[int], graded: list[Graded]) -> list[Graded]:
+        """Collect graded samples from all processes, in the order of the rows."""
+        by_index: dict[int, Graded] = dict(gather_object(list(zip(indices, graded, strict=True))))
+        return [by_index[index] for index in range(len(by_index))]
+
+    def _count_successes(self, graded: list[Graded]) -> list[int]:
+        """Count the successful samples of each prompt."""
+        counts = []
+        for of_prompt in graded:
+            counts.append(sum(is_success(reward, threshold=self.success_threshold) for reward in of_prompt.rewards))
+        return counts
+
 
 def _check_targets(value: Any) -> None:
-    """Raise if the column `targets` of a row is no list of answers."""
-    flat = isinstance(value, list | tuple) and all(isinstance(target, Hashable) for target in value)
-    if not flat or not value:
+    """Check that the cell of a row in the column `targets` is a list of answers."""
+    is_flat_list = isinstance(value, list | tuple) and all(isinstance(target, Hashable) for target in value)
+    if not is_flat_list or not value:
         raise ValueError(
             "coverage_k needs a column `targets` with a list of targets in every row of eval_dataset, but one row has "
             f"{str(value)[:100]!r}: make it a list of all right answers, or leave coverage_k out."

@@ -1,4 +1,4 @@
-"""Completions of a data set's prompts, in a file that an interrupted evaluation continues."""
+"""Completions of a dataset's prompts, saved in a file from which an interrupted evaluation continues."""
 
 import json
 import time
@@ -19,23 +19,38 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 COMPLETIONS = "trl-explore completions"
-# Settings that are kept as hashes, and what decides them.
+# Settings that the file saves as hashes, and the inputs of each hash, for the error message.
 HASHED = {"weights": "the model", "prompts": "data, limit, system prompt, chat template"}
 
 Record = dict[str, Any]
 
 
 def encode_prompts(prompts: Sequence[Any], tokenizer: "PreTrainedTokenizerBase", **template: Any) -> list[list[int]]:
-    """Tokens `[P][P_i]` of plain prompts or conversations, as training encodes them; without a chat template, messages
-    are joined by empty lines."""
+    """
+    Encode plain prompts or conversations as training does.
+
+    Without a chat template, the messages of a conversation are joined by empty lines.
+
+    Args:
+        prompts (`Sequence`):
+            Plain prompts or conversations, `[P]`.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            The tokenizer.
+        **template:
+            Options of `apply_chat_template`.
+
+    Returns:
+        `list[list[int]]`: Token ids, `[P][P_i]`.
+    """
     encoded: list[list[int]] = []
     for prompt in prompts:
         if not isinstance(prompt, str) and (template or tokenizer.chat_template is not None):
             options = {"add_generation_prompt": True, "return_dict": True, **template}
             encoding: Any = tokenizer.apply_chat_template(prompt, **options)
+        elif isinstance(prompt, str):
+            encoding = tokenizer(text=prompt)
         else:
-            text = prompt if isinstance(prompt, str) else "\n\n".join(message["content"] for message in prompt) + "\n"
-            encoding = tokenizer(text=text)
+            encoding = tokenizer(text="\n\n".join(message["content"] for message in prompt) + "\n")
         encoded.append(list(encoding["input_ids"]))
     return encoded
 
@@ -54,7 +69,7 @@ def completions_for_rewards(
         prompts (`Sequence`):
             Plain prompts or conversations, `[B]`.
         prompt_ids (`Sequence[list[int]]`):
-            Tokens of the prompts, `[B][P_i]`. TRL parses a response with its prompt, which may begin a thought.
+            Tokens of the prompts, `[B][P_i]`. TRL's parser needs them, because a prompt may open a thought.
         completion_ids (`Sequence[list[int]]`):
             Tokens of the completions, `[B][T_i]`.
         texts (`Sequence[str]`):
@@ -63,15 +78,16 @@ def completions_for_rewards(
             The tokenizer.
 
     Returns:
-        `list`: A text for a plain prompt, and messages for a conversation.
+        `list`: A text for each plain prompt, and a list of messages for each conversation.
     """
-    parses = any(getattr(tokenizer, name, None) is not None for name in ("response_template", "response_schema"))
+    has_template = getattr(tokenizer, "response_template", None) is not None
+    has_schema = getattr(tokenizer, "response_schema", None) is not None
     completions: list[Any] = []
-    for prompt, before, ids, text in zip(prompts, prompt_ids, completion_ids, texts, strict=True):
+    for prompt, prefix, ids, text in zip(prompts, prompt_ids, completion_ids, texts, strict=True):
         if isinstance(prompt, str):
             completions.append(text)
-        elif parses:
-            completions.append([parse_response(tokenizer, ids, prefix=before)])
+        elif has_template or has_schema:
+            completions.append([parse_response(tokenizer, ids, prefix=prefix)])
         else:
             completions.append([{"role": "assistant", "content": text}])
     return completions
@@ -87,16 +103,44 @@ def collect_completions(
     path: Path | None = None,
     progress: bool = True,
 ) -> list[Record]:
-    """Completions of every prompt, continued from the file at `path`; a `FileRefusedError` if it is of other settings.
-    `source` is what else they depend on, as JSON values: the model's weights."""
+    """
+    Sample the completions of every prompt, except those that the file at `path` already has.
+
+    Args:
+        sampler ([`~trl_explore.evaluation.samplers.PromptSampler`]):
+            Samples the completions.
+        prompts (`Sequence`):
+            Plain prompts or conversations, `[P]`.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            The tokenizer.
+        sampling ([`~trl_explore.evaluation.samplers.Sampling`]):
+            Sampling options.
+        source (`dict`):
+            Other settings that the completions depend on, such as a hash of the model's weights. JSON values.
+        path (`Path`, *optional*):
+            JSON lines with one record per prompt, written prompt by prompt. `None` writes no file.
+        progress (`bool`, *optional*, defaults to `True`):
+            Whether to show a progress bar.
+
+    Returns:
+        `list[Record]`: One record per prompt, `[P]`: `index`, `completions` (texts), `completion_ids`, `truncated` and
+        `seconds`.
+
+    Raises:
+        `FileRefusedError`: If the file at `path` was written with other settings.
+    """
     prompt_ids = encode_prompts(prompts, tokenizer)
-    tokens = digest(json.dumps(ids).encode() for ids in prompt_ids)
-    settings = {**source, "num_prompts": len(prompts), "prompts": tokens, **asdict(sampling)}
-    records = {} if path is None else _continue(path, settings)
+    prompts_digest = digest(json.dumps(ids).encode() for ids in prompt_ids)
+    settings = {**source, "num_prompts": len(prompts), "prompts": prompts_digest, **asdict(sampling)}
+    records: dict[int, Record] = {}
+    title = "Sampling"
+    if path is not None:
+        records = _continue(path, settings)
+        title = path.parent.name
     missing = {index: ids for index, ids in enumerate(prompt_ids) if index not in records}
     if missing:
         with tqdm(total=len(prompts), initial=len(records), unit="prompt", disable=not progress) as bar:
-            bar.set_description(path.parent.name if path is not None else "Sampling")
+            bar.set_description(title)
             last = time.perf_counter()
             for index, samples in sampler(missing, sampling):
                 ids = [sample.token_ids for sample in samples]
@@ -115,19 +159,22 @@ def collect_completions(
 
 
 def read_completions(path: Path) -> tuple[dict[str, Any], dict[int, Record]]:
-    """Settings of a file of [`collect_completions`], and its records by their index."""
+    """Read a file of [`collect_completions`]: its settings, and its records by the index of their prompt."""
     header, records = read_records(path, COMPLETIONS, is_valid=_is_record)
     return header, {record["index"]: record for record in records}
 
 
 def _is_record(record: Record) -> bool:
-    lists = [record.get(name) for name in ("completions", "completion_ids", "truncated")]
-    return type(record.get("index")) is int and all(isinstance(values, list) for values in lists)
+    has_lists = all(isinstance(record.get(name), list) for name in ("completions", "completion_ids", "truncated"))
+    return has_lists and type(record.get("index")) is int
 
 
 def _continue(path: Path, settings: dict[str, Any]) -> dict[int, Record]:
-    """Records that the file has; it is begun where there is none, and must be of the same settings where it is."""
-    header, records = read_completions(path) if path.is_file() else ({}, {})
+    """Read the records of the file at `path` and check its settings. If there are none, begin the file."""
+    header: dict[str, Any] = {}
+    records: dict[int, Record] = {}
+    if path.is_file():
+        header, records = read_completions(path)
     if not records:
         write_records(path, COMPLETIONS, settings)
         return {}

@@ -1,8 +1,8 @@
-"""pass@k and maj@k of a model on a data set, with bootstrap intervals over its prompts."""
+"""Evaluation of a model on a dataset: pass@k and maj@k, with bootstrap intervals over the prompts."""
 
 import math
 import re
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,9 +17,9 @@ from trl_explore.evaluation.completions import (
     completions_for_rewards,
     encode_prompts,
 )
-from trl_explore.evaluation.grading import Grader
+from trl_explore.evaluation.grading import Graded, Grader
 from trl_explore.evaluation.intervals import bootstrap_interval
-from trl_explore.evaluation.metrics import prompt_values
+from trl_explore.evaluation.metrics import has_reward, prompt_values
 from trl_explore.evaluation.samplers import PromptSampler, Sampling, TransformersSampler
 from trl_explore.names import unknown_name
 from trl_explore.rewards.answers import answer_key
@@ -39,19 +39,35 @@ SCORES = "trl-explore scores"
 
 
 class NoRewardError(ValueError):
-    """No completion got a reward."""
+    """Raised if no completion got a reward."""
 
 
 RewardFunction = Callable[..., Sequence[float | None]]
 
 
 def default_metrics(num_samples: int) -> list[str]:
-    """`pass@1`, and with several samples per prompt pass@k and maj@k of all of them."""
-    return ["pass@1"] if num_samples == 1 else ["pass@1", f"pass@{num_samples}", f"maj@{num_samples}"]
+    """Return `pass@1` and, with several samples per prompt, pass@k and maj@k with k = `num_samples`."""
+    if num_samples == 1:
+        return ["pass@1"]
+    return ["pass@1", f"pass@{num_samples}", f"maj@{num_samples}"]
 
 
 def parse_metrics(names: Sequence[str], num_samples: int) -> dict[str, tuple[str, int]]:
-    """Names such as `maj@8` to kind (`"pass"` or `"maj"`) and k."""
+    """
+    Parse names of metrics.
+
+    Args:
+        names (`Sequence[str]`):
+            Names such as `maj@8`.
+        num_samples (`int`):
+            Number of samples per prompt.
+
+    Returns:
+        `dict[str, tuple[str, int]]`: Each name with its kind (`"pass"` or `"maj"`) and its k.
+
+    Raises:
+        `ValueError`: If a name is unknown or its k is larger than `num_samples`.
+    """
     parsed = {}
     for name in names:
         match = METRIC.fullmatch(name)
@@ -81,48 +97,55 @@ def evaluate(
     progress: bool = True,
 ) -> dict[str, Any]:
     """
-    Sample completions of a data set's prompts, grade them, and average over the prompts.
+    Sample completions of a dataset's prompts, grade them, and average over the prompts.
 
-    With `output_dir`, a call with the same settings continues where an earlier one stopped, and grades what is there
-    anew: other metrics and other rewards need no sampling. A prompt none of whose samples has a reward is left out of
-    the metrics and counted; a single missing reward is a failure.
+    With `output_dir`, a call with the same settings continues where an earlier call stopped. Every call grades all
+    completions again, so that other metrics and other rewards need no new samples.
+
+    A sample without a reward is a failure. If no sample of a prompt has a reward, the metrics leave the prompt out and
+    `unscored` counts it.
 
     Args:
         model ([`~transformers.PreTrainedModel`], `PeftModel` or [`~trl_explore.evaluation.samplers.PromptSampler`]):
-            The model, which samples by `generate` on the device where it is, or another way to sample.
+            A model, which samples with `generate` on its current device, or a sampler.
         dataset ([`~datasets.Dataset`]):
             Prompts in a column `prompt`, plain or conversational, and the columns that the reward functions read.
         processing_class ([`~transformers.PreTrainedTokenizerBase`]):
             The tokenizer.
         reward_funcs (`Callable` or a list of them):
-            Synchronous reward functions as [`~trl.GRPOTrainer`] takes them, the rewards of which are added up.
+            Synchronous reward functions as [`~trl.GRPOTrainer`] takes them. Their rewards are summed.
         sampling ([`~trl_explore.evaluation.samplers.Sampling`], *optional*):
-            How completions are drawn; one per prompt at temperature 1 by default.
+            Sampling options. By default, one completion per prompt at temperature 1.
         metrics (`Sequence[str]`, *optional*):
-            Such as `pass@1` and `maj@8`. [`default_metrics`] by default.
+            Names such as `pass@1` and `maj@8`. [`default_metrics`] by default.
         answer_fn (`Callable`, *optional*, defaults to [`~trl_explore.rewards.answers.answer_key`]):
-            Text of a completion to its answer (hashable, `None` for none), for the majority vote.
+            Maps the text of a completion to its answer (hashable, or `None` if there is no answer), for the majority
+            vote.
         success_threshold (`float`, *optional*, defaults to `1.0`):
             Smallest sum of rewards that counts as success.
         success_reward (`str`, *optional*):
-            Name of the reward function that decides success in the place of that sum; only that one is then asked.
+            Name of the reward function that decides success instead of the sum. The others are then not called.
         output_dir (`str` or `Path`, *optional*):
             Folder of `completions.jsonl` and `scores.jsonl`.
         source (`dict`, *optional*):
-            What tells this model from others, as JSON values. By default some of its weights; a sampler has none.
+            Identifies the model in `completions.jsonl`, so that another model does not continue the file. JSON values.
+            By default a hash of some of the model's weights, and nothing for a sampler.
         batch_size (`int`, *optional*, defaults to `64`):
-            Completions per `generate` call.
+            Number of completions per `generate` call.
         progress (`bool`, *optional*, defaults to `True`):
             Whether to show progress bars.
 
     Returns:
-        `dict`: `metrics` with the `value`, `low` and `high` (95 %) of each, in `[0, 1]`; `num_prompts`, those
-        `unscored`; shares of samples that were `truncated` and that are `unanswered`; sampled `tokens` and `seconds`
-        of sampling; `settings`.
+        `dict`:
+            - `metrics`: each metric's `value` and 95 % interval (`low`, `high`), in `[0, 1]`.
+            - `num_prompts`, and the number of `unscored` prompts.
+            - `truncated` and `unanswered`: shares of the samples, in `[0, 1]`.
+            - `tokens`: number of sampled tokens. `seconds`: time of sampling.
+            - `settings`.
 
     Raises:
-        `ValueError`: If an argument is outside its range, no sample has a reward, or `output_dir` is of other settings
-            (a `FileRefusedError`).
+        `ValueError`: If an argument is outside its range, if no sample has a reward (a `NoRewardError`), or if the
+            files in `output_dir` were written with other settings (a `FileRefusedError`).
 
     Example:
     ```python
@@ -135,7 +158,9 @@ def evaluate(
     ```
     """
     sampling = sampling or Sampling()
-    wanted = parse_metrics(default_metrics(sampling.num_samples) if metrics is None else metrics, sampling.num_samples)
+    if metrics is None:
+        metrics = default_metrics(sampling.num_samples)
+    kinds = parse_metrics(metrics, sampling.num_samples)
     check_prompts(dataset)
     funcs = [reward_funcs] if callable(reward_funcs) else list(reward_funcs)
     if any(is_async_callable(func) for func in funcs):
@@ -144,85 +169,101 @@ def evaluate(
     check_success_reward(success_reward, names)
     sampler: PromptSampler
     if isinstance(model, nn.Module):
-        source = {"weights": digest(weight_probes(model))} if source is None else source
+        if source is None:
+            source = {"weights": digest(weight_probes(model))}
         sampler = TransformersSampler(model, processing_class, batch_size=batch_size)  # type: ignore[arg-type]
     else:
         sampler = model
-    rows, folder = list(dataset), None if output_dir is None else Path(output_dir)
+    completions_file = scores_file = None
+    if output_dir is not None:
+        completions_file = Path(output_dir, "completions.jsonl")
+        scores_file = Path(output_dir, "scores.jsonl")
+    rows = list(dataset)
     records = collect_completions(
         sampler,
         [row["prompt"] for row in rows],
         processing_class,
         sampling,
         source=source or {},
-        path=None if folder is None else folder / "completions.jsonl",
+        path=completions_file,
         progress=progress,
     )
-    asked = funcs if success_reward is None else [funcs[names.index(success_reward)]]
-    named = [(name, checked(func, name), 1.0) for func in asked for name in [get_callable_name(func)]]
-    grade = Grader(named, answer_fn=answer_fn)
-    pairs = tqdm(zip(records, rows, strict=True), "Scoring", len(rows), disable=not progress, leave=False)
-    graded = []
-    for record, row in pairs:
+    rewards = []
+    for name, func in zip(names, funcs, strict=True):
+        if success_reward in (None, name):
+            rewards.append((name, checked(func, name), 1.0))
+    grade = Grader(rewards, answer_fn=answer_fn)
+    graded: list[Graded] = []
+    for record, row in tqdm(zip(records, rows, strict=True), "Scoring", len(rows), disable=not progress, leave=False):
         completions = _as_completions(record, row["prompt"], processing_class)
         graded += grade([row], completions, record["completion_ids"])
-    rewards, answers = [of_prompt.rewards for of_prompt in graded], [of_prompt.answers for of_prompt in graded]
     settings = {
         **asdict(sampling),
         "reward_funcs": names,
         "success_threshold": success_threshold,
         "success_reward": success_reward,
     }
-    if folder is not None:
-        _write_scores(folder / "scores.jsonl", settings, rewards, answers)
-    scored = [i for i, given in enumerate(rewards) if any(reward is not None for reward in given)]
+    if scores_file is not None:
+        _write_scores(scores_file, settings, graded)
+    scored = [of_prompt for of_prompt in graded if has_reward(of_prompt.rewards)]
     if not scored:
         raise NoRewardError(
             f"no sample of any prompt has a reward: {success_reward or 'every reward function'} returned None; check "
             "the column of the gold answers."
         )
-    by_kind: dict[str, list[int]] = {kind: [k for of, k in wanted.values() if of == kind] for kind in ("pass", "maj")}
     values = prompt_values(
-        [rewards[i] for i in scored],
-        [answers[i] for i in scored],
+        [of_prompt.rewards for of_prompt in scored],
+        [of_prompt.answers for of_prompt in scored],
         threshold=success_threshold,
-        k=by_kind["pass"],
-        maj_k=by_kind["maj"],
+        k=[k for kind, k in kinds.values() if kind == "pass"],
+        maj_k=[k for kind, k in kinds.values() if kind == "maj"],
     )
     return {
-        "metrics": {name: _estimate(values[f"{kind}_at_{k}"]) for name, (kind, k) in wanted.items()},
+        "metrics": {name: _estimate(values[f"{kind}_at_{k}"]) for name, (kind, k) in kinds.items()},
         "num_prompts": len(rows),
         "unscored": len(rows) - len(scored),
-        "truncated": _share(record["truncated"] for record in records),
-        "unanswered": _share([answer is None for answer in of_prompt] for of_prompt in answers),
-        "tokens": sum(len(ids) for record in records for ids in record["completion_ids"]),
-        "seconds": round(sum(record["seconds"] for record in records), 3),
+        **_count_samples(records, graded),
         "settings": settings,
     }
 
 
-def _write_scores(path: Path, settings: dict[str, Any], rewards: list[list], answers: list[list]) -> None:
-    scores = [
-        {"index": index, "rewards": given, "answers": [None if answer is None else str(answer) for answer in said]}
-        for index, (given, said) in enumerate(zip(rewards, answers, strict=True))
-    ]
+def _write_scores(path: Path, settings: dict[str, Any], graded: list[Graded]) -> None:
+    scores = []
+    for index, of_prompt in enumerate(graded):
+        answers = [answer if answer is None else str(answer) for answer in of_prompt.answers]
+        scores.append({"index": index, "rewards": of_prompt.rewards, "answers": answers})
     write_records(path, SCORES, settings, scores)
 
 
 def _as_completions(record: Record, prompt: Any, tokenizer: "PreTrainedTokenizerBase") -> list[Any]:
     """Return the completions of a record in the form that reward functions receive."""
-    prompt_ids, number = encode_prompts([prompt], tokenizer)[0], len(record["completions"])
+    prompt_ids, num_samples = encode_prompts([prompt], tokenizer)[0], len(record["completions"])
     return completions_for_rewards(
-        [prompt] * number, [prompt_ids] * number, record["completion_ids"], record["completions"], tokenizer
+        [prompt] * num_samples,
+        [prompt_ids] * num_samples,
+        record["completion_ids"],
+        record["completions"],
+        tokenizer,
     )
 
 
 def _estimate(values: list[float]) -> dict[str, float]:
-    """Mean over prompts, with its interval."""
+    """Return the mean over prompts and its interval."""
     low, high = bootstrap_interval(values)
     return {"value": math.fsum(values) / len(values), "low": low, "high": high}
 
 
-def _share(flags: Iterable[list[bool]]) -> float:
-    flat = [flag for of_prompt in flags for flag in of_prompt]
-    return sum(flat) / len(flat)
+def _count_samples(records: list[Record], graded: list[Graded]) -> dict[str, float]:
+    """Return shares of truncated and unanswered samples, the number of tokens, and the seconds of sampling."""
+    num_samples = num_truncated = num_unanswered = num_tokens = 0
+    for record, of_prompt in zip(records, graded, strict=True):
+        num_samples += len(of_prompt.answers)
+        num_truncated += sum(record["truncated"])
+        num_unanswered += of_prompt.answers.count(None)
+        num_tokens += sum(len(ids) for ids in record["completion_ids"])
+    return {
+        "truncated": num_truncated / num_samples,
+        "unanswered": num_unanswered / num_samples,
+        "tokens": num_tokens,
+        "seconds": round(sum(record["seconds"] for record in records), 3),
+    }

@@ -1,4 +1,4 @@
-"""What completions are worth: every way to measure a model asks its reward functions here."""
+"""Grading of completions by reward functions, for all evaluations of a model."""
 
 import copy
 import math
@@ -11,15 +11,27 @@ Reward = tuple[str, Callable[..., Any], float]  # name, synchronous function, we
 
 
 class Graded(NamedTuple):
-    """What the samples of one prompt are worth, `[N]` each; `None` where there is no reward, or no answer."""
+    """Rewards and answers of the samples of one prompt, `[N]` each. `None` means no reward, or no answer."""
 
-    totals: list[float | None]
-    rewards: list[float | None]  # those that decide about success
+    totals: list[float | None]  # weighted sums of the rewards
+    rewards: list[float | None]  # the rewards that decide success: one function's, or the totals
     answers: list[Hashable | None]
 
 
 class Grader:
-    """Asks reward functions (name, function, weight) as TRL does in training; `given` is for each of them."""
+    """
+    Calls reward functions as TRL does in training.
+
+    Args:
+        rewards (`Sequence[Reward]`):
+            Name, synchronous function and weight of each reward.
+        success_reward (`str`, *optional*):
+            Name of the reward that decides success. `None` uses the weighted sum.
+        answer_fn (`Callable`, *optional*):
+            Maps the text of a completion to its answer. `None` reads no answers.
+        **given:
+            Further arguments of every reward function.
+    """
 
     def __init__(
         self,
@@ -34,15 +46,32 @@ class Grader:
     def __call__(
         self, rows: Sequence[dict[str, Any]], completions: list[Any], completion_ids: list[list[int]]
     ) -> list[Graded]:
-        """Grade equally many completions of each row `[B]`, those of a row together; one call per function."""
-        copies, size = len(completions) // len(rows), len(completions)
+        """
+        Grade the completions of several prompts, with one call per reward function.
+
+        Args:
+            rows (`Sequence[dict]`):
+                Row of the dataset of each prompt, `[P]`.
+            completions (`list`):
+                Completions as reward functions receive them, `[P * N]`: the N samples of a prompt are adjacent.
+            completion_ids (`list[list[int]]`):
+                Their token ids, `[P * N][T_i]`.
+
+        Returns:
+            `list[Graded]`: One per prompt, `[P]`.
+        """
+        num_samples, size = len(completions) // len(rows), len(completions)
         totals: list[float | None] = [None] * size
-        deciding: list[float | None] = totals if self.success_reward is None else [None] * size
+        deciding = totals
+        if self.success_reward is not None:
+            deciding = [None] * size
         for name, func, weight in self.rewards:
-            # Copies, because a reward function may change what it is given.
-            examples = [copy.deepcopy(row) for row in rows for _ in range(copies)]
-            columns = [column for column in rows[0] if column not in ("prompt", "completion", "completion_ids")]
-            inputs = {column: [example[column] for example in examples] for column in columns}
+            # A reward function may change its arguments, so pass copies.
+            examples = [copy.deepcopy(row) for row in rows for _ in range(num_samples)]
+            inputs = {}
+            for column in rows[0]:
+                if column not in ("prompt", "completion", "completion_ids"):
+                    inputs[column] = [example[column] for example in examples]
             rewards = func(
                 prompts=[example["prompt"] for example in examples],
                 completions=copy.deepcopy(completions),
@@ -57,6 +86,11 @@ class Grader:
                     totals[i] = (totals[i] or 0.0) + weight * float(reward)
                     if name == self.success_reward:
                         deciding[i] = float(reward)
-        answers = [self.answer_fn(completion_text(text)) if self.answer_fn else None for text in completions]
-        parts = [slice(start, start + copies) for start in range(0, size, copies)]
-        return [Graded(totals[part], deciding[part], answers[part]) for part in parts]
+        answers: list[Hashable | None] = [None] * size
+        if self.answer_fn is not None:
+            answers = [self.answer_fn(completion_text(completion)) for completion in completions]
+        graded = []
+        for start in range(0, size, num_samples):
+            part = slice(start, start + num_samples)
+            graded.append(Graded(totals[part], deciding[part], answers[part]))
+        return graded

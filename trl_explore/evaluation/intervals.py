@@ -1,21 +1,40 @@
-"""Bootstrap intervals: how much a benchmark's value depends on which prompts, and seeds, happen to be in it."""
+"""Bootstrap intervals of benchmark values, for the choice of prompts or seeds."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
-PART = 1000  # resamples at a time; bounds the memory for large data sets
+PART = 1000  # resamples at a time, which bounds the memory
 
 
 def bootstrap_interval(
     values: Sequence[float], *, level: float = 0.95, num_resamples: int = 10_000, seed: int = 0
 ) -> tuple[float, float]:
-    """Percentile bootstrap interval of the mean of one value per prompt, `(P,)`, which are drawn anew with
-    replacement. It has no width where all are equal. `ValueError` for no value or a `level` outside `(0, 1)`."""
+    """
+    Percentile bootstrap interval of the mean of one value per prompt.
+
+    Prompts are resampled with replacement. If all values are equal, the interval has no width.
+
+    Args:
+        values (`Sequence[float]`):
+            One value per prompt, `(P,)`.
+        level (`float`, *optional*, defaults to `0.95`):
+            Confidence level, in `(0, 1)`.
+        num_resamples (`int`, *optional*, defaults to `10_000`):
+            Number of resamples, rounded up to a multiple of 1,000.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the resampling.
+
+    Returns:
+        `tuple[float, float]`: Lower and upper end.
+
+    Raises:
+        `ValueError`: If there are no values or `level` is outside its range.
+    """
     if len(values) == 0:
         raise ValueError("values is empty: an interval needs at least one prompt.")
-    # Prompts of equal values are interchangeable, and how often each value is drawn is multinomial: with few samples
-    # per prompt there are few values, however many prompts.
+    # The counts of the distinct values in a resample are multinomial. Sampling these counts is cheap, because few
+    # samples per prompt give few distinct values, even for many prompts.
     distinct, counts = np.unique(np.asarray(values, dtype=float), return_counts=True)  # (V,), (V,)
     random = np.random.default_rng(seed)
     num_parts = -(-num_resamples // PART)

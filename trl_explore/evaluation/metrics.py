@@ -11,18 +11,21 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     r"""
     Unbiased estimate of the probability that at least one of `k` samples is correct.
 
-    \\( 1 - \binom{n-c}{k} / \binom{n}{k} \\), of https://huggingface.co/papers/2107.03374, as a product.
+    \\( 1 - \binom{n-c}{k} / \binom{n}{k} \\) of https://huggingface.co/papers/2107.03374, computed as a product.
 
     Args:
         num_samples (`int`):
-            Samples drawn for the prompt, \\( n \\).
+            Number of samples of the prompt, \\( n \\).
         num_correct (`int`):
-            Correct ones, \\( c \\). In `[0, num_samples]`.
+            Number of correct samples, \\( c \\). In `[0, num_samples]`.
         k (`int`):
-            Attempts. In `[1, num_samples]`; a `ValueError` otherwise.
+            Number of attempts. In `[1, num_samples]`.
 
     Returns:
         `float`: The estimate, in `[0, 1]`.
+
+    Raises:
+        `ValueError`: If an argument is outside its range.
     """
     if not 0 <= num_correct <= num_samples:
         raise ValueError(
@@ -38,18 +41,18 @@ def maj_at_k(answers: Sequence[Hashable | None], correct: Sequence[bool | float]
     r"""
     Expected correctness of a majority vote over `k` of the given samples, exact over all subsets of size `k`.
 
-    The most frequent answer of a subset wins, and of several equally frequent ones each with the same probability.
-    A sample without an answer takes up its place but never wins: a subset without any answer is wrong.
+    The most frequent answer of a subset wins. If several answers are equally frequent, each wins with the same
+    probability. A sample without an answer counts towards `k` but never wins, so a subset without any answer is wrong.
 
-    The expectation needs no enumeration: for each answer and each number of votes it could win with, the subsets in
-    which the other answers have fewer votes, or as many, are counted answer by answer.
+    The subsets are not enumerated. For each answer and each number of votes with which it could win, dynamic
+    programming over the other answers counts the subsets in which no other answer has more votes.
 
     Args:
         answers (`Sequence` of `Hashable` or `None`):
             Answer of each sample, of shape `(N,)`; `None` for no answer.
         correct (`Sequence[bool]` or `Sequence[float]`):
-            Whether each sample is correct, parallel to `answers`. Where samples of the same answer differ (another
-            reward played a part), the answer is worth their mean.
+            Whether each sample is correct, of shape `(N,)`. If samples with the same answer differ (because of a
+            format reward, say), the correctness of the answer is their mean.
         k (`int`):
             Number of votes. In `[1, N]`.
 
@@ -77,7 +80,7 @@ def maj_at_k(answers: Sequence[Hashable | None], correct: Sequence[bool | float]
     total = math.comb(len(answers), k)
 
     expectation = 0.0
-    wins: dict[int, float] = {}  # by number of samples: equally frequent answers win equally often
+    wins: dict[int, float] = {}  # by an answer's number of samples: equally frequent answers win equally often
     for answer, group in flags.items():
         if any(group):
             if len(group) not in wins:
@@ -88,10 +91,11 @@ def maj_at_k(answers: Sequence[Hashable | None], correct: Sequence[bool | float]
 
 
 def _win_probability(count: int, others: list[int], num_blank: int, k: int, total: int) -> float:
-    """Probability that an answer of `count` samples wins a subset of `k`, ties shared."""
+    """Probability that an answer with `count` samples wins in a subset of size `k`. A tie counts as a share."""
     probability = 0.0
     for votes in range(1, min(count, k) + 1):
-        # subsets[(drawn, tied)]: ways to draw `drawn` samples of the other answers, `tied` of these with `votes` votes
+        # subsets[drawn, tied]: number of ways to choose `drawn` samples of the other answers so far, such that `tied`
+        # of these answers have exactly `votes` votes and none has more.
         subsets = {(0, 0): 1}
         for other in others:
             extended: defaultdict[tuple[int, int], int] = defaultdict(int)
@@ -111,11 +115,11 @@ def coverage_at_k(candidates: Sequence[Hashable], targets: Iterable[Hashable], k
 
     Args:
         candidates (`Sequence[Hashable]`):
-            Candidates in order of preference; repeated ones take up their places. May be fewer than `k`.
+            Candidates in order of preference. Repeated candidates count towards `k`. May be fewer than `k`.
         targets (`Iterable[Hashable]`):
-            What should be found. Not empty; repeated targets count once.
+            Targets to find. Not empty. Repeated targets count once.
         k (`int`):
-            How many candidates count. At least 1.
+            Number of candidates that count. At least 1.
 
     Returns:
         `float`: The share, in `[0, 1]`.
@@ -131,10 +135,15 @@ def coverage_at_k(candidates: Sequence[Hashable], targets: Iterable[Hashable], k
     """
     wanted = set(targets)
     if not wanted:
-        raise ValueError("targets is empty, and a share of nothing is undefined: leave prompts without targets out.")
+        raise ValueError("targets is empty, so that coverage is undefined: leave out prompts without targets.")
     if k < 1:
         raise ValueError(f"k must be at least 1, got k={k}.")
     return len(wanted.intersection(candidates[:k])) / len(wanted)
+
+
+def has_reward(rewards: Sequence[float | None]) -> bool:
+    """Return whether at least one sample has a reward."""
+    return any(reward is not None for reward in rewards)
 
 
 def prompt_values(
@@ -145,13 +154,33 @@ def prompt_values(
     k: Sequence[int],
     maj_k: Sequence[int] = (),
 ) -> dict[str, list[float]]:
-    """`pass_at_{k}` and `maj_at_{k}` of each prompt, by the rewards and answers `(P, N)` of its samples."""
-    success = [[is_success(reward, threshold=threshold) for reward in of_prompt] for of_prompt in rewards]
-    voted = list(zip(answers, success, strict=True))
-    return {
-        **{f"pass_at_{value}": [pass_at_k(len(row), sum(row), value) for row in success] for value in k},
-        **{f"maj_at_{value}": [maj_at_k(of_prompt, row, value) for of_prompt, row in voted] for value in maj_k},
-    }
+    """
+    Compute `pass_at_{k}` and `maj_at_{k}` of each prompt.
+
+    Args:
+        rewards (`Sequence[Sequence[float | None]]`):
+            Rewards of the samples of each prompt, `(P, N)`. A missing reward is a failure.
+        answers (`Sequence[Sequence[Hashable | None]]`):
+            Their answers, `(P, N)`. Only the majority vote reads them.
+        threshold (`float`):
+            Smallest reward that counts as success.
+        k (`Sequence[int]`):
+            Values of k for pass@k.
+        maj_k (`Sequence[int]`, *optional*, defaults to `()`):
+            Values of k for the majority vote.
+
+    Returns:
+        `dict[str, list[float]]`: Values by name, `(P,)` each.
+    """
+    values: dict[str, list[float]] = {f"pass_at_{number}": [] for number in k}
+    values |= {f"maj_at_{number}": [] for number in maj_k}
+    for row, given in zip(rewards, answers, strict=True):
+        correct = [is_success(reward, threshold=threshold) for reward in row]
+        for number in k:
+            values[f"pass_at_{number}"].append(pass_at_k(len(correct), sum(correct), number))
+        for number in maj_k:
+            values[f"maj_at_{number}"].append(maj_at_k(given, correct, number))
+    return values
 
 
 def sample_metrics(
@@ -164,19 +193,53 @@ def sample_metrics(
     maj_k: Sequence[int] = (),
     totals: Sequence[Sequence[float | None]] | None = None,
 ) -> dict[str, float]:
-    """Averages over prompts of the metrics of their samples. A prompt none of whose samples has a reward is left out;
-    a single missing reward is a failure."""
-    scored = [i for i, of_prompt in enumerate(rewards) if any(reward is not None for reward in of_prompt)]
+    """
+    Average the metrics of samples over prompts.
+
+    A sample without a reward is a failure. If no sample of a prompt has a reward, the prompt is left out.
+
+    Args:
+        rewards (`Sequence[Sequence[float | None]]`):
+            Rewards that decide success, for the samples of each prompt, `(P, N)`.
+        answers (`Sequence[Sequence[Hashable | None]]`):
+            Answers of the samples, `(P, N)`. Only the majority vote reads them.
+        greedy_rewards (`Sequence[float | None]`, *optional*):
+            Reward of each prompt's greedy completion, `(P,)`. `None` leaves out `greedy_accuracy`.
+        threshold (`float`):
+            Smallest reward that counts as success.
+        k (`Sequence[int]`):
+            Values of k for pass@k.
+        maj_k (`Sequence[int]`, *optional*, defaults to `()`):
+            Values of k for the majority vote.
+        totals (`Sequence[Sequence[float | None]]`, *optional*):
+            Rewards whose mean is `reward`, `(P, N)`. `None` uses `rewards`.
+
+    Returns:
+        `dict[str, float]`: `pass_at_{k}`, `maj_at_{k}`, `greedy_accuracy` and `reward`.
+
+    Raises:
+        `ValueError`: If no sample of any prompt has a reward.
+    """
+    if totals is None:
+        totals = rewards
+    scored = [index for index, row in enumerate(rewards) if has_reward(row)]
     if not scored:
         raise ValueError(
             "No sample of any prompt has a reward: every reward function returned None. Check the column of the gold "
             "answers."
         )
-    chosen = [rewards[i] for i in scored], [answers[i] for i in scored]
-    values = prompt_values(*chosen, threshold=threshold, k=k, maj_k=maj_k)
+    values = prompt_values(
+        [rewards[index] for index in scored],
+        [answers[index] for index in scored],
+        threshold=threshold,
+        k=k,
+        maj_k=maj_k,
+    )
     if greedy_rewards is not None:
         values["greedy_accuracy"] = [float(is_success(greedy_rewards[i], threshold=threshold)) for i in scored]
-    values["reward"] = [total for i in scored for total in (totals or rewards)[i] if total is not None]
+    values["reward"] = []
+    for index in scored:
+        values["reward"] += [total for total in totals[index] if total is not None]
     return {name: math.fsum(numbers) / len(numbers) for name, numbers in values.items()}
 
 

@@ -1,4 +1,4 @@
-"""Samples of the model that a trainer trains, graded: prompts, rewards and sampling options are those of training."""
+"""Graded samples of a trainer's model. Prompts, rewards and sampling options are the same as in training."""
 
 import asyncio
 import functools
@@ -17,7 +17,32 @@ from trl_explore.sampling.generation import complete, generating_model
 
 
 class PolicySamples:
-    """Draws and grades completions of prompts. The caller seeds, and leaves the model as it was: see `undisturbed`."""
+    """
+    Samples and grades completions of prompts. The caller sets the seed and restores the model, with `undisturbed`.
+
+    Args:
+        trainer ([`~trl.GRPOTrainer`]):
+            The trainer whose model is sampled.
+        rows (`Iterable[dict]`):
+            Rows of the dataset, each with a `prompt`.
+        reward_funcs (`Callable`, `list[Callable]` or `None`):
+            Synchronous reward functions. `None` uses the trainer's current ones.
+        reward_weights (`Sequence[float]` or `None`):
+            Weight of each reward function. `None` uses the trainer's weights, or 1 each for given functions.
+        success_reward (`str` or `None`):
+            Name of the reward function that decides success. `None` uses the weighted sum.
+        temperature (`float`):
+            Sampling temperature.
+        max_completion_length (`int` or `None`):
+            Maximum number of tokens per completion. `None` uses the trainer's.
+        batch_size (`int`):
+            Number of completions per `generate` call.
+        answer_fn (`Callable`, *optional*):
+            Maps the text of a completion to its answer. `None` reads no answers.
+
+    Raises:
+        `ValueError`: If an argument does not fit the trainer, or if the trainer does not sample single-turn text.
+    """
 
     def __init__(
         self,
@@ -34,10 +59,11 @@ class PolicySamples:
     ) -> None:
         self.trainer, self.rows = trainer, [dict(row) for row in rows]
         self.temperature, self.batch_size = temperature, batch_size
-        length = trainer.args.max_completion_length if max_completion_length is None else max_completion_length
-        self.max_completion_length = length
+        if max_completion_length is None:
+            max_completion_length = trainer.args.max_completion_length
+        self.max_completion_length = max_completion_length
         self._follows_trainer = reward_funcs is None
-        self._given_weights = None if reward_weights is None else list(reward_weights)
+        self._given_weights = list(reward_weights or [])
         if reward_funcs is None:
             names, funcs, weights = self._trainers_rewards()
         else:
@@ -47,8 +73,9 @@ class PolicySamples:
                     "reward_funcs must be synchronous functions; for reward models and async functions pass them to "
                     "the trainer and leave reward_funcs out."
                 )
-            names, weights = [*map(get_callable_name, funcs)], [1.0] * len(funcs)
-        weights = weights if reward_weights is None else list(reward_weights)
+            names, weights = [get_callable_name(func) for func in funcs], [1.0] * len(funcs)
+        if reward_weights is not None:
+            weights = list(reward_weights)
         if len(weights) != len(funcs):
             raise ValueError(
                 f"reward_weights must have one weight per reward function, got {len(weights)} for {len(funcs)}."
@@ -65,23 +92,23 @@ class PolicySamples:
         )
         if not self.rows or any("prompt" not in row for row in self.rows):
             raise ValueError("eval_dataset must have rows, each with a `prompt`; rename the column of the prompts.")
-        episodes = trainer.tools or trainer.environment_factories is not None or trainer.rollout_func is not None
-        if episodes or isinstance(trainer.processing_class, ProcessorMixin):
+        has_environments = trainer.environment_factories is not None or trainer.rollout_func is not None
+        if trainer.tools or has_environments or isinstance(trainer.processing_class, ProcessorMixin):
             raise ValueError(
-                "Sampled here are text completions of a single turn, and the trainer has tools, environments, a "
-                "rollout_func or a multimodal processor; evaluate with the trainer's eval_dataset instead."
+                "This evaluation samples text completions of a single turn, but the trainer has tools, environments, "
+                "a rollout_func or a multimodal processor; evaluate with the trainer's eval_dataset instead."
             )
 
     def _trainers_rewards(self) -> tuple[list[str], list[Callable[..., Any]], list[float]]:
-        """Return names, functions and weights of the trainer's reward functions as they are now."""
+        """Return names, functions and weights of the trainer's current reward functions."""
         trainer = self.trainer
         pairs = zip(trainer.reward_funcs, trainer.reward_processing_classes, strict=True)
         funcs = [_plain_function(trainer, func, processing_class) for func, processing_class in pairs]
         return list(trainer.reward_func_names), funcs, trainer.reward_weights.tolist()
 
     def _follow_trainer(self) -> None:
-        """Grade with the trainer's current state, which every run makes anew, and with its current reward functions,
-        which a user may replace, unless others were given."""
+        """Update the grader: every call of `train` creates a new trainer state, and a user may replace the reward
+        functions of the trainer."""
         self.grade.given["trainer_state"] = self.trainer.state
         if not self._follows_trainer:
             return
@@ -91,7 +118,22 @@ class PolicySamples:
         self.grade.rewards = list(zip(names, funcs, weights, strict=True))
 
     def draw(self, indices: Sequence[int], num_samples: int, *, greedy: bool = False) -> list[Graded]:
-        """Sample completions of rows and grade them; every process must call it, with equally many rows."""
+        """
+        Sample completions of rows and grade them.
+
+        Every process must call it with the same number of rows.
+
+        Args:
+            indices (`Sequence[int]`):
+                Positions of the rows, `[P]`.
+            num_samples (`int`):
+                Number of completions per row.
+            greedy (`bool`, *optional*, defaults to `False`):
+                Whether to decode greedily.
+
+        Returns:
+            `list[Graded]`: Rewards and answers of the samples of each row, `[P]`.
+        """
         self._follow_trainer()
         graded: list[Graded] = []
         size = max(1, self.batch_size // num_samples)
@@ -105,30 +147,34 @@ class PolicySamples:
     def _complete(
         self, model: Any, rows: list[dict], num_samples: int, *, greedy: bool
     ) -> tuple[list[list[int]], list[Any]]:
-        """Completions of each row: their ids `[B][T_i]` with the end token, and in the form that rewards receive."""
+        """Return completions of rows: token ids `[B][T_i]` with the end token, and the form that rewards receive."""
         trainer, tokenizer = self.trainer, self.trainer.processing_class
         template = {"chat_template": trainer.chat_template, **trainer.chat_template_kwargs}
-        encoded = encode_prompts([row["prompt"] for row in rows], tokenizer, **template)
-        prompt_ids = [ids for ids in encoded for _ in range(num_samples)]
-        completion_ids, config = [], self._config(greedy=greedy)
+        prompts: list[Any] = []
+        prompt_ids: list[list[int]] = []
+        for ids, row in zip(encode_prompts([row["prompt"] for row in rows], tokenizer, **template), rows, strict=True):
+            prompts += [row["prompt"]] * num_samples
+            prompt_ids += [ids] * num_samples
+        completion_ids: list[list[int]] = []
+        config = self._config(greedy=greedy)
         for start in range(0, len(prompt_ids), self.batch_size):
             completion_ids += complete(model, prompt_ids[start : start + self.batch_size], config)
-
-        prompts = [row["prompt"] for row in rows for _ in range(num_samples)]
         texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
         return completion_ids, completions_for_rewards(prompts, prompt_ids, completion_ids, texts, tokenizer)
 
     def _config(self, *, greedy: bool) -> GenerationConfig:
         trainer, args = self.trainer, self.trainer.args
         options = {"repetition_penalty": args.repetition_penalty, "cache_implementation": args.cache_implementation}
+        temperature = 1.0
         if not greedy:
             options |= {"top_p": args.top_p, "top_k": args.top_k, "min_p": args.min_p}
-        if not args.use_vllm:  # else they are vLLM's options
+            temperature = self.temperature
+        if not args.use_vllm:  # with vLLM, generation_kwargs are vLLM's options
             options |= args.generation_kwargs or {}
         options |= {
             "max_new_tokens": self.max_completion_length,
             "do_sample": not greedy,
-            "temperature": 1.0 if greedy else self.temperature,
+            "temperature": temperature,
             "pad_token_id": trainer.processing_class.pad_token_id,
             "eos_token_id": trainer.eos_token_ids,  # the model's and the tokenizer's
         }
@@ -136,7 +182,7 @@ class PolicySamples:
 
 
 def _plain_function(trainer: Any, func: Any, processing_class: Any) -> Callable[..., Any]:
-    """A reward model or an async function of a trainer as a synchronous function; others are what they are."""
+    """Wrap a trainer's reward model or async function in a synchronous function. Return other functions unchanged."""
     if is_async_callable(func):
 
         @functools.wraps(func)
@@ -150,8 +196,8 @@ def _plain_function(trainer: Any, func: Any, processing_class: Any) -> Callable[
     def judge(prompts: list[Any], completions: list[Any], **inputs: Any) -> list[float]:
         texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
         if not isinstance(prompts[0], str):
-            kwargs = {"processing_class": processing_class, **trainer.chat_template_kwargs}
-            texts = [apply_chat_template({"messages": messages}, **kwargs)["text"] for messages in texts]
+            conversations, kwargs = texts, {"processing_class": processing_class, **trainer.chat_template_kwargs}
+            texts = [apply_chat_template({"messages": messages}, **kwargs)["text"] for messages in conversations]
         options = {"return_tensors": "pt", "padding": True, "padding_side": "right"}
         encoded = processing_class(text=texts, add_special_tokens=False, **options)
         return func(**encoded.to(trainer.accelerator.device)).logits[:, 0].tolist()
@@ -160,4 +206,4 @@ def _plain_function(trainer: Any, func: Any, processing_class: Any) -> Callable[
 
 
 def _discard(name: str, values: Any) -> None:
-    """Stands in for TRL's log_extra and log_metric, which would mix evaluation into the training log."""
+    """Replace TRL's log_extra and log_metric, which would add values of the evaluation to the training log."""

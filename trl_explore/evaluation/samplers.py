@@ -1,4 +1,4 @@
-"""Completions of prompts that do not change meanwhile: by transformers, by vLLM in this process, by a vLLM server."""
+"""Samplers for evaluation: transformers, vLLM in this process, and a vLLM server."""
 
 import random
 from collections.abc import Iterator
@@ -28,14 +28,33 @@ MAX_CONCURRENT_REQUESTS = 64
 
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are drawn; a value outside its range is a `ValueError`."""
+    """
+    Sampling options.
 
-    num_samples: int = 1  # completions per prompt
-    temperature: float = 1.0  # 0 decodes greedily, one completion per prompt
-    top_p: float = 1.0  # in (0, 1]
-    top_k: int = 0  # 0 for all tokens
-    max_new_tokens: int = 1024  # per completion
-    seed: int = 0  # not negative
+    Args:
+        num_samples (`int`, *optional*, defaults to `1`):
+            Number of completions per prompt.
+        temperature (`float`, *optional*, defaults to `1.0`):
+            Sampling temperature. 0 decodes greedily and requires `num_samples=1`.
+        top_p (`float`, *optional*, defaults to `1.0`):
+            Nucleus sampling, in `(0, 1]`.
+        top_k (`int`, *optional*, defaults to `0`):
+            Number of most probable tokens to sample from. 0 means all tokens.
+        max_new_tokens (`int`, *optional*, defaults to `1024`):
+            Maximum number of tokens per completion.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed, not negative.
+
+    Raises:
+        `ValueError`: If a value is outside its range.
+    """
+
+    num_samples: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_new_tokens: int = 1024
+    seed: int = 0
 
     def __post_init__(self) -> None:
         if self.num_samples < 1 or self.max_new_tokens < 1:
@@ -51,32 +70,53 @@ class Sampling:
         if self.temperature == 0 and self.num_samples > 1:
             raise ValueError(
                 f"temperature=0 decodes greedily, so that all {self.num_samples} samples of a prompt would be the "
-                "same: set num_samples=1, or a positive temperature."
+                "same: set num_samples=1 or a positive temperature."
             )
 
 
 class PromptSampler(Protocol):
-    """What draws completions for [`~trl_explore.evaluation.evaluate.evaluate`]."""
+    """Callable that samples completions for [`~trl_explore.evaluation.evaluate.evaluate`]."""
 
     def __call__(self, prompts: dict[int, list[int]], sampling: Sampling) -> Iterator[tuple[int, list[Continuation]]]:
-        """Yield each prompt's position and its `num_samples` completions as soon as they are there, in any order;
-        `prompts` are token ids by position in the data set."""
+        """
+        Sample completions of prompts.
+
+        Args:
+            prompts (`dict[int, list[int]]`):
+                Token ids of each prompt, by its position in the dataset.
+            sampling (`Sampling`):
+                Sampling options.
+
+        Yields:
+            `tuple[int, list[Continuation]]`: The position of a prompt and its `num_samples` completions, in any order
+            of the prompts.
+        """
         ...
 
 
 def seed_at(seed: int, position: int) -> int:
-    """Seed of the batch that begins at a position, whatever was drawn before it."""
+    """Return the seed of the batch that begins at `position`. It does not depend on other batches."""
     return int(np.random.SeedSequence([seed, position]).generate_state(1)[0])
 
 
 @contextmanager
 def undisturbed(model: nn.Module, *, seed: int) -> Iterator[None]:
-    """`model` is `without_dropout` and the random generators start from `seed`; afterwards all is as before."""
+    """
+    Set the random seed and disable dropout of `model`; restore the random states and the model on exit.
+
+    Args:
+        model (`nn.Module`):
+            The model that is sampled.
+        seed (`int`):
+            Seed of the random generators of Python, NumPy and PyTorch.
+    """
     python_state, numpy_state = random.getstate(), np.random.get_state()
     accelerator = available_accelerator()
-    devices = range(torch.accelerator.device_count())  # seeding reaches all, not only the one in use
+    devices = range(torch.accelerator.device_count())  # `set_seed` seeds all devices, not only the current one
+    device_type = "cuda"
+    if accelerator:
+        device_type = accelerator.type
     try:
-        device_type = accelerator.type if accelerator else "cuda"
         with torch.random.fork_rng(devices, device_type=device_type), without_dropout(model):
             set_seed(seed)
             yield
@@ -86,49 +126,81 @@ def undisturbed(model: nn.Module, *, seed: int) -> Iterator[None]:
 
 
 class TransformersSampler:
-    """Samples with `generate`, `batch_size` completions at once, at least one prompt's. Positions and seed decide the
-    samples of a batch: a continued evaluation draws the same, but for the rest of a batch that was cut in two."""
+    """
+    Samples with `generate` of transformers.
+
+    The seed and the positions of the prompts in a batch determine its samples. So a continued evaluation returns the
+    same samples as an uninterrupted one, except for the rest of an interrupted batch.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or `PeftModel`):
+            The model, which samples on its current device.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            The tokenizer.
+        batch_size (`int`, *optional*, defaults to `64`):
+            Number of completions per `generate` call, which samples at least one prompt's completions.
+    """
 
     def __init__(
         self, model: "PreTrainedModel | PeftModel", tokenizer: "PreTrainedTokenizerBase", *, batch_size: int = 64
     ) -> None:
         self.model, self.batch_size = model, batch_size
         self.max_length = model.config.get_text_config().to_dict().get("max_position_embeddings")
-        ends: Any = model.generation_config.eos_token_id
-        known = ends if isinstance(ends, list) else [ends]
-        self.eos_token_ids = sorted({end for end in [*known, tokenizer.eos_token_id] if end is not None})
-        self.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        eos_token_ids: Any = model.generation_config.eos_token_id
+        if not isinstance(eos_token_ids, list):
+            eos_token_ids = [eos_token_ids]
+        self.eos_token_ids = sorted({*eos_token_ids, tokenizer.eos_token_id} - {None})
+        self.pad_token_id = tokenizer.pad_token_id
+        if self.pad_token_id is None:
+            self.pad_token_id = tokenizer.eos_token_id
 
     def __call__(self, prompts: dict[int, list[int]], sampling: Sampling) -> Iterator[tuple[int, list[Continuation]]]:
         _check_context(prompts, sampling, self.max_length)
-        draws = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+        options: dict[str, Any] = {"do_sample": sampling.temperature > 0}
+        if sampling.temperature > 0:
+            options |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
         config = GenerationConfig(
-            do_sample=sampling.temperature > 0,
             max_new_tokens=sampling.max_new_tokens,
             eos_token_id=self.eos_token_ids,
             pad_token_id=self.pad_token_id,
-            repetition_penalty=1.0,  # what is not named here comes from the model's own configuration
+            repetition_penalty=1.0,  # otherwise `generate` takes it from the model's generation config
             disable_compile=True,
-            **(draws if sampling.temperature > 0 else {}),
+            **options,
         )
         size = max(1, self.batch_size // sampling.num_samples)
         for number, members in groupby(sorted(prompts), key=lambda position: position // size):
             batch = list(members)
-            rows = [prompts[position] for position in batch for _ in range(sampling.num_samples)]
+            prompt_ids: list[list[int]] = []
+            for position in batch:
+                prompt_ids += [prompts[position]] * sampling.num_samples
             with (
                 undisturbed(self.model, seed=seed_at(sampling.seed, number * size)),
                 torch.no_grad(),
                 few_threads(self.model),
             ):
-                ids = complete(self.model, rows, config)
-            done = iter([Continuation(row, finished=row[-1] in self.eos_token_ids) for row in ids])
-            for position in batch:
-                yield position, [next(done) for _ in range(sampling.num_samples)]
+                completion_ids = complete(self.model, prompt_ids, config)
+            done = [Continuation(ids, finished=ids[-1] in self.eos_token_ids) for ids in completion_ids]
+            for index, position in enumerate(batch):
+                yield position, done[index * sampling.num_samples : (index + 1) * sampling.num_samples]
 
 
 class VLLMSampler:
-    """Samples with vLLM in this process, `batch_size` completions at a time; `adapter` is a folder. `options` are
-    those of `vllm.LLM`, the seed among them. `ImportError` without vLLM."""
+    """
+    Samples with vLLM in this process. vLLM's own `seed` option determines the samples.
+
+    Args:
+        model (`str`):
+            Hub name or folder of the model.
+        adapter (`str`, *optional*):
+            Folder of a LoRA adapter.
+        batch_size (`int`, *optional*, defaults to `1024`):
+            Number of completions per `LLM.generate` call, which samples at least one prompt's completions.
+        **options:
+            Options of `vllm.LLM`, such as `seed`.
+
+    Raises:
+        `ImportError`: If vLLM is not installed.
+    """
 
     def __init__(self, model: str, *, adapter: str | None = None, batch_size: int = 1024, **options: Any) -> None:
         try:
@@ -158,19 +230,29 @@ class VLLMSampler:
                 use_tqdm=False,
             )
             for position, output in zip(batch, outputs, strict=True):
-                yield (
-                    position,
-                    [
-                        Continuation(list(sample.token_ids), finished=sample.finish_reason == "stop")
-                        for sample in output.outputs
-                    ],
-                )
+                completions = []
+                for sample in output.outputs:
+                    completions.append(Continuation(list(sample.token_ids), finished=sample.finish_reason == "stop"))
+                yield position, completions
 
 
 class ServerSampler:
-    """Samples with a vLLM server, whose own seed decides: one per request is slower, and on CPUs ends its engine at a
-    long prompt. `ConnectionError` if nothing answers, `ValueError` if the server does not list the model or
-    adapter."""
+    """
+    Samples with a vLLM server.
+
+    The seed of the server determines the samples, and the seed of `Sampling` has no effect. A seed per request would
+    be slower, and on CPUs a long prompt with a seed crashes vLLM's engine.
+
+    Args:
+        base_url (`str`):
+            Address of the server, with or without `/v1`.
+        model (`str`):
+            Name of a model or adapter that the server lists.
+
+    Raises:
+        `ConnectionError`: If no server answers.
+        `ValueError`: If the server does not list the model.
+    """
 
     def __init__(self, base_url: str, model: str) -> None:
         self.base_url, self.model = base_url.rstrip("/").removesuffix("/v1"), model
@@ -193,8 +275,8 @@ class ServerSampler:
             executor.shutdown(cancel_futures=True)
 
     def _complete(self, prompt_ids: list[int], sampling: Sampling) -> list[Continuation]:
-        wanted = {"model": self.model, "prompt": prompt_ids, "return_token_ids": True}
-        choices = self._ask("POST", "/v1/completions", json=wanted | _parameters(sampling))["choices"]
+        request = {"model": self.model, "prompt": prompt_ids, "return_token_ids": True, **_parameters(sampling)}
+        choices = self._ask("POST", "/v1/completions", json=request)["choices"]
         return [Continuation(choice["token_ids"], finished=choice["finish_reason"] == "stop") for choice in choices]
 
     def _ask(self, method: str, path: str, **options: Any) -> Any:
@@ -202,6 +284,7 @@ class ServerSampler:
 
         try:
             with requests.Session() as session:
+                # A proxy from the environment variables cannot reach this machine's own addresses.
                 session.trust_env = "://127.0.0.1" not in self.base_url and "://localhost" not in self.base_url
                 answer = session.request(method, self.base_url + path, timeout=(10, None), **options)
             answer.raise_for_status()
@@ -214,7 +297,7 @@ class ServerSampler:
 
 
 def _parameters(sampling: Sampling) -> dict[str, Any]:
-    """Sampling options as vLLM calls them."""
+    """Return sampling options under vLLM's names."""
     return {
         "n": sampling.num_samples,
         "temperature": sampling.temperature,
@@ -229,6 +312,6 @@ def _check_context(prompts: dict[int, list[int]], sampling: Sampling, max_length
     longest = max(len(ids) for ids in prompts.values())
     if max_length is not None and longest + sampling.max_new_tokens > max_length:
         raise ValueError(
-            f"max_new_tokens={sampling.max_new_tokens} behind the longest prompt, of {longest} tokens, is more than "
-            f"the {max_length} that the model takes; lower max_new_tokens to at most {max_length - longest}."
+            f"the longest prompt has {longest} tokens, and with max_new_tokens={sampling.max_new_tokens} that is more "
+            f"than the model's context of {max_length} tokens; lower max_new_tokens to at most {max_length - longest}."
         )

@@ -1,1 +1,1 @@
-"""Learning without labels: the majority's answer for right, and rewards for unusual reasoning."""
+"""Learning without labels: rewards for the majority answer and for unusual reasoning."""

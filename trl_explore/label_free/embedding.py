@@ -1,4 +1,4 @@
-"""Texts as vectors whose cosine says how alike they are."""
+"""Embeddings of texts, whose cosine measures similarity."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,17 +6,33 @@ from typing import Any
 import torch
 
 NGRAMS = "ngrams"
-Embedder = Callable[[list[str]], torch.Tensor]  # texts `[M]` to vectors `(M, D)`
+Embedder = Callable[[list[str]], torch.Tensor]  # maps texts `[M]` to vectors `(M, D)`
 
 
 def reasoning(text: str) -> str:
-    """What a completion says behind its thoughts, as the authors' code compares it; all where it marks none."""
+    """Return the text after the last `</think>`, which the authors' code compares. Without one, return all of it."""
     return text.rpartition("</think>")[2].strip() or text
 
 
 def make_embedder(name: str, *, device: Any, batch_size: int) -> Embedder:
-    """A model of sentence-transformers by its name or folder, or `"ngrams"`: counts of three characters. ImportError
-    without the extra `dense`, ValueError for a model that is not there."""
+    """
+    Create an embedder.
+
+    Args:
+        name (`str`):
+            Hub name or folder of a model of sentence-transformers, or `"ngrams"` for counts of three characters.
+        device (`torch.device` or `str`):
+            Device of the model.
+        batch_size (`int`):
+            Batch size of the model.
+
+    Returns:
+        `Callable[[list[str]], torch.Tensor]`: Maps texts `[M]` to vectors `(M, D)` on the CPU.
+
+    Raises:
+        `ImportError`: If a model is given and the extra `dense` is not installed.
+        `ValueError`: If the model cannot be loaded.
+    """
     if name == NGRAMS:
         return _count_ngrams
     try:

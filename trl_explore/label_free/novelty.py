@@ -1,5 +1,7 @@
-"""How unusual the reasoning of a row is among those of its prompt, and the reward that follows. After EVOL-RL
-(https://huggingface.co/papers/2509.15194), section 3.2."""
+"""Novelty of the reasoning among the rows of a prompt, and the rewards of EVOL-RL for it.
+
+Section 3.2 of https://huggingface.co/papers/2509.15194.
+"""
 
 import math
 from collections.abc import Sequence
@@ -8,28 +10,43 @@ import torch
 
 
 def similarities(embeddings: torch.Tensor) -> torch.Tensor:
-    """Cosines of the rows of `(M, D)`, cut to [0, 1], `(M, M)`."""
+    """
+    Compute the cosines of embeddings.
+
+    Args:
+        embeddings (`torch.Tensor`):
+            Embeddings of the rows, `(M, D)`.
+
+    Returns:
+        `torch.Tensor`: Cosines, clamped to [0, 1], `(M, M)`.
+    """
     unit = torch.nn.functional.normalize(embeddings.double(), dim=1, eps=1e-8)
     return (unit @ unit.T).clamp(0.0, 1.0)
 
 
 def novelties(similarity: torch.Tensor, right: Sequence[bool]) -> list[float]:
     """
-    How unusual each of a prompt's rows is: one minus the mean of its mean similarity to the other rows of its class,
-    right or wrong, and its largest similarity to any other row. A row alone in its class is compared with all.
+    Compute the novelty of each row of a prompt.
+
+    The novelty of a row is one minus the average of two similarities: the mean similarity to the other rows of its
+    class (right or wrong), and the largest similarity to any other row. If a row is alone in its class, the mean is
+    over all other rows.
 
     Args:
         similarity (`torch.Tensor`):
-            Similarities of the rows, `(M, M)` in [0, 1].
+            Similarities of the rows, `(M, M)`, in [0, 1].
         right (`Sequence[bool]`):
-            Class of each row, `[M]`.
+            Class of each row, `[M]`: whether its answer is right.
+
+    Returns:
+        `list[float]`: Novelties, `[M]`, in [0, 1]. 0.5 for a single row.
     """
     found = []
-    for row, own in enumerate(right):
+    for row, is_right in enumerate(right):
         others = [other for other in range(len(right)) if other != row]
         if not others:
             return [0.5]
-        of_class = [other for other in others if right[other] == own] or others
+        of_class = [other for other in others if right[other] == is_right] or others
         mean, largest = similarity[row, of_class].mean(), similarity[row, others].max()
         found.append(1.0 - 0.5 * float(mean) - 0.5 * float(largest))
     return found
@@ -37,34 +54,67 @@ def novelties(similarity: torch.Tensor, right: Sequence[bool]) -> list[float]:
 
 def band_rewards(novelty: Sequence[float], right: Sequence[bool], *, width: float) -> list[float]:
     """
-    Rewards `[M]`: of right rows from `1 - width` to 1, of wrong ones from -1 to `-1 + width`, the more unusual of its
-    class the higher. In the middle of its band where all of a class are equally unusual; at its upper end where a
-    class has one row. NaN novelties give the lower end of the lower band, -1.
+    Convert novelties to rewards.
+
+    Right rows get rewards in the band from `1 - width` to 1, and wrong rows in the band from -1 to `-1 + width`. In
+    each class, the least novel row is at the lower end of the band and the most novel row at the upper end. If all
+    rows of a class are equally novel, they are in the middle. If a class has a single row, it is at the upper end.
 
     Args:
         novelty (`Sequence[float]`):
-            How unusual each row is, `[M]`; NaN for a row without an answer.
+            Novelty of each row, `[M]`. NaN for a row without an answer, whose reward is -1.
         right (`Sequence[bool]`):
-            Class of each row, `[M]`.
+            Class of each row, `[M]`: whether its answer is right.
         width (`float`):
             Width of both bands, in [0, 1).
+
+    Returns:
+        `list[float]`: Rewards, `[M]`.
     """
     rewards = [-1.0] * len(right)
     for label, start in ((True, 1.0 - width), (False, -1.0)):
-        rows = [row for row, own in enumerate(right) if own == label and not math.isnan(novelty[row])]
-        values = [novelty[row] for row in rows]
-        for row, value in zip(rows, values, strict=True):
-            low, high = min(values), max(values)
-            share = 1.0 if len(rows) == 1 else 0.5 if high - low <= 1e-9 else (value - low) / (high - low)
+        rows = _rows_of_class(novelty, right, label)
+        if not rows:
+            continue
+        low, high = min(novelty[row] for row in rows), max(novelty[row] for row in rows)
+        for row in rows:
+            if len(rows) == 1:
+                share = 1.0
+            elif high - low <= 1e-9:
+                share = 0.5
+            else:
+                share = (novelty[row] - low) / (high - low)
             rewards[row] = start + width * share
     return rewards
 
 
 def shuffled_in_classes(novelty: Sequence[float], right: Sequence[bool], *, generator: torch.Generator) -> list[float]:
-    """The same novelties, dealt out at random to the rows of their class; NaN stays where it is."""
+    """
+    Permute the novelties within each class at random.
+
+    Args:
+        novelty (`Sequence[float]`):
+            Novelty of each row, `[M]`. NaN values keep their positions.
+        right (`Sequence[bool]`):
+            Class of each row, `[M]`: whether its answer is right.
+        generator (`torch.Generator`):
+            Source of randomness.
+
+    Returns:
+        `list[float]`: Permuted novelties, `[M]`.
+    """
     mixed = list(novelty)
     for label in (True, False):
-        rows = [row for row, own in enumerate(right) if own == label and not math.isnan(novelty[row])]
+        rows = _rows_of_class(novelty, right, label)
         for row, place in zip(rows, torch.randperm(len(rows), generator=generator).tolist(), strict=True):
             mixed[row] = novelty[rows[place]]
     return mixed
+
+
+def _rows_of_class(novelty: Sequence[float], right: Sequence[bool], label: bool) -> list[int]:
+    """Return the rows of a class whose novelty is not NaN."""
+    rows = []
+    for row, is_right in enumerate(right):
+        if is_right == label and not math.isnan(novelty[row]):
+            rows.append(row)
+    return rows

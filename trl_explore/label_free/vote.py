@@ -1,10 +1,23 @@
-"""The majority's answer, after TTRL and EVOL-RL (https://huggingface.co/papers/2509.15194), section 3.1."""
+"""Majority answer of TTRL and EVOL-RL (https://huggingface.co/papers/2509.15194, section 3.1)."""
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
 
 
 def majority_answer(answers: Sequence[Hashable | None]) -> Hashable | None:
-    """The answer that most rows of a prompt give, the earliest of equally many; `None` if no row has one."""
-    counts = Counter(answer for answer in answers if answer is not None)
-    return max(counts, key=counts.__getitem__) if counts else None
+    """
+    Return the most frequent answer of a prompt.
+
+    Args:
+        answers (`Sequence`):
+            Answer of each row, `[M]`. `None` for no answer.
+
+    Returns:
+        `Hashable` or `None`: The answer. Of equally frequent answers, the first in `answers`. `None` if there are no
+        answers.
+    """
+    counts = Counter(answers)
+    del counts[None]
+    if not counts:
+        return None
+    return max(counts, key=counts.__getitem__)

@@ -1,4 +1,4 @@
-"""What model cards tell of a trainer's log: main metrics, and results of evaluations."""
+"""Metrics and evaluation results that model cards show, read from a trainer's log."""
 
 import math
 import re
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from trl_explore.methods import METHODS
 
-# What the card of every method says of the training: name of a logged metric to its meaning.
+# Metrics on the card of every method: name in the log, and meaning.
 COMMON_METRICS = {
     "reward": "mean reward, as the reward functions gave it",
     "frac_reward_zero_std": "groups whose completions all got the same reward",
@@ -15,7 +15,7 @@ COMMON_METRICS = {
     "completions/mean_length": "tokens per completion",
 }
 
-# What `PassAtKCallback` and the trainer's own evaluation log, under any prefix.
+# Metrics that `PassAtKCallback` and the trainer's own evaluation log, under any prefix.
 _EVALUATED = re.compile(r"(?:(.+)/)?(?:(pass|maj|coverage)_at_(\d+)|(greedy_accuracy))$|eval_reward$")
 
 
@@ -29,67 +29,131 @@ class Metric(NamedTuple):
 
 
 def logged_metrics(method: str, history: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Names of what the training curves show: the method's main metrics and the evaluations', as far as they were
-    logged."""
-    names = dict.fromkeys(name for entry in history for name, value in entry.items() if _is_number(value))
-    return [*_main_metrics(method, names)] + [name for name in names if _EVALUATED.match(name)]
+    """
+    Return the metrics that the training curves show.
+
+    Args:
+        method (`str`):
+            Name of the method.
+        history (`Iterable[Mapping]`):
+            The trainer's `state.log_history`.
+
+    Returns:
+        `list[str]`: Names of the logged main metrics of the method, then of the logged evaluation metrics.
+    """
+    names = _numeric_names(history)
+    return [*_main_metrics(method, names), *filter(_EVALUATED.match, names)]
 
 
 def metric_rows(method: str, history: Sequence[Mapping[str, Any]]) -> list[Metric]:
-    """First and last values of the method's main metrics that were logged while training."""
+    """
+    Return the first and last values of the method's main metrics in the training log.
+
+    Args:
+        method (`str`):
+            Name of the method.
+        history (`Sequence[Mapping]`):
+            The trainer's `state.log_history`.
+
+    Returns:
+        `list[Metric]`: One row per logged main metric.
+    """
     rows = []
-    logged = dict.fromkeys(name for entry in history for name, value in entry.items() if _is_number(value))
-    for name, meaning in _main_metrics(method, logged).items():
+    for name, meaning in _main_metrics(method, _numeric_names(history)).items():
         values = [entry[name] for entry in history if _is_number(entry.get(name))]
         rows.append(Metric(name, meaning, format_number(values[0]), format_number(values[-1])))
     return rows
 
 
+def _numeric_names(history: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the names of the finite numbers in a log, in the order of their first entries."""
+    names: dict[str, None] = {}
+    for entry in history:
+        names |= {name: None for name, value in entry.items() if _is_number(value)}
+    return list(names)
+
+
 def _main_metrics(method: str, logged: Iterable[str]) -> dict[str, str]:
-    """Return name and meaning of the logged metrics that the card of a method shows. These are GRPO's metrics, and the
-    metrics in `card_metrics` of the method."""
+    """Return name and meaning of the logged metrics that the card of a method shows: GRPO's metrics, and the metrics
+    in `card_metrics` of the method."""
     row = METHODS[method]
-    chosen = row.metrics if row.card_metrics is None else row.card_metrics
+    chosen: Iterable[str] = row.metrics
+    if row.card_metrics is not None:
+        chosen = row.card_metrics
     known = COMMON_METRICS | {name: row.metrics[name] for name in chosen}
     shown: dict[str, str] = {}
     for name, meaning in known.items():
-        for one in logged:
-            # `explore/share/...` means every logged metric whose name begins with `explore/share/`.
-            if one == name or name in chosen and name.endswith("/...") and one.startswith(name.removesuffix("...")):
-                shown.setdefault(one, row.metrics.get(one, meaning))
+        prefix = None
+        if name in chosen and name.endswith("/..."):
+            prefix = name.removesuffix(
+                "..."
+            )  # `explore/share/...` means every metric that begins with `explore/share/`
+        for metric in logged:
+            if metric == name or (prefix is not None and metric.startswith(prefix)):
+                shown.setdefault(metric, row.metrics.get(metric, meaning))
     return shown
 
 
 def training_seconds(history: Iterable[Mapping[str, Any]]) -> float:
-    """Seconds that a run's steps took, also one interrupted and resumed, without evaluation and saving; `step_time` in
-    the log is a mean over the steps since the entry before."""
-    seconds, before = 0.0, 0
+    """
+    Return the seconds that the training steps of a run took, without evaluation and saving.
+
+    Args:
+        history (`Iterable[Mapping]`):
+            The trainer's `state.log_history`, which also has the steps before a resumption.
+
+    Returns:
+        `float`: Seconds.
+    """
+    seconds, last_step = 0.0, 0
     for entry in history:
         if _is_number(entry.get("step_time")):
-            seconds += entry["step_time"] * (entry["step"] - before)
-            before = entry["step"]
+            # `step_time` is the mean over the steps since the last log entry.
+            seconds += entry["step_time"] * (entry["step"] - last_step)
+            last_step = entry["step"]
     return seconds
 
 
 def evaluation_results(history: Iterable[Mapping[str, Any]]) -> tuple[dict[str, float], int]:
-    """Values by name (`"pass@1"`, `"maj@8"`, `"greedy accuracy"`, `"reward"`) and step of the newest evaluation in a
-    log; nothing and 0 where there was none."""
+    """
+    Return the results of the last evaluation in a log.
+
+    Args:
+        history (`Iterable[Mapping]`):
+            The trainer's `state.log_history`.
+
+    Returns:
+        `tuple[dict[str, float], int]`: Values by name (`"pass@1"`, `"maj@8"`, `"greedy accuracy"`, `"reward"`), and
+        the step. Empty and 0 if there was no evaluation.
+    """
     results: dict[str, float] = {}
-    newest = 0
+    last_step = 0
     for entry in history:
-        matches = {name: _EVALUATED.match(name) for name, value in entry.items() if _is_number(value)}
-        found = {_result_name(match): entry[name] for name, match in matches.items() if match}
+        found = {}
+        for name, value in entry.items():
+            match = _EVALUATED.match(name)
+            if match and _is_number(value):
+                found[_result_name(match)] = value
         if found:
-            # A callback and the trainer's own evaluation log the same step one after the other.
-            results = results | found if entry["step"] == newest else found
-            newest = int(entry["step"])
-    return results, newest
+            if (
+                entry["step"] != last_step
+            ):  # otherwise, a callback and the trainer's own evaluation logged the same step
+                results = {}
+            results |= found
+            last_step = int(entry["step"])
+    return results, last_step
 
 
 def _result_name(match: re.Match) -> str:
     prefix, kind, k, greedy = match.groups()
-    name = f"{kind}@{k}" if kind else ("greedy accuracy" if greedy else "reward")
-    return name if prefix in (None, "eval") else f"{prefix} {name}"
+    name = "reward"
+    if kind:
+        name = f"{kind}@{k}"
+    elif greedy:
+        name = "greedy accuracy"
+    if prefix in (None, "eval"):
+        return name
+    return f"{prefix} {name}"
 
 
 def _is_number(value: Any) -> bool:
@@ -97,14 +161,16 @@ def _is_number(value: Any) -> bool:
 
 
 def format_duration(seconds: float) -> str:
-    """A time as cards show it, such as `1 h 20 min`."""
+    """Format seconds as text, such as `1 h 20 min`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
         return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{format(seconds, '.2g')} s"
+    if minutes:
+        return f"{minutes} min {rest} s"
+    return f"{format(seconds, '.2g')} s"
 
 
 def format_number(value: float) -> str:
-    """A value as cards show it, with four significant digits."""
+    """Format a number with four significant digits."""
     return format(value, ".4g")

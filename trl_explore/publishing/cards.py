@@ -1,5 +1,7 @@
-"""Model cards from `model_cards/<method>.md` and what is known about a run. Whatever comes from a user or a model is
-text to the templates, never Markdown or HTML."""
+"""Model cards, rendered from `model_cards/<method>.md` and the facts of a run.
+
+The templates escape all text that comes from a user or a model, so that it is never read as Markdown or HTML.
+"""
 
 import html
 import json
@@ -26,18 +28,18 @@ if TYPE_CHECKING:
     from huggingface_hub import ModelCard
 
 CURVE_FILE = "training_curve.png"
-TASK_MARK = "task "  # begins the name of data that a task makes; no Hub name has a space
+TASK_MARK = "task "  # prefix for the data of a task; its space distinguishes it from names on the Hub
 LIBRARIES = ("trl-explore", "trl", "transformers", "torch", "datasets", "peft")
 
-# TRL's fields that say where and how a run was watched, not how it learned.
-_WATCHING = re.compile(
+# TRL's fields for logging, saving, evaluation and hardware, which do not change what is learned.
+_NOT_LEARNING = re.compile(
     r"(output_dir|logging|log_|save_|hub_|push_|report_to|run_name|project|trackio|disable_tqdm|eval_|do_|ddp_|fsdp|"
     r"deepspeed|dataloader|accelerator_config|parallelism_config|model_init_kwargs|resume_from|local_rank|use_cpu|debug|"
     r"num_completions_to_print|vllm_server|vllm_group|restore_callback|ignore_data_skip|"
     r"skip_memory|remove_unused|include_for|metric_for_best|load_best|greater_is|per_device_eval|liger_kernel_config)"
 )
-# Fields of any configuration that hold paths or secrets, or change nothing.
-_UNTOLD = re.compile(
+# Fields of any configuration that hold paths or secrets, or do not change what is learned.
+_NOT_ON_CARD = re.compile(
     r"token$|_file$|_dir$|_folder$|^dump_|secret|password|api_key|^(push_method_state|push_dry_run|sampling_batch_size|"
     r"vllm_weight_sync)$"
 )
@@ -45,43 +47,89 @@ _UNTOLD = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingFacts:
-    """What a card tells."""
+    """
+    Facts of a run that its card shows.
 
-    method: str  # a name of `trl_explore.methods.METHODS`
+    Args:
+        method (`str`):
+            Name of the method, a key of `trl_explore.methods.METHODS`.
+        model_name (`str`):
+            Title of the card.
+        trainer (`str`):
+            Name of the trainer's class.
+        repo_id (`str`, *optional*):
+            Repository on the Hub, `owner/name`.
+        revision (`str`, *optional*):
+            Branch of the repository. `None` for `main`.
+        base_model (`str`, *optional*, defaults to `""`):
+            Hub name or folder of the base model. Empty for a model made in memory.
+        datasets (`Sequence[str]`, *optional*, defaults to `()`):
+            Hub names, files, folders, or names from [`data_of_task`]. Empty if no name is known.
+        local_data (`bool`, *optional*, defaults to `True`):
+            Whether data without a name are known to be local.
+        rewards (`Sequence[tuple[str, float]]`, *optional*, defaults to `()`):
+            Name and weight of each reward function.
+        adapter (`str`, *optional*):
+            Kind of adapter, such as `"LORA"`. `None` for a whole model.
+        chat (`bool`, *optional*, defaults to `True`):
+            Whether the tokenizer has a chat template.
+        paper (`Mapping[str, str]`):
+            arXiv `id` and BibTeX `citation` of the method.
+        tags (`Sequence[str]`, *optional*, defaults to `()`):
+            Tags of the model on the Hub.
+        hyperparameters (`Mapping[str, Any]`):
+            Result of [`told_hyperparameters`].
+        history (`Sequence[Mapping[str, Any]]`, *optional*, defaults to `()`):
+            The trainer's `state.log_history`.
+        curve (`str`, *optional*):
+            File name of the training curves, in the same folder as the card.
+        needs_plots (`bool`, *optional*, defaults to `False`):
+            Whether the picture is missing because matplotlib is not installed.
+    """
+
+    method: str
     model_name: str
-    trainer: str  # name of the class
-    repo_id: str | None = None  # where it is published, "owner/name"
-    revision: str | None = None  # branch it is published on, where that is not "main"
-    base_model: str = ""  # a Hub name, a folder, or "" for a model made in memory
-    datasets: Sequence[str] = ()  # Hub names, files, folders, or [`data_of_task`]; empty where there is no name
-    local_data: bool = True  # whether data without a name are known to be local
-    rewards: Sequence[tuple[str, float]] = ()  # name and weight of each function
-    adapter: str | None = None  # its kind, "LORA"; None for a whole model
-    chat: bool = True  # whether the model has a chat template
-    paper: Mapping[str, str]  # arXiv `id` and BibTeX `citation` of the method
+    trainer: str
+    repo_id: str | None = None
+    revision: str | None = None
+    base_model: str = ""
+    datasets: Sequence[str] = ()
+    local_data: bool = True
+    rewards: Sequence[tuple[str, float]] = ()
+    adapter: str | None = None
+    chat: bool = True
+    paper: Mapping[str, str]
     tags: Sequence[str] = ()
-    hyperparameters: Mapping[str, Any]  # see told_hyperparameters
-    history: Sequence[Mapping[str, Any]] = ()  # the trainer's state.log_history
-    curve: str | None = None  # file of the training curves, beside the card
-    needs_plots: bool = False  # whether there is no picture because matplotlib is missing
+    hyperparameters: Mapping[str, Any]
+    history: Sequence[Mapping[str, Any]] = ()
+    curve: str | None = None
+    needs_plots: bool = False
 
 
 def model_card(facts: TrainingFacts) -> "ModelCard":
-    """The card and its metadata: base model and data on the Hub, tags, paper, the last evaluation's results."""
+    """
+    Render a model card with its metadata: base model and datasets on the Hub, tags, paper, and evaluation results.
+
+    Args:
+        facts (`TrainingFacts`):
+            Facts of the run.
+
+    Returns:
+        [`~huggingface_hub.ModelCard`]: The card.
+    """
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
     base_id, base_text = describe_model(facts.base_model)
     data_ids, data_text = describe_datasets(facts.datasets, local=facts.local_data)
     results, results_step = evaluation_results(facts.history)
-    data = ModelCardData(
-        base_model=base_id,
-        base_model_relation=("adapter" if facts.adapter else "finetune") if base_id else None,
-        datasets=data_ids or None,
-        library_name="peft" if facts.adapter else "transformers",
-        model_name=facts.model_name,
-        pipeline_tag="text-generation",
-        tags=[*facts.tags, *([f"arxiv:{facts.paper['id']}"] if facts.paper else [])],
-        eval_results=[
+    library, relation, tags = "transformers", "finetune", list(facts.tags)
+    if facts.adapter:
+        library, relation = "peft", "adapter"
+    if facts.paper:
+        tags.append(f"arxiv:{facts.paper['id']}")
+    eval_results = []
+    for name, value in results.items():
+        eval_results.append(
             EvalResult(
                 task_type="text-generation",
                 dataset_type="evaluation-prompts",
@@ -90,24 +138,32 @@ def model_card(facts: TrainingFacts) -> "ModelCard":
                 metric_name=name,
                 metric_value=float(format_number(value)),
             )
-            for name, value in results.items()
-        ]
-        or None,
+        )
+    data = ModelCardData(
+        base_model=base_id,
+        base_model_relation=relation if base_id else None,
+        datasets=data_ids or None,
+        library_name=library,
+        model_name=facts.model_name,
+        pipeline_tag="text-generation",
+        tags=tags,
+        eval_results=eval_results or None,
     )
     steps = [int(entry["step"]) for entry in facts.history if "reward" in entry]
+    seconds = training_seconds(facts.history)
     row = METHODS[facts.method]
-    known = row.trainer.rpartition(":")[2]
+    method_trainer = row.trainer.rpartition(":")[2]
     text = _template(row.card).render(
         model_name=facts.model_name,
         trainer=facts.trainer,
-        parent=known if facts.trainer != known else None,
+        parent=method_trainer if facts.trainer != method_trainer else None,
         repo_id=visible_text(facts.repo_id or "path/to/this/folder"),
         revision=f", revision={json.dumps(facts.revision)}" if facts.revision else "",
         base_model=base_text,
         base_model_id=base_id,
         data=data_text,
         rewards=describe_rewards(facts.rewards),
-        duration=format_duration(seconds) if (seconds := training_seconds(facts.history)) else None,
+        duration=format_duration(seconds) if seconds else None,
         adapter=facts.adapter,
         chat=facts.chat,
         hyperparameters=facts.hyperparameters,
@@ -125,10 +181,12 @@ def model_card(facts: TrainingFacts) -> "ModelCard":
 
 
 def citation(card: str) -> str:
-    """A template's block `citation`, its BibTeX entry; empty where it has none."""
+    """Return the BibTeX entry in a template's block `citation`, or an empty text if it has no such block."""
     template = _template(card)
     block = template.blocks.get("citation")
-    return "".join(block(template.new_context())).strip() if block else ""
+    if not block:
+        return ""
+    return "".join(block(template.new_context())).strip()
 
 
 def _template(card: str) -> Any:
@@ -147,24 +205,48 @@ def _template(card: str) -> Any:
 
 
 def escape_markdown(text: object) -> str:
-    """Text as one line of Markdown that shows it as it is; control characters are seen and do nothing."""
+    """Escape text, so that one line of Markdown shows it literally. Control characters become visible."""
     line = html.escape(visible_text(" ".join(str(text).split())), quote=False)
     return re.sub(r"[\\`*_\[\]#|~!:]|(?<=www)\.", r"\\\g<0>", line)
 
 
 def code_span(value: object, *, longest: int = 200) -> str:
-    """A value as a Markdown code span of one line, also inside a table."""
-    text = value if isinstance(value, str) and re.fullmatch(r"[\w./:@%-]+", value) else repr(value)
+    """
+    Format a value as a Markdown code span of one line, which a table can contain.
+
+    Args:
+        value (`object`):
+            A text, shown without quotes if it is a single word, or another value, shown by its `repr`.
+        longest (`int`, *optional*, defaults to `200`):
+            Number of characters after which the text is cut off.
+
+    Returns:
+        `str`: Markdown.
+    """
+    text = repr(value)
+    if isinstance(value, str) and re.fullmatch(r"[\w./:@%-]+", value):
+        text = value
     if len(text) > longest:
         text = text[:longest] + " ..."
+    if "`" in text:
+        text = f" {text} "  # Markdown removes one space at each end
+    # The fence must be longer than the longest run of backticks in the text.
     fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
-    space = " " if "`" in text else ""
-    return f"{fence}{space}{text}{space}{fence}".replace("|", r"\|")
+    return f"{fence}{text}{fence}".replace("|", r"\|")
 
 
 def describe_model(name: str) -> tuple[str | None, str]:
-    """A base model's name on the Hub, if it is there, and Markdown for it without a path of this machine."""
-    cached = re.search(r"models--([^/\\]+?)--([^/\\]+)[/\\]snapshots", name)  # a snapshot that was downloaded before
+    """
+    Describe a base model without a path of this machine.
+
+    Args:
+        name (`str`):
+            Hub name, folder, or an empty text for a model made in memory.
+
+    Returns:
+        `tuple[str | None, str]`: Name on the Hub, or `None` for a local model; and a description in Markdown.
+    """
+    cached = re.search(r"models--([^/\\]+?)--([^/\\]+)[/\\]snapshots", name)  # a snapshot in the cache of the Hub
     if cached:
         name = "/".join(cached.groups())
     if not name:
@@ -175,31 +257,48 @@ def describe_model(name: str) -> tuple[str | None, str]:
 
 
 def data_of_task(task: str) -> str:
-    """Return what a card's facts call the data that a task makes."""
+    """Return the name under which [`TrainingFacts`] lists the data of a task."""
     return TASK_MARK + task
 
 
 def describe_datasets(names: Iterable[str], *, local: bool = True) -> tuple[list[str], str]:
-    """Names of the data sets that are on the Hub, and Markdown for all, tasks too, without a path of this machine."""
+    """
+    Describe datasets without a path of this machine.
+
+    Args:
+        names (`Iterable[str]`):
+            Hub names, files, folders, or names from [`data_of_task`].
+        local (`bool`, *optional*, defaults to `True`):
+            Whether the data are known to be local if there are no names.
+
+    Returns:
+        `tuple[list[str], str]`: The names on the Hub, and a description of all datasets in Markdown.
+    """
     names = list(dict.fromkeys(names))
     tasks = [name.removeprefix(TASK_MARK) for name in names if name.startswith(TASK_MARK)]
     ids = [name for name in names if not _is_local(name)]
     num_local = len(names) - len(ids) - len(tasks)
     parts = [f"[{escape_markdown(name)}](https://huggingface.co/datasets/{name})" for name in ids]
     parts += [f"problems of the task {code_span(name)}" for name in tasks]
-    if not names:
-        parts = ["a local data set" if local else "a data set that was not named"]
-    elif num_local:
-        parts.append("a local data set" if num_local == 1 else "local data sets")
+    if num_local > 1:
+        parts.append("local data sets")
+    elif num_local == 1 or (not names and local):
+        parts.append("a local data set")
+    elif not names:
+        parts.append("a data set that was not named")
     return ids, " and ".join(parts)
 
 
 def describe_rewards(rewards: Sequence[tuple[str, float]]) -> str:
-    """Markdown of what completions were rewarded by, with weights where they are not all 1."""
-    plain = all(weight == 1 for _, weight in rewards)
-    return " and ".join(
-        code_span(name) if plain else f"{code_span(name)} (weight {format_number(weight)})" for name, weight in rewards
-    )
+    """Describe reward functions, given by name and weight, in Markdown. Weights appear unless all are 1."""
+    has_weights = any(weight != 1 for _, weight in rewards)
+    parts = []
+    for name, weight in rewards:
+        part = code_span(name)
+        if has_weights:
+            part += f" (weight {format_number(weight)})"
+        parts.append(part)
+    return " and ".join(parts)
 
 
 def _is_local(name: str) -> bool:
@@ -215,22 +314,30 @@ def _is_local(name: str) -> bool:
 
 
 def told_hyperparameters(config: Any, base: type) -> dict[str, Any]:
-    """The method's own fields, then what differs from GRPO's defaults, by name; no paths, hosts or tokens."""
-    theirs = {spec.name: spec.default for spec in fields(base)}
+    """
+    Return the hyperparameters that a card shows, without paths, hosts, tokens and fields that do not change learning.
+
+    Args:
+        config (`Any`):
+            Configuration of the run, a dataclass.
+        base (`type`):
+            Configuration class of TRL, [`~trl.GRPOConfig`].
+
+    Returns:
+        `dict[str, Any]`: By name, the fields that `base` does not have, then the fields that differ from their default
+        in `base`.
+    """
+    defaults = {spec.name: spec.default for spec in fields(base)}
     own: dict[str, Any] = {}
     changed: dict[str, Any] = {}
     for spec in fields(config):
-        value = vars(config)[spec.name]
-        value = value.value if isinstance(value, Enum) else value
-        watching = spec.name in theirs and _WATCHING.match(spec.name)
-        if (
-            watching
-            or _UNTOLD.search(spec.name)
-            or not isinstance(value, bool | int | float | str | list | dict | None)
-        ):
+        name, value = spec.name, getattr(config, spec.name)
+        if isinstance(value, Enum):
+            value = value.value
+        if _NOT_ON_CARD.search(name) or not isinstance(value, bool | int | float | str | list | dict | None):
             continue
-        if spec.name not in theirs:
-            own[spec.name] = value
-        elif value not in (theirs[spec.name], None, {}, []):
-            changed[spec.name] = value
+        if name not in defaults:
+            own[name] = value
+        elif not _NOT_LEARNING.match(name) and value not in (defaults[name], None, {}, []):
+            changed[name] = value
     return own | changed

@@ -1,4 +1,4 @@
-"""The curves of a run, for its model card (needs the extra `plots`)."""
+"""Training curves of a run, for its model card. Needs the extra `plots`."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,13 +7,26 @@ from typing import Any
 
 
 def training_curves(history: Sequence[Mapping[str, Any]], path: str | Path, *, metrics: Sequence[str]) -> Path:
-    """Draw one panel per metric of a trainer's `state.log_history`, over its steps, into a PNG file."""
+    """
+    Draw one panel per metric over the training steps, into a PNG file.
+
+    Args:
+        history (`Sequence[Mapping]`):
+            The trainer's `state.log_history`.
+        path (`str` or `Path`):
+            The PNG file.
+        metrics (`Sequence[str]`):
+            Names of metrics in the log.
+
+    Returns:
+        `Path`: The file.
+    """
     from matplotlib.figure import Figure  # without pyplot, which would change the backend of a notebook
 
     columns = min(3, len(metrics))
     rows = math.ceil(len(metrics) / columns)
     figure = Figure(figsize=(3.6 * columns, 2.4 * rows))
-    # Fixed margins: fitting them to the labels takes longer than all the drawing.
+    # The margins are fixed, because fitting them to the labels takes longer than drawing the figure.
     margins = dict(left=0.07, right=0.98, top=1 - 0.12 / rows, bottom=0.18 / rows, hspace=0.6, wspace=0.3)
     panels = figure.subplots(rows, columns, squeeze=False, gridspec_kw=margins).flat
     for name, panel in zip(metrics, panels, strict=False):

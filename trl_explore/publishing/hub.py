@@ -1,4 +1,4 @@
-"""What goes to the Hub, and what is said when the Hub does not take it."""
+"""Files to publish on the Hub, and explanations of the Hub's errors."""
 
 import fnmatch
 import json
@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# Never published. The pickled arguments hold paths of this machine, and nobody needs them.
+# Never published. The pickled arguments contain paths of this machine.
 UNPUBLISHED = ("training_args.bin", "*/training_args.bin", "*.part", ".git/*", ".cache/*")
-# What a checkpoint holds of the model itself.
+# Files of a checkpoint that belong to the model.
 MODEL_FILES = (
     "config.json",
     "generation_config.json",
@@ -24,30 +24,46 @@ MODEL_FILES = (
     "adapter_*",
 )
 ADAPTER_CONFIG = "adapter_config.json"
-LINKED_FROM = 10 * 2**20  # bytes: a copy of what is larger would take time and room
+LINKED_FROM = 10 * 2**20  # bytes: larger files are linked, because copies would take time and disk space
 
 REMEDIES = {
-    401: "the Hub does not accept the token: log in anew with `hf auth login`, or set HF_TOKEN",
+    401: "the Hub does not accept the token: log in again with `hf auth login`, or set HF_TOKEN",
     403: "the token has no write access there: log in with one that has (`hf auth login`), or choose another "
     "`hub_model_id`",
-    404: "the Hub knows no such repository or revision, or hides it from this token: check `hub_model_id`, "
+    404: "the repository or revision does not exist on the Hub, or this token may not see it: check `hub_model_id`, "
     "`hub_revision` and the token's rights",
 }
 
 
 class HubError(RuntimeError):
-    """The Hub did not take what was to be published; the message says why, and how to try again."""
+    """Raised if publishing on the Hub failed. The message gives the cause and the way to try again."""
 
 
 def check_repo_id(hub_model_id: str | None, output_dir: str | os.PathLike) -> str:
-    """The name to publish under; a `ValueError` if the Hub forbids it."""
+    """
+    Return the name of the repository to publish in.
+
+    Args:
+        hub_model_id (`str`, *optional*):
+            Name that the user set. `None` uses the name of the output folder.
+        output_dir (`str` or `os.PathLike`):
+            Output folder of the run.
+
+    Returns:
+        `str`: `name` or `owner/name`.
+
+    Raises:
+        `ValueError`: If the Hub forbids the name.
+    """
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     name = hub_model_id or Path(output_dir).absolute().name
     try:
         validate_repo_id(name)
     except HFValidationError as error:
-        given = f"`hub_model_id={hub_model_id!r}`" if hub_model_id else f"the name of the output folder, {name!r},"
+        given = f"the name of the output folder, {name!r},"
+        if hub_model_id:
+            given = f"`hub_model_id={hub_model_id!r}`"
         raise ValueError(
             f"{given} cannot be the name of a repository: set `hub_model_id` to `name` or `owner/name`, of letters, "
             "digits, `_`, `-` and `.` (the last two neither doubled nor at an end), at most 96 characters."
@@ -56,9 +72,24 @@ def check_repo_id(hub_model_id: str | None, output_dir: str | os.PathLike) -> st
 
 
 def clash(existing: Iterable[str], architectures: Sequence[str], *, adapter: bool, architecture: str) -> str | None:
-    """What a repository holds that a model must not be pushed over; `None` where nothing stands against it."""
+    """
+    Describe the content of a repository that forbids pushing a model there.
+
+    Args:
+        existing (`Iterable[str]`):
+            Files of the repository.
+        architectures (`Sequence[str]`):
+            Architectures in its `config.json`. Empty if unknown.
+        adapter (`bool`):
+            Whether the model to push is an adapter.
+        architecture (`str`):
+            Class name of the model to push.
+
+    Returns:
+        `str` or `None`: Description of the conflict, or `None` if the model can be pushed.
+    """
     files = set(existing)
-    # A repository with both loads as the adapter, and its own weights are passed over without a word.
+    # transformers loads a repository with both as the adapter, and silently ignores the whole model's weights.
     if ADAPTER_CONFIG in files and not adapter:
         return "an adapter, and this is a whole model"
     if adapter and "config.json" in files and ADAPTER_CONFIG not in files:
@@ -69,7 +100,19 @@ def clash(existing: Iterable[str], architectures: Sequence[str], *, adapter: boo
 
 
 def stage(folder: Path, target: Path, *, allow: Sequence[str] = ("*",), ignore: Sequence[str] = ()) -> None:
-    """Put what is to be published into a folder of its own, which training does not touch while it is sent."""
+    """
+    Link or copy files to publish into another folder, which training does not change during the upload.
+
+    Args:
+        folder (`Path`):
+            Folder with the files.
+        target (`Path`):
+            Folder for the links and copies.
+        allow (`Sequence[str]`, *optional*, defaults to `("*",)`):
+            Patterns of relative paths to include.
+        ignore (`Sequence[str]`, *optional*, defaults to `()`):
+            Patterns of relative paths to leave out, in addition to `UNPUBLISHED`.
+    """
     for source in sorted(folder.rglob("*")):
         name = source.relative_to(folder).as_posix()
         if source.is_file() and _matches(name, allow) and not _matches(name, [*ignore, *UNPUBLISHED]):
@@ -95,7 +138,7 @@ def _link_or_copy(source: Path, copy: Path) -> None:
 
 
 def _forget_local_base(path: Path) -> None:
-    """An adapter of a local model names its folder: nobody else has that, and it tells of this machine."""
+    """Replace the folder of a local base model by its name in an adapter's configuration, to not publish its path."""
     config = json.loads(path.read_text(encoding="utf-8"))
     base = config.get("base_model_name_or_path")
     if base and Path(base).exists():
@@ -104,7 +147,16 @@ def _forget_local_base(path: Path) -> None:
 
 
 def explain(error: BaseException) -> str:
-    """One line on what went wrong between here and the Hub, with the remedy where there is one."""
+    """
+    Explain an error of a request to the Hub in one line.
+
+    Args:
+        error (`BaseException`):
+            The error.
+
+    Returns:
+        `str`: The cause, with a remedy if there is a known one.
+    """
     from huggingface_hub.utils import HfHubHTTPError
 
     cause: BaseException | None = error
@@ -113,26 +165,28 @@ def explain(error: BaseException) -> str:
     if cause is None:
         return f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}"
     status, message = cause.response.status_code, " ".join((cause.server_message or "").split())
-    said = f" ({message})" if message else ""
-    return f"{REMEDIES.get(status, f'the Hub answered {status}')}{said}"
+    explanation = REMEDIES.get(status, f"the Hub answered {status}")
+    if message:
+        explanation += f" ({message})"
+    return explanation
 
 
 @dataclass(frozen=True)
 class PushPlan:
     """
-    What a push would send.
+    Files that a push would send, and the repository that would receive them.
 
     Args:
         repo_id (`str`):
-            Repository, `owner/name`, or `name` for one of the account that the token belongs to.
+            Repository, `owner/name`, or `name` in the account of the token.
         revision (`str`, *optional*):
-            Branch; `None` for the main one.
+            Branch. `None` for the main branch.
         private (`bool`):
-            Whether the repository is made private if it does not exist yet.
+            Whether a new repository would be private.
         folder (`Path`):
             Folder that holds the files.
         files (`dict[str, int]`):
-            Bytes of every file, by its path in the repository.
+            Size of every file in bytes, by its path in the repository.
     """
 
     repo_id: str
@@ -142,14 +196,17 @@ class PushPlan:
     files: dict[str, int]
 
     def __str__(self) -> str:
-        account = "" if "/" in self.repo_id else ", of the account that your token belongs to"
+        account = ""
+        if "/" not in self.repo_id:
+            account = ", of the account that your token belongs to"
+        visibility = "private" if self.private else "public"
         lines = [
             "Dry run: nothing was sent. Publishing would send",
             *(f"  {format_size(size):>10}  {name}" for name, size in self.files.items()),
             f"  {format_size(sum(self.files.values())):>10}  in {len(self.files)} files",
-            f"to the {'private' if self.private else 'public'} repository {self.repo_id}{account} "
-            f"(branch {self.revision or 'main'}; one that exists stays as visible as it is).",
-            f"The files are in {self.folder}. Not checked: the token, its rights, and what the repository holds.",
+            f"to the {visibility} repository {self.repo_id}{account} "
+            f"(branch {self.revision or 'main'}; an existing repository stays private or public).",
+            f"The files are in {self.folder}. Not checked: the token, its rights, and the files in the repository.",
             "To publish, run the same without `push_dry_run`, or send these files with:",
             f"  {upload_command(self.repo_id, self.folder, revision=self.revision, private=self.private)}",
         ]
@@ -157,7 +214,22 @@ class PushPlan:
 
 
 def plan_push(repo_id: str, folder: Path, *, revision: str | None, private: bool) -> PushPlan:
-    """Return what sending a folder would do."""
+    """
+    Return the plan of a push.
+
+    Args:
+        repo_id (`str`):
+            Repository, `owner/name` or `name`.
+        folder (`Path`):
+            Folder with the files.
+        revision (`str`, *optional*):
+            Branch. `None` for the main branch.
+        private (`bool`):
+            Whether a new repository would be private.
+
+    Returns:
+        `PushPlan`: The plan.
+    """
     found = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in found}
     return PushPlan(repo_id, revision, private, folder, files)
@@ -176,6 +248,25 @@ def format_size(size: int) -> str:
 
 
 def upload_command(repo_id: str, folder: str | os.PathLike, *, revision: str | None, private: bool) -> str:
-    """The command that sends a folder, as a line for the shell."""
-    options = [*(["--revision", revision] if revision else []), *(["--private"] if private else [])]
+    """
+    Return the shell command that sends a folder to the Hub.
+
+    Args:
+        repo_id (`str`):
+            Repository, `owner/name` or `name`.
+        folder (`str` or `os.PathLike`):
+            Folder to send.
+        revision (`str`, *optional*):
+            Branch. `None` for the main branch.
+        private (`bool`):
+            Whether to create a private repository if there is none.
+
+    Returns:
+        `str`: The command.
+    """
+    options = []
+    if revision:
+        options += ["--revision", revision]
+    if private:
+        options.append("--private")
     return shlex.join(["hf", "upload", repo_id, str(folder), ".", *options])

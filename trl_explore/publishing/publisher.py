@@ -1,4 +1,4 @@
-"""Publishing on the Hub: model or adapter, a card that tells how it was trained, and the method's state on request."""
+"""Publishing on the Hub: the model or adapter, a card about its training and, on request, the method's state."""
 
 import importlib.util
 import json
@@ -6,7 +6,7 @@ import logging
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import is_peft_model
 from datasets import Dataset
@@ -35,26 +35,53 @@ from trl_explore.publishing.hub import (
 from trl_explore.saving.checkpoints import STATE_FILE
 from trl_explore.visible_text import visible_text
 
+if TYPE_CHECKING:
+    from trl_explore.trainers.config import ExplorationConfig
+
 logger = logging.getLogger(__name__)
 
-STAGE = "_hub"  # folder in `output_dir` that holds what is being sent; the underscore keeps it out of itself
+STAGE = "_hub"  # folder in `output_dir` with the files to send; names with an underscore are not published
 
 
 class Publisher:
-    """Publishes what a trainer trained with a card of its method. What is sent lies in a folder of its own: training
-    goes on beside a push. One that fails while training is a warning, and the next sends everything; the error shows a
-    command."""
+    """
+    Publishes a trainer's model with a card of its method.
 
-    def __init__(self, trainer: Any, args: Any) -> None:
+    The files to send are first linked or copied into another folder, so that training continues during an upload. If a
+    push fails during training, it warns, and the next push sends everything. If the final push fails, it raises an
+    error with the command that sends the files.
+
+    Args:
+        trainer ([`~trl.GRPOTrainer`]):
+            The trainer.
+        args ([`~trl_explore.trainers.ExplorationConfig`]):
+            Its configuration.
+    """
+
+    def __init__(self, trainer: Any, args: "ExplorationConfig") -> None:
         self.trainer, self.args = trainer, args
         self._revision: str | None = None
-        self._checkpoints: list[Path] = []  # those of this run, oldest first
-        self._sent: set[str] = set()  # names of those that the Hub has
+        self._checkpoints: list[Path] = []  # checkpoints of this run, oldest first
+        self._sent: set[str] = set()  # names of the checkpoints that the Hub has
 
     # ------------------------------------------------------------------------------------------------ the repository
 
     def make_repo(self, make: Callable[[str | None], None], token: str | None, private: bool | None) -> None:
-        """Make the repository with `make`, which transformers offers, and the branch to publish on."""
+        """
+        Create the repository and the branch to publish on.
+
+        Args:
+            make (`Callable`):
+                Method of transformers that creates the repository, given a token.
+            token (`str`, *optional*):
+                Token. `None` uses the one in the configuration or of the login.
+            private (`bool`, *optional*):
+                Whether a new repository is private. `None` uses the configuration.
+
+        Raises:
+            `HubError`: If there is no token, or the Hub refuses.
+            `ValueError`: If the name is forbidden, or the repository holds a different kind of model.
+        """
         repo_id = check_repo_id(self.args.hub_model_id, self.args.output_dir)
         token = token or self.args.hub_token
         if (token or get_token()) is None:
@@ -63,8 +90,9 @@ class Publisher:
                 "`push_to_hub` out."
             )
         private_repo = self.args.hub_private_repo
-        # Not as an argument, which older versions of transformers do not take.
-        self.args.hub_private_repo = private_repo if private is None else private
+        # Older versions of transformers do not take this as an argument.
+        if private is not None:
+            self.args.hub_private_repo = private
         try:
             make(token)
             held = self._prepare_branch(_api(token))
@@ -79,7 +107,7 @@ class Publisher:
             )
 
     def _prepare_branch(self, api: HfApi) -> str | None:
-        """Makes the branch, unless what is there already stands against it; that is returned."""
+        """Create the branch if it is missing. If the repository holds a different kind of model, return which."""
         repo_id, revision = str(self.trainer.hub_model_id), self._revision or self.args.hub_revision
         branch = revision
         try:
@@ -92,14 +120,14 @@ class Publisher:
             config = json.loads(Path(api.hf_hub_download(repo_id, "config.json", revision=branch)).read_text())
             architectures = config.get("architectures") or ()
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        name = type(model).__name__.removeprefix("FSDP")  # what sharding puts before it
+        name = type(model).__name__.removeprefix("FSDP")  # FSDP2 adds this prefix to the class of the model
         held = clash(files, architectures, adapter=is_peft_model(model), architecture=name)
         if held is None and branch != revision:
             api.create_branch(repo_id, branch=str(revision), exist_ok=True)
         return held
 
     def name_repo(self) -> None:
-        """Take the repository's name as it is given, without asking the Hub; for a dry run."""
+        """Set the repository's name without asking the Hub, for a dry run."""
         self.trainer.hub_model_id = check_repo_id(self.args.hub_model_id, self.args.output_dir)
         self.trainer.push_in_progress = None
 
@@ -114,16 +142,32 @@ class Publisher:
         method_tags: list[str],
         paper: dict[str, str],
     ) -> None:
-        """Write `README.md` into `output_dir`, and the training curves beside it."""
+        """
+        Write the card, `README.md`, and the training curves into `output_dir`.
+
+        Args:
+            model_name (`str`, *optional*):
+                Title of the card. `None` uses the name of the repository or of the output folder.
+            dataset_name (`str` or `list[str]`, *optional*):
+                Names of the datasets. `None` uses the names that the trainer has.
+            tags (`str` or `list[str]`, *optional*):
+                Further tags.
+            method_tags (`list[str]`):
+                Tags of the method.
+            paper (`dict[str, str]`):
+                arXiv `id` and BibTeX `citation` of the method.
+        """
         if dataset_name is not None:
-            self.trainer.dataset_names = [dataset_name] if isinstance(dataset_name, str) else list(dataset_name)
+            self.trainer.dataset_names = _as_list(dataset_name)
         repo_id = self.trainer.hub_model_id or self.args.hub_model_id
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        # Checkpoints of a run that is not published get their card, but no picture each time.
+        # If the run is not published, its checkpoints get a card without a picture, which would take time.
         draws = self.args.push_to_hub or not self.trainer.is_in_train
         has_plots = importlib.util.find_spec("matplotlib") is not None
         history = self.trainer.state.log_history
-        metrics = logged_metrics(self.trainer.method, history) if draws and has_plots else []
+        metrics = []
+        if draws and has_plots:
+            metrics = logged_metrics(self.trainer.method, history)
         if metrics:
             training_curves(history, Path(self.args.output_dir) / CURVE_FILE, metrics=metrics)
         card = model_card(
@@ -136,11 +180,11 @@ class Publisher:
                 base_model=get_config_model_id(model.config) or "",
                 datasets=self.trainer.dataset_names,
                 local_data=_is_local(self.trainer.train_dataset),
-                rewards=[*zip(self.trainer.reward_func_names, self.trainer.reward_weights.tolist(), strict=True)],
+                rewards=list(zip(self.trainer.reward_func_names, self.trainer.reward_weights.tolist(), strict=True)),
                 adapter=model.active_peft_config.peft_type.value if is_peft_model(model) else None,
                 chat=bool(self.trainer.tokenizer.chat_template),
                 paper=paper,
-                tags=["generated_from_trainer", *method_tags, *([tags] if isinstance(tags, str) else tags or [])],
+                tags=["generated_from_trainer", *method_tags, *_as_list(tags or [])],
                 hyperparameters=told_hyperparameters(self.args, GRPOConfig),
                 history=history,
                 curve=CURVE_FILE if metrics else None,
@@ -160,16 +204,38 @@ class Publisher:
         private: bool | None,
         **kwargs: Any,
     ) -> Any:
-        """Publish what is in `output_dir`, on one process; [`push_to_hub`] of the trainer says more."""
-        for left in Path(self.args.output_dir).glob(f"{STAGE}-*"):  # by a process that was killed
-            shutil.rmtree(left)
+        """
+        Publish the content of `output_dir`. Only the main process calls it.
+
+        Args:
+            commit_message (`str`, *optional*):
+                Message of the commit.
+            blocking (`bool`):
+                Whether to wait for the upload.
+            token (`str`, *optional*):
+                Token. `None` uses the one in the configuration or of the login.
+            revision (`str`, *optional*):
+                Branch. `None` uses the configuration.
+            private (`bool`, *optional*):
+                Whether a new repository is private. `None` uses the configuration.
+            **kwargs:
+                Arguments of the trainer's `create_model_card`.
+
+        Returns:
+            [`~huggingface_hub.CommitInfo`] or a `Future` of it if not `blocking`.
+
+        Raises:
+            `HubError`: If the files could not be sent. The message has the command that sends them.
+        """
+        for abandoned in Path(self.args.output_dir).glob(f"{STAGE}-*"):  # from a process that was killed
+            shutil.rmtree(abandoned)
         self._revision = revision
         token = token or self.args.hub_token
         refusal = None
         try:
             self.trainer.init_hf_repo(token=token, private=private)
         except (HubError, ValueError) as error:
-            refusal = error  # told when all is ready to be sent by hand
+            refusal = error  # raised below, after the files that a user can send by hand are complete
         self.trainer.create_model_card(**kwargs)
         folder, checkpoints = self._stage(STAGE)
         if isinstance(refusal, ValueError):
@@ -177,13 +243,28 @@ class Publisher:
         if refusal is not None:
             raise self._unsent(str(refusal), folder, private) from refusal
         if blocking:
-            return self._send_or_tell(folder, checkpoints, commit_message, token, private)
-        job = run_as_future(self._send_or_tell, folder, checkpoints, commit_message, token, private)
+            return self._send_or_raise(folder, checkpoints, commit_message, token, private)
+        job = run_as_future(self._send_or_raise, folder, checkpoints, commit_message, token, private)
         self.trainer.push_in_progress = PushInProgress([job])  # type: ignore[arg-type]  # it takes a list
         return job
 
     def rehearse(self, revision: str | None, private: bool | None, **kwargs: Any) -> PushPlan:
-        """Write the card, stage the files, print what would be sent, and send nothing; on one process."""
+        """
+        Write the card, stage the files and print the plan of a push, without sending anything.
+
+        Only the main process calls it.
+
+        Args:
+            revision (`str`, *optional*):
+                Branch. `None` uses the configuration.
+            private (`bool`, *optional*):
+                Whether a new repository would be private. `None` uses the configuration.
+            **kwargs:
+                Arguments of the trainer's `create_model_card`.
+
+        Returns:
+            `PushPlan`: The plan that was printed.
+        """
         self._revision = revision
         if self.trainer.hub_model_id is None:
             self.name_repo()
@@ -193,48 +274,62 @@ class Publisher:
             self.trainer.hub_model_id,
             folder,
             revision=revision or self.args.hub_revision,
-            private=bool(self.args.hub_private_repo if private is None else private),
+            private=self._is_private(private),
         )
         print(visible_text(str(plan)))
         return plan
 
     def push_checkpoint(self, checkpoint_folder: str) -> None:
-        """Publish a checkpoint beside the training, on one process."""
+        """
+        Publish a checkpoint while training continues. Only the main process calls it.
+
+        Args:
+            checkpoint_folder (`str`):
+                Folder of the checkpoint.
+        """
         self._checkpoints.append(Path(checkpoint_folder))
         if self.args.push_dry_run:
             return
-        # As in TRL: a push that is still going on makes this one wait for the next checkpoint.
+        # As in TRL: if the last push is still running, this checkpoint is not pushed.
         busy = self.trainer.push_in_progress is not None and not self.trainer.push_in_progress.is_done()
         if busy and not self.args.hub_always_push:
             return
         self.trainer.callback_handler.on_push_begin(self.args, self.trainer.state, self.trainer.control)
-        steps = self.args.save_strategy == SaveStrategy.STEPS
-        when = f"step {self.trainer.state.global_step}" if steps else f"epoch {int(self.trainer.state.epoch or 0)}"
-        message = f"Training in progress, {when}"
+        if self.args.save_strategy == SaveStrategy.STEPS:
+            message = f"Training in progress, step {self.trainer.state.global_step}"
+        else:
+            message = f"Training in progress, epoch {int(self.trainer.state.epoch or 0)}"
         try:
             folder, checkpoints = self._stage(f"{STAGE}-{self.trainer.state.global_step}", Path(checkpoint_folder))
-        except OSError as error:  # a full disk
+        except OSError as error:  # such as a full disk
             return self._warn(message, error)
         job = run_as_future(self._send_or_warn, folder, checkpoints, message, self.args.hub_token)
-        jobs = [*(self.trainer.push_in_progress.jobs if busy else []), job]
+        jobs = [job]
+        if busy:
+            jobs = [*self.trainer.push_in_progress.jobs, job]
         self.trainer.push_in_progress = PushInProgress(jobs)  # type: ignore[arg-type]  # it takes a list
 
     def _stage(self, name: str, checkpoint: Path | None = None) -> tuple[Path, list[str]]:
-        """The folder that holds what is to be sent, and the names of the whole checkpoints in it."""
+        """Stage the files to send. Return their folder, and the names of the checkpoints that it includes."""
         output = Path(self.args.output_dir)
         target = output / name
         shutil.rmtree(target, ignore_errors=True)
-        state = [STATE_FILE.format(rank="*")]
-        own = [*self.trainer.method_files(), *(f"{file}/*" for file in self.trainer.method_files()), *state]
-        ignore = ["_*", "checkpoint-*", *([] if self.args.push_method_state else own)]
+        state_file = STATE_FILE.format(rank="*")
+        ignore, checkpoint_files = ["_*", "checkpoint-*"], list(MODEL_FILES)
+        if self.args.push_method_state:
+            checkpoint_files.append(state_file)
+        else:
+            ignore.append(state_file)
+            for file in self.trainer.method_files():
+                ignore += [file, f"{file}/*"]
         if checkpoint is None:
             stage(output, target, ignore=ignore)
         else:
             stage(output, target, ignore=[*ignore, *MODEL_FILES])
-            stage(checkpoint, target, allow=[*MODEL_FILES, *(state if self.args.push_method_state else [])])
+            stage(checkpoint, target, allow=checkpoint_files)
             if self.trainer.processing_class is not None:
                 self.trainer.processing_class.save_pretrained(target)
-        # They are there to be resumed, so their state is never left out.
+        # Whole checkpoints always include the method's state, which resuming needs.
         waiting = [path for path in self._checkpoints if path.name not in self._sent and path.is_dir()]
         if self.args.hub_strategy == HubStrategy.CHECKPOINT and waiting:
             stage(waiting[-1], target / "last-checkpoint", ignore=["README.md"])
@@ -254,7 +349,7 @@ class Publisher:
         shutil.rmtree(folder)
         return info
 
-    def _send_or_tell(self, folder, checkpoints, message, token, private) -> CommitInfo:
+    def _send_or_raise(self, folder, checkpoints, message, token, private) -> CommitInfo:
         try:
             return self._send(folder, checkpoints, message, token)
         except Exception as error:
@@ -278,24 +373,39 @@ class Publisher:
         )
 
     def _unsent(self, reason: str, folder: Path, private: bool | None, repo_id: str | None = None) -> HubError:
+        """Return an error with the reason and the command that sends the files in `folder`."""
         output_dir = self.args.output_dir
         command = upload_command(
             repo_id or self.trainer.hub_model_id or self.args.hub_model_id or Path(output_dir).absolute().name,
             folder,
             revision=self._revision or self.args.hub_revision,
-            private=bool(self.args.hub_private_repo if private is None else private),
+            private=self._is_private(private),
         )
         return HubError(
             f"{reason} Nothing is lost: the model is in {output_dir}. Send it with `trainer.push_to_hub()`, or with "
             f"the command:\n  {command}"
         )
 
+    def _is_private(self, private: bool | None) -> bool:
+        if private is None:
+            private = self.args.hub_private_repo
+        return bool(private)
+
+
+def _as_list(names: str | list[str]) -> list[str]:
+    if isinstance(names, str):
+        return [names]
+    return list(names)
+
 
 def _is_local(dataset: Any) -> bool:
-    """Whether data are in memory or from local files; `datasets` keeps those of the Hub under `owner___name`."""
+    """Return whether data are known to be in memory or from local files."""
     if not isinstance(dataset, Dataset):
         return False
-    return not any("___" in part for file in dataset.cache_files for part in Path(file["filename"]).parts)
+    for file in dataset.cache_files:
+        if any("___" in part for part in Path(file["filename"]).parts):
+            return False  # `datasets` caches data of the Hub in folders named `owner___name`
+    return True
 
 
 def _api(token: str | None) -> HfApi:

@@ -1,4 +1,4 @@
-"""Search over a corpus of passages, on this machine or behind HTTP, and the tool that agents call."""
+"""Search in a corpus of passages, local or over HTTP, and the search tool for agents."""
 
 from trl_explore.retrieval.client import CachedRetriever, HTTPRetriever, RetrieverDown, RetrieverError, SearchTool
 from trl_explore.retrieval.corpus import Passage, load_corpus

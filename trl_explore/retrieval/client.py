@@ -1,4 +1,4 @@
-"""Search as an agent sees it: a retriever behind HTTP, a cache before any retriever, and the tool that TRL calls."""
+"""Search for agents: a client of a retrieval server, a cache for any retriever, and the tool that TRL calls."""
 
 import http.client
 import json
@@ -15,18 +15,18 @@ from typing import Any
 from trl_explore.retrieval.corpus import Passage, read_passage
 from trl_explore.retrieval.index import Retriever, Shared
 
-MAX_QUERIES = 512  # per request, here and in trl_explore.retrieval.server
-MAX_QUERY_CHARS = 10_000  # per query, in both as well
+MAX_QUERIES = 512  # per request, of this client and by default of the server
+MAX_QUERY_CHARS = 10_000  # per query, of the tool and by default of the server
 
 logger = logging.getLogger(__name__)
 
 
 class RetrieverError(ConnectionError):
-    """A retriever gave no result; the message says which, why, and what to do."""
+    """Raised if a search failed. The message names the retriever, the cause and the remedy."""
 
 
 class RetrieverDown(RetrieverError):
-    """So many searches in a row failed that more of them would only train a model on error messages."""
+    """Raised after too many failed searches in a row, because more would train the model on error messages."""
 
 
 class HTTPRetriever:
@@ -38,16 +38,16 @@ class HTTPRetriever:
 
     Args:
         url (`str`):
-            Where to, for example `"http://127.0.0.1:8000/retrieve"`.
+            Address of the server, for example `"http://127.0.0.1:8000/retrieve"`.
         timeout (`float`, *optional*, defaults to `10.0`):
             Seconds to wait for the connection, and for each part of the answer. Positive.
         retries (`int`, *optional*, defaults to `3`):
-            Further tries after a failure that may pass: no connection, no answer, HTTP 408, 429, 5xx.
+            Number of retries after a temporary failure: no connection, no answer, or HTTP 408, 429 or 5xx.
         backoff (`float`, *optional*, defaults to `0.5`):
-            Seconds before the first further try; they double with each one.
+            Seconds before the first retry. They double with each retry.
 
     Raises:
-        ValueError: If an argument is outside its range.
+        `ValueError`: If an argument is outside its range.
     """
 
     def __init__(self, url: str, *, timeout: float = 10.0, retries: int = 3, backoff: float = 0.5) -> None:
@@ -60,7 +60,12 @@ class HTTPRetriever:
         self.url, self.timeout, self.retries, self.backoff = url, timeout, retries, backoff
 
     def search(self, queries: list[str], top_k: int) -> list[list[Passage]]:
-        """See [`~trl_explore.retrieval.index.Retriever`]; a `RetrieverError` after the last try."""
+        """
+        Search as in [`~trl_explore.retrieval.index.Retriever`].
+
+        Raises:
+            `RetrieverError`: If the last retry failed.
+        """
         results = []
         for first in range(0, len(queries), MAX_QUERIES):
             results += self._ask(queries[first : first + MAX_QUERIES], top_k)
@@ -76,12 +81,12 @@ class HTTPRetriever:
                 with urllib.request.urlopen(request, timeout=self.timeout) as answer:
                     return _read_answer(answer.read(), len(queries))
             except urllib.error.HTTPError as error:
-                problem, may_pass = _describe_refusal(error), error.code in (408, 429) or error.code >= 500
-            except (OSError, http.client.HTTPException) as error:  # among them URLError and all timeouts
-                problem, may_pass = f"{type(error).__name__}: {error}", True
+                problem, is_temporary = _describe_refusal(error), error.code in (408, 429) or error.code >= 500
+            except (OSError, http.client.HTTPException) as error:  # includes URLError and all timeouts
+                problem, is_temporary = f"{type(error).__name__}: {error}", True
             except ValueError as error:
-                problem, may_pass = f"answer not understood: {error}", False
-            if not may_pass or tries > self.retries:
+                problem, is_temporary = f"answer not understood: {error}", False
+            if not is_temporary or tries > self.retries:
                 raise RetrieverError(
                     f"{self.url} gave no result ({problem}; tries: {tries}, timeout: {self.timeout:g} s): check the "
                     "address (a search server's usually ends with /retrieve) and that the server runs; "
@@ -100,12 +105,10 @@ def _describe_refusal(error: urllib.error.HTTPError) -> str:
 
 
 def _read_answer(body: bytes, num_queries: int) -> list[list[Passage]]:
+    passages = []
     try:
-        results = json.loads(body)["result"]
-        passages = [
-            [read_passage(hit["document"], default_id="", score=float(hit["score"])) for hit in hits]
-            for hits in results
-        ]
+        for hits in json.loads(body)["result"]:
+            passages.append([read_passage(hit["document"], default_id="", score=float(hit["score"])) for hit in hits])
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f'expected {{"result": [[{{"document": ..., "score": ...}}]]}}, got {body[:200]!r} ({error!r})'
@@ -117,17 +120,21 @@ def _read_answer(body: bytes, num_queries: int) -> list[list[Passage]]:
 
 class CachedRetriever(Shared):
     """
-    A retriever that remembers what it was asked, for groups of rollouts that ask the same; usable from many threads.
+    Caches the results of a retriever, for groups of rollouts that search for the same. Safe to use from many threads.
 
-    `hits` counts queries answered from memory or by an equal one of the same call, `misses` those that went on.
+    The attribute `hits` counts queries that the cache or an equal query of the same call answered. `misses` counts
+    queries that the retriever answered.
 
     Args:
         retriever ([`~trl_explore.retrieval.index.Retriever`]):
-            Where misses go, all those of one call together. What it raises is not remembered.
+            Retriever to call, once per call for all queries that are not in the cache. Its errors are not cached.
         max_size (`int`, *optional*, defaults to `10000`):
-            Results that are kept; those not asked for longest go first. Positive.
+            Maximum number of results in the cache, which removes the least recently used first. Positive.
         max_bytes (`int`, *optional*, defaults to `268435456`):
-            Bytes of their texts, those of the queries included; the same. Positive.
+            Maximum number of bytes of all texts in the cache, including the queries. Positive.
+
+    Raises:
+        `ValueError`: If an argument is outside its range.
     """
 
     def __init__(self, retriever: Retriever, max_size: int = 10_000, *, max_bytes: int = 256 * 2**20) -> None:
@@ -142,13 +149,14 @@ class CachedRetriever(Shared):
         self._lock = threading.Lock()
 
     def search(self, queries: list[str], top_k: int) -> list[list[Passage]]:
-        """See [`~trl_explore.retrieval.index.Retriever`]."""
+        """Search as in [`~trl_explore.retrieval.index.Retriever`]."""
         with self._lock:
             found = {query: self._known[query, top_k] for query in queries if (query, top_k) in self._known}
         missing = list(dict.fromkeys(query for query in queries if query not in found))
-        if missing:  # without the lock: a slow search must not hold up those that are known
-            results = self.retriever.search(missing, top_k)
-            found |= {query: tuple(passages) for query, passages in zip(missing, results, strict=True)}
+        if missing:
+            # Search without the lock, because a slow search must not delay cached queries of other threads.
+            for query, results in zip(missing, self.retriever.search(missing, top_k), strict=True):
+                found[query] = tuple(results)
         with self._lock:
             self.hits += len(queries) - len(missing)
             self.misses += len(missing)
@@ -164,31 +172,40 @@ class CachedRetriever(Shared):
 
 
 def _num_bytes(query: str, passages: tuple[Passage, ...]) -> int:
-    texts = [text for passage in passages for text in (passage.id, passage.title, passage.text)]
-    return sum(map(sys.getsizeof, [query, *texts]))
+    size = sys.getsizeof(query)
+    for passage in passages:
+        size += sys.getsizeof(passage.id) + sys.getsizeof(passage.title) + sys.getsizeof(passage.text)
+    return size
 
 
 class SearchTool(Shared):
     """
-    A search engine for agents: pass its method to a trainer, `tools=[SearchTool(retriever).search]`.
+    A search tool for agents: pass its method to a trainer, `tools=[SearchTool(retriever).search]`.
 
-    A search that fails raises, which TRL shows to the model as an observation: it may try again, or answer. Empty
-    queries and no results are answered. Usable from many threads. It counts `calls` and `failures`; `down` says why
-    the engine is no longer asked, until [`~SearchTool.reset`].
+    If a search fails, the tool raises an error. TRL passes the error to the model, which may search again or answer.
+    For an empty query or a search without results, the tool returns a sentence. It is safe to use from many threads.
+
+    The attributes `calls` and `failures` count searches. After `max_failures` failures in a row, `down` is the error
+    that every search raises, until [`~SearchTool.reset`].
 
     Args:
         retriever ([`~trl_explore.retrieval.index.Retriever`]):
-            What is searched.
+            Retriever to search with.
         top_k (`int`, *optional*, defaults to `3`):
-            Passages per search; BranPO's number. Positive.
+            Number of passages per search. The default is BranPO's. Positive.
         max_passage_chars (`int`, *optional*, defaults to `2000`):
-            Characters of a passage that are shown. Positive.
+            Number of characters after which a passage is cut off. Positive.
         max_query_chars (`int`, *optional*, defaults to `10000`):
-            Characters of a query; a longer one is answered by a sentence and not searched for. Positive.
+            Maximum number of characters of a query. For a longer query, the tool returns a sentence and does not
+            search. Positive.
         timeout (`float`, *optional*):
-            Seconds after which a search has failed, retries included; the search itself goes on in its thread.
+            Seconds after which a search counts as failed, including retries. Its thread continues. `None` waits for
+            the retriever.
         max_failures (`int`, *optional*, defaults to `32`):
-            Failures in a row after which the engine counts as down. Positive.
+            Number of failures in a row after which the tool stops searching. Positive.
+
+    Raises:
+        `ValueError`: If an argument is outside its range.
     """
 
     def __init__(
@@ -215,7 +232,8 @@ class SearchTool(Shared):
         self._failures_in_a_row = 0
         self._lock = threading.Lock()
 
-    # The docstring is what the model is told: transformers makes the tool's schema of it.
+    # The model reads this docstring, because transformers makes the tool's schema from it. So a change of the text
+    # changes training.
     def search(self, query: str) -> str:
         """
         Search a collection of documents for facts.
@@ -228,7 +246,7 @@ class SearchTool(Shared):
         """
         if not isinstance(query, str):
             return "The query must be a string."
-        # Half a surrogate pair can come out of a model's JSON, and neither UTF-8 nor tokenizers take it.
+        # The JSON of a model can contain half a surrogate pair, which neither UTF-8 nor tokenizers accept.
         query = " ".join(query.encode("utf-8", "replace").decode().split())
         if not query:
             return "The query is empty. No results."
@@ -238,7 +256,7 @@ class SearchTool(Shared):
             raise RetrieverDown(str(self.down)) from self.down
         try:
             passages = self._ask(query)
-        except Exception as error:  # whatever it is, the rollout goes on
+        except Exception as error:  # of any retriever; the rollout continues
             self._count_failure(error)
             message = "The search engine did not answer; try again, or answer from what you know."
             raise RetrieverError(message) from error
@@ -248,7 +266,7 @@ class SearchTool(Shared):
         return self._render(passages)
 
     def reset(self) -> None:
-        """Ask the engine again after it was down; counts go on."""
+        """Search again after the tool was down. The counts are kept."""
         with self._lock:
             self.down = None
             self._failures_in_a_row = 0
@@ -264,13 +282,13 @@ class SearchTool(Shared):
             except Exception as error:
                 outcome.put(([], error))
 
-        # Not a pool: its threads keep Python from exiting when a search hangs.
+        # Do not use a thread pool: if a search hangs, its threads keep Python from exiting.
         threading.Thread(target=work, daemon=True).start()
         try:
             passages, error = outcome.get(timeout=self.timeout)
         except queue.Empty:
             raise RetrieverError(
-                f"no result within timeout={self.timeout:g} s: raise it, or look why the retriever is slow."
+                f"no result within timeout={self.timeout:g} s: raise it, or find out why the retriever is slow."
             ) from None
         if error is not None:
             raise error
@@ -282,7 +300,7 @@ class SearchTool(Shared):
             self.failures += 1
             self._failures_in_a_row += 1
             if self._failures_in_a_row == 1:
-                logger.warning("search failed, the model is told so: %s: %s", type(error).__name__, error)
+                logger.warning("search failed, and the model sees an error: %s: %s", type(error).__name__, error)
             if self._failures_in_a_row < self.max_failures:
                 return
             self.down = RetrieverDown(
@@ -294,8 +312,10 @@ class SearchTool(Shared):
     def _render(self, passages: list[Passage]) -> str:
         lines = []
         for number, passage in enumerate(passages, 1):
-            title = f"(Title: {passage.title}) " if passage.title else ""
             text = " ".join(passage.text.split())
-            cut = text[: self.max_passage_chars] + "..." * (len(text) > self.max_passage_chars)
-            lines.append(f"Doc {number} {title}{cut}")
+            if len(text) > self.max_passage_chars:
+                text = text[: self.max_passage_chars] + "..."
+            if passage.title:
+                text = f"(Title: {passage.title}) {text}"
+            lines.append(f"Doc {number} {text}")
         return "\n".join(lines) or "No results."

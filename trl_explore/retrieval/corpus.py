@@ -1,4 +1,4 @@
-"""Passages of a corpus: what a row of one looks like, and files that hold them."""
+"""Passages of a corpus: the format of a row, and loading from files."""
 
 import json
 import re
@@ -15,7 +15,7 @@ QUOTED_TITLE = re.compile(r'"([^\n]*)"\n(.*)', re.DOTALL)
 
 
 class Corpus(Protocol):
-    """Rows as [`load_corpus`] gives them; a list of dictionaries is one too."""
+    """Rows of passages, such as the result of [`load_corpus`] or a list of dictionaries."""
 
     def __len__(self) -> int: ...
 
@@ -26,12 +26,24 @@ class Corpus(Protocol):
 
 @dataclass(frozen=True)
 class Passage:
-    """A passage that was found."""
+    """
+    A result of a search.
+
+    Args:
+        id (`str`):
+            Identifier of the passage.
+        title (`str`):
+            Title on one line. Empty if there is none.
+        text (`str`):
+            Text without the title.
+        score (`float`):
+            Score of the retriever. Higher is better. Comparable only between results of one retriever.
+    """
 
     id: str
-    title: str  # on one line; empty if there is none
-    text: str  # without the title
-    score: float  # higher is better; comparable only between results of one retriever
+    title: str
+    text: str
+    score: float
 
     @property
     def contents(self) -> str:
@@ -40,20 +52,38 @@ class Passage:
 
 
 def read_passage(row: Mapping[str, Any], *, default_id: str, score: float = 0.0) -> Passage:
-    """Passage of a row: `text` and `title`, or Search-R1's `contents`, whose first line may be the title in quotes.
-    `default_id` stands for an `id` that is missing."""
+    """
+    Read a passage from a row of a corpus.
+
+    Args:
+        row (`Mapping[str, Any]`):
+            A row with `text` and optionally `title`, or with Search-R1's `contents`, whose first line may be the title
+            in quotes. `id` is optional.
+        default_id (`str`):
+            Identifier if the row has no `id`.
+        score (`float`, *optional*, defaults to `0.0`):
+            Score of the passage.
+
+    Returns:
+        `Passage`: The passage.
+
+    Raises:
+        `ValueError`: If the row has no text.
+    """
     title, text = row.get("title"), row.get("text")
     if text is None:
         text = row.get("contents")
-        quoted = QUOTED_TITLE.fullmatch(text) if isinstance(text, str) else None
-        title, text = quoted.groups() if quoted else (title, text)
+        if isinstance(text, str) and (quoted := QUOTED_TITLE.fullmatch(text)):
+            title, text = quoted.groups()
     if not isinstance(text, str) or not text.strip():
         raise ValueError(
             f"no text: a row needs a non-empty string in `text` or `contents`, and has {', '.join(row)}; rename the "
             "column that holds the text, or drop rows without any."
         )
-    name = default_id if row.get("id") is None else str(row["id"])
-    return Passage(name, " ".join(str(title or "").split()), text.strip(), score)
+    passage_id = default_id
+    if row.get("id") is not None:
+        passage_id = str(row["id"])
+    return Passage(passage_id, " ".join(str(title or "").split()), text.strip(), score)
 
 
 def load_corpus(path: str | Path) -> "Dataset":
@@ -65,10 +95,10 @@ def load_corpus(path: str | Path) -> "Dataset":
             A `.jsonl` or `.parquet` file with one passage per row: see [`read_passage`].
 
     Returns:
-        [`~datasets.Dataset`]: The rows as they are in the file, on disk rather than in memory.
+        [`~datasets.Dataset`]: The unchanged rows of the file, memory-mapped from disk.
 
     Raises:
-        ValueError: If the file cannot be read, is empty, or has a row without text; it names the place and a remedy.
+        `ValueError`: If the file cannot be read, is empty, or has a row without text. The message has the row.
     """
     import datasets
 
@@ -79,7 +109,7 @@ def load_corpus(path: str | Path) -> "Dataset":
         raise ValueError(f"{path} does not exist (looked from {Path.cwd()}): check the path.")
     try:
         corpus = datasets.load_dataset(READERS[path.suffix], data_files=str(path), split="train")
-    except Exception as error:  # whatever the readers of all formats raise, StopIteration for an empty file included
+    except Exception as error:  # each file format raises its own errors, and an empty file StopIteration
         why = _bad_line(path) or f"{error.__cause__ or error!r}; it may have no rows."
         raise ValueError(f"{path} cannot be read: {why}") from error
     for number, row in enumerate(corpus, 1):
@@ -91,7 +121,7 @@ def load_corpus(path: str | Path) -> "Dataset":
 
 
 def _bad_line(path: Path) -> str | None:
-    """What is wrong with lines that could not be read, where the reader's own message does not help."""
+    """Describe the first line of a `.jsonl` file that is not a JSON object, because the reader's error does not."""
     if path.suffix != ".jsonl":
         return None
     with path.open(encoding="utf-8", errors="replace") as lines:

@@ -1,4 +1,4 @@
-"""Search over a corpus of passages on this machine: BM25 (extra `retrieval`) and dense vectors (extra `dense`)."""
+"""Local search in a corpus of passages: BM25 (extra `retrieval`) and dense vectors (extra `dense`)."""
 
 import hashlib
 import json
@@ -12,17 +12,28 @@ import numpy as np
 from trl_explore.retrieval.corpus import Corpus, Passage, load_corpus, read_passage
 
 MANIFEST = "index.json"
-SAME_VECTOR = 0.999  # cosine; another device or precision stays above it
-FINGERPRINT_ROWS = 1000  # evenly spaced: the whole of Wikipedia would take minutes to hash
+SAME_VECTOR = 0.999  # cosine of two vectors of one text; another device or precision changes it by less
+FINGERPRINT_ROWS = 1000  # number of evenly spaced rows to hash; hashing all of Wikipedia would take minutes
 
 Encoder = Callable[[list[str]], Any]
 
 
 class Retriever(Protocol):
-    """Whatever finds passages."""
+    """Object that searches for passages."""
 
     def search(self, queries: list[str], top_k: int) -> list[list[Passage]]:
-        """The best `top_k` passages for each of several queries, the best first; none where nothing fits."""
+        """
+        Search for passages.
+
+        Args:
+            queries (`list[str]`):
+                Queries, `[Q]`.
+            top_k (`int`):
+                Maximum number of passages per query.
+
+        Returns:
+            `list[list[Passage]]`: Passages for each query, `[Q]`, the best first. Empty if no passage matches.
+        """
         ...
 
 
@@ -59,7 +70,7 @@ def _describe(kind: str, corpus: Corpus) -> dict[str, Any]:
 
 def _check_index(folder: Path, kind: str, corpus: Corpus) -> None:
     if not has_index(folder):
-        raise ValueError(f"{folder} holds no index that was written to the end: build it again.")
+        raise ValueError(f"{folder} has no complete index: build it again.")
     saved, expected = json.loads((folder / MANIFEST).read_text()), _describe(kind, corpus)
     if saved != expected:
         raise ValueError(
@@ -69,12 +80,12 @@ def _check_index(folder: Path, kind: str, corpus: Corpus) -> None:
 
 
 def has_index(folder: str | Path) -> bool:
-    """Whether a folder holds an index that was written to its end."""
+    """Return whether a folder has a complete index."""
     return (Path(folder) / MANIFEST).is_file()
 
 
 def _save_index(folder: Path, description: dict[str, Any], write: Callable[[Path], None]) -> None:
-    """The manifest is there only while the rest is whole."""
+    """Write an index. The manifest is written last, so that its existence shows that the index is complete."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MANIFEST).unlink(missing_ok=True)
     write(folder)
@@ -82,7 +93,7 @@ def _save_index(folder: Path, description: dict[str, Any], write: Callable[[Path
 
 
 class Shared:
-    """A service, not a state: deep copies of whatever holds it, such as an environment, share it."""
+    """Base class of services without state: a deep copy of an object, such as an environment, shares the service."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
@@ -94,18 +105,19 @@ class BM25Retriever(Shared):
 
     Args:
         corpus ([`Corpus`]):
-            Passages; a `ValueError` if there are none, or no words.
+            Passages.
         index (`str` or `Path`, *optional*):
-            Folder that [`~BM25Retriever.save`] wrote for this corpus (else a `ValueError`), instead of building one.
+            Folder that [`~BM25Retriever.save`] wrote for this corpus. `None` builds an index.
 
     Raises:
-        ImportError: Without the extra `retrieval`.
+        `ImportError`: If the extra `retrieval` is not installed.
+        `ValueError`: If the corpus has no passages or no words, or if the index belongs to another corpus.
     """
 
     def __init__(self, corpus: Corpus, *, index: str | Path | None = None) -> None:
         try:
             import bm25s
-            import Stemmer  # noqa: F401  (asked for now rather than at the first query)
+            import Stemmer  # noqa: F401  (so that it does not fail at the first query)
         except ImportError as error:
             raise ImportError("BM25Retriever needs bm25s: pip install 'trl-explore[retrieval]'") from error
         self.corpus = _check_corpus(corpus)
@@ -120,12 +132,18 @@ class BM25Retriever(Shared):
         self._index.index(tokens, show_progress=False)
 
     def search(self, queries: list[str], top_k: int) -> list[list[Passage]]:
-        """See [`Retriever`]. Passages without any word of the query are not results; ties go to the earlier
-        passage."""
+        """
+        Search as in [`Retriever`].
+
+        A passage without any word of the query is not a result. With equal scores, the earlier passage comes first.
+        """
         top_k = _check_search(self.corpus, top_k)
         results = []
         for words in _words(queries):
-            scores = self._index.get_scores(words) if words else np.zeros(len(self.corpus))
+            if not words:
+                results.append([])
+                continue
+            scores = self._index.get_scores(words)
             best = _best(scores, top_k)
             results.append(_found(self.corpus, best, scores[best]))
         return results
@@ -139,13 +157,13 @@ def _words(texts: list[str]) -> list[list[str]]:
     import bm25s
     import Stemmer
 
-    # A stemmer of its own for every call: one must not be used by two threads.
+    # Create a stemmer in every call, because two threads must not share one.
     stemmer = Stemmer.Stemmer("english")
     return bm25s.tokenize(texts, stopwords="english", stemmer=stemmer, return_ids=False, show_progress=False)
 
 
 def _best(scores: np.ndarray, top_k: int) -> np.ndarray:
-    """Positions of the highest positive scores; bm25s' own selection breaks ties at random."""
+    """Return positions of the highest positive scores. bm25s itself would break ties at random."""
     threshold = np.partition(scores, -top_k)[-top_k]
     candidates = np.flatnonzero((scores >= threshold) & (scores > 0))
     return candidates[np.argsort(-scores[candidates], kind="stable")][:top_k]
@@ -153,24 +171,25 @@ def _best(scores: np.ndarray, top_k: int) -> np.ndarray:
 
 class DenseRetriever(Shared):
     """
-    Exact search for the nearest vectors by cosine (FAISS, inner products of normalised vectors).
+    Exact search for the vectors with the highest cosine (FAISS, inner products of normalized vectors).
 
     Args:
         corpus ([`Corpus`]):
-            Passages; a `ValueError` if there are none.
+            Passages.
         encoder (`Callable[[list[str]], array]`):
-            Vectors of texts, of shape (texts, dimensions). One call at a time.
+            Maps texts `[N]` to vectors `(N, D)`. Calls do not overlap.
         query_prefix (`str`, *optional*, defaults to `""`):
-            Put before every query.
+            Text before every query.
         passage_prefix (`str`, *optional*, defaults to `""`):
-            Put before every passage.
+            Text before every passage.
         batch_size (`int`, *optional*, defaults to `1024`):
-            Passages given to the encoder at once while the index is built.
+            Number of passages per call of the encoder while the index is built.
         index (`str` or `Path`, *optional*):
-            Folder that [`~DenseRetriever.save`] wrote for this corpus and encoder (else a `ValueError`).
+            Folder that [`~DenseRetriever.save`] wrote for this corpus and encoder. `None` builds an index.
 
     Raises:
-        ImportError: Without the extra `dense`.
+        `ImportError`: If the extra `dense` is not installed.
+        `ValueError`: If the corpus is empty, or if the index belongs to another corpus, encoder or prefix.
     """
 
     def __init__(
@@ -189,7 +208,7 @@ class DenseRetriever(Shared):
             raise ImportError("DenseRetriever needs faiss: pip install 'trl-explore[dense]'") from error
         self.corpus = _check_corpus(corpus)
         self._encoder = encoder
-        self._lock = threading.Lock()  # tokenizers fail when two threads use one at the same time
+        self._lock = threading.Lock()  # a tokenizer fails if two threads use it at the same time
         self._prefixes = query_prefix, passage_prefix
         first = self._encode([passage_prefix + _indexed_text(corpus[0])])
         if index is not None:
@@ -217,8 +236,31 @@ class DenseRetriever(Shared):
         batch_size: int = 64,
         index: str | Path | None = None,
     ) -> "DenseRetriever":
-        """Search with a model of sentence-transformers, a Hub name or folder such as `"intfloat/e5-base-v2"`, whose
-        prefixes are the defaults. Without a `device` the library chooses, and takes a GPU it sees."""
+        """
+        Create a retriever with a model of sentence-transformers as its encoder.
+
+        Args:
+            name (`str`):
+                Hub name or folder, such as `"intfloat/e5-base-v2"`.
+            corpus ([`Corpus`]):
+                Passages.
+            device (`str`, *optional*):
+                Device of the model. `None` lets the library choose, which prefers a GPU.
+            query_prefix (`str`, *optional*, defaults to `"query: "`):
+                Text before every query. The default is the one of E5 models.
+            passage_prefix (`str`, *optional*, defaults to `"passage: "`):
+                Text before every passage. The default is the one of E5 models.
+            batch_size (`int`, *optional*, defaults to `64`):
+                Batch size of the model.
+            index (`str` or `Path`, *optional*):
+                Folder that [`~DenseRetriever.save`] wrote for this corpus and model. `None` builds an index.
+
+        Returns:
+            `DenseRetriever`: The retriever.
+
+        Raises:
+            `ImportError`: If the extra `dense` is not installed.
+        """
         try:
             from sentence_transformers import SentenceTransformer
         except ImportError as error:
@@ -235,13 +277,13 @@ class DenseRetriever(Shared):
             vectors = np.array(self._encoder(texts), dtype=np.float32, order="C")
         if vectors.ndim != 2 or len(vectors) != len(texts) or not np.isfinite(vectors).all():
             raise ValueError(
-                f"the encoder must give an array of shape ({len(texts)}, dimensions) of finite numbers for "
-                f"{len(texts)} texts, and gave one of shape {vectors.shape}."
+                f"the encoder must return an array of shape ({len(texts)}, dimensions) of finite numbers for "
+                f"{len(texts)} texts, but returned one of shape {vectors.shape}."
             )
         return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
 
     def _check_encoder(self, first: np.ndarray, folder: Path) -> None:
-        """Another model, or other prefixes, would find nonsense without a word."""
+        """Check the encoder, because another model or prefix would silently return unrelated passages."""
         if first.shape[1] != self._index.d or first[0] @ self._index.reconstruct(0) < SAME_VECTOR:
             raise ValueError(
                 f"{folder} was built with another encoder or prefix: its vectors of the first passage differ. Use the "
@@ -249,20 +291,20 @@ class DenseRetriever(Shared):
             )
 
     def search(self, queries: list[str], top_k: int) -> list[list[Passage]]:
-        """See [`Retriever`]; scores are cosines, and a blank query finds nothing."""
+        """Search as in [`Retriever`]. Scores are cosines. A blank query has no results."""
         top_k = _check_search(self.corpus, top_k)
         results: list[list[Passage]] = [[] for _ in queries]
-        asked = [place for place, query in enumerate(queries) if query.strip()]
-        if not asked:
+        places = [place for place, query in enumerate(queries) if query.strip()]
+        if not places:
             return results
-        vectors = self._encode([self._prefixes[0] + queries[place] for place in asked])
-        for place, scores, positions in zip(asked, *self._index.search(vectors, top_k), strict=True):
-            order = np.lexsort((positions, -scores))
+        vectors = self._encode([self._prefixes[0] + queries[place] for place in places])
+        for place, scores, positions in zip(places, *self._index.search(vectors, top_k), strict=True):
+            order = np.lexsort((positions, -scores))  # with equal scores, the earlier passage comes first
             results[place] = _found(self.corpus, positions[order], scores[order])
         return results
 
     def save(self, folder: str | Path) -> None:
-        """Save the vectors, without corpus and encoder."""
+        """Save the vectors, without the corpus and the encoder."""
         import faiss
 
         def write(path: Path) -> None:
@@ -272,13 +314,34 @@ class DenseRetriever(Shared):
 
 
 def load_retriever(kind: str, corpus_path: str, *, index: str | None, model: str) -> BM25Retriever | DenseRetriever:
-    """Load a corpus and its index (`kind` `"bm25"` or `"dense"`); an index folder that is not there is built and
-    saved, and without one it is built and not kept. `ImportError` without the extra, `ValueError` or `OSError` for
-    unfit files."""
+    """
+    Load a corpus and its index, or build the index.
+
+    Args:
+        kind (`str`):
+            `"bm25"` or `"dense"`.
+        corpus_path (`str`):
+            File that [`~trl_explore.retrieval.corpus.load_corpus`] reads.
+        index (`str` or `None`):
+            Folder of the index. If it has no index, one is built and saved there. `None` does not save the index.
+        model (`str`):
+            Model of sentence-transformers, for `"dense"`.
+
+    Returns:
+        `BM25Retriever` or `DenseRetriever`: The retriever.
+
+    Raises:
+        `ImportError`: If the extra is not installed.
+        `ValueError` or `OSError`: If a file cannot be read or does not fit.
+    """
     corpus = load_corpus(corpus_path)
-    folder = Path(index).expanduser() if index else None
-    saved = folder if folder and has_index(folder) else None
-    print(f"{len(corpus)} passages; {'loading' if saved else 'building'} the {kind} index ...", flush=True)
+    folder = saved = None
+    action = "building"
+    if index:
+        folder = Path(index).expanduser()
+        if has_index(folder):
+            saved, action = folder, "loading"
+    print(f"{len(corpus)} passages; {action} the {kind} index ...", flush=True)
     retriever: BM25Retriever | DenseRetriever
     if kind == "bm25":
         retriever = BM25Retriever(corpus, index=saved)

@@ -1,4 +1,4 @@
-"""`trl-explore serve-retriever`: a corpus behind HTTP, with the protocol of Search-R1's retrieval server."""
+"""`trl-explore serve-retriever`: search over HTTP, with the protocol of Search-R1's retrieval server."""
 
 import argparse
 import socket
@@ -26,12 +26,12 @@ except ImportError as error:
 MAX_TOP_K = 100
 MAX_BODY_BYTES = 8 * 2**20
 CACHED_QUERIES = 100_000
-LOCAL = ("127.0.0.1", "localhost", "::1", "[::1]")  # starlette's releases differ in the brackets
+LOCAL = ("127.0.0.1", "localhost", "::1", "[::1]")  # versions of starlette differ in the brackets
 ALL_INTERFACES = ("0.0.0.0", "::")
 
 
 class Search(BaseModel):
-    """Body of a request; the names are Search-R1's."""
+    """Body of a request, with Search-R1's names."""
 
     queries: list[str]
     topk: int | None = None
@@ -39,14 +39,16 @@ class Search(BaseModel):
 
 
 class BodyLimit:
-    """Middleware: bodies of more than `max_bytes` bytes get status 413, whatever length they declare."""
+    """Middleware that refuses bodies of more than `max_bytes` bytes with status 413, even if they declare fewer."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self.app, self.max_bytes = app, max_bytes
         self.sentence = f"the body has more than {max_bytes} bytes: send fewer or shorter queries"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        declared = Headers(scope=scope).get("content-length", "") if scope["type"] == "http" else ""
+        declared = ""
+        if scope["type"] == "http":
+            declared = Headers(scope=scope).get("content-length", "")
         if declared.isdecimal() and int(declared) > self.max_bytes:
             await JSONResponse({"detail": self.sentence}, status_code=413)(scope, receive, send)
             return
@@ -73,7 +75,28 @@ def build_app(
     max_body_bytes: int = MAX_BODY_BYTES,
     allowed_hosts: Sequence[str] = LOCAL,
 ) -> FastAPI:
-    """The server: `POST /retrieve` as described in [`Search`], and `GET /health`. What it does not allow gets 4xx."""
+    """
+    Build the server, with `POST /retrieve` (see [`Search`]) and `GET /health`.
+
+    Args:
+        retriever ([`~trl_explore.retrieval.index.Retriever`]):
+            Retriever to search with.
+        top_k (`int`, *optional*, defaults to `3`):
+            Number of passages per query if a request has no `topk`.
+        max_queries (`int`, *optional*, defaults to `512`):
+            Maximum number of queries per request.
+        max_query_chars (`int`, *optional*, defaults to `10000`):
+            Maximum number of characters per query.
+        max_top_k (`int`, *optional*, defaults to `100`):
+            Maximum `topk` of a request.
+        max_body_bytes (`int`, *optional*, defaults to `8388608`):
+            Maximum number of bytes of a request.
+        allowed_hosts (`Sequence[str]`, *optional*):
+            Host names that requests may address. By default those of this machine.
+
+    Returns:
+        `FastAPI`: The server. It answers requests outside these limits with a status 4xx.
+    """
 
     class Limited(Search):
         queries: list[Annotated[str, Field(max_length=max_query_chars)]] = Field(max_length=max_queries)
@@ -87,12 +110,14 @@ def build_app(
     def retrieve(request: Limited) -> dict[str, Any]:
         results = []
         for passages in retriever.search(request.queries, request.topk or top_k):
-            documents = [{"id": passage.id, "contents": passage.contents} for passage in passages]
-            scored = [
-                {"document": document, "score": passage.score}
-                for document, passage in zip(documents, passages, strict=True)
-            ]
-            results.append(scored if request.return_scores else documents)
+            hits: list[dict[str, Any]] = []
+            for passage in passages:
+                document = {"id": passage.id, "contents": passage.contents}
+                if request.return_scores:
+                    hits.append({"document": document, "score": passage.score})
+                else:
+                    hits.append(document)
+            results.append(hits)
         return {"result": results}
 
     @app.get("/health")
@@ -102,13 +127,14 @@ def build_app(
     @app.exception_handler(RequestValidationError)
     async def explain(request: Request, error: RequestValidationError) -> JSONResponse:
         problem, *others = error.errors()
-        more = f" (and {len(others)} more)" if others else ""
-        sentence = f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}{more}"
+        sentence = f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
+        if others:
+            sentence += f" (and {len(others)} more)"
         return JSONResponse({"detail": sentence}, status_code=422)
 
     @app.exception_handler(AnyHTTPException)
     async def explain_unreadable(request: Request, error: AnyHTTPException) -> Response:
-        if error.status_code == 400:  # FastAPI's answer to what its JSON reader fails at
+        if error.status_code == 400:  # FastAPI could not parse the body
             return JSONResponse({"detail": "body: must be JSON in UTF-8, and not deeply nested"}, status_code=422)
         return await http_exception_handler(request, error)
 
@@ -116,10 +142,10 @@ def build_app(
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs `trl-explore serve-retriever` until it is stopped."""
+    """Run `trl-explore serve-retriever` until it is stopped. Raise a `UsageError` if an argument does not fit."""
     for name in ("max_queries", "max_query_chars", "max_top_k", "max_body_mb", "max_cache_mb"):
-        if vars(args)[name] < 1:
-            raise UsageError(f"--{name} {vars(args)[name]} must be at least 1")
+        if getattr(args, name) < 1:
+            raise UsageError(f"--{name} {getattr(args, name)} must be at least 1")
     if not 1 <= args.top_k <= args.max_top_k:
         raise UsageError(f"--top_k {args.top_k} must be between 1 and {args.max_top_k}")
     hosts = _allowed_hosts(args.host, args.allowed_hosts)
@@ -145,7 +171,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_port(host: str, port: int) -> None:
-    """Refuses an address that cannot be served at, before an index is built for it."""
+    """Check that the server can listen at an address, before an index is built."""
     if not 1 <= port <= 65535:
         raise UsageError(f"--port {port} must be between 1 and 65535")
     try:
@@ -158,9 +184,11 @@ def _check_port(host: str, port: int) -> None:
 
 
 def _allowed_hosts(host: str, more: list[str]) -> list[str]:
-    """Names of this machine as far as it serves there, and what the user adds."""
+    """Return the host names that requests may address: local names, the name of the server, and the user's."""
     for name in more:
-        if "*" in name.removeprefix("*." if name != "*" else "*"):
+        if name != "*" and "*" in name.removeprefix("*."):
             raise UsageError(f"--allowed_hosts {name} must be a name, an address, *.example.com or *")
-    own = socket.gethostname() if host in ALL_INTERFACES else host
+    own = host
+    if host in ALL_INTERFACES:
+        own = socket.gethostname()
     return list(dict.fromkeys([*LOCAL, own, *more]))

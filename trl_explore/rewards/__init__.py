@@ -1,4 +1,4 @@
-"""Reward functions: one final answer (`answers.py`), questions with short answers (`questions.py`)."""
+"""Reward functions for one final answer (`answers.py`) and for questions with short answers (`questions.py`)."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -29,10 +29,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Reward functions import TRL; the checks beside them, which the command line reads at its start, do not.
+    # Import reward functions on demand, because they import TRL. The command line imports `rewards.checks` at its
+    # start and must stay fast.
     if name in __all__:
-        for module in ("answers", "questions"):
-            found = vars(importlib.import_module(f"trl_explore.rewards.{module}"))
-            if name in found:
-                return found[name]
+        for module_name in ("answers", "questions"):
+            module = importlib.import_module(f"trl_explore.rewards.{module_name}")
+            if hasattr(module, name):
+                return getattr(module, name)
     raise AttributeError(f"module 'trl_explore.rewards' has no attribute {name!r}")

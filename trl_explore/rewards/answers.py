@@ -1,4 +1,4 @@
-"""Reward functions for tasks with one final answer, on plain and conversational completions, beside two of TRL's."""
+"""Reward functions for tasks with one final answer, for plain and conversational completions."""
 
 import re
 import threading
@@ -8,9 +8,10 @@ from typing import Any
 
 from trl.rewards import think_format_reward as think_format_reward
 
-# Without any answer mark only the end of a completion can hold the answer; the limit also bounds the parsing time.
+# Number of characters at the end of a completion that are searched for an answer without a mark.
+# The limit bounds the parsing time.
 TAIL_LENGTH = 2000
-# No sane final answer is longer; sympy can need minutes for a long random formula.
+# Maximum number of characters of an answer, because sympy can need minutes for a long random formula.
 MAX_ANSWER_LENGTH = 500
 TIMEOUT_SECONDS = 4
 
@@ -18,13 +19,13 @@ BOXED = re.compile(r"\\boxed\s*\{")
 HASHES = re.compile(r"####[ \t]*(\S[^\n]*)")
 NUMBER = re.compile(r"[-+]?((\d{1,3}(,\d{3})+|\d+)(\.\d*)?|\.\d+)([eE][-+]?\d{1,3})?", re.ASCII)
 FRACTION = re.compile(r"([-+]?)(?:\\[dt]?frac\{(\d+)\}\{(\d+)\}|(\d+)\s*/\s*(\d+))", re.ASCII)
-# A word of three letters that is no LaTeX command: prose or a unit, not a formula.
+# A word of at least three letters that is not a LaTeX command means prose or a unit, not a formula.
 WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
-# The choice inside a mark, such as `C`, `(C)`, `\text{C}` or `C. Some words`, and in prose.
+# A choice inside a mark, such as `C`, `(C)`, `\text{C}` or `C. Some words`; and a choice in prose.
 STYLE = r"(?:\\(?:text|mathrm)(?:bf)?\s*\{|\\mathbf\s*\{)?"
 MARKED_CHOICE = re.compile(rf"[(\s]*{STYLE}[(\s]*([A-Za-z])\s*(?:[.:)}}].*)?", re.DOTALL)
 SAID_CHOICE = re.compile(rf"\b[Aa]nswer(?:\s+is)?\s*:?[\s*$(]*(?:(?:option|choice)\s+)?\(?{STYLE}([A-Z])(?![A-Za-z])")
-# 9^{9^9}, 2^123456, 123456!, \binom{10^9}{9}: a few characters that keep sympy busy for ever.
+# Short formulas that sympy would never finish: 9^{9^9}, 2^123456, 123456!, \binom{10^9}{9}.
 EXPLOSIVE = re.compile(
     r"(\^|(?<=[\d)}])\s*\*\*)[\s{(]*(\d+[\s)}]*(\^|\*\*)[\s{(]*\d|[-+]?\d[\d,]{4,})"
     r"|(\d{5,}|[({][\d\s^*{}!]*[\d!}][)}])\s*!"
@@ -33,17 +34,28 @@ EXPLOSIVE = re.compile(
 
 
 def completion_text(completion: str | list[dict[str, Any]]) -> str:
-    """Text of a completion as TRL hands it to reward functions."""
+    """
+    Return the text of a completion.
+
+    Args:
+        completion (`str` or `list[dict]`):
+            A completion as TRL passes it to reward functions: a text, or messages, of which the last one is read.
+
+    Returns:
+        `str`: The text. Empty if there are no messages or no content.
+    """
     if isinstance(completion, str):
         return completion
-    content = completion[-1].get("content") if completion else None
+    if not completion:
+        return ""
+    content = completion[-1].get("content")
     if isinstance(content, list):
         return "".join(block.get("text", "") for block in content)
     return content or ""
 
 
 def _marks(text: str) -> list[tuple[int, int, str, str]]:
-    """Marks of final answers, in order: `(start, end, answer, source)`, `source` being what math-verify reads."""
+    """Return marks of final answers, in order, as `(start, end, answer, source)`. math-verify parses `source`."""
     marks = []
     for match in HASHES.finditer(text):
         answer = match.group(1).strip()
@@ -60,20 +72,48 @@ def _marks(text: str) -> list[tuple[int, int, str, str]]:
 
 
 def _answer_and_source(text: str) -> tuple[str, str] | None:
+    """Return `(answer, source)` of the last mark."""
     marks = _marks(text)
-    return marks[-1][2:] if marks else None
+    if not marks:
+        return None
+    return marks[-1][2:]
 
 
 def extract_answer(text: str) -> str | None:
-    r"""What stands in the last `\boxed{...}` or after the last `#### `, whichever comes last, stripped; `None` without
-    a mark. A `\boxed{` that is never closed (truncation) and a `####` at the end of its line do not count."""
-    return (_answer_and_source(text) or (None,))[0]
+    r"""
+    Return the final answer of a text: the content of the last `\boxed{...}` or the rest of the line after the last
+    `#### `, whichever comes later.
+
+    A `\boxed{` that is never closed (in a truncated completion) and a `####` at the end of a line do not count.
+
+    Args:
+        text (`str`):
+            Text of a completion.
+
+    Returns:
+        `str` or `None`: The answer without surrounding white space. `None` if there is no mark.
+    """
+    marked = _answer_and_source(text)
+    if marked is None:
+        return None
+    return marked[0]
 
 
 def parse_number(text: str) -> Fraction | None:
-    r"""Exact value of a text that is one number and nothing else: `1000`, `1,000`, `1{,}000`, `-0.5`, `.5`, `1e3`,
-    `1/2`, `\frac{1}{2}`, also with a currency sign, dollar signs around it or a full stop. No percentages: they can
-    mean two."""
+    r"""
+    Return the exact value of a text that is a single number.
+
+    Supported forms are `1000`, `1,000`, `1{,}000`, `-0.5`, `.5`, `1e3`, `1/2` and `\frac{1}{2}`, also with a currency
+    sign, between dollar signs, or with a full stop. A percentage is not a number here, because `42\%` can mean 42 or
+    0.42.
+
+    Args:
+        text (`str`):
+            The text.
+
+    Returns:
+        `Fraction` or `None`: The value. `None` if the text is anything else.
+    """
     if len(text) > 100:
         return None
     text = re.sub(r"^(?:[\s$€£]|\\\$)+|(?:[\s.$€£]|\\\$)+$", "", text.replace("\u2212", "-"))
@@ -84,51 +124,97 @@ def parse_number(text: str) -> Fraction | None:
     fraction = FRACTION.fullmatch(text)
     if fraction:
         sign, numerator, denominator = [group for group in fraction.groups() if group is not None]
-        return Fraction(int(sign + numerator), int(denominator)) if int(denominator) else None
+        if int(denominator) != 0:
+            return Fraction(int(sign + numerator), int(denominator))
     return None
 
 
 def answer_key(text: str) -> Fraction | str | None:
-    """Final answer for majority votes: a number, else the marked answer without spaces, else `None`."""
+    """
+    Return the final answer of a text in a form that majority votes compare.
+
+    Args:
+        text (`str`):
+            Text of a completion.
+
+    Returns:
+        `Fraction`, `str` or `None`: The number if the marked answer or the whole text is one, else the marked answer
+        without white space, else `None`.
+    """
     answer = extract_answer(text)
-    number = parse_number(text if answer is None else answer)
-    if number is not None or answer is None:
+    if answer is None:
+        return parse_number(text)
+    number = parse_number(answer)
+    if number is not None:
         return number
     return re.sub(r"\s+", "", answer)
 
 
 def choice_letter(text: str) -> str | None:
-    r"""Letter that a completion chooses, upper case; `None` if nothing was chosen."""
+    """
+    Return the letter that a completion chooses.
+
+    Args:
+        text (`str`):
+            Text of a completion.
+
+    Returns:
+        `str` or `None`: The upper-case letter in the last mark, or without a mark the last one in prose such as
+        `The answer is (B)`. `None` if there is neither.
+    """
     answer = extract_answer(text)
     if answer is not None:
         marked = MARKED_CHOICE.fullmatch(answer)
-        return marked.group(1).upper() if marked else None
-    said = SAID_CHOICE.findall(text[-TAIL_LENGTH:])
-    return said[-1].upper() if said else None
+        if marked is None:
+            return None
+        return marked.group(1).upper()
+    choices = SAID_CHOICE.findall(text[-TAIL_LENGTH:])
+    if not choices:
+        return None
+    return choices[-1].upper()
 
 
 def _timeout() -> int | None:
-    # math-verify's timeouts are signal.alarm, which raises outside the main thread.
-    return TIMEOUT_SECONDS if threading.current_thread() is threading.main_thread() else None
+    # math-verify's timeouts use signal.alarm, which raises outside the main thread.
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    return TIMEOUT_SECONDS
 
 
 def _expressions(answer: str, source: str) -> list:
-    """What math-verify reads in `source`; empty where it reads nothing."""
+    """Parse an answer with math-verify. The list is empty if math-verify finds no expression."""
     from math_verify import parse
 
     expressions = parse(source, parsing_timeout=_timeout())
-    # A bare formula such as `(1, 2)` or `x + 1` is only read as LaTeX; prose would be read as a product of letters.
+    # math-verify parses a bare formula such as `(1, 2)` or `x + 1` only as LaTeX. Exclude prose, which it would
+    # parse as a product of letters.
     if not expressions and answer and not WORD.search(answer):
         expressions = parse(f"${answer}$", parsing_timeout=_timeout())
     return expressions
 
 
 def answers_match(prediction: str, gold: str, *, rel_tol: float = 1e-6) -> bool | None:
-    r"""Whether a completion's final answer (see [`extract_answer`], else the whole text) equals the gold one; `None`
-    where the gold one cannot be read. Whole numbers are compared exactly, others up to `rel_tol`, the rest by
-    math-verify, for which `42\%` equals `42` and `0.42`; without a mark it searches the last 2,000 characters.
-    Predictions over 500 characters, or that keep sympy busy for ever (`9^{9^9}`), are only right when they repeat the
-    gold text."""
+    r"""
+    Return whether the final answer of a completion equals the gold answer.
+
+    The final answer is the one that [`extract_answer`] finds. Without a mark, it is the whole text if that is a
+    number, or else the expression that math-verify finds in the last 2,000 characters.
+
+    Whole numbers must be equal, and other numbers equal up to `rel_tol`. math-verify compares everything else; for it,
+    `42\%` equals `42` and `0.42`. An answer of more than 500 characters, or one that sympy would never finish
+    (`9^{9^9}`), is right only if it repeats the text of the gold answer.
+
+    Args:
+        prediction (`str`):
+            Text of a completion.
+        gold (`str`):
+            Gold answer, bare or marked at the end of a text.
+        rel_tol (`float`, *optional*, defaults to `1e-6`):
+            Relative tolerance for numbers that are not whole.
+
+    Returns:
+        `bool` or `None`: Whether the answers are equal. `None` if the gold answer cannot be parsed.
+    """
     gold_answer, gold_source = _answer_and_source(gold) or (gold.strip(), gold)
     gold_number = parse_number(gold_answer)
     marked = _answer_and_source(prediction)
@@ -150,8 +236,9 @@ def answers_match(prediction: str, gold: str, *, rel_tol: float = 1e-6) -> bool 
         return False
     from math_verify import verify
 
-    # Without a mark the answer is somewhere in prose, which must not be read as one formula.
-    expressions = _expressions(answer if marked else "", source)
+    if not marked:
+        answer = ""  # the answer is somewhere in prose, which must not be parsed as one formula
+    expressions = _expressions(answer, source)
     return verify(gold_expressions, expressions, timeout_seconds=_timeout())
 
 
@@ -162,21 +249,24 @@ def accuracy_reward(
     **kwargs: Any,
 ) -> list[float | None]:
     r"""
-    Reward function that is 1.0 where the final answer of a completion is right and 0.0 where it is wrong.
+    Reward function that is 1.0 if the final answer of a completion is right and 0.0 if it is wrong.
 
-    Beyond TRL's it takes plain completions, GSM8K's `#### 42` and bare numbers; [`answers_match`] says what is equal.
-    No model output makes it raise; its time is bounded, by timeouts in the main thread, elsewhere by input limits.
+    In contrast to TRL's function of this name, it supports plain completions, GSM8K's `#### 42` and bare numbers.
+    [`answers_match`] compares answers. No completion makes this function raise. Its time is bounded by timeouts in the
+    main thread, and by limits on the length of an answer in other threads.
 
     Args:
         completions (`list[str]` or `list[list[dict]]`):
             Completions, plain or as messages.
         solution (`list`, *optional*):
-            Gold answers, bare or at the end of a text: TRL's column.
+            Gold answers, bare or marked at the end of a text. TRL's name of the column.
         answer (`list`, *optional*):
-            The same under GSM8K's column name; only used where there is no `solution`.
+            Gold answers under GSM8K's name of the column. Not used if there is a `solution`.
+        **kwargs:
+            Other columns and TRL's arguments, not used.
 
     Returns:
-        `list[float | None]`: `None` where the gold answer is missing or cannot be read, which TRL skips.
+        `list[float | None]`: One reward per completion. `None` if the gold answer is missing or cannot be parsed.
 
     Raises:
         `ValueError`: If the data set has neither column.
@@ -187,7 +277,9 @@ def accuracy_reward(
     [1.0, 0.0]
     ```
     """
-    golds = solution if solution is not None else answer
+    golds = solution
+    if golds is None:
+        golds = answer
     if golds is None:
         raise ValueError(
             "accuracy_reward needs the gold answers in a column `solution` or `answer`, and the data set has neither; "
@@ -195,7 +287,9 @@ def accuracy_reward(
         )
     rewards: list[float | None] = []
     for completion, gold in zip(completions, golds, strict=True):
-        match = None if gold is None else answers_match(completion_text(completion), str(gold))
+        match = None
+        if gold is not None:
+            match = answers_match(completion_text(completion), str(gold))
         rewards.append(None if match is None else float(match))
     return rewards
 
@@ -204,7 +298,7 @@ def multiple_choice_reward(
     completions: Sequence[str | list[dict[str, Any]]], answer: list[str], **kwargs: Any
 ) -> list[float]:
     r"""
-    Reward function that is 1.0 where a completion chooses the right letter, as [`choice_letter`] reads it.
+    Reward function that is 1.0 if a completion chooses the right letter, as [`choice_letter`] reads it, else 0.0.
 
     Args:
         completions (`list[str]` or `list[list[dict]]`):
@@ -212,7 +306,7 @@ def multiple_choice_reward(
         answer (`list[str]`):
             Letters of the right choices.
         **kwargs:
-            The other columns and TRL's arguments, unused.
+            Other columns and TRL's arguments, not used.
 
     Returns:
         `list[float]`: 1.0 or 0.0 per completion.
@@ -223,20 +317,25 @@ def multiple_choice_reward(
     [1.0, 0.0]
     ```
     """
-    chosen = [choice_letter(completion_text(completion)) for completion in completions]
-    return [float(letter == gold.strip().upper()) for letter, gold in zip(chosen, answer, strict=True)]
+    rewards = []
+    for completion, gold in zip(completions, answer, strict=True):
+        letter = choice_letter(completion_text(completion))
+        rewards.append(float(letter == gold.strip().upper()))
+    return rewards
 
 
 def format_reward(completions: Sequence[str | list[dict[str, Any]]], **kwargs: Any) -> list[float]:
     r"""
-    Reward function that is 1.0 where a completion ends with exactly one final answer, marked by `\boxed{}` or `####`.
+    Reward function that is 1.0 if a completion ends with exactly one final answer, marked by `\boxed{}` or `####`.
 
-    The mark must be the only one, hold something, and be followed by nothing but white space, full stops and the end
-    of a formula (`$`, `\)`, `\]`). A box on the `####` line is part of that mark: `#### \boxed{42}` is one answer.
+    The answer must not be empty. After it, only white space, full stops and the end of a formula (`$`, `\)`, `\]`) are
+    allowed. A box on a `####` line belongs to that mark: `#### \boxed{42}` is one answer.
 
     Args:
         completions (`list[str]` or `list[list[dict]]`):
             Completions, plain or as messages.
+        **kwargs:
+            Other columns and TRL's arguments, not used.
 
     Returns:
         `list[float]`: 1.0 or 0.0 per completion.
@@ -254,18 +353,24 @@ def format_reward(completions: Sequence[str | list[dict[str, Any]]], **kwargs: A
         for mark in _marks(text):
             if not outer or mark[0] >= outer[-1][1]:
                 outer.append(mark)
-        ends = len(outer) == 1 and outer[0][2] and re.fullmatch(r"(\s|[.$]|\\[)\]])*", text[outer[0][1] :])
-        rewards.append(1.0 if ends else 0.0)
+        reward = 0.0
+        if len(outer) == 1:
+            _, end, answer, _ = outer[0]
+            if answer and re.fullmatch(r"(\s|[.$]|\\[)\]])*", text[end:]):
+                reward = 1.0
+        rewards.append(reward)
     return rewards
 
 
 def answered_reward(completions: Sequence[str | list[dict[str, Any]]], **kwargs: Any) -> list[float]:
     r"""
-    Reward function that is 1.0 where a final answer can be read, as majority votes read it: for data without labels.
+    Reward function that is 1.0 if [`answer_key`] finds an answer in a completion, else 0.0. For data without labels.
 
     Args:
         completions (`list[str]` or `list[list[dict]]`):
             Completions, plain or as messages.
+        **kwargs:
+            Other columns and TRL's arguments, not used.
 
     Returns:
         `list[float]`: 1.0 or 0.0 per completion.

@@ -1,21 +1,35 @@
-"""Mistakes of reward functions, told in one sentence that names the function."""
+"""Checks of reward functions, with errors in one sentence that names the function."""
 
 import functools
 import inspect
 import reprlib
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 
 class RewardError(ValueError):
-    """A reward function does not do what TRL asks of one; the message names it."""
+    """Raised if a reward function does not return what TRL needs. The message names the function."""
 
 
 def checked(func: Callable[..., Any], name: str, *, tell: bool = False) -> Callable[..., Any]:
-    """The function, explaining by a [`RewardError`] what is wrong with it; `tell`: also what it raises itself."""
+    """
+    Wrap a reward function in checks of its arguments and its result.
+
+    Args:
+        func (`Callable`):
+            Synchronous or async reward function.
+        name (`str`):
+            Name for messages, and `__name__` of the result.
+        tell (`bool`, *optional*, defaults to `False`):
+            Whether an exception of the function becomes a [`RewardError`] too. Otherwise the exception gets a note.
+
+    Returns:
+        `Callable`: The wrapped function, which raises a [`RewardError`] if it cannot be called with the columns, or
+        does not return one number or `None` per completion.
+    """
 
     @functools.wraps(func)
     def call(**columns: Any) -> list[Any]:
@@ -31,28 +45,48 @@ def checked(func: Callable[..., Any], name: str, *, tell: bool = False) -> Calla
             rewards = await func(**columns)
         return check_rewards(rewards, name, len(columns["completions"]))
 
-    chosen: Any = call_async if is_async(func) else call
-    chosen.__name__ = name  # callable objects have none
-    return chosen
+    wrapped: Any = call
+    if is_async(func):
+        wrapped = call_async
+    wrapped.__name__ = name  # `functools.wraps` does not set it for callable objects
+    return wrapped
 
 
 def is_async(func: Callable[..., Any]) -> bool:
-    """Return whether a call of a reward function returns a coroutine; it may be an object with `async __call__`."""
+    """Return whether a function, or an object with a method `__call__`, is async."""
     while isinstance(func, functools.partial):
         func = func.func
     return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(type(func).__call__)
 
 
 def check_rewards(rewards: Any, name: str, num_completions: int) -> list[Any]:
-    """The rewards as a list; a [`RewardError`] if they are not one number or `None` per completion."""
+    """
+    Check the result of a reward function.
+
+    Args:
+        rewards (`Any`):
+            The result.
+        name (`str`):
+            Name of the reward function, for messages.
+        num_completions (`int`):
+            Number of completions that the function was called with.
+
+    Returns:
+        `list`: The rewards.
+
+    Raises:
+        `RewardError`: If the result is not one number or `None` per completion.
+    """
     expected = f"it must return a list of {num_completions} numbers, one per completion, None where it has no opinion"
     start = f"The reward function {name!r} returned"
-    try:
-        found = None if isinstance(rewards, str | bytes | dict) else list(rewards)
-    except TypeError:  # nothing that can be counted: None, a number
-        found = None
+    found = None
+    if not isinstance(rewards, str | bytes | dict):
+        with suppress(TypeError):  # None or a number is not iterable
+            found = list(rewards)
     if found is None:
-        kind = "" if rewards is None else f"{type(rewards).__name__} "
+        kind = ""
+        if rewards is not None:
+            kind = f"{type(rewards).__name__} "
         raise RewardError(f"{start} {kind}{reprlib.repr(rewards)}; {expected}.")
     if len(found) != num_completions:
         raise RewardError(f"{start} {len(found)} rewards for {num_completions} completions; {expected}.")
@@ -66,7 +100,7 @@ def check_rewards(rewards: Any, name: str, num_completions: int) -> list[Any]:
 def _is_number(value: Any) -> bool:
     try:
         float(value)
-    except (TypeError, ValueError, RuntimeError):  # a list; some text; a tensor of several numbers
+    except (TypeError, ValueError, RuntimeError):  # for a list, for a text, and for a tensor of several numbers
         return False
     return not isinstance(value, str | bytes)
 
@@ -74,14 +108,14 @@ def _is_number(value: Any) -> bool:
 def _check_arguments(func: Callable[..., Any], name: str, columns: dict[str, Any]) -> None:
     try:
         signature = inspect.signature(func)
-    except (TypeError, ValueError):  # some functions that are written in C have none
+    except (TypeError, ValueError):  # some functions written in C have no signature
         return
     try:
         signature.bind(**columns)
     except TypeError as error:
         raise RewardError(
             f"The reward function {name!r} cannot be called: {error}. It is given {', '.join(columns)}: rename a "
-            "column of the data to what the function asks for, and let it take **kwargs."
+            "column of the data to the argument that the function needs, and let it take **kwargs."
         ) from error
 
 
@@ -89,13 +123,15 @@ def _check_arguments(func: Callable[..., Any], name: str, columns: dict[str, Any
 def _explained(name: str, *, tell: bool) -> Iterator[None]:
     try:
         yield
-    except RewardError:  # of a function that is checked already
+    except RewardError:  # the function was already wrapped by `checked`
         raise
     except Exception as error:  # the user's code may raise anything
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-        # Where its own file was left: deeper frames are those of libraries.
+        # Name the last line in the function's own file, because deeper frames belong to libraries.
         own = [frame for frame in frames if frame.filename == frames[0].filename]
-        place = f" in {Path(own[-1].filename).name}, line {own[-1].lineno}" if own else ""
+        place = ""
+        if own:
+            place = f" in {Path(own[-1].filename).name}, line {own[-1].lineno}"
         sentence = f"The reward function {name!r} raised {type(error).__name__}{place}: {error}"
         if tell:
             raise RewardError(sentence) from error

@@ -13,7 +13,7 @@ ARTICLES = re.compile(r"\b(a|an|the)\b")
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 VERDICTS = {"yes", "no", "noanswer"}
 
-# What the environment wrote into a completion that is one text; a passage may hold any tag.
+# Text that the environment wrote into a plain completion. Match it as a whole, because a passage may contain any tag.
 INFORMATION = re.compile(r"<information>.*?(?:</information>|\Z)", re.DOTALL)
 TAG = re.compile(r"(</?(?:thinking|search|answer|information)>)")
 THINKING = "<thinking>.</thinking>"
@@ -25,29 +25,65 @@ Gold = str | Sequence[str]
 
 
 def normalize_answer(text: str) -> str:
-    """SQuAD's form: lower case, no ASCII punctuation, no articles, single spaces; composed characters (NFC)."""
+    """Normalize a text as SQuAD does: lower case, no ASCII punctuation, no articles, single spaces. Also apply NFC."""
     lowered = " ".join(unicodedata.normalize("NFC", text.lower()).split())
     bare = unicodedata.normalize("NFC", lowered.translate(NO_PUNCTUATION))
     return " ".join(ARTICLES.sub(" ", bare).split())
 
 
 def _golds(golds: Gold) -> list[str]:
-    texts = [golds] if isinstance(golds, str) else [str(gold) for gold in golds]
+    if isinstance(golds, str):
+        return [golds]
+    texts = [str(gold) for gold in golds]
     if not texts:
         raise ValueError("there is no gold answer to compare with: drop such rows, or make their answer None.")
     return texts
 
 
 def exact_match(prediction: str, golds: Gold) -> float:
-    """1.0 for a gold answer up to SQuAD's normalisation (`A.`, `(a)` and `the` equal `A`), else 0.0."""
+    """
+    Return 1.0 if a prediction equals a gold answer after SQuAD's normalization, else 0.0.
+
+    SQuAD's normalization removes articles, so that the answers `A.`, `(a)` and `the` are equal.
+
+    Args:
+        prediction (`str`):
+            Answer of the model.
+        golds (`str` or `Sequence[str]`):
+            Gold answer, or alternatives.
+
+    Returns:
+        `float`: 1.0 or 0.0.
+
+    Raises:
+        `ValueError`: If `golds` is empty.
+    """
     forms = {normalize_answer(gold) for gold in _golds(golds)}
     return float(bool(prediction.strip()) and normalize_answer(prediction) in forms)
 
 
 def f1_score(prediction: str, golds: Gold) -> float:
-    """Overlap of words with the nearest gold answer, as in HotpotQA; `yes` and `no` are right as a whole."""
+    """
+    Return the F1 score of the words of a prediction, for the closest gold answer.
+
+    As in HotpotQA, `yes`, `no` and `noanswer` count only as a whole answer.
+
+    Args:
+        prediction (`str`):
+            Answer of the model.
+        golds (`str` or `Sequence[str]`):
+            Gold answer, or alternatives.
+
+    Returns:
+        `float`: The score, in `[0, 1]`.
+
+    Raises:
+        `ValueError`: If `golds` is empty.
+    """
     best = max(_f1(normalize_answer(prediction), normalize_answer(gold)) for gold in _golds(golds))
-    return best if prediction.strip() else 0.0
+    if not prediction.strip():
+        return 0.0
+    return best
 
 
 def _f1(prediction: str, gold: str) -> float:
@@ -57,16 +93,20 @@ def _f1(prediction: str, gold: str) -> float:
         return 0.0
     words, gold_words = Counter(prediction.split()), Counter(gold.split())
     common = (words & gold_words).total()
-    return 2 * common / (words.total() + gold_words.total()) if common else 0.0
+    if common == 0:
+        return 0.0
+    return 2 * common / (words.total() + gold_words.total())
 
 
 SCORES: dict[str, Callable[[str, Gold], float]] = {"f1": f1_score, "em": exact_match}
 
 
 def extract_tagged_answer(text: str, tag: str = "answer") -> str | None:
-    """What stands in the last complete pair of tags of a text, stripped; `None` without one."""
+    """Return the stripped text in the last complete pair of tags, or `None` if there is none."""
     inner = re.findall(rf"<{tag}>((?:(?!</?{tag}>).)*)</{tag}>", text, re.DOTALL)
-    return inner[-1].strip() if inner else None
+    if not inner:
+        return None
+    return inner[-1].strip()
 
 
 def _assistant_messages(completion: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -74,7 +114,7 @@ def _assistant_messages(completion: list[dict[str, Any]]) -> list[dict[str, Any]
 
 
 def _turns(completion: Completion) -> list[str]:
-    """What the model wrote, turn by turn; what it was shown is left out."""
+    """Return the texts of the model's turns, without text of the environment."""
     if isinstance(completion, str):
         return INFORMATION.split(completion)
     return [completion_text([message]) for message in _assistant_messages(completion)]
@@ -82,7 +122,9 @@ def _turns(completion: Completion) -> list[str]:
 
 def _answer(completion: Completion) -> str:
     turns = _turns(completion)
-    return (extract_tagged_answer(turns[-1]) if turns else None) or ""
+    if not turns:
+        return ""
+    return extract_tagged_answer(turns[-1]) or ""
 
 
 def _rewards(
@@ -93,28 +135,34 @@ def _rewards(
             "this reward needs the gold answers in a column `answer`, and the data set has none; rename the column "
             "that holds them."
         )
-    return [
-        None if gold is None else reward(completion, gold if isinstance(gold, list | tuple) else str(gold))
-        for completion, gold in zip(completions, answer, strict=True)
-    ]
+    rewards: list[float | None] = []
+    for completion, gold in zip(completions, answer, strict=True):
+        if gold is None:
+            rewards.append(None)
+        elif isinstance(gold, list | tuple):
+            rewards.append(reward(completion, gold))
+        else:
+            rewards.append(reward(completion, str(gold)))
+    return rewards
 
 
 def f1_reward(
     completions: Sequence[Completion], answer: Sequence[Any] | None = None, **kwargs: Any
 ) -> list[float | None]:
     """
-    Reward function: [`f1_score`] of what stands in the last complete `<answer>` of the model's last turn.
+    Reward function: [`f1_score`] of the text in the last complete `<answer>` of the model's last turn.
 
     Args:
         completions (`list[str]` or `list[list[dict]]`):
-            Completions: one text, in which `<information>` is the environment's, or messages of several turns.
+            Completions: a text each, in which the environment wrote the parts in `<information>`, or messages of
+            several turns.
         answer (`list`):
             Gold answers of each row: a text or a list of texts.
         **kwargs:
-            The other columns and TRL's arguments, unused.
+            Other columns and TRL's arguments, not used.
 
     Returns:
-        `list[float | None]`: Rewards; 0 without a complete tag, `None` where the gold answer is `None`.
+        `list[float | None]`: Rewards in `[0, 1]`. 0 without a complete tag, and `None` if the gold answer is `None`.
 
     Raises:
         ValueError: If the data set has no column `answer`.
@@ -132,7 +180,7 @@ def exact_match_reward(
     completions: Sequence[Completion], answer: Sequence[Any] | None = None, **kwargs: Any
 ) -> list[float | None]:
     """
-    Reward function: [`exact_match`] of what stands in the last complete `<answer>` of the model's last turn.
+    Reward function: [`exact_match`] of the text in the last complete `<answer>` of the model's last turn.
 
     Args:
         completions (`list[str]` or `list[list[dict]]`):
@@ -140,10 +188,10 @@ def exact_match_reward(
         answer (`list`):
             Gold answers of each row: a text or a list of texts.
         **kwargs:
-            The other columns and TRL's arguments, unused.
+            Other columns and TRL's arguments, not used.
 
     Returns:
-        `list[float | None]`: 1.0 or 0.0; `None` where the gold answer is `None`.
+        `list[float | None]`: 1.0 or 0.0, and `None` if the gold answer is `None`.
 
     Raises:
         ValueError: If the data set has no column `answer`.
@@ -152,51 +200,62 @@ def exact_match_reward(
 
 
 def _shape(text: str) -> str:
-    """The tags of a text, with a dot for what stands between them."""
-    pieces = (piece for piece in TAG.split(text) if piece.strip())
-    return "".join(piece if TAG.fullmatch(piece) else "." for piece in pieces)
+    """Return the tags of a text, with a dot for each text between tags."""
+    shape = ""
+    for piece in TAG.split(text):
+        if TAG.fullmatch(piece):
+            shape += piece
+        elif piece.strip():
+            shape += "."
+    return shape
 
 
 def _follows_tags(turns: list[str], *, require_search: bool, require_thinking: bool) -> bool:
-    """Whether turns are thought + search, again and again, and then thought + answer, with nothing else."""
-    shapes = [_shape(turn) for turn in turns]
-    # Text after the last search's result that is empty is the end of the completion and no turn.
-    thoughts = [THINKING] if require_thinking else [THINKING, ""]
-    searches = all(shape in [thought + SEARCH for thought in thoughts] for shape in shapes[:-1])
-    enough = len(shapes) > 1 or not require_search
-    return enough and searches and shapes[-1] in [thought + ANSWER for thought in thoughts]
+    """Return whether every turn is a thought and a search, and the last turn a thought and an answer."""
+    search_shapes, answer_shapes = [THINKING + SEARCH], [THINKING + ANSWER]
+    if not require_thinking:
+        search_shapes.append(SEARCH)
+        answer_shapes.append(ANSWER)
+    *searches, last = [_shape(turn) for turn in turns]
+    if require_search and not searches:
+        return False
+    return last in answer_shapes and all(shape in search_shapes for shape in searches)
 
 
 def _calls_known_tools(completion: list[dict[str, Any]]) -> bool:
-    """Whether no call was answered by what TRL says where there is no tool of that name."""
-    answers = (message for message in completion if message.get("role") == "tool")
-    return all(m.get("content") != str({"error": f"Tool {m.get('name')} not found."}) for m in answers)
+    """Return whether the model called only tools that exist. TRL answers other calls with an error."""
+    for message in completion:
+        error = str({"error": f"Tool {message.get('name')} not found."})
+        if message.get("role") == "tool" and message.get("content") == error:
+            return False
+    return True
 
 
 def _follows_tools(messages: list[dict[str, Any]], *, require_search: bool, require_thinking: bool) -> bool:
-    """Whether messages are calls of tools and then one with exactly one answer, whatever is written around it."""
-    *before, last = messages
+    """Return whether every message calls a tool, except the last, which has exactly one answer and any other text."""
+    *searches, last = messages
+    if require_search and not searches:
+        return False
+    if require_thinking and not all(_thinks(message) for message in messages):
+        return False
     shape = _shape(completion_text([last]))
-    answered = not last.get("tool_calls") and shape.count(ANSWER) == 1 and shape.count("answer>") == 2
-    searched = bool(before) or not require_search
-    return (
-        answered
-        and searched
-        and all(message.get("tool_calls") for message in before)
-        and (not require_thinking or all(map(_thinks, messages)))
-    )
+    answers = not last.get("tool_calls") and shape.count(ANSWER) == 1 and shape.count("answer>") == 2
+    return answers and all(message.get("tool_calls") for message in searches)
 
 
 def _thinks(message: dict[str, Any]) -> bool:
-    # Where a model's template has thinking of its own, TRL takes it out of the content.
+    # If the chat template of a model has thoughts, TRL moves them from the content to their own field.
     thought = message.get("reasoning_content") or message.get("thinking")
     return bool(thought and thought.strip()) or THINKING in _shape(completion_text([message]))
 
 
 def _is_well_formed(completion: Completion, *, trust_information: bool, **rules: bool) -> bool:
     if isinstance(completion, str):
-        # Nothing in a text tells who wrote it: information that is not known to be the environment's is the model's.
-        return _follows_tags(_turns(completion) if trust_information else [completion], **rules)
+        # A text does not show who wrote it. Unless the user trusts `<information>`, assume that the model wrote it.
+        turns = [completion]
+        if trust_information:
+            turns = _turns(completion)
+        return _follows_tags(turns, **rules)
     turns = _turns(completion)
     if not turns or not _calls_known_tools(completion):
         return False
@@ -218,30 +277,36 @@ def make_search_reward(
     """
     Reward of BranPO's search agents (https://huggingface.co/papers/2602.03719, appendix A.3).
 
-    A trajectory that breaks the format, or answers without a search, gets the penalty, every other one the score of
-    its answer. So does what was cut short, or has anything the paper's prompt (table 6) does not ask for.
+    A trajectory that breaks the format gets the penalty, and every other trajectory gets the score of its answer. The
+    format of the paper's prompt (table 6) is required exactly. Truncated trajectories and, by default, answers without
+    a search break it. There are two formats:
 
-    - Tags: each turn is `<thinking>...</thinking><search>...</search>`, the last one
-      `<thinking>...</thinking><answer>...</answer>`. Turns are the assistant's messages, or the parts between
-      `<information>...</information>` of one text, with `trust_information=True`.
-    - Tool calls, as TRL gives them: every message of the assistant but the last calls a tool that exists; the last one
-      holds exactly one `<answer>`. Thinking is a tag or the template's own. So are messages without any search judged.
+    - Tags. Each turn is `<thinking>...</thinking><search>...</search>`, and the last turn is
+      `<thinking>...</thinking><answer>...</answer>`. Turns are the assistant's messages. In a text with
+      `trust_information=True`, turns are the parts between `<information>...</information>`.
+    - Tool calls of TRL. Every assistant message except the last calls a tool that exists. The last message contains
+      exactly one `<answer>`. A thought is a tag or the chat template's own thought. This format also applies to
+      messages without any search.
 
     Args:
         score (`str`, *optional*, defaults to `"f1"`):
-            `"f1"` for [`f1_score`], `"em"` for [`exact_match`]; a `ValueError` otherwise.
+            `"f1"` for [`f1_score`] or `"em"` for [`exact_match`].
         format_penalty (`float`, *optional*, defaults to `-0.5`):
-            Reward of a trajectory that breaks the format; the paper's.
+            Reward of a trajectory that breaks the format. The default is the paper's.
         require_search (`bool`, *optional*, defaults to `True`):
-            Whether an answer without a search breaks it.
+            Whether an answer without a search breaks the format.
         require_thinking (`bool`, *optional*, defaults to `False`):
-            Whether a turn without thinking breaks it; the paper's tags require it.
+            Whether a turn without a thought breaks the format, as in the paper.
         trust_information (`bool`, *optional*, defaults to `False`):
-            Whether `<information>` in one text is the environment's, as where a `rollout_func` writes it. By default
-            the model wrote it, and it breaks the format.
+            Whether the environment wrote all `<information>` in a text, for example in a `rollout_func`. If `False`,
+            the function assumes that the model wrote it, which breaks the format.
 
     Returns:
-        `Callable`: A reward function `search_reward(completions, answer, **kwargs)`; see [`f1_reward`].
+        `Callable`: A reward function `search_reward(completions, answer, **kwargs)` with the arguments of
+        [`f1_reward`].
+
+    Raises:
+        `ValueError`: If `score` is unknown.
     """
     if score not in SCORES:
         raise ValueError(f"score={score!r} must be one of {', '.join(SCORES)}.")

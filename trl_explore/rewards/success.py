@@ -1,37 +1,48 @@
-"""Which completions succeeded: one comparison with `success_threshold`, and one deciding reward, for all methods."""
+"""Success of completions: one comparison with `success_threshold`, which all methods share."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import torch  # the functions themselves do not need it: what shows numbers only stays light
+    import torch  # only for type hints, so that commands that only print numbers start fast
 
-# Totals are sums in float32: three perfect rewards weighted .15, .65 and .2 add up to 0.99999994.
+# Sums in float32 are inexact: three rewards of 1 with weights .15, .65 and .2 add up to 0.99999994.
 TOLERANCE = 1e-6
 
 
 def bar(threshold: float) -> float:
-    """Smallest number that reaches a threshold: a millionth of it less; for 0, a millionth of 1."""
+    """Return the smallest reward that reaches `threshold`: a relative millionth less, or for 0 a millionth less."""
     return threshold - TOLERANCE * (abs(threshold) or 1.0)
 
 
 def is_success(reward: float | None, *, threshold: float) -> bool:
-    """Whether an answer counts as correct; NaN and `None` never do."""
+    """Return whether a reward reaches `threshold`. NaN and `None` do not."""
     return reward is not None and reward >= bar(threshold)
 
 
 def succeeded(rewards: "torch.Tensor", *, threshold: float) -> "torch.Tensor":
-    """Rows that succeeded, by the rule of [`is_success`]; boolean of the same shape."""
+    """Return which rewards reach `threshold`, as a boolean tensor of the same shape. NaN does not."""
     return rewards >= bar(threshold)
 
 
 def failed(rewards: "torch.Tensor", *, threshold: float) -> "torch.Tensor":
-    """Rows that were scored and did not succeed; NaN is neither success nor failure."""
+    """Return which rewards are below `threshold`, as a boolean tensor of the same shape. NaN is not."""
     return rewards < bar(threshold)
 
 
 def check_success_reward(success_reward: str | None, names: Sequence[str]) -> None:
-    """Refuse the name of a reward function that is not there, or there twice."""
+    """
+    Check that exactly one reward function has the name `success_reward`.
+
+    Args:
+        success_reward (`str` or `None`):
+            Name that the user set. `None` is always valid.
+        names (`Sequence[str]`):
+            Names of the reward functions.
+
+    Raises:
+        `ValueError`: If no reward function or several have this name.
+    """
     if success_reward is None or names.count(success_reward) == 1:
         return
     if success_reward in names:

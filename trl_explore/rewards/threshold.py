@@ -1,4 +1,4 @@
-"""Warnings about a success threshold that tells no completions apart: all of them are failures, or successes."""
+"""Warnings about a success threshold that all completions reach, or none."""
 
 import math
 import warnings
@@ -7,14 +7,14 @@ from typing import Any
 
 from trl_explore.rewards.success import TOLERANCE, bar
 
-FIRST_BATCHES = 4  # generation batches that are looked at; a shorter run is looked at when it ends
+FIRST_BATCHES = 4  # number of generation batches that are checked; a shorter run is checked when it ends
 
 
 def threshold_note(
     logs: Sequence[Mapping[str, Any]], *, threshold: float | None = None, success_reward: str | None = None
 ) -> str | None:
     """
-    Describe a threshold that no completion reached although rewards differ, or that every completion reached.
+    Describe a threshold that every completion reached, or that none reached although rewards differ.
 
     Args:
         logs (`Sequence[Mapping]`):
@@ -23,29 +23,35 @@ def threshold_note(
         threshold (`float`, *optional*):
             Smallest reward of a success, for the message.
         success_reward (`str`, *optional*):
-            Reward function that decides about success, for the message; `None` is the sum of all.
+            Reward function that decides success, for the message. `None` means the sum of all rewards.
 
     Returns:
-        `str` or `None`: What was seen, what it means, and the fields that help. `None` if some completions reached
-        the threshold and others did not, if all rewards are equal and below it, or if nothing was logged.
+        `str` or `None`: The range of the rewards, its consequence, and the fields that help. `None` if some
+        completions reached the threshold and others did not, if all rewards are equal and below it, or if nothing was
+        logged.
     """
-    seen = [entry for entry in logs if "success/fraction" in entry]
-    if not seen:
+    fractions, lowest, highest = [], math.inf, -math.inf
+    for entry in logs:
+        if "success/fraction" in entry:
+            fractions.append(entry["success/fraction"])
+            lowest = min(lowest, entry["success/min_reward"])
+            highest = max(highest, entry["success/max_reward"])
+    if not fractions:
         return None
-    fractions = [entry["success/fraction"] for entry in seen]
-    lowest = min(entry["success/min_reward"] for entry in seen)
-    highest = max(entry["success/max_reward"] for entry in seen)
-    field = "`success_threshold`" if threshold is None else f"`success_threshold={threshold:g}`"
+    field = "`success_threshold`"
+    if threshold is not None:
+        field = f"`success_threshold={threshold:g}`"
     if max(fractions) == 0 and highest - lowest > TOLERANCE * max(abs(lowest), abs(highest)):
         start, taken, change = f"No completion reached {field}", "a failure", "lower"
     elif min(fractions) == 1:
         start, taken, change = f"Every completion reached {field}", "a success", "raise"
     else:
         return None
-    reward = "rewards" if success_reward is None else f"rewards of {success_reward!r}"
-    other = "the" if success_reward is None else "another"
+    rewards, other = "rewards", "the"
+    if success_reward is not None:
+        rewards, other = f"rewards of {success_reward!r}", "another"
     return (
-        f"{start}: {reward} were between {lowest:.4g} and {highest:.4g}. So every completion counts as {taken}. If "
+        f"{start}: {rewards} were between {lowest:.4g} and {highest:.4g}. So every completion counts as {taken}. If "
         f"that is wrong, {change} `success_threshold`, or let `success_reward` name {other} reward function that "
         "decides."
     )
@@ -53,13 +59,13 @@ def threshold_note(
 
 class ThresholdWatch:
     """
-    Looks at the deciding rewards of the first generation batches, and warns once if the threshold tells none apart.
+    Checks the deciding rewards of the first generation batches, and warns once if [`threshold_note`] returns a text.
 
     Args:
         threshold (`float`):
             Smallest reward of a success.
         success_reward (`str`, *optional*):
-            Reward function that decides about success; `None` is the sum of all.
+            Reward function that decides success. `None` means the sum of all rewards.
         warns (`bool`):
             Whether this process warns.
     """
@@ -71,10 +77,14 @@ class ThresholdWatch:
 
     def look(self, deciding: Iterable[float]) -> dict[str, float]:
         """
-        Look at the rewards of a generation batch of all processes; NaN where a reward is unknown.
+        Compute the metrics of a generation batch, and warn if it is the last of the first batches.
+
+        Args:
+            deciding (`Iterable[float]`):
+                Rewards that decide success, of all processes. NaN if a reward is missing.
 
         Returns:
-            `dict[str, float]`: Metrics of the batch; empty if no reward is known.
+            `dict[str, float]`: Metrics of the batch. Empty if all rewards are missing.
         """
         known = [reward for reward in deciding if not math.isnan(reward)]
         if not known:
@@ -92,7 +102,7 @@ class ThresholdWatch:
         return metrics
 
     def end(self) -> None:
-        """Decide whether to warn. The trainer calls it when a run ends, which may be before `FIRST_BATCHES`."""
+        """Decide whether to warn. The trainer also calls it when a run ends before `FIRST_BATCHES`."""
         if self.done:
             return
         self.done = bool(self.batches)

@@ -1,1 +1,1 @@
-"""Dumped search trees, to look at."""
+"""Views of dumped search trees."""

@@ -1,11 +1,11 @@
-"""Reading the files of dumped trees, line by line, with an error that names what is wrong in a line."""
+"""Reader for files of dumped trees, with errors that name the line and the wrong field."""
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# What the views use of a dumped tree; other fields are left alone.
+# Fields of a dumped tree that the views read. Other fields are not checked.
 _Types = tuple[type, ...]
 _NUMBER: _Types = (int, float)
 _OPTIONAL: _Types = (int, float, type(None))
@@ -42,13 +42,25 @@ _NODE_FIELDS: dict[str, _Types] = {
 
 
 def read_trees(path: str | Path) -> Iterator[dict[str, Any]]:
-    """The trees that a trainer dumped, one by one; a `ValueError` names a whole line that is none, counted from 1."""
+    """
+    Read the trees that a trainer dumped.
+
+    Args:
+        path (`str` or `Path`):
+            File with one tree per line, as JSON. The last line may be incomplete, and is then ignored.
+
+    Yields:
+        `dict[str, Any]`: A tree.
+
+    Raises:
+        `ValueError`: If a complete line is not a tree. The message has its number, counted from 1.
+    """
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             try:
                 record = json.loads(line)
-            except (ValueError, RecursionError) as error:  # RecursionError: brackets nested without end
-                if not line.endswith(b"\n"):
+            except (ValueError, RecursionError) as error:  # RecursionError: too deeply nested brackets
+                if not line.endswith(b"\n"):  # the trainer is still writing the last line, or was interrupted
                     return
                 raise ValueError(f"line {number} is not JSON ({error})") from error
             problem = _problem_with(record)
@@ -80,10 +92,7 @@ def _wrong_field(record: Any, fields: dict[str, _Types]) -> str | None:
     for name, types in fields.items():
         if name not in record:
             return f"{name!r} is missing"
-        # JSON's true is a number in Python
+        # In Python, a bool is also an int.
         if not isinstance(record[name], types) or (isinstance(record[name], bool) and bool not in types):
             return f"{name!r} cannot be a {type(record[name]).__name__}"
     return None
-
-
-# ---------------------------------------------------------------------------------------------------- text and numbers

@@ -1,4 +1,4 @@
-"""The web page of a search tree: `page.html` is its template, with `page.css` and `page.js` written into it."""
+"""Web page of a search tree, from the template `page.html`, with `page.css` and `page.js` inserted."""
 
 import base64
 import hashlib
@@ -17,9 +17,9 @@ def _read(name: str) -> str:
 
 
 def render_page(context: dict[str, Any]) -> str:
-    """Fill the template of the page."""
-    script, style = ("\n" + _read(f"page.{kind}") for kind in ("js", "css"))
-    # The policy names the script by its hash: even text that slipped through the escaping could not run.
+    """Render the template of the page with the variables in `context`."""
+    script, style = "\n" + _read("page.js"), "\n" + _read("page.css")
+    # The content security policy allows only the script with this hash, in case that some text is not escaped.
     script_hash = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     template = _ENVIRONMENT.from_string(_read("page.html"))
     return template.render(context, script=script, script_hash=script_hash, style=style)

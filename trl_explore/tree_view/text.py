@@ -1,7 +1,7 @@
-"""A dumped search tree as something to look at: lines in a terminal, or one HTML file.
+"""Views of a dumped search tree: lines in a terminal, and an HTML file.
 
-Prompts and completions are untrusted: a model may write markup, scripts or terminal escape sequences. They are shown
-as text, whatever they contain.
+Prompts and completions are untrusted, because a model may write markup, scripts or terminal escape sequences. The
+views escape them, so that they appear as plain text.
 """
 
 import math
@@ -14,9 +14,9 @@ from rich.tree import Tree
 from trl_explore.tree_view.page import render_page
 from trl_explore.visible_text import visible_text
 
-# In terminals close to the colours that they know by name, since some know only 16.
+# Colours close to the named colours of terminals, because some terminals have only 16.
 _TERMINAL_RED, _TERMINAL_GREY, _TERMINAL_GREEN = (225, 10, 30), (138, 138, 138), (0, 170, 0)
-# In the page of different lightness and blueness too, which helps where red and green look alike.
+# Colours of the page. They also differ in lightness and blue, for readers who cannot distinguish red and green.
 _PAGE_RED, _PAGE_GREEN = (214, 69, 48), (24, 158, 104)
 
 LEGEND = (
@@ -25,27 +25,44 @@ LEGEND = (
 )
 
 
-# ------------------------------------------------------------------------------------------------------------- reading
+# ---------------------------------------------------------------------------------------------------- text and numbers
 
 
 def short_text(text: str, length: int) -> str:
-    """Start of an untrusted text on one line: newlines and tabs as arrows, an ellipsis where something is left out."""
+    """
+    Shorten an untrusted text to one line.
+
+    Args:
+        text (`str`):
+            The text.
+        length (`int`):
+            Maximum number of characters.
+
+    Returns:
+        `str`: The start of the text, with arrows for newlines and tabs, and an ellipsis if characters were left out.
+    """
     shown = visible_text(text[: length + 1]).replace("\n", "\u21b5").replace("\t", "\u21e5")
-    return shown if len(shown) <= length else shown[: length - 1] + "\u2026"
+    if len(shown) > length:
+        shown = shown[: length - 1] + "\u2026"
+    return shown
 
 
 def signed(number: float | None) -> str:
-    """A number with its sign and two decimals, such as `"+0.25"`; `"-"` for `None`."""
-    return "-" if number is None else f"{number:+z.2f}"
+    """Format a number with its sign and two decimals, such as `"+0.25"`, or `None` as `"-"`."""
+    if number is None:
+        return "-"
+    return f"{number:+z.2f}"
 
 
 def plain(number: float | None) -> str:
-    """A number with at most four significant digits, such as `"0.25"`; `"-"` for `None`."""
-    return "-" if number is None else f"{number:.4g}"
+    """Format a number with at most four significant digits, such as `"0.25"`, or `None` as `"-"`."""
+    if number is None:
+        return "-"
+    return f"{number:.4g}"
 
 
 def depths(nodes: list[dict[str, Any]]) -> list[int]:
-    """Steps from the root to each node."""
+    """Return the number of steps from the root to each node."""
     levels = [0]
     for node in nodes[1:]:
         levels.append(levels[node["parent"]] + 1)
@@ -53,56 +70,85 @@ def depths(nodes: list[dict[str, Any]]) -> list[int]:
 
 
 def shade(node: dict[str, Any]) -> float:
-    """Colour from -1 to 1: a terminal node's outcome, else `tanh` of the value; 0 where nothing is known."""
-    known = (node["outcome"] or 0.0) if node["terminal"] else math.tanh(node["value"])
-    return 0.0 if math.isnan(known) else max(-1.0, min(1.0, known))
+    """Return a number from -1 (red) to 1 (green): the outcome of a terminal node, or else `tanh` of the node's value.
+    Return 0 if it is unknown."""
+    if node["terminal"]:
+        strength = node["outcome"] or 0.0
+    else:
+        strength = math.tanh(node["value"])
+    if math.isnan(strength):
+        return 0.0
+    return max(-1.0, min(1.0, strength))
 
 
 def verdict(node: dict[str, Any]) -> str:
-    """`"correct"`, `"wrong"`, `"unscored"`, or `"cut off"` where a limit ended a completion before a right answer."""
+    """Return `"correct"`, `"wrong"`, `"unscored"`, or `"cut off"` for a truncated completion that is not correct."""
     if node["outcome"] is None:
         return "unscored"
     if node["outcome"] > 0:
         return "correct"
-    return "wrong" if node["finished"] else "cut off"
+    if node["finished"]:
+        return "wrong"
+    return "cut off"
 
 
 def outcome(node: dict[str, Any]) -> str:
-    """What was backed up from a completion, such as `"+1"`; empty where it was not scored."""
-    return "" if node["outcome"] is None else f"{node['outcome']:+.3g}"
+    """Format the outcome that the search backed up from a completion, such as `"+1"`. Empty if it was not scored."""
+    if node["outcome"] is None:
+        return ""
+    return f"{node['outcome']:+.3g}"
+
+
+def _text_and_tokens(index: int, record: dict[str, Any]) -> tuple[str, int]:
+    """Return the text of a node and its number of tokens. The text of the root is the prompt."""
+    if index == 0:
+        return record["prompt"], record["prompt_tokens"]
+    node = record["nodes"][index]
+    return node["text"], node["tokens"]
 
 
 # ------------------------------------------------------------------------------------------------------------ terminal
 
 
 class _NarrowTree(Tree):
-    """Two columns per level instead of four, so that deep trees leave room for their text."""
+    """Tree with two columns per level instead of four, so that deep nodes have space for their text."""
 
     ASCII_GUIDES = ("  ", "| ", "+ ", "` ")
     TREE_GUIDES = [("  ", "\u2502 ", "\u251c ", "\u2514 ")] * 3
 
 
 def text_tree(record: dict[str, Any]) -> Tree:
-    """A tree as lines for a terminal, one per node; [`LEGEND`] says what the letters mean."""
+    """
+    Show a tree in a terminal.
+
+    Args:
+        record (`dict[str, Any]`):
+            A tree of [`~trl_explore.tree_view.files.read_trees`].
+
+    Returns:
+        `rich.tree.Tree`: One line per node. [`LEGEND`] explains the letters.
+    """
     branches: list[Tree] = []
     for index, node in enumerate(record["nodes"]):
-        line = _line(index, node, record)
-        branches.append(_NarrowTree(line) if node["parent"] is None else branches[node["parent"]].add(line))
+        line = _line(index, record)
+        if node["parent"] is None:
+            branches.append(_NarrowTree(line))
+        else:
+            branches.append(branches[node["parent"]].add(line))
     return branches[0]
 
 
-_PLAIN = "not bold default"  # what a line's first colour would style otherwise
+_PLAIN = "not bold default"  # resets the style of a line's first part, which would apply to the whole line
 
 
-def _line(index: int, node: dict[str, Any], record: dict[str, Any]) -> Text:
-    is_root = index == 0
-    colour = _terminal_colour(shade(node))
-    # Text, not str: rich reads a str as its own markup
-    line = Text(f"#{index}", style=f"bold {colour}")
+def _line(index: int, record: dict[str, Any]) -> Text:
+    node = record["nodes"][index]
+    text, tokens = _text_and_tokens(index, record)
+    # rich would parse a str as its own markup, so build a Text.
+    line = Text(f"#{index}", style=f"bold {_terminal_colour(shade(node))}")
     line.append(f" i{node['iteration']} ", style=f"dim {_PLAIN}")
-    text = record["prompt"] if is_root else node["text"]
-    line.append(f'"{short_text(text, 48)}"', style=_PLAIN)  # quotes show spaces at either end, and empty text
-    line.append(f"  {record['prompt_tokens'] if is_root else node['tokens']} tok", style=f"dim {_PLAIN}")
+    line.append(f'"{short_text(text, 48)}"', style=_PLAIN)  # quotes make spaces and empty texts visible
+    line.append(f"  {tokens} tok", style=f"dim {_PLAIN}")
     line.append(f"  N {node['visits']} V {signed(node['value'])} Q {signed(node['q'])}", style="not bold")
     if node["entropy"] is not None:
         line.append(f" H {node['entropy']:.2f}", style=f"dim {_PLAIN}")
@@ -117,25 +163,45 @@ def _line(index: int, node: dict[str, Any], record: dict[str, Any]) -> Text:
 
 
 def _terminal_colour(strength: float) -> str:
-    end = _TERMINAL_GREEN if strength > 0 else _TERMINAL_RED
-    mixed = (round(grey + abs(strength) * (hue - grey)) for grey, hue in zip(_TERMINAL_GREY, end, strict=True))
-    return f"rgb({','.join(map(str, mixed))})"
+    """Return a mixture of grey and green (if `strength` is positive) or red."""
+    end = _TERMINAL_RED
+    if strength > 0:
+        end = _TERMINAL_GREEN
+    mixed = []
+    for grey, hue in zip(_TERMINAL_GREY, end, strict=True):
+        mixed.append(str(round(grey + abs(strength) * (hue - grey))))
+    return f"rgb({','.join(mixed)})"
 
 
 # ---------------------------------------------------------------------------------------------------------------- HTML
 
 
 def html_page(record: dict[str, Any]) -> str:
-    """A tree as one HTML file that loads nothing, and whose policy allows no script but its own."""
+    """
+    Render a tree as an HTML file, which loads no other files and allows no other script than its own.
+
+    Args:
+        record (`dict[str, Any]`):
+            A tree of [`~trl_explore.tree_view.files.read_trees`].
+
+    Returns:
+        `str`: HTML.
+    """
     nodes = record["nodes"]
     depth = max(depths(nodes))
     endings = [verdict(node) for node in nodes if node["terminal"]]
-    counts = [(name, endings.count(name)) for name in ("correct", "wrong", "cut off", "unscored")]
+    counts = []
+    for name in ("correct", "wrong", "cut off", "unscored"):
+        if name in endings:
+            counts.append(f"{endings.count(name)} {name}")
     trained = _leads_to_training(nodes)
-    rows = [
-        _page_row(index, record) | {"is_inner": is_inner, "closes": closes, "trained": trained[index]}
-        for index, is_inner, closes in _reading_order(nodes)
-    ]
+    rows = []
+    for index, is_inner, closes in _reading_order(nodes):
+        row = _page_row(index, record)
+        rows.append(row | {"is_inner": is_inner, "closes": closes, "trained": trained[index]})
+    reward_width = 4.2
+    if any(row["rewards"] for row in rows):
+        reward_width = 9.5  # space for the rewards of the single functions
     return render_page(
         {
             "step": record["step"],
@@ -148,15 +214,14 @@ def html_page(record: dict[str, Any]) -> str:
                 "Generated tokens": record["generated_tokens"],
                 "Nodes": len(nodes),
                 "Depth": depth,
-                "Completions": ", ".join(f"{count} {name}" for name, count in counts if count) or "none",
+                "Completions": ", ".join(counts) or "none",
                 "Training rows": sum(node["result"] is not None for node in nodes),
                 "Success ratio": plain(record["success_ratio"]),
                 "Baseline": plain(record["baseline"]),
             },
-            # 340 pixels for all levels together, so that the deepest text keeps its place beside the numbers
+            # All levels together take at most 340 pixels, so that the deepest text does not overlap the numbers.
             "indent": round(max(3.0, min(18.0, 340.0 / max(depth, 1))), 1),
-            # room for the reward functions' own values
-            "reward_width": 9.5 if any(row["rewards"] for row in rows) else 4.2,
+            "reward_width": reward_width,
             "red": " ".join(map(str, _PAGE_RED)),
             "green": " ".join(map(str, _PAGE_GREEN)),
             "rows": rows,
@@ -166,24 +231,31 @@ def html_page(record: dict[str, Any]) -> str:
 
 def _page_row(index: int, record: dict[str, Any]) -> dict[str, Any]:
     node = record["nodes"][index]
-    text = record["prompt"] if index == 0 else node["text"]
-    rewards = [] if node["rewards"] is None else node["rewards"]
+    text, tokens = _text_and_tokens(index, record)
     strength = shade(node)
+    ending = reward = rewards = ""
+    if node["terminal"]:
+        ending, reward = verdict(node), plain(node["reward"])
+    if node["rewards"] is not None and len(node["rewards"]) > 1:
+        rewards = ", ".join(plain(value) for value in node["rewards"])
+    entropy = "-"
+    if node["entropy"] is not None:
+        entropy = f"{node['entropy']:.2f}"
     return {
         "number": index,
         "iteration": node["iteration"],
         "text": visible_text(text),
         "is_blank": not text.strip(),
-        "tokens": record["prompt_tokens"] if index == 0 else node["tokens"],
+        "tokens": tokens,
         "visits": node["visits"],
         "value": signed(node["value"]),
         "q": signed(node["q"]),
         "credit": signed(node["credit"]),
-        "entropy": "-" if node["entropy"] is None else f"{node['entropy']:.2f}",
-        "verdict": verdict(node) if node["terminal"] else "",
+        "entropy": entropy,
+        "verdict": ending,
         "outcome": outcome(node),
-        "reward": plain(node["reward"]) if node["terminal"] else "",
-        "rewards": ", ".join(plain(r) for r in rewards) if len(rewards) > 1 else "",
+        "reward": reward,
+        "rewards": rewards,
         "direct": node["direct"],
         "result": node["result"],
         "is_good": strength > 0,
@@ -193,20 +265,26 @@ def _page_row(index: int, record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _reading_order(nodes: list[dict[str, Any]]) -> Iterator[tuple[int, bool, int]]:
-    """Nodes from top to bottom: index, whether it has children, and how many of its ancestors end with it."""
+    """Yield the nodes from top to bottom of the page: index, whether the node has children, and the number of elements
+    of ancestors to close after it."""
     levels = depths(nodes)
     children: list[list[int]] = [[] for _ in nodes]
     for index, node in enumerate(nodes[1:], start=1):
         children[node["parent"]].append(index)
-    stack = [0]  # no recursion: a tree may be deeper than Python's stack
+    stack = [0]  # a tree may be too deep for recursion
     while stack:
         index = stack.pop()
         stack.extend(reversed(children[index]))
-        level_after = levels[stack[-1]] if stack else 0
-        yield index, bool(children[index]), 0 if children[index] else levels[index] - level_after
+        closes = 0
+        if not children[index]:
+            closes = levels[index]
+            if stack:
+                closes -= levels[stack[-1]]
+        yield index, bool(children[index]), closes
 
 
 def _leads_to_training(nodes: list[dict[str, Any]]) -> list[bool]:
+    """Return for each node whether it or a node below it is a training row."""
     leads = [node["result"] is not None for node in nodes]
     for index in range(len(nodes) - 1, 0, -1):  # children come after their parents
         leads[nodes[index]["parent"]] |= leads[index]
