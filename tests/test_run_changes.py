@@ -80,8 +80,8 @@ def test_what_moves_the_data_is_refused_with_both_values_and_the_remedy():
         check_changes(THEN, {**THEN, "num_generations": 8, "seed": 4}, **MANNERS)
     assert str(error.value) == (
         "`num_generations` changed from 4 to 8, `seed` changed from 3 to 4 since out/checkpoint-6 was written: "
-        "prompts would be trained twice or left out. Set that back, or begin the data of this epoch anew with "
-        "`ignore_data_skip=True`."
+        "prompts would be trained twice or left out. Set that back, or start again at the first data of this epoch "
+        "with `ignore_data_skip=True`."
     )
 
 

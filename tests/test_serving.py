@@ -242,7 +242,7 @@ def test_servers_that_do_not_fit_are_refused_with_a_command(info, served_config,
 
 def test_tokenizers_are_compared_by_what_tokens_mean():
     check_vocabulary("a b", "ab", url="here", command="serve")
-    with pytest.raises(ValueError, match="what reads 'xd' here reads 'cd' there. Restart it with `serve --tokenizer"):
+    with pytest.raises(ValueError, match="it decodes the tokens of 'xd' to 'cd'. Restart it with `serve --tokenizer"):
         check_vocabulary("abxd", "abcd", url="here", command="serve")
 
 

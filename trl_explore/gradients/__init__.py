@@ -1,1 +1,1 @@
-"""G2RL's maths: gradient features and novelty."""
+"""The mathematics of G2RL: gradient features of responses, and rewards that depend on their novelty."""

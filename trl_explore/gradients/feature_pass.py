@@ -1,8 +1,8 @@
-"""Gradient features of the main rows, where possible out of forward passes that are made anyway."""
+"""Gradient features of the main rows. If possible, they come from forward passes that TRL makes anyway."""
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,27 +24,39 @@ PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass
 class FeatureRows:
-    """Rows of a generation batch, of this process, whose features are wanted."""
+    """Rows of a generation batch on this process, and their features as far as they are computed."""
 
     prompt_ids: list[list[int]]  # `[B][P_i]`
     completion_ids: list[list[int]]  # `[B][T_i]`
     loss_mask: list[list[int]]  # `[B][T_i]`
-    features: list[torch.Tensor] = field(default_factory=list)  # so far, in parts `(b, D)`
+    features: list[torch.Tensor] = field(default_factory=list)  # features of the first rows, in tensors `(b, D)`
 
 
 @dataclass
 class Generated:
-    """What the backbone showed while rows were sampled."""
+    """Hidden states that a hook recorded while `generate` sampled rows."""
 
     contexts: list[list[int]]  # `[B][P_i]`
     completion_ids: list[list[int]]  # `[B][T_i]`
-    states: list[torch.Tensor]  # that token t was drawn from, `[T](B, D)`
+    states: list[torch.Tensor]  # state from which token t of each row was sampled, `[T](B, D)`
 
 
 class FeaturePass:
-    """Gradient features of a trainer's rows, by a hook on the backbone that sees the hidden states: while `generate`
-    samples the rows, in TRL's pass for old log-probabilities, or else in one more pass without gradients. Neither of
-    the first two with dropout."""
+    """
+    Computes gradient features of a trainer's rows from the hidden states of the backbone.
+
+    A forward hook reads the hidden states in one of three places: while `generate` samples the rows, in TRL's pass for
+    old log-probabilities, or in an extra pass without gradients. With dropout only the extra pass is used, because
+    equal completions must have equal features.
+
+    Args:
+        trainer (`Any`):
+            The trainer.
+
+    Attributes:
+        seconds (`float`):
+            Time spent on the features of the current generation batch.
+    """
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -54,11 +66,22 @@ class FeaturePass:
         self._old_logprobs_follow = False
 
     def check_head(self) -> None:
-        """Raise where the model has no LM head that features could be taken from."""
+        """Raise a ValueError if the LM head of the model does not allow gradient features."""
         lm_head_of(unwrapped(self.trainer, self.trainer.model), temperature=self.trainer.args.temperature)
 
     def sampled(self, sample: Callable[[list[list[int]]], Any], contexts: list[list[int]]) -> Any:
-        """What `sample`, TRL's own sampling, makes of contexts; the states that tokens are drawn from are noted."""
+        """
+        Call `sample(contexts)`, and record the hidden states from which tokens are sampled.
+
+        Args:
+            sample (`Callable`):
+                TRL's sampling function. The first entry of its result are the completions.
+            contexts (`list[list[int]]`):
+                Token ids of the prompts, `[B][P_i]`.
+
+        Returns:
+            `Any`: Result of `sample`.
+        """
         trainer, args, accelerator = self.trainer, self.trainer.args, self.trainer.accelerator
         if args.use_vllm or args.use_transformers_continuous_batching or accelerator.distributed_type in SHARDED:
             return sample(contexts)
@@ -69,7 +92,7 @@ class FeaturePass:
 
         def note(module: Any, args: Any, output: Any) -> None:
             hidden = output.last_hidden_state
-            if hidden.shape[1] > 1:  # the prompts, in one part or several
+            if hidden.shape[1] > 1:  # a prompt pass; with chunks, only the state after the last chunk counts
                 states.clear()
             states.append(hidden[:, -1].clone())
 
@@ -82,26 +105,40 @@ class FeaturePass:
         return result
 
     def _differs_from_loss(self, model: Any) -> bool:
-        """Return whether `generate` computes other hidden states than the loss, or not one state per row and token."""
+        """Return whether `generate` computes other hidden states than the loss does, or several per token."""
         trainer, precision = self.trainer, self.trainer.accelerator.mixed_precision
         options = effective_options(model, trainer.generation_config)
         if (options.num_beams or 1) > 1 or options.cache_implementation:
             return True
-        if (options.guidance_scale or 1) != 1:  # its logits processor runs the model on other rows
+        if (options.guidance_scale or 1) != 1:  # its logits processor makes forward passes over other rows
             return True
-        if precision != "no" and model.dtype != PRECISIONS.get(precision):  # `generate` knows no autocast
+        if precision != "no" and model.dtype != PRECISIONS.get(precision):  # `generate` does not use autocast
             return True
         return has_dropout(model) or whole_row_adapter(trainer.accelerator.unwrap_model(trainer.model)) is not None
 
     def begin(self, prompt_ids: list[list[int]], completion_ids: list[list[int]], mask: Any) -> None:
-        """A generation batch was sampled: its rows, and which of their tokens are trained where not all are."""
+        """
+        Register the rows of a new generation batch, and compute their features if `generate` recorded their states.
+
+        Args:
+            prompt_ids (`list[list[int]]`):
+                Token ids of the prompts, `[B][P_i]`.
+            completion_ids (`list[list[int]]`):
+                Token ids of the completions, `[B][T_i]`.
+            mask (`list[list[int]]`, *optional*):
+                1 for tokens that are trained, `[B][T_i]`. None if all tokens are trained.
+        """
         args = self.trainer.args
         loss_mask = mask or [[1] * len(ids) for ids in completion_ids]
         if args.mask_truncated_completions:
             ends = {*self.trainer.eos_token_ids, tokenizer_of(self.trainer).pad_token_id}
-            loss_mask = [
-                m if ids[-1] in ends else [0] * len(m) for m, ids in zip(loss_mask, completion_ids, strict=True)
-            ]
+            kept = []
+            for row, ids in zip(loss_mask, completion_ids, strict=True):
+                if ids[-1] in ends:
+                    kept.append(row)
+                else:
+                    kept.append([0] * len(row))
+            loss_mask = kept
         self._rows = FeatureRows(prompt_ids, completion_ids, loss_mask)
         self.seconds = 0.0
         seen, self._generated = self._generated, None
@@ -111,47 +148,69 @@ class FeaturePass:
             and (seen.contexts, seen.completion_ids) == (prompt_ids, completion_ids)
             and not self._changes_positions(prompt_ids, completion_ids)
             and len(seen.states) == max(map(len, completion_ids))
-            and len(seen.states[0]) == len(completion_ids)  # not where rows were sampled in several calls
+            and len(seen.states[0]) == len(completion_ids)  # False if the rows were sampled in several calls
         ):
             self._add(self._rows, torch.stack(seen.states, dim=1))
-        # As in `_generate_and_score_completions`: old log-probabilities, where steps and rollouts do not align.
-        every = args.steps_per_generation * args.num_iterations
-        self._old_logprobs_follow = args.gradient_accumulation_steps % every != 0 or (
-            args.use_vllm and args.vllm_importance_sampling_correction
-        )
+        # The same condition as in TRL's `_generate_and_score_completions`: TRL computes old log-probabilities if an
+        # optimizer step can separate sampling and loss, or for vLLM's importance sampling correction.
+        steps = args.steps_per_generation * args.num_iterations
+        corrects_sampling = args.use_vllm and args.vllm_importance_sampling_correction
+        self._old_logprobs_follow = args.gradient_accumulation_steps % steps != 0 or corrects_sampling
 
     def _changes_positions(self, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> bool:
-        """Return whether rows are so long that the loss computes other rotary factors than single steps of `generate`.
-        The loss counts positions from the first column of padded rows."""
+        """Return whether rows are so long that the rotary factors of the loss differ from those of `generate`. The
+        loss computes them for whole padded rows, `generate` for each step."""
         longest = fixed_rotary_length(unwrapped(self.trainer, self.trainer.model).config)
         return longest is not None and max(map(len, prompt_ids)) + max(map(len, completion_ids)) > longest
 
     @property
     def waits(self) -> bool:
-        """Whether the next log-probabilities that TRL computes are the old ones of the rows."""
+        """True if TRL's next pass for log-probabilities is the pass for old ones, and features are still needed."""
         return self._rows is not None and not self._rows.features and self._old_logprobs_follow
 
     def watched(self, own_pass: Callable[[], Any], width: int) -> Any:
-        """What TRL's pass over the rows returns; features are taken on the way."""
+        """
+        Call `own_pass`, TRL's pass for old log-probabilities, and compute features from its hidden states.
+
+        Args:
+            own_pass (`Callable`):
+                TRL's pass over the rows of [`begin`].
+            width (`int`):
+                Number of completion tokens in the padded rows.
+
+        Returns:
+            `Any`: Result of `own_pass`.
+        """
         assert self._rows is not None
         self._old_logprobs_follow = False
         before = random_state(self.trainer.accelerator.device)
         with self.watching(self._rows, width):
             result = own_pass()
         if not torch.equal(random_state(self.trainer.accelerator.device), before):
-            # Drawn was dropout: TRL's log-probabilities have it, but equal completions must have equal features.
+            # The pass used random numbers, so dropout was active. Equal completions must have equal features, so drop
+            # these features and make an extra pass later.
             self._rows.features.clear()
         return result
 
     def of_batch(self) -> torch.Tensor:
-        """Features `(N, D)` of the main rows of all processes; once per batch, from [`shape_rewards`]."""
+        """Return the features `(N, D)` of the main rows of all processes. Call this once per generation batch."""
         rows, self._rows = self._rows, None
         assert rows is not None
         return self.gathered(rows)
 
     def gathered(self, rows: FeatureRows) -> torch.Tensor:
-        """Float32 features `(N, D)` of all processes' rows, as many on each; NaN for rows without a token in the loss.
-        Runs the backbone unless it was watched before."""
+        """
+        Return the features of the rows of all processes. Run the backbone if there are no features yet.
+
+        Every process must call, with the same number of rows.
+
+        Args:
+            rows ([`FeatureRows`]):
+                Rows of this process.
+
+        Returns:
+            `torch.Tensor`: Float32 features `(N, D)`; NaN for rows without a token in the loss.
+        """
         if not rows.features:
             self.run(rows)
         features = torch.cat(rows.features)
@@ -159,17 +218,21 @@ class FeaturePass:
         return gather(features.masked_fill(empty.unsqueeze(1), torch.nan))
 
     def run(self, rows: FeatureRows) -> None:
-        """Send rows through the backbone without dropout; the LM head scores one position only."""
+        """Compute the features of `rows` in an extra forward pass without dropout."""
         start = time.perf_counter()
         trainer = self.trainer
         device, pad_id = trainer.accelerator.device, tokenizer_of(trainer).pad_token_id
 
-        def padded(values: list[list[int]], value: int, side: str) -> torch.Tensor:
-            return pad([torch.tensor(ids) for ids in values], padding_value=value, padding_side=side).to(device)
+        def padded(token_ids: list[list[int]], side: str) -> tuple[torch.Tensor, torch.Tensor]:
+            rows = [torch.tensor(row) for row in token_ids]
+            ids = pad(rows, padding_value=pad_id, padding_side=side).to(device)
+            mask = pad([torch.ones_like(row) for row in rows], padding_value=0, padding_side=side).to(device)
+            return ids, mask
 
-        ones = [[[1] * len(ids) for ids in part] for part in (rows.prompt_ids, rows.completion_ids)]
-        ids = torch.cat([padded(rows.prompt_ids, pad_id, "left"), padded(rows.completion_ids, pad_id, "right")], dim=1)
-        mask = torch.cat([padded(ones[0], 0, "left"), padded(ones[1], 0, "right")], dim=1)
+        prompts, prompt_mask = padded(rows.prompt_ids, "left")
+        completions, completion_mask = padded(rows.completion_ids, "right")
+        ids = torch.cat([prompts, completions], dim=1)
+        mask = torch.cat([prompt_mask, completion_mask], dim=1)
         width = max(map(len, rows.completion_ids))
         batch = trainer.args.per_device_train_batch_size
         with (
@@ -180,16 +243,25 @@ class FeaturePass:
             trainer.accelerator.autocast(),
         ):
             for part, part_mask in zip(ids.split(batch), mask.split(batch), strict=True):
+                # The hook needs hidden states only, so let the LM head score a single position.
                 trainer.model(input_ids=part, attention_mask=part_mask, use_cache=False, logits_to_keep=1)
         self.seconds = time.perf_counter() - start
 
     @contextmanager
     def watching(self, rows: FeatureRows, width: int) -> Iterator[None]:
-        """Turn the hidden states of every forward pass into features of the next rows, and forget them. Completions
-        take `width` columns at the end of a batch."""
+        """
+        Compute features from the hidden states of every forward pass inside the `with` block.
+
+        Args:
+            rows ([`FeatureRows`]):
+                Rows that the forward passes process in this order. Their features are added to it.
+            width (`int`):
+                Number of completion tokens in the padded rows.
+        """
 
         def record(module: Any, args: Any, output: Any) -> None:
-            self._add(rows, output.last_hidden_state[:, -width - 1 : -1])  # the position before a token drew it
+            # Token t was sampled from the hidden state of the position before it.
+            self._add(rows, output.last_hidden_state[:, -width - 1 : -1])
 
         handle = unwrapped(self.trainer, self.trainer.model).base_model.register_forward_hook(record)
         try:
@@ -198,29 +270,34 @@ class FeaturePass:
             handle.remove()
 
     def _add(self, rows: FeatureRows, hidden: torch.Tensor) -> None:
-        """Features of the next rows, from the hidden states `(b, T, D)` that their tokens were drawn from."""
+        """Compute the features of the next rows from the hidden states `(b, T, D)` that tokens were sampled from."""
         start = time.perf_counter()
         trainer, model = self.trainer, unwrapped(self.trainer, self.trainer.model)
-        in_fp32 = trainer.args.cast_lm_head_to_fp32
-        hidden = hidden.float() if in_fp32 else hidden
+        precision: AbstractContextManager[Any] = nullcontext()
+        if trainer.args.cast_lm_head_to_fp32:
+            hidden = hidden.float()
+            precision = torch.autocast(hidden.device.type, enabled=False)
         first, width = sum(map(len, rows.features)), hidden.shape[1]
-        part = slice(first, first + len(hidden))
-        ids, mask = (
-            torch.tensor([row + [0] * (width - len(row)) for row in values[part]], device=hidden.device)
-            for values in (rows.completion_ids, rows.loss_mask)
-        )
+        last = first + len(hidden)
+        ids, mask = [], []
+        for row, row_mask in zip(rows.completion_ids[first:last], rows.loss_mask[first:last], strict=True):
+            padding = [0] * (width - len(row))
+            ids.append(row + padding)
+            mask.append(row_mask + padding)
         layer = model.get_output_embeddings()
-        bias = [layer.bias] if getattr(layer, "bias", None) is not None else []
-        precision = torch.autocast(hidden.device.type, enabled=False) if in_fp32 else nullcontext()
-        with torch.no_grad(), precision, maybe_gather_lm_head_ctx(layer.weight, *bias):
+        parameters = [layer.weight]
+        if getattr(layer, "bias", None) is not None:
+            parameters.append(layer.bias)
+        with torch.no_grad(), precision, maybe_gather_lm_head_ctx(*parameters):
             head = lm_head_of(model, temperature=trainer.args.temperature)
-            found = sequence_features(hidden, ids, mask, head)
+            ids_of_rows, mask_of_rows = torch.tensor([ids, mask], device=hidden.device)
+            found = sequence_features(hidden, ids_of_rows, mask_of_rows, head)
         rows.features.append(found.features.to(trainer.accelerator.device))
         self.seconds += time.perf_counter() - start
 
 
 def random_state(device: torch.device) -> torch.Tensor:
-    """Bytes of the generators that a forward pass draws from; others after every draw."""
+    """Return the state of the random generators that a forward pass uses. Every random number changes it."""
     states = [torch.get_rng_state()]
     if device.type != "cpu":
         states.append(torch.get_device_module(device).get_rng_state())

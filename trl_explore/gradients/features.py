@@ -1,11 +1,11 @@
-"""The gradient of a response's log-probability at the input of the LM head.
+"""Gradient features of G2RL: the gradient of a response's log-probability at the input of the LM head.
 
-After G2RL (https://huggingface.co/papers/2512.15687), section 2.2. The feature is linear in the head's weight, so a
-response needs one sum over its tokens in the space of the vocabulary and one product with the weight at the end; the
-logits of a few tokens at a time give that sum, the log-probabilities and the entropies in one pass.
+See G2RL (https://huggingface.co/papers/2512.15687), section 2.2. The feature is linear in the weight of the head. So
+the residuals (one-hot minus probabilities) of all tokens are summed first, and one product with the weight follows.
+One pass over the logits of a few tokens at a time yields the sum, the log-probabilities and the entropies.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,16 +14,20 @@ from peft.tuners.lora import Linear as LoraLinear
 from peft.utils import ModulesToSaveWrapper
 from torch.distributed.tensor import DTensor
 
-# Size of one float32 tensor of the pass; a tile keeps about three of them alive, four under soft-capping.
+# Bytes of the largest float32 tensor of the pass. About three such tensors exist at once, four with soft-capping.
 MAX_TILE_BYTES = 2**27
 
-# What families multiply their logits by, under the names and in the order in which TRL looks for them.
+# Fields of a configuration that scale the logits, in the order in which TRL looks for them.
 MULTIPLIERS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 
 
 class LMHead(NamedTuple):
-    """The LM head as a function of its input `h`: `softmax(cap(scale * (weight @ h + bias)) / temperature)` with
-    `cap(z) = softcap * tanh(z / softcap)`, or none."""
+    """
+    Parameters of the LM head.
+
+    The head maps its input `h` to `softmax(cap(scale * (weight @ h + bias)) / temperature)`, with
+    `cap(z) = softcap * tanh(z / softcap)`, or `cap(z) = z` if `softcap` is None.
+    """
 
     weight: torch.Tensor  # `(V, D)`
     bias: torch.Tensor | None = None  # `(V,)`
@@ -33,23 +37,37 @@ class LMHead(NamedTuple):
 
 
 class SequenceFeatures(NamedTuple):
-    """What one pass over the tokens of B responses gives, in float32; 0 where no token counts or was scored."""
+    """Float32 results of one pass over B responses."""
 
-    features: torch.Tensor  # `(B, D)`
-    log_probs: torch.Tensor  # `(B, T)`
-    entropies: torch.Tensor  # in nats, where each token was drawn, `(B, T)`
+    features: torch.Tensor  # `(B, D)`; 0 for responses without tokens in `mask`
+    log_probs: torch.Tensor  # `(B, T)`; 0 for tokens that were not scored
+    entropies: torch.Tensor  # of the distributions that tokens were sampled from, in nats, `(B, T)`; 0 if not scored
 
 
 def lm_head_of(model: Any, *, temperature: float = 1.0) -> LMHead:
     """
-    The LM head that an unwrapped model uses now: views of its parameters, or a merged copy with active LoRA.
+    Return the LM head that a model currently uses: views of its parameters, or a merged copy if LoRA is active on it.
 
-    Tied embeddings, adapters that train a copy of the head (`modules_to_save`), LoRA on the head and switched-off
-    adapters are followed. A head sharded by FSDP2 is gathered, on all processes together; one sharded by DeepSpeed
-    ZeRO-3 must be gathered around the call and while the result is used. ValueError without output embeddings, for
-    quantized ones, and for other adapters on them.
+    Tied embeddings, trained copies of the head (`modules_to_save`), LoRA on the head, and disabled adapters are
+    supported. A head that FSDP2 shards is gathered here, so all processes must call. A head that DeepSpeed ZeRO-3
+    shards must be gathered by the caller while it uses the result.
+
+    Args:
+        model (`Any`):
+            Unwrapped model, with its adapters.
+        temperature (`float`, *optional*, defaults to `1.0`):
+            Sampling temperature.
+
+    Returns:
+        [`LMHead`]: The head.
+
+    Raises:
+        ValueError: If the model has no output embeddings, if they are quantized, or if they have an adapter other than
+            plain LoRA.
     """
-    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    base: Any = model
+    if isinstance(model, PeftModel):
+        base = model.get_base_model()
     layer = base.get_output_embeddings()
     if layer is None:
         raise ValueError(
@@ -64,19 +82,23 @@ def lm_head_of(model: Any, *, temperature: float = 1.0) -> LMHead:
         )
     if isinstance(weight, DTensor):
         weight = weight.full_tensor()
-        bias = bias.full_tensor() if isinstance(bias, DTensor) else bias
+    if isinstance(bias, DTensor):
+        bias = bias.full_tensor()
+    if bias is not None:
+        bias = bias.detach()
     config = base.config.get_text_config()
     return LMHead(
         weight=weight.detach(),
-        bias=None if bias is None else bias.detach(),
+        bias=bias,
         scale=logit_scale(config),
-        softcap=vars(config).get("final_logit_softcapping"),
+        softcap=getattr(config, "final_logit_softcapping", None),
         temperature=temperature,
     )
 
 
 def effective_parameters(layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weight `(V, D)` and bias `(V,)` of a head. ValueError if it is not linear, or its adapter no plain LoRA."""
+    """Return the weight `(V, D)` and the bias `(V,)` of a head, with active LoRA adapters merged. Raise a ValueError
+    if the head is not linear or has an adapter other than plain LoRA."""
     if isinstance(layer, torch.nn.Linear | ModulesToSaveWrapper):
         return layer.weight, layer.bias
     if not isinstance(layer, LoraLinear):
@@ -86,9 +108,9 @@ def effective_parameters(layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Te
         )
     base: Any = layer.get_base_layer()
     weight, bias = base.weight, base.bias
-    # An adapter that is merged is part of the base weight already.
-    active = [] if layer.disable_adapters or layer.merged else layer.active_adapters
-    for name in active:
+    if layer.disable_adapters or layer.merged:  # merged adapters are already part of the base weight
+        return weight, bias
+    for name in layer.active_adapters:
         if name in layer.lora_variant:
             raise ValueError(
                 f"The LM head has an adapter {name!r} of the kind {type(layer.lora_variant[name]).__name__}, whose "
@@ -103,16 +125,18 @@ def effective_parameters(layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Te
 
 
 def logit_scale(config: Any) -> float:
-    """What a text model multiplies its logits by, before any soft-capping; 1 for models that do not scale."""
-    fields = vars(config)
+    """Return the factor by which a text model multiplies its logits before soft-capping. 1 if it does not scale."""
     for name in MULTIPLIERS:
-        if fields.get(name) is not None:
-            return fields[name]
-    scaling = fields.get("logits_scaling")
+        factor = getattr(config, name, None)
+        if factor is not None:
+            return factor
+    scaling = getattr(config, "logits_scaling", None)
     if scaling is None:
         return 1.0
-    # HyperCLOVA X multiplies by the field by which the others divide.
-    return scaling if config.model_type == "hyperclovax" else 1 / scaling
+    # HyperCLOVA X multiplies by `logits_scaling`; other models divide by it.
+    if config.model_type == "hyperclovax":
+        return scaling
+    return 1 / scaling
 
 
 @torch.no_grad()
@@ -126,19 +150,41 @@ def sequence_features(
     max_tile_bytes: int = MAX_TILE_BYTES,
 ) -> SequenceFeatures:
     """
-    Means of `temperature * d log p(token) / d hidden` (Eq. 6-8, 14), and tokens' log-probabilities and entropies.
+    Compute the gradient features of responses, and log-probabilities and entropies of their tokens.
 
-    For a plain head a token's gradient is `weight[token] - sum_v p(v) weight[v]`; scaling and soft-capping of the
-    logits enter through their exact derivatives. Logits are rounded where TRL's fused head rounds them (to the type of
-    `hidden`, or of an enclosing autocast), so that log-probabilities are those of the loss; all else is float32. Every
-    response is computed by itself: what it gives does not depend on its batch, and a NaN stays in its row.
+    The feature of a response is the mean over its tokens of `temperature * d log p(token) / d hidden` (Eq. 6-8, 14).
+    Without scaling and soft-capping, the gradient of a token is `weight[token] - sum_v p(v) weight[v]`. With them, it
+    has their exact derivatives as factors.
 
-    Position t of `hidden`, `(B, T, D)`, is where token t was drawn, one before its own. `mask`, `(B, T)`, marks the
-    tokens of the feature, `score_mask` further ones to score, such as those of tools. `max_tile_bytes` bounds float32
-    tensors beside the results, unless one token's logits or one row of the weight are larger. ValueError if shapes do
-    not match.
+    Logits are rounded as in TRL's fused head: to the type of `hidden`, or to the type of an enclosing autocast. So
+    log-probabilities equal those of the loss. All other computations are in float32. The results of a response do not
+    depend on the other responses of the batch, and a NaN affects only its own response.
+
+    Args:
+        hidden (`torch.Tensor`):
+            Hidden states `(B, T, D)`. `hidden[:, t]` is the state from which token t was sampled, so it belongs to the
+            position before the token.
+        token_ids (`torch.Tensor`):
+            Token ids `(B, T)`.
+        mask (`torch.Tensor`):
+            1 for tokens that the features average over, `(B, T)`.
+        head ([`LMHead`]):
+            The LM head.
+        score_mask (`torch.Tensor`, *optional*):
+            1 for further tokens that get log-probabilities and entropies, such as answers of tools, `(B, T)`.
+        max_tile_bytes (`int`, *optional*):
+            Most bytes of a temporary float32 tensor. A tensor is larger only if the logits of one token or one row of
+            the weight need more.
+
+    Returns:
+        [`SequenceFeatures`]: Features, log-probabilities and entropies.
+
+    Raises:
+        ValueError: If the shapes do not match.
     """
-    vocabulary, width = head.weight.shape if head.weight.dim() == 2 else (0, 0)
+    vocabulary, width = 0, 0
+    if head.weight.dim() == 2:
+        vocabulary, width = head.weight.shape
     if hidden.dim() != 3 or hidden.shape[2] != width or not hidden.shape[:2] == token_ids.shape == mask.shape:
         raise ValueError(
             f"`hidden` {tuple(hidden.shape)}, `token_ids` {tuple(token_ids.shape)}, `mask` {tuple(mask.shape)} and "
@@ -146,48 +192,67 @@ def sequence_features(
             "without elements is sharded: gather it first."
         )
     device = head.weight.device
-    dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else hidden.dtype
+    dtype = hidden.dtype
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
     hidden, token_ids, mask = hidden.to(device), token_ids.to(device), mask.to(device).bool()
-    scored = mask if score_mask is None else mask | score_mask.to(device).bool()
-    columns = scored.nonzero()[:, 1].split(scored.sum(1).tolist())  # [B][number scored]
-    # One copy for all tiles where the types differ, as autocast itself would keep one.
-    bias = None if head.bias is None else head.bias.to(dtype)
+    scored = mask
+    if score_mask is not None:
+        scored = mask | score_mask.to(device).bool()
+    columns = scored.nonzero()[:, 1].split(scored.sum(1).tolist())  # [B][number of scored tokens]
+    # Convert the parameters once for all tiles. Autocast would also keep one converted copy.
+    bias = head.bias
+    if bias is not None:
+        bias = bias.to(dtype)
     projection = head._replace(weight=head.weight.to(dtype), bias=bias)
     features = hidden.new_zeros(len(mask), width, dtype=torch.float32)  # (B, D)
     log_probs, entropies = features.new_zeros(2, *mask.shape)  # (B, T) each
     size = max(1, max_tile_bytes // (4 * vocabulary))
-    with torch.autocast(device.type, enabled=False):  # the logits' type is chosen above, the rest stays in float32
+    with torch.autocast(device.type, enabled=False):  # logits have the type chosen above, all other tensors float32
         for start in range(0, len(mask), size):
             residuals = features.new_zeros(min(size, len(mask) - start), vocabulary)
-            parts = [
-                (row, p) for row in range(start, start + len(residuals)) for p in columns[row].split(size) if len(p)
-            ]
-            for tile in _tiles(parts, size):
-                # A product for each response: what it gives does not depend on the others of its tile.
-                logits = [hidden[row, part].to(dtype) @ projection.weight.T for row, part in tile]
-                rows = torch.cat([part.new_full(part.shape, row) for row, part in tile])
-                places = torch.cat([part for _, part in tile])
-                token_residuals, log_probs[rows, places], entropies[rows, places] = score_tokens(
-                    torch.cat(logits) if len(logits) > 1 else logits[0], token_ids[rows, places], projection
+            for tile in _tiles(columns, range(start, start + len(residuals)), size):
+                logits, rows = [], []
+                for piece in tile:
+                    # One product per response, so that its rounding does not depend on the other responses.
+                    logits.append(hidden[piece.row, piece.columns].to(dtype) @ projection.weight.T)
+                    rows.append(piece.columns.new_full(piece.columns.shape, piece.row))
+                all_logits = logits[0]
+                if len(logits) > 1:
+                    all_logits = torch.cat(logits)
+                where = torch.cat(rows), torch.cat([piece.columns for piece in tile])
+                token_residuals, log_probs[where], entropies[where] = score_tokens(
+                    all_logits, token_ids[where], projection
                 )
-                counted = token_residuals.mul_(mask[rows, places, None]).split([len(part) for _, part in tile])
-                for (row, _), of_part in zip(tile, counted, strict=True):
-                    residuals[row - start] += of_part.sum(0)
+                counted = token_residuals.mul_(mask[where].unsqueeze(1))
+                per_piece = counted.split([len(piece.columns) for piece in tile])
+                for piece, of_piece in zip(tile, per_piece, strict=True):
+                    residuals[piece.row - start] += of_piece.sum(0)
             features[start : start + size] = project(residuals, head.weight, max_tile_bytes=max_tile_bytes)
     features *= head.scale / mask.sum(1, keepdim=True).clamp(min=1)
     return SequenceFeatures(features, log_probs, entropies)
 
 
-def _tiles(parts: list[tuple[int, torch.Tensor]], size: int) -> Iterator[list[tuple[int, torch.Tensor]]]:
-    """Parts of responses, as many in a row as have `size` tokens together."""
-    tile: list[tuple[int, torch.Tensor]] = []
+class _Piece(NamedTuple):
+    """Tokens of one response."""
+
+    row: int
+    columns: torch.Tensor
+
+
+def _tiles(columns: Sequence[torch.Tensor], rows: Iterable[int], size: int) -> Iterator[list[_Piece]]:
+    """Cut the scored tokens of `rows` into pieces, and yield lists of consecutive pieces with at most `size` tokens
+    together. `columns` has the positions of the scored tokens of each response."""
+    tile: list[_Piece] = []
     room = size
-    for row, places in parts:
-        if len(places) > room:
-            yield tile
-            tile, room = [], size
-        tile.append((row, places))
-        room -= len(places)
+    for row in rows:
+        for places in columns[row].split(size):
+            if len(places) > room:
+                yield tile
+                tile, room = [], size
+            if len(places):
+                tile.append(_Piece(row, places))
+                room -= len(places)
     if tile:
         yield tile
 
@@ -195,9 +260,22 @@ def _tiles(parts: list[tuple[int, torch.Tensor]], size: int) -> Iterator[list[tu
 def score_tokens(
     logits: torch.Tensor, tokens: torch.Tensor, head: LMHead
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of products with the head's weight `(T, V)`: residuals `(T, V)` (`temperature` times the gradient of the
-    log-probabilities in the scaled logits before soft-capping: one-hot minus probabilities for a plain head),
-    log-probabilities and entropies `(T,)`."""
+    """
+    Compute residuals, log-probabilities and entropies of tokens.
+
+    Args:
+        logits (`torch.Tensor`):
+            Products of hidden states with the head's weight, `(T, V)`. They are overwritten.
+        tokens (`torch.Tensor`):
+            Token ids `(T,)`.
+        head ([`LMHead`]):
+            The head, in the type of the logits.
+
+    Returns:
+        `tuple`: Residuals `(T, V)`, log-probabilities `(T,)` and entropies in nats `(T,)`. Residuals are `temperature`
+        times the gradient of the log-probability with respect to the scaled logits before soft-capping. Without
+        soft-capping this is one-hot minus probabilities.
+    """
     if head.bias is not None:
         logits += head.bias
     logits = logits.float().mul_(head.scale)
@@ -212,11 +290,14 @@ def score_tokens(
     entropies = -log_p.mul_(residuals).sum(-1)
     residuals.neg_()
     residuals[torch.arange(len(tokens), device=tokens.device), tokens] += 1
-    return residuals if slope is None else residuals.mul_(slope), log_probs, entropies
+    if slope is not None:
+        residuals.mul_(slope)
+    return residuals, log_probs, entropies
 
 
 def project(residuals: torch.Tensor, weight: torch.Tensor, *, max_tile_bytes: int) -> torch.Tensor:
-    """Float32 product `(B, D)` of residuals `(B, V)` and a weight `(V, D)`, converted in parts of `max_tile_bytes`."""
+    """Return the float32 product `(B, D)` of residuals `(B, V)` and a weight `(V, D)`. The weight is converted to
+    float32 in pieces of at most `max_tile_bytes`."""
     size = max(1, max_tile_bytes // (4 * weight.shape[1]))
     product = residuals.new_zeros(len(residuals), weight.shape[1])
     for part, rows in zip(residuals.split(size, dim=1), weight.split(size), strict=True):

@@ -1,1 +1,1 @@
-"""Shared prefixes computed once."""
+"""Training on packed rows, in which tokens that several rows share are computed once."""

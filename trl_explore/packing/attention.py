@@ -1,11 +1,12 @@
-"""Attention over packed rows: every token sees what precedes it in its own rows, and nothing of other branches.
+"""Attention over packed rows: a token attends to the earlier tokens of its own rows, and not to other branches.
 
-It is registered with transformers' `AttentionInterface`; a forward pass without packed rows is the model's own to the
-bit. One with `packed_rows=` takes one of three ways:
-- On a CPU a segment's keys are seen by all its descendants, which stand in one piece, without a mask. That is one call
-  of the flash kernel per segment that has descendants, and a causal one per segment, merged by their log-sum-exp.
-- Where a sliding window cuts, or logits are capped, each segment attends to its chain of ancestors under a mask.
-- On a GPU it is FlexAttention, whose mask is two comparisons.
+The functions are registered with transformers' `AttentionInterface`. A forward pass without packed rows has exactly
+the same results as before. A forward pass with `packed_rows=` is computed in one of three ways:
+- On a CPU, all descendants of a segment attend to its keys. Descendants are consecutive, so this needs no mask. There
+  is one call of the flash kernel per segment for its descendants, and one causal call per segment for itself. Their
+  results are merged by their log-sum-exp.
+- With a sliding window or soft-capping, each segment attends to its chain of ancestors, with a mask.
+- On a GPU, FlexAttention computes the attention. Its mask consists of two comparisons.
 """
 
 import sys
@@ -25,14 +26,24 @@ from trl_explore.rows.layout import PackedRows, Trie
 PREFIX = "packed_"
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 IMPLEMENTATIONS = ("sdpa", "eager", "flex_attention")
-BLOCK = 128  # queries and keys of a block of FlexAttention
-# A 4D mask goes through transformers' mask making as it is; without elements it cannot be mistaken for a real one.
+BLOCK = 128  # number of queries, and of keys, of a block of FlexAttention
+# Transformers passes a mask with four dimensions to the attention unchanged. This one has no elements, so that no code
+# can mistake it for a real mask.
 NO_MASK = torch.empty(1, 1, 0, 0)
 
 
 def enable_packing(model: PreTrainedModel) -> None:
-    """Let an unwrapped model take packed rows; without them it computes what it did before. ValueError if it cannot,
-    with the reason, and what to set instead where that helps."""
+    """
+    Let a model accept packed rows. Forward passes without packed rows do not change.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Unwrapped model.
+
+    Raises:
+        ValueError: If the model does not allow it. The message has the reason and, if there is one, a setting that
+            helps.
+    """
     config = model.config.to_dict()
     kinds = set(config.get("layer_types") or ()) - LAYER_TYPES
     if kinds or model._is_stateful:
@@ -63,7 +74,8 @@ def enable_packing(model: PreTrainedModel) -> None:
 
 @contextmanager
 def own_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Let a model run under its own attention's name, for continuous batching; no backward pass may be due."""
+    """Restore the model's original attention inside the `with` block, because continuous batching requires it. The
+    block must not contain the backward pass of an earlier forward pass."""
     name = model.config._attn_implementation
     model.set_attn_implementation(name.removeprefix(PREFIX))
     try:
@@ -86,19 +98,22 @@ def _attend(
     if packed_rows is None:
         if attention_mask is not None and attention_mask.numel() == 0:
             raise ValueError(f"{type(module).__name__} is not told which rows are packed: its model drops arguments")
-        own = sys.modules[type(module).__module__]
-        attention = ALL_ATTENTION_FUNCTIONS[original] if original != "eager" else vars(own)["eager_attention_forward"]
+        if original == "eager":  # each model has its own eager attention
+            attention = sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
+        else:
+            attention = ALL_ATTENTION_FUNCTIONS[original]
         return attention(module, query, key, value, attention_mask, **kwargs)
     scale = kwargs.get("scaling") or query.size(-1) ** -0.5
     window, softcap = kwargs.get("sliding_window"), kwargs.get("softcap")
-    if torch.is_autocast_enabled(query.device.type):  # rotated queries and keys may be float32
+    if torch.is_autocast_enabled(query.device.type):  # rotary positions may have made queries and keys float32
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    if query.device.type == "cuda" and query.size(-1) >= 16:  # the least that FlexAttention takes there
+    if query.device.type == "cuda" and query.size(-1) >= 16:  # FlexAttention needs a head size of at least 16
         from transformers.integrations.flex_attention import flex_attention_forward
 
-        # Compiled for one length, then for any: torch makes what changes dynamic. To ask for it beforehand fails:
-        # `mark_dynamic` on the mask's lengths, which are plain numbers, and `dynamic=True` on `softcap`, which is one.
+        # torch compiles for the first length, and at the second length once more for any length. Asking for any length
+        # at once fails: `mark_dynamic` does not accept the lengths of the mask, and `dynamic=True` does not accept
+        # `softcap`, because they are plain numbers.
         mask = block_mask(packed_rows, window)
         return flex_attention_forward(module, query, key, value, mask, scaling=scale, softcap=softcap)
     if window is not None and window > int(packed_rows.position_ids.max()):
@@ -112,22 +127,27 @@ def _attend(
 
 
 class _TreeAttention(torch.autograd.Function):
-    """Exact attention in parts. Attention over several sets of keys is the average of the attentions over each,
-    weighted by their log-sum-exp; and the gradient of one part needs of the others only the merged output and
-    log-sum-exp, which is what the flash kernel's backward takes."""
+    """
+    Exact attention, computed in parts with the flash kernel for CPUs.
+
+    Attention over several sets of keys is the weighted average of the attention over each set. The weights follow from
+    the log-sum-exp of each set. The backward function of the flash kernel takes an output and its log-sum-exp. If it
+    gets the merged output and log-sum-exp, it returns the exact gradient of one part.
+    """
 
     @staticmethod
     def forward(ctx, query, key, value, trie: Trie, scale: float):
         batch, heads, length, width = query.shape
         precise = torch.promote_types(query.dtype, torch.float32)
-        out = query.new_empty(batch, length, heads, width, dtype=precise).transpose(1, 2)  # the order of the kernel
+        # The memory order is the same as in the kernel's output.
+        out = query.new_empty(batch, length, heads, width, dtype=precise).transpose(1, 2)
         lse = query.new_empty(batch, heads, length, dtype=precise)
         for queries, keys, causal in spans(trie):
             part = query[:, :, queries], key[:, :, keys], value[:, :, keys]
             part_out, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 *part, is_causal=causal, scale=scale
             )
-            if causal:  # the first that these queries see
+            if causal:  # the first part of these queries
                 out[:, :, queries], lse[:, :, queries] = part_out, part_lse
                 continue
             merged = torch.logaddexp(lse[:, :, queries], part_lse)
@@ -161,11 +181,20 @@ class _TreeAttention(torch.autograd.Function):
 
 
 def spans(trie: Trie) -> list[tuple[slice, slice, bool]]:
-    """Attention in parts without a mask: packed positions of queries and of keys, and whether the part is causal.
-    Every causal part stands before the others with its queries."""
-    own = [(slice(s.start, s.stop), slice(s.start, s.stop), True) for s in trie.segments]
-    above = [(slice(s.stop, s.end), slice(s.start, s.stop), False) for s in trie.segments if s.end > s.stop]
-    return own + above
+    """
+    Divide attention over a trie into parts that need no mask.
+
+    Returns:
+        `list[tuple[slice, slice, bool]]`: Packed positions of the queries and of the keys of each part, and True if
+        the part is causal. The causal part of a query comes before its other parts.
+    """
+    itself, descendants = [], []
+    for segment in trie.segments:
+        keys = slice(segment.start, segment.stop)
+        itself.append((keys, keys, True))
+        if segment.end > segment.stop:
+            descendants.append((slice(segment.stop, segment.end), keys, False))
+    return itself + descendants
 
 
 def masked_attention(
@@ -178,18 +207,41 @@ def masked_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Attention `(1, H, S, D_v)` of each segment to its ancestors and itself, under a mask over their depths. `window`
-    counts tokens of a row, the seeing one included; `softcap` bounds logits by a hyperbolic tangent."""
+    """
+    Compute attention of each segment to itself and its ancestors, with a mask.
+
+    Args:
+        query (`torch.Tensor`):
+            Queries `(1, H, S, D)`.
+        key (`torch.Tensor`):
+            Keys `(1, H_kv, S, D)`.
+        value (`torch.Tensor`):
+            Values `(1, H_kv, S, D_v)`.
+        trie ([`~trl_explore.rows.layout.Trie`]):
+            Segments of the packed rows.
+        scale (`float`):
+            Factor of the logits.
+        window (`int`, *optional*):
+            Number of tokens of a row that a token attends to, including the token itself. None for all tokens.
+        softcap (`float`, *optional*):
+            Bound of the logits: they become `softcap * tanh(logits / softcap)`.
+
+    Returns:
+        `torch.Tensor`: Attention outputs `(1, H, S, D_v)`.
+    """
     parts = []
     for i, segment in enumerate(trie.segments):
         chain = trie.chain(i)
-        if window is not None:
+        if window is not None:  # drop ancestors that no token of the segment attends to
             chain = [s for s in chain if s.depth + s.stop - s.start > segment.depth - window + 1]
         depths = torch.cat([torch.arange(s.stop - s.start) + s.depth for s in chain])
-        keys, values = (_joined([x[:, :, s.start : s.stop] for s in chain]) for x in (key, value))
+        keys = _joined([key[:, :, s.start : s.stop] for s in chain])
+        values = _joined([value[:, :, s.start : s.stop] for s in chain])
         queries = query[:, :, segment.start : segment.stop]
         distance = depths[-queries.size(2) :, None] - depths[None, :]
-        seen = (distance >= 0) & (distance < (window or len(depths) + segment.depth + 1))
+        seen = distance >= 0
+        if window is not None:
+            seen &= distance < window
         seen = seen.to(query.device)
         if softcap is None:
             out = nn.functional.scaled_dot_product_attention(
@@ -206,11 +258,15 @@ def masked_attention(
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    return torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]  # `cat` copies a single part too
+    """Concatenate tensors along the tokens. Do not copy a single tensor."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts, dim=2)
 
 
 def block_mask(rows: PackedRows, window: int | None) -> Any:
-    """FlexAttention's mask of rows padded to whole blocks; `window` as in [`masked_attention`]."""
+    """Return the mask of FlexAttention for rows that are padded to whole blocks. For `window` see
+    [`masked_attention`]."""
     if window in rows.block_masks:
         return rows.block_masks[window]
     from torch.nn.attention.flex_attention import BlockMask
@@ -218,14 +274,17 @@ def block_mask(rows: PackedRows, window: int | None) -> Any:
     device, depths = rows.input_ids.device, rows.position_ids[0]
     lengths = torch.tensor([s.stop - s.start for s in rows.trie.segments], device=device)
     ends = torch.tensor([s.end for s in rows.trie.segments], device=device).repeat_interleave(lengths)  # (S,)
-    beyond = None if window is None else depths - window  # a tensor: each number would be a graph of its own
+    beyond = None
+    if window is not None:
+        beyond = depths - window  # a tensor, because torch would compile a graph for every number
 
     def sees(batch, head, q, k):
-        # Descendants of a segment stand in one piece, from the segment itself to its end.
+        # A segment and its descendants are consecutive, up to the segment's end.
         seen = (k <= q) & (q < ends[k])
         return seen if beyond is None else seen & (beyond[q] < depths[k])
 
-    # The same for blocks, out of the extremes of each: a mask over all pairs of tokens grows with their square.
+    # Find out for each pair of blocks if some or every query sees a key, from the extremes of the blocks. A mask over
+    # all pairs of tokens would need memory that grows with the square of their number.
     first = torch.arange(0, len(depths), BLOCK, device=device)
     end, depth = ends.view(-1, BLOCK), depths.view(-1, BLOCK)
     some = first[:, None] < end.amax(1)
@@ -243,13 +302,14 @@ def block_mask(rows: PackedRows, window: int | None) -> Any:
 
 
 def num_compilations() -> int:
-    """Graphs that torch has compiled in this process so far."""
+    """Return the number of graphs that torch has compiled in this process."""
     from torch._dynamo.utils import counters  # slow to import
 
     return counters["stats"]["unique_graphs"]
 
 
 def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many blocks of keys each block of queries has, and which: those first."""
+    """Return the number of key blocks that each query block sees, and the key blocks, sorted so that these are first.
+    FlexAttention expects masks in this form."""
     order = blocks.int().argsort(dim=1, descending=True, stable=True)
     return blocks.sum(dim=1, dtype=torch.int32)[None, None], order.int()[None, None]

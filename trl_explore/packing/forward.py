@@ -1,10 +1,10 @@
-"""Shared prefixes are computed once: log-probabilities over packed rows, and micro-batches that suit them."""
+"""Log-probabilities from packed rows, which contain shared prefixes once, and regrouping of micro-batches."""
 
 import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import DistributedType
@@ -27,15 +27,34 @@ from trl_explore.rows.streams import RowDict, row_tokens, select_rows
 from trl_explore.sampling.generation import whole_row_adapter
 from trl_explore.sampling.positions import fixed_rotary_length
 
+if TYPE_CHECKING:
+    from trl_explore.trainers.config import ExplorationConfig
+
 SHARDED = (DistributedType.DEEPSPEED, DistributedType.FSDP)
-# Tokens of the rows per token computed, from which on a mode packs. Last tokens and short common starts alone are
-# not worth another attention: where a window cuts, it keeps more memory than TRL's own pass.
+# By mode: smallest ratio of tokens in the rows to tokens that are computed, from which on rows are packed. If rows
+# share only a few tokens, packing does not pay: with a sliding window, it needs more memory than TRL's pass.
 PAYS_FROM = {"on": 1.05, "auto": 1.2}
 
 
 class PackedForward:
-    """Computes what a micro-batch's rows share once, forward and backward. Results come back in TRL's shapes, so that
-    losses and metrics stay TRL's; with `mode="off"`, everything is TRL's."""
+    """
+    Computes tokens that rows of a micro-batch share only once, in the forward and in the backward pass.
+
+    Results have the same shapes as TRL's, so TRL computes losses and metrics from them. With `mode="off"`, TRL's own
+    pass computes everything.
+
+    Args:
+        policy ([`~trl_explore.rows.policy.Policy`]):
+            The trainer.
+
+    Attributes:
+        mode (`str`):
+            `"off"`, `"on"` or `"auto"`; see the field `shared_prefix_training`.
+        token_budget (`int` or `None`):
+            Most tokens of one sequence; see the field `packed_token_budget`.
+        longest (`int` or `None`):
+            Most columns of padded rows for which rotary factors do not depend on their number. None for any number.
+    """
 
     min_saved = MIN_SAVED
 
@@ -43,29 +62,48 @@ class PackedForward:
         self.policy = policy
         self.mode = "off"
         self.token_budget: int | None = None
-        self.longest: int | None = None  # width of rows up to which positions do not depend on it; None for any
+        self.longest: int | None = None
 
     @property
     def window(self) -> int:
         """
         Number of consecutive micro-batches that may exchange rows.
 
-        Rows of one optimizer step may change places, because their gradients are summed. If TRL computes something
-        from a micro-batch alone, all rows stay where TRL put them, so that results are those without packing.
+        Rows of one optimizer step may change places, because their gradients are summed. But if TRL computes a value
+        from each micro-batch alone, all rows keep their places, so that packing does not change results.
         """
+        if not self.regroups:
+            return 1
         args = self.policy.args
-        return math.gcd(args.steps_per_generation, args.gradient_accumulation_steps) if self.regroups else 1
+        return math.gcd(args.steps_per_generation, args.gradient_accumulation_steps)
 
     @property
     def regroups(self) -> bool:
-        """Whether rows of a prompt are moved into one micro-batch."""
+        """True if rows of a prompt are moved into the same micro-batch."""
         return self.mode != "off" and not looks_at_micro_batches(self.policy.args)
 
     def enable(
         self, *, ref_model: Any, longest_prompt: Callable[[], int | None], vision: bool, router_loss: bool
     ) -> None:
-        """Turn packing on as `shared_prefix_training` says.
-        ValueError: with `"on"` if it cannot be; always if `packed_token_budget` cannot hold a row."""
+        """
+        Turn packing on, depending on the field `shared_prefix_training`.
+
+        With `"auto"`, warn if the model or an option does not allow packing, and leave it off.
+
+        Args:
+            ref_model (`Any`, *optional*):
+                Reference model.
+            longest_prompt (`Callable[[], int | None]`):
+                Function that returns the number of tokens of the longest prompt, or None if it is not known.
+            vision (`bool`):
+                True for a vision-language model.
+            router_loss (`bool`):
+                True if the loss includes the load-balancing loss of a mixture of experts.
+
+        Raises:
+            ValueError: With `"on"`, if the model or an option does not allow packing. In all modes, if the longest
+                prompt with its completion does not fit into `packed_token_budget`.
+        """
         args = self.policy.args
         try:
             if vision:
@@ -75,10 +113,11 @@ class PackedForward:
                     "the load-balancing loss counts every token of every row: set `router_aux_loss_coef=0.0`"
                 )
             self._check_options()
-            for model in filter(None, (self.policy.model, ref_model)):
-                enable_packing(unwrapped(self.policy, model))
+            enable_packing(unwrapped(self.policy, self.policy.model))
+            if ref_model is not None:
+                enable_packing(unwrapped(self.policy, ref_model))
             self.longest = fixed_rotary_length(unwrapped(self.policy, self.policy.model).config)
-            if self.policy.accelerator.distributed_type not in SHARDED:  # whose weights are not in one piece yet
+            if self.policy.accelerator.distributed_type not in SHARDED:  # sharded weights are not gathered yet
                 self._try()
         except ValueError as error:
             message = f"`shared_prefix_training={args.shared_prefix_training!r}` cannot be used: {error}"
@@ -92,13 +131,14 @@ class PackedForward:
             self._check_passes()
 
     def check_longest(self, longest: int | None) -> None:
-        """Raise ValueError if `packed_token_budget` cannot hold the longest prompt with its completion. None if the
-        length of prompts is not known."""
+        """Raise a ValueError if a prompt of `longest` tokens with its completion does not fit into
+        `packed_token_budget`. Do nothing if `longest` is None."""
         if longest is not None and self.token_budget is not None:
             check_fits(longest + (self.policy.args.max_completion_length or 0), self.token_budget)
 
     def _check_passes(self) -> None:
-        """Parameters that reentrant checkpointing touches once per pass are reduced over processes as often."""
+        """Raise a ValueError for reentrant gradient checkpointing on several processes. With it, every forward pass
+        triggers a gradient reduction of its own, but DDP allows only one per step."""
         args = self.policy.args
         reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
         if args.gradient_checkpointing and reentrant and self.policy.ranks.number > 1:
@@ -109,20 +149,25 @@ class PackedForward:
             )
 
     def _check_options(self) -> None:
+        """Raise a ValueError if an option does not allow packing."""
         args, model = self.policy.args, self.policy.model
-        if what := moved("shared_prefix_training"):
-            raise ValueError(what)
+        if difference := moved("shared_prefix_training"):
+            raise ValueError(difference)
         if args.per_device_train_batch_size == 1:
             raise ValueError("a single row shares nothing: set `per_device_train_batch_size` to at least 2")
         if args.torch_compile:
-            raise ValueError("every batch would be compiled anew: set `torch_compile=False`")
+            raise ValueError("every batch would be compiled again: set `torch_compile=False`")
         if isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
             raise ValueError("virtual tokens stand before every row: train LoRA, or the whole model")
         if (adapter := whole_row_adapter(model)) is not None:
             raise ValueError(f"the model has {adapter}: train plain LoRA, or the whole model")
 
     def _try(self) -> None:
-        """Compare a few rows: no list of models knows which of them read more than tokens, order and mask."""
+        """
+        Compare the log-probabilities of a few random rows with and without packing. Raise a ValueError if they differ.
+
+        Some models read more than tokens, their order and a mask. No list of models says which, so try it.
+        """
         model: Any = self.policy.model
         accelerator = self.policy.accelerator
         generator = torch.Generator().manual_seed(0)
@@ -144,33 +189,52 @@ class PackedForward:
             model.train(training)
         error = (found["on"] - found["off"]).abs().mean().item()
         exact = model.dtype == torch.float32 and accelerator.mixed_precision == "no"
-        if error > (1e-3 if exact else 0.1):
+        tolerance = 1e-3 if exact else 0.1
+        if error > tolerance:
             raise ValueError(
                 f"{type(unwrapped(self.policy, model)).__name__} gives packed rows other log-probabilities "
-                f"({error:.1e} on average): it looks at more than tokens, their order and a mask (learned positions, "
-                "attention sinks)"
+                f"(difference {error:.1e} on average): it reads more than tokens, their order and a mask (learned "
+                "positions, attention sinks)"
             )
 
     def own_attention(self) -> AbstractContextManager:
-        """Generation is the model's own: nothing is packed there."""
-        return nullcontext() if self.mode == "off" else own_attention(unwrapped(self.policy, self.policy.model))
+        """Give the model its original attention for generation, where no rows are packed."""
+        if self.mode == "off":
+            return nullcontext()
+        return own_attention(unwrapped(self.policy, self.policy.model))
 
     def check_lengths(self, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> None:
-        """Raise where a row does not fit into a sequence, before anything is computed of the batch."""
+        """Raise a ValueError if a row of a new batch does not fit into a sequence. Every process must call this."""
         if self.token_budget is not None:
-            longest = max((len(p) + len(c) for p, c in zip(prompt_ids, completion_ids, strict=True)), default=0)
+            longest = 0
+            for prompt, completion in zip(prompt_ids, completion_ids, strict=True):
+                longest = max(longest, len(prompt) + len(completion))
             check_fits(self.policy.ranks.most(longest), self.token_budget)
 
     def regrouped(self, batches: list[RowDict]) -> list[RowDict]:
-        """Return as many micro-batches of the same rows. The rows of a prompt are in as few as possible; none of them
-        leaves its [`window`]."""
+        """
+        Exchange rows between micro-batches, so that the rows of a prompt are in as few micro-batches as possible.
+
+        Args:
+            batches (`list[RowDict]`):
+                Micro-batches of a generation batch.
+
+        Returns:
+            `list[RowDict]`: The same number of micro-batches with the same rows. Each row stays in its [`window`].
+        """
         grouped: list[RowDict] = []
         for start in range(0, len(batches), self.window):
             grouped += self._grouped(batches[start : start + self.window])
         return grouped
 
     def _grouped(self, batches: list[RowDict]) -> list[RowDict]:
-        rows = {key: v if v.dim() == 0 else torch.cat([b[key] for b in batches]) for key, v in batches[0].items()}
+        """Exchange rows between the micro-batches of one window."""
+        rows: RowDict = {}
+        for key, value in batches[0].items():
+            if value.dim() == 0:  # one number for the whole generation batch
+                rows[key] = value
+            else:
+                rows[key] = torch.cat([batch[key] for batch in batches])
         order = torch.tensor(group_rows(*row_tokens(rows), num_batches=len(batches)))
         return split_tensor_dict(select_rows(rows, order.to(rows["prompt_ids"].device)), len(batches))
 
@@ -185,7 +249,18 @@ class PackedForward:
         compute_entropy: bool = False,
         **kwargs: Any,
     ) -> tuple[Any, Any, Any]:
-        """Return what `own_pass`, TRL's, returns for these arguments. It is called if packing does not pay."""
+        """
+        Compute the log-probabilities of completions from packed rows. If packing does not pay, call TRL's own pass.
+
+        Args:
+            own_pass (`Callable`):
+                TRL's `_get_per_token_logps_and_entropies`.
+            model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, kwargs:
+                Arguments of `own_pass`.
+
+        Returns:
+            `tuple`: Log-probabilities `(B, T)`; entropies `(B, T)`, or None without `compute_entropy`; None.
+        """
         if self._changes_positions(input_ids):
             options = {"batch_size": batch_size, "compute_entropy": compute_entropy, **kwargs}
             return own_pass(model, input_ids, attention_mask, logits_to_keep, **options)
@@ -198,30 +273,49 @@ class PackedForward:
                 found = own_pass(model, ids, mask, logits_to_keep, compute_entropy=compute_entropy, **kwargs)
             parts.append(found)
         logps, entropies, *_ = zip(*parts, strict=True)
-        return torch.cat(logps), torch.cat(entropies) if compute_entropy else None, None
+        if not compute_entropy:
+            return torch.cat(logps), None, None
+        return torch.cat(logps), torch.cat(entropies), None
 
     def _changes_positions(self, input_ids: torch.Tensor) -> bool:
         """
-        Return whether the width of the rows changes their rotary factors.
+        Return whether the rows are so long that their rotary factors depend on the number of columns.
 
-        TRL counts positions from the first column, and packed rows count them from the first token. TRL's own pass is
-        then the only one with TRL's factors. Processes that must make equally many passes decide together.
+        TRL counts positions from the first column, but packed rows count them from the first token. So only TRL's own
+        pass then has the same factors. With a token budget, all processes must make the same number of forward passes,
+        so they decide together.
         """
         if self.longest is None:
             return False
         width = input_ids.shape[1]
-        return (width if self.token_budget is None else self.policy.ranks.most(width)) > self.longest
+        if self.token_budget is not None:
+            width = self.policy.ranks.most(width)
+        return width > self.longest
 
     def _packs(self, batches: list[tuple[Any, Any]], width: int) -> list[list[list[int]]]:
-        """Rows of each sequence of each batch. Every process makes as many forward passes, because collective calls
-        (sharded weights, buffers) belong to them: where others have more sequences, the last ones are of no row."""
-        budget = self.token_budget
-        if budget is None:
-            return [[list(range(len(ids)))] for ids, _ in batches]
-        packs = [
-            split_rows(computed_tokens(*_sides(ids, mask, width)), budget=budget, min_saved=self.min_saved)
-            for ids, mask in batches
-        ]
+        """
+        Distribute the rows of batches over sequences.
+
+        All processes get the same number of sequences, because forward passes can contain collective calls (sharded
+        weights, buffers). If other processes have more sequences, the last sequences of this process have no rows.
+
+        Args:
+            batches (`list[tuple]`):
+                Token ids and masks of each batch, both `(B, L)`.
+            width (`int`):
+                Number of completion tokens in the padded rows.
+
+        Returns:
+            `list[list[list[int]]]`: For each batch, for each of its sequences: numbers of the rows in it.
+        """
+        packs: list[list[list[int]]] = []
+        if self.token_budget is None:
+            for ids, _ in batches:
+                packs.append([list(range(len(ids)))])
+            return packs
+        for ids, mask in batches:
+            tokens = computed_tokens(*_sides(ids, mask, width))
+            packs.append(split_rows(tokens, budget=self.token_budget, min_saved=self.min_saved))
         if self.policy.ranks.number == 1:
             return packs
         most = self.policy.ranks.most(max(map(len, packs)))
@@ -230,28 +324,65 @@ class PackedForward:
     def _packed_logps(
         self, model: Any, ids: torch.Tensor, mask: torch.Tensor, width: int, packs: list[list[int]]
     ) -> tuple[Any, Any, None] | None:
-        """Log-probabilities and entropies `(B, T)`; `None` where TRL's own pass is to compute them."""
-        sides = _sides(ids, mask, width)
-        options: dict[str, Any] = dict(min_saved=self.min_saved, block=BLOCK if ids.is_cuda else None)
-        sequences = [pack_rows(*(side[rows] for side in sides), **options) for rows in packs]
-        ratio = sum(rows.num_tokens for rows in sequences) / max(sum(rows.num_unique for rows in sequences), 1)
-        # TRL's own pass is one, and its tokens are not bounded: more sequences are packed whatever they share.
+        """
+        Compute log-probabilities from packed rows.
+
+        Args:
+            model (`Any`):
+                Model in training, or reference model.
+            ids (`torch.Tensor`):
+                Token ids `(B, L)`.
+            mask (`torch.Tensor`):
+                Attention mask `(B, L)`.
+            width (`int`):
+                Number T of completion tokens in the padded rows.
+            packs (`list[list[int]]`):
+                Numbers of the rows in each sequence.
+
+        Returns:
+            `tuple` or `None`: Log-probabilities `(B, T)`; entropies `(B, T)` or None; None. None instead of the tuple
+            if packing does not pay.
+        """
+        prompts, prompt_mask, completions, completion_mask = _sides(ids, mask, width)
+        block = BLOCK if ids.is_cuda else None
+        sequences = []
+        for rows in packs:
+            sequence = pack_rows(
+                prompts[rows],
+                prompt_mask[rows],
+                completions[rows],
+                completion_mask[rows],
+                min_saved=self.min_saved,
+                block=block,
+            )
+            sequences.append(sequence)
+        num_tokens = sum(sequence.num_tokens for sequence in sequences)
+        num_computed = sum(sequence.num_unique for sequence in sequences)
+        ratio = num_tokens / max(num_computed, 1)
+        # TRL's pass cannot keep the token budget. So pack several sequences even if they share few tokens.
         packed = len(packs) > 1 or ratio >= PAYS_FROM[self.mode]
         if torch.is_grad_enabled() and self.policy.model.training:
-            # Of this process alone: the main one's are logged, and a gather per pass is not worth the rest.
+            # TRL logs the values of the main process. A mean over processes would cost a gather in every pass.
             self.policy.log_metric("packing/token_ratio", ratio)
             self.policy.log_metric("packing/packed", packed)
-            self.policy.log_metric("packing/sequences", len([rows for rows in packs if rows]))
-            if ids.is_cuda:  # where attention is compiled
+            self.policy.log_metric("packing/sequences", len(list(filter(None, packs))))
+            if ids.is_cuda:  # only there attention is compiled
                 self.policy.log_metric("packing/compilations", num_compilations())
         if not packed:
             return None
-        order = torch.tensor([i for rows in packs for i in rows], device=ids.device).argsort()
-        logps, entropies = zip(*(self._sequence_logps(model, rows) for rows in sequences), strict=True)
-        without = entropies[0] is None  # the reference has none
-        return torch.cat(logps)[order], None if without else torch.cat(entropies)[order], None
+        logps, entropies, numbers = [], [], []
+        for rows, sequence in zip(packs, sequences, strict=True):
+            sequence_logps, sequence_entropies = self._sequence_logps(model, sequence)
+            logps.append(sequence_logps)
+            entropies.append(sequence_entropies)
+            numbers += rows
+        order = torch.tensor(numbers, device=ids.device).argsort()
+        if entropies[0] is None:  # the reference model returns no entropies
+            return torch.cat(logps)[order], None, None
+        return torch.cat(logps)[order], torch.cat(entropies)[order], None
 
     def _sequence_logps(self, model: Any, rows: PackedRows) -> tuple[Any, Any]:
+        """Return log-probabilities and entropies, if the model computes them, of the rows of one sequence."""
         with _scored_only(unwrapped(self.policy, model), rows.scored), self.policy.accelerator.autocast():
             outputs = model(
                 input_ids=rows.input_ids,
@@ -261,15 +392,18 @@ class PackedForward:
                 fused_lm_head=True,
                 packed_rows=rows,
             )
-        return rows.unpack(outputs.log_probs), None if outputs.entropy is None else rows.unpack(outputs.entropy)
+        logps = rows.unpack(outputs.log_probs)
+        if outputs.entropy is None:
+            return logps, None
+        return logps, rows.unpack(outputs.entropy)
 
 
-def looks_at_micro_batches(args: Any) -> bool:
+def looks_at_micro_batches(args: "ExplorationConfig") -> bool:
     """
-    Return whether TRL's loss computes something from a micro-batch alone.
+    Return whether TRL's loss computes a value from each micro-batch alone.
 
-    `loss_type="bnpo"` and the entropy bonus average over the tokens of a micro-batch. `top_entropy_quantile` chooses
-    among them.
+    `loss_type="bnpo"` and the entropy bonus average over the tokens of a micro-batch. `top_entropy_quantile` selects
+    tokens of a micro-batch.
     """
     return (
         args.loss_type == "bnpo"
@@ -280,19 +414,25 @@ def looks_at_micro_batches(args: Any) -> bool:
 
 
 def unwrapped(policy: Any, model: Any) -> Any:
-    """The causal language model without the wrappers of accelerate and PEFT."""
+    """Return the causal language model without the wrappers of accelerate and PEFT."""
     model = policy.accelerator.unwrap_model(model)
-    return model.get_base_model() if isinstance(model, PeftModel) else model
+    if isinstance(model, PeftModel):
+        return model.get_base_model()
+    return model
 
 
 def _sides(ids: torch.Tensor, mask: torch.Tensor, width: int) -> tuple[torch.Tensor, ...]:
-    """Prompts and completions with their masks, as [`pack_rows`] takes them."""
+    """Divide padded rows into prompts, their masks, completions of `width` columns, and their masks."""
     return ids[:, :-width], mask[:, :-width], ids[:, -width:], mask[:, -width:]
 
 
 @contextmanager
 def _scored_only(model: Any, scored: torch.Tensor) -> Iterator[None]:
-    """Let the LM head see one hidden state for every token that is scored: a position may predict several."""
+    """
+    Pass only the hidden states at the positions `scored` to the LM head inside the `with` block.
+
+    `scored` has one entry per completion token. A position occurs several times if different tokens follow it.
+    """
 
     def select(module: Any, args: Any, output: Any) -> Any:
         output.last_hidden_state = output.last_hidden_state[:, scored]

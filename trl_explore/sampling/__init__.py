@@ -1,1 +1,1 @@
-"""Sampling: what happens inside `generate`."""
+"""Sampling of continuations with transformers: entropies, shared prefixes, and keys and values that are kept."""

@@ -1,8 +1,8 @@
-"""Options of `generate` that count from the start of a completion, for prefixes that end inside one.
+"""Options of `generate` that count from the start of a completion, for prefixes that end inside a completion.
 
-`generate` takes all tokens that it is given for the prompt. If a prefix already holds a part of the completion, an
-option such as `min_new_tokens` would count anew from the end of the prefix, and the rest of the completion would come
-from another distribution than a whole completion.
+`generate` treats all its input tokens as the prompt. If a prefix already contains the beginning of a completion,
+options such as `min_new_tokens` would start to count at the end of the prefix. The rest of the completion would then
+come from another distribution than a completion that is sampled in one piece.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ from trl_explore.rows.rollouts import Part
 from trl_explore.sampling.generation import language_model
 from trl_explore.sampling.paths import effective_options
 
-# Options that read the prompt, or count tokens from its end, with the values that do nothing.
+# Options that read the prompt or count tokens from its end. The values listed here switch the option off.
 COUNTED: dict[str, tuple[Any, ...]] = {
     "encoder_repetition_penalty": (None, 1.0),
     "encoder_no_repeat_ngram_size": (None, 0),
@@ -39,49 +39,57 @@ GUIDANCE: dict[str, tuple[Any, ...]] = {"guidance_scale": (None, 1, 1.0)}
 
 
 def options_from_the_start(options: Mapping[str, Any]) -> list[str]:
-    """Return the names of the options in effect that count from the start of a completion."""
+    """Return the names of the active options that count from the start of a completion."""
     return [name for name, neutral in (COUNTED | GUIDANCE).items() if options.get(name) not in neutral]
 
 
 @contextmanager
 def counted_from_the_start(model: Any, prefixes: Sequence[list[int]], parts: Sequence[Part]) -> Iterator[None]:
     """
-    Let `model.generate` count options from the start of each row's completion.
+    Replace `model.generate`, so that options count from the start of each row's completion.
 
-    Rows of the call must be `prefixes`, padded on the left. Processors of transformers do the work, one for each row
-    and told where its prompt ends. Where no option counts, `generate` is left as it is.
+    The replacement gives each row its own logits processors of transformers, which know where the prompt of the row
+    ends. If no such option is active, it calls the original `generate` with the same arguments.
+
+    Args:
+        model (`Any`):
+            Model on which TRL calls `generate`.
+        prefixes (`Sequence[list[int]]`):
+            Rows `[R][T_i]` of the call, which TRL pads on the left.
+        parts (`Sequence[Part]`):
+            Position of each row's new tokens in its completion, `[R]`.
     """
-    own = model.generate
+    original = model.generate
 
     def generate(**inputs: Any) -> torch.Tensor:
         config = inputs.pop("generation_config")
         options = effective_options(model, config)
         names = options_from_the_start(vars(options))
         if not any(part.begun for part in parts) and "forced_eos_token_id" not in names:
-            names = []  # `generate` counts from the start already
-        counted = {name: vars(options)[name] for name in COUNTED if name in names}
+            names = []  # all prefixes end where a completion starts, so `generate` counts correctly
+        counted = {name: getattr(options, name) for name in names if name in COUNTED}
         if counted:
-            rows = _OfEachRow(prefixes, parts, counted, options, input_ids=inputs["input_ids"])
-            inputs["logits_processor"] = LogitsProcessorList([rows])
+            per_row = _ProcessorsPerRow(prefixes, parts, counted, options, input_ids=inputs["input_ids"])
+            inputs["logits_processor"] = LogitsProcessorList([per_row])
         if "guidance_scale" in names:
             inputs |= _unguided(prefixes, parts, pad_id=options.pad_token_id, device=inputs["input_ids"].device)
         with _unset(config, counted), _unset(model.generation_config, counted):
             with _unset(language_model(model).generation_config, counted):
-                return own(**inputs, generation_config=config)
+                return original(**inputs, generation_config=config)
 
-    before = vars(model).get("generate")  # None: the method of its class
-    vars(model)["generate"] = generate
+    was_replaced = "generate" in vars(model)  # False: `generate` is a method of the class
+    model.generate = generate
     try:
         yield
     finally:
-        if before is None:
-            del vars(model)["generate"]
+        if was_replaced:
+            model.generate = original
         else:
-            vars(model)["generate"] = before
+            del model.generate
 
 
-class _OfEachRow(LogitsProcessor):
-    """Processors of each row, which count from the start of its completion."""
+class _ProcessorsPerRow(LogitsProcessor):
+    """Logits processors that differ from row to row, because each row's completion starts in another column."""
 
     def __init__(
         self,
@@ -92,17 +100,17 @@ class _OfEachRow(LogitsProcessor):
         *,
         input_ids: torch.Tensor,
     ) -> None:
-        self.of_rows = [
-            _processors(prefix, part, counted, options, width=input_ids.shape[1], device=input_ids.device)
-            for prefix, part in zip(prefixes, parts, strict=True)
-        ]
+        width, device = input_ids.shape[1], input_ids.device
+        self.processors: list[LogitsProcessorList] = []  # one list per row
+        for prefix, part in zip(prefixes, parts, strict=True):
+            self.processors.append(_processors(prefix, part, counted, options, width=width, device=device))
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        copies = len(scores) // len(self.of_rows)  # beams of a row stand next to each other
+        num_beams = len(scores) // len(self.processors)  # the beams of a row are neighbours
         processed: list[Any] = []
         for row in range(len(scores)):
-            own: Any = self.of_rows[row // copies]
-            processed.append(own(input_ids[row : row + 1], scores[row : row + 1]))
+            processors: Any = self.processors[row // num_beams]
+            processed.append(processors(input_ids[row : row + 1], scores[row : row + 1]))
         found: Any = torch.cat(processed)
         return found
 
@@ -110,8 +118,9 @@ class _OfEachRow(LogitsProcessor):
 def _processors(
     prefix: list[int], part: Part, counted: dict[str, Any], options: GenerationConfig, *, width: int, device: Any
 ) -> LogitsProcessorList:
-    """Return the processors of one row, in the order of `generate`. `width` is that of the padded rows."""
-    start = width - part.begun  # the column in which the completion begins
+    """Return the logits processors of one row, in the order of `generate`. `width` is the number of tokens of the
+    padded rows."""
+    start = width - part.begun  # the column in which the completion starts
     prompt: Any = torch.tensor([prefix[: len(prefix) - part.begun]], device=device)
     ends: Any = torch.tensor(options.eos_token_id, device=device).flatten()
     processors = LogitsProcessorList()
@@ -132,11 +141,15 @@ def _processors(
 
 
 def _unguided(prefixes: Sequence[list[int]], parts: Sequence[Part], *, pad_id: int, device: Any) -> dict[str, Any]:
-    """Return the rows that `guidance_scale` compares with: the last token of each prompt and the completion so far."""
+    """Return the unconditional rows that `guidance_scale` compares with. Each has the last token of the prompt and
+    the completion so far, as `generate` builds them for a completion that is sampled in one piece."""
     rows = [prefix[-part.begun - 1 :] for prefix, part in zip(prefixes, parts, strict=True)]
     width = max(map(len, rows))
-    ids = [[pad_id] * (width - len(row)) + row for row in rows]
-    mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
+    ids, mask = [], []
+    for row in rows:
+        num_padding = width - len(row)
+        ids.append([pad_id] * num_padding + row)
+        mask.append([0] * num_padding + [1] * len(row))
     return {
         "negative_prompt_ids": torch.tensor(ids, device=device),
         "negative_prompt_attention_mask": torch.tensor(mask, device=device),
@@ -145,10 +158,12 @@ def _unguided(prefixes: Sequence[list[int]], parts: Sequence[Part], *, pad_id: i
 
 @contextmanager
 def _unset(config: GenerationConfig, names: Iterable[str]) -> Iterator[None]:
-    """Take options out of a configuration for a while."""
-    before = {name: vars(config)[name] for name in names}
-    vars(config).update(dict.fromkeys(before))
+    """Set options of `config` to None inside the `with` block."""
+    before = {name: getattr(config, name) for name in names}
+    for name in before:
+        setattr(config, name, None)
     try:
         yield
     finally:
-        vars(config).update(before)
+        for name, value in before.items():
+            setattr(config, name, value)

@@ -7,28 +7,38 @@ from trl_explore.rows.ranks import Ranks
 
 class TokenCount:
     """
-    Tokens that the policy has sampled in training since the run began, trained or not.
+    Number of tokens that the policy has sampled in training since the run began.
 
-    `own` is the number on this process. `total` is the number on all processes, as of the last generation batch.
-    Prompts, answers of tools and completions of evaluations are not counted.
+    The number includes tokens that are never trained. It excludes prompts, answers of tools and completions of
+    evaluations.
+
+    Attributes:
+        own (`int`):
+            Number on this process.
+        total (`int`):
+            Number on all processes at the end of the last generation batch.
     """
 
     def __init__(self) -> None:
         self.own = self.total = 0
 
     def begin(self, own: int = 0, total: int = 0) -> None:
-        """Start from the numbers of a checkpoint, or from 0."""
+        """Start from `own` and `total` of a checkpoint, or from 0."""
         self.own, self.total = own, total
 
     def add(self, token_ids: Sequence[Sequence[int]]) -> None:
-        """Count continuations `[R][T_i]` that were sampled on this process."""
-        self.own += sum(len(ids) for ids in token_ids)
+        """Count the tokens of continuations `[R][T_i]` that were sampled on this process."""
+        self.own += sum(map(len, token_ids))
 
     def add_returned(self, token_ids: Sequence[Sequence[int]], loss_mask: Sequence[Sequence[int]] | None) -> None:
-        """Count completions `[R][T_i]` that were sampled elsewhere; 0 in `loss_mask` marks an environment's tokens."""
-        self.own += sum(map(len, token_ids)) if loss_mask is None else sum(map(sum, loss_mask))
+        """Count the tokens of completions `[R][T_i]` that TRL or a rollout function sampled. A 0 in `loss_mask`
+        `[R][T_i]` marks a token of an environment, which is not counted."""
+        if loss_mask is None:
+            self.add(token_ids)
+        else:
+            self.own += sum(map(sum, loss_mask))
 
     def sum_up(self, ranks: Ranks) -> int:
-        """Return `total`, added up over all processes; every process calls it."""
+        """Set `total` to the sum of `own` over all processes, and return it. Every process must call this."""
         self.total = int(ranks.gathered(self.own).sum())
         return self.total

@@ -1,15 +1,16 @@
-"""Keys and values of sampled paths, kept while a rollout grows from them: nothing is encoded twice.
+"""A cache of keys and values for all tokens of a rollout, so that no prefix is encoded twice.
 
-A search asks for continuations of what it has just sampled. `generate` would encode the whole path again with every
-call, and take longer to be set up than a tiny model takes to answer. A [`PathCache`] keeps what the model computed for
-every token, found by the tokens before it, and decodes in a loop of its own with transformers' logits processors.
+A tree search continues the completions that it has just sampled. `generate` would encode the whole prefix again in
+every call, and its set-up takes longer than the forward passes of a tiny model. A [`PathCache`] keeps the keys and
+values of every token and finds them by the tokens before it. It samples in its own loop, with the logits processors of
+transformers.
 """
 
 import copy
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import (
@@ -33,8 +34,9 @@ from trl_explore.sampling.generation import (
 )
 from trl_explore.sampling.positions import fixed_rotary_length
 
-FIRST_SLOTS = 1024
-# What the loop below does as `generate` does; with anything else that is set, `generate` samples.
+FIRST_SLOTS = 1024  # tokens for which memory is allocated first
+
+# Options that the loop below follows exactly as `generate` does. If another option is set, `generate` samples.
 OPTIONS = {"do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "max_length"}
 OPTIONS |= {
     "_from_model_config",
@@ -45,16 +47,16 @@ OPTIONS |= {
     "use_cache",
     "transformers_version",
 }
-ONE_IS_NONE = {"num_beams", "num_return_sequences", "length_penalty", "typical_p", "guidance_scale"}
-INPUTS = {"input_ids", "attention_mask", "position_ids", "use_cache"}
+ONE_IS_NONE = {"num_beams", "num_return_sequences", "length_penalty", "typical_p", "guidance_scale"}  # 1: switched off
+INPUTS = {"input_ids", "attention_mask", "position_ids", "use_cache"}  # arguments that the model must have
 
 
 def effective_options(model: Any, config: GenerationConfig) -> GenerationConfig:
-    """A configuration with the model's own where it says nothing, as `generate` reads it."""
+    """Return a copy of `config` in which the model's own options and `generate`'s defaults fill the missing ones."""
     options = copy.deepcopy(config)
     options.update(**language_model(model).generation_config.to_dict(), defaults_only=True, allow_custom_entries=True)
     if options.top_k is None:
-        options.top_k = 50  # of the defaults of `generate` the one that does something
+        options.top_k = 50  # the only default of `generate` that has an effect
     return options
 
 
@@ -64,46 +66,59 @@ def why_not(model: Any, options: GenerationConfig, *, eos_token_ids: Sequence[in
 
     Args:
         model (`Any`):
-            Model as `generate` is called on it, with adapters.
+            Model on which `generate` is called, with its adapters.
         options ([`~transformers.GenerationConfig`]):
             Options from [`effective_options`].
         eos_token_ids (`Sequence[int]`, *optional*):
-            Tokens at which TRL cuts a completion. If `generate` ends rows at others, it pads them, and TRL keeps the
-            padding.
+            Tokens at which TRL cuts a completion. If `generate` ends rows at other tokens, it pads them, and TRL keeps
+            the padding.
+
+    Returns:
+        `str` or `None`: Noun for messages, such as "the sampling options num_beams".
     """
     inner = language_model(model)
     config = inner.config
-    missing = (INPUTS | {cache_argument(inner)}) - set(inspect.signature(inner.forward).parameters)
-    given = {
-        name for name, value in options.to_diff_dict().items() if value and not (name in ONE_IS_NONE and value == 1)
-    }
-    unknown = sorted(given - OPTIONS)
-    devices = {parameter.device for parameter in inner.parameters()}
+    unknown = []
+    for name, value in options.to_diff_dict().items():
+        switched_off = not value or (name in ONE_IS_NONE and value == 1)
+        if not switched_off and name not in OPTIONS:
+            unknown.append(name)
+    unknown.sort()
     if eos_token_ids is not None and _end_tokens(options) != set(eos_token_ids):
         unknown.append("eos_token_id")
     if unknown:
         return f"the sampling options {', '.join(unknown)}"
     if (adapter := whole_row_adapter(model)) is not None:
         return adapter
+    missing = (INPUTS | {cache_argument(inner)}) - set(inspect.signature(inner.forward).parameters)
     if config.is_encoder_decoder or config.get_text_config(decoder=True) is not config or missing:
         return f"the inputs of {type(inner).__name__}"
     if any(type(layer) is not DynamicLayer for layer in DynamicCache(config=config).layers):
         return f"layers of {type(inner).__name__} that keep less, or more, than all keys and values"
     if has_dropout(model):
         return "dropout while sampling: set it to 0"
-    return "a model on several devices" if len(devices) > 1 else None
+    devices = {parameter.device for parameter in inner.parameters()}
+    if len(devices) > 1:
+        return "a model on several devices"
+    return None
 
 
 def _end_tokens(options: GenerationConfig) -> set[int | None]:
     """Return the tokens at which `generate` ends a row."""
     ends: Any = options.eos_token_id
-    return set(ends if isinstance(ends, list) else [ends])
+    if isinstance(ends, list):
+        return set(ends)
+    return {ends}
 
 
 @contextmanager
 def without_cudnn_attention() -> Iterator[None]:
-    """Attention by kernels that take any shape. On an H100, torch 2.11 asks cuDNN first, which prepares itself for a
-    batch size and length that is new to it, as most are here, and takes three steps' time for that."""
+    """
+    Switch off cuDNN's attention kernels inside the `with` block.
+
+    On an H100, torch 2.11 prefers cuDNN. cuDNN prepares itself for every new batch size and length, and almost every
+    forward pass of the loop has a new one. The preparation takes as long as three sampling steps.
+    """
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
@@ -113,21 +128,56 @@ def without_cudnn_attention() -> Iterator[None]:
 
 
 class _Node:
-    """A token behind the tokens above it."""
+    """A token in the tree of encoded tokens. The tokens on the way from the root to the node are its prefix."""
 
     __slots__ = ("children", "slot", "used")
 
     def __init__(self, slot: int, used: int) -> None:
-        self.children: dict[int, _Node] = {}
-        self.slot, self.used = slot, used
+        self.children: dict[int, _Node] = {}  # by token id
+        self.slot = slot  # row of the pool with keys and values; -1 for the root, and if they are not kept
+        self.used = used  # number of the last call that used the node
+
+
+class _Encoded(NamedTuple):
+    """Result of encoding prefixes."""
+
+    tips: list[_Node]  # node of the last token of each prefix, `[U]`
+    cache: DynamicCache  # keys and values of all prefixes, padded on the left
+    logits: torch.Tensor  # after the last token, `(U, V)`
+    mask: torch.Tensor  # 1 for tokens, 0 for padding, `(U, L)`
+
+
+class _Run(NamedTuple):
+    """Consecutive tokens whose keys and values are in a cache, and which are to be kept."""
+
+    parent: _Node  # node before the first token
+    row: int  # row of the cache
+    column: int  # position of the first token in that row
+    ids: list[int]
 
 
 class PathCache:
     """
-    Keys and values of the tokens that the model has seen behind each other, up to `limit` tokens; those that were used
-    longest ago make room. It belongs to one rollout: the weights must not change.
+    Keys and values of the tokens of one rollout, and a sampling loop that uses them.
 
-    `asked` and `encoded` count prefix tokens: those of all rows, and those that the model was given.
+    If the cache is full, it forgets the tokens that were used longest ago. A cache is valid for one rollout only: the
+    weights must not change.
+
+    Args:
+        model (`Any`):
+            Model on which `generate` would be called, with its adapters. [`why_not`] must return None for it.
+        options ([`~transformers.GenerationConfig`]):
+            Options from [`effective_options`].
+        limit (`int`):
+            Most tokens to keep.
+
+    Attributes:
+        asked (`int`):
+            Number of prefix tokens of all rows of all calls.
+        encoded (`int`):
+            Number of prefix tokens that the model has encoded.
+        longest (`int` or `None`):
+            Most tokens of a row; see [`~trl_explore.sampling.positions.fixed_rotary_length`].
     """
 
     def __init__(self, model: Any, options: GenerationConfig, limit: int) -> None:
@@ -136,32 +186,49 @@ class PathCache:
         self.asked = self.encoded = 0
         self._root, self._now = _Node(-1, 0), 0
         self._pool: torch.Tensor | None = None  # `(slots, all keys and values of a token)`
-        self._shapes: list[tuple[int, int]] = []  # heads and their size, of keys and values of each layer in turn
-        self._free: list[int] = []
+        self._shapes: list[tuple[int, int]] = []  # heads and head size of the keys and values of each layer
+        self._free: list[int] = []  # unused slots
         self._ends = _end_tokens(options)
         self._pad = options.pad_token_id
-        takes = inspect.signature(language_model(model).forward).parameters
-        self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+        inner = language_model(model)
+        self._extra_inputs: dict[str, Any] = {}
+        if "logits_to_keep" in inspect.signature(inner.forward).parameters:
+            self._extra_inputs["logits_to_keep"] = 1
         self._cache_argument = cache_argument(model)
-        config = language_model(model).config
-        self.longest = fixed_rotary_length(config)
-        # Alibi's positions are made of the usual mask.
-        self._sdpa = config._attn_implementation == "sdpa" and not config.to_dict().get("alibi")
+        self.longest = fixed_rotary_length(inner.config)
+        # ALiBi computes its position biases from a two-dimensional mask.
+        self._sdpa = inner.config._attn_implementation == "sdpa" and not inner.config.to_dict().get("alibi")
         self.warpers = _processors(options)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens whose keys and values are kept."""
-        return (0 if self._pool is None else len(self._pool)) - len(self._free)
+        """Number of tokens whose keys and values are kept."""
+        if self._pool is None:
+            return 0
+        return len(self._pool) - len(self._free)
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the cache."""
-        return 0 if self._pool is None else self._pool.nbytes
+        """Memory of the cache in bytes."""
+        if self._pool is None:
+            return 0
+        return self._pool.nbytes
 
     def why_not(self, rows: Sequence[Sequence[int]], budgets: Sequence[int]) -> str | None:
-        """Return why [`complete`] cannot continue these rows, or None if it can."""
-        if sum(map(len, {tuple(row) for row in rows})) > self.limit:
+        """
+        Return why [`complete`] cannot continue these rows, or None if it can.
+
+        Args:
+            rows (`Sequence[Sequence[int]]`):
+                Token ids `[B][P_i]`.
+            budgets (`Sequence[int]`):
+                Most new tokens of each row, `[B]`.
+
+        Returns:
+            `str` or `None`: Noun for messages.
+        """
+        distinct = {tuple(row) for row in rows}
+        if sum(map(len, distinct)) > self.limit:
             return f"`path_cache_tokens={self.limit}`, fewer than one call's prefixes have"
         # The last token of a row is sampled, but the model never reads it.
         longest = max(map(len, rows)) + max(budgets) - 1
@@ -176,112 +243,150 @@ class PathCache:
         self, rows: Sequence[list[int]], budgets: Sequence[int], *, entropies: float | None = None
     ) -> tuple[list[list[int]], list[list[float]] | None] | None:
         """
-        One continuation of each row, up to the first end token, which is included, or the largest budget: the draws
-        are those of `generate`. `None` if [`why_not`] has a reason.
+        Sample one continuation of each row, with the same random numbers and the same result as `generate`.
 
         Args:
             rows (`Sequence[list[int]]`):
-                Token ids `[B][P_i]`, at least one each. Equal ones are encoded once.
+                Token ids `[B][P_i]`, at least one per row. Equal rows are encoded once.
             budgets (`Sequence[int]`):
-                Most new tokens of each row that may be continued later.
+                Number of new tokens of each row that a later call may continue, `[B]`. All rows are sampled up to the
+                largest budget, as `generate` does; callers cut them.
             entropies (`float`, *optional*):
-                Temperature at which the entropy behind each token is noted.
+                Temperature of the distributions whose entropies are returned. None for no entropies.
+
+        Returns:
+            `tuple` or `None`: Continuations `[B][T_i]` up to the first end token, which is included. Entropies in nats
+            of the distributions that their tokens were sampled from `[B][T_i]`, or None. None instead of both if
+            [`why_not`] returns a reason.
         """
-        paths: dict[tuple[int, ...], int] = {}
-        of_row = [paths.setdefault(tuple(row), len(paths)) for row in rows]
-        prefixes = list(paths)
         if self.why_not(rows, budgets) is not None:
             return None
+        number_of: dict[tuple[int, ...], int] = {}  # distinct prefixes, numbered
+        prefix_of = [number_of.setdefault(tuple(row), len(number_of)) for row in rows]
+        prefixes = list(number_of)
         self._now += 1
         self.asked += sum(map(len, rows))
         tips, cache, logits, mask = self._encode(prefixes)
         length = mask.shape[1]
         history = None
         if any(isinstance(warper, RepetitionPenaltyLogitsProcessor) for warper in self.warpers):
-            # `generate` does not count padding as said.
-            history = torch.tensor([[row[0]] * (length - len(row)) + row for row in rows], device=self.device)
+            # The penalty must ignore padding, as it does in `generate`. So pad each row with a token that it contains.
+            padded = [[row[0]] * (length - len(row)) + row for row in rows]
+            history = torch.tensor(padded, device=self.device)
         completions: list[list[int]] = [[] for _ in rows]
         noted: list[list[float]] = [[] for _ in rows]
-        positions = mask.sum(1, keepdim=True)
-        going = list(range(len(rows)))  # what each row of `logits` and `history` continues
-        uncertain = row_entropies(logits, temperature=entropies) if entropies is not None else None
-        drawn, picked = logits, None  # `picked`: rows of the cache that those come from, if they are others
+        positions = mask.sum(1, keepdim=True)  # number of tokens of each prefix
+        active = list(range(len(rows)))  # numbers of the rows in `logits`, `history` and `sampled`
+        uncertain = _entropies(logits, entropies)
+        selected = None  # rows that the cache must select before the next forward pass
         if len(prefixes) < len(rows):
-            picked = torch.tensor(of_row, device=self.device)
-            logits, uncertain = logits[picked], None if uncertain is None else uncertain[picked]
+            selected = torch.tensor(prefix_of, device=self.device)
+            logits = logits[selected]
+            uncertain = _select(uncertain, selected)
+        sampled = logits  # replaced by the tokens of the first step
         for step in range(max(budgets)):
             if step:
-                still = [place for place, row in enumerate(going) if completions[row][-1] not in self._ends]
-                if not still:
+                unfinished = [place for place, row in enumerate(active) if not self._has_ended(completions[row])]
+                if not unfinished:
                     break
-                if 4 * len(still) <= 3 * len(going):  # a cache is copied a few times, and not for a row or two
-                    kept = torch.tensor(still, device=self.device)
-                    going, drawn = [going[place] for place in still], drawn[kept]
-                    history = None if history is None else history[kept]
-                    picked = kept if picked is None else picked[kept]
-                if picked is not None:
-                    cache.reorder_cache(picked)  # type: ignore[arg-type]
-                    mask, positions, picked = mask[picked], positions[picked], None
-                mask = torch.cat([mask, mask.new_ones(len(going), 1)], dim=1)
-                logits = self._forward(drawn[:, None], mask, positions + step - 1, cache)
-                uncertain = row_entropies(logits, temperature=entropies) if entropies is not None else None
-            drawn = self._drawn(self.warpers(history, logits.float()), going, len(rows))  # type: ignore[arg-type]
-            history = None if history is None else torch.cat([history, drawn[:, None]], dim=1)
-            values = [0.0] * len(going) if uncertain is None else uncertain.tolist()
-            for row, token, value in zip(going, drawn.tolist(), values, strict=True):
-                if not completions[row] or completions[row][-1] not in self._ends:
+                # Dropping rows copies the cache, so do it only if at least a quarter of the rows has ended.
+                if 4 * len(unfinished) <= 3 * len(active):
+                    kept = torch.tensor(unfinished, device=self.device)
+                    active, sampled = [active[place] for place in unfinished], sampled[kept]
+                    history = _select(history, kept)
+                    selected = kept if selected is None else selected[kept]
+                if selected is not None:
+                    cache.reorder_cache(selected)  # type: ignore[arg-type]
+                    mask, positions, selected = mask[selected], positions[selected], None
+                mask = torch.cat([mask, mask.new_ones(len(active), 1)], dim=1)
+                logits = self._forward(sampled[:, None], mask, positions + step - 1, cache)
+                uncertain = _entropies(logits, entropies)
+            scores = self.warpers(history, logits.float())  # type: ignore[arg-type]
+            sampled = self._sample(scores, active, len(rows))
+            if history is not None:
+                history = torch.cat([history, sampled[:, None]], dim=1)
+            values = [0.0] * len(active) if uncertain is None else uncertain.tolist()
+            for row, token, value in zip(active, sampled.tolist(), values, strict=True):
+                if not self._has_ended(completions[row]):
                     completions[row].append(token)
                     noted[row].append(value)
-        fed = [(place, row, completions[row]) for place, row in enumerate(going)]
-        self._keep(
-            cache,
-            [(tips[of_row[row]], place, length, ids[: min(budgets[row], len(ids) - 1)]) for place, row, ids in fed
-             if ids[-1] not in self._ends],  # what has ended is not continued
-        )  # fmt: skip
-        return completions, None if entropies is None else noted
+        runs = []
+        for place, row in enumerate(active):
+            ids = completions[row]
+            if not self._has_ended(ids):  # nobody continues a completion that has ended
+                num_read = min(budgets[row], len(ids) - 1)  # the model has not read the last token
+                runs.append(_Run(tips[prefix_of[row]], place, length, ids[:num_read]))
+        self._keep(cache, runs)
+        if entropies is None:
+            return completions, None
+        return completions, noted
 
-    def _drawn(self, scores: torch.Tensor, going: list[int], num_rows: int) -> torch.Tensor:
-        """A token for each row that goes on, from as many random numbers as all rows would take."""
+    def _has_ended(self, ids: list[int]) -> bool:
+        """Return whether a completion has an end token."""
+        return bool(ids) and ids[-1] in self._ends
+
+    def _sample(self, scores: torch.Tensor, active: list[int], num_rows: int) -> torch.Tensor:
+        """Sample a token `(A,)` for each active row from `scores` `(A, V)`. Consume the random numbers of all
+        `num_rows` rows, because `generate` keeps rows that have ended."""
         if not self.options.do_sample:
             return scores.argmax(-1)
         probs = scores.softmax(-1)
-        if len(going) == num_rows:
+        if len(active) == num_rows:
             return torch.multinomial(probs, 1).squeeze(1)
-        rows = torch.tensor(going, device=self.device)
+        rows = torch.tensor(active, device=self.device)
         of_all = probs.new_ones(num_rows, probs.shape[1]).index_copy_(0, rows, probs)
         return torch.multinomial(of_all, 1).squeeze(1)[rows]
 
-    def _encode(self, prefixes: list[tuple[int, ...]]) -> tuple[list[_Node], DynamicCache, torch.Tensor, torch.Tensor]:
-        """The node of each prefix, and the model's answer to its last token: cache, logits `(U, V)`, mask `(U, L)`."""
+    def _encode(self, prefixes: list[tuple[int, ...]]) -> _Encoded:
+        """Encode the tokens of distinct prefixes that are not kept yet, and at least the last token of each."""
         known = [self._find(prefix) for prefix in prefixes]
         short = [i for i, path in enumerate(known) if len(path) < len(prefixes[i]) - 1]
-        if 0 < len(short) < len(prefixes):  # the others would be encoded again with them
-            self._encode_behind([(prefixes[i][:-1], known[i]) for i in short])
+        # In one forward pass all rows get the same number of new tokens. So first complete the prefixes with several
+        # missing tokens; otherwise the other prefixes would be encoded again with them.
+        if 0 < len(short) < len(prefixes):
+            self._encode_after([(prefixes[i][:-1], known[i]) for i in short])
             known = [self._find(prefix) for prefix in prefixes]
-        return self._encode_behind(list(zip(prefixes, known, strict=True)))
+        return self._encode_after(list(zip(prefixes, known, strict=True)))
 
-    def _encode_behind(
-        self, asked: list[tuple[tuple[int, ...], list[_Node]]]
-    ) -> tuple[list[_Node], DynamicCache, torch.Tensor, torch.Tensor]:
-        """Encode what is not kept of token sequences, at least the last token; all get as many new tokens as the one
-        that lacks most."""
+    def _encode_after(self, asked: list[tuple[tuple[int, ...], list[_Node]]]) -> _Encoded:
+        """
+        Encode token sequences in one forward pass.
+
+        All rows get the same number of new tokens: the number that the row with most missing tokens needs, at least 1.
+
+        Args:
+            asked (`list[tuple]`):
+                Token ids of each row, and the nodes of those first tokens that are kept.
+        """
         new = max(max(1, len(ids) - len(path)) for ids, path in asked)
-        paths = [path[: max(0, len(ids) - new)] for ids, path in asked]
+        paths, fresh, padded = [], [], []
+        for ids, path in asked:
+            path = path[: max(0, len(ids) - new)]
+            rest = list(ids[len(path) :])
+            paths.append(path)
+            fresh.append(rest)
+            padded.append([self._pad] * (new - len(rest)) + rest)
         old = max(map(len, paths))
-        fresh = [ids[len(path) :] for (ids, _), path in zip(asked, paths, strict=True)]
-        inputs = torch.tensor([[self._pad] * (new - len(ids)) + list(ids) for ids in fresh], device=self.device)
+        inputs = torch.tensor(padded, device=self.device)
         lengths = torch.tensor([len(ids) for ids, _ in asked], device=self.device)[:, None]
         mask = (torch.arange(old + new, device=self.device) >= old + new - lengths).long()
-        positions = lengths - 1 if new == 1 else (mask.cumsum(1) - 1).clamp(min=0)[:, old:]
+        if new == 1:
+            positions = lengths - 1
+        else:
+            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, old:]
         cache = self._gathered(paths, old)
         logits = self._forward(inputs, mask, positions, cache)
         self.encoded += sum(map(len, fresh))
-        ends = [path[-1] if path else self._root for path in paths]
-        self._keep(cache, [(ends[i], i, old + new - len(ids), list(ids)) for i, ids in enumerate(fresh)])
-        return [self._below(end, ids) for end, ids in zip(ends, fresh, strict=True)], cache, logits, mask
+        parents = [path[-1] if path else self._root for path in paths]
+        runs = []
+        for row, (parent, rest) in enumerate(zip(parents, fresh, strict=True)):
+            runs.append(_Run(parent, row, old + new - len(rest), rest))
+        self._keep(cache, runs)
+        tips = [self._below(run.parent, run.ids) for run in runs]
+        return _Encoded(tips, cache, logits, mask)
 
     def _below(self, node: _Node, ids: Iterable[int]) -> _Node:
-        """The node at the end of tokens below a node; one without a place where they are not kept."""
+        """Return the node that is reached from `node` along tokens. If one is not kept, return a node without slot."""
         for token in ids:
             found = node.children.get(token)
             if found is None:
@@ -292,21 +397,24 @@ class PathCache:
     def _forward(
         self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: DynamicCache
     ) -> torch.Tensor:
-        """Logits `(B, V)` behind the last tokens; `cache` grows."""
-        # Of a single token the mask is known, and making it would take a tiny model an eighth of its time.
-        ready = mask[:, None, None].bool() if self._sdpa and ids.shape[1] == 1 else mask
+        """Return the logits `(B, V)` after the last tokens, and add the keys and values of `ids` to `cache`."""
+        # The attention mask of a single token is `mask` itself. If transformers made it, that would take an eighth of
+        # the time of a tiny model's forward pass.
+        ready = mask
+        if self._sdpa and ids.shape[1] == 1:
+            ready = mask[:, None, None].bool()
         output = self.model(
             input_ids=ids,
             attention_mask=ready,
             position_ids=positions,
             use_cache=True,
             **{self._cache_argument: cache},
-            **self._last_logits,
+            **self._extra_inputs,
         )
         return output.logits[:, -1]
 
     def _find(self, ids: Iterable[int]) -> list[_Node]:
-        """The nodes of the longest beginning that is kept, which is used now."""
+        """Return the nodes of the longest kept prefix of `ids`, and mark them as used."""
         node, path = self._root, []
         for token in ids:
             found = node.children.get(token)
@@ -317,21 +425,23 @@ class PathCache:
             path.append(node)
         return path
 
-    # ---------------------------------------------------------------------------------------------------- the tensors
+    # ------------------------------------------------------------------------------------- tensors of keys and values
 
     def _gathered(self, paths: list[list[_Node]], width: int) -> DynamicCache:
-        """A cache with a row per path, padded on the left."""
+        """Return a cache with one row per path, padded on the left to `width` tokens."""
         cache = DynamicCache()
         if width == 0:
             return cache
         assert self._pool is not None
-        slots = [[0] * (width - len(path)) + [node.slot for node in path] for path in paths]
-        flat = self._pool[torch.tensor(slots, device=self.device).flatten()].view(len(paths), width, -1)
+        slots = []
+        for path in paths:
+            slots += [0] * (width - len(path))
+            slots += [node.slot for node in path]
+        flat = self._pool[torch.tensor(slots, device=self.device)].view(len(paths), width, -1)
         parts = flat.split([heads * size for heads, size in self._shapes], dim=-1)
-        states = [
-            part.view(len(paths), width, heads, size).transpose(1, 2)
-            for part, (heads, size) in zip(parts, self._shapes, strict=True)
-        ]
+        states = []
+        for part, (heads, size) in zip(parts, self._shapes, strict=True):
+            states.append(part.view(len(paths), width, heads, size).transpose(1, 2))
         for keys, values in zip(states[::2], states[1::2], strict=True):
             layer = DynamicLayer()
             layer.lazy_initialization(keys, values)
@@ -339,9 +449,9 @@ class PathCache:
             cache.layers.append(layer)
         return cache
 
-    def _keep(self, cache: DynamicCache, runs: list[tuple[_Node, int, int, list[int]]]) -> None:
-        """Put tokens below their nodes: node, row of the cache, place of the first token there, tokens."""
-        wanted = sum(len(ids) for *_, ids in runs)
+    def _keep(self, cache: DynamicCache, runs: list[_Run]) -> None:
+        """Add tokens to the tree, and copy their keys and values from `cache` to the pool."""
+        wanted = sum(len(run.ids) for run in runs)
         if not wanted:
             return
         if self._pool is None:
@@ -350,30 +460,32 @@ class PathCache:
             self._pool = states[0].new_empty(0, sum(heads * size for heads, size in self._shapes))
         if len(self._free) < wanted:
             self._make_room(wanted)
-        rows, places, slots = [], [], []
-        for node, row, place, ids in runs:
-            if node.slot < 0 and node is not self._root:  # above it something was not kept
+        rows, columns, slots = [], [], []
+        for run in runs:
+            node = run.parent
+            if node.slot < 0 and node is not self._root:  # a token before the run is not kept, so nobody can find it
                 continue
-            for offset, token in enumerate(ids):
+            for offset, token in enumerate(run.ids):
                 child = node.children.get(token)
                 if child is None:
                     if not self._free:
                         break
                     child = node.children[token] = _Node(self._free.pop(), self._now)
-                    rows.append(row)
-                    places.append(place + offset)
+                    rows.append(run.row)
+                    columns.append(run.column + offset)
                     slots.append(child.slot)
                 child.used = self._now
                 node = child
         if not slots:
             return
-        row_index, place_index, slot_index = torch.tensor([rows, places, slots], device=self.device)
-        new = [state[row_index, :, place_index].flatten(1) for state in _states(cache)]
+        row_index, column_index, slot_index = torch.tensor([rows, columns, slots], device=self.device)
+        new = [state[row_index, :, column_index].flatten(1) for state in _states(cache)]
         assert self._pool is not None
-        # In mixed precision, keys with rotary positions are float32 and others are not.
+        # In mixed precision, keys with rotary positions are float32 and the others are not.
         self._pool[slot_index] = torch.cat(new, dim=1).to(self._pool.dtype)
 
     def _make_room(self, wanted: int) -> None:
+        """Enlarge the pool, and forget tokens if the limit is reached, so that `wanted` tokens fit if possible."""
         assert self._pool is not None
         have = len(self._pool)
         if have < self.limit:
@@ -384,7 +496,8 @@ class PathCache:
             self._evict(max(wanted - len(self._free), self.limit // 4))
 
     def _evict(self, number: int) -> None:
-        """Forget so many tokens, if there are as many that are not used now: those used longest ago, ends first."""
+        """Forget `number` tokens that the current call does not use, or all such tokens if there are fewer. Tokens
+        that were used longest ago go first; among these, the deepest tokens go first."""
         found, open_nodes = [], [(self._root, 0)]
         while open_nodes:
             node, depth = open_nodes.pop()
@@ -392,18 +505,36 @@ class PathCache:
                 if child.used < self._now:
                     found.append((child.used, -depth, token, node))
                 open_nodes.append((child, depth + 1))
-        # A node is used whenever one below it is, so that ends come first.
+        # Whoever uses a node also uses its ancestors. So in this order a node goes only after all its descendants.
         for _, _, token, parent in sorted(found, key=lambda entry: entry[:2])[:number]:
             self._free.append(parent.children.pop(token).slot)
 
 
+def _entropies(logits: torch.Tensor, temperature: float | None) -> torch.Tensor | None:
+    """Return the entropies `(B,)` at a temperature, or None if it is None."""
+    if temperature is None:
+        return None
+    return row_entropies(logits, temperature=temperature)
+
+
+def _select(values: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor | None:
+    """Return rows of `values`, or None if `values` is None."""
+    if values is None:
+        return None
+    return values[rows]
+
+
 def _states(cache: DynamicCache) -> list[Any]:
-    """Keys and values of each layer in turn, `(B, heads, L, size)`."""
-    return [state for layer in cache.layers if isinstance(layer, DynamicLayer) for state in (layer.keys, layer.values)]
+    """Return keys and values of the first layer, of the second layer and so on, each `(B, heads, L, size)`."""
+    states: list[Any] = []
+    for layer in cache.layers:
+        if isinstance(layer, DynamicLayer):
+            states += [layer.keys, layer.values]
+    return states
 
 
 def _processors(options: GenerationConfig) -> LogitsProcessorList:
-    """transformers' processors for the options, in the order of `generate`."""
+    """Return transformers' logits processors for the options, in the order of `generate`."""
     processors = LogitsProcessorList()
     if options.repetition_penalty not in (None, 1.0):
         processors.append(RepetitionPenaltyLogitsProcessor(penalty=options.repetition_penalty))

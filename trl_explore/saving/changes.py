@@ -1,8 +1,8 @@
-"""What may change between a run and the one that goes on from its checkpoint: the table, and what is said of it.
+"""Settings that may change when a run resumes from a checkpoint, and the messages about changes.
 
-Fields that `transformers.TrainingArguments` has (learning rate, `max_steps`, logging, saving and the like) may change
-without a word, but for those that are named here. All other fields of GRPO and of the methods may change with one
-warning, but for those that are free.
+Fields of `transformers.TrainingArguments` (learning rate, `max_steps`, logging, saving and so on) may change without a
+message, except for the fields in `MOVES_DATA` and `NEEDED_BY_ROLLOUTS`. Other fields of GRPO and of the methods may
+change with one warning, and the fields in `FREE` without one.
 """
 
 from collections.abc import Collection, Mapping
@@ -10,7 +10,7 @@ from typing import Any
 
 from trl_explore.saving.plain_values import to_plain
 
-# With other values prompts would be trained twice, or left out.
+# If one of these changed, prompts would be trained twice or left out.
 MOVES_DATA = (
     "num_generations",
     "per_device_train_batch_size",
@@ -21,11 +21,11 @@ MOVES_DATA = (
     "seed",
     "train_dataset",
 )
-# With other values rollouts that are still in use would lack something, or be something else.
+# If one of these changed, the rollouts in a checkpoint would lack a tensor that the loss needs, or have a wrong one.
 NEEDED_BY_ROLLOUTS = ("beta", "use_vllm", "vllm_importance_sampling_correction", "vllm_importance_sampling_mode")
-# Not what is trained, but where and how it is done, shown, kept or published.
+# These do not change the training: they choose hardware, speed, logs, files and publishing.
 FREE = (
-    "generation_batch_size",  # says what others say
+    "generation_batch_size",  # follows from other fields
     "model_init_kwargs",
     "trust_remote_code",
     "num_generations_eval",
@@ -66,12 +66,23 @@ FREE = (
 
 
 def compared_values(values: Mapping[str, Any], free: Collection[str]) -> dict[str, Any]:
-    """Settings as a checkpoint keeps them: plain values by name, without those that are `free`."""
+    """
+    Return the settings that a checkpoint keeps, to compare them when a run resumes.
+
+    Args:
+        values (`Mapping[str, Any]`):
+            All settings of the run, by name.
+        free (`Collection[str]`):
+            Names of settings that may change without a message, in addition to `FREE`.
+
+    Returns:
+        `dict[str, Any]`: The other settings, as plain values.
+    """
     named = {*MOVES_DATA, *NEEDED_BY_ROLLOUTS}
-    kept = {name: value for name, value in values.items() if name in named or name not in {*free, *FREE}}
-    if not kept["shuffle_dataset"]:
-        kept.pop("seed")  # it moves nothing, and random states come from the checkpoint
-    return {name: _plain(value) for name, value in kept.items()}
+    left_out = {*free, *FREE} - named
+    if not values["shuffle_dataset"]:
+        left_out.add("seed")  # it does not move the data then, and random states come from the checkpoint
+    return {name: _plain(value) for name, value in values.items() if name not in left_out}
 
 
 def check_changes(
@@ -83,33 +94,66 @@ def check_changes(
     rollouts_in_use: bool,
     boundary: int,
 ) -> str | None:
-    """A warning that lists what changed, `None` for nothing; a `ValueError` for what must not change."""
-    changed = {name: (old, now[name]) for name, old in then.items() if name in now and old != now[name]}
-    moved = _said(changed, MOVES_DATA)
+    """
+    Compare the settings of a checkpoint with the settings of the run that resumes from it.
+
+    Args:
+        then (`Mapping[str, Any]`):
+            Settings in the checkpoint, from [`compared_values`].
+        now (`Mapping[str, Any]`):
+            Settings of this run, from [`compared_values`].
+        checkpoint (`str`):
+            Name of the checkpoint, for messages.
+        skips_data (`bool`):
+            True if the run skips the data that the checkpoint has already used in its epoch.
+        rollouts_in_use (`bool`):
+            True if the checkpoint has rollouts that are still trained.
+        boundary (`int`):
+            Number of steps per generation batch.
+
+    Returns:
+        `str` or `None`: A warning that lists the changes, or None if nothing changed.
+
+    Raises:
+        ValueError: If a setting changed that must not change.
+    """
+    changed: dict[str, tuple[Any, Any]] = {}
+    for name, old in then.items():
+        if name in now and old != now[name]:
+            changed[name] = (old, now[name])
+    moved = _described(changed, MOVES_DATA)
     if moved and skips_data:
         raise ValueError(
             f"{moved} since {checkpoint} was written: prompts would be trained twice or left out. Set that back, or "
-            "begin the data of this epoch anew with `ignore_data_skip=True`."
+            "start again at the first data of this epoch with `ignore_data_skip=True`."
         )
-    # Rollouts with reference log-probabilities can be trained without a KL term, not the other way round.
+    # Rollouts with reference log-probabilities can be trained without a KL term, but not the other way round.
     strict = [name for name in NEEDED_BY_ROLLOUTS if name != "beta" or then.get("beta") == 0]
-    needed = _said(changed, strict)
+    needed = _described(changed, strict)
     if needed and skips_data and rollouts_in_use:
         raise ValueError(
             f"{needed} since {checkpoint} was written, but rollouts that were made before are still in use there. Set "
-            f"that back, go on from a checkpoint between two generation batches (steps that {boundary} divides), or "
+            f"that back, resume from a checkpoint between two generation batches (steps that {boundary} divides), or "
             "drop these rollouts with `ignore_data_skip=True`."
         )
-    said = _said(changed, changed)
-    return f"{said} since {checkpoint} was written; the new values hold from here on." if said else None
+    if not changed:
+        return None
+    return f"{_described(changed, changed)} since {checkpoint} was written; the new values hold from here on."
 
 
-def _said(changed: Mapping[str, tuple[Any, Any]], names: Collection[str]) -> str:
-    changes = [(name, *changed[name]) for name in names if name in changed]
-    return ", ".join(f"`{name}` changed from {old!r} to {new!r}" for name, old, new in changes)
+def _described(changed: Mapping[str, tuple[Any, Any]], names: Collection[str]) -> str:
+    """Return a list of the changes of `names`, for messages. It is empty if none of them changed."""
+    changes = []
+    for name in names:
+        if name in changed:
+            old, new = changed[name]
+            changes.append(f"`{name}` changed from {old!r} to {new!r}")
+    return ", ".join(changes)
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, list | tuple):  # which of them depends on who read the configuration
+    """Return a setting as a plain value; a tuple becomes a list."""
+    # The same setting is a list or a tuple, depending on the source of the configuration (Python, YAML, flags).
+    if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return to_plain(value, other=repr)

@@ -1,4 +1,4 @@
-"""Checkpoints: the state of each process in them, which ones are whole, and files of a run beside them."""
+"""Checkpoints: the state of each process, complete and incomplete checkpoints, and further files of a run."""
 
 import json
 import math
@@ -18,7 +18,17 @@ EARLIER = "_earlier-{number}"
 
 
 def save_state(state: dict[str, Any], folder: str | Path, *, rank: int) -> None:
-    """Write one process's state; an interrupted write leaves the old file or none."""
+    """
+    Write the state of one process. If the write is interrupted, the previous file is unchanged.
+
+    Args:
+        state (`dict[str, Any]`):
+            Values that `torch.load(weights_only=True)` can read.
+        folder (`str` or `Path`):
+            Folder of the checkpoint.
+        rank (`int`):
+            Rank of the process.
+    """
     os.makedirs(folder, exist_ok=True)
     path = Path(folder) / STATE_FILE.format(rank=rank)
     with whole_file(path) as part:
@@ -26,7 +36,23 @@ def save_state(state: dict[str, Any], folder: str | Path, *, rank: int) -> None:
 
 
 def load_state(folder: str | Path, *, rank: int, world_size: int) -> dict[str, Any] | None:
-    """Read one process's state: `None` where a plain `GRPOTrainer` made the checkpoint."""
+    """
+    Read the state of one process.
+
+    Args:
+        folder (`str` or `Path`):
+            Folder of the checkpoint.
+        rank (`int`):
+            Rank of the process.
+        world_size (`int`):
+            Number of processes of this run.
+
+    Returns:
+        `dict[str, Any]` or `None`: The state. None if the checkpoint was written by TRL's `GRPOTrainer`.
+
+    Raises:
+        ValueError: If another number of processes wrote the checkpoint.
+    """
     found = len(list(Path(folder).glob(STATE_FILE.format(rank="*"))))
     if not found:
         return None
@@ -40,18 +66,21 @@ def load_state(folder: str | Path, *, rank: int, world_size: int) -> dict[str, A
 
 
 def is_complete(folder: str | Path) -> bool:
-    """Whether a checkpoint has its trainer state, which is written last, and the state of every process, all whole."""
+    """Return whether a checkpoint has a readable trainer state, which is written last, and the states of all processes
+    that wrote it."""
     states = sorted(Path(folder).glob(STATE_FILE.format(rank="*")))
     try:
         json.loads((Path(folder) / TRAINER_STATE).read_text())
-        written_by = torch.load(states[0], weights_only=True, mmap=True).get("num_processes", 1) if states else 0
+        if not states:
+            return True  # a checkpoint of TRL's `GRPOTrainer`
+        num_processes = torch.load(states[0], weights_only=True, mmap=True).get("num_processes", 1)
     except (OSError, ValueError, EOFError, RuntimeError):
         return False
-    return len(states) >= written_by
+    return len(states) >= num_processes
 
 
 def checkpoint_folders(output_dir: str | Path) -> list[Path]:
-    """Return the folders `checkpoint-<step>` in a run's folder, the newest first."""
+    """Return the folders `checkpoint-<step>` in the folder of a run, newest first."""
     pattern = re.compile(r"checkpoint-(\d+)$")
     steps = {}
     for path in Path(output_dir).glob("checkpoint-*"):
@@ -63,14 +92,15 @@ def checkpoint_folders(output_dir: str | Path) -> list[Path]:
 
 def last_complete_checkpoint(output_dir: str | Path) -> tuple[str | None, list[str]]:
     """
-    The newest checkpoint that is whole.
+    Find the newest complete checkpoint.
 
     Args:
         output_dir (`str` or `Path`):
-            Folder that holds `checkpoint-<step>` folders.
+            Folder with `checkpoint-<step>` folders.
 
     Returns:
-        `tuple[str | None, list[str]]`: Its path, and the newer ones passed over because they are incomplete.
+        `tuple[str | None, list[str]]`: Path of the newest complete checkpoint, or None. Paths of newer, incomplete
+        checkpoints.
     """
     skipped: list[str] = []
     for folder in checkpoint_folders(output_dir):
@@ -83,24 +113,65 @@ def last_complete_checkpoint(output_dir: str | Path) -> tuple[str | None, list[s
 def next_batch(
     position: dict[str, Any], epoch_steps: float, *, batches_per_step: int, finished: bool
 ) -> tuple[int, int, bool]:
-    """Where a run goes on: epoch, batches of it to skip, and whether the checkpoint's epoch has yet to end."""
+    """
+    Return the position in the data at which a resumed run continues.
+
+    Args:
+        position (`dict[str, Any]`):
+            Position in the checkpoint: `epoch`; `batches` of the epoch that were used; `ended`, True if `on_epoch_end`
+            has run; `stopped`, True if training was to stop.
+        epoch_steps (`float`):
+            Number of steps of an epoch.
+        batches_per_step (`int`):
+            Number of batches per step.
+        finished (`bool`):
+            True if the training of this run is already complete.
+
+    Returns:
+        `tuple[int, int, bool]`: Epoch to continue, number of its batches to skip, and True if `on_epoch_end` must
+        still run for the epoch of the checkpoint.
+    """
     epoch, batches = position["epoch"], position["batches"]
-    whole = math.ceil(batches / batches_per_step) >= epoch_steps
-    owes_end = not position["ended"] and (whole or finished)
-    # An epoch may also be ended early, by a callback; where training was to stop, that was no end of the data.
-    ended = whole or (position["ended"] and not position["stopped"])
-    return (epoch, batches, owes_end) if finished or not ended else (epoch + 1, 0, owes_end)
+    all_used = math.ceil(batches / batches_per_step) >= epoch_steps
+    owes_end = not position["ended"] and (all_used or finished)
+    # A callback may end an epoch early; the next epoch follows then. But if training was to stop, the epoch ended
+    # before its data did, so continue with the rest of its data.
+    ended = all_used or (position["ended"] and not position["stopped"])
+    if ended and not finished:
+        return epoch + 1, 0, owes_end
+    return epoch, batches, owes_end
 
 
 def path_inside(folder: str | Path, name: str, *, field: str, suffix: str = ".jsonl") -> Path:
-    """A path inside the output folder, as the configuration's `field` names it; a `ValueError` for others."""
+    """
+    Return the path of a file or folder in the output folder.
+
+    Args:
+        folder (`str` or `Path`):
+            Output folder.
+        name (`str`):
+            Path relative to the output folder.
+        field (`str`):
+            Field of the configuration that has the name, for messages.
+        suffix (`str`, *optional*, defaults to `".jsonl"`):
+            Ending of the name. `""` for a folder.
+
+    Returns:
+        `Path`: The path.
+
+    Raises:
+        ValueError: If the path is outside the output folder, has another ending, or is in a folder of checkpoints or
+            of an earlier run.
+    """
     root = Path(folder).resolve()
     path = (root / name).resolve()
     if not path.is_relative_to(root) or path == root:
         raise ValueError(f"`{field}={name!r}` must name a file inside `output_dir` ({folder}).")
     if path.suffix != suffix:
-        wanted = f"end in {suffix}" if suffix else "be the name of a folder, without a dot"
-        raise ValueError(f"`{field}={name!r}` must {wanted}: the model and its checkpoints have the other names.")
+        wanted = "be the name of a folder, without a dot"
+        if suffix:
+            wanted = f"end in {suffix}"
+        raise ValueError(f"`{field}={name!r}` must {wanted}: the model and its checkpoints use other names.")
     first = path.relative_to(root).parts[0]
     if first.startswith(("checkpoint-", "_")):
         raise ValueError(f"`{field}={name!r}`: {first!r} is the name of a folder of checkpoints or of an earlier run.")
@@ -108,7 +179,7 @@ def path_inside(folder: str | Path, name: str, *, field: str, suffix: str = ".js
 
 
 def set_aside(folder: str | Path, files: Iterable[Path]) -> Path | None:
-    """Move files of an earlier run into the folder `_earlier-<number>`; `None` where there are none."""
+    """Move files of an earlier run into a new folder `_earlier-<number>`, and return it. None if no file exists."""
     found = [path for path in files if path.is_file()]
     if not found:
         return None
@@ -121,7 +192,8 @@ def set_aside(folder: str | Path, files: Iterable[Path]) -> Path | None:
 
 
 def set_aside_checkpoints(folder: str | Path) -> Path | None:
-    """Move the checkpoints of an earlier run into the folder `_earlier-<number>`. None if there are none."""
+    """Move the checkpoints of an earlier run into a new folder `_earlier-<number>`, and return it. None if no
+    checkpoint exists."""
     found = checkpoint_folders(folder)
     if not found:
         return None
@@ -133,6 +205,7 @@ def set_aside_checkpoints(folder: str | Path) -> Path | None:
 
 
 def _next_earlier(folder: str | Path) -> Path:
+    """Return the first path `_earlier-<number>` that does not exist."""
     number = 1
     while (target := Path(folder) / EARLIER.format(number=number)).exists():
         number += 1

@@ -1,4 +1,4 @@
-"""Short names for long things, so that a file can say what it was made from."""
+"""Fingerprints of models and tokenizers, so that a file can say from which of them it was made."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ NUM_PROBES = 256
 
 
 def digest(parts: Iterable[bytes]) -> str:
-    """16 hexadecimal digits of SHA-256 over byte strings; where one ends and the next begins counts."""
+    """Return the first 16 hexadecimal digits of a SHA-256 over byte strings and their lengths."""
     found = hashlib.sha256()
     for part in parts:
         found.update(len(part).to_bytes(8) + part)
@@ -24,15 +24,18 @@ def digest(parts: Iterable[bytes]) -> str:
 
 
 def weight_probes(model: torch.nn.Module) -> Iterator[bytes]:
-    """A few hundred numbers of each parameter, which any training step changes; of sharded ones on every process."""
+    """Yield a few hundred numbers of each parameter as bytes, which change in every training step. Sharded parameters
+    are gathered, so all processes must call this."""
     for parameter in model.parameters():
-        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        flat = whole.detach().flatten()
+        values: torch.Tensor = parameter
+        if isinstance(parameter, DTensor):
+            values = parameter.full_tensor()
+        flat = values.detach().flatten()
         yield flat[:: max(1, flat.numel() // NUM_PROBES)].cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def folder_probes(folder: Path) -> Iterator[bytes]:
-    """The same of a saved model, without loading it: names, sizes and some bytes of the files with weights."""
+    """Yield the names and sizes of the weight files of a saved model, and some of their bytes, without loading it."""
     for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
         size = path.stat().st_size
         with open(path, "rb") as file:
@@ -43,9 +46,11 @@ def folder_probes(folder: Path) -> Iterator[bytes]:
 
 
 def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """SHA-256 of what token ids mean: equal for tokenizers that give every id the same meaning."""
+    """Return a SHA-256 of the vocabulary and the special tokens. It is equal for tokenizers whose ids have the same
+    meaning."""
     vocabulary = tokenizer.get_vocab() | tokenizer.get_added_vocab()
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-    # Trainers pad with the end token where there is no other: the fingerprint is the same before and after that.
-    meaning = [sorted(vocabulary.items()), eos, eos if pad is None else pad]
+    if pad is None:
+        pad = eos  # trainers set this themselves, so the fingerprint must be the same before and after that
+    meaning = [sorted(vocabulary.items()), eos, pad]
     return hashlib.sha256(json.dumps(meaning).encode()).hexdigest()

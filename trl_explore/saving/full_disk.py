@@ -1,17 +1,17 @@
-"""What a disk without room looks like, whichever library wrote to it."""
+"""Detection of errors that a full disk causes, in Python and in libraries that write files."""
 
 import errno
 import re
 
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-# safetensors and torch raise errors of their own.
+# Texts of errors of safetensors and torch, which raise no OSError for a full disk.
 SAID = re.compile(
     r"No space left on device|Disk quota exceeded|File too large|PytorchStreamWriter failed writing file"
 )
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-    """Whether an error, or one behind it, is that of a disk without room."""
+    """Return whether a full disk caused an error, or one of the errors that led to it."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in NO_ROOM or SAID.search(str(error)):
             return True

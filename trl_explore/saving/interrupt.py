@@ -1,4 +1,4 @@
-"""Ctrl-C that keeps the work: the first one saves a checkpoint at the next step boundary, the second one aborts."""
+"""Handling of Ctrl-C in training: the first saves a checkpoint at the end of the step, the second aborts."""
 
 import os
 import signal
@@ -14,11 +14,14 @@ FIRST_NOTICE = b"\nInterrupted: saving a checkpoint at the end of this step, the
 
 class InterruptCallback(TrainerCallback):
     """
-    Turns the first Ctrl-C during training into a resumable checkpoint and an orderly stop.
+    Saves a resumable checkpoint and stops the training after the first Ctrl-C.
 
-    The handler lives from the beginning to the end of training. `Trainer.train` skips `on_train_end` when it raises,
-    so callers that go on afterwards call [`~InterruptCallback.restore`] in a `finally`. `interrupted` says whether
-    Ctrl-C was pressed, on this rank or (after the next step) on any other.
+    The signal handler is installed from the beginning to the end of training. If `Trainer.train` raises an exception,
+    it does not call `on_train_end`. So call [`~InterruptCallback.restore`] in a `finally` block.
+
+    Attributes:
+        interrupted (`bool`):
+            True if Ctrl-C was pressed on this process, or before the end of the last step on any other process.
     """
 
     def __init__(self) -> None:
@@ -29,7 +32,8 @@ class InterruptCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        # Python allows handlers in the main thread only. An ignored SIGINT (background job of a script) stays ignored.
+        # Python allows handlers only in the main thread. If SIGINT is ignored (in a background job of a script), it
+        # must stay ignored.
         in_main_thread = threading.current_thread() is threading.main_thread()
         if in_main_thread and not self._installed and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
             self._previous = signal.signal(signal.SIGINT, self._handle)
@@ -39,13 +43,15 @@ class InterruptCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         if args.world_size > 1:
-            # The signal reaches the ranks at different steps; one that stopped alone would leave the others waiting.
+            # The signal reaches the processes at different steps. If one of them stopped alone, the others would wait
+            # for it, so all stop together.
             flag = torch.tensor([self.interrupted], dtype=torch.int32, device=args.device)
             self.interrupted = bool(gather(flag).sum())
         if self.interrupted:
             args.save_only_model = False  # without the optimizer the checkpoint could not be resumed
             control.should_save = True
-            control.should_evaluate = False  # would delay the stop, and with save_strategy="best" cancel the save
+            # An evaluation would delay the stop. With `save_strategy="best"` it could also cancel the save.
+            control.should_evaluate = False
             control.should_training_stop = True
 
     def on_train_end(
@@ -54,7 +60,7 @@ class InterruptCallback(TrainerCallback):
         self.restore()
 
     def restore(self) -> None:
-        """Puts the handler back that was there before training; harmless when there is nothing to put back."""
+        """Restore the handler from before the training, if this callback has replaced it."""
         if self._installed:
             signal.signal(signal.SIGINT, self._previous or signal.SIG_DFL)
             self._installed = False
@@ -63,4 +69,4 @@ class InterruptCallback(TrainerCallback):
         if self.interrupted:
             raise KeyboardInterrupt
         self.interrupted = True
-        os.write(2, FIRST_NOTICE)  # print may be in the middle of a write of its own
+        os.write(2, FIRST_NOTICE)  # not `print`, because the signal may have interrupted a `print`

@@ -11,14 +11,14 @@ from trl_explore.errors import UsageError
 
 
 def cache_root(cache_dir: str | os.PathLike[str] | None = None) -> Path:
-    """Return the folder of the cache: `cache_dir`, or else `$TRL_EXPLORE_CACHE`, or else `~/.cache/trl-explore`."""
+    """Return the folder of the cache: `cache_dir` if given, then `$TRL_EXPLORE_CACHE`, then `~/.cache/trl-explore`."""
     return Path(
         cache_dir or os.environ.get("TRL_EXPLORE_CACHE") or Path.home() / ".cache" / "trl-explore"
     ).expanduser()
 
 
 def check_cache(folder: Path) -> None:
-    """Raise a UsageError if a folder is not writable. Call this before minutes of work whose result goes there."""
+    """Raise a UsageError if a folder is not writable. Call this before a model for the folder is trained."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -30,7 +30,7 @@ def check_cache(folder: Path) -> None:
 
 
 def publish(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Save a model and its tokenizer. `folder` exists only after both are complete, also if the process is killed."""
+    """Save a model and its tokenizer in `folder`. Even if the process is killed, `folder` is complete or absent."""
     unfinished = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}")
     unfinished.mkdir(parents=True)
     try:
@@ -38,7 +38,7 @@ def publish(model: Any, tokenizer: Any, folder: Path) -> None:
         tokenizer.save_pretrained(unfinished)
         unfinished.rename(folder)
     except OSError:
-        # Another process has published the same model in the meantime: keep its copy.
+        # If `folder` exists now, another process has saved the same model in the meantime: keep its copy.
         if not folder.is_dir():
             raise
     finally:

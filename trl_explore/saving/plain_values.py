@@ -1,4 +1,4 @@
-"""Values of data sets and tables in a form that `torch.load(weights_only=True)` reads, and back again."""
+"""Conversion of values of data sets and tables to a form that `torch.load(weights_only=True)` reads, and back."""
 
 from collections.abc import Callable
 from datetime import date, datetime, time, timedelta
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 PLAIN = (type(None), bool, int, float, str, torch.Tensor)
-# By the name that stands in the file: a type, and how its text is read. A time zone comes back as its offset.
+# By the name in the file: a type, and the function that reads it from text. A time zone is read as its UTC offset.
 TEXTS: dict[str, tuple[type, Callable[[str], Any]]] = {
     "date": (date, date.fromisoformat),
     "datetime": (datetime, datetime.fromisoformat),
@@ -19,7 +19,21 @@ TEXTS: dict[str, tuple[type, Callable[[str], Any]]] = {
 
 
 def to_plain(value: Any, *, other: Callable[[Any], Any] | None = None) -> Any:
-    """A value without objects, which [`from_plain`] takes back; `other` says what stands for unknown types."""
+    """
+    Convert a value to numbers, texts, tensors, lists, dictionaries and pairs of them. [`from_plain`] converts it back.
+
+    Args:
+        value (`Any`):
+            The value.
+        other (`Callable`, *optional*):
+            Function that converts values of unknown types. What it returns is not converted back.
+
+    Returns:
+        `Any`: The plain value.
+
+    Raises:
+        TypeError: If a value has an unknown type and `other` is None. The message is the name of the type.
+    """
     kind = type(value)
     if kind in PLAIN or (isinstance(value, torch.Tensor) and not value.requires_grad):
         return value
@@ -37,7 +51,9 @@ def to_plain(value: Any, *, other: Callable[[Any], Any] | None = None) -> Any:
         if kind is of_text:
             return name, str(value)
     if isinstance(value, np.ndarray | np.generic) and value.dtype.names is None:
-        form = "scalar" if isinstance(value, np.generic) else "array"
+        form = "array"
+        if isinstance(value, np.generic):
+            form = "scalar"
         if value.dtype.hasobject:
             return form, ["O", list(value.shape), to_plain(value.ravel().tolist(), other=other)]
         return form, [value.dtype.str, list(value.shape), to_plain(value.tobytes())]
@@ -50,20 +66,20 @@ def without_numpy(value: Any, *, where: str) -> Any:
     """
     Replace NumPy scalars by Python numbers and texts, in dictionaries, lists and tuples.
 
-    `torch.save` writes NumPy values, but `torch.load(weights_only=True)` cannot read them. So a checkpoint with NumPy
-    values could be saved, but not resumed.
+    `torch.save` writes NumPy values, but `torch.load(weights_only=True)` cannot read them. A run could save a
+    checkpoint with NumPy values, but no run could resume from it.
 
     Args:
         value (`Any`):
-            The value. Objects of other types are returned unchanged.
+            The value. Values of other types are kept unchanged.
         where (`str`):
-            Name of the value, for the error.
+            Name of the value, for error messages.
 
     Returns:
         `Any`: A copy without NumPy scalars.
 
     Raises:
-        TypeError: If there is a NumPy array, or a NumPy scalar that is no number or text.
+        TypeError: If the value contains a NumPy array, or a NumPy scalar that is neither a number nor a text.
     """
     kind = type(value)
     if kind is dict:
@@ -84,7 +100,7 @@ def without_numpy(value: Any, *, where: str) -> Any:
 
 
 def from_plain(value: Any) -> Any:
-    """Undo [`to_plain`]."""
+    """Convert the result of [`to_plain`] back to the original value."""
     if type(value) is list:
         return [from_plain(item) for item in value]
     if type(value) is dict:
@@ -107,4 +123,6 @@ def from_plain(value: Any) -> Any:
     else:
         array = np.frombuffer(from_plain(items), dtype=kind).copy()
     array = array.reshape(shape)
-    return array[()] if name == "scalar" else array
+    if name == "scalar":
+        return array[()]
+    return array

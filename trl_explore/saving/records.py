@@ -1,4 +1,4 @@
-"""Files of records: JSON lines behind a header that says what they hold and what they depend on."""
+"""Files of records: JSON lines after a header with the kind of the records and the settings of their run."""
 
 import json
 import os
@@ -12,11 +12,23 @@ FORMAT = 1
 
 
 class FileRefusedError(ValueError):
-    """A file that was written for something else, or that something else has changed."""
+    """A file has another kind or other settings than expected, or another program has changed it."""
 
 
 def write_records(path: str | Path, kind: str, header: dict[str, Any], records: Iterable[dict[str, Any]] = ()) -> None:
-    """Write a header and records as JSON lines; an interrupted write leaves the old file or none."""
+    """
+    Write a header and records as JSON lines. If the write is interrupted, the previous file is unchanged.
+
+    Args:
+        path (`str` or `Path`):
+            The file.
+        kind (`str`):
+            Kind of the records, such as "completions".
+        header (`dict[str, Any]`):
+            Settings that the records depend on.
+        records (`Iterable[dict[str, Any]]`, *optional*):
+            The records.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as part, open(part, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
@@ -29,8 +41,24 @@ def write_records(path: str | Path, kind: str, header: dict[str, Any], records: 
 def read_records(
     path: str | Path, kind: str, *, is_valid: Callable[[dict[str, Any]], bool]
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Header and records of a file of [`write_records`]; a last line that an interruption cut off is left out."""
-    # The part behind the last newline is empty, or a line that was cut off and that `append_lines` would remove.
+    """
+    Read a file of [`write_records`], without an incomplete last line.
+
+    Args:
+        path (`str` or `Path`):
+            The file.
+        kind (`str`):
+            Expected kind of the records.
+        is_valid (`Callable`):
+            Function that returns whether a record has the expected entries.
+
+    Returns:
+        `tuple`: Header and records.
+
+    Raises:
+        FileRefusedError: If the file has another kind or format, or a record is not valid.
+    """
+    # The text after the last newline is empty or an incomplete line, which `append_lines` would also remove.
     lines = Path(path).read_bytes().split(b"\n")[:-1]
     try:
         header = json.loads(lines[0])
@@ -38,7 +66,7 @@ def read_records(
     except (ValueError, LookupError, TypeError):
         found = None, None
     if found[0] != kind:
-        raise FileRefusedError(f"{path} is not a file of {kind}: its first line does not say so. Name another file.")
+        raise FileRefusedError(f"{path} is not a file of {kind}: its header has another kind. Name another file.")
     if found[1] != FORMAT:
         raise FileRefusedError(
             f"{path} has format {found[1]!r} of {kind}, and this version reads format {FORMAT}. Delete it, or name "
@@ -64,11 +92,31 @@ def check_same(
     remedy: str,
     hashed: Mapping[str, str] = {},
 ) -> None:
-    """Refuse a file whose header says other settings; where these are `hashed`, say what decides them."""
-    changes = [
-        f"other {name} ({hashed[name]})" if name in hashed else f"{name}={header.get(name)!r}, now {value!r}"
-        for name, value in settings.items()
-        if header.get(name) != value
-    ]
+    """
+    Raise a FileRefusedError if the header of a file has other settings than this run.
+
+    Args:
+        path (`Path`):
+            The file.
+        what (`str`):
+            Plural noun for the records, for the message.
+        header (`dict[str, Any]`):
+            Header of the file.
+        settings (`dict[str, Any]`):
+            Settings of this run.
+        remedy (`str`):
+            Sentence that ends the message.
+        hashed (`Mapping[str, str]`, *optional*):
+            Descriptions of settings that the header has as hashes, by name. The message has the description instead of
+            the hashes.
+    """
+    changes = []
+    for name, value in settings.items():
+        if header.get(name) == value:
+            continue
+        if name in hashed:
+            changes.append(f"other {name} ({hashed[name]})")
+        else:
+            changes.append(f"{name}={header.get(name)!r}, now {value!r}")
     if changes:
         raise FileRefusedError(f"{path} holds {what} of other settings: {'; '.join(changes)}. {remedy}")

@@ -1,4 +1,4 @@
-"""Files that are either whole or not there, and files that only grow."""
+"""Files that are written completely or not at all, and files to which lines are appended."""
 
 import json
 import os
@@ -10,7 +10,8 @@ from typing import Any
 
 @contextmanager
 def whole_file(path: str | Path) -> Iterator[Path]:
-    """Yields what to write: it becomes the file at the block's end; until then the file is as it was."""
+    """Yield a path to write to. At the end of the `with` block, this file replaces the file `path`. If an exception
+    ends the block, the file `path` is unchanged."""
     path = Path(path)
     part = path.with_name(path.name + ".part")
     try:
@@ -21,9 +22,9 @@ def whole_file(path: str | Path) -> Iterator[Path]:
 
 
 def append_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    """Append JSON lines; a line that an earlier interruption cut off is removed first."""
+    """Append records as JSON lines. First remove an incomplete last line, which an interrupted call leaves."""
     text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-    data = text.encode(errors="backslashreplace")  # half a surrogate pair, as JSON writes it
+    data = text.encode(errors="backslashreplace")  # a lone surrogate has no UTF-8; JSON escapes it in this way
     if not data:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -39,39 +40,51 @@ def append_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
 
 
 def file_size(path: Path) -> int:
-    """Bytes of a file; 0 where there is none."""
-    return path.stat().st_size if path.is_file() else 0
+    """Return the size of a file in bytes, or 0 if it does not exist."""
+    if not path.is_file():
+        return 0
+    return path.stat().st_size
 
 
 def cut_file(path: Path, size: int) -> None:
-    """Take a file back to an earlier length; a shorter or missing one stays as it is."""
+    """Cut a file to `size` bytes. A shorter or missing file is not changed."""
     if file_size(path) > size:
         os.truncate(path, size)
 
 
 class MethodFile:
-    """A file that a method appends to and a resumed run takes back to its checkpoint; `path=None`: there is none."""
+    """
+    A file to which a method appends records. A resumed run cuts it to its size at the checkpoint.
+
+    Args:
+        path (`Path`, *optional*):
+            The file. None if the method writes no file.
+        writes (`bool`, *optional*, defaults to `True`):
+            Whether this process writes to the file.
+    """
 
     def __init__(self, path: Path | None, *, writes: bool = True) -> None:
         self.path, self._writes = path, writes and path is not None
 
     @property
     def size(self) -> int:
-        """Bytes, for the checkpoint: what comes after them is written again by a run that goes on from there."""
-        return 0 if self.path is None else file_size(self.path)
+        """Size in bytes, for the checkpoint. Later records are cut off and written again by a run that resumes."""
+        if self.path is None:
+            return 0
+        return file_size(self.path)
 
     def append(self, records: Iterable[dict[str, Any]]) -> None:
-        """Append JSON objects, one per line."""
+        """Append records as JSON lines."""
         if self._writes:
             assert self.path is not None
             append_lines(self.path, records)
 
     def may_resume(self, size: int) -> bool:
-        """Whether the file still has all that a checkpoint with this size knew of, and that was something."""
+        """Return whether `size`, the size in a checkpoint, is positive and the file has at least as many bytes."""
         return 0 < size <= self.size
 
     def cut_back(self, size: int) -> None:
-        """Take the file back to the size in a checkpoint; a shorter or missing one stays as it is."""
+        """Cut the file to its size in a checkpoint. A shorter or missing file is not changed."""
         if self._writes:
             assert self.path is not None
             cut_file(self.path, size)

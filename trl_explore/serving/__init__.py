@@ -1,1 +1,1 @@
-"""vLLM: what a trainer and a server agree on, and weights through files."""
+"""Sampling with vLLM: checks of a server, requests with any number of samples, and weight transfer through files."""

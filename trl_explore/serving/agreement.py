@@ -1,4 +1,4 @@
-"""What a trainer and a vLLM server must agree on, and the command that mends a disagreement."""
+"""Checks that a vLLM server fits a trainer. The errors have the command that starts a fitting server."""
 
 import hashlib
 import os
@@ -6,19 +6,37 @@ import platform
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
 WEIGHT_SYNCS = ("auto", "nccl", "file")
-# Sizes by which models of one kind differ; a server that has another value of one of them has another model.
+# Fields of a model's configuration. If one differs, the server serves another model.
 SIZES = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 
-_held: dict[str, IO[str]] = {}
+_held: dict[str, IO[str]] = {}  # open lock files of the servers that this process uses, by name
 
 
 def serve_command(model: str, *, backend: str, port: int = 8000, max_model_len: int | None = None) -> str:
-    """The shell command of a server that a trainer can use; the context needed is by default the model's own."""
-    length = "" if max_model_len is None else f" --max-model-len {max_model_len}"
+    """
+    Return the shell command that starts a vLLM server for a trainer.
+
+    Args:
+        model (`str`):
+            Name or folder of the model.
+        backend (`str`):
+            Way in which weights reach the server, `"nccl"` or `"file"`.
+        port (`int`, *optional*, defaults to `8000`):
+            Port of the server.
+        max_model_len (`int`, *optional*):
+            Most tokens of a prompt with its completion. By default the limit of the model.
+
+    Returns:
+        `str`: The command.
+    """
+    length = ""
+    if max_model_len is not None:
+        length = f" --max-model-len {max_model_len}"
     return (
         f"VLLM_SERVER_DEV_MODE=1 vllm serve {model} --port {port}{length} --weight-transfer-config "
         f"""'{{"backend": "{backend}"}}' --logprobs-mode processed_logprobs --max-logprobs -1"""
@@ -26,16 +44,30 @@ def serve_command(model: str, *, backend: str, port: int = 8000, max_model_len: 
 
 
 def wait_until_healthy(url: str, *, seconds: float, command: str) -> None:
-    """Wait for a server that may still be loading its model. ConnectionError, with the `command` that starts it, if
-    nothing that is a vLLM server answers in time."""
+    """
+    Wait for a server that may still be loading its model.
+
+    Args:
+        url (`str`):
+            Address of the server.
+        seconds (`float`):
+            Longest time to wait.
+        command (`str`):
+            Command that starts the server, for the message.
+
+    Raises:
+        ConnectionError: If no vLLM server answers in time.
+    """
     deadline, found = time.monotonic() + seconds, "nothing answers there"
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({})) if _is_local(url) else None
+    open_url: Callable[..., Any] = urllib.request.urlopen
+    if _is_local(url):  # a proxy could not reach a server on this machine
+        open_url = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
     while True:
         try:
-            with (opener.open if opener else urllib.request.urlopen)(f"{url}/health", timeout=max(seconds, 1)):
+            with open_url(f"{url}/health", timeout=max(seconds, 1)):
                 return
         except urllib.error.HTTPError as error:
-            found = f"what answers there is no vLLM server, or one that has failed (status {error.code})"
+            found = f"the program that answers there is no vLLM server, or one that has failed (status {error.code})"
         except OSError as error:
             found = f"nothing answers there ({error})"
         if time.monotonic() >= deadline:
@@ -59,40 +91,88 @@ def check_server(
     url: str,
     command: str,
 ) -> None:
-    """ValueError, with the `command` that mends it, for the first of a server's settings (`vllm_config` of its
-    `/server_info`; its model's configuration, where that can be read here) that does not fit the run."""
-    for name in SIZES if served is not None else ():
+    """
+    Check that the settings of a server fit the run.
+
+    Args:
+        info (`dict[str, Any]`):
+            `vllm_config` of the server's `/server_info`.
+        served (`dict[str, Any]`, *optional*):
+            Text configuration of the server's model. None if it cannot be read on this machine.
+        trained (`dict[str, Any]`):
+            Text configuration of the model in training.
+        backend (`str`):
+            Way in which weights reach the server, `"nccl"` or `"file"`.
+        url (`str`):
+            Address of the server, for the messages.
+        command (`str`):
+            Command that starts a fitting server, for the messages.
+
+    Raises:
+        ValueError: If the server has another model or another way of weight transfer.
+    """
+    for name in SIZES:
         if served is not None and served.get(name) != trained.get(name):
             raise ValueError(
                 f"the vLLM server at {url} serves another model ({info['model_config']['model']!r}): its `{name}` is "
-                f"{served.get(name)}, that of the model in training is {trained.get(name)}. Restart it with "
+                f"{served.get(name)}, but for the model in training it is {trained.get(name)}. Restart it with "
                 f"`{command}`."
             )
     transfer = info["weight_transfer_config"]
     if transfer is None or transfer["backend"] != backend:
-        found = "none" if transfer is None else repr(transfer["backend"])
+        found = "none"
+        if transfer is not None:
+            found = repr(transfer["backend"])
         raise ValueError(
             f"weights are to travel by {backend!r}, but the weight-transfer engine of the vLLM server at {url} is "
-            f"{found}. Restart it with `{command}`, or set `vllm_weight_sync` to what it has."
+            f"{found}. Restart it with `{command}`, or set `vllm_weight_sync` to the engine of the server."
         )
 
 
 def check_vocabulary(ours: str, theirs: str, *, url: str, command: str) -> None:
-    """ValueError if the same tokens do not mean the same text on both sides, spaces apart."""
+    """
+    Check that trainer and server decode the same tokens to the same text, apart from spaces.
+
+    Args:
+        ours (`str`):
+            Text of some tokens with the tokenizer of the trainer.
+        theirs (`str`):
+            Text of the same tokens with the tokenizer of the server.
+        url (`str`):
+            Address of the server, for the message.
+        command (`str`):
+            Command that starts the server, for the message.
+
+    Raises:
+        ValueError: If the texts differ.
+    """
     ours, theirs = "".join(ours.split()), "".join(theirs.split())
     if ours != theirs:
-        place = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), 0)
+        place = 0
+        for position, (our_character, their_character) in enumerate(zip(ours, theirs, strict=False)):
+            if our_character != their_character:
+                place = position
+                break
         raise ValueError(
-            f"the vLLM server at {url} has another tokenizer: what reads {ours[place : place + 20]!r} here reads "
-            f"{theirs[place : place + 20]!r} there. Restart it with `{command} --tokenizer FOLDER`, with the folder "
-            "or name of the tokenizer that is passed as `processing_class`."
+            f"the vLLM server at {url} has another tokenizer: it decodes the tokens of "
+            f"{ours[place : place + 20]!r} to {theirs[place : place + 20]!r}. Restart it with "
+            f"`{command} --tokenizer FOLDER`, where FOLDER is the folder or the name of the tokenizer that is passed "
+            "as `processing_class`."
         )
 
 
 def hold(url: str) -> None:
-    """Take a server for the trainers of this process, until it ends. RuntimeError if another process on this machine
-    has it, or there is no safe place for a lock."""
-    import fcntl  # the configuration of every trainer imports this module, also on systems without file locks
+    """
+    Lock a server for the trainers of this process, until the process ends or calls [`release`].
+
+    Args:
+        url (`str`):
+            Address of the server.
+
+    Raises:
+        RuntimeError: If another process on this machine has locked the server, or a lock cannot be made safely.
+    """
+    import fcntl  # not at the top: every trainer imports this module, also on systems without file locks
 
     name = _lock_name(url)
     if name in _held:
@@ -106,14 +186,14 @@ def hold(url: str) -> None:
         owner = file.read().strip() or "unknown"
         file.close()
         raise RuntimeError(
-            f"another trainer (process {owner}) uses the vLLM server at {url}: each would sample from the weights of "
-            "the other. Start a second server with another `--port` and pass its `vllm_server_port`, or end that "
-            "process."
+            f"another trainer (process {owner}) uses the vLLM server at {url}: each trainer would sample from the "
+            "weights of the other. Start a second server with another `--port` and pass its `vllm_server_port`, or "
+            "end that process."
         ) from None
     except OSError as error:
         raise RuntimeError(
-            f"the folder {folder} cannot hold the lock of a vLLM server: {error}. It must be a folder, and no link to "
-            "one, that only you can write to, on a disk that knows file locks: remove what is there, or set the "
+            f"the folder {folder} cannot hold the lock of a vLLM server: {error}. It must be a folder and not a link, "
+            "only you may have the right to write to it, and its disk must support file locks. Remove it, or set the "
             "environment variable TRL_EXPLORE_CACHE to another folder."
         ) from error
     file.truncate(0)
@@ -123,13 +203,14 @@ def hold(url: str) -> None:
 
 
 def release(url: str) -> None:
-    """Let go of a server that this process holds."""
+    """Unlock a server that this process has locked."""
     _held.pop(_lock_name(url)).close()
 
 
 def _lock_name(url: str) -> str:
+    """Return the name of the lock file of a server."""
     url = url.rstrip("/").replace("//localhost", "//127.0.0.1").replace("//0.0.0.0", "//127.0.0.1")
-    # The machine is in the name, because several may share a home folder.
+    # The name depends on the machine, because several machines may share a home folder.
     return f"{hashlib.sha256(f'{platform.node()} {url}'.encode()).hexdigest()[:16]}.lock"
 
 
@@ -139,8 +220,9 @@ def _lock_folder() -> Path:
 
 
 def _open_lock(folder: Path, name: str) -> IO[str]:
+    """Open a lock file. Raise an OSError if another user could have replaced it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # Others must not be able to put a link there, through which a file of this user would be emptied.
+    # If another user could put a link into the folder, `hold` would empty the file to which the link points.
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         state = os.fstat(descriptor)

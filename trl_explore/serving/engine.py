@@ -1,4 +1,4 @@
-"""vLLM's side of weights that travel through files; only a vLLM server imports this."""
+"""The part of weight transfer through files that runs in a vLLM server. Only a vLLM server imports this module."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,32 +15,35 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 @dataclass
 class FileInitInfo(WeightTransferInitInfo):
-    """Nothing to agree on beforehand."""
+    """Information of the trainer before the first transfer: none."""
 
 
 @dataclass
 class FileUpdateInfo(WeightTransferUpdateInfo):
-    """What a trainer asks for."""
+    """Information of the trainer for one transfer."""
 
-    path: str  # a complete safetensors file that this process can read
-    names: list[str]  # of its tensors
+    path: str  # complete safetensors file that the server can read
+    names: list[str]  # names of all its tensors
 
 
 class FileEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
-    """Loads weights from safetensors files: for CPU servers, and for servers without a GPU network to the trainer. A
-    file that cannot be used is refused before the model is touched: the server goes on with the weights it has."""
+    """
+    Loads weights from safetensors files, for servers on a CPU or without a GPU network to the trainer.
+
+    The engine checks a file before it changes the model. If the check fails, the server keeps its weights.
+    """
 
     init_info_cls = FileInitInfo
     update_info_cls = FileUpdateInfo
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
-        """No connection to make."""
+        """Do nothing, because files need no connection."""
 
     def start_weight_update(self) -> None:
-        """Nothing yet: a model that waits for weights would be lost with the trainer that promised them."""
+        """Do nothing. If this made the model wait for weights, the end of the trainer would make it useless."""
 
     def finish_weight_update(self) -> None:
-        """Done when the file was read."""
+        """Do nothing, because the weights are complete as soon as the file is read."""
 
     def update_weights(self, update_info: dict) -> None:
         self.receive_weights(self.parse_update_info(update_info))
@@ -55,25 +58,26 @@ class FileEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
             self.model.load_weights((name, file.get_tensor(name)) for name in names)
             finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
-            # A head multiplies by a packed copy of its weight there. One that is tied to the embedding gets no weight
-            # of its own in this call, so that nothing else would renew its copy.
+            # On a CPU, vLLM multiplies by a packed copy of the head's weight. A head that is tied to the embedding has
+            # no tensor of its own in the file, so vLLM does not update the copy by itself.
             for name, module in self.model.named_modules():
                 if name.endswith("lm_head") and f"{name}.weight" not in names:
                     module.quant_method.process_weights_after_loading(module)
 
     @staticmethod
     def trainer_send_weights(*args: Any, **kwargs: Any) -> None:
-        """Older servers want it of an engine: the trainer's half, which here is writing the file."""
+        """Do nothing. Older vLLM versions require this method; our trainer writes the file instead."""
 
     def shutdown(self) -> None:
-        """Nothing is held."""
+        """Do nothing, because no resources are held."""
 
 
 def _check(update_info: FileUpdateInfo) -> None:
+    """Raise a ValueError if the file cannot be read or has other tensors than `names`."""
     try:
         with safe_open(update_info.path, framework="pt") as file:
             different = sorted(set(update_info.names) ^ set(file.keys()))
     except (OSError, SafetensorError) as error:
         raise ValueError(f"cannot read {update_info.path}: {error}") from error
     if different:
-        raise ValueError(f"{update_info.path} does not hold what was announced: {different[:5]}")
+        raise ValueError(f"{update_info.path} has other tensors than the trainer announced: {different[:5]}")

@@ -1,43 +1,76 @@
-"""The vLLM backend in a trainer: what may be asked of it, and what is said about the options."""
+"""Use of the vLLM backend by a trainer: weight updates, limits of lengths, and warnings about options."""
 
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from trl_explore.rows.policy import Policy
 from trl_explore.rows.streams import RowDict, loss_mask
 from trl_explore.serving.backend import Answer, Request, ServedGeneration
 
-MASKED_FRACTION = 0.1  # of the rows of a batch; above it the user is told
+if TYPE_CHECKING:
+    from trl_explore.trainers.config import ExplorationConfig
+
+MASKED_FRACTION = 0.1  # fraction of the rows of a batch above which a warning is given
 
 
 class Serving:
-    """Samples from vLLM, with the weights of the step: `sync_weights` sends them unless they were sent."""
+    """
+    Samples from vLLM with the weights of the current step.
+
+    Args:
+        policy ([`~trl_explore.rows.policy.Policy`]):
+            The trainer.
+        backend ([`~trl_explore.serving.backend.ServedGeneration`]):
+            The vLLM backend.
+        sync_weights (`Callable[[], None]`):
+            Function that sends the weights of the current step, if it has not done so already.
+    """
 
     def __init__(self, policy: Policy, backend: ServedGeneration, sync_weights: Callable[[], None]) -> None:
         self.policy, self.backend, self.sync_weights = policy, backend, sync_weights
         self._warned = False
 
     def check(self, longest: int | None) -> None:
-        """The longest prompt must fit; where tools or environments add to it, it is checked when it is sampled."""
+        """
+        Warn about harmful options, and check that vLLM accepts the longest prompt.
+
+        Tools and environments add tokens to a prompt later. Each request is checked again when it is sampled.
+
+        Args:
+            longest (`int`, *optional*):
+                Number of tokens of the longest prompt. None if it is not known.
+        """
         warn_about_sampling(self.policy.args)
         self.check_longest(longest)
 
     def check_longest(self, longest: int | None) -> None:
-        """Raise ValueError if vLLM does not take the longest prompt with its completion. None if the length of prompts
-        is not known."""
+        """Raise a ValueError if vLLM does not accept a prompt of `longest` tokens with its completion. Do nothing if
+        `longest` is None."""
         if longest is not None:
-            # Without a limit, vLLM ends completions at the model's context: a prompt needs room for one token.
+            # Without `max_completion_length`, vLLM ends completions at the model's limit, so one token suffices.
             self.backend.check_lengths([Request([0] * longest, 1, self.policy.args.max_completion_length or 1)])
 
     def complete(self, asked: list[Request]) -> list[list[Answer]]:
-        """Continue prefixes of this process, which may have none: `[R][num_samples_i]`."""
+        """Send the weights, and sample the continuations `[R][num_samples_i]` of this process's requests, which may be
+        none."""
         self.sync_weights()
         return self.backend.complete(asked)
 
     @contextmanager
     def budgeted(self, prefixes: list[list[int]], budgets: list[int]) -> Iterator[None]:
-        """Let TRL's own sampling ask for no more than there is room for: later turns are no whole completions."""
+        """
+        Limit the new tokens of prompts for which TRL samples inside the `with` block.
+
+        In later turns of an agent, a part of the completion's budget is already used.
+
+        Args:
+            prefixes (`list[list[int]]`):
+                Prompts, `[R][T_i]`.
+            budgets (`list[int]`):
+                Most new tokens of each prompt, `[R]`.
+        """
         self.backend.budgets = dict(zip(map(tuple, prefixes), budgets, strict=True))
         try:
             yield
@@ -45,7 +78,8 @@ class Serving:
             self.backend.budgets = {}
 
     def watch_correction(self, output: RowDict) -> None:
-        """Count rows that TRL's correction takes out of the loss, and tell the user once if they are many."""
+        """Log the fraction of rows that TRL's importance sampling correction excludes from the loss. Warn once if it
+        is large."""
         mode = self.policy.args.vllm_importance_sampling_mode
         if "importance_sampling_ratio" not in output or mode != "sequence_mask":
             return
@@ -65,21 +99,22 @@ class Serving:
             )
 
 
-def warn_about_sampling(args) -> None:
-    """Tell a user of vLLM about options that harm a run without an error."""
+def warn_about_sampling(args: "ExplorationConfig") -> None:
+    """Warn about options of vLLM that harm a run without an error."""
     cuts = {"top_p": args.top_p < 1, "top_k": args.top_k > 0, "min_p": bool(args.min_p)}
     if args.vllm_importance_sampling_correction and any(cuts.values()):
-        named = ", ".join(f"`{name}={vars(args)[name]}`" for name, cut in cuts.items() if cut)
+        named = ", ".join(f"`{name}={getattr(args, name)}`" for name, cut in cuts.items() if cut)
         warnings.warn(
-            f"{named}: vLLM reports the probabilities of the truncated distribution that it samples from, the trainer "
-            "computes those of the whole one, so every importance ratio is biased. Sample without truncation, or set "
-            "`vllm_importance_sampling_correction=False`.",
+            f"{named}: vLLM reports the probabilities of the truncated distribution that it samples from, but the "
+            "trainer computes probabilities of the whole distribution. So every importance ratio is biased. Sample "
+            "without truncation, or set `vllm_importance_sampling_correction=False`.",
             stacklevel=4,
         )
-    if "seed" in (args.generation_kwargs or {}):
+    options: dict[str, Any] = args.generation_kwargs or {}
+    if "seed" in options:
         warnings.warn(
-            f"`generation_kwargs` has `seed={args.generation_kwargs['seed']}`: vLLM then answers equal requests "
-            "equally, so that the siblings of a group and the branches of a prefix become copies of each other. "
-            "Leave `seed` out; `seed` of the configuration does not harm.",
+            f"`generation_kwargs` has `seed={options['seed']}`: vLLM then answers equal requests equally, so the "
+            "completions of a group and the branches of a prefix become copies of each other. Leave `seed` out; the "
+            "`seed` of the configuration does no harm.",
             stacklevel=4,
         )
