@@ -13,6 +13,7 @@ from world import assert_same, differ, make_trainer, never, one_batch, tiny_meth
 
 from trl_explore.credit.functions import AdvantageBatch
 from trl_explore.credit.maxrl import maxrl
+from trl_explore.credit.normalised import normalised
 from trl_explore.trainers import AutoExploreConfig, AutoExploreTrainer, ExplorationConfig, ExplorationTrainer
 
 OURS = ExplorationTrainer, ExplorationConfig
@@ -151,6 +152,68 @@ def test_a_function_cannot_change_the_rewards(tmp_path):
     assert not (trainer.scorer.totals() == 1.0).all()
 
 
+def test_functions_of_a_list_do_not_see_each_others_changes(tmp_path):
+    def halve(rewards, batch):
+        batch.rewards_per_func.zero_()
+        batch.success_rewards.zero_()
+        return batch.grpo.mul_(0.5)
+
+    expected = one_batch(make(tmp_path))["advantages"]
+    for given in ([halve, "grpo"], ["grpo", halve]):
+        trainer = make(tmp_path, advantage=given)
+        torch.testing.assert_close(one_batch(trainer)["advantages"], 1.5 * expected)
+        assert trainer.scorer.totals().any() and trainer.shaped_rewards.any()
+
+
+def test_tokens_of_a_completion_without_a_reward_get_nothing(tmp_path):
+    def own(rewards, batch):
+        per_row = batch.trainer.ranks.local(rewards.flatten()) + 1  # NaN for some rows
+        return per_row.unsqueeze(1) * batch.rows["completion_mask"]
+
+    trainer = make(tmp_path, advantage=own, reward_funcs=odd_or_none, per_device_train_batch_size=16)
+    output = one_batch(trainer)
+    unscored = trainer.scorer.totals().isnan()
+    assert unscored.any() and (output["advantages"][unscored] == 0).all()
+    assert (output["advantages"][~unscored, 0] > 0).all()
+
+
+def test_entries_of_the_same_name_have_metrics_of_their_own(tmp_path):
+    trainer = make(tmp_path, advantage=[lambda rewards: rewards + 1, lambda rewards: 0 * rewards])
+    one_batch(trainer)
+    name = f"credit/advantage_size/{__name__}:{test_entries_of_the_same_name_have_metrics_of_their_own.__qualname__}"
+    first, second = (trainer._metrics["train"][f"{name}.<locals>.<lambda>{end}"] for end in ("", " 2"))
+    assert first[0] >= 1 and second == [0.0]
+
+
+class Module(torch.nn.Module):
+    def forward(self, rewards, batch):
+        return batch.grpo
+
+
+def test_a_module_is_a_function(tmp_path):
+    found = one_batch(make(tmp_path, advantage=Module()))["advantages"]
+    assert torch.equal(found, one_batch(make(tmp_path))["advantages"])
+
+
+def test_numpy_arrays_are_tensors(tmp_path):
+    found = one_batch(make(tmp_path, advantage=lambda rewards: rewards.numpy()[:, ::-1]))["advantages"]
+    assert torch.equal(found.view(-1, 4), make_rewards(tmp_path).flip(1))
+
+
+def make_rewards(folder):
+    trainer = make(folder)
+    one_batch(trainer)
+    return trainer.scorer.totals().view(-1, 4)
+
+
+def test_a_callback_may_set_what_the_constructor_takes(tmp_path):
+    trainer = make(tmp_path)
+    trainer.args.advantage = ("grpo", "maxrl")
+    found = one_batch(trainer)["advantages"]
+    rewards = trainer.scorer.totals().view(-1, 4)
+    torch.testing.assert_close(found, (normalised(rewards, scale="group") + maxrl(rewards)).flatten())
+
+
 def test_groups_that_all_fail_train_if_the_function_says_so(tmp_path):
     found, _ = trained(*OURS, tmp_path, advantage=lambda rewards: rewards - 1, reward_funcs=never, max_steps=2)
     assert differ(found, trained(*OURS, tmp_path, reward_funcs=never, max_steps=2)[0])
@@ -198,6 +261,22 @@ def test_dynamic_sampling_with_a_function_per_token(tmp_path, sampling):
 # -------------------------------------------------------------------------------------------------- files and commands
 
 
+def test_a_resumed_run_reports_another_function_and_not_the_same_one(tmp_path, caplog):
+    options = dict(reward_funcs=odd, max_steps=2, save_strategy="steps", save_steps=1)
+    make(tmp_path / "first", advantage=Scaled(1.0), **options).train()
+    checkpoint = str(tmp_path / "first" / "checkpoint-1")
+    make(tmp_path / "again", advantage=Scaled(1.0), **options).train(resume_from_checkpoint=checkpoint)
+    assert "changed from" not in caplog.text
+    make(tmp_path / "other", advantage=centred, **options).train(resume_from_checkpoint=checkpoint)
+    assert "`advantage` changed from 'test_advantage_functions:Scaled' to" in caplog.text
+
+
+def test_the_card_names_the_function(tmp_path):
+    trainer = make(tmp_path, advantage=["grpo", centred], advantage_weights=[1.0, 2.0])
+    trainer.create_model_card()
+    assert "test_advantage_functions:centred" in (tmp_path / "README.md").read_text()
+
+
 def test_a_run_with_a_lambda_is_saved_and_resumed(tmp_path):
     options = dict(advantage=lambda rewards: centred(rewards), reward_funcs=odd, max_steps=4, save_strategy="steps")
     whole = make(tmp_path / "whole", **options, save_steps=2)
@@ -241,6 +320,7 @@ ERRORS = {
     "no such function": (dict(advantage="trl_explore.credit.maxrl.maxlr"), "did you mean 'maxrl'"),
     "arguments": (dict(advantage=needs_two), "needs_two is called with `rewards`, and with `batch`"),
     "no arguments": (dict(advantage=lambda: 0), "is called with `rewards`"),
+    "in C": (dict(advantage=torch.sigmoid), "is called with `rewards`"),
     "empty list": (dict(advantage=[]), "`advantage=[]` names no advantage"),
     "wrong entry": (dict(advantage=["grpo", 2]), "`advantage`: 2 is neither"),
     "weights without a list": (
@@ -278,6 +358,14 @@ def nan_tokens(rewards, batch):
     return torch.full(batch.rows["completion_ids"].shape, nan)
 
 
+def sparse(rewards):
+    return rewards.to_sparse()
+
+
+def imaginary(rewards):
+    return rewards * 1j
+
+
 def text(rewards):
     return "all of it"
 
@@ -286,7 +374,9 @@ RESULTS = {
     per_row: r"per_row returned the shape \(8,\). It must return the shape \(2, 4\), one advantage for each reward",
     divides_by_zero: r"divides_by_zero returned (inf|nan) for prompt 0 and completion \d. All advantages must",
     nan_tokens: r"nan_tokens returned nan for row 0 and token 0 of this process",
-    text: r"text returned str 'all of it'; it must return a tensor",
+    text: r"text returned str 'all of it'; it must return a dense tensor of real numbers",
+    sparse: r"(?s)sparse returned Tensor .* it must return a dense tensor of real numbers",
+    imaginary: r"(?s)imaginary returned Tensor .* it must return a dense tensor of real numbers",
 }
 
 

@@ -28,6 +28,10 @@ OURS = ExplorationTrainer, ExplorationConfig
 REFILL = dict(dynamic_sampling="refill", max_sampling_rounds=4)
 
 
+class OtherLake(Lake):
+    """Another environment with the same tools."""
+
+
 def seldom(environments, **columns):
     """1 for games of exactly two moves, so that many groups fail altogether."""
     return [float(environment.episode.steps == 2) for environment in environments]
@@ -123,10 +127,8 @@ def test_if_all_groups_have_contrast_it_is_the_run_without_it(tmp_path, monkeypa
 
 def test_environments_of_several_names(tmp_path, monkeypatch):
     says(Voice(0.6), monkeypatch.setattr)
-    kinds = ["lake", "own"]
-    trainer = make(
-        *OURS, tmp_path, factory={"lake": Lake, "own": OwnState}, kinds=kinds, reward_funcs=[seldom], **REFILL
-    )
+    factory = {"lake": Lake, "other": OtherLake}
+    trainer = make(*OURS, tmp_path, factory=factory, kinds=[*factory], reward_funcs=[seldom], **REFILL)
     trainer.train()
     assert "selection/rounds" in trainer.state.log_history[0]
 

@@ -158,6 +158,41 @@ def test_it_trains_with(tmp_path, case):
     assert entry["loss"] == entry["loss"] and not isnan(entry["grad_norm"])
 
 
+def test_untrained_rows_have_no_advantage_per_token_either(tmp_path):
+    def own(rewards, batch):
+        return 0.5 + 0 * batch.trainer.ranks.local(rewards.flatten()).unsqueeze(1) * batch.rows["completion_mask"]
+
+    options = dict(advantage=own, count_bonus=0.2, log_completions=True, reward_funcs=odd, **ROWS)
+    trainer = make_trainer(*OURS, tmp_path, trained_generations=4, **options)
+    output = one_batch(trainer)
+    assert output["advantages"].shape == output["completion_ids"].shape and (output["advantages"][:, 0] != 0).all()
+    shown = torch.tensor(list(trainer._logs["advantages"]))
+    assert int((shown != 0).sum()) == 8
+
+
+def test_rare_answers_are_counted_over_all_sampled_rows(tmp_path):
+    def answers(prompts, trainer):
+        ids = [trainer._tokenizer.encode(str(place % 4)) for place in range(len(prompts))]
+        return {
+            "prompt_ids": [trainer._tokenizer.encode("1+1") for _ in prompts],
+            "completion_ids": ids,
+            "logprobs": None,
+        }
+
+    options = dict(count_bonus=0.2, rollout_func=answers, reward_funcs=odd, **ROWS)
+    trainer = make_trainer(*OURS, tmp_path, trained_generations=2, **options)
+    one_batch(trainer)
+    assert trainer._metrics["train"]["credit/answered_fraction"] == [1.0]
+    assert sum(sum(counts.values()) for counts in trainer.credit.counts.values()) == 16
+
+
+def test_a_callback_cannot_set_what_the_constructor_refuses(tmp_path):
+    trainer = make_trainer(*OURS, tmp_path, trained_generations=4, reward_funcs=odd, **ROWS)
+    trainer.args.trained_generations = 9
+    with pytest.raises(ValueError, match="`trained_generations=9` must be a whole number"):
+        one_batch(trainer)
+
+
 def test_groups_that_all_fail_train_nothing(tmp_path):
     options = dict(reward_funcs=never, trained_generations=4, **ROWS)
     before = parameters(make_trainer(*OURS, tmp_path, **options))
@@ -221,6 +256,12 @@ def test_auto_names_the_explorer_that_does_not_go_with_it(tmp_path):
 
 
 ERRORS = {
+    "pass@k": (
+        dict(trained_generations=4, advantage="passk", passk_k=4),
+        "`passk_k=4` and `trained_generations=4` gives every row the advantage 0",
+    ),
+    "pkpo": (dict(trained_generations=2, advantage="pkpo", passk_k=3), "`passk_k=3` is more than the"),
+    "text": (dict(trained_generations="2"), "`trained_generations='2'` must be a whole number"),
     "too many": (dict(trained_generations=9), "`trained_generations=9` must be a whole number from 2 to"),
     "one": (dict(trained_generations=1), "`trained_generations=1` must be a whole number from 2 to"),
     "half": (dict(trained_generations=2.5), "`trained_generations=2.5` must be a whole number"),

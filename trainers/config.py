@@ -435,7 +435,7 @@ class ExplorationConfig(GRPOConfig):
     @property
     def trains_some(self) -> bool:
         """Return whether fewer rows of a group are trained than sampled."""
-        return self.trained_generations is not None and self.trained_generations < self.num_generations
+        return self.trained_generations is not None and self.trained_generations != self.num_generations
 
     @property
     def asks_about_success(self) -> bool:

@@ -14,7 +14,7 @@ from trl_explore.rows.copies import own_copy
 from trl_explore.rows.printed import SHARED
 from trl_explore.rows.scorer import Streams
 from trl_explore.rows.streams import RowDict, loss_mask, select_rows
-from trl_explore.selection.variance import TRAINED, largest_variance
+from trl_explore.selection.variance import TRAINED, check_trained_generations, largest_variance
 
 from .hooks import Hooks
 
@@ -99,6 +99,7 @@ class Step:
         """Choose the rows to train by `trained_generations`, and note them in `output`. Return the rewards `(N, F)`,
         with NaN for all other rows."""
         trainer, args = self.trainer, self.trainer.args
+        check_trained_generations(args)  # a callback may have changed the fields
         # All processes use the same seed and the same rewards, so they choose the same rows.
         random = Random(f"{args.seed} {trainer.state.global_step} {self._num_rounds}")
         self._num_rounds += 1

@@ -71,7 +71,9 @@ def import_named(field: str, path: str, kind: str, is_one: Callable[[Any], bool]
     found = getattr(module, name, None)
     if not callable(found):
         known = [known for known, _ in inspect.getmembers(module, is_one)]
-        raise ValueError(f"{field}: {path!r}: {unknown_name(kind, name, known)} Imported from {module.__file__}")
+        problem = unknown_name(kind, name, known) if known else f"it has no {kind}."
+        place = getattr(module, "__file__", None) or "Python itself"
+        raise ValueError(f"{field}: {path!r}: {problem} Imported from {place}")
     return f"{module_name}:{name}", found
 
 

@@ -26,18 +26,19 @@ def check_advantage(args: Any) -> None:
             f"`dynamic_sampling={args.dynamic_sampling!r}` drops groups whose rewards are all equal, and "
             f"`advantage={advantage!r}` trains them: leave one of the two out."
         )
-    size = args.num_generations
+    field, size = "num_generations", args.num_generations
+    if args.trained_generations is not None:
+        field, size = "trained_generations", args.trained_generations
     if names & OF_SUBSETS and size is not None and args.passk_k > size:
         raise ValueError(
-            f"`passk_k={args.passk_k}` is more than the `num_generations={size}` rows of a group: lower it, or raise "
-            "`num_generations`."
+            f"`passk_k={args.passk_k}` is more than the `{field}={size}` rows of a group that are compared: lower it, "
+            f"or raise `{field}`."
         )
     # With one subset of all rows, every row of a group has the mean success of all subsets: no row stands out.
     if "passk" in names and args.passk_k == size:
         raise ValueError(
-            f"`advantage='passk'` with `passk_k={args.passk_k}` and `num_generations={size}` gives every row the "
-            "advantage 0, so nothing is learned: `passk_k` must be smaller than `num_generations`. Lower `passk_k`, "
-            "or raise `num_generations`."
+            f"`advantage='passk'` with `passk_k={args.passk_k}` and `{field}={size}` gives every row the advantage 0, "
+            f"so nothing is learned: `passk_k` must be smaller than `{field}`. Lower `passk_k`, or raise `{field}`."
         )
 
 
@@ -92,4 +93,4 @@ def check_text_only(args: Any) -> None:
 def refuse(args: Any, names: Iterable[str], why: str) -> None:
     """Raise a ValueError for the first field of `names`, if there is one. `why` completes the sentence about it."""
     for name in names:
-        raise ValueError(f"`{name}={getattr(args, name)!r}` {why}: leave `{name}` out.")
+        raise ValueError(f"`{name}={shown(getattr(args, name))!r}` {why}: leave `{name}` out.")

@@ -1,12 +1,15 @@
 """The field `advantage`: names of built-in advantages, functions of a user, and weighted sums of these."""
 
+import functools
 import inspect
 import json
 import math
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from trl_explore.names import import_named, is_import_path, unknown_name
@@ -54,7 +57,14 @@ class AdvantagePart:
         """Return whether the part needs more than the rewards of a group."""
         if self.function is None:
             return self.name == "unlikeliness"
-        return "batch" in inspect.signature(self.function).parameters
+        return "batch" in _signature(self.function).parameters
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of a function. A `torch.nn.Module` has the signature of its `forward`."""
+    if isinstance(function, torch.nn.Module):
+        return inspect.signature(function.forward)
+    return inspect.signature(function)
 
 
 def read_advantage(given: Any) -> Any:
@@ -77,7 +87,7 @@ def advantage_parts(args: Any) -> list[AdvantagePart]:
         ValueError: If `advantage` or `advantage_weights` has a wrong value, or if a function cannot be imported or
             called.
     """
-    given, weights = args.advantage, args.advantage_weights
+    given, weights = read_advantage(args.advantage), args.advantage_weights
     if not isinstance(given, list):
         if weights is not None:
             raise ValueError(
@@ -117,10 +127,10 @@ def _part(given: Any, weight: float) -> AdvantagePart:
             "function, its import path, or a list of these."
         )
     part = AdvantagePart(name, weight, function)
-    arguments = {"batch": None} if part.reads_batch else {}
     try:
-        inspect.signature(function).bind(None, **arguments)
-    except TypeError as error:
+        arguments = {"batch": None} if part.reads_batch else {}
+        _signature(function).bind(None, **arguments)
+    except (TypeError, ValueError) as error:  # a ValueError: Python cannot read the signature of a function in C
         raise ValueError(
             f"`advantage`: {name} is called with `rewards`, and with `batch` if it has a parameter of this name, but "
             f"then {error}. Write for example `{EXAMPLE}`."
@@ -130,8 +140,10 @@ def _part(given: Any, weight: float) -> AdvantagePart:
 
 def shown(advantage: Any) -> Any:
     """Return the value of `advantage` with functions replaced by their import paths."""
-    if isinstance(advantage, list):
+    if isinstance(advantage, list | tuple):
         return [shown(one) for one in advantage]
+    if isinstance(advantage, functools.partial):
+        return f"partial of {shown(advantage.func)}"
     if callable(advantage):
         module = getattr(advantage, "__module__", type(advantage).__module__)
         name = getattr(advantage, "__qualname__", type(advantage).__qualname__)
@@ -140,7 +152,11 @@ def shown(advantage: Any) -> Any:
 
 
 def call(
-    part: AdvantagePart, rewards: torch.Tensor, batch: AdvantageBatch | None, *, mask: torch.Tensor | None = None
+    part: AdvantagePart,
+    rewards: torch.Tensor,
+    batch: AdvantageBatch | None,
+    *,
+    mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
     Return the advantages that a user's function computes.
@@ -153,8 +169,8 @@ def call(
         batch ([`AdvantageBatch`], *optional*):
             The batch. None if the rows are not main rows. Then the function must not need it.
         mask (`torch.Tensor`, *optional*):
-            Mask of the trained tokens of this process's main rows, `(B, T)`. None: the function must return one number
-            per row.
+            Mask of the tokens of this process's main rows that may get an advantage, `(B, T)`. None: the function must
+            return one number per row.
 
     Returns:
         `torch.Tensor`: Advantages of all processes, `(P, G)`, or of the tokens of this process, `(B, T)`.
@@ -165,12 +181,20 @@ def call(
     assert part.function is not None
     arguments = {"batch": batch} if part.reads_batch else {}
     with torch.no_grad():
-        found = part.function(rewards.clone(), **arguments)
+        returned = part.function(rewards.clone(), **arguments)
     start = f"The advantage function {part.name}"
     try:
-        found = torch.as_tensor(found).detach().to(device=rewards.device, dtype=rewards.dtype)
+        if isinstance(returned, np.ndarray):
+            returned = returned.copy()  # torch cannot read an array with negative strides
+        found = torch.as_tensor(returned).detach()
+        if found.is_complex() or found.layout != torch.strided:
+            raise ValueError
+        found = found.to(device=rewards.device, dtype=rewards.dtype)
     except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"{start} returned {type(found).__name__} {found!r}; it must return a tensor.") from None
+        raise ValueError(
+            f"{start} returned {type(returned).__name__} {reprlib.repr(returned)}; it must return a dense tensor of "
+            "real numbers."
+        ) from None
     if found.shape == rewards.shape:
         found = found.masked_fill(rewards.isnan(), 0.0)
         _check_finite(start, found, "prompt {} and completion {}")

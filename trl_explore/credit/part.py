@@ -65,9 +65,18 @@ class Credit:
         if args.advantage != "grpo":
             advantages = self._weighted_sum(output, rewards, rewards_per_func, examples)
         if args.count_bonus:
-            bonus = self.policy.ranks.local(self._bonus(output, rewards).flatten())
+            bonus = self.policy.ranks.local(self._bonus(output, self._all_totals(rewards)).flatten())
             advantages = _sum(advantages, args.count_bonus * bonus)
+        if args.trains_some:
+            untrained = self.policy.ranks.local(rewards.isnan().flatten())
+            advantages = advantages.masked_fill(untrained.view(-1, *[1] * (advantages.dim() - 1)), 0.0)
         return advantages
+
+    def _all_totals(self, rewards: torch.Tensor) -> torch.Tensor:
+        """Return the total rewards `(P, G)` of all sampled rows, including rows that are not trained."""
+        if not self.policy.args.trains_some:
+            return rewards
+        return self.scorer.totals().view(rewards.shape)
 
     def _weighted_sum(
         self,
@@ -80,23 +89,27 @@ class Credit:
         all processes, `(P, G)`."""
         args, ranks = self.policy.args, self.policy.ranks
         deciding = self.scorer.success().view(rewards.shape).masked_fill(rewards.isnan(), torch.nan)
+        # Rows of this process that have a reward and are trained, `(B,)`, and their trained tokens, `(B, T)`.
+        compared = ranks.local(~rewards.isnan().flatten())
+        mask = loss_mask(output) * compared.unsqueeze(1)
         parts = advantage_parts(args)
+        names = _distinct([part.name for part in parts])
         logs_parts = any(part.function is not None for part in parts) or len(parts) > 1
         total: torch.Tensor | None = None
-        for part in parts:
+        for name, part in zip(names, parts, strict=True):
             if part.function is not None:
                 batch = None
                 if part.reads_batch:
                     batch = AdvantageBatch(
                         rows=output,
                         examples=examples,
-                        rewards_per_func=rewards_per_func.view(*rewards.shape, -1),
-                        success_rewards=deciding,
-                        grpo=ranks.gather(output["advantages"]).view(rewards.shape),
+                        rewards_per_func=rewards_per_func.view(*rewards.shape, -1).clone(),
+                        success_rewards=deciding.clone(),
+                        grpo=ranks.gather(output["advantages"]).view(rewards.shape).clone(),
                         trainer=self.policy,
                         ranks=ranks,
                     )
-                found = call(part, rewards, batch, mask=loss_mask(output))
+                found = call(part, rewards, batch, mask=mask)
             elif part.name == "grpo" or (part.name == "unlikeliness" and not args.unlikeliness_beta):
                 found = ranks.gather(output["advantages"]).view(rewards.shape)
             elif part.name == "unlikeliness":
@@ -106,15 +119,21 @@ class Credit:
             if found.shape == rewards.shape:
                 found = ranks.local(found.flatten())  # (B,)
             if logs_parts:
-                size = ranks.summed({"sum": found.abs().sum().item(), "number": found.numel()})
-                self.policy.log_metric(f"credit/advantage_size/{part.name}", size["sum"] / size["number"])
+                self._log_size(name, found, compared if found.dim() == 1 else mask)
             weighted = found if part.weight == 1 else part.weight * found
             total = weighted if total is None else _sum(total, weighted)
         assert total is not None
         # If one process has an advantage per token, all processes must have them.
         if any(part.reads_batch for part in parts) and ranks.most(total.dim() == 2):
-            total = _wide(total, loss_mask(output)).clone()
+            total = _wide(total, mask).clone()
         return total
+
+    def _log_size(self, name: str, advantages: torch.Tensor, mask: torch.Tensor) -> None:
+        """Log the mean absolute value of the advantages whose `mask` is not 0, over all processes."""
+        total = self.policy.ranks.summed(
+            {"sum": (advantages.abs() * mask).sum().item(), "number": int(mask.sum())},
+        )
+        self.policy.log_metric(f"credit/advantage_size/{name}", total["sum"] / max(total["number"], 1))
 
     def _unlikeliness(self, output: RowDict, rewards: torch.Tensor) -> torch.Tensor:
         """Return the advantages `(P, G)` of `advantage="unlikeliness"`."""
@@ -274,6 +293,16 @@ class Credit:
 def _prompt_key(ids: list[int]) -> str:
     """Return a short key for the tokens of a prompt."""
     return hashlib.blake2b(repr(ids).encode(), digest_size=16).hexdigest()
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """Return the names of metrics: a name that occurs again gets the number of its occurrence."""
+    seen: Counter[str] = Counter()
+    distinct = []
+    for name in names:
+        seen[name] += 1
+        distinct.append(name if seen[name] == 1 else f"{name} {seen[name]}")
+    return distinct
 
 
 def _sum(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

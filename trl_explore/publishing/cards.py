@@ -13,6 +13,7 @@ from importlib import metadata, resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trl_explore.credit.functions import shown
 from trl_explore.methods import METHODS
 from trl_explore.names import looks_like_path
 from trl_explore.publishing.card_metrics import (
@@ -331,7 +332,7 @@ def told_hyperparameters(config: Any, base: type) -> dict[str, Any]:
     own: dict[str, Any] = {}
     changed: dict[str, Any] = {}
     for spec in fields(config):
-        name, value = spec.name, getattr(config, spec.name)
+        name, value = spec.name, shown(getattr(config, spec.name))
         if isinstance(value, Enum):
             value = value.value
         if _NOT_ON_CARD.search(name) or not isinstance(value, bool | int | float | str | list | dict | None):

@@ -8,6 +8,7 @@ change with one warning, and the fields in `FREE` without one.
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from trl_explore.credit.functions import shown
 from trl_explore.saving.plain_values import to_plain
 
 # If one of these changed, prompts would be trained twice or left out.
@@ -152,8 +153,8 @@ def _described(changed: Mapping[str, tuple[Any, Any]], names: Collection[str]) -
 
 
 def _plain(value: Any) -> Any:
-    """Return a setting as a plain value; a tuple becomes a list."""
+    """Return a setting as a plain value; a tuple becomes a list, and a function its import path."""
     # The same setting is a list or a tuple, depending on the source of the configuration (Python, YAML, flags).
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    return to_plain(value, other=repr)
+    return to_plain(shown(value), other=repr)

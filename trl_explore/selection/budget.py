@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from trl_explore.credit.functions import shown
 from trl_explore.credit.normalised import normalised
 
 # Returns the gain of one more row, for the number of rows that a prompt has and its success rate.
@@ -162,6 +163,6 @@ def check_budget(args: Any) -> None:
         if found == value or (name == "branch_from" and found == "all"):
             continue
         raise ValueError(
-            f"{field} gives prompts unequally many rows, and `{name}={found!r}` compares groups of one size: "
+            f"{field} gives prompts unequally many rows, and `{name}={shown(found)!r}` compares groups of one size: "
             "leave one of them out."
         )

@@ -57,7 +57,7 @@ def check_trained_generations(args: Any) -> None:
     number, size = args.trained_generations, args.num_generations
     if number is None:
         return
-    field = f"`trained_generations={number}`"
+    field = f"`trained_generations={number!r}`"
     if isinstance(number, bool) or not isinstance(number, int) or not 2 <= number <= size:
         raise ValueError(
             f"{field} must be a whole number from 2 to `num_generations={size}`, or None to train all rows."
