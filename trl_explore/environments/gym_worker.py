@@ -157,7 +157,7 @@ def field_value(value: Any, default: Any) -> Any:
 
 def field_defaults(config_class: type) -> dict[str, Any]:
     """Return the fields of a data set's configuration with their defaults, without `seed` and `size`."""
-    defaults = {}
+    defaults: dict[str, Any] = {}
     for field in dataclasses.fields(config_class):
         if field.name in ("seed", "size"):
             continue
