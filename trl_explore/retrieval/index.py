@@ -138,7 +138,7 @@ class BM25Retriever(Shared):
         A passage without any word of the query is not a result. With equal scores, the earlier passage comes first.
         """
         top_k = _check_search(self.corpus, top_k)
-        results: list[list[Any]] = []
+        results: list[list[Passage]] = []
         for words in _words(queries):
             if not words:
                 results.append([])
