@@ -99,7 +99,7 @@ def _attend(
         if attention_mask is not None and attention_mask.numel() == 0:
             raise ValueError(f"{type(module).__name__} is not told which rows are packed: its model drops arguments")
         if original == "eager":  # each model has its own eager attention
-            attention = sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
+            attention = sys.modules[type(module).__module__].eager_attention_forward
         else:
             attention = ALL_ATTENTION_FUNCTIONS[original]
         return attention(module, query, key, value, attention_mask, **kwargs)
