@@ -101,7 +101,7 @@ def test_answers_that_no_reward_reads_are_not_said_to_be_missing(workdir, capsys
     assert cells(capsys.readouterr().out)["no answer"] == f"{100 * read:.1f} %" and read > 0
     assert main(flags(output_dir="votes")) == 0  # which are what the missing marks matter to
     share = json.loads(Path("votes/results.json").read_text())["results"]["data"]["unanswered"]
-    assert f"votes on marked answers, such as \\boxed{{7}}, and {100 * share:.1f} % of the samples have none" in (
+    assert f"votes on marked answers, such as \\boxed{{7}}, but {100 * share:.1f} % of the samples have none" in (
         capsys.readouterr().out
     )
 
