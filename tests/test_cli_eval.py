@@ -95,13 +95,13 @@ def test_answers_that_no_reward_reads_are_not_said_to_be_missing(workdir, capsys
 
     assert main(flags(num_samples=1)) == 0
     out = capsys.readouterr().out
-    assert "no answer" not in cells(out) and "mark none" not in out
+    assert "no answer" not in cells(out) and "have none" not in out
     assert main(flags(num_samples=1, reward_funcs="accuracy_reward", output_dir="read")) == 0
     read = json.loads(Path("read/results.json").read_text())["results"]["data"]["unanswered"]
     assert cells(capsys.readouterr().out)["no answer"] == f"{100 * read:.1f} %" and read > 0
     assert main(flags(output_dir="votes")) == 0  # which are what the missing marks matter to
     share = json.loads(Path("votes/results.json").read_text())["results"]["data"]["unanswered"]
-    assert f"votes on marked answers, such as \\boxed{{7}}, and {100 * share:.1f} % of the samples mark none" in (
+    assert f"votes on marked answers, such as \\boxed{{7}}, but {100 * share:.1f} % of the samples have none" in (
         capsys.readouterr().out
     )
 
@@ -238,7 +238,7 @@ def test_an_adapter_without_its_base_is_explained(adapter, capsys):
         ({"adapter_name_or_path": "."}, "is no adapter: it has no adapter_config.json"),
         ({"system_prompt": "Hello"}, "system_prompt is for benchmarks"),
         ({"temprature": 1}, "unknown flag '--temprature'; did you mean '--temperature'?"),
-        ({"vllm_server_base_url": "http://127.0.0.1:9"}, "The same command goes on where it stopped."),
+        ({"vllm_server_base_url": "http://127.0.0.1:9"}, "The same command continues where it stopped."),
     ],
 )
 def test_mistakes_are_explained_in_one_line(workdir, capsys, changes, message):

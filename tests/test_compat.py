@@ -49,8 +49,8 @@ def test_a_seam_fits_where_it_is_as_it_was(facts):
         (dict(takes=("images prompts",)), "takes (prompts, images)"),
         (dict(uses="encode decode"), "does not use decode"),
         (dict(order="encode decode"), "does not use decode"),
-        (dict(order="encode _step"), "comes to encode _step in another order"),
-        (dict(keys="ids mask"), "does not know mask"),
+        (dict(order="encode _step"), "uses encode _step in another order"),
+        (dict(keys="ids mask"), "does not contain mask"),
     ],
 )
 def test_what_moved_is_said(facts, what):
@@ -109,7 +109,8 @@ def test_a_version_that_nobody_has_tried_is_told_of_once(installed, caplog, vers
         check_seams("", seams)
         check_seams("", seams)
     told = [
-        f"trl {version} is newer than the tested versions, {KNOWN_TRL[-1]}; what the trainers use of it is unchanged"
+        f"trl {version} is newer than the tested versions, {KNOWN_TRL[-1]}; the parts of it that the trainers use are "
+        "unchanged"
     ] * lines
     assert caplog.messages == told
 

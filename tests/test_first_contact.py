@@ -138,7 +138,7 @@ def test_output_that_no_disk_takes_is_told_in_a_sentence():
 def test_ctrl_c_during_the_imports_ends_in_one_line(tmp_path, module):
     code, error = contact(tmp_path, "import", module, *COMPARE)
     assert code == 130
-    assert error.splitlines()[-1] == "trl-explore: aborted; the same command goes on from what is kept"
+    assert error.splitlines()[-1] == "trl-explore: aborted; the same command continues from here"
 
 
 @pytest.mark.slow

@@ -1,8 +1,9 @@
 """
-Versions of TRL, and the seams: what is relied on of TRL's and transformers' insides, as data.
+Supported versions of TRL, and a table of the internals of TRL and transformers that this package relies on.
 
-Importing the package looks at versions alone. The first trainer that is made compares the seams with what is
-installed: a version that nobody has tried yet works where its seams fit, and one whose seams have moved is refused.
+A seam is one such internal: a method or function that this package calls, overrides or reads. Importing the package
+only checks the version of TRL. The first trainer then compares all seams with the installed libraries. A version that
+was never tested works if its seams are unchanged. If a seam has changed, the trainer raises an error.
 """
 
 import inspect
@@ -18,7 +19,7 @@ from typing import Any
 from packaging.version import Version
 
 MIN_TRL, MAX_TRL = "1.14.2", "2"
-# The last patch release of each minor that the tests are run with.
+# The last patch release of each minor version with which the tests are run.
 KNOWN_TRL = ("1.14.2", "1.15.0", "1.16.0")
 
 logger = logging.getLogger(__name__)
@@ -27,19 +28,20 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Seam:
     """
-    Something of TRL or transformers that is called, overridden or read, and what is relied on of it.
+    An object of TRL or transformers on which this package relies, and its expected properties.
 
-    Names are separated by spaces. They are looked up in what was compiled, so that no line break counts.
+    Several names in one text are separated by spaces. They are looked up in the compiled code, so the layout of the
+    source does not matter.
     """
 
-    path: str
-    door: str  # the file that names it
-    takes: tuple[str, ...] = ()  # its parameters but `self`; one of these, if there are any
-    uses: str = ""  # names that its code reads, writes or calls
-    order: str = ""  # names that its code comes to in this order
-    keys: str = ""  # keys that its code names
-    needed_by: str = ""  # the option without which it does not matter
-    since: str = MIN_TRL  # the first version that has it
+    path: str  # import path of the object
+    door: str  # the only file of this package that uses the object
+    takes: tuple[str, ...] = ()  # allowed lists of parameters, without `self`; empty: not checked
+    uses: str = ""  # names that its code must read, write or call
+    order: str = ""  # names that its code must use in this order
+    keys: str = ""  # texts that its code must contain, such as keys of dictionaries
+    needed_by: str = ""  # option that needs the object; empty: every run needs it
+    since: str = MIN_TRL  # first version of TRL with the object
 
 
 BASE, SAVING, BACKEND = "trainers/base.py", "trainers/saving.py", "serving/backend.py"
@@ -48,7 +50,7 @@ CLIENT, SERVED = "trl.generation.vllm_client.VLLMClient", "trl.generation.vllm_g
 PREFIXES, VLLM = "shared_prefix_training", "use_vllm"
 
 SEAMS = (
-    # What a trainer is made with, and keeps.
+    # Arguments and attributes of a trainer.
     Seam(
         f"{GRPO}.__init__",
         BASE,
@@ -66,7 +68,7 @@ SEAMS = (
     Seam(f"{GRPO}._name", BASE),
     Seam(f"{GRPO}._tag_names", BASE),
     Seam(f"{GRPO}._paper", BASE),
-    # A step, in TRL's order.
+    # The methods of a training step, in the order in which TRL calls them.
     Seam(
         f"{GRPO}._prepare_inputs",
         BASE,
@@ -161,7 +163,7 @@ SEAMS = (
         "agents/turns.py",
         takes=("tokenizer ids prefix tools", "tokenizer ids prefix"),  # the second before 1.16
     ),
-    # The run: transformers' trainer.
+    # The training loop of transformers.
     Seam(f"{TRAINER}.train", BASE, takes=("resume_from_checkpoint trial ignore_keys_for_eval",)),
     Seam(
         f"{TRAINER}._inner_training_loop",
@@ -193,7 +195,8 @@ SEAMS = (
         takes=("tr_loss grad_norm model trial epoch ignore_keys_for_eval start_time learning_rate",),
         uses="_total_loss_scalar _globalstep_last_logged",
     ),
-    # Checkpoints: the state of the trainer is written last, and tells that one is whole.
+    # Checkpoints. Transformers must write the state of the trainer last, because we take it as the sign of a complete
+    # checkpoint.
     Seam(
         f"{TRAINER}._save_checkpoint",
         BASE,
@@ -220,10 +223,10 @@ SEAMS = (
         ),
     ),
     Seam(f"{GRPO}.create_model_card", BASE, takes=("model_name dataset_name tags",)),
-    # Rows that share a prefix go through the head that computes log-probabilities.
+    # Packed rows, whose log-probabilities TRL's fused head computes.
     Seam("trl.trainer.utils.split_tensor_dict", "packing/forward.py", takes=("tensor_dict num_chunks",)),
     Seam("trl.trainer.utils.add_fused_lm_head", "packing/forward.py", since="1.15.0", needed_by=PREFIXES),
-    # vLLM: TRL's backend is made under a name that another can be put under, and asks a client over HTTP.
+    # vLLM. TRL must create its backend through a global name, which we replace, and use a client over HTTP.
     Seam(f"{GRPO}.__init__", BACKEND, order="VLLMGeneration vllm_generation _last_loaded_step", needed_by=VLLM),
     Seam(f"{GRPO}._generate_single_turn", BASE, order="_last_loaded_step vllm_generation", needed_by=VLLM),
     Seam(f"{SERVED}._init_vllm", BACKEND, takes=("",), uses="vllm_client mode llm", needed_by=VLLM),
@@ -255,10 +258,14 @@ SEAMS = (
 
 def check_trl_version(installed: str) -> None:
     """
-    Refuse versions of TRL that are known not to work; any other is looked at when a trainer is made.
+    Check the version of TRL. Further checks follow when a trainer is created.
+
+    Args:
+        installed (`str`):
+            The installed version.
 
     Raises:
-        ImportError: If TRL is older, or of another major version.
+        ImportError: If TRL is older than `MIN_TRL` or has another major version.
     """
     if not Version(MIN_TRL) <= Version(installed) < Version(MAX_TRL):
         raise ImportError(
@@ -268,81 +275,115 @@ def check_trl_version(installed: str) -> None:
 
 
 def difference(seam: Seam) -> str | None:
-    """What is not as it is relied on; `None` where the seam fits."""
+    """
+    Describe how the installed object differs from the expected properties.
+
+    Args:
+        seam ([`Seam`]):
+            The object and its expected properties.
+
+    Returns:
+        `str` or `None`: End of a sentence that begins with the path of the object, such as "is not there". None if the
+        object has all expected properties.
+    """
     try:
         found: Any = pkgutil.resolve_name(seam.path)
     except (ImportError, AttributeError):
         return "is not there"
-    facts = any((seam.takes, seam.uses, seam.order, seam.keys))
-    if not facts or not _is_of(found, seam.path):
+    has_expectations = any((seam.takes, seam.uses, seam.order, seam.keys))
+    if not has_expectations or not _is_original(found, seam.path):
         return None
     if seam.takes:
         parameters = " ".join(name for name in inspect.signature(found).parameters if name != "self")
         if parameters not in seam.takes:
             return f"takes ({', '.join(parameters.split())})"
     code = inspect.unwrap(found).__code__
-    names, keys, reached = {*_names(code)}, {*_strings(code)}, code.co_names
-    if missing := {*seam.uses.split(), *seam.order.split()} - names:
+    if missing := {*seam.uses.split(), *seam.order.split()} - {*_names(code)}:
         return f"does not use {', '.join(sorted(missing))}"
-    if missing := {*seam.keys.split()} - keys:
-        return f"does not know {', '.join(sorted(missing))}"
-    places = [reached.index(name) for name in seam.order.split() if name in reached]
-    return None if places == sorted(places) else f"comes to {seam.order} in another order"
+    if missing := {*seam.keys.split()} - {*_strings(code.co_consts)}:
+        return f"does not contain {', '.join(sorted(missing))}"
+    # Python lists the names of a function in the order of their first use. Names of inner functions are not in it.
+    places = [code.co_names.index(name) for name in seam.order.split() if name in code.co_names]
+    if places != sorted(places):
+        return f"uses {seam.order} in another order"
+    return None
 
 
-def _is_of(found: Any, path: str) -> bool:
-    """Whether it is what TRL wrote; who has put another in its place knows best what it takes."""
+def _is_original(found: Any, path: str) -> bool:
+    """Return whether the library itself defines the object. If users have replaced it, they are responsible for it."""
     return inspect.unwrap(found).__module__.split(".")[0] == path.split(".")[0]
 
 
 def _names(code: CodeType) -> Iterator[str]:
+    """Yield all names that a function and its inner functions use."""
     yield from (*code.co_names, *code.co_varnames, *code.co_freevars)
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             yield from _names(inner)
 
 
-def _strings(constants: CodeType | Iterable[Any]) -> Iterator[str]:
-    for constant in constants.co_consts if isinstance(constants, CodeType) else constants:
+def _strings(constants: Iterable[Any]) -> Iterator[str]:
+    """Yield all texts in the constants of a function, also in tuples and inner functions."""
+    for constant in constants:
         if isinstance(constant, str):
             yield constant
-        elif isinstance(constant, CodeType | tuple | frozenset):
+        elif isinstance(constant, CodeType):
+            yield from _strings(constant.co_consts)
+        elif isinstance(constant, tuple | frozenset):
             yield from _strings(constant)
 
 
 @cache
 def moved(needed_by: str = "", seams: tuple[Seam, ...] = SEAMS) -> str | None:
-    """One sentence about the seams that an option needs, or every run, and that have moved; `None` if all fit."""
-    found = {seam: difference(seam) for seam in seams if seam.needed_by == needed_by}
-    found = {seam: what for seam, what in found.items() if what}
+    """
+    Describe the seams that differ in the installed libraries.
+
+    Args:
+        needed_by (`str`, *optional*, defaults to `""`):
+            Option whose seams are compared, such as `"use_vllm"`. By default, the seams that every run needs.
+        seams (`tuple[Seam, ...]`, *optional*):
+            Table of seams.
+
+    Returns:
+        `str` or `None`: One sentence, or None if no seam differs.
+    """
+    changed: dict[Seam, str] = {}
+    for seam in seams:
+        if seam.needed_by == needed_by:
+            text = difference(seam)
+            if text is not None:
+                changed[seam] = text
     installed = version("trl")
-    if not found:
+    if not changed:
         if Version(installed) > Version(KNOWN_TRL[-1]) and not needed_by:
             logger.warning(
-                "trl %s is newer than the tested versions, %s; what the trainers use of it is unchanged",
+                "trl %s is newer than the tested versions, %s; the parts of it that the trainers use are unchanged",
                 installed,
                 KNOWN_TRL[-1],
             )
         return None
-    what = "; ".join(f"`{seam.path}` {what}" for seam, what in found.items())
-    first = max((seam.since for seam in found), key=Version)
+    differences = "; ".join(f"`{seam.path}` {text}" for seam, text in changed.items())
+    first = max((seam.since for seam in changed), key=Version)
     known = [name for name in KNOWN_TRL if Version(name) >= Version(first)]
     return (
-        f"trl {installed} with transformers {version('transformers')} is not what trl-explore relies on: {what}. "
-        f"Known to work: trl {', '.join(known)}"
+        f"trl {installed} with transformers {version('transformers')} is not what trl-explore relies on: "
+        f"{differences}. Known to work: trl {', '.join(known)}"
     )
 
 
 def check_seams(needed_by: str = "", seams: tuple[Seam, ...] = SEAMS) -> None:
     """
-    Refuse a TRL whose seams have moved.
+    Raise an error if seams differ in the installed libraries.
 
     Args:
         needed_by (`str`, *optional*, defaults to `""`):
-            An option that is used, such as `"use_vllm"`; without one, the seams of every run.
+            Option whose seams are compared, such as `"use_vllm"`. By default, the seams that every run needs.
+        seams (`tuple[Seam, ...]`, *optional*):
+            Table of seams.
 
     Raises:
-        ImportError: Names the seams, what is not as it was, and the versions that are known to work.
+        ImportError: If a seam differs. The message has the seams, their differences, and versions that are known to
+            work.
     """
     if found := moved(needed_by, seams):
         raise ImportError(f"{found}: run `pip install 'trl=={KNOWN_TRL[-1]}'`.")

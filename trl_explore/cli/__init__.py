@@ -1,4 +1,4 @@
-"""The `trl-explore` command. Nothing heavy is imported before a sub-command runs, so that `--help` answers at once."""
+"""The `trl-explore` command. Slow imports are inside functions, so that `--help` answers at once."""
 
 import argparse
 import gc
@@ -18,18 +18,20 @@ from trl_explore.saving.full_disk import is_disk_full
 from trl_explore.visible_text import visible_text
 
 ROOM = (
-    "What was written whole is kept, and half a checkpoint is passed over. Make room, or fewer checkpoints with "
-    "--save_total_limit, and run the same command again; `train` goes on with --resume_from_checkpoint true"
+    "Complete files are kept, and an incomplete checkpoint is skipped later. Free some space, or keep fewer "
+    "checkpoints with --save_total_limit, and run the same command again; `train` goes on with "
+    "--resume_from_checkpoint true"
 )
 AFTER_CTRL_C = {
     "train": "; --resume_from_checkpoint true continues from the last checkpoint, if any",
-    **dict.fromkeys(("compare", "quickstart", "eval", "filter"), "; the same command goes on from what is kept"),
+    **dict.fromkeys(("compare", "quickstart", "eval", "filter"), "; the same command continues from here"),
 }
-# Of `train`, flags are fields of the method's config.
+# Sub-commands that parse their flags themselves.
 READ_THEIR_FLAGS = ("train", "compare", "tasks", "tree", "filter", "eval", "advise")
 
 
 def _build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command, in which the sub-commands of `READ_THEIR_FLAGS` have no flags."""
     parser = argparse.ArgumentParser(
         prog="trl-explore",
         description="GRPO trainers that explore better, on top of TRL.",
@@ -52,12 +54,12 @@ def _build_parser() -> argparse.ArgumentParser:
     serve.add_argument("--model", default="intfloat/e5-base-v2", help="E5 model of `dense` (default: %(default)s)")
     serve.add_argument("--host", default="127.0.0.1", help="default: %(default)s, this machine only")
     serve.add_argument("--port", type=int, default=8000, help="default: %(default)s")
-    serve.add_argument("--top_k", type=int, default=3, help="passages where a request names no number (default: 3)")
-    serve.add_argument("--max_top_k", type=int, default=100, help="passages per query at most (default: %(default)s)")
-    serve.add_argument("--max_queries", type=int, default=512, help="queries per request (default: %(default)s)")
-    serve.add_argument("--max_query_chars", type=int, default=10_000, help="of a query (default: %(default)s)")
-    serve.add_argument("--max_body_mb", type=int, default=8, help="of a request, in MiB (default: %(default)s)")
-    serve.add_argument("--max_cache_mb", type=int, default=512, help="of known answers, in MiB (default: %(default)s)")
+    serve.add_argument("--top_k", type=int, default=3, help="passages if a request has no number (default: 3)")
+    serve.add_argument("--max_top_k", type=int, default=100, help="most passages per query (default: %(default)s)")
+    serve.add_argument("--max_queries", type=int, default=512, help="most queries per request (default: %(default)s)")
+    serve.add_argument("--max_query_chars", type=int, default=10_000, help="longest query (default: %(default)s)")
+    serve.add_argument("--max_body_mb", type=int, default=8, help="largest request, in MiB (default: %(default)s)")
+    serve.add_argument("--max_cache_mb", type=int, default=512, help="cache of answers, in MiB (default: %(default)s)")
     serve.add_argument(
         "--allowed_hosts",
         nargs="+",
@@ -90,6 +92,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def _dispatch(argv: list[str]) -> int:
+    """Run the sub-command, and return its exit status."""
     parser = _build_parser()
     if argv and not argv[0].startswith("-") and argv[0] not in subcommands(parser):
         raise UsageError(unknown_name("command", argv[0], subcommands(parser)))
@@ -117,16 +120,26 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command: `0`, `2` for a mistake in the arguments or in a reward function, `1` for a full disk or a pipe
-    that its reader closed, `130` after Ctrl-C."""
-    argv = sys.argv[1:] if argv is None else argv
+    """
+    Run the command.
+
+    Args:
+        argv (`list[str]`, *optional*):
+            Arguments. By default the arguments of the process.
+
+    Returns:
+        `int`: Exit status: 0 if all went well, 1 for a full disk or a closed pipe, 2 for a mistake in the arguments or
+        in a reward function, 130 after Ctrl-C. Sub-commands may return others.
+    """
+    if argv is None:
+        argv = sys.argv[1:]
     try:
         with without_noise():
             try:
                 return _dispatch(argv)
             finally:
-                sys.stdout.flush()  # what is refused is told here, not by Python at its end
-    except BrokenPipeError:  # a reader such as `head` has seen enough
+                sys.stdout.flush()  # so that a closed pipe raises an error here, and not when Python ends
+    except BrokenPipeError:  # a reader such as `head` has closed the pipe
         _drop_output()
         return 1
     except Exception as error:
@@ -137,17 +150,18 @@ def main(argv: list[str] | None = None) -> int:
             _drop_output()
         else:
             raise
-        problem = " ".join(problem.split())  # datasets and transformers explain over several lines
+        problem = " ".join(problem.split())  # errors of datasets and transformers have several lines
     except KeyboardInterrupt:
-        print(f"trl-explore: aborted{AFTER_CTRL_C.get(argv[0] if argv else '', '')}", file=sys.stderr)
+        command = argv[0] if argv else ""
+        print(f"trl-explore: aborted{AFTER_CTRL_C.get(command, '')}", file=sys.stderr)
         return 130
-    gc.collect()  # the progress bar of a run that has failed ends its line when it goes
+    gc.collect()  # deletes the progress bar of a failed run, which then ends its line
     print(f"trl-explore: error: {visible_text(problem)}", file=sys.stderr)
     return code
 
 
 def _drop_output() -> None:
-    """What is left to print would be refused again when Python ends."""
+    """Discard output that is not printed yet. Otherwise Python would fail to print it when it ends."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -1,4 +1,4 @@
-"""`python -m trl_explore.cli`, which `accelerate launch -m` needs."""
+"""Entry point of `python -m trl_explore.cli`, for `accelerate launch -m`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The command `trl-explore advise`: it reads the logs of a run, and prints advice."""
+"""The command `trl-explore advise`, which reads the logs of a run and prints advice."""
 
 import argparse
 import json
@@ -21,7 +21,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="trl-explore advise",
         description="Read the logs of a run of GRPO, and say what to do: keep GRPO, change the data, or explore.",
-        epilog="It reads trainer_state.json, and the tables that log_completions wrote. Nothing is loaded or trained.",
+        epilog="It reads trainer_state.json and the tables that log_completions wrote. It loads no model.",
     )
     parser.add_argument("run", metavar="RUN", help="a run's output_dir, a checkpoint in it, or a trainer_state.json")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
@@ -49,7 +49,7 @@ def run(argv: list[str]) -> int:
 
 
 def _print_signs(console: Console, advice: Advice) -> None:
-    """Print the numbers that the advice is based on."""
+    """Print the numbers on which the advice is based."""
     signs = advice.signs
     console.print(Text(f"{signs.steps} steps", style="italic"))
     rows = []

@@ -1,5 +1,4 @@
-"""What `trl-explore eval --dataset` names: a benchmark, a copy of one, an embedded task, or data of one's own; and the
-task that `--task` names."""
+"""Data for `trl-explore eval`: benchmarks, copies of benchmarks, tasks, and the user's own data."""
 
 import argparse
 import json
@@ -27,23 +26,24 @@ if TYPE_CHECKING:
 
 TASK_PROMPTS = 256
 TASK_SAMPLES = 8
-ANSWER_REWARDS = {"accuracy_reward", "reasoning_accuracy_reward", "multiple_choice_reward"}  # they read marked answers
+# Reward functions that read a marked answer, such as \boxed{7}.
+ANSWER_REWARDS = {"accuracy_reward", "reasoning_accuracy_reward", "multiple_choice_reward"}
 
 
 class Benchmark(NamedTuple):
-    """One data set of the command, ready to be evaluated on."""
+    """A data set for evaluation, with its reward functions and recommended options."""
 
-    name: str  # in tables, and of its folder
-    origin: dict[str, str | None]  # path (on the Hub, also where a copy is read), config and split
+    name: str  # name in tables, and name of its folder
+    origin: dict[str, str | None]  # path, config and split; for a copy of a benchmark, the path on the Hub
     rows: "Dataset"
     reward_funcs: list[Any]
-    answer_fn: Callable[[str], Hashable | None]
-    recommended: dict[str, Any]  # fields of `Sampling`
-    reads_answers: bool  # whether what grades reads marked answers, so that a completion without one is wrong
+    answer_fn: Callable[[str], Hashable | None]  # answer of a completion, for votes
+    recommended: dict[str, Any]  # recommended fields of `Sampling`
+    reads_answers: bool  # True if a reward function reads marked answers: a completion without one is then wrong
 
 
 def load_benchmarks(args: argparse.Namespace) -> list[Benchmark]:
-    """The data sets that the command names, in their order, each with a name of its own."""
+    """Return the data sets that `--dataset` and `--task` name. Raise a UsageError if two have the same name."""
     if not args.dataset and args.task is None:
         raise UsageError("nothing to evaluate on: pass --dataset gsm8k, or --task reasoning_gym:countdown")
     if args.task_config is not None and args.task is None:
@@ -60,8 +60,20 @@ def load_benchmarks(args: argparse.Namespace) -> list[Benchmark]:
 
 def load_benchmark(text: str, args: argparse.Namespace) -> Benchmark:
     """
-    A data set with all that belongs to it: a benchmark, `NAME=PATH` for a copy of one, a YAML file that describes one,
-    an embedded task, or data of one's own with a column `prompt`.
+    Load one data set.
+
+    Args:
+        text (`str`):
+            Name of a benchmark, `NAME=PATH` for a copy of it, a YAML file that describes a benchmark, name of an
+            embedded task, or the user's own data with a column `prompt`.
+        args (`argparse.Namespace`):
+            Flags of the command.
+
+    Returns:
+        [`Benchmark`]: The data set.
+
+    Raises:
+        UsageError: If there is no such data set, or it does not fit the flags.
     """
     from trl_explore.tasks import TASKS
 
@@ -87,6 +99,7 @@ def load_benchmark(text: str, args: argparse.Namespace) -> Benchmark:
 
 
 def _from_preset(name: str, preset: Preset, path: str, args: argparse.Namespace) -> Benchmark:
+    """Load a benchmark from `path`, which may be a copy."""
     rows, _ = _load_rows(name, path, _config(preset.config, path), preset.split, args)
     if args.system_prompt is not None:
         preset = replace(preset, system_prompt=args.system_prompt)
@@ -97,22 +110,25 @@ def _from_preset(name: str, preset: Preset, path: str, args: argparse.Namespace)
     origin = {"path": preset.path, "config": preset.config, "split": args.dataset_split or preset.split}
     graders = args.reward_funcs or [preset.reward]
     fields = ("num_samples", "temperature", "top_p", "max_new_tokens")
-    recommended = {field: vars(preset)[field] for field in fields}
+    recommended = {field: getattr(preset, field) for field in fields}
     rewards, reads_answers = load_reward_functions(graders, None), bool(ANSWER_REWARDS & {*graders})
     return Benchmark(name, origin, prompts, rewards, _answer_fn(preset.reward), recommended, reads_answers)
 
 
 def _config(name: str | None, path: str) -> str | None:
-    """The configuration to load; a copy of the files alone does not have it."""
+    """Return the configuration to load. None for a local copy that has no such configuration."""
     from datasets import get_dataset_config_names
 
     found = Path(path).expanduser()
     if name is None or not found.exists():
         return name
-    return name if found.is_dir() and name in get_dataset_config_names(str(found)) else None
+    if found.is_dir() and name in get_dataset_config_names(str(found)):
+        return name
+    return None
 
 
 def _from_task(name: str, args: argparse.Namespace) -> Benchmark:
+    """Return the held-out problems of an embedded task."""
     from trl_explore.tasks import get_task
 
     task = get_task(name)
@@ -120,16 +136,22 @@ def _from_task(name: str, args: argparse.Namespace) -> Benchmark:
         rows = task.evaluation_set(args.limit or TASK_PROMPTS)
     except ValueError as error:
         raise UsageError(f"dataset={name!r}: {error}") from error
-    rewards = load_reward_functions(args.reward_funcs, None) if args.reward_funcs else [task.reward]
+    rewards = _rewards_or(args, [task.reward])
     recommended = {"num_samples": TASK_SAMPLES, "max_new_tokens": task.max_completion_length}
-    # Answers of tasks are marked each in its own way: votes are for whole completions.
-    return Benchmark(
-        name, {"path": name, "config": None, "split": "evaluation"}, rows, rewards, str.strip, recommended, False
-    )
+    origin = {"path": name, "config": None, "split": "evaluation"}
+    # Each task marks answers in another way, so votes compare whole completions.
+    return Benchmark(name, origin, rows, rewards, str.strip, recommended, False)
+
+
+def _rewards_or(args: argparse.Namespace, default: list[Any]) -> list[Any]:
+    """Return the reward functions that `--reward_funcs` names, or `default`."""
+    if args.reward_funcs:
+        return load_reward_functions(args.reward_funcs, None)
+    return default
 
 
 def _from_run_task(args: argparse.Namespace) -> Benchmark:
-    """The held-out rows of the task that `--task` names. Training on the task never sees one of them."""
+    """Return the held-out rows of the task that `--task` names. No training on the task uses these rows."""
     from trl_explore.runs.tasks import find_run_task, read_task_config
 
     fields = read_task_config(args.task_config)
@@ -145,15 +167,17 @@ def _from_run_task(args: argparse.Namespace) -> Benchmark:
         return _from_task(args.task, args)
     rows = task.task.eval_dataset
     rows = rows.select(range(min(args.limit or len(rows), len(rows))))
-    rewards = load_reward_functions(args.reward_funcs, None) if args.reward_funcs else task.reward_funcs
+    rewards = _rewards_or(args, task.reward_funcs)
     recommended: dict[str, Any] = {"num_samples": TASK_SAMPLES}
     if "max_completion_length" in task.options:
         recommended["max_new_tokens"] = task.options["max_completion_length"]
-    origin = {"path": args.task, "config": json.dumps(fields) if fields else None, "split": "evaluation"}
+    config = json.dumps(fields) if fields else None
+    origin = {"path": args.task, "config": config, "split": "evaluation"}
     return Benchmark(_label(args.task), origin, rows, rewards, task.answer_fn, recommended, False)
 
 
 def _from_own_data(text: str, args: argparse.Namespace) -> Benchmark:
+    """Load the user's own data, which has the columns `prompt` and `answer` or `solution`."""
     rows, origin = _load_rows(text, text, args.dataset_config, "test", args)
     columns = rows.column_names
     if "prompt" not in columns:
@@ -169,21 +193,26 @@ def _from_own_data(text: str, args: argparse.Namespace) -> Benchmark:
             "the column, or pass --reward_funcs"
         )
     graders = args.reward_funcs or ["accuracy_reward"]
-    name = Path(text).stem if looks_like_path(text) or Path(text).exists() else text
+    name = text
+    if looks_like_path(text) or Path(text).exists():
+        name = Path(text).stem
     rewards, reads_answers = load_reward_functions(graders, None), bool(ANSWER_REWARDS & {*graders})
     return Benchmark(_label(name), origin, rows, rewards, _answer_fn(graders[0]), {}, reads_answers)
 
 
 def _answer_fn(grader: str) -> Callable[[str], Hashable | None]:
+    """Return the function that reads answers for votes, which depends on the name of the reward function."""
     from trl_explore.rewards.answers import answer_key, choice_letter
 
-    return choice_letter if grader == "multiple_choice_reward" else answer_key
+    if grader == "multiple_choice_reward":
+        return choice_letter
+    return answer_key
 
 
 def _load_rows(
     name: str, path: str, config: str | None, split: str, args: argparse.Namespace
 ) -> "tuple[Dataset, dict[str, str | None]]":
-    """The rows to evaluate on, and where they are from."""
+    """Return the rows for the evaluation, and their path, config and split."""
     import datasets
 
     try:
@@ -191,7 +220,8 @@ def _load_rows(
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         raise UsageError(f"dataset={name!r}: {_explain(error, name, path)}") from error
     wanted = args.dataset_split or split
-    rows = pick_split(splits, wanted, "dataset_split", sole_split_is=None if args.dataset_split else split)
+    sole_split_is = None if args.dataset_split else split
+    rows = pick_split(splits, wanted, "dataset_split", sole_split_is=sole_split_is)
     if not len(rows):
         raise UsageError(f"dataset={name!r} has no rows")
     origin = {"path": path, "config": config, "split": str(rows.split)}
@@ -199,7 +229,10 @@ def _load_rows(
 
 
 def _explain(error: Exception, name: str, path: str) -> str:
-    copy = f"pass a copy of it, --dataset {name}=FOLDER" if name in preset_names() else "name a copy of it, ./FOLDER"
+    """Return why a data set cannot be loaded, and what to do."""
+    copy = "name a copy of it, ./FOLDER"
+    if name in preset_names():
+        copy = f"pass a copy of it, --dataset {name}=FOLDER"
     if "gated" in str(error).lower():
         return (
             f"{path} is gated: accept its terms on https://huggingface.co/datasets/{path} and log in with "
@@ -214,5 +247,5 @@ def _explain(error: Exception, name: str, path: str) -> str:
 
 
 def _label(name: str) -> str:
-    """A name that can be a folder's."""
+    """Return a name that a folder can have."""
     return re.sub(r"[^\w.-]+", "__", name).strip(".") or "data"

@@ -1,4 +1,4 @@
-"""`trl-explore compare`: several methods on the same budget, and what each had learned by then."""
+"""The command `trl-explore compare`, which trains several methods with the same budget and compares their results."""
 
 import argparse
 import os
@@ -13,14 +13,14 @@ from trl_explore.runs.arguments import read_config
 DESCRIPTION = """\
 Train several methods on the same number of generated tokens (or seconds) and compare what they learned:
 
-  trl-explore compare                                    # GRPO and what suits the task countdown, on a CPU
+  trl-explore compare                                    # GRPO and methods for the task countdown, on a CPU
   trl-explore compare --task chain --tokens 2e5 --seeds 0 1
   trl-explore compare --task multi_hop --methods grpo branpo
   trl-explore compare --task reasoning_gym:countdown --model_name_or_path smollm2 --warm_start_steps 60
   trl-explore compare --methods grpo my_module.MyTrainer # a trainer of your own
   trl-explore compare --config comparison.yaml           # your model, data and arms
 
-comparison.yaml, for example (flags of `trl-explore train` may stand beside the first three lines, and in options):
+comparison.yaml, for example (next to the first three lines and in options, flags of `trl-explore train` are allowed):
 
   model_name_or_path: Qwen/Qwen2.5-1.5B
   dataset_name: data.jsonl
@@ -35,7 +35,7 @@ The folder gets curves.png, curves.svg, curves.csv, table.md, comparison.yaml an
 command continues an interrupted comparison; --seeds and arms may be added to a finished one.
 """
 DEFAULT_TASK, DEFAULT_TOKENS, DEFAULT_OUTPUT = "countdown", 3e5, "out/compare"
-# The keys of `runs.embedded.ALL_TASKS`, without the import that takes seconds.
+# The keys of `runs.embedded.ALL_TASKS`. They are repeated here because importing them takes seconds.
 TASK_NAMES = (
     *("chain", "chaind", "late1", "late3", "vault", "doors", "deep_doors", "dialects", "plans", "paths"),
     *("countdown", "sudoku", "frozen_lake", "maze", "sokoban"),
@@ -45,7 +45,7 @@ TASK_HELP = (
     f"{', '.join(TASK_NAMES)}; with --model_name_or_path, reasoning_gym:NAME or textarena:ENV_ID; all: trl-explore "
     f"tasks (default without --config: {DEFAULT_TASK})"
 )
-METHODS_HELP = f"of {', '.join(METHODS)}, or import paths of trainers; one arm each, the first is the baseline"
+METHODS_HELP = f"some of {', '.join(METHODS)}, or import paths of trainers; the first one is the baseline"
 FLAGS = (
     *("task", "task_config", "model_name_or_path", "warm_start_steps"),
     *("seeds", "metrics", "evaluations", "num_eval", "output_dir"),
@@ -53,7 +53,7 @@ FLAGS = (
 
 
 def build_parser() -> FlagParser:
-    """The flags of `trl-explore compare`."""
+    """Return the parser of `trl-explore compare`."""
     parser = FlagParser(
         prog="trl-explore compare",
         description=DESCRIPTION,
@@ -65,7 +65,7 @@ def build_parser() -> FlagParser:
     add("--config", metavar="FILE", help="YAML file: model, data and rewards or a task, budget, seeds, common, arms")
     add("--task", metavar="TASK", help=TASK_HELP)
     add("--task_config", metavar="JSON", help="fields of a task of another package, see trl-explore tasks TASK")
-    add("--model_name_or_path", metavar="M", help="model for such a task: smollm2, a Hub name or a folder")
+    add("--model_name_or_path", metavar="M", help="model for a task of another package: smollm2, Hub name or folder")
     add("--warm_start_steps", type=int, metavar="N", help="supervised steps that teach the task to the model first")
     add("--methods", nargs="+", metavar="M", help=METHODS_HELP)
     add("--tokens", type=float, metavar="N", help=f"budget of each run (default without --config: {DEFAULT_TOKENS:g})")
@@ -78,12 +78,12 @@ def build_parser() -> FlagParser:
     add("--evaluations", type=int, metavar="N", help="evaluations per run after the first (default: 10)")
     add("--num_eval", type=int, metavar="N", help="held-out problems (default: 128)")
     add("--output_dir", metavar="DIR", help=f"where results go (default: {DEFAULT_OUTPUT}/TASK)")
-    add("--processes", type=int, metavar="N", help="train N runs at a time, each in a process of its own")
+    add("--processes", type=int, metavar="N", help="train N runs at a time, each in its own process")
     return parser
 
 
 def _document(args: argparse.Namespace) -> dict[str, Any]:
-    """The YAML file with the flags over it; without a file, the defaults below them."""
+    """Return the content of the YAML file, overridden by flags. Without a file, flags override the defaults."""
     document = read_config(args.config)
     if args.config is None:
         document = {"task": DEFAULT_TASK, "budget": {"tokens": DEFAULT_TOKENS}}
@@ -97,14 +97,14 @@ def _document(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(argv: list[str]) -> int:
-    """Runs `trl-explore compare`; the exit code is that of [`~trl_explore.compare.workers.carry_out`]."""
+    """Run `trl-explore compare`, and return the exit status of [`~trl_explore.compare.workers.carry_out`]."""
     args = build_parser().parse(argv)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError("compare runs in one process: start it without accelerate launch or torchrun")
     if args.processes is not None and args.processes < 1:
         raise UsageError(f"processes={args.processes}: give an integer of at least 1")
     document = _document(args)
-    # one folder per task, so that trying one after the other needs no flag
+    # Each task gets its own folder, so that users can try several tasks without a flag.
     folder_name = str(document.get("task", "")).replace(":", "-")
     output_dir = document.pop("output_dir", None) or Path(DEFAULT_OUTPUT, folder_name)
 

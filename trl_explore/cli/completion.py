@@ -1,4 +1,4 @@
-"""`trl-explore completion`: a script that lets a shell complete sub-commands, flags, methods and tasks."""
+"""The command `trl-explore completion`, which prints a script for a shell's completion of commands and flags."""
 
 import argparse
 from dataclasses import fields
@@ -24,25 +24,26 @@ PATHS = (
 
 
 def _train_parser() -> argparse.ArgumentParser:
-    """The fields of all methods: which of them apply depends on `--method`, which a shell does not look at."""
+    """Return a parser with the fields of all methods. A shell cannot limit them to the fields of one `--method`."""
     from trl import DatasetMixtureConfig, ModelConfig
 
     from trl_explore.runs.arguments import TrainArguments
 
-    types: list[Any] = [
-        TrainArguments,
-        ModelConfig,
-        DatasetMixtureConfig,
-        *(row.config_class for row in METHODS.values()),
-    ]
+    types: list[Any] = [TrainArguments, ModelConfig, DatasetMixtureConfig]
+    types += [row.config_class for row in METHODS.values()]
+    names = {"config": None}  # a dictionary keeps the order and drops duplicates
+    for cls in types:
+        for spec in fields(cls):
+            if spec.init:
+                names[spec.name] = None
     parser = argparse.ArgumentParser()
-    for name in ["config", *dict.fromkeys(spec.name for cls in types for spec in fields(cls) if spec.init)]:
+    for name in names:
         parser.add_argument(f"--{name}")
     return parser
 
 
 def complete_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Fills in what the sub-commands read by themselves, and what values there are to choose from."""
+    """Add the flags of all sub-commands to `parser`, and the values that some flags can have. Return `parser`."""
     import shtab
 
     from trl_explore.cli.compare import TASK_NAMES
@@ -53,10 +54,10 @@ def complete_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     commands["train"] = _train_parser()
     for name in ("advise", "compare", "eval", "filter", "tasks", "tree"):
         commands[name] = import_module(f"trl_explore.cli.{name}").build_parser()
-    # Names of packages' tasks are left out: bash begins a new word at their colon.
+    # Names of tasks of other packages are left out, because bash starts a new word at their colon.
     known: dict[str, Any] = {"method": METHODS, "methods": METHODS, "task": TASK_NAMES}
     for name, command in commands.items():
-        actions: list[Any] = command._actions  # `complete` is an attribute that shtab reads
+        actions: list[Any] = command._actions  # shtab reads their attribute `complete`
         for action in actions:
             if action.dest in known:
                 action.choices = list(known[action.dest])
@@ -68,7 +69,7 @@ def complete_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def run(parser: argparse.ArgumentParser, shell: str) -> int:
-    """Prints the script for a shell: `bash`, `zsh` or `tcsh`."""
+    """Print the script for a shell: `bash`, `zsh` or `tcsh`."""
     try:
         import shtab
     except ModuleNotFoundError as error:

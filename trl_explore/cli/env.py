@@ -1,4 +1,4 @@
-"""`trl-explore env`: what is installed here and which parts of the package can use it."""
+"""The command `trl-explore env`, which prints installed versions, devices and supported features."""
 
 import platform
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -13,15 +13,16 @@ PACKAGES = ("torch", "trl", "transformers", "accelerate", "peft", "datasets", "v
 
 
 def _supported_ranges() -> dict[str, Requirement]:
-    """The ranges that this installation declares, so that they are written down once, in pyproject.toml."""
+    """Return the supported version ranges of packages. They come from pyproject.toml, through the installation."""
     try:
         requirements = [Requirement(text) for text in requires("trl-explore") or []]
-    except PackageNotFoundError:  # a bare clone on sys.path
+    except PackageNotFoundError:  # a clone on sys.path that is not installed
         return {}
     return {requirement.name: requirement for requirement in requirements}
 
 
 def _describe_package(name: str, ranges: dict[str, Requirement]) -> str:
+    """Return the installed version of a package, and whether it is supported."""
     try:
         installed = version(name)
     except PackageNotFoundError:
@@ -29,12 +30,14 @@ def _describe_package(name: str, ranges: dict[str, Requirement]) -> str:
     if name not in ranges or not str(ranges[name].specifier):
         return installed
     supported = ranges[name].specifier
-    # prereleases: a development build of a supported version is in range
-    verdict = "supported" if supported.contains(installed, prereleases=True) else "NOT SUPPORTED, expected"
-    return f"{installed} ({verdict}: {supported})"
+    # A development build of a supported version is also supported.
+    if supported.contains(installed, prereleases=True):
+        return f"{installed} (supported: {supported})"
+    return f"{installed} (NOT SUPPORTED, expected: {supported})"
 
 
 def _describe_vllm(ranges: dict[str, Requirement]) -> str:
+    """Return whether sampling with vLLM is possible."""
     try:
         installed = version("vllm")
     except PackageNotFoundError:
@@ -45,6 +48,7 @@ def _describe_vllm(ranges: dict[str, Requirement]) -> str:
 
 
 def _describe_devices() -> str:
+    """Return the names of the GPUs, or the type of another device."""
     import torch
 
     from trl_explore.machine.devices import available_accelerator
@@ -52,13 +56,18 @@ def _describe_devices() -> str:
     if torch.cuda.is_available():
         return ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
     accelerator = available_accelerator()
-    return accelerator.type if accelerator is not None else f"cpu ({torch.get_num_threads()} threads)"
+    if accelerator is None:
+        return f"cpu ({torch.get_num_threads()} threads)"
+    return accelerator.type
 
 
 def describe_environment() -> str:
     """
-    Versions, devices, methods, sampling backends and what is relied on of TRL and transformers, ready to be pasted
-    into an issue: a `- name: value` line each.
+    Describe the environment for an issue.
+
+    Returns:
+        `str`: One line `- name: value` for each version, the devices, the methods, the sampling backends, and the
+        seams of [`trl_explore.compat`].
     """
     ranges = _supported_ranges()
     facts = {
@@ -72,12 +81,14 @@ def describe_environment() -> str:
         "sampling with transformers continuous batching": "yes (--use_transformers_continuous_batching)",
         "sampling with vllm": _describe_vllm(ranges),
     }
-    seams = {f"{seam.path} ({seam.needed_by or seam.door})": difference(seam) for seam in SEAMS}
-    moved = sum(what is not None for what in seams.values())
-    facts["seams into TRL and transformers"] = f"{moved} of {len(seams)} moved" if moved else f"all {len(seams)} fit"
-    return "\n".join(
-        [
-            *(f"- {name}: {value}" for name, value in facts.items()),
-            *(f"  - {seam}: {what or 'fits'}" for seam, what in seams.items()),
-        ]
-    )
+    num_moved = 0
+    seam_lines = []
+    for seam in SEAMS:
+        found = difference(seam)
+        num_moved += found is not None
+        seam_lines.append(f"  - {seam.path} ({seam.needed_by or seam.door}): {found or 'fits'}")
+    facts["seams into TRL and transformers"] = f"all {len(SEAMS)} fit"
+    if num_moved:
+        facts["seams into TRL and transformers"] = f"{num_moved} of {len(SEAMS)} moved"
+    lines = [f"- {name}: {value}" for name, value in facts.items()]
+    return "\n".join(lines + seam_lines)

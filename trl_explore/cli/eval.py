@@ -1,4 +1,4 @@
-"""`trl-explore eval`: pass@k and maj@k of a model on benchmarks, embedded tasks or data of one's own."""
+"""The command `trl-explore eval`, which measures pass@k and maj@k of a model on benchmarks, tasks or own data."""
 
 import argparse
 import json
@@ -39,17 +39,17 @@ D is one of
 - a YAML file with the fields of a benchmark
 - an embedded task, such as chain
 - data with the columns `prompt` and `answer`: a file, a folder or a Hub name
-What a flag leaves open, the benchmark recommends. --task names a task that brings data and reward, in the place of D:
+Flags override the options that the benchmark recommends. Instead of D, --task names a task with data and rewards:
 
   trl-explore eval --model_name_or_path ./model --task reasoning_gym:countdown --output_dir out/eval
 
 An interrupted evaluation continues when the same command is given again. Other --metrics and --reward_funcs are
-computed from the completions that are there.
+computed from the existing completions.
 """
 
 
 def build_parser() -> FlagParser:
-    """The flags of `trl-explore eval`."""
+    """Return the parser of `trl-explore eval`."""
     parser = FlagParser(
         prog="trl-explore eval",
         description=DESCRIPTION,
@@ -92,7 +92,7 @@ def build_parser() -> FlagParser:
 
 @dataclass
 class LazySampler:
-    """Loads the model when the first completion is missing."""
+    """A sampler that loads the model only when the first completion is sampled."""
 
     args: argparse.Namespace
     source: ModelSource
@@ -132,19 +132,22 @@ class LazySampler:
         try:
             yield from self.sampler(prompts, sampling)
         except ConnectionError as error:
-            raise UsageError(f"{error} The same command goes on where it stopped.") from error
+            raise UsageError(f"{error} The same command continues where it stopped.") from error
         except (ImportError, ValueError) as error:
             raise UsageError(str(error)) from error
 
     @property
     def engine(self) -> str:
-        """What samples, for the settings."""
-        server = self.args.vllm_server_base_url is not None
-        return "vllm server" if server else "vllm" if self.args.use_vllm else "transformers"
+        """Name of the sampling library, for the settings in the results."""
+        if self.args.vllm_server_base_url is not None:
+            return "vllm server"
+        if self.args.use_vllm:
+            return "vllm"
+        return "transformers"
 
 
 def run(argv: list[str]) -> int:
-    """Runs `trl-explore eval`; `130` when Ctrl-C stopped it early."""
+    """Run `trl-explore eval`, and return its exit status, which is 130 after Ctrl-C."""
     args = build_parser().parse(argv)
     _check(args)
     source = find_model(args.model_name_or_path, args.adapter_name_or_path, revision=args.model_revision)
@@ -165,7 +168,7 @@ def run(argv: list[str]) -> int:
         except KeyboardInterrupt:
             print(
                 f"Stopped after {_num_done(output.parent / benchmark.name)} of {len(benchmark.rows)} prompts of "
-                f"{benchmark.name}; the same command goes on there.",
+                f"{benchmark.name}; the same command continues there.",
                 file=sys.stderr,
             )
             return 130
@@ -180,31 +183,40 @@ def run(argv: list[str]) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
+    """Raise a UsageError if a number is too small, there are several processes, or the folder is not writable."""
     for name in ("limit", "batch_size", "vllm_tensor_parallel_size", "vllm_max_model_length"):
-        if vars(args)[name] is not None and vars(args)[name] < 1:
-            raise UsageError(f"{name} must be at least 1, got {vars(args)[name]}")
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise UsageError(f"{name} must be at least 1, got {value}")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UsageError("eval runs as one process: for several GPUs, --use_vllm --vllm_tensor_parallel_size N")
     check_output_dir(args.output_dir)
 
 
 def _num_done(folder: Path) -> int:
+    """Return the number of prompts whose completions are already in a folder of results."""
     from trl_explore.evaluation.completions import read_completions
 
     path = folder / "completions.jsonl"
-    return len(read_completions(path)[1]) if path.is_file() else 0
+    if not path.is_file():
+        return 0
+    return len(read_completions(path)[1])
 
 
 def _sampling(args: argparse.Namespace, benchmark: Benchmark) -> "Sampling":
-    """How to sample: by the flags, else as the benchmark recommends."""
+    """Return the sampling options: from the flags, and otherwise the options that the benchmark recommends."""
     from trl_explore.evaluation.evaluate import default_metrics, parse_metrics
     from trl_explore.evaluation.samplers import Sampling
 
-    flags = ("num_samples", "temperature", "top_p", "top_k", "max_new_tokens", "seed")
-    given = {name: vars(args)[name] for name in flags if vars(args)[name] is not None}
-    greedy = {"num_samples": 1} if args.temperature == 0 else {}
+    options = dict(benchmark.recommended)
+    if args.temperature == 0:
+        options["num_samples"] = 1  # all greedy completions of a prompt are equal
+    for name in ("num_samples", "temperature", "top_p", "top_k", "max_new_tokens", "seed"):
+        value = getattr(args, name)
+        if value is not None:
+            options[name] = value
     try:
-        sampling = Sampling(**benchmark.recommended | greedy | given)
+        sampling = Sampling(**options)
         parse_metrics(args.metrics or default_metrics(sampling.num_samples), sampling.num_samples)
     except ValueError as error:
         raise UsageError(f"{benchmark.name}: {error}") from error
@@ -212,7 +224,7 @@ def _sampling(args: argparse.Namespace, benchmark: Benchmark) -> "Sampling":
 
 
 def _fingerprint(source: ModelSource, revision: str) -> str:
-    """What tells a model's weights from others, without loading them."""
+    """Return a fingerprint of a model's weights without loading them."""
     from huggingface_hub import try_to_load_from_cache
 
     from trl_explore.saving.fingerprints import digest, folder_probes
@@ -221,13 +233,13 @@ def _fingerprint(source: ModelSource, revision: str) -> str:
     for name, config in ((source.base, "config.json"), (source.adapter, "adapter_config.json")):
         if name is not None and Path(name).is_dir():
             parts += folder_probes(Path(name))
-        elif name is not None:  # the path of a cached file names the commit
+        elif name is not None:  # the path of a cached file contains the commit
             parts.append(f"{name} {try_to_load_from_cache(name, config, revision=revision)}".encode())
     return digest(parts)
 
 
 def _earlier_results(path: Path, model: dict[str, Any]) -> dict[str, Any]:
-    """Results of other data sets that are in the folder already."""
+    """Return the results in the file of an earlier evaluation. Raise a UsageError if it had another model."""
     if not path.is_file():
         return {}
     try:
@@ -237,12 +249,18 @@ def _earlier_results(path: Path, model: dict[str, Any]) -> dict[str, Any]:
         raise UsageError(f"{path} is no file of results ({error!r}); name another output_dir") from error
     if known["weights"] != model["weights"]:
         raise UsageError(
-            f"{path} holds results of other weights: those of {known['name']!r}"
-            f"{' with ' + repr(known['adapter']) if known['adapter'] else ''} ({known['weights']}), now "
-            f"{model['name']!r}{' with ' + repr(model['adapter']) if model['adapter'] else ''} ({model['weights']}). "
+            f"{path} holds results of other weights: those of {_named(known)}, now {_named(model)}. "
             "Name another output_dir, or delete that one."
         )
     return results
+
+
+def _named(model: dict[str, Any]) -> str:
+    """Return the name of a model with its adapter and the fingerprint of its weights, for messages."""
+    adapter = ""
+    if model["adapter"]:
+        adapter = f" with {model['adapter']!r}"
+    return f"{model['name']!r}{adapter} ({model['weights']})"
 
 
 def _evaluate(
@@ -252,6 +270,7 @@ def _evaluate(
     sampler: LazySampler,
     weights: str,
 ) -> dict[str, Any]:
+    """Evaluate one data set. Return its origin, its results and the versions of the packages."""
     from trl_explore.evaluation.evaluate import NoRewardError, evaluate
     from trl_explore.saving.records import FileRefusedError
 
@@ -273,39 +292,56 @@ def _evaluate(
         raise UsageError(str(error)) from error
     except UsageError as error:
         raise UsageError(f"{benchmark.name}: {error}") from error
-    packages = ["trl-explore", "trl", "transformers", "torch", *(["vllm"] if args.use_vllm else [])]
+    packages = ["trl-explore", "trl", "transformers", "torch"]
+    if args.use_vllm:
+        packages.append("vllm")
     return {"dataset": benchmark.origin, **result, "versions": {name: version(name) for name in packages}}
 
 
 def _report(results: dict[str, Any], answered: list[str]) -> None:
     """
-    Prints one line per data set: values in percent, with their intervals. Of those that are `answered`, what grades
-    reads marked answers; of the others, only votes do.
+    Print one line per data set, with metrics in percent and their intervals.
+
+    Args:
+        results (`dict[str, Any]`):
+            Results by the name of the data set.
+        answered (`list[str]`):
+            Names of data sets whose reward functions read marked answers. Only for these, the table has the share of
+            completions without an answer.
     """
     from rich.console import Console
 
-    metrics = list(dict.fromkeys(name for entry in results.values() for name in entry["metrics"]))
-    no_answer = ["no answer"] if answered else []
-    titles = ["data set", "prompts", "samples", *metrics, "truncated", *no_answer, "tokens"]
+    metrics: dict[str, None] = {}  # a dictionary keeps the order and drops duplicates
+    for entry in results.values():
+        metrics |= dict.fromkeys(entry["metrics"])
+    titles = ["data set", "prompts", "samples", *metrics, "truncated"]
+    if answered:
+        titles.append("no answer")
+    titles.append("tokens")
     rows = []
     for name, entry in results.items():
         cells = [visible_text(name), str(entry["num_prompts"]), str(entry["settings"]["num_samples"])]
         for metric in metrics:
             found = entry["metrics"].get(metric)
-            shown = found and [f"{100 * found[part]:.1f}" for part in ("value", "low", "high")]
-            cells.append(f"{shown[0]} [{shown[1]}, {shown[2]}]" if shown else "")
+            cell = ""
+            if found:
+                cell = f"{100 * found['value']:.1f} [{100 * found['low']:.1f}, {100 * found['high']:.1f}]"
+            cells.append(cell)
         cells.append(f"{100 * entry['truncated']:.1f} %")
-        if answered:
-            cells.append(f"{100 * entry['unanswered']:.1f} %" if name in answered else "")
+        if name in answered:
+            cells.append(f"{100 * entry['unanswered']:.1f} %")
+        elif answered:
+            cells.append("")
         cells.append(f"{entry['tokens']:,}")
         rows.append(cells)
-    Console(width=None if sys.stdout.isatty() else 200).print(FittingTable(titles, rows))
+    width = None if sys.stdout.isatty() else 200
+    Console(width=width).print(FittingTable(titles, rows))
     for name, entry in results.items():
         if entry["unscored"]:
-            left_out = f"{entry['unscored']} prompts are left out, because no sample of theirs has a reward."
+            left_out = f"{entry['unscored']} prompts are left out, because none of their samples has a reward."
             print(f"{visible_text(name)}: {left_out}")
         voted = any(metric.startswith("maj") for metric in entry["metrics"])
         if voted and entry["unanswered"] and name not in answered:
             share = f"{100 * entry['unanswered']:.1f} %"
-            note = f"maj@k votes on marked answers, such as \\boxed{{7}}, and {share} of the samples mark none."
+            note = f"maj@k votes on marked answers, such as \\boxed{{7}}, but {share} of the samples have none."
             print(f"{visible_text(name)}: {note}")

@@ -1,4 +1,4 @@
-"""`trl-explore filter`: writes the prompts that a model rarely solves to a file that `trl-explore train` reads."""
+"""The command `trl-explore filter`, which writes the prompts that a model rarely solves to a file for training."""
 
 import argparse
 import sys
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from trl_explore.runs.tasks import RunTask
 
 DESCRIPTION = """\
-Keep the prompts of which a model solves less than a share THRESHOLD of K samples:
+Keep the prompts that a model solves in less than a share THRESHOLD of K samples:
 
   trl-explore filter --model_name_or_path ./model --dataset_name data.jsonl \\
       --reward_funcs accuracy_reward --k 4 --threshold 0.25 --output hard.jsonl
   trl-explore train --dataset_name hard.jsonl ...
 
---task names a task, which brings training prompts and reward, in the place of --dataset_name and --reward_funcs:
+Instead of --dataset_name and --reward_funcs, --task names a task with training prompts and rewards:
 
   trl-explore filter --model_name_or_path ./model --task reasoning_gym:countdown --output hard.jsonl
 
@@ -43,7 +43,7 @@ OF_DATA = ("dataset_name", "dataset_config", "dataset_train_split")  # flags tha
 
 
 def build_parser() -> FlagParser:
-    """The flags of `trl-explore filter`."""
+    """Return the parser of `trl-explore filter`."""
     parser = FlagParser(
         prog="trl-explore filter",
         description=DESCRIPTION,
@@ -84,6 +84,7 @@ def build_parser() -> FlagParser:
 
 
 def _write(dataset: "Dataset", path: Path) -> None:
+    """Write a data set to a Parquet or JSON file."""
     with whole_file(path) as part:
         if path.suffix == ".parquet":
             dataset.to_parquet(part)
@@ -92,20 +93,29 @@ def _write(dataset: "Dataset", path: Path) -> None:
 
 
 def run(argv: list[str]) -> int:
-    """Runs `trl-explore filter`; `130` when Ctrl-C stopped it early."""
+    """Run `trl-explore filter`, and return its exit status, which is 130 after Ctrl-C."""
     args = build_parser().parse(argv)
     output = _check_output(args)
     task = _find_task(args)
     rewards = _find_rewards(args, task)
-    dataset = _load_prompts(args) if task is None else _prompts_of_task(args, task)
+    length = COMPLETION_LENGTH
+    if task is None:
+        dataset = _load_prompts(args)
+    else:
+        dataset = _prompts_of_task(args, task)
+        length = task.options.get("max_completion_length", COMPLETION_LENGTH)
     if args.max_completion_length is None:
-        suited = {} if task is None else task.options
-        args.max_completion_length = suited.get("max_completion_length", COMPLETION_LENGTH)
+        args.max_completion_length = length
 
     from trl_explore.evaluation.hard_prompts import check_settings
 
-    limits = ("k", "threshold", "max_completion_length", "temperature", "batch_size")
-    settings = {name: vars(args)[name] for name in limits}
+    settings = {
+        "k": args.k,
+        "threshold": args.threshold,
+        "max_completion_length": args.max_completion_length,
+        "temperature": args.temperature,
+        "batch_size": args.batch_size,
+    }
     try:
         check_settings(dataset, **settings)
     except ValueError as error:
@@ -139,7 +149,7 @@ def _find_task(args: argparse.Namespace) -> "RunTask | None":
     from trl_explore.runs.tasks import find_run_task, read_task_config
 
     for name in OF_DATA:
-        value = vars(args)[name]
+        value = getattr(args, name)
         if value is not None:
             raise UsageError(
                 f"task={args.task!r} and {name}={value!r}: a task brings its data; leave one of the two out"
@@ -170,7 +180,7 @@ def _find_rewards(args: argparse.Namespace, task: "RunTask | None") -> list[Any]
 def _load_prompts(args: argparse.Namespace) -> "Dataset":
     from trl import DatasetMixtureConfig, ScriptArguments
 
-    fields = {name: vars(args)[name] for name in OF_DATA if vars(args)[name] is not None}
+    fields = {name: getattr(args, name) for name in OF_DATA if getattr(args, name) is not None}
     return load_train_and_eval(ScriptArguments(**fields), DatasetMixtureConfig(), needs_eval=False)[0]
 
 
@@ -194,7 +204,7 @@ def _filter(
     options = {"revision": args.model_revision, "trust_remote_code": args.trust_remote_code}
     source = find_model(args.model_name_or_path, args.adapter_name_or_path, **options)
     model, tokenizer = load_model(source, dtype=args.dtype, **options), load_tokenizer(source, **options)
-    if not torch.accelerator.is_available():  # it is moved there
+    if not torch.accelerator.is_available():  # the model stays on the CPU
         limit_threads(model)
     scores = output.with_name(output.name + ".scores.jsonl")
     try:
@@ -213,7 +223,9 @@ def _filter(
     except FileRefusedError as error:
         raise UsageError(str(error)) from error
     except KeyboardInterrupt:
-        done = len(read_pass_rates(scores)[1]) if scores.is_file() else 0
+        done = 0
+        if scores.is_file():
+            done = len(read_pass_rates(scores)[1])
         print(f"Stopped after {done} of {len(dataset)} prompts; the same command continues there.", file=sys.stderr)
         return 130
     state = PartialState()
@@ -232,6 +244,11 @@ def _filter(
 
 def _histogram(rates: Iterable[float | None], k: int) -> str:
     """Return the number of prompts per number of solved samples, for example `0/4: 120, 1/4: 30, no reward: 2`."""
-    counts = Counter("no reward" if rate is None else f"{round(rate * k)}/{k}" for rate in rates)
+    counts: Counter[str] = Counter()
+    for rate in rates:
+        if rate is None:
+            counts["no reward"] += 1
+        else:
+            counts[f"{round(rate * k)}/{k}"] += 1
     order = [*(f"{solved}/{k}" for solved in range(k + 1)), "no reward"]
     return ", ".join(f"{name}: {counts[name]}" for name in order if counts[name])

@@ -1,4 +1,4 @@
-"""`trl-explore tasks`: a list of all tasks, and an example of one task."""
+"""The command `trl-explore tasks`, which lists all tasks or shows an example of one task."""
 
 import argparse
 import importlib
@@ -73,7 +73,10 @@ def run(argv: list[str]) -> int:
     args = build_parser().parse(argv)
     if args.task is not None and args.task not in GROUPS:
         shown = describe(args.task, args.task_config)
-        print(json.dumps(shown, indent=2, default=str) if args.json else description_text(shown))
+        if args.json:
+            print(json.dumps(shown, indent=2, default=str))
+        else:
+            print(description_text(shown))
         return 0
     if args.task_config is not None:
         raise UsageError(f"task_config={args.task_config!r} belongs to one task; name it, or leave task_config out")
@@ -117,6 +120,7 @@ def list_tasks(groups: tuple[str, ...]) -> tuple[list[Listed], dict[str, str]]:
 
 
 def _embedded(group: str) -> list[Listed]:
+    """Return the embedded tasks of a group."""
     from trl_explore import tasks
 
     chosen = tasks.TASKS if group == EMBEDDED else tasks.AGENTS
@@ -124,6 +128,7 @@ def _embedded(group: str) -> list[Listed]:
 
 
 def _of_package(source: str) -> list[Listed]:
+    """Return the tasks of another package. Raise an ImportError if it is not installed."""
     module = {"reasoning_gym": "reasoning_gym", "textarena": "text_arena"}[source]
     names: list[str] = importlib.import_module(f"trl_explore.environments.{module}").list_names()
     if source == "textarena":
@@ -148,14 +153,18 @@ def _games(ids: list[str]) -> list[Listed]:
     for variants in families.values():
         first = min(variants, key=len)
         others = [name for name in variants if name != first]
-        count = "1 variant" if not others else f"{len(variants)} variants, also {', '.join(others)}"
+        count = "1 variant"
+        if others:
+            count = f"{len(variants)} variants, also {', '.join(others)}"
         lines.append(Listed(f"textarena:{first}", "textarena", count))
     return lines
 
 
 def list_text(groups: tuple[str, ...], listed: list[Listed], missing: dict[str, str]) -> str:
     """Return the list as text with one line per task. A line is at most as wide as the terminal."""
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPED_WIDTH
+    width = PIPED_WIDTH
+    if sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
     longest = max((len(line.name) for line in listed), default=0)
     room = max(SHORTEST_EXAMPLE, width - longest - 4)
     lines: list[str] = []
@@ -240,7 +249,10 @@ def config_fields(spec: Any) -> dict[str, Any]:
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return own
     source, _, name = spec.name.partition(":")
-    more = _data_set_fields(name) if source == "reasoning_gym" else _game_arguments(name)
+    if source == "reasoning_gym":
+        more = _data_set_fields(name)
+    else:
+        more = _game_arguments(name)
     return {**more, **getattr(spec, "config", {}), **own}
 
 
@@ -297,4 +309,6 @@ def prompt_text(prompt: Any) -> str:
 def short(text: str, most: int) -> str:
     """Return a text as one line of at most `most` characters."""
     line = visible_text(" ".join(text.split()))
-    return line if len(line) <= most else f"{line[: most - 3]}..."
+    if len(line) <= most:
+        return line
+    return f"{line[: most - 3]}..."

@@ -1,5 +1,5 @@
-"""`trl-explore train`: the interface of `trl grpo` (YAML file, flags that override it, LoRA), plus `--method` and
-`--trainer`."""
+"""The command `trl-explore train`. It has the interface of `trl grpo` (YAML file, flags that override it, LoRA), and
+the flags `--method` and `--trainer`."""
 
 import os
 import re
@@ -34,7 +34,7 @@ from trl_explore.visible_text import visible_text
 if TYPE_CHECKING:
     from trl import GRPOConfig, GRPOTrainer
 
-# What a run says of itself before it turns to a method's own fields.
+# Fields that the help of every method lists, in addition to the fields of the method.
 FIRST_FIELDS = (
     *("model_name_or_path", "dataset_name", "task", "reward_funcs", "output_dir", "max_steps", "learning_rate"),
     *("per_device_train_batch_size", "num_generations", "max_completion_length", "temperature", "beta"),
@@ -61,24 +61,40 @@ Several processes: accelerate launch --num_processes 4 -m trl_explore.cli train 
 
 
 def _split_arguments(argv: list[str]) -> tuple[Method, list[str], dict[str, Any]]:
-    """Takes method, trainer and config file out of the flags, because the method decides which other flags there are;
-    the file's fields come back with the name of the one that holds."""
+    """
+    Read `--method`, `--trainer` and `--config` before the other flags, because the method determines which they are.
+
+    Args:
+        argv (`list[str]`):
+            All flags.
+
+    Returns:
+        `tuple[Method, list[str], dict[str, Any]]`: The method; the other flags; and the fields of the YAML file, in
+        which a method or trainer of the flags replaces the method or trainer of the file.
+
+    Raises:
+        UsageError: If there is no method, an unknown one, or a method and a trainer.
+    """
     scout = OneLineParser(add_help=False, allow_abbrev=False)
     for name in ("--method", "--trainer", "--config"):
         scout.add_argument(name)
     given, flags = scout.parse_known_args(argv)
     config = read_config(given.config)
-    of_file = {name: config.pop(name, None) for name in ("method", "trainer")}
-    of_flags = {name: vars(given)[name] for name in of_file}
-    named = {name: str(value) for name, value in of_flags.items() if value}
-    named = named or {name: str(value) for name, value in of_file.items() if value}
+    in_file: dict[str, str] = {}
+    in_flags: dict[str, str] = {}
+    for name in ("method", "trainer"):
+        in_file[name] = config.pop(name, None)
+        in_flags[name] = getattr(given, name)
+    named = {name: str(value) for name, value in in_flags.items() if value}
+    if not named:
+        named = {name: str(value) for name, value in in_file.items() if value}
     if not named:
         raise UsageError(
             f"no method: pass --method with one of {', '.join(METHODS)}, or --trainer my_module.MyTrainer"
         )
     if len(named) == 2:
         both = " and ".join(f"{name}={value!r}" for name, value in named.items())
-        raise UsageError(f"{both}: give one of the two, a trainer stands for a method")
+        raise UsageError(f"{both}: give one of the two, a trainer replaces a method")
     ((kind, name),) = named.items()
     if kind == "trainer" and not is_import_path(name):
         raise UsageError(
@@ -88,21 +104,34 @@ def _split_arguments(argv: list[str]) -> tuple[Method, list[str], dict[str, Any]
 
 
 def parse_train_arguments(argv: list[str]) -> RunArguments:
-    """Reads the flags of `trl-explore train`, among them `--method` and `--config`; flags override the file."""
+    """Return the arguments of a run from its flags and its YAML file. Flags override the file."""
     _, flags, config = _split_arguments(argv)
     return build_arguments(config, flags)
 
 
 def method_help(row: Method) -> str:
-    """The fields that tell a method from others, and the few that every run needs; short defaults in brackets. Those
-    that all trainers of ours share are explained where they are all there is."""
+    """
+    Return the help of a method: its own fields, and some fields that every run needs, with short defaults in brackets.
+
+    The fields that all our trainers share are only named. They are explained if the method has no fields of its own.
+
+    Args:
+        row ([`~trl_explore.methods.Method`]):
+            The method.
+
+    Returns:
+        `str`: The text.
+    """
     from trl import GRPOConfig
 
     from trl_explore.trainers import ExplorationConfig
 
     config, chosen = row.config_class, flag_of(row.name)
-    of_run = {spec.name: spec for cls in (GRPOConfig, ModelConfig, TrainArguments) for spec in fields(cls)}
-    plain, shared = ({spec.name for spec in fields(cls)} for cls in (GRPOConfig, ExplorationConfig))
+    of_run: dict[str, Field[Any]] = {}
+    for spec in (*fields(GRPOConfig), *fields(ModelConfig), *fields(TrainArguments)):
+        of_run[spec.name] = spec
+    plain = {spec.name for spec in fields(GRPOConfig)}
+    shared = {spec.name for spec in fields(ExplorationConfig)}
     own = [spec for spec in fields(config) if spec.name not in plain | shared]
     common = [spec for spec in fields(config) if spec.name in shared - plain]
     names = ", ".join(spec.name for spec in common)
@@ -119,10 +148,15 @@ def method_help(row: Method) -> str:
 
 
 def _help_line(spec: "Field[Any]") -> str:
-    """A field, its default, and what it does: the whole sentences of its help that fit; `--help-all` has them all."""
-    default = spec.default if spec.default_factory is MISSING else spec.default_factory()
-    shown = "" if default in (None, False, MISSING) or len(repr(default)) > 20 else f" [{default!r}]"
-    text = spec.metadata.get("help", "")  # which a configuration of the user's may not have
+    """Return one line with a field, the first sentences of its help that fit, and its default. `--help-all` has the
+    whole help."""
+    default = spec.default
+    if spec.default_factory is not MISSING:
+        default = spec.default_factory()
+    shown = ""
+    if default not in (None, False, MISSING) and len(repr(default)) <= 20:
+        shown = f" [{default!r}]"
+    text = spec.metadata.get("help", "")  # fields of a user's own configuration may have no help
     sentences = re.split(r"(?<!Eq)\. ", text.replace("%%", "%").rstrip("."))
     while len(sentences) > 1 and len(". ".join(sentences)) > 86 - len(shown):
         sentences.pop()
@@ -131,7 +165,7 @@ def _help_line(spec: "Field[Any]") -> str:
 
 
 def resume_command(argv: list[str], checkpoint: str) -> str:
-    """The command that continues a run from a checkpoint, given what stood behind `train`."""
+    """Return the command that continues a run from a checkpoint. `argv` has the flags of the run."""
     scout = OneLineParser(add_help=False, allow_abbrev=False)
     scout.add_argument("--resume_from_checkpoint", "--resume-from-checkpoint")
     kept = scout.parse_known_args(argv)[1]
@@ -139,12 +173,15 @@ def resume_command(argv: list[str], checkpoint: str) -> str:
 
 
 def run(argv: list[str]) -> int:
-    """Runs `trl-explore train`; `130` when Ctrl-C stopped the training early."""
-    if {"-h", "--help"} & set(argv):
-        alone = len(argv) == 1
-        print(SHORT_HELP.format(methods=", ".join(METHODS)) if alone else method_help(_split_arguments(argv)[0]))
+    """Run `trl-explore train`, and return its exit status, which is 130 after Ctrl-C."""
+    if argv in (["-h"], ["--help"]):
+        print(SHORT_HELP.format(methods=", ".join(METHODS)))
         return 0
-    argv = ["--help" if text == "--help-all" else text for text in argv]  # which the parser of all fields answers
+    if {"-h", "--help"} & set(argv):
+        print(method_help(_split_arguments(argv)[0]))
+        return 0
+    # The parser of all fields answers `--help` with all fields.
+    argv = ["--help" if text == "--help-all" else text for text in argv]
     arguments = parse_train_arguments(argv)
     script_args, training_args, model_args, mixture = arguments
     check_output_dir(str(training_args.output_dir))
@@ -153,7 +190,7 @@ def run(argv: list[str]) -> int:
         _check_earlier_run(training_args, checkpoint, model_args.model_name_or_path)
     try:
         trainer = find_method(str(script_args.method)).trainer_class(**trainer_arguments(arguments))
-    except (ValueError, NotImplementedError, HubError) as error:  # what a trainer refuses, it explains in its message
+    except (ValueError, NotImplementedError, HubError) as error:  # their messages tell users how to go on
         raise UsageError(str(error)) from error
     if script_args.task is None:
         data: str | list[str] | None = [source.path for source in mixture.datasets] or str(script_args.dataset_name)
@@ -165,8 +202,8 @@ def run(argv: list[str]) -> int:
 
 
 def _name_task(trainer: "GRPOTrainer", task: str) -> str | None:
-    """Return the name of a task's data in the model card. TRL's own card would link a data set of that name
-    on the Hub, so it gets no name."""
+    """Set the name of a task's data for model cards, and return it. Return None for TRL's own trainer, because TRL's
+    card would link a data set of that name on the Hub."""
     from trl_explore.publishing.cards import data_of_task
     from trl_explore.trainers import ExplorationTrainer
 
@@ -177,8 +214,8 @@ def _name_task(trainer: "GRPOTrainer", task: str) -> str | None:
 
 
 def _check_earlier_run(training_args: "GRPOConfig", checkpoint: str | None, model: str | None) -> None:
-    """Raise where the run would overwrite an earlier one. The first process decides for all: only it may see the
-    folder."""
+    """Raise a UsageError if the run would overwrite an earlier one. The first process decides for all processes,
+    because the others may not have access to the folder."""
     problem: str | None = None
     if training_args.process_index == 0:
         try:
@@ -194,7 +231,7 @@ def _check_earlier_run(training_args: "GRPOConfig", checkpoint: str | None, mode
 
 
 def _set_aside_checkpoints(trainer: "GRPOTrainer") -> None:
-    """Move the checkpoints of an earlier run out of the way, so that nobody resumes them as this run's."""
+    """Move the checkpoints of an earlier run to another folder, so that nobody resumes this run from them."""
     from trl_explore.saving.checkpoints import set_aside_checkpoints
 
     if trainer.accelerator.is_main_process:
@@ -205,6 +242,7 @@ def _set_aside_checkpoints(trainer: "GRPOTrainer") -> None:
 
 
 def _train(trainer: "GRPOTrainer", data: str | list[str] | None, checkpoint: str | None, argv: list[str]) -> int:
+    """Train, save and push the model, and return the exit status."""
     from trl_explore.machine.threads import limit_threads
     from trl_explore.saving.interrupt import InterruptCallback
 
@@ -220,18 +258,19 @@ def _train(trainer: "GRPOTrainer", data: str | list[str] | None, checkpoint: str
     say = trainer.accelerator.print
     stopped_early = interrupt.interrupted and trainer.state.global_step < trainer.state.max_steps
     if stopped_early:
-        # not the newest in the folder, which an earlier and longer run may have left there
+        # The newest checkpoint in the folder may belong to an earlier and longer run, so name this run's checkpoint.
         saved = os.path.join(output_dir, f"checkpoint-{trainer.state.global_step}")
         say(f"Stopped after step {trainer.state.global_step} of {trainer.state.max_steps}. Continue with:")
         say(f"  {resume_command(argv, saved)}")
         code = 130
     else:
         code = _save_and_push(trainer, output_dir, data)
-    trainer.accelerator.end_training()  # trackers and process group
+    trainer.accelerator.end_training()  # ends trackers and the process group
     return code
 
 
 def _save_and_push(trainer: "GRPOTrainer", output_dir: str, data: Any) -> int:
+    """Save the model, push it if the configuration says so, and return the exit status."""
     from huggingface_hub import constants
 
     from trl_explore.trainers import ExplorationConfig
@@ -243,13 +282,13 @@ def _save_and_push(trainer: "GRPOTrainer", output_dir: str, data: Any) -> int:
         say(report)
         return 0
     try:
-        trainer.push_to_hub(dataset_name=data)  # saves first
+        trainer.push_to_hub(dataset_name=data)  # also saves the model
     except HubError as error:
         say(report)
         print(f"trl-explore: error: {visible_text(str(error))}", file=sys.stderr)
         return 1
     say(report)
     if isinstance(trainer.args, ExplorationConfig) and trainer.args.push_dry_run:
-        return 0  # the trainer has printed what would be sent
+        return 0  # the trainer has printed the files that it would push
     say(f"Pushed to {constants.ENDPOINT}/{trainer.hub_model_id}")
     return 0

@@ -1,4 +1,4 @@
-"""`trl-explore tree`: look at a search tree that a trainer dumped, in the terminal or as a web page."""
+"""The command `trl-explore tree`, which shows a search tree of a trainer in the terminal and as a web page."""
 
 import argparse
 import io
@@ -18,12 +18,12 @@ from trl_explore.tree_view.files import read_trees
 from trl_explore.tree_view.text import LEGEND, depths, html_page, plain, short_text, text_tree
 from trl_explore.visible_text import visible_text
 
-# Columns that a node's text and numbers get at least, beside the lines that draw the tree.
+# Fewest characters per line for the text and the numbers of a node, without the lines that draw the tree.
 LINE_WIDTH = 60
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The flags of `trl-explore tree`."""
+    """Return the parser of `trl-explore tree`."""
     parser = argparse.ArgumentParser(
         prog="trl-explore tree",
         description="Look at a search tree that a trainer dumped: here, and as a web page in one file.",
@@ -37,10 +37,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def run(argv: list[str]) -> int:
-    """Runs `trl-explore tree`."""
+    """Run `trl-explore tree`, and return its exit status."""
     args = build_parser().parse_args(argv)
     path = _check_file(args.file)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that is not in UTF-8 still shows what it can
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without UTF-8 shows escapes instead of raising an error
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         if args.list:
@@ -57,19 +57,24 @@ def run(argv: list[str]) -> int:
         ) from error
     except OSError as error:
         raise UsageError(f"{str(path)!r} cannot be read: {error.strerror}") from error
-    # the page first: a reader like `head` may end this process while it prints
-    beside = path.with_name(f"{path.stem}_{index}.html")
-    page = _write_page(beside if args.html is None else Path(args.html).expanduser(), record)
+    # Write the page first, because a reader such as `head` may end this process while it prints.
+    page = path.with_name(f"{path.stem}_{index}.html")
+    if args.html is not None:
+        page = Path(args.html).expanduser()
+    _write_page(page, record)
     _print_tree(index, record)
     _print(Text(f"\nwrote {visible_text(str(page))}"))
     return 0
 
 
 def _check_file(name: str) -> Path:
+    """Return the path of a file of trees. Raise a UsageError if it is a folder or does not exist."""
     path = Path(name).expanduser()
     if path.is_dir():
         inside = sorted(file.name for file in path.rglob("trees_*.jsonl"))
-        remedy = f"pass a file in it: {', '.join(inside[:5])}" if inside else "and it holds no trees_<rank>.jsonl"
+        remedy = "and it holds no trees_<rank>.jsonl"
+        if inside:
+            remedy = f"pass a file in it: {', '.join(inside[:5])}"
         raise UsageError(f"{name!r} is a folder, {remedy}")
     if not path.exists():
         raise UsageError(
@@ -84,8 +89,9 @@ def _no_tree(path: Path) -> UsageError:
 
 
 def _pick(path: Path, index: int) -> tuple[int, dict[str, Any]]:
+    """Return the tree `index` of a file with its number from the start. A negative index counts from the end."""
     count = 0
-    last: deque[dict[str, Any]] = deque(maxlen=max(-index, 1))  # never the whole file: dumps grow large
+    last: deque[dict[str, Any]] = deque(maxlen=max(-index, 1))  # files of trees are too large to keep all trees
     for record in read_trees(path):
         if count == index:
             return index, record
@@ -101,12 +107,14 @@ def _pick(path: Path, index: int) -> tuple[int, dict[str, Any]]:
 
 
 def _table_of(path: Path) -> Table:
+    """Return a table with one line per tree."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("index", "step"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("prompt", overflow="fold")
-    for name in ("success ratio", "nodes", "iterations", "search ended"):
-        table.add_column(name, justify="left" if name == "search ended" else "right")
+    for name in ("success ratio", "nodes", "iterations"):
+        table.add_column(name, justify="right")
+    table.add_column("search ended")
     for index, record in enumerate(read_trees(path)):
         table.add_row(
             str(index),
@@ -123,6 +131,7 @@ def _table_of(path: Path) -> Table:
 
 
 def _print_tree(index: int, record: dict[str, Any]) -> None:
+    """Print a tree in the terminal. `index` is its number in the file."""
     facts = [
         f"{len(record['nodes'])} nodes",
         f"{record['iterations']} iterations",
@@ -131,7 +140,7 @@ def _print_tree(index: int, record: dict[str, Any]) -> None:
         f"baseline {plain(record['baseline'])}",
         f"search ended: {short_text(record['reason'], 60)}",
     ]
-    # The number in the file, and where the tree is from: a record's own index counts the prompts of a batch.
+    # `record["index"]` is the number of the prompt in its batch, not the number of the tree in the file.
     heading = Text(f"tree {index}: step {record['step']}, prompt {record['index']} of its batch", style="bold")
     heading.append(f"  {', '.join(facts)}", style="not bold")
     _print(heading)
@@ -140,7 +149,8 @@ def _print_tree(index: int, record: dict[str, Any]) -> None:
 
 
 def _print(drawing: RenderableType, *, indent: int = 0) -> None:
-    """In a terminal, wrap to its width, unless that leaves deep nodes no room; in a file or a pipe, never wrap."""
+    """Print a drawing. In a terminal, wrap lines at its width, but leave deep nodes at least `LINE_WIDTH` characters
+    after their `indent`. In a file or a pipe, do not wrap lines."""
     console = Console(highlight=False)
     if console.is_terminal:
         console.width = max(console.width, indent + LINE_WIDTH)
@@ -150,8 +160,9 @@ def _print(drawing: RenderableType, *, indent: int = 0) -> None:
     console.print(drawing)
 
 
-def _write_page(path: Path, record: dict[str, Any]) -> Path:
-    if path.suffix not in (".html", ".htm"):  # so that a slip of the hand cannot overwrite a dump or a model
+def _write_page(path: Path, record: dict[str, Any]) -> None:
+    """Write a tree as a web page."""
+    if path.suffix not in (".html", ".htm"):  # so that a mistake cannot overwrite a file of trees or a model
         raise UsageError(f"--html {str(path)!r}: name a file that ends in .html")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -159,4 +170,3 @@ def _write_page(path: Path, record: dict[str, Any]) -> Path:
             part.write_text(html_page(record), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"--html {str(path)!r} cannot be written: {error.strerror}; pass another path") from error
-    return path

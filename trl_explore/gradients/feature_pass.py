@@ -24,7 +24,7 @@ PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass
 class FeatureRows:
-    """Rows of a generation batch on this process, and their features as far as they are computed."""
+    """Rows of a generation batch on this process, with the features that are already computed."""
 
     prompt_ids: list[list[int]]  # `[B][P_i]`
     completion_ids: list[list[int]]  # `[B][T_i]`
@@ -158,8 +158,8 @@ class FeaturePass:
         self._old_logprobs_follow = args.gradient_accumulation_steps % steps != 0 or corrects_sampling
 
     def _changes_positions(self, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> bool:
-        """Return whether rows are so long that the rotary factors of the loss differ from those of `generate`. The
-        loss computes them for whole padded rows, `generate` for each step."""
+        """Return whether rows are so long that the loss and `generate` use different rotary factors. The loss computes
+        the factors for whole padded rows, `generate` for each step."""
         longest = fixed_rotary_length(unwrapped(self.trainer, self.trainer.model).config)
         return longest is not None and max(map(len, prompt_ids)) + max(map(len, completion_ids)) > longest
 

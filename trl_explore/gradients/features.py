@@ -157,8 +157,8 @@ def sequence_features(
     has their exact derivatives as factors.
 
     Logits are rounded as in TRL's fused head: to the type of `hidden`, or to the type of an enclosing autocast. So
-    log-probabilities equal those of the loss. All other computations are in float32. The results of a response do not
-    depend on the other responses of the batch, and a NaN affects only its own response.
+    log-probabilities are the same as in the loss. All other computations are in float32. The results of a response do
+    not depend on the other responses of the batch, and a NaN affects only its own response.
 
     Args:
         hidden (`torch.Tensor`):

@@ -1,4 +1,4 @@
-"""Novelty of G2RL: scores for responses whose gradients differ from those of their group, and rewards scaled by them.
+"""Novelty of G2RL: scores for responses whose gradients differ from the rest of their group, and scaled rewards.
 
 See G2RL (https://huggingface.co/papers/2512.15687), sections 2.3 to 2.5. The rows of a group are consecutive: N rows
 form N / G groups of `group_size` G, and the functions raise a ValueError for other numbers. A row is valid if its

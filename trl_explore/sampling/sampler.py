@@ -359,8 +359,8 @@ def without_dropout(model: torch.nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     try:
         for module, _ in modes:
-            # Linear layers have no dropout. In evaluation mode, those of bitsandbytes repack their weights, and then
-            # cannot be trained on a CPU any more. PVeRA's linear layers do add noise in training mode.
+            # Linear layers have no dropout, except PVeRA's, which add noise. In evaluation mode, linear layers of
+            # bitsandbytes repack their weights, and then cannot be trained on a CPU any more.
             module.training = isinstance(module, torch.nn.Linear) and not is_noisy_adapter(module)
         yield
     finally:
