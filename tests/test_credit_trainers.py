@@ -386,7 +386,7 @@ def test_what_cannot_be_is_refused_at_construction(tmp_path, message, options):
 @pytest.mark.parametrize("options", [dict(advantage="maxrl"), dict(advantage="pkpo"), dict(count_bonus=0.1)], ids=str)
 def test_a_tree_has_its_own_credit(tmp_path, options):
     (name,) = options
-    with pytest.raises(ValueError, match=f"`{name}=.*a tree's values are the credit: leave `{name}` out"):
+    with pytest.raises(ValueError, match=f"`{name}=.*the values of a tree are the advantages: leave `{name}` out"):
         TreeGRPOConfig(str(tmp_path), use_cpu=True, **options)
 
 

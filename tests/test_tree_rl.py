@@ -191,7 +191,7 @@ def test_main_rows_and_branches_have_the_advantages_of_their_tree(tmp_path, opti
     trainer, output = batch(tmp_path, **options)
     scored, weight = trainer.streams_of_batch["branch"]
     rows = [(tree, i) for tree in trainer.branch_explorer.trees for i in tree.trained if i >= 4]
-    assert weight == 1.0 and len(scored.rewards) == len(rows)
+    assert weight is None and len(scored.rewards) == len(rows)
     found = {"main": output, "branch": scored.rows}
     places = {"main": [(tree, i) for tree in trainer.branch_explorer.trees for i in range(4)], "branch": rows}
     for name in found:
