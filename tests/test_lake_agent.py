@@ -98,7 +98,7 @@ def test_a_tiny_model_plays_and_proposes_other_moves(tmp_path):
             max_tool_calling_iterations=LAKE_AGENT.max_turns,
             max_steps=2,
             **{**QUIET, "seed": 42},
-            **LAKE_AGENT.sesa_options,
+            **{**LAKE_AGENT.sesa_options, "num_actions": 4, "branch_depth": SESAConfig.branch_depth},
         ),
         train_dataset=LAKE_AGENT.build_dataset(64, seed=0),
         environment_factory=LAKE_AGENT.environment_factory,

@@ -16,7 +16,6 @@ from trl_explore.methods import METHODS, Method
 from trl_explore.names import unknown_name
 from trl_explore.runs.embedded import ALL_TASKS, task_metrics, task_num_eval, task_options
 from trl_explore.tasks import is_agent
-from trl_explore.tasks.lake_agent import LakeAgentTask
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -174,7 +173,7 @@ class EmbeddedTask(RunTask):
 
     @property
     def reward_funcs(self) -> list[Callable[..., Any]]:
-        return [] if isinstance(self.task, LakeAgentTask) else [self.task.reward]
+        return [] if self.task.reward is None else [self.task.reward]
 
     @property
     def answer_fn(self) -> Callable[[str], Hashable | None]:

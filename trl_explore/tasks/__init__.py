@@ -46,24 +46,38 @@ __all__ = [
     "VaultTask",
     "get_task",
     "is_agent",
+    "is_teachable",
     "paper_places",
 ]
 
 
 class Task(Protocol):
-    """What examples, benchmarks and the command line ask of a task: data and pure functions, no model and no state."""
+    """
+    A task: its problems, and the function that rewards answers. It holds no model and no state.
+
+    A task may have more attributes. A task without one of them gets the default.
+
+    - `environment_factory` (`Callable`): Creates the environment of one rollout, for a task that is played with tools.
+    - `options` (`dict`): Fields of `GRPOConfig` that suit the task, such as `max_tool_calling_iterations`.
+    - `metrics` (`tuple[str, ...]`): Metrics that a comparison shows.
+    - `num_eval` (`int`): Number of held-out problems in an evaluation.
+    - `step_delimiters` (`list[str]`), `step_length` (`int`): Texts that end a step of an answer, or the number of
+      tokens of a step, for methods that branch at steps.
+    - `sesa_options` (`dict`): Fields of `SESAConfig`. Without them, SESA does not suit the task.
+    """
 
     @property
     def name(self) -> str:
-        """Short name, as given to [`get_task`]."""
+        """Short name."""
 
     @property
     def max_completion_length(self) -> int:
         """Tokens of a complete correct answer, end-of-sequence token included."""
 
     @property
-    def reward(self) -> Callable[..., list[float]]:
-        """TRL reward function `(completions, **columns)`; TRL names its metrics after the function's `__name__`."""
+    def reward(self) -> Callable[..., list[float]] | None:
+        """TRL reward function `(completions, **columns)`; TRL names its metrics after the function's `__name__`. None
+        if the task's environment has `get_reward`."""
 
     def build_dataset(self, num_examples: int, *, seed: int) -> Dataset:
         """Training problems: a conversational `prompt` column and the columns that `reward` needs."""
@@ -97,8 +111,13 @@ AGENTS: dict[str, Any] = {task.name: task for task in (LAKE_AGENT, MULTI_HOP, RA
 
 
 def is_agent(task: Any) -> bool:
-    """Return whether a task, embedded or of another package, is played with tools."""
+    """Return whether a task is played with tools."""
     return getattr(task, "environment_factory", None) is not None
+
+
+def is_teachable(task: Any) -> bool:
+    """Return whether a task can be taught to the tiny model, as a [`TeachableTask`]."""
+    return hasattr(task, "sample_problem") and hasattr(task, "demonstration")
 
 
 def get_task(name: str) -> TeachableTask:

@@ -132,6 +132,10 @@ class MultiHopTask(HeldOutTask):
         return lambda: MultiHopSearch(self)
 
     @property
+    def options(self) -> dict[str, Any]:
+        return {"max_tool_calling_iterations": self.max_searches}
+
+    @property
     def max_prompt_length(self) -> int:
         return len("z.?") + max(self.hops) + len([USER, ASSISTANT])
 
