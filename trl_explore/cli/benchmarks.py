@@ -75,7 +75,7 @@ def load_benchmark(text: str, args: argparse.Namespace) -> Benchmark:
     if args.system_prompt is not None:
         raise UsageError(f"system_prompt is for benchmarks; {text!r} has whole prompts: write it into them")
     if text in TASKS:
-        return _from_task(text, args)
+        return _from_task(text, TASKS[text], args)
     if equals and not looks_like_path(name) and "/" not in name:
         raise UsageError(f"dataset={text!r}: {unknown_name('benchmark', name, preset_names())}")
     if "/" not in text and not looks_like_path(text) and not Path(text).exists():
@@ -112,10 +112,7 @@ def _config(name: str | None, path: str) -> str | None:
     return name if found.is_dir() and name in get_dataset_config_names(str(found)) else None
 
 
-def _from_task(name: str, args: argparse.Namespace) -> Benchmark:
-    from trl_explore.tasks import get_task
-
-    task = get_task(name)
+def _from_task(name: str, task: Any, args: argparse.Namespace) -> Benchmark:
     try:
         rows = task.evaluation_set(args.limit or TASK_PROMPTS)
     except ValueError as error:
@@ -123,9 +120,8 @@ def _from_task(name: str, args: argparse.Namespace) -> Benchmark:
     rewards = load_reward_functions(args.reward_funcs, None) if args.reward_funcs else [task.reward]
     recommended = {"num_samples": TASK_SAMPLES, "max_new_tokens": task.max_completion_length}
     # Answers of tasks are marked each in its own way: votes are for whole completions.
-    return Benchmark(
-        name, {"path": name, "config": None, "split": "evaluation"}, rows, rewards, str.strip, recommended, False
-    )
+    origin: dict[str, str | None] = {"path": name, "config": None, "split": "evaluation"}
+    return Benchmark(_label(name), origin, rows, rewards, str.strip, recommended, False)
 
 
 def _from_run_task(args: argparse.Namespace) -> Benchmark:
@@ -142,7 +138,7 @@ def _from_run_task(args: argparse.Namespace) -> Benchmark:
     if args.system_prompt is not None:
         raise UsageError(f"system_prompt is for benchmarks; the task {args.task!r} has whole prompts: leave it out")
     if task.has_tiny_model:
-        return _from_task(args.task, args)
+        return _from_task(args.task, task.task, args)
     rows = task.task.eval_dataset
     rows = rows.select(range(min(args.limit or len(rows), len(rows))))
     rewards = load_reward_functions(args.reward_funcs, None) if args.reward_funcs else task.reward_funcs

@@ -11,7 +11,7 @@ import textwrap
 from typing import Any, NamedTuple
 
 from trl_explore.cli.flags import FlagParser
-from trl_explore.environments.specs import SOURCES
+from trl_explore.environments.specs import SOURCES, names_a_spec
 from trl_explore.errors import UsageError
 from trl_explore.visible_text import visible_text
 
@@ -195,7 +195,8 @@ def describe(name: str, config: str | None = None) -> dict[str, Any]:
 
     fields = read_task_config(config)
     task = example = find_run_task(name, fields)
-    if not task.has_tiny_model:
+    of_package = names_a_spec(name)
+    if of_package:
         example = find_run_task(name, {**ONE_ROW, **fields})
     try:
         row = dict(example.held_out_rows(1)[0])
@@ -209,7 +210,7 @@ def describe(name: str, config: str | None = None) -> dict[str, Any]:
         "agent": task.is_agent,
         "prompt": prompt,
         "columns": row,
-        "fields": {} if task.has_tiny_model else config_fields(task.task),
+        "fields": config_fields(task.task) if of_package else {},
         "options": task.options,
     }
 

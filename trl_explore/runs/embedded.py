@@ -1,4 +1,4 @@
-"""Fields, metrics and held-out problems of a run on a task with a tiny model. A task's own attributes override them."""
+"""Fields, metrics and held-out problems of a run on a task with a tiny model. Attributes of the task override them."""
 
 from typing import Any
 
