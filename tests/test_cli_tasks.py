@@ -273,7 +273,7 @@ def test_an_embedded_task_brings_its_tiny_model(task, length, loaded, capfd):
         ({"model_name_or_path": None}, f"model_name_or_path is missing: {SUMS} has no model of its own; pass"),
         ({"method": "branpo"}, f"branpo does not suit the task {SUMS}, which has no tools; use one of deep_grpo, "),
         ({"task": GAME, "method": "tree_grpo"}, f"tree_grpo does not suit the task {GAME}, which is played with"),
-        ({"task": "chain", "method": "sesa"}, "sesa does not suit the task chain; it suits vault, doors"),
+        ({"task": "chain", "method": "sesa"}, "sesa does not suit the task chain; it suits doors, deep_doors"),
     ],
 )
 def test_mistakes_are_told_in_one_line_before_anything_is_trained(changes, message, loaded, capsys):
@@ -465,8 +465,8 @@ def test_an_embedded_task_is_evaluated_by_either_flag(loaded, capsys):
     values = []
     for flag in ("--task", "--dataset"):
         given = ["--model_name_or_path", "./agent", "--output_dir", f"out{flag}", "--num_samples", "2"]
-        assert main(["eval", *given, flag, "vault", "--limit", "3"]) == 0
-        values.append(json.loads(Path(f"out{flag}/results.json").read_text())["results"]["vault"]["metrics"])
+        assert main(["eval", *given, flag, "doors", "--limit", "3"]) == 0
+        values.append(json.loads(Path(f"out{flag}/results.json").read_text())["results"]["doors"]["metrics"])
     assert values[0] == values[1]
 
 
@@ -475,11 +475,11 @@ def test_an_embedded_task_is_evaluated_by_either_flag(loaded, capsys):
     [
         ([], "nothing to evaluate on: pass --dataset gsm8k, or --task reasoning_gym:countdown"),
         (["--task", GAME], f"task='{GAME}' is played with tools, but eval samples completions of one turn: measure"),
-        (["--task", "lake_agent"], "measure the model with trl-explore compare"),
-        (["--dataset", "vault", "--task_config", "{}"], "task_config='{}' belongs to a task"),
+        (["--task", "multi_hop"], "measure the model with trl-explore compare"),
+        (["--dataset", "doors", "--task_config", "{}"], "task_config='{}' belongs to a task"),
         (["--task", SUMS, "--system_prompt", "x"], "system_prompt is for benchmarks"),
         (["--task", "chian"], "unknown task 'chian'; did you mean 'chain'?"),
-        (["--task", "vault", "--dataset", "vault"], "2 of them are called 'vault'"),
+        (["--task", "doors", "--dataset", "doors"], "2 of them are called 'doors'"),
     ],
 )
 def test_mistakes_in_eval_are_told_in_one_line(flags, message, loaded, capsys):
@@ -525,8 +525,8 @@ def test_flags_of_filter_override_what_the_task_brings(loaded, capsys):
 
 def test_prompts_of_an_embedded_task_are_filtered(loaded, monkeypatch, capsys):
     monkeypatch.setattr(tasks, "NUM_TRAIN", 8)
-    assert keep_hard("--task", "vault", "--model_name_or_path", "./agent", "--seed", "3") == 0
-    assert [row["prompt"] for row in rows_of("hard.jsonl")] == TASKS["vault"].build_dataset(8, seed=3)["prompt"][:]
+    assert keep_hard("--task", "doors", "--model_name_or_path", "./agent", "--seed", "3") == 0
+    assert [row["prompt"] for row in rows_of("hard.jsonl")] == TASKS["doors"].build_dataset(8, seed=3)["prompt"][:]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from trl.chat_template_utils import parse_response
 from world import QUIET
 
-from trl_explore.tasks.lake_agent import LAKE_AGENT, LakeGame
+from examples.benchmarks.tasks.lake_agent import LAKE_AGENT, LakeGame
 from trl_explore.tasks.tiny_model import CHARACTERS, MAX_LENGTH, build_tokenizer
 from trl_explore.tasks.warm_start import IGNORED, encode, warm_start
 from trl_explore.trainers import SESAConfig, SESATrainer

@@ -38,7 +38,7 @@ REGIME = {
     "claim": "Nothing, in three steps.",
     "metric": "greedy_accuracy",
     "comparison": {
-        "task": "dialects",
+        "task": "examples.benchmarks.tasks:DIALECT",
         "warm_start_steps": 2,
         "budget": {"tokens": 48},
         "evaluations": 2,

@@ -21,6 +21,7 @@ List the tasks, which bring data and rewards, or show an example of one task:
   trl-explore tasks                            # all tasks
   trl-explore tasks reasoning_gym              # the tasks of one package
   trl-explore tasks reasoning_gym:countdown    # prompt, columns, and fields of --task_config
+  trl-explore tasks my_tasks:MAZE              # a task object of your own, by its import path
 
 Train, compare and evaluate on them:
 

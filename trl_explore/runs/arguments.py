@@ -317,7 +317,7 @@ def _find_model(arguments: RunArguments) -> str:
 
 def _model_of_task(task: "RunTask", arguments: RunArguments) -> str:
     """Return the model that a run on a task begins with. It is taught the task first, where that is asked for, or
-    where it is the tiny model of an embedded task."""
+    where it is the tiny model of the task."""
     script_args, training_args, model_args, _ = arguments
     steps, name = script_args.warm_start_steps, model_args.model_name_or_path
     if steps is not None and steps < 1:

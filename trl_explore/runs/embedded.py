@@ -2,20 +2,11 @@
 
 from typing import Any
 
-from trl_explore.errors import UsageError
-from trl_explore.names import unknown_name
 from trl_explore.tasks import AGENTS, TASKS, Task, is_agent
 
 ALL_TASKS: dict[str, Any] = TASKS | AGENTS
 AGENT_ROWS = 64  # per step: 8 prompts with 8 trajectories
 AGENT_SAMPLES = 4  # per held-out task in an evaluation, if no larger k is asked for
-
-
-def find_task(name: str) -> Any:
-    """An embedded task by its name, those for agents included."""
-    if name not in ALL_TASKS:
-        raise UsageError(f"task: {unknown_name('task', name, ALL_TASKS)}")
-    return ALL_TASKS[name]
 
 
 def common_options(task: Task, *, seed: int) -> dict[str, Any]:

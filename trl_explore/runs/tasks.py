@@ -23,7 +23,7 @@ from trl_explore.tasks import Task, is_agent, is_teachable
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# Training rows of an embedded task. The tasks of grid worlds have hardly more different boards than this.
+# Number of training rows of a task without `num_train`.
 NUM_TRAIN, NUM_TRAIN_AGENT = 4000, 2000
 NUM_EVAL, NUM_EVAL_AGENT = 128, 64  # held-out rows of a comparison on a task of another package
 # Seed of the rows of a task of another package. It does not depend on the run's seed. So all runs and `trl-explore

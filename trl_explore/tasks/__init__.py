@@ -8,46 +8,26 @@ from typing import Any, ClassVar, Protocol
 from datasets import Dataset
 
 from trl_explore.tasks.chain import CHAIN, CHAIND, LATE1, LATE3, ChainTask
-from trl_explore.tasks.countdown import COUNTDOWN, CountdownTask
-from trl_explore.tasks.dialects import DIALECT, PLANS, DialectTask
-from trl_explore.tasks.frozen_lake import FROZEN_LAKE, MAZE, FrozenLakeEnvironment, FrozenLakeTask
-from trl_explore.tasks.lake_agent import LAKE_AGENT
-from trl_explore.tasks.multihop import LATE_HOP, MULTI_HOP, RARE_HOP, MultiHopTask
+from trl_explore.tasks.doors import DEEP_DOORS, DOORS, DoorsTask, FactTask
+from trl_explore.tasks.multihop import MULTI_HOP, MultiHopTask
 from trl_explore.tasks.multihop_world import EnglishWorld
-from trl_explore.tasks.path_exploration import PATHS, PathTask, paper_places
 from trl_explore.tasks.sketched import SketchedTask
-from trl_explore.tasks.sokoban import SOKOBAN, SokobanEnvironment, SokobanTask
-from trl_explore.tasks.sudoku import SUDOKU, SudokuTask
-from trl_explore.tasks.vaults import DEEP_DOORS, DOORS, VAULT, DoorsTask, FactTask, VaultTask
 
 __all__ = [
     "AGENTS",
-    "LAKE_AGENT",
-    "LATE_HOP",
     "MULTI_HOP",
-    "RARE_HOP",
     "TASKS",
     "ChainTask",
-    "CountdownTask",
-    "DialectTask",
     "DoorsTask",
     "EnglishWorld",
     "FactTask",
-    "FrozenLakeEnvironment",
-    "FrozenLakeTask",
     "MultiHopTask",
-    "PathTask",
     "SketchedTask",
-    "SokobanEnvironment",
-    "SokobanTask",
-    "SudokuTask",
     "Task",
     "TeachableTask",
-    "VaultTask",
     "get_task",
     "is_agent",
     "is_teachable",
-    "paper_places",
 ]
 
 
@@ -102,12 +82,9 @@ class TeachableTask(Task, Protocol):
         """How `prompt` is answered: the assistant's message, which need not be right."""
 
 
-EMBEDDED: tuple[TeachableTask, ...] = (
-    *(CHAIN, CHAIND, LATE1, LATE3, VAULT, DOORS, DEEP_DOORS, DIALECT, PLANS, PATHS, COUNTDOWN),
-    *(SUDOKU, FROZEN_LAKE, MAZE, SOKOBAN),
-)
+EMBEDDED: tuple[TeachableTask, ...] = (CHAIN, CHAIND, LATE1, LATE3, DOORS, DEEP_DOORS)
 TASKS: dict[str, TeachableTask] = {task.name: task for task in EMBEDDED}
-AGENTS: dict[str, Any] = {task.name: task for task in (LAKE_AGENT, MULTI_HOP, RARE_HOP, LATE_HOP)}
+AGENTS: dict[str, Any] = {MULTI_HOP.name: MULTI_HOP}
 
 
 def is_agent(task: Any) -> bool:
@@ -126,8 +103,7 @@ def get_task(name: str) -> TeachableTask:
 
     Args:
         name (`str`):
-            `chain`, `chaind`, `late1`, `late3`, `vault`, `doors`, `deep_doors`, `dialects`, `plans`, `paths`,
-            `countdown`, `sudoku`, `frozen_lake`, `maze` or `sokoban`.
+            `chain`, `chaind`, `late1`, `late3`, `doors` or `deep_doors`.
 
     Returns:
         [`TeachableTask`]: The task. `dataclasses.replace` makes a variant of it.

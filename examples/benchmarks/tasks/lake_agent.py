@@ -7,10 +7,11 @@ from typing import Any
 
 from datasets import Dataset
 
-from trl_explore.tasks.frozen_lake import FrozenLakeTask
-from trl_explore.tasks.grid_worlds import ACTIONS, GridEnvironment, State
 from trl_explore.tasks.sketched import SEPARATOR, SKETCH_MARK
 from trl_explore.tasks.tiny_model import ASSISTANT, EOS, USER
+
+from .frozen_lake import FrozenLakeTask
+from .grid_worlds import ACTIONS, GridEnvironment, State
 
 LAST_WORD = "."
 
