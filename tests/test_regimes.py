@@ -149,6 +149,12 @@ def test_the_crossed_interval_covers_seeds_and_prompts(modules):
         crossed_interval(np.zeros(3))
 
 
+def test_results_from_before_tasks_had_import_paths_count(modules):
+    arm = {"method": "grpo", "options": {}}
+    now, before = ({"task": task, "seeds": [1]} for task in ("examples.benchmarks.tasks:DIALECT", "dialects"))
+    assert modules.results.settings_of(now, arm) == modules.results.settings_of(before, arm)
+
+
 def test_prompts_of_one_group_are_drawn_together(modules):
     crossed_interval = modules.effects.crossed_interval
     values = np.repeat([[0.0, 1.0]], 3, axis=0).repeat(10, axis=1)  # (3, 20): ten prompts of each of two facts

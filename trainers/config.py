@@ -1,4 +1,4 @@
-"""What the configurations of all exploration trainers share."""
+"""Fields that all exploration trainers share, and their checks."""
 
 import json
 import math
@@ -17,19 +17,21 @@ from trl_explore.selection.budget import GAINS, check_budget
 from trl_explore.selection.variance import check_trained_generations
 from trl_explore.serving.agreement import WEIGHT_SYNCS
 
-# Rows of one stage of sampling that no real run comes near: what asks for more is a slip that would run for ever.
+# Largest number of rows of one stage of sampling. No real run comes near it. A larger number is a typing mistake that
+# would run for days.
 MOST_STAGE_ROWS = 100_000
 EXPLORERS = ("auto", "hints", "replay", "resample")  # values of `explore`
 LARGEST = sys.float_info.max  # of the finite numbers
 C = TypeVar("C", bound="ExplorationConfig")
-Check = Callable[[Any], None]  # of a configuration; raises a ValueError that names the field, its value and the remedy
+# Check of a configuration. It raises a ValueError that names the field, its value and the remedy.
+Check = Callable[[Any], None]
 
 
 def one_of(name: str, choices: Sequence[str]) -> Check:
-    """A field that takes one of a few texts."""
+    """Return a check that the value of a field is one of a few texts."""
 
     def check(args: Any) -> None:
-        value = vars(args)[name]
+        value = getattr(args, name)
         if value not in choices:
             raise ValueError(f"`{name}`: {unknown_name('value', str(value), choices)}")
 
@@ -44,11 +46,12 @@ def within(
     optional: bool = False,
     words: str = "be a finite number",
 ) -> Check:
-    """Fields that take a finite number from `low`, or above `above`, to `high`; with `optional`, `None` too."""
+    """Return a check that fields are finite numbers from `low` (or above `above`) to `high`. With `optional`, None is
+    allowed, too. `words` complete the error message."""
 
     def check(args: Any) -> None:
         for name in names:
-            value = vars(args)[name]
+            value = getattr(args, name)
             try:
                 fits = optional if value is None else low <= value <= high and value > above
             except TypeError:  # it is no number
@@ -60,7 +63,7 @@ def within(
 
 
 def at_least(low: int, *names: str, optional: bool = False, words: str = "") -> Check:
-    """Fields that take a number from `low`, however large; `words` end the message."""
+    """Return a check that fields are numbers of at least `low`, finite or not. `words` end the error message."""
     return within(*names, low=low, high=math.inf, optional=optional, words=f"be at least {low}{words}")
 
 
@@ -175,14 +178,14 @@ CHECKS = (
 
 def check_training_values(args: GRPOConfig) -> None:
     """
-    Check values that TRL accepts and that end a run later, in another library's words.
+    Check values that TRL accepts, but with which another library raises an error later in the run.
 
     Args:
         args ([`~trl.GRPOConfig`]):
             Any GRPO configuration.
 
     Raises:
-        ValueError: Naming the field, its value and the remedy.
+        ValueError: If a value is wrong. The message names the field, its value and the remedy.
     """
     if not 0 <= float(args.learning_rate) < math.inf:  # it may be a text, which TRL reads later
         raise ValueError(f"`learning_rate={args.learning_rate}` must be a finite number, at least 0.")
@@ -198,49 +201,53 @@ def check_training_values(args: GRPOConfig) -> None:
 @dataclass
 class ExplorationConfig(GRPOConfig):
     r"""
-    Base of the exploration configurations: every field of [`~trl.GRPOConfig`], and those that all methods share.
+    Base of the exploration configurations: all fields of [`~trl.GRPOConfig`], and the fields that all methods share.
 
     Args:
         drop_zero_advantage (`bool`, *optional*, defaults to `False`):
-            Leave rows with advantage 0 out of the loss and its normaliser, in all streams alike. Rows of a group whose
-            rewards are all equal have advantage 0, whatever rounding makes of it. `False` is TRL's convention.
+            Remove rows with advantage 0 from the loss and from its normaliser, in all streams. Rows of a group whose
+            rewards are all equal have advantage 0 here, even if rounding leaves a tiny advantage. `False` is TRL's
+            convention.
         success_reward (`str`, *optional*):
-            Name of the reward function that decides what success is; `None`: the sum of all rewards. What it returns,
-            without its weight, is compared with the method's `success_threshold`; a completion that it does not score
-            is neither a success nor a failure. What a completion is worth stays the sum of all rewards.
+            Name of the reward function that decides about success. None: the sum of all rewards decides. The value
+            that the function returns, without its weight, is compared with `success_threshold`. A completion that the
+            function does not score is neither a success nor a failure. Advantages still use the sum of all rewards.
         sampling_batch_size (`int`, *optional*):
-            Rows per `generate` call for extra samples (transformers backend). `None` samples a whole stage in a single
-            call; lower it if that call runs out of memory.
+            Rows per `generate` call for extra samples (transformers backend). None samples a whole stage in a single
+            call. Lower it if that call runs out of memory.
         path_cache_tokens (`int`, *optional*, defaults to `65536`):
-            Most tokens whose keys and values are kept during a rollout; `0` keeps nothing. A search or a chain of
-            sketches then encodes nothing twice (transformers backend). The samples are the same up to rounding. The
-            cache grows as needed, and what was used longest ago makes room.
+            Largest number of tokens whose keys and values are kept during a rollout. 0 keeps none. With this cache, a
+            search or a chain of sketches encodes no token twice (transformers backend). The samples are the same up to
+            rounding. The cache grows as needed. If it is full, it drops the tokens that were not used for the longest
+            time.
         dynamic_sampling (`str`, *optional*, defaults to `"off"`):
-            Groups whose rewards are all equal: `"off"` keeps them; or `"filter"`, `"refill"`. Rewards are compared
-            before any shaping. `"off"` is GRPO; `"filter"` takes these groups out of the loss and its normaliser;
-            `"refill"` samples groups of other prompts in their place, in further rounds (as in DAPO). Branches from
-            groups that left are trained all the same.
+            Treatment of groups whose rewards, before any shaping, are all equal: `"off"`, `"filter"` or `"refill"`.
+            `"off"` is GRPO. `"filter"` removes these groups from the loss and its normaliser. `"refill"` replaces them
+            by groups of other prompts, which are sampled in further rounds (as in DAPO). Branches from removed groups
+            are still trained.
         max_sampling_rounds (`int`, *optional*, defaults to `10`):
-            Most rounds of sampling per generation batch, the first included. Used with `dynamic_sampling="refill"`.
-            Groups that are still missing then train nothing.
+            Largest number of rounds of sampling per generation batch, including the first. Used with
+            `dynamic_sampling="refill"`. Groups that are missing after the last round train nothing.
         trained_generations (`int`, *optional*):
-            Number of rows of each group that are trained, from 2 to `num_generations`: those whose total rewards have
-            the largest variance (PODS). Advantages compare only these rows. The others are only sampled. None: all.
+            Number of rows of each group that are trained, from 2 to `num_generations`: the rows whose total rewards
+            have the largest variance (PODS). Advantages compare only these rows. All other rows are only sampled.
+            None: all rows are trained.
         explore_threshold (`float`, *optional*):
-            Success rate above which a prompt is passed over, in [0, 1); `None`: none is. The rate is a running mean in
-            which the newest group counts as much as all before it, and it loses a tenth whenever its prompt is passed
-            over.
+            Success rate above which a prompt is skipped, in [0, 1). None: no prompt is skipped. The rate is a running
+            mean in which the newest group counts as much as all earlier groups together. Each time that a prompt is
+            skipped, its rate decreases by 10 %.
         budget (`str`, *optional*, defaults to `"uniform"`):
-            Rows per prompt of a batch: `"uniform"`, `"knapsack"` or `"vip"`. `"uniform"` gives every prompt
-            `num_generations`. The others go by the prompts' running success rates: `"knapsack"` gives rows where
-            contrast is likely and worth most, `"vip"` where the gradient varies most. Prompts that were never sampled
-            get `num_generations`; all prompts weigh the same in the loss.
+            Distribution of a batch's rows over its prompts: `"uniform"`, `"knapsack"` or `"vip"`. `"uniform"` gives
+            every prompt `num_generations` rows. The others depend on the running success rates of the prompts.
+            `"knapsack"` gives more rows to prompts where contrast is likely and valuable, and `"vip"` to prompts where
+            the gradient varies most. Prompts that were never sampled get `num_generations` rows. All prompts have the
+            same weight in the loss.
         min_generations (`int`, *optional*, defaults to `2`):
-            Fewest rows of a prompt with a `budget`, from 2 to `num_generations`.
+            Smallest number of rows of a prompt with a `budget`, from 2 to `num_generations`.
         max_generations (`int`, *optional*):
-            Most rows of a prompt with a `budget`; `None`: twice `num_generations`.
+            Largest number of rows of a prompt with a `budget`. None: twice `num_generations`.
         explore (`str`, *optional*):
-            How [`ExplorationTrainer`] explores unsolved prompts: `"auto"`, `"hints"`, `"replay"` or `"resample"`.
+            Explorer of [`ExplorationTrainer`] for unsolved prompts: `"auto"`, `"hints"`, `"replay"` or `"resample"`.
             None: it does not explore. `"auto"` chooses an explorer for each prompt while training. `"hints"` and
             `"replay"` are explorers that can also work alone. `"resample"` samples another plain group, and needs
             `explore_prompts="unsolved"`. Use it as the control of a method that searches: it spends tokens on the same
@@ -262,75 +269,77 @@ class ExplorationConfig(GRPOConfig):
             Smallest reward that counts as a success. `explore_prompts`, `explore_threshold` and `budget` take None as
             1. With `advantage="passk"`, None allows only rewards of 0 and 1. Most methods set their own default.
         explore_prompts (`str`, *optional*, defaults to `"all"`):
-            Which prompts the method explores: `"all"` or `"unsolved"`. With `"unsolved"`, a group is first sampled as
-            in GRPO, and explored (searched, sketched or branched) if none of its completions reaches the method's
-            `success_threshold`. All other prompts are sampled and credited as in GRPO.
+            Prompts that the method explores (searches, sketches or branches): `"all"` or `"unsolved"`. With
+            `"unsolved"`, all groups are first sampled as in GRPO. If no completion of a group reaches the method's
+            `success_threshold`, its prompt is explored. All other prompts are sampled and credited as in GRPO.
         explore_into (`str`, *optional*, defaults to `"replace"`):
-            Where explored rows go: `"replace"` the failed group, or `"add"` to it. This is about prompts that were
-            first sampled as in GRPO: rows of a search, or with sketches, take the place of the failed group, or are
-            averaged with it. Branches of DEEP-GRPO, BranPO, TreeRL and AttnRL continue rows of the group, and always
-            go beside them.
+            Use of explored rows if their prompt was first sampled as in GRPO: `"replace"` or `"add"`. With
+            `"replace"`, rows of a search or with sketches replace the failed group. With `"add"`, they are averaged
+            with it. Branches of DEEP-GRPO, BranPO, TreeRL and AttnRL continue rows of the group, so they are always
+            added.
         explore_share_end (`float`, *optional*, defaults to `1.0`):
             Share of the prompts that may be explored at the end of training, in [0, 1]. It falls linearly from 1.
-            Which prompts these are is drawn anew for every generation batch.
+            Each generation batch chooses these prompts at random.
         vllm_weight_sync (`str`, *optional*, defaults to `"auto"`):
-            How weights travel to a vLLM server: `"nccl"`, `"file"`, or `"auto"`. `"nccl"` is between GPUs (TRL's way),
-            `"file"` through files in `output_dir`, for servers on CPUs or without a common GPU network; `"auto"` is
-            `"nccl"` where the trainer has a GPU. The server's `--weight-transfer-config` must name the same.
+            Transport of weights to a vLLM server: `"nccl"`, `"file"` or `"auto"`. `"nccl"` copies between GPUs (TRL's
+            way). `"file"` uses files in `output_dir`, for servers on CPUs or without a common GPU network. `"auto"` is
+            `"nccl"` if the trainer has a GPU, else `"file"`. The server's `--weight-transfer-config` must name the
+            same transport.
         shared_prefix_training (`str`, *optional*, defaults to `"off"`):
-            Compute tokens that rows share at their starts once: `"on"`, `"off"` or `"auto"`. `"auto"` looks at how
-            many tokens rows of a micro-batch share. Results are the same up to rounding. With `"on"` and `"auto"`,
+            Compute the common start of several rows only once: `"on"`, `"off"` or `"auto"`. `"auto"` does so if the
+            rows of a micro-batch share enough tokens. Results are the same up to rounding. With `"on"` and `"auto"`,
             rows of one tree go into one micro-batch of their optimizer step, unless TRL computes something from a
             micro-batch alone (`loss_type="bnpo"`, the entropy bonus, `top_entropy_quantile`).
         packed_token_budget (`int`, *optional*):
-            Most tokens of one sequence of packed rows; `None`: all rows in one. It must hold the longest prompt plus
-            `max_completion_length`. A micro-batch that has more tokens, each shared one counted once, becomes several
-            sequences, each with a forward pass of its own.
+            Largest number of tokens of one sequence of packed rows. None: all rows of a micro-batch are one sequence.
+            It must hold the longest prompt plus `max_completion_length`. If a micro-batch has more tokens (shared
+            tokens count once), it becomes several sequences, each with its own forward pass.
         push_method_state (`bool`, *optional*, defaults to `False`):
-            Publish, beside the model, what the method keeps and writes. That is its state (`explore_state_<rank>.pt`)
-            and the files that it writes into `output_dir`, such as dumped trees, which hold prompts and completions.
-            [`~trl_explore.saving.checkpoints.load_state`] reads the state. Whole checkpoints, which
-            `hub_strategy="checkpoint"` and `"all_checkpoints"` ask for, always hold it: they are sent to be resumed.
+            Also publish the method's state (`explore_state_<rank>.pt`), and the files that the method writes into
+            `output_dir`. Some of these files, for example dumped trees, hold prompts and completions.
+            [`~trl_explore.saving.checkpoints.load_state`] reads the state. Whole checkpoints
+            (`hub_strategy="checkpoint"` or `"all_checkpoints"`) always contain the state.
         push_dry_run (`bool`, *optional*, defaults to `False`):
-            Like `push_to_hub`, but send nothing: write the card and show which files would be sent, and where. It
-            needs neither a token nor a network. The files are put into the folder `_hub` of `output_dir`.
+            Like `push_to_hub`, but send nothing: write the card, and show which files would be sent to which
+            repository. It needs neither a token nor a network. The files are put into the folder `_hub` of
+            `output_dir`.
         advantage (`Callable[..., Any] | str | list[Any]`, *optional*, defaults to `"grpo"`):
-            Advantage of a main row; `"grpo"` is TRL's. `"maxrl"` divides by the group's mean instead of its deviation
-            (rewards of at least 0); `"passk"` (0 or 1) and `"pkpo"` (any rewards) credit the success of `passk_k`
-            completions together, `"pkpo_loo"` with a baseline; `"unlikeliness"` discounts what the model was likely to
-            say anyway; `"reinforce"` is `success_weight` for a success and -1 for a failure, so groups that all fail
-            train. `scale_rewards` acts on `"grpo"` and `"unlikeliness"`. Or a function `my_advantage(rewards)` or
-            `my_advantage(rewards, batch)`, or its import path: it gets total rewards `(P, G)`, NaN where unscored, and
-            returns advantages `(P, G)`, or one per token of this process, `(B, T)`. A list adds its entries.
+            Advantage of a main row. `"grpo"` is TRL's. `"maxrl"` divides by the group's mean instead of its deviation
+            (rewards of at least 0). `"passk"` (rewards of 0 or 1) and `"pkpo"` (any rewards) reward the success of
+            `passk_k` completions together, `"pkpo_loo"` with a baseline. `"unlikeliness"` reduces the rewards of
+            completions that were likely under the policy. `"reinforce"` is `success_weight` for a success and -1 for a
+            failure, so groups that all fail train. `scale_rewards` acts on `"grpo"` and `"unlikeliness"` only. A
+            function `my_advantage(rewards)` or `my_advantage(rewards, batch)`, or its import path, gets total rewards
+            `(P, G)`, NaN if a row has no reward. It returns advantages `(P, G)`, or one for each token of this
+            process, `(B, T)`. A list adds its entries.
         advantage_weights (`list[float]`, *optional*):
-            Weights of the entries of `advantage`, if that is a list. None: 1 for each.
+            Weights of the entries of `advantage`, if `advantage` is a list. None: 1 for each.
         passk_k (`int`, *optional*, defaults to `4`):
-            Completions that are to succeed together, at most `num_generations`, and fewer with `"passk"`. With 1,
-            `"passk"` is GRPO with the deviation of the population.
+            Number of completions that succeed together (k of pass@k). At most `num_generations`, and less with
+            `"passk"`. With 1, `"passk"` is GRPO with the deviation of the population.
         unlikeliness_beta (`float`, *optional*, defaults to `0.25`):
-            Share of a reward that `"unlikeliness"` takes at most, in [0, 1]; 0: GRPO. The likeliest completion of a
-            group loses nearly that, others less, by their rank. Acts on positive rewards.
+            Largest share of a reward that `"unlikeliness"` removes, in [0, 1]. 0 is GRPO. The likeliest completion of
+            a group loses nearly this share. Other completions lose less, by their rank. Acts on positive rewards.
         success_weight (`float`, *optional*, defaults to `0.1`):
             Advantage of a success with `"reinforce"`, at least 0. A failure has -1.
         count_bonus (`float`, *optional*, defaults to `0.0`):
-            Weight of a bonus on the advantage of rare final answers, at least 0; 0: none. Groups without success learn
-            from it, too. Completions without an answer that can be read get none.
+            Weight of a bonus on the advantage of rare final answers, at least 0. 0: no bonus. Groups without success
+            learn from it, too. Completions without a readable answer get no bonus.
         count_bonus_scope (`str`, *optional*, defaults to `"history"`):
-            What an answer is rare among: `"history"` or `"batch"`. `"history"` is all answers to the prompt before
-            this batch; it is kept in checkpoints, and a bonus is compared with the group's mean. `"batch"` subtracts
-            the share of the group's other answers that are the same.
+            Answers with which an answer is compared: `"history"` or `"batch"`. `"history"` counts all answers to the
+            prompt in earlier batches, and subtracts the group's mean. Checkpoints contain these counts. `"batch"`
+            subtracts the share of the group's other answers that are the same.
         clip_cov (`float`, *optional*, defaults to `0.0`):
-            Share of a generation batch's tokens that get advantage 0; 0: none. They are drawn from the tokens whose
-            covariance of advantage and log-probability is between `clip_cov_low` and `clip_cov_high`. The authors' is
-            2e-4.
+            Share of a generation batch's tokens that get advantage 0. 0: none. They are random tokens whose covariance
+            of advantage and log-probability is between `clip_cov_low` and `clip_cov_high`. The authors use 2e-4.
         clip_cov_low (`float`, *optional*, defaults to `1.0`):
             Covariance above which a token may be clipped.
         clip_cov_high (`float`, *optional*, defaults to `5.0`):
             Covariance below which a token may be clipped.
         kl_cov (`float`, *optional*, defaults to `0.0`):
-            Share of a generation batch's tokens that get a penalty for moving; 0: none. They are the tokens with the
-            largest covariance, and with it no ratio is clipped. It needs several updates per generation batch. The
-            authors' are 2e-3 (7B) and 2e-4 (32B).
+            Share of a generation batch's tokens that get a penalty on the change of their probability. 0: none. They
+            are the tokens with the largest covariance. With `kl_cov`, no ratio is clipped. It needs several updates
+            per generation batch. The authors use 2e-3 (7B) and 2e-4 (32B).
         kl_cov_coef (`float`, *optional*, defaults to `1.0`):
             Weight of the penalty of `kl_cov`, `|log ratio|`.
     """
@@ -397,7 +406,7 @@ class ExplorationConfig(GRPOConfig):
         Check the method's own fields.
 
         Raises:
-            ValueError: Naming the field, its value and the remedy.
+            ValueError: If a value is wrong. The message names the field, its value and the remedy.
         """
         check_training_values(self)
         if isinstance(self.shared_prefix_training, bool):  # what `on` and `off` are in YAML
@@ -420,7 +429,7 @@ class ExplorationConfig(GRPOConfig):
 
     @property
     def orders_prompts(self) -> bool:
-        """Whether prompts are taken as they are needed, and not as the data loader brings them."""
+        """Return whether `PromptOrder` chooses the prompts, and not the data loader."""
         return self.dynamic_sampling == "refill" or self.explore_threshold is not None or self.budget != "uniform"
 
     @property
@@ -430,7 +439,7 @@ class ExplorationConfig(GRPOConfig):
 
     @property
     def asks_about_success(self) -> bool:
-        """Whether training compares rewards with a success threshold."""
+        """Return whether training compares rewards with a success threshold."""
         return (
             self.explore_prompts == "unsolved"
             or self.explore_threshold is not None
@@ -456,18 +465,20 @@ class ExplorationConfig(GRPOConfig):
 
     @property
     def explores_some(self) -> bool:
-        """Whether some prompts are sampled as in GRPO only."""
+        """Return whether some prompts are only sampled as in GRPO."""
         return self.explore_prompts != "all" or self.explore_share_end < 1
 
     @property
     def rows_per_generation(self) -> int:
-        """Completions of a generation batch: of this process, or of all where `generation_batch_size` is set."""
+        """Return the number of completions of a generation batch: of all processes if `generation_batch_size` is set,
+        else of this process."""
         steps = self.steps_per_generation or self.gradient_accumulation_steps
         return self.generation_batch_size or self.per_device_train_batch_size * steps
 
     def check_stage(self, field: str, places: int) -> None:
-        """Raise where a stage of sampling would have absurdly many rows: `field` from each of so many places."""
-        number = vars(self)[field]
+        """Raise a ValueError if a stage of sampling would have more than `MOST_STAGE_ROWS` rows: `field` completions
+        from each of `places` places."""
+        number = getattr(self, field)
         if number * places > MOST_STAGE_ROWS:
             raise ValueError(
                 f"`{field}={number}` can sample {number:,} completions from each of {places:,} places of a generation "
@@ -494,8 +505,8 @@ class ExplorationConfig(GRPOConfig):
 
 def upgrade_config(args: GRPOConfig, config_class: type[C]) -> C:
     """
-    A plain `GRPOConfig` as a method's configuration, with the method's defaults. Its `__post_init__` does not run
-    again: the values it derives (batch sizes, devices) are already there.
+    Return a plain `GRPOConfig` as the configuration of a method, with the method's defaults. `__post_init__` does not
+    run again, because the values that it derives (batch sizes, devices) are already set.
     """
     if isinstance(args, config_class):
         return args

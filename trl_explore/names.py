@@ -1,4 +1,4 @@
-"""Errors for names that do not exist, with the nearest name that does."""
+"""Names: error messages with the nearest known name, import paths of a user's objects, and help texts of fields."""
 
 import difflib
 import functools
@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 T = TypeVar("T", bound=type)
 ENTRY = re.compile(r"^ {4}(\w+) \((.+)\):\n((?: {8}.+\n?)+)", re.MULTILINE)
 MARKUP = re.compile(r"\[`~?(?:\w+\.)*(\w+)`\]|`")
-# Columns that hold what a user asks, in many data sets; the likeliest first.
+# Usual names of the column with the questions, in many data sets. The most frequent name comes first.
 QUESTION_COLUMNS = ("prompts", "question", "problem", "instruction", "query", "input", "text", "task", "goal")
 CONVERSATION_COLUMNS = ("messages", "conversation", "conversations")
-# Columns that hold what is to be answered: they are no prompts.
+# Usual names of columns with answers. They are never prompts.
 ANSWER_COLUMNS = ("answer", "answers", "solution", "completion", "response", "output", "label", "id", "index")
 
 # Builder that `datasets.load_dataset` uses for each kind of file.
@@ -33,7 +33,7 @@ def looks_like_path(name: str) -> bool:
 
 
 def is_import_path(name: str) -> bool:
-    """Return whether a name is that of something in a module, `my_module.MyTrainer` or `my_module:MyTrainer`."""
+    """Return whether a name is an import path, `my_module.MyTrainer` or `my_module:MyTrainer`."""
     return "." in name or ":" in name
 
 
@@ -86,16 +86,15 @@ def unknown_name(kind: str, name: str, choices: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
     if near:
         return f"unknown {kind} {name!r}; did you mean {near[0]!r}?"
-    return (
-        f"unknown {kind} {name!r}; choose one of {', '.join(known)}."
-        if 0 < len(known) <= 20
-        else f"unknown {kind} {name!r}."
-    )
+    if 0 < len(known) <= 20:
+        return f"unknown {kind} {name!r}; choose one of {', '.join(known)}."
+    return f"unknown {kind} {name!r}."
 
 
 def prompt_change(columns: Sequence[str]) -> str:
     """
-    Call that gives a data set its column `prompt`, to be written behind the name of the data set.
+    Return the code of a call that gives a data set the column `prompt`. Error messages show it after the name of the
+    data set.
 
     Args:
         columns (`Sequence[str]`):
@@ -125,14 +124,20 @@ def _renaming(column: str) -> str:
 
 
 def field_entries(docstring: str) -> dict[str, tuple[str, str]]:
-    """Of every field that a clean docstring lists under `Args:`, what stands in brackets, and the text in one line."""
-    return {name: (brackets, " ".join(text.split())) for name, brackets, text in ENTRY.findall(docstring)}
+    """Return the type in brackets and the description, in one line, of each field that a docstring without indentation
+    lists under `Args:`."""
+    entries = {}
+    for name, brackets, text in ENTRY.findall(docstring):
+        entries[name] = brackets, " ".join(text.split())
+    return entries
 
 
 def explain_fields(cls: T) -> T:
     """
-    Decorator for a dataclass whose docstring lists its own fields under `Args:`: an entry is the help of its field on
-    the command line, and an unknown keyword names the nearest field instead of just failing.
+    Decorator for a dataclass whose docstring lists its own fields under `Args:`.
+
+    The description of a field becomes its help on the command line. The error about an unknown keyword names the
+    nearest field.
     """
     init: Callable[..., None] = cls.__init__  # type: ignore[misc]
     names = {f.name for f in fields(cls) if f.init}

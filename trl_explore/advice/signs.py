@@ -98,9 +98,11 @@ class Signs:
 
     @property
     def entropy_left(self) -> float | None:
-        """Entropy at the end over that of the beginning, at most 1."""
+        """Entropy at the end divided by the entropy at the start, at most 1. None if it is not logged."""
         entropy = self.values.get("entropy")
-        return None if entropy is None or entropy.start <= 0 else min(1.0, entropy.end / entropy.start)
+        if entropy is None or entropy.start <= 0:
+            return None
+        return min(1.0, entropy.end / entropy.start)
 
     @property
     def contrast_cost(self) -> Pair | None:
@@ -137,14 +139,14 @@ class Signs:
 
 def read_signs(path: Path) -> Signs:
     """
-    Reads a run.
+    Read the logs of a run.
 
     Args:
         path (`Path`):
             A run's `output_dir`, a checkpoint in it, or a `trainer_state.json`.
 
     Returns:
-        [`Signs`]: What its logs show; of its completions tables too, where `log_completions` wrote some.
+        [`Signs`]: Numbers from its logs, and from its completions tables if `log_completions=True` wrote some.
 
     Raises:
         `UsageError`: If there is no `trainer_state.json`, it cannot be read, or it holds too few steps.
@@ -158,20 +160,27 @@ def read_signs(path: Path) -> Signs:
     tables = state.parent / "completions"
     if not tables.is_dir() and CHECKPOINT.fullmatch(state.parent.name):
         tables = state.parent.parent / "completions"
-    rewards = [found[1] for name in signs.values if (found := REWARD.fullmatch(name))]
-    shares = shares_of_groups(tables, rewards) if tables.is_dir() else None
-    return signs if shares is None else replace(signs, all_wrong=shares[0], all_right=shares[1])
+    if not tables.is_dir():
+        return signs
+    shares = shares_of_groups(tables, _reward_names([signs.values]))
+    if shares is None:
+        return signs
+    return replace(signs, all_wrong=shares[0], all_right=shares[1])
 
 
 def find_state(path: Path) -> Path:
-    """The newest `trainer_state.json` of a run."""
+    """Return the newest `trainer_state.json` of a run."""
     if path.is_file():
         return path
     if not path.is_dir():
         raise UsageError(f"{str(path)!r} does not exist; pass a run's output_dir, or a checkpoint in it")
-    numbered = [(int(found[1]), child) for child in path.iterdir() if (found := CHECKPOINT.fullmatch(child.name))]
-    places = [path, *(child for _, child in sorted(numbered, reverse=True))]
-    for place in places:
+    numbered = []
+    for child in path.iterdir():
+        found = CHECKPOINT.fullmatch(child.name)
+        if found:
+            numbered.append((int(found[1]), child))
+    newest_first = [child for _, child in sorted(numbered, reverse=True)]
+    for place in [path, *newest_first]:
         if (place / STATE).is_file():
             return place / STATE
     raise UsageError(
@@ -180,7 +189,8 @@ def find_state(path: Path) -> Path:
 
 
 def signs_of(history: Sequence[Mapping[str, Any]], *, name: str = "the run") -> Signs:
-    """What a `log_history` shows; `name` is what messages call it. UsageError if it holds too few training steps."""
+    """Return the numbers of a `log_history`. `name` is its name in error messages. Raise a UsageError if it has too
+    few training steps."""
     steps = [entry for entry in history if "reward" in entry and "completions/mean_length" in entry]
     if len(steps) < FEWEST_STEPS:
         raise UsageError(
@@ -188,23 +198,18 @@ def signs_of(history: Sequence[Mapping[str, Any]], *, name: str = "the run") -> 
             "needed; train longer, or lower `logging_steps`"
         )
     part = max(1, len(steps) // SHARE)
-    names = {key for entry in steps for key, value in entry.items() if isinstance(value, int | float)}
+    names = set()
+    for entry in steps:
+        names |= {key for key, value in entry.items() if isinstance(value, int | float)}
     values = {}
     for key in names:
         pair = Pair(_mean(steps[:part], key), _mean(steps[-part:], key))
         if not any(map(math.isnan, pair)):
             values[key] = pair
-    evaluated = [entry for entry in history if any(PASS.fullmatch(key) for key in entry)]
-    ks = {int(found[1]) for entry in evaluated for key in entry if (found := PASS.fullmatch(key))}
-    pass_at = {
-        k: Pair(known[0], known[-1])
-        for k in sorted(ks)
-        if len(known := [entry[f"eval/pass_at_{k}"] for entry in evaluated if f"eval/pass_at_{k}" in entry]) > 1
-    }
     return Signs(
         steps=int(steps[-1].get("step", len(steps))),
         values=values,
-        pass_at=pass_at,
+        pass_at=_pass_at(history),
         plain=METHOD_MARK not in names and not any(logged_by_a_method(name) for name in names),
         same_reward=_same_reward(steps),
         zero_or_one=_may_be_zero_or_one(steps),
@@ -214,6 +219,33 @@ def signs_of(history: Sequence[Mapping[str, Any]], *, name: str = "the run") -> 
         explored=_explored(steps, part),
         solved=_by_source(steps, SOLVED, part),
     )
+
+
+def _pass_at(history: Sequence[Mapping[str, Any]]) -> dict[int, Pair]:
+    """Return pass@k of the first and the last evaluation, by k. Leave out values of k that were evaluated only
+    once."""
+    known: dict[int, list[float]] = {}
+    for entry in history:
+        for key, value in entry.items():
+            found = PASS.fullmatch(key)
+            if found:
+                known.setdefault(int(found[1]), []).append(value)
+    pairs = {}
+    for k in sorted(known):
+        if len(known[k]) > 1:
+            pairs[k] = Pair(known[k][0], known[k][-1])
+    return pairs
+
+
+def _reward_names(entries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of the reward functions whose means are logged."""
+    names = set()
+    for entry in entries:
+        for key in entry:
+            found = REWARD.fullmatch(key)
+            if found:
+                names.add(found[1])
+    return sorted(names)
 
 
 def _by_source(steps: Sequence[Mapping[str, Any]], prefix: str, part: int) -> dict[str, Pair]:
@@ -234,11 +266,13 @@ def _explored(steps: Sequence[Mapping[str, Any]], part: int) -> Pair | None:
         shares = [value for key, value in entry.items() if key.startswith(SHARE_EXPLORED)]
         if shares:
             totals.append(sum(shares))
-    return Pair(fmean(totals[:part]), fmean(totals[-part:])) if totals else None
+    if not totals:
+        return None
+    return Pair(fmean(totals[:part]), fmean(totals[-part:]))
 
 
 def _numbers(entries: Sequence[Mapping[str, Any]], key: str) -> list[float]:
-    """Return the logged values of `key` without those that are missing or NaN."""
+    """Return the logged values of `key`, without missing values and NaN."""
     values = [entry[key] for entry in entries if isinstance(entry.get(key), int | float)]
     return [float(value) for value in values if not math.isnan(value)]
 
@@ -261,7 +295,7 @@ def _same_reward(steps: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def _may_be_zero_or_one(steps: Sequence[Mapping[str, Any]]) -> bool:
-    """Return False if means and deviations of the rewards are not those of rewards of 0 and 1."""
+    """Return False if the means and deviations of the rewards show that some rewards are neither 0 nor 1."""
     if any(not 0 <= mean <= 1 for mean in _numbers(steps, "reward")):
         return False
     known = [entry for entry in steps if _numbers([entry], "reward") and _numbers([entry], "reward_std")]
@@ -277,13 +311,15 @@ def _may_be_zero_or_one(steps: Sequence[Mapping[str, Any]]) -> bool:
 
 def _unpaid(steps: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """Return the reward functions that gave 0 to every completion, if there are several functions."""
-    names = sorted({found[1] for entry in steps for key in entry if (found := REWARD.fullmatch(key))})
+    names = _reward_names(steps)
     unpaid = []
     for name in names:
         means, deviations = _numbers(steps, f"rewards/{name}/mean"), _numbers(steps, f"rewards/{name}/std")
         if means and not any(means) and not any(deviations):
             unpaid.append(name)
-    return tuple(unpaid) if len(names) > 1 else ()
+    if len(names) < 2:
+        return ()
+    return tuple(unpaid)
 
 
 def shares_of_groups(folder: Path, rewards: Sequence[str]) -> tuple[Pair, Pair] | None:

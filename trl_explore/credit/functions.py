@@ -19,7 +19,7 @@ EXAMPLE = "def my_advantage(rewards): return rewards - rewards.nanmean(dim=1, ke
 @dataclass(frozen=True)
 class AdvantageBatch:
     """
-    What an advantage function can read besides the rewards. It must not change any of it.
+    Data that an advantage function can read in addition to the rewards. It must not change them.
 
     P is the number of prompts of all processes, G is `num_generations`, and B is the number of rows of this process.
     The rows of all processes are `P * G` rows, in the order of the processes.
@@ -36,8 +36,8 @@ class AdvantageBatch:
     ranks: Ranks  # the processes of the run
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """Return one value per row of all processes, `(P, G)`, from those of this process, `(B,)`. Every process must
-        call it."""
+        """Return the values of the rows of all processes, `(P, G)`. `values` has one value for each row of this
+        process, `(B,)`. Every process must call it."""
         return self.ranks.gather(values).view(self.grpo.shape)
 
 

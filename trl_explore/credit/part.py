@@ -59,7 +59,7 @@ class Credit:
             return advantages
         rewards = self.scorer.totals(rewards_per_func).view(-1, args.num_generations)  # (P, G)
         if args.trains_some:
-            # TRL compared all rows of a group. Compare only those that are trained; the others are NaN.
+            # TRL compared all rows of a group. Compare only the trained rows. The rewards of all other rows are NaN.
             own = normalised(rewards, scale=args.scale_rewards).masked_fill(equal_groups(rewards), 0.0)
             advantages = output["advantages"] = self.policy.ranks.local(own.flatten())
         if args.advantage != "grpo":

@@ -1,0 +1,185 @@
+"""Compare fields of credit and selection with GRPO: REINFORCE with weights, a mixture of advantages, and PODS.
+
+    python examples/benchmarks/small_fields.py dead_ends coverage many_solutions
+    python examples/benchmarks/small_fields.py --report
+
+Each arm is tuned GRPO with one change. The main field of the arm has two values. The better value on the development
+seeds is trained on the fresh seeds. PODS samples four times the completions of GRPO, and trains some of them. Its
+control is GRPO with four times the samples.
+
+The evaluations go to `small_fields_results/<regime>.csv`, with a column for the stage (`knob` or `verdict`). After
+training, or with `--report` alone, the script writes the table to `small_fields_results/results.md`. The table has
+differences to GRPO along the curve in percentage points, paired by seed, with 95 % t-intervals.
+"""
+
+import argparse
+import csv
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+from auto_regimes import best, gaps, reading_of, shown
+from regimes_plan import Regime, folder
+
+from trl_explore.compare.costs import mean_along
+from trl_explore.runs.tasks import find_run_task
+
+RESULTS = Path(__file__).resolve().parent / "small_fields_results"
+KNOB_SEEDS = range(320, 324)  # development
+SEEDS = range(80, 85)  # no earlier run of this project used them
+COLUMNS = ("stage", "arm", "options", "seed", "step", "tokens", "trained_tokens", "cpu_seconds")
+COSTS = {"tokens": "generated tokens", "trained_tokens": "tokens in the loss", "cpu_seconds": "CPU seconds"}
+Runs = dict[str, dict[int, list[dict[str, float]]]]  # evaluations by arm and seed
+
+
+def variants(options: dict[str, Any], *, num_generations: int, rows: int) -> dict[str, list[dict[str, Any]]]:
+    """Return the fields of each arm, two values of its main field each. `options` are those of tuned GRPO, with
+    `num_generations` completions per prompt and `rows` completions per batch."""
+    more = {**options, "num_generations": 4 * num_generations, "per_device_train_batch_size": 4 * rows}
+    return {
+        "REINFORCE with weights": [
+            {**options, "advantage": "reinforce", "success_weight": 0.1},
+            {**options, "advantage": "reinforce", "success_weight": 1.0},
+        ],
+        "GRPO + MaxRL": [
+            {**options, "advantage": ["grpo", "maxrl"], "advantage_weights": [0.5, 0.5]},
+            {**options, "advantage": ["grpo", "maxrl"], "advantage_weights": [1.0, 1.0]},
+        ],
+        "GRPO, 4x samples": [more],
+        "PODS": [
+            {**more, "trained_generations": num_generations},
+            {**more, "trained_generations": 2 * num_generations},
+        ],
+    }
+
+
+def arms_of(regime: Regime) -> dict[str, list[dict[str, Any]]]:
+    """Return the fields of all arms of a regime. GRPO is the first one."""
+    options = best(regime, ("baseline",))["options"]
+    # The sizes that `compare` sets for the task.
+    sizes = {"num_generations": find_run_task(regime.comparison["task"]).options["num_generations"], "rows": 128}
+    return {"GRPO": [options], **variants(options, **sizes)}
+
+
+def train(regime: Regime, output_dir: Path, stage: str, arms: dict[str, dict[str, Any]], seeds: list[int]) -> None:
+    """Train arms, and add their evaluations to the results of the regime."""
+    target = output_dir / regime.name / stage
+    target.mkdir(parents=True, exist_ok=True)
+    document = {**regime.comparison, "seeds": seeds, "arms": []}
+    document.pop("samples_at_ends", None)
+    for name, options in arms.items():
+        method = "grpo" if name.startswith("GRPO") and "advantage" not in options else "exploration"
+        document["arms"].append({"name": name, "method": method, "options": options})
+    file = target / "comparison.yaml"
+    file.write_text(yaml.safe_dump(document, sort_keys=False))
+    command = [sys.executable, "-m", "trl_explore.cli", "compare", "--config", str(file)]
+    subprocess.run([*command, "--output_dir", str(target / "runs")], check=True)
+    with open(target / "runs" / "curves.csv", newline="", encoding="utf-8") as curves:
+        rows = list(csv.DictReader(curves))
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{regime.name}.csv"
+    kept = [row for row in rows_of(path) if row["stage"] != stage]
+    for row in rows:
+        kept.append({**row, "stage": stage, "options": json.dumps(arms[row["arm"]], sort_keys=True)})
+    with open(path, "w", newline="", encoding="utf-8") as results:
+        columns = [*COLUMNS, *regime.comparison["metrics"]]
+        writer = csv.DictWriter(results, columns, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(kept)
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a file of results. Empty if there is no file."""
+    if not path.exists():
+        return []
+    with open(path, newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def read(path: Path, stage: str) -> tuple[Runs, dict[str, dict[str, Any]]]:
+    """Return the evaluations of a stage by arm and seed, and the fields of each arm."""
+    runs: Runs = {}
+    options = {}
+    for row in rows_of(path):
+        if row["stage"] != stage:
+            continue
+        options[row["arm"]] = json.loads(row["options"])
+        point = {}
+        for name, value in row.items():
+            if name not in ("stage", "arm", "options") and value:
+                point[name] = float(value)
+        runs.setdefault(row["arm"], {}).setdefault(int(row["seed"]), []).append(point)
+    return runs, options
+
+
+def chosen(regime: Regime) -> dict[str, dict[str, Any]]:
+    """Return the fields of each arm that were best on the development seeds."""
+    runs, options = read(RESULTS / f"{regime.name}.csv", "knob")
+    reading = reading_of(runs, "tokens")
+    found: dict[str, dict[str, Any]] = {}
+    heights: dict[str, float] = {}
+    for name, of_seeds in runs.items():
+        arm = name.partition(" / ")[0]
+        height = statistics.mean(mean_along(points, "tokens", reading, regime.metric) for points in of_seeds.values())
+        if arm not in heights or height > heights[arm]:
+            heights[arm], found[arm] = height, options[name]
+    return found
+
+
+def report() -> str:
+    """Return the table of all regimes that have results on the fresh seeds."""
+    lines = [
+        "| regime | arm | fields | " + " | ".join(f"equal {name}" for name in COSTS.values()) + " |",
+        "| --- | --- | --- |" + " ---: |" * len(COSTS),
+    ]
+    for path in sorted(RESULTS.glob("*.csv")):
+        regime = Regime.load(folder() / f"{path.stem}.yaml")
+        runs, options = read(path, "verdict")
+        if not runs:
+            continue
+        base = next(iter(runs))
+        for name in runs:
+            fields = {key: value for key, value in options[name].items() if options[base].get(key) != value}
+            cells = []
+            for cost in COSTS:
+                if name == base:
+                    reading = reading_of(runs, cost)
+                    own = runs[base].values()
+                    level = statistics.mean(mean_along(points, cost, reading, regime.metric) for points in own)
+                    cells.append(f"{100 * level:.1f}")
+                else:
+                    cells.append(shown(*gaps(runs, name, base, cost=cost, metric=regime.metric)))
+            text = ", ".join(f"{key} {value}" for key, value in fields.items())
+            lines.append(f"| {regime.name} | {name} | {text} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Tune and train the named regimes unless `--report` is set, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("regimes", nargs="*", metavar="REGIME", default=["dead_ends", "coverage", "many_solutions"])
+    parser.add_argument("--seeds", nargs="*", type=int, default=list(SEEDS))
+    parser.add_argument("--output_dir", type=Path, default=Path("out/small_fields"))
+    parser.add_argument("--report", action="store_true", help="print the table")
+    args = parser.parse_args()
+    if not args.report:
+        for name in args.regimes:
+            regime = Regime.load(folder() / f"{name}.yaml")
+            arms = {}
+            for arm, values in arms_of(regime).items():
+                for number, options in enumerate(values, start=1):
+                    arms[f"{arm} / {number}"] = options
+            train(regime, args.output_dir, "knob", arms, list(KNOB_SEEDS))
+            train(regime, args.output_dir, "verdict", chosen(regime), args.seeds)
+    text = report()
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "results.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
