@@ -119,9 +119,10 @@ def _from_task(name: str, task: Any, args: argparse.Namespace) -> Benchmark:
         raise UsageError(f"dataset={name!r}: {error}") from error
     rewards = load_reward_functions(args.reward_funcs, None) if args.reward_funcs else [task.reward]
     recommended = {"num_samples": TASK_SAMPLES, "max_new_tokens": task.max_completion_length}
-    # Answers of tasks are marked each in its own way: votes are for whole completions.
     origin: dict[str, str | None] = {"path": name, "config": None, "split": "evaluation"}
-    return Benchmark(_label(name), origin, rows, rewards, str.strip, recommended, False)
+    # Each task marks answers differently. By default, votes count whole completions.
+    answer_fn = getattr(task, "answer_fn", str.strip)
+    return Benchmark(_label(name), origin, rows, rewards, answer_fn, recommended, False)
 
 
 def _from_run_task(args: argparse.Namespace) -> Benchmark:

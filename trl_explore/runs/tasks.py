@@ -182,7 +182,8 @@ class EmbeddedTask(RunTask):
 
     @property
     def answer_fn(self) -> Callable[[str], Hashable | None]:
-        return str.strip  # each task marks answers differently, so count votes for whole completions
+        # Each task marks answers differently. By default, votes count whole completions.
+        return getattr(self.task, "answer_fn", str.strip)
 
     def train_rows(self, seed: int) -> "Dataset":
         return self.task.build_dataset(num_train(self.task), seed=seed)
@@ -227,7 +228,7 @@ class UserSpec:
         self.reward_funcs = task.reward
         self.environment_factory = getattr(task, "environment_factory", None)
         self.options = {"max_completion_length": task.max_completion_length, **getattr(task, "options", {})}
-        for name in ("metrics", "step_delimiters", "answer_fn"):
+        for name in ("metrics", "num_eval", "step_delimiters", "answer_fn"):
             if hasattr(task, name):
                 setattr(self, name, getattr(task, name))
 
@@ -264,7 +265,8 @@ class SpecTask(RunTask):
 
     @property
     def num_eval(self) -> int:
-        return min(NUM_EVAL_AGENT if self.is_agent else NUM_EVAL, len(self.spec.eval_dataset))
+        wanted = getattr(self.spec, "num_eval", NUM_EVAL_AGENT if self.is_agent else NUM_EVAL)
+        return min(wanted, len(self.spec.eval_dataset))
 
     @property
     def warm_start_steps(self) -> int | None:

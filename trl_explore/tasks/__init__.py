@@ -40,10 +40,9 @@ class Task(Protocol):
     - `environment_factory` (`Callable`): Creates the environment of one rollout, for a task that is played with tools.
     - `options` (`dict`): Fields of `GRPOConfig` that suit the task, such as `max_tool_calling_iterations`.
     - `metrics` (`tuple[str, ...]`): Metrics that a comparison shows.
-    - `num_eval` (`int`): Number of held-out problems in an evaluation.
-    - `step_delimiters` (`list[str]`), `step_length` (`int`): Texts that end a step of an answer, or the number of
-      tokens of a step, for methods that branch at steps.
-    - `sesa_options` (`dict`): Fields of `SESAConfig`. Without them, SESA does not suit the task.
+    - `num_train`, `num_eval` (`int`): Number of training problems, and of held-out problems in an evaluation.
+    - `step_delimiters` (`list[str]`): Texts that end a step of an answer, for methods that branch at steps.
+    - `answer_fn` (`Callable`): Returns the answer in a completion. Votes count equal answers.
     """
 
     @property
@@ -67,7 +66,13 @@ class Task(Protocol):
 
 
 class TeachableTask(Task, Protocol):
-    """A [`Task`] that can also show how it is done, which is what `warm_start` needs. It must be a dataclass."""
+    """
+    A [`Task`] that also writes demonstrations, so that `warm_start` can teach it to the tiny model. It must be a
+    dataclass. It may have two more attributes.
+
+    - `step_length` (`int`): Number of tokens of a step of an answer, if a step has no delimiter.
+    - `sesa_options` (`dict`): Fields of `SESAConfig`. Without them, SESA does not suit the task.
+    """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
