@@ -16,10 +16,8 @@ Offline, on a CPU, with a small model of your own whose chat template knows tool
 
 from dataclasses import dataclass, field, replace
 
+from benchmarks.tasks import SOKOBAN, SokobanEnvironment
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
-
-from trl_explore.tasks import SOKOBAN
-from trl_explore.tasks.sokoban import SokobanEnvironment
 
 # The difference from a GRPO script is two names: these, where it has `GRPOConfig` and `GRPOTrainer` from `trl`.
 from trl_explore.trainers import GiGPOConfig, GiGPOTrainer

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 import transformers
 from benchmarks.arms import report, train_arm, train_missing
+from benchmarks.tasks import LAKE_AGENT
 
 from trl_explore.compare.settings import Arm, Budget
-from trl_explore.tasks.lake_agent import LAKE_AGENT
 from trl_explore.tasks.warm_start import warm_start
 
 

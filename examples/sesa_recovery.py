@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 import transformers
 from benchmarks.arms import train_arm
+from benchmarks.tasks import find_task
 from transformers import TrainerCallback
 
 from trl_explore.compare.plots import learning_curves
 from trl_explore.compare.settings import Arm, Budget
-from trl_explore.tasks import get_task
 from trl_explore.tasks.warm_start import warm_start
 
 
@@ -57,7 +57,7 @@ def main():
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    task = get_task(args.task)
+    task = find_task(args.task)
     one_prompt = args.task == "paths"
     output = Path(args.output)
     output.mkdir(parents=True, exist_ok=True)

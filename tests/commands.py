@@ -54,6 +54,7 @@ def parsed(argv, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(TrlParser, "parse_args_and_config", stop)
         patch.setattr(sys, "argv", [*argv, "--use_cpu"])
+        patch.syspath_prepend(str((ROOT / argv[0]).parent))
         patch.chdir(ROOT)
         try:
             runpy.run_path(str(argv[0]), run_name="__main__")
@@ -66,6 +67,7 @@ def run_example(name, *arguments, folder, monkeypatch):
     """Run an example in `folder` as its command line does, but in this process, which has the imports behind it."""
     with monkeypatch.context() as patch:
         patch.setattr(sys, "argv", [str(EXAMPLES / name), *arguments])
+        patch.syspath_prepend(str((EXAMPLES / name).parent))
         patch.chdir(folder)
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
 

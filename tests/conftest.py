@@ -7,11 +7,17 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import signal
+import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 from quick import quicken
+
+# Tests and files name tasks of the benchmarks as `examples.benchmarks.tasks:VAULT`. The root comes last, so that tests
+# of an installed package see that one.
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 # A shell that starts the suite in the background has it ignore Ctrl-C; the tests of Ctrl-C, and the processes they
 # start, need the default.

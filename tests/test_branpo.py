@@ -18,12 +18,12 @@ from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
 from world import BOARDS, QUIET, assert_same, differ, make_agent, make_trainer, one_batch, parameters, says, trained
 
+from examples.benchmarks.tasks.frozen_lake import FrozenLakeEnvironment
 from trl_explore.agents.environments import environment_error
 from trl_explore.agents.snapshots import not_a_tool
 from trl_explore.branches.choice import branch_advantages
 from trl_explore.forks.trajectories import turns
 from trl_explore.rewards.questions import search_reward
-from trl_explore.tasks.frozen_lake import FrozenLakeEnvironment
 from trl_explore.tasks.tiny_model import build_model, build_tokenizer
 from trl_explore.trainers import BranPOConfig, BranPOTrainer
 

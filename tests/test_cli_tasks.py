@@ -21,6 +21,7 @@ from trl_explore.cli import main
 from trl_explore.cli.train import parse_train_arguments
 from trl_explore.compare.settings import read_comparison
 from trl_explore.environments import specs
+from trl_explore.errors import UsageError
 from trl_explore.methods import METHODS
 from trl_explore.runs import tasks
 from trl_explore.runs.inputs import check_model
@@ -257,7 +258,7 @@ def test_an_embedded_task_brings_its_tiny_model(task, length, loaded, capfd):
         ({"task_config": '{"hard": 1}'}, f"task='{SUMS}' with task_config={{\"hard\": 1}}: "),
         ({"task_config": "{hard: 1}"}, "task_config='{hard: 1}' is no JSON (Expecting property name"),
         ({"task_config": "3"}, "task_config='3': expected fields with values, such as --task_config '{"),
-        ({"task": "chain", "task_config": '{"a": 1}'}, "task_config={'a': 1}: the embedded task chain has no fields"),
+        ({"task": "chain", "task_config": '{"a": 1}'}, "task_config={'a': 1}: the task chain has no fields"),
         (
             {"task": None, "dataset_name": "d.jsonl", "task_config": "{}"},
             "task_config='{}' belongs to a task; name one",
@@ -272,7 +273,7 @@ def test_an_embedded_task_brings_its_tiny_model(task, length, loaded, capfd):
         ({"model_name_or_path": None}, f"model_name_or_path is missing: {SUMS} has no model of its own; pass"),
         ({"method": "branpo"}, f"branpo does not suit the task {SUMS}, which has no tools; use one of deep_grpo, "),
         ({"task": GAME, "method": "tree_grpo"}, f"tree_grpo does not suit the task {GAME}, which is played with"),
-        ({"task": "chain", "method": "sesa"}, "sesa does not suit the task chain; it suits vault, doors"),
+        ({"task": "chain", "method": "sesa"}, "sesa does not suit the task chain; it suits doors, deep_doors"),
     ],
 )
 def test_mistakes_are_told_in_one_line_before_anything_is_trained(changes, message, loaded, capsys):
@@ -408,7 +409,7 @@ def test_what_suits_a_task_is_filled_in(loaded, monkeypatch):
         ({"dataset_name": "d"}, "dataset_name: `task` has its own data and reward; leave one of the two out"),
         ({"reward_funcs": ["a"]}, "reward_funcs: `task` has its own data and reward"),
         ({"task": "chain"}, "model_name_or_path: `task` has its own model, data and reward"),
-        ({"task": "chain", "model_name_or_path": None, "task_config": {"a": 1}}, "the embedded task chain has no"),
+        ({"task": "chain", "model_name_or_path": None, "task_config": {"a": 1}}, "the task chain has no"),
         ({"task": None, "task_config": {"a": 1}}, "task_config={'a': 1} belongs to a `task`; name one"),
         ({"task_config": "{"}, "task_config='{' is no JSON"),
         ({"num_eval": 9}, f"num_eval=9: {SUMS} has 8 held-out rows; lower num_eval, or set a larger eval_size"),
@@ -464,8 +465,8 @@ def test_an_embedded_task_is_evaluated_by_either_flag(loaded, capsys):
     values = []
     for flag in ("--task", "--dataset"):
         given = ["--model_name_or_path", "./agent", "--output_dir", f"out{flag}", "--num_samples", "2"]
-        assert main(["eval", *given, flag, "vault", "--limit", "3"]) == 0
-        values.append(json.loads(Path(f"out{flag}/results.json").read_text())["results"]["vault"]["metrics"])
+        assert main(["eval", *given, flag, "doors", "--limit", "3"]) == 0
+        values.append(json.loads(Path(f"out{flag}/results.json").read_text())["results"]["doors"]["metrics"])
     assert values[0] == values[1]
 
 
@@ -474,11 +475,11 @@ def test_an_embedded_task_is_evaluated_by_either_flag(loaded, capsys):
     [
         ([], "nothing to evaluate on: pass --dataset gsm8k, or --task reasoning_gym:countdown"),
         (["--task", GAME], f"task='{GAME}' is played with tools, but eval samples completions of one turn: measure"),
-        (["--task", "lake_agent"], "measure the model with trl-explore compare"),
-        (["--dataset", "vault", "--task_config", "{}"], "task_config='{}' belongs to a task"),
+        (["--task", "multi_hop"], "measure the model with trl-explore compare"),
+        (["--dataset", "doors", "--task_config", "{}"], "task_config='{}' belongs to a task"),
         (["--task", SUMS, "--system_prompt", "x"], "system_prompt is for benchmarks"),
         (["--task", "chian"], "unknown task 'chian'; did you mean 'chain'?"),
-        (["--task", "vault", "--dataset", "vault"], "2 of them are called 'vault'"),
+        (["--task", "doors", "--dataset", "doors"], "2 of them are called 'doors'"),
     ],
 )
 def test_mistakes_in_eval_are_told_in_one_line(flags, message, loaded, capsys):
@@ -524,8 +525,8 @@ def test_flags_of_filter_override_what_the_task_brings(loaded, capsys):
 
 def test_prompts_of_an_embedded_task_are_filtered(loaded, monkeypatch, capsys):
     monkeypatch.setattr(tasks, "NUM_TRAIN", 8)
-    assert keep_hard("--task", "vault", "--model_name_or_path", "./agent", "--seed", "3") == 0
-    assert [row["prompt"] for row in rows_of("hard.jsonl")] == TASKS["vault"].build_dataset(8, seed=3)["prompt"][:]
+    assert keep_hard("--task", "doors", "--model_name_or_path", "./agent", "--seed", "3") == 0
+    assert [row["prompt"] for row in rows_of("hard.jsonl")] == TASKS["doors"].build_dataset(8, seed=3)["prompt"][:]
 
 
 @pytest.mark.parametrize(
@@ -724,6 +725,102 @@ def test_countdown_is_listed_and_shown(real, capsys):
     assert "did you mean 'countdown'?" in capsys.readouterr().err
 
 
+@pytest.fixture
+def own_tasks(loaded):
+    """The modules of the page's section on tasks of one's own, in the working directory."""
+    names = ("my_tasks", "my_variants")
+    for name in names:
+        (text,) = [text for text in page_blocks("tasks.md", "python") if f"# {name}.py" in text]
+        Path(f"{name}.py").write_text(text)
+    yield
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+OWN = {"task": "my_tasks:ADDITION", "model_name_or_path": "./agent"}
+
+
+def test_a_task_of_ones_own_is_trained_compared_evaluated_and_shown(own_tasks, capfd):
+    assert main(["train", *train_flags(**OWN, max_steps=1)]) == 0
+    assert "rewards/reward/mean" in logs()[0] and "problems of the task `my_tasks:ADDITION`" in card_of("out")
+    common = {**COMPARISON["common"], "max_completion_length": 4}
+    document = {**COMPARISON, **OWN, "common": common, "metrics": ["reward"], "num_eval": 4}
+    assert main(["train", *train_flags(**OWN, warm_start_steps=2, output_dir="taught")]) == 2
+    assert "warm_start_steps=2: addition writes no demonstrations" in capfd.readouterr().err
+    Path("out").rename("trained")
+    assert compare(document, "--methods", "grpo", "deep_grpo") == 0
+    settings = yaml.safe_load(Path("out/comparison.yaml").read_text())
+    assert settings["task"] == "my_tasks:ADDITION" and "warm_start_steps" not in settings
+    given = ["--model_name_or_path", "./agent", "--num_samples", "2", "--limit", "3", "--output_dir", "eval"]
+    assert main(["eval", *given, "--task", OWN["task"]]) == 0
+    (entry,) = json.loads(Path("eval/results.json").read_text())["results"].values()
+    assert entry["num_prompts"] == 3
+    capfd.readouterr()
+    assert main(["tasks", OWN["task"]]) == 0
+    shown = capfd.readouterr().out
+    assert (
+        "my_tasks:ADDITION (one turn)" in shown and "max_completion_length" in shown and "task_config: none" in shown
+    )
+
+
+def test_a_task_of_ones_own_that_writes_demonstrations_has_a_tiny_model(own_tasks, capfd):
+    common = {"per_device_train_batch_size": 8, "num_generations": 4}
+    document = {"task": "my_variants.SHORT", "budget": {"steps": 1}, "evaluations": 1, "num_eval": 4}
+    document |= {"common": common, "warm_start_steps": 2}
+    assert compare(document, "--methods", "grpo", "deep_grpo", "--processes", "2") == 0
+    assert len(list(Path("cache").glob("short_chain-seed0-*"))) == 1
+    settings = yaml.safe_load(Path("out/comparison.yaml").read_text())
+    assert settings["common"]["max_completion_length"] == 31
+    assert settings["arms"][1]["options"]["segment_delimiters"] == [";"]
+
+
+def test_attributes_of_a_task_of_ones_own_are_read(own_tasks):
+    Path("my_variants.py").write_text(
+        "from my_tasks import Addition\n"
+        "from trl_explore.tasks import AGENTS\n"
+        "class Few(Addition):\n"
+        "    options = {'beta': 0.1, 'max_completion_length': 5}\n"
+        "    metrics, num_train, num_eval, step_delimiters = ('reward',), 20, 3, ['+']\n"
+        "FEW = Few()\n"
+        "class Plays(Addition):\n"
+        "    environment_factory, reward = AGENTS['multi_hop'].environment_factory, None\n"
+        "PLAYS = Plays()\n"
+    )
+    few = tasks.find_run_task("my_variants:FEW")
+    assert few.options == {"beta": 0.1, "max_completion_length": 5} and few.metrics == ("reward",)
+    assert len(few.train_rows(3)) == 20 and few.num_eval == len(few.held_out_rows(3)) == 3
+    assert METHODS["attn_rl"].options(few.task)["step_delimiters"] == ["+"]
+    assert tasks.find_run_task("my_variants:FEW").task is few.task  # rows are made once
+    with pytest.raises(UsageError, match="num_eval=4: addition has 3 held-out rows; .* larger num_eval in the task"):
+        few.held_out_rows(4)
+    plays = tasks.find_run_task("my_variants:PLAYS")
+    assert plays.is_agent and plays.reward_funcs == [] and METHODS["tree_rl"].options(plays.task) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        (
+            "no_module:MAZE",
+            "task: 'no_module:MAZE': importing 'no_module' failed (ModuleNotFoundError: .* run from the",
+        ),
+        ("my_tasks:ADITION", "unknown task 'ADITION'; did you mean 'ADDITION'? Imported from"),
+        ("my_tasks.Addition", "task='my_tasks:Addition' is a class; write an object of it into the module"),
+        ("my_tasks:random", "task='my_tasks:random' has no name; a task has name, max_completion_length, reward,"),
+        ("my_variants:LOOSE", "task='my_variants:LOOSE' writes demonstrations .* must be a dataclass"),
+    ],
+)
+def test_wrong_import_paths_of_tasks_are_told_in_one_line(path, message, own_tasks, capsys):
+    with open("my_variants.py", "a") as file:
+        file.write("from my_tasks import Addition\nLOOSE = Addition()\n")
+        file.write("LOOSE.sample_problem = LOOSE.demonstration = LOOSE.reward\n")
+    assert main(["train", *train_flags(**{**OWN, "task": path})]) == 2
+    error = capsys.readouterr().err
+    assert re.search(message.replace("(", r"\(").replace("?", r"\?"), error) and error.count("\n") == 1, error
+    assert main(["train", *train_flags(**OWN, task_config='{"a": 1}')]) == 2
+    assert "task_config={'a': 1}: the task my_tasks:ADDITION has no fields; leave it out" in capsys.readouterr().err
+
+
 def test_hard_problems_are_filtered_and_trained_on_as_the_page_tasks_md_says(real, monkeypatch, capfd):
     monkeypatch.setattr(sys, "path", list(sys.path))
     (module,) = [text for text in page_blocks("tasks.md", "python") if "# countdown_reward.py" in text]
@@ -738,7 +835,7 @@ def test_hard_problems_are_filtered_and_trained_on_as_the_page_tasks_md_says(rea
 
 
 @pytest.mark.slow
-def test_commands_of_the_page_tasks_md_are_read_and_its_lists_printed(real, models, tmp_path, capsys):
+def test_commands_of_the_page_tasks_md_are_read_and_its_lists_printed(real, own_tasks, models, tmp_path, capsys):
     blocks = [re.sub("Qwen/[^ ]*", "./agent", text) for text in page_blocks("tasks.md", "bash")]
     lines = [line for text in blocks for line in text.replace("\\\n", " ").splitlines() if not line.startswith("#")]
     assert {line.split()[1] for line in lines} == {"tasks", "train", "compare", "eval", "filter"}

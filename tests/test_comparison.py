@@ -13,8 +13,7 @@ from trl_explore.compare.plots import arm_styles, learning_curves
 from trl_explore.compare.run import build_run
 from trl_explore.compare.settings import Arm, Budget, read_comparison
 from trl_explore.methods import METHODS
-from trl_explore.runs.embedded import find_task
-from trl_explore.tasks import get_task
+from trl_explore.tasks import AGENTS, get_task
 from trl_explore.tasks.warm_start import warm_start
 
 TASK = get_task("chain")
@@ -51,7 +50,7 @@ def test_costs_are_those_of_training(arm, start, tmp_path):
 
 
 def test_successes_of_an_agent_are_those_of_its_tasks(tmp_path):
-    task = find_task("multi_hop")
+    task = AGENTS["multi_hop"]
     start = warm_start(task, seed=0, steps=2, cache_dir=tmp_path, progress=False)
     document = {
         "task": "multi_hop",

@@ -7,9 +7,10 @@ from itertools import product
 
 import pytest
 
-from trl_explore.tasks.dialects import DIALECT, DIALECTS, PLANS
+from examples.benchmarks.tasks.dialects import DIALECT, DIALECTS, PLANS
+from examples.benchmarks.tasks.vaults import VAULT
+from trl_explore.tasks.doors import DEEP_DOORS, DOORS
 from trl_explore.tasks.sketched import SketchedTask
-from trl_explore.tasks.vaults import DEEP_DOORS, DOORS, VAULT
 
 
 def answers(task, problem, number=4000):

@@ -147,7 +147,7 @@ def test_new_lengths_compile_nothing():
 def test_a_comparison_builds_teaches_and_trains_a_model_in_bf16(tmp_path, monkeypatch):
     monkeypatch.setenv("TRL_EXPLORE_CACHE", str(tmp_path / "cache"))
     document = {
-        "task": "vault",
+        "task": "doors",
         "model_size": {"hidden_size": 128, "num_layers": 2},
         "warm_start_steps": 3,
         "budget": {"tokens": 500},

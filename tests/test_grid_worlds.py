@@ -14,10 +14,10 @@ from transformers.utils import get_json_schema
 from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import is_chat_template_prefix_preserving, parse_response, supports_tool_calling
 
-from trl_explore.tasks import get_task
-from trl_explore.tasks.frozen_lake import FROZEN_LAKE, FrozenLake, FrozenLakeEnvironment
-from trl_explore.tasks.grid_worlds import ACTIONS, State
-from trl_explore.tasks.sokoban import SOKOBAN, Sokoban, SokobanEnvironment
+from examples.benchmarks.tasks import find_task
+from examples.benchmarks.tasks.frozen_lake import FROZEN_LAKE, FrozenLake, FrozenLakeEnvironment
+from examples.benchmarks.tasks.grid_worlds import ACTIONS, State
+from examples.benchmarks.tasks.sokoban import SOKOBAN, Sokoban, SokobanEnvironment
 from trl_explore.tasks.tiny_model import CHARACTERS, build_model, build_tokenizer
 from trl_explore.tasks.warm_start import warm_start
 
@@ -314,7 +314,7 @@ def test_hostile_completions_are_worth_nothing_and_raise_nothing(task):
     ]
     assert task.reward(hostile, problem=[board] * len(hostile)) == [0.0] * len(hostile)
     assert task.reward([plan, [{"role": "assistant", "content": plan}]], problem=[board] * 2) == [1.0, 1.0]
-    assert task.reward.__name__ == "accuracy_reward" and get_task(task.name) is task
+    assert task.reward.__name__ == "accuracy_reward" and find_task(task.name) is task
     # A move against a wall is allowed, as in gymnasium, if there are moves to spare.
     blocked = next((a for a in ACTIONS if a not in task.world.legal_actions(task.world.parse(board))), "")
     assert task.verify(board, blocked + plan) == (len(blocked + plan) <= task.max_moves)

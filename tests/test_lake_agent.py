@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from trl.chat_template_utils import parse_response
 from world import QUIET
 
-from trl_explore.tasks.lake_agent import LAKE_AGENT, LakeGame
+from examples.benchmarks.tasks.lake_agent import LAKE_AGENT, LakeGame
 from trl_explore.tasks.tiny_model import CHARACTERS, MAX_LENGTH, build_tokenizer
 from trl_explore.tasks.warm_start import IGNORED, encode, warm_start
 from trl_explore.trainers import SESAConfig, SESATrainer
@@ -98,7 +98,7 @@ def test_a_tiny_model_plays_and_proposes_other_moves(tmp_path):
             max_tool_calling_iterations=LAKE_AGENT.max_turns,
             max_steps=2,
             **{**QUIET, "seed": 42},
-            **LAKE_AGENT.sesa_options,
+            **{**LAKE_AGENT.sesa_options, "num_actions": 4, "branch_depth": SESAConfig.branch_depth},
         ),
         train_dataset=LAKE_AGENT.build_dataset(64, seed=0),
         environment_factory=LAKE_AGENT.environment_factory,

@@ -12,8 +12,9 @@ from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import parse_response
 
+from examples.benchmarks.tasks.multihop import LATE_HOP
 from trl_explore.agents.environments import guarded
-from trl_explore.tasks.multihop import FAULTS, LATE_HOP, MULTI_HOP, final_answer, search_free
+from trl_explore.tasks.multihop import FAULTS, MULTI_HOP, final_answer, search_free
 from trl_explore.tasks.multihop_world import (
     LAST_RELATIONS,
     RELATIONS,

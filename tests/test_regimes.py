@@ -38,7 +38,7 @@ REGIME = {
     "claim": "Nothing, in three steps.",
     "metric": "greedy_accuracy",
     "comparison": {
-        "task": "dialects",
+        "task": "examples.benchmarks.tasks:DIALECT",
         "warm_start_steps": 2,
         "budget": {"tokens": 48},
         "evaluations": 2,
@@ -147,6 +147,12 @@ def test_the_crossed_interval_covers_seeds_and_prompts(modules):
     assert crossed_interval(np.full((3, 5), 0.25)) == pytest.approx((0.25, 0.25))
     with pytest.raises(ValueError, match="must have shape"):
         crossed_interval(np.zeros(3))
+
+
+def test_results_from_before_tasks_had_import_paths_count(modules):
+    arm = {"method": "grpo", "options": {}}
+    now, before = ({"task": task, "seeds": [1]} for task in ("examples.benchmarks.tasks:DIALECT", "dialects"))
+    assert modules.results.settings_of(now, arm) == modules.results.settings_of(before, arm)
 
 
 def test_prompts_of_one_group_are_drawn_together(modules):

@@ -9,8 +9,8 @@ import torch
 from trl import GRPOConfig, GRPOTrainer
 from world import BOARDS, assert_same, make_agent, one_batch, parameters, says
 
+from examples.benchmarks.tasks.frozen_lake import FrozenLakeEnvironment
 from trl_explore.rows.streams import row_tokens
-from trl_explore.tasks.frozen_lake import FrozenLakeEnvironment
 from trl_explore.trainers import SESAConfig, SESATrainer
 
 AGENT = dict(mode="agent", action_template="{problem}?{actions}", action_separator=";")

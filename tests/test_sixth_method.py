@@ -129,7 +129,7 @@ def test_a_comparison_knows_which_tasks_it_suits():
         return {arm.method: arm for arm in read_comparison({**subject, "budget": {"tokens": 1e3}}).arms}
 
     assert arms(task="chain")["halved"].options == {"max_full_length": 3}
-    assert "halved" in arms(**SUBJECT, common=COMMON) and "halved" not in arms(task="countdown")
+    assert "halved" in arms(**SUBJECT, common=COMMON) and "halved" not in arms(task="doors")
 
 
 def test_neutral_it_is_grpo_bit_for_bit(tmp_path):

@@ -17,15 +17,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from examples.benchmarks.tasks import find_task, paper_places
+from examples.benchmarks.tasks.countdown import COUNTDOWN, read_answer
+from examples.benchmarks.tasks.dialects import DIALECT, PLANS
+from examples.benchmarks.tasks.path_exploration import PAPER_PLACES, PATHS, PROBLEM, normalize_place
+from examples.benchmarks.tasks.sudoku import CELLS, SUDOKU, all_boards, fill, follows_rules
+from examples.benchmarks.tasks.vaults import VAULT
 from trl_explore.sketches.drafts import fill_template, split_candidates
-from trl_explore.tasks import SketchedTask, get_task, paper_places
-from trl_explore.tasks.countdown import COUNTDOWN, read_answer
-from trl_explore.tasks.dialects import DIALECT, PLANS
-from trl_explore.tasks.path_exploration import PAPER_PLACES, PATHS, PROBLEM, normalize_place
+from trl_explore.tasks import SketchedTask
+from trl_explore.tasks.doors import DEEP_DOORS, DOORS
 from trl_explore.tasks.sketched import LIST_MARK, SKETCH_MARK, SOLVE_MARK, distinct
-from trl_explore.tasks.sudoku import CELLS, SUDOKU, all_boards, fill, follows_rules
 from trl_explore.tasks.tiny_model import CHARACTERS, MAX_LENGTH
-from trl_explore.tasks.vaults import DEEP_DOORS, DOORS, VAULT
 from trl_explore.tasks.warm_start import warm_start
 
 FACTS = [VAULT, DOORS, DEEP_DOORS, DIALECT, PLANS]
@@ -89,7 +91,7 @@ def assistant(text: str) -> list[dict[str, str]]:
 
 @each_task
 def test_each_is_found_by_its_name(task):
-    assert get_task(task.name) is task
+    assert find_task(task.name) is task
     assert task.reward.__name__ == "accuracy_reward"
 
 

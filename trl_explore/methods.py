@@ -86,12 +86,12 @@ def _load(path: str) -> Any:
     return resolve_name(path)
 
 
-def _is_spec(task: Any) -> bool:
-    """Return whether a task comes from another package. It trains a language model, so the defaults of all fields fit
-    it."""
-    from trl_explore.environments.specs import names_a_spec
+def _for_language_models(task: Any) -> bool:
+    """Return whether a language model is trained on a task. The defaults of a method's fields are for language
+    models."""
+    from trl_explore.tasks import is_teachable
 
-    return names_a_spec(task.name)
+    return not is_teachable(task)
 
 
 def _is_agent(task: Any) -> bool:
@@ -101,46 +101,33 @@ def _is_agent(task: Any) -> bool:
 
 
 def _pivots(task: Any) -> dict[str, Any] | None:
-    from trl_explore.tasks import ChainTask, FactTask
-
-    if _is_spec(task):
+    if _for_language_models(task):
         return {}  # the default `segment_delimiters` contain the line breaks that end a task's steps
     few = {"max_pivots_per_batch": 16, "sampling_batch_size": 64}
     if _is_agent(task):  # pivots are at the starts of turns and inside the last turn
         return {**few, "segmentation": "fixed", "segment_length": 8}
-    if isinstance(task, ChainTask):
-        return {**few, "segment_delimiters": [";"]}
-    length = max(1, task.max_completion_length // 6)
-    if isinstance(task, FactTask):
-        length = task.step_length
+    delimiters = getattr(task, "step_delimiters", None)
+    if delimiters is not None:
+        return {**few, "segment_delimiters": delimiters}
+    length = getattr(task, "step_length", max(1, task.max_completion_length // 6))
     return {**few, "segmentation": "fixed", "segment_length": length}
 
 
 def _nodes(task: Any) -> dict[str, Any] | None:
-    from trl_explore.tasks import ChainTask, FactTask
-
     if _is_agent(task):
         return None
-    if isinstance(task, ChainTask | FactTask):
-        return {"node_length": task.step_length}
-    return {}
+    length = getattr(task, "step_length", None)
+    return {} if length is None else {"node_length": length}
 
 
 def _sketches(task: Any) -> dict[str, Any] | None:
-    from trl_explore.tasks import SketchedTask
-    from trl_explore.tasks.lake_agent import LakeAgentTask
-
-    if _is_spec(task):
+    if _for_language_models(task):
         return _single_turns(task)
-    if isinstance(task, LakeAgentTask):
-        return {**task.sesa_options, "num_actions": 3, "branch_depth": 2}
-    if isinstance(task, SketchedTask):
-        return task.sesa_options
-    return None
+    return getattr(task, "sesa_options", None)
 
 
 def _branches(task: Any) -> dict[str, Any] | None:
-    if _is_spec(task) or not _is_agent(task):
+    if _for_language_models(task) or not _is_agent(task):
         return _agents(task)
     # As in the paper: half the rollouts of GRPO, and branches.
     return {"num_generations": 4, "per_device_train_batch_size": 32}
@@ -183,8 +170,8 @@ def _steps(task: Any) -> dict[str, Any] | None:
     if _is_agent(task):
         return None
     few_short_steps = {"influence_distance": 1, "min_fork_distance": 0}
-    if _is_spec(task):
-        # By default, AttnRL cuts at blank lines. Short answers have none, so they would not be forked.
+    if _for_language_models(task):
+        # Short answers have no blank line, at which AttnRL cuts by default, so they would have no fork.
         delimiters = getattr(task, "step_delimiters", None)
         if delimiters is None:
             return {}

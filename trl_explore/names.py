@@ -37,9 +37,11 @@ def is_import_path(name: str) -> bool:
     return "." in name or ":" in name
 
 
-def import_named(field: str, path: str, kind: str, is_one: Callable[[Any], bool]) -> tuple[str, Any]:
+def import_named(
+    field: str, path: str, kind: str, is_one: Callable[[Any], bool], *, fits: Callable[[Any], bool] = callable
+) -> tuple[str, Any]:
     """
-    Import a function or class of a user.
+    Import an object of a user, such as a function or a class.
 
     Args:
         field (`str`):
@@ -47,9 +49,11 @@ def import_named(field: str, path: str, kind: str, is_one: Callable[[Any], bool]
         path (`str`):
             Import path, `my_module.name` or `my_module:name`.
         kind (`str`):
-            `"function"` or `"class"`, for error messages.
+            `"function"`, `"class"` or `"task"`, for error messages.
         is_one (`Callable`):
-            Tells whether an object of the module is of this kind.
+            Tells whether an object of the module is of this kind. Error messages list these objects.
+        fits (`Callable`, *optional*, defaults to `callable`):
+            Tells whether the object is accepted. It is called with None if the module has no such object.
 
     Returns:
         `tuple[str, Any]`: The path as `my_module:name`, and the object.
@@ -69,11 +73,10 @@ def import_named(field: str, path: str, kind: str, is_one: Callable[[Any], bool]
         ) from error
     # getattr rather than a look in the module's dictionary: packages may load their names lazily
     found = getattr(module, name, None)
-    if not callable(found):
+    if not fits(found):
         known = [known for known, _ in inspect.getmembers(module, is_one)]
-        problem = unknown_name(kind, name, known) if known else f"it has no {kind}."
-        place = getattr(module, "__file__", None) or "Python itself"
-        raise ValueError(f"{field}: {path!r}: {problem} Imported from {place}")
+        place = getattr(module, "__file__", None) or module_name
+        raise ValueError(f"{field}: {path!r}: {unknown_name(kind, name, known)} Imported from {place}")
     return f"{module_name}:{name}", found
 
 
@@ -83,7 +86,7 @@ def unknown_name(kind: str, name: str, choices: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
     if near:
         return f"unknown {kind} {name!r}; did you mean {near[0]!r}?"
-    if len(known) <= 20:
+    if 0 < len(known) <= 20:
         return f"unknown {kind} {name!r}; choose one of {', '.join(known)}."
     return f"unknown {kind} {name!r}."
 

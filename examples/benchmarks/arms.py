@@ -1,4 +1,4 @@
-"""What examples and benchmarks on embedded tasks share: one arm trained on one seed, with its curve and its cost."""
+"""Train one arm on one seed of a task with a tiny model, with curve and cost. Examples and benchmarks share this."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from trl_explore.evaluation.callbacks import PassAtKCallback
 from trl_explore.machine.threads import few_threads
 from trl_explore.methods import METHODS
 from trl_explore.runs.embedded import common_options
-from trl_explore.tasks import AGENTS, Task
+from trl_explore.tasks import Task, is_agent
 
 
 class SteadyCurve(Curve):
@@ -67,9 +67,9 @@ def train_arm(
     callbacks: Sequence[TrainerCallback | Callable[[Any], TrainerCallback]] = (),
     resume: bool = False,
 ) -> Run:
-    """Train one arm on an embedded task from the model in `start`, evaluating on held-out problems on the way and at
+    """Train one arm on a task from the model in `start`, evaluating on held-out problems on the way and at
     both ends; of agents, `eval/success` is the mean reward of four samples. `options` are over `common_options`."""
-    agent, rows, costs = task.name in AGENTS, task.evaluation_set(num_eval), CostCallback(budget)
+    agent, rows, costs = is_agent(task), task.evaluation_set(num_eval), CostCallback(budget)
     settings = {**common_options(task, seed=seed), "max_steps": budget.steps}
     if agent:
         settings |= {"eval_strategy": "steps", "eval_steps": evaluate_every, "eval_on_start": True, **AGENT_EVALUATION}

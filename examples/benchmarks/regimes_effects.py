@@ -21,7 +21,7 @@ from trl_explore.compare.ends import Ends, summarize_ends
 from trl_explore.compare.run import Run
 from trl_explore.compare.settings import Comparison, read_comparison
 from trl_explore.evaluation.metrics import pass_at_k
-from trl_explore.tasks.vaults import FactTask, item_of
+from trl_explore.tasks.doors import FactTask, item_of
 
 COST_NAMES = {
     "step": "optimizer steps",

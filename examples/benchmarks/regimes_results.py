@@ -15,12 +15,14 @@ import numpy as np
 
 import trl_explore
 from trl_explore.compare.run import TRAINING, Run
+from trl_explore.runs.tasks import find_run_task
 
 SECONDS = ("seconds", "cpu_seconds")
 COSTS = ("step", "tokens", "trained_tokens", *SECONDS)
 SUCCESSES = ("correct", "greedy_correct")
 MANY = "end_correct"  # successes of many samples, as two digits of base 36 each
 HEAD = ("stage", "arm", "seed", "settings", "options", "version")
+TASKS = "examples.benchmarks.tasks:"
 MOST_SAMPLES = 35  # successes of a problem are one digit of base 36
 
 Row = dict[str, Any]
@@ -40,6 +42,8 @@ def settings_of(document: Mapping[str, Any], arm: Mapping[str, Any]) -> str:
         `str`: Eight hexadecimal digits.
     """
     common = {name: value for name, value in document.items() if name not in ("seeds", "arms")}
+    if str(common.get("task")).startswith(TASKS):
+        common["task"] = find_run_task(common["task"]).name  # results are older than the import path of a task
     text = json.dumps([common, arm["method"], arm["options"]], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import transformers
 from arms import train_arm
+from tasks import PLANS
 
 from trl_explore.compare.costs import comparison_table, mean_along
 from trl_explore.compare.settings import Arm, Budget
-from trl_explore.tasks.dialects import PLANS
 from trl_explore.tasks.warm_start import warm_start
 
 SETTINGS = PLANS.sesa_options | {"off_policy_correction": True, "off_policy_scope": "negative", "off_policy_cap": 1.0}

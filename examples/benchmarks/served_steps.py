@@ -32,6 +32,7 @@ import torch
 import transformers
 from accelerate.utils.other import get_free_port
 from datasets import Dataset
+from tasks import LAKE_AGENT
 from transformers import PrinterCallback, Qwen2ForCausalLM, TrainerCallback
 
 from trl_explore.compare.costs import interval
@@ -39,7 +40,6 @@ from trl_explore.compare.run import CostCallback
 from trl_explore.compare.settings import Budget
 from trl_explore.methods import METHODS
 from trl_explore.serving.agreement import wait_until_healthy
-from trl_explore.tasks.lake_agent import LAKE_AGENT
 from trl_explore.tasks.tiny_model import build_model, build_tokenizer
 from trl_explore.tasks.warm_start import train
 from trl_explore.trainers import ExplorationConfig, ExplorationTrainer
@@ -79,7 +79,7 @@ def parity(completion_ids, **columns):
 
 
 def save_models(folder, seed):
-    """Models of the embedded tasks, random and taught, with heads that are wide enough for vLLM on CPUs."""
+    """Models of the size of the tiny model, random and taught, with heads that are wide enough for vLLM on CPUs."""
     tokenizer, config = build_tokenizer(tools=True), build_model(seed=seed).config
     config.num_attention_heads = config.num_key_value_heads = 2
     torch.manual_seed(seed)

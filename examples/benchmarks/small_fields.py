@@ -26,6 +26,7 @@ from auto_regimes import best, gaps, reading_of, shown
 from regimes_plan import Regime, folder
 
 from trl_explore.compare.costs import mean_along
+from trl_explore.runs.tasks import find_run_task
 
 RESULTS = Path(__file__).resolve().parent / "small_fields_results"
 KNOB_SEEDS = range(320, 324)  # development
@@ -59,10 +60,8 @@ def variants(options: dict[str, Any], *, num_generations: int, rows: int) -> dic
 def arms_of(regime: Regime) -> dict[str, list[dict[str, Any]]]:
     """Return the fields of all arms of a regime. GRPO is the first one."""
     options = best(regime, ("baseline",))["options"]
-    # The sizes that `compare` sets for an embedded task.
-    sizes = {"num_generations": 8, "rows": 128}
-    if regime.comparison["task"] == "paths":
-        sizes["num_generations"] = 16
+    # The sizes that `compare` sets for the task.
+    sizes = {"num_generations": find_run_task(regime.comparison["task"]).options["num_generations"], "rows": 128}
     return {"GRPO": [options], **variants(options, **sizes)}
 
 

@@ -32,6 +32,7 @@ import torch
 import transformers
 from datasets import Dataset
 from shared_prefix import seconds_of
+from tasks import find_task
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, Qwen2Config
 
 from trl_explore.compare.run import CostCallback, task_trainer
@@ -39,7 +40,7 @@ from trl_explore.compare.settings import Arm, Budget
 from trl_explore.methods import METHODS
 from trl_explore.pretrained.smollm2 import find_pretrained
 from trl_explore.rows.layout import pack_rows
-from trl_explore.runs.embedded import common_options, find_task, task_options
+from trl_explore.runs.embedded import common_options, task_options
 from trl_explore.sampling.generation import language_model
 from trl_explore.tasks.tiny_model import build_tokenizer
 from trl_explore.tasks.warm_start import warm_start
@@ -83,7 +84,7 @@ HALF_BILLION = Qwen2Config(
 
 
 def tiny_trainer(task: Any, start: str | Path, arm: Arm, config: Any, **more: Any) -> Any:
-    """A trainer of the tiny model on an embedded task."""
+    """Return a trainer of the tiny model on a task."""
     return task_trainer(arm, task, start, config, num_train=512, **more)
 
 

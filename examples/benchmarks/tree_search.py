@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 import transformers
 from arms import train_arm
+from tasks import find_task
 
 from trl_explore.compare.costs import comparison_table
 from trl_explore.compare.plots import learning_curves
 from trl_explore.compare.settings import Arm, Budget
-from trl_explore.tasks import get_task
 from trl_explore.tasks.warm_start import warm_start
 
 METRICS = {"greedy": "eval/greedy_accuracy", "pass@1": "eval/pass_at_1", "pass@8": "eval/pass_at_8"}
@@ -55,7 +55,7 @@ def main():
     torch.set_num_threads(args.threads)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    task = get_task(args.task)
+    task = find_task(args.task)
     output = Path(args.output)
     output.mkdir(parents=True, exist_ok=True)
     arms = [arm for arm in make_arms(args.node_length) if args.arms is None or arm.name in args.arms]

@@ -22,7 +22,7 @@ from transformers import Qwen2ForCausalLM
 # The small world lives one folder up.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from trl_explore.tasks.lake_agent import LAKE_AGENT  # noqa: E402
+from examples.benchmarks.tasks.lake_agent import LAKE_AGENT  # noqa: E402
 from trl_explore.tasks.tiny_model import build_model, build_tokenizer  # noqa: E402
 from trl_explore.tasks.warm_start import train  # noqa: E402
 

@@ -15,9 +15,9 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from world import differ, make_dataset, make_tokenizer, parameters, tiny_methods
 
+from examples.benchmarks.tasks.lake_agent import LAKE_AGENT
 from trl_explore.methods import METHODS
 from trl_explore.serving.agreement import release
-from trl_explore.tasks.lake_agent import LAKE_AGENT
 from trl_explore.tasks.tiny_model import build_model
 from trl_explore.trainers import (
     AgentTreeGRPOConfig,

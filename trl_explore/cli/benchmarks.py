@@ -87,7 +87,7 @@ def load_benchmark(text: str, args: argparse.Namespace) -> Benchmark:
     if args.system_prompt is not None:
         raise UsageError(f"system_prompt is for benchmarks; {text!r} has whole prompts: write it into them")
     if text in TASKS:
-        return _from_task(text, args)
+        return _from_task(text, TASKS[text], args)
     if equals and not looks_like_path(name) and "/" not in name:
         raise UsageError(f"dataset={text!r}: {unknown_name('benchmark', name, preset_names())}")
     if "/" not in text and not looks_like_path(text) and not Path(text).exists():
@@ -127,27 +127,17 @@ def _config(name: str | None, path: str) -> str | None:
     return None
 
 
-def _from_task(name: str, args: argparse.Namespace) -> Benchmark:
-    """Return the held-out problems of an embedded task."""
-    from trl_explore.tasks import get_task
-
-    task = get_task(name)
+def _from_task(name: str, task: Any, args: argparse.Namespace) -> Benchmark:
     try:
         rows = task.evaluation_set(args.limit or TASK_PROMPTS)
     except ValueError as error:
         raise UsageError(f"dataset={name!r}: {error}") from error
     rewards = _rewards_or(args, [task.reward])
     recommended = {"num_samples": TASK_SAMPLES, "max_new_tokens": task.max_completion_length}
-    origin = {"path": name, "config": None, "split": "evaluation"}
-    # Each task marks answers in another way, so votes compare whole completions.
-    return Benchmark(name, origin, rows, rewards, str.strip, recommended, False)
-
-
-def _rewards_or(args: argparse.Namespace, default: list[Any]) -> list[Any]:
-    """Return the reward functions that `--reward_funcs` names, or `default`."""
-    if args.reward_funcs:
-        return load_reward_functions(args.reward_funcs, None)
-    return default
+    origin: dict[str, str | None] = {"path": name, "config": None, "split": "evaluation"}
+    # Each task marks answers differently. By default, votes count whole completions.
+    answer_fn = getattr(task, "answer_fn", str.strip)
+    return Benchmark(_label(name), origin, rows, rewards, answer_fn, recommended, False)
 
 
 def _from_run_task(args: argparse.Namespace) -> Benchmark:
@@ -164,7 +154,7 @@ def _from_run_task(args: argparse.Namespace) -> Benchmark:
     if args.system_prompt is not None:
         raise UsageError(f"system_prompt is for benchmarks; the task {args.task!r} has whole prompts: leave it out")
     if task.has_tiny_model:
-        return _from_task(args.task, args)
+        return _from_task(args.task, task.task, args)
     rows = task.task.eval_dataset
     rows = rows.select(range(min(args.limit or len(rows), len(rows))))
     rewards = _rewards_or(args, task.reward_funcs)

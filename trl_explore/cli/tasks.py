@@ -11,7 +11,7 @@ import textwrap
 from typing import Any, NamedTuple
 
 from trl_explore.cli.flags import FlagParser
-from trl_explore.environments.specs import SOURCES
+from trl_explore.environments.specs import SOURCES, names_a_spec
 from trl_explore.errors import UsageError
 from trl_explore.visible_text import visible_text
 
@@ -21,6 +21,7 @@ List the tasks, which bring data and rewards, or show an example of one task:
   trl-explore tasks                            # all tasks
   trl-explore tasks reasoning_gym              # the tasks of one package
   trl-explore tasks reasoning_gym:countdown    # prompt, columns, and fields of --task_config
+  trl-explore tasks my_tasks:MAZE              # a task object of your own, by its import path
 
 Train, compare and evaluate on them:
 
@@ -204,7 +205,8 @@ def describe(name: str, config: str | None = None) -> dict[str, Any]:
 
     fields = read_task_config(config)
     task = example = find_run_task(name, fields)
-    if not task.has_tiny_model:
+    of_package = names_a_spec(name)
+    if of_package:
         example = find_run_task(name, {**ONE_ROW, **fields})
     try:
         row = dict(example.held_out_rows(1)[0])
@@ -218,7 +220,7 @@ def describe(name: str, config: str | None = None) -> dict[str, Any]:
         "agent": task.is_agent,
         "prompt": prompt,
         "columns": row,
-        "fields": {} if task.has_tiny_model else config_fields(task.task),
+        "fields": config_fields(task.task) if of_package else {},
         "options": task.options,
     }
 

@@ -234,7 +234,7 @@ class Milestones(Curve):
 def task_trainer(
     arm: Arm, task: Any, start: str | Path, config: Any, *, num_train: int | None = None, rows: Any = None, **more: Any
 ) -> Any:
-    """The trainer of an arm on an embedded task; `rows` are those that an agent is evaluated on."""
+    """The trainer of an arm on a task with a tiny model; `rows` are those that an agent is evaluated on."""
     of_run = EmbeddedTask(task)
     given = of_run.trainer_arguments(seed=config.seed, evaluates=False)
     if num_train is not None:

@@ -110,7 +110,7 @@ class Comparison:
 
     @property
     def builds_model(self) -> bool:
-        """True if the runs train the tiny model of an embedded task."""
+        """True if the runs train the tiny model of a task."""
         return self.task is not None and self.task.has_tiny_model
 
     def warm_start_seed(self, seed: int) -> int | None:

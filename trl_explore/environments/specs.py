@@ -11,7 +11,8 @@ SOURCES = ("reasoning_gym", "textarena")  # packages; a task's name begins with 
 
 def names_a_spec(name: str) -> bool:
     """Return whether a name has the form of a task of another package, such as `reasoning_gym:countdown`."""
-    return ":" in name
+    source, colon, _ = name.partition(":")
+    return colon == ":" and source in SOURCES
 
 
 class TaskSpec(Protocol):

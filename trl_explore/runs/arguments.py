@@ -46,8 +46,8 @@ class TrainArguments(ScriptArguments):
         reward_model_name_or_path (`str`, *optional*):
             Reward model, a Hub name or a folder.
         task (`str`, *optional*):
-            Task that brings data and rewards: an embedded one, or one of another package such as
-            `reasoning_gym:countdown`.
+            Task that brings data and rewards: an embedded one, one of another package such as
+            `reasoning_gym:countdown`, or the import path of a task object, `my_tasks:MAZE`.
         task_config (`dict` or `str`, *optional*):
             Arguments of the task's spec, as a mapping or as JSON text.
         warm_start_steps (`int`, *optional*):
@@ -75,7 +75,8 @@ class TrainArguments(ScriptArguments):
         default=None,
         metadata={
             "help": "A task that brings data and rewards, in the place of `dataset_name`: `reasoning_gym:countdown`, "
-            "`textarena:Wordle-v0`, or an embedded task with its tiny model, `chain`. All: trl-explore tasks."
+            "`textarena:Wordle-v0`, an embedded task with its tiny model, `chain` (all: trl-explore tasks), or the "
+            "import path of a task object, `my_tasks:MAZE`."
         },
     )
     task_config: dict[str, Any] | str | None = field(
@@ -316,7 +317,7 @@ def _find_model(arguments: RunArguments) -> str:
 
 def _model_of_task(task: "RunTask", arguments: RunArguments) -> str:
     """Return the model that a run on a task begins with. It is taught the task first, where that is asked for, or
-    where it is the tiny model of an embedded task."""
+    where it is the tiny model of the task."""
     script_args, training_args, model_args, _ = arguments
     steps, name = script_args.warm_start_steps, model_args.model_name_or_path
     if steps is not None and steps < 1:

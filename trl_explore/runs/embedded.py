@@ -1,23 +1,12 @@
-"""What a comparison knows about the embedded tasks: options that arms share, metrics, held-out problems."""
+"""Fields, metrics and held-out problems of a run on a task with a tiny model. Attributes of the task override them."""
 
 from typing import Any
 
-from trl_explore.errors import UsageError
-from trl_explore.names import unknown_name
-from trl_explore.tasks import AGENTS, LAKE_AGENT, LATE_HOP, MULTI_HOP, RARE_HOP, TASKS, PathTask, Task
+from trl_explore.tasks import AGENTS, TASKS, Task, is_agent
 
 ALL_TASKS: dict[str, Any] = TASKS | AGENTS
-# Which rounds of tool calls an agent's task allows.
-ROUNDS = {LAKE_AGENT.name: LAKE_AGENT.max_turns} | {t.name: t.max_searches for t in (MULTI_HOP, RARE_HOP, LATE_HOP)}
 AGENT_ROWS = 64  # per step: 8 prompts with 8 trajectories
 AGENT_SAMPLES = 4  # per held-out task in an evaluation, if no larger k is asked for
-
-
-def find_task(name: str) -> Any:
-    """An embedded task by its name, those for agents included."""
-    if name not in ALL_TASKS:
-        raise UsageError(f"task: {unknown_name('task', name, ALL_TASKS)}")
-    return ALL_TASKS[name]
 
 
 def common_options(task: Task, *, seed: int) -> dict[str, Any]:
@@ -46,22 +35,17 @@ def task_options(task: Any) -> dict[str, Any]:
     options = common_options(task, seed=0)
     for name in ("seed", "logging_steps", "save_strategy", "disable_tqdm"):
         del options[name]
-    if task.name in AGENTS:
-        options |= {"per_device_train_batch_size": AGENT_ROWS, "max_tool_calling_iterations": ROUNDS[task.name]}
-    if isinstance(task, PathTask):  # one prompt; without a KL term, lists of candidates break on some seeds
-        options |= {"num_generations": 16, "learning_rate": 1e-4, "beta": 0.02}
-    return options
+    if is_agent(task):
+        options["per_device_train_batch_size"] = AGENT_ROWS
+    return {**options, **getattr(task, "options", {})}
 
 
 def task_metrics(task: Any) -> tuple[str, ...]:
-    """What is worth reporting about a task."""
-    if task.name in AGENTS:
-        return ("reward",)
-    if isinstance(task, PathTask):
-        return ("pass_at_1", "coverage_at_32")
-    return ("greedy_accuracy", "pass_at_1", "pass_at_8")
+    """Return the metrics that a comparison on a task shows."""
+    default = ("reward",) if is_agent(task) else ("greedy_accuracy", "pass_at_1", "pass_at_8")
+    return getattr(task, "metrics", default)
 
 
 def task_num_eval(task: Any) -> int:
-    """How many held-out problems tell arms apart, for a bearable price; `paths` has copies of one prompt."""
-    return 8 if isinstance(task, PathTask) else 64 if task.name in AGENTS else 128
+    """Return the number of held-out problems of an evaluation: enough to tell arms apart in a short time."""
+    return getattr(task, "num_eval", 64 if is_agent(task) else 128)

@@ -273,10 +273,12 @@ def _named_rewards() -> dict[str, RewardFunction]:
     return trl_rewards | ours
 
 
-def user_object(field: str, path: str, kind: str, is_one: Callable[[Any], bool]) -> tuple[str, Any]:
+def user_object(
+    field: str, path: str, kind: str, is_one: Callable[[Any], bool], *, fits: Callable[[Any], bool] = callable
+) -> tuple[str, Any]:
     """Return [`~trl_explore.names.import_named`], with a `UsageError` in the place of its error."""
     try:
-        return import_named(field, path, kind, is_one)
+        return import_named(field, path, kind, is_one, fits=fits)
     except ValueError as error:
         raise UsageError(str(error)) from error
 

@@ -1,11 +1,13 @@
-"""Tasks that `train`, `compare`, `eval` and `filter` find by name: embedded tasks, and tasks of other packages."""
+"""Tasks that `train`, `compare`, `eval` and `filter` find by name: embedded tasks, tasks of other packages, and tasks
+of the user, by their import paths."""
 
+import difflib
 import functools
 import json
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,20 +15,21 @@ from trl_explore.environments import specs
 from trl_explore.environments.specs import SOURCES, TaskSpec, names_a_spec
 from trl_explore.errors import UsageError
 from trl_explore.methods import METHODS, Method
-from trl_explore.names import unknown_name
+from trl_explore.names import is_import_path, unknown_name
 from trl_explore.runs.embedded import ALL_TASKS, task_metrics, task_num_eval, task_options
-from trl_explore.tasks import is_agent
-from trl_explore.tasks.lake_agent import LakeAgentTask
+from trl_explore.runs.inputs import user_object
+from trl_explore.tasks import Task, is_agent, is_teachable
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# Training rows of an embedded task. The tasks of grid worlds have hardly more different boards than this.
+# Number of training rows of a task without `num_train`.
 NUM_TRAIN, NUM_TRAIN_AGENT = 4000, 2000
 NUM_EVAL, NUM_EVAL_AGENT = 128, 64  # held-out rows of a comparison on a task of another package
 # Seed of the rows of a task of another package. It does not depend on the run's seed. So all runs and `trl-explore
 # eval` have the same held-out rows, and no run trains on one of them.
 DATA_SEED = 0
+TASK_ATTRIBUTES = ("name", "max_completion_length", "reward", "build_dataset", "evaluation_set")
 WARM_START_SEED = 0  # seed of the warm start of a pretrained model, which all runs share
 
 
@@ -38,11 +41,11 @@ class RunTask(ABC):
     @property
     @abstractmethod
     def task(self) -> Any:
-        """The embedded task, or the spec."""
+        """The task that is taught to the tiny model, or the spec."""
 
     @property
     def name(self) -> str:
-        """The name that the user gives."""
+        """The name of the task."""
         return self.task.name
 
     @property
@@ -136,7 +139,7 @@ class RunTask(ABC):
 
     def unsuited(self, method: Method) -> str:
         """Return the error message for a method that does not suit the task."""
-        if names_a_spec(self.name):
+        if not self.has_tiny_model:
             suited = [row.name for row in METHODS.values() if self.method_options(row) is not None]
             kind = "is played with tools" if self.is_agent else "has no tools"
             return f"{method.name} does not suit the task {self.name}, which {kind}; use one of {', '.join(suited)}"
@@ -146,7 +149,8 @@ class RunTask(ABC):
 
 @dataclass(frozen=True)
 class EmbeddedTask(RunTask):
-    """An embedded task. By default, a run trains a tiny model that was taught the task before."""
+    """An embedded task, or a task of the user that writes demonstrations. By default, a run trains a tiny model that
+    was taught the task before."""
 
     embedded: Any
 
@@ -174,20 +178,21 @@ class EmbeddedTask(RunTask):
 
     @property
     def reward_funcs(self) -> list[Callable[..., Any]]:
-        return [] if isinstance(self.task, LakeAgentTask) else [self.task.reward]
+        return [] if self.task.reward is None else [self.task.reward]
 
     @property
     def answer_fn(self) -> Callable[[str], Hashable | None]:
-        return str.strip  # each task marks answers differently, so count votes for whole completions
+        # Each task marks answers differently. By default, votes count whole completions.
+        return getattr(self.task, "answer_fn", str.strip)
 
     def train_rows(self, seed: int) -> "Dataset":
-        return self.task.build_dataset(NUM_TRAIN_AGENT if self.is_agent else NUM_TRAIN, seed=seed)
+        return self.task.build_dataset(num_train(self.task), seed=seed)
 
     def held_out_rows(self, count: int) -> "Dataset":
         return self.task.evaluation_set(count)
 
     def check_teaching(self, steps: int) -> None:
-        """Accept any task, because every embedded task writes demonstrations."""
+        """Accept any task, because all of these tasks write demonstrations."""
 
     def teach(
         self, model: str | None, *, steps: int | None, seed: int, use_cpu: bool, progress: bool = True, **size: Any
@@ -203,11 +208,45 @@ class EmbeddedTask(RunTask):
         return build_tokenizer(tools=self.is_agent)
 
 
+def num_train(task: Any) -> int:
+    """Return the number of training rows of a task."""
+    return getattr(task, "num_train", NUM_TRAIN_AGENT if is_agent(task) else NUM_TRAIN)
+
+
+class UserSpec:
+    """
+    A task of the user, with the attributes of a [`TaskSpec`]. It is trained on a language model.
+
+    Args:
+        task ([`Task`]):
+            The task.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self.task: Any = task
+        self.name = task.name
+        self.reward_funcs = task.reward
+        self.environment_factory = getattr(task, "environment_factory", None)
+        self.options = {"max_completion_length": task.max_completion_length, **getattr(task, "options", {})}
+        for name in ("metrics", "num_eval", "step_delimiters", "answer_fn"):
+            if hasattr(task, name):
+                setattr(self, name, getattr(task, name))
+
+    @functools.cached_property
+    def train_dataset(self) -> "Dataset":
+        return self.task.build_dataset(num_train(self.task), seed=DATA_SEED)
+
+    @functools.cached_property
+    def eval_dataset(self) -> "Dataset":
+        return self.task.evaluation_set(task_num_eval(self.task))
+
+
 @dataclass(frozen=True)
 class SpecTask(RunTask):
-    """A task of another package. A run trains the user's language model."""
+    """A task of another package, or a task of the user without demonstrations. A run trains the user's language
+    model."""
 
-    spec: TaskSpec
+    spec: TaskSpec | UserSpec
 
     has_tiny_model = False
 
@@ -221,11 +260,13 @@ class SpecTask(RunTask):
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        return ("reward",) if self.is_agent else ("reward", "greedy_accuracy", "pass_at_1", "pass_at_8")
+        default = ("reward",) if self.is_agent else ("reward", "greedy_accuracy", "pass_at_1", "pass_at_8")
+        return getattr(self.spec, "metrics", default)
 
     @property
     def num_eval(self) -> int:
-        return min(NUM_EVAL_AGENT if self.is_agent else NUM_EVAL, len(self.spec.eval_dataset))
+        wanted = getattr(self.spec, "num_eval", NUM_EVAL_AGENT if self.is_agent else NUM_EVAL)
+        return min(wanted, len(self.spec.eval_dataset))
 
     @property
     def warm_start_steps(self) -> int | None:
@@ -233,7 +274,7 @@ class SpecTask(RunTask):
 
     @property
     def reward_funcs(self) -> list[Callable[..., Any]]:
-        return [self.spec.reward_funcs]
+        return [] if self.spec.reward_funcs is None else [self.spec.reward_funcs]
 
     @property
     def answer_fn(self) -> Callable[[str], Hashable | None]:
@@ -245,9 +286,9 @@ class SpecTask(RunTask):
     def held_out_rows(self, count: int) -> "Dataset":
         rows = self.spec.eval_dataset
         if count > len(rows):
+            more = "eval_size in task_config" if names_a_spec(self.name) else "num_eval in the task"
             raise UsageError(
-                f"num_eval={count}: {self.name} has {len(rows)} held-out rows; lower num_eval, or set a larger "
-                "eval_size in task_config"
+                f"num_eval={count}: {self.name} has {len(rows)} held-out rows; lower num_eval, or set a larger {more}"
             )
         return rows.select(range(count))
 
@@ -281,32 +322,71 @@ def find_run_task(name: str, config: Mapping[str, Any] | None = None) -> RunTask
 
     Args:
         name (`str`):
-            Name of an embedded task, `reasoning_gym:NAME` or `textarena:ENV_ID`.
+            Name of an embedded task, `reasoning_gym:NAME`, `textarena:ENV_ID`, or the import path of a task object,
+            `my_tasks:MAZE`.
         config (`Mapping`, *optional*):
             Arguments of the spec, if it is a task of another package. The seed of its rows is 0, unless `config` has
             a `seed`.
 
     Returns:
-        [`RunTask`]: The task. For a task of another package, equal arguments give the same object, whose rows are
-        generated only once.
+        [`RunTask`]: The task. For a task that is trained on a language model, equal arguments give the same object,
+            whose rows are generated only once.
 
     Raises:
         UsageError: If there is no task with this name, an argument is wrong, or the package is not installed.
     """
-    if name in ALL_TASKS:
-        if config:
-            raise UsageError(f"task_config={dict(config)}: the embedded task {name} has no fields; leave it out")
-        return EmbeddedTask(ALL_TASKS[name])
-    source = name.partition(":")[0]
+    if names_a_spec(name):
+        return _spec_task(name, json.dumps(config or {}, sort_keys=True, default=str))
     if name in SOURCES:
         raise UsageError(
             f"task={name!r} is a package with many tasks; name one of them, which trl-explore tasks {name} lists"
         )
-    if not names_a_spec(name):
-        raise UsageError(f"task: {unknown_name('task', name, [*ALL_TASKS, *SOURCES])} All: trl-explore tasks")
-    if source not in SOURCES:
-        raise UsageError(f"task={name!r}: {unknown_name('source of tasks', source, SOURCES)} All: trl-explore tasks")
-    return _spec_task(name, json.dumps(config or {}, sort_keys=True, default=str))
+    if name not in ALL_TASKS and not is_import_path(name):
+        raise UsageError(
+            f"task: {unknown_name('task', name, [*ALL_TASKS, *SOURCES])} All: trl-explore tasks. A task of your own "
+            "is named by its import path, my_tasks:MAZE"
+        )
+    if config:
+        raise UsageError(f"task_config={dict(config)}: the task {name} has no fields; leave it out")
+    return EmbeddedTask(ALL_TASKS[name]) if name in ALL_TASKS else _user_task(name)
+
+
+def _user_task(path: str) -> RunTask:
+    """Return the task with an import path. Raise a UsageError if there is none, or if it lacks an attribute."""
+    source = path.partition(":")[0]
+    if ":" in path and difflib.get_close_matches(source, SOURCES, n=1):
+        raise UsageError(f"task={path!r}: {unknown_name('source of tasks', source, SOURCES)} All: trl-explore tasks")
+    path, found = user_object("task", path, "task", _is_task, fits=lambda found: found is not None)
+    if isinstance(found, type):
+        raise UsageError(f"task={path!r} is a class; write an object of it into the module, and name that")
+    if not _is_task(found):
+        missing = [name for name in TASK_ATTRIBUTES if not hasattr(found, name)]
+        raise UsageError(
+            f"task={path!r} has no {missing[0]}; a task has {', '.join(TASK_ATTRIBUTES)}, see trl_explore.tasks.Task"
+        )
+    if not hasattr(found, "build_dataset"):
+        return SpecTask(found)
+    if not is_teachable(found):
+        if id(found) not in _user_specs:
+            _user_specs[id(found)] = UserSpec(found)  # it keeps the task, so that no other object gets its id
+        return SpecTask(_user_specs[id(found)])
+    if not is_dataclass(found) or not hasattr(found, "warm_start_steps"):
+        raise UsageError(
+            f"task={path!r} writes demonstrations for the tiny model, so its class must be a dataclass with "
+            "warm_start_steps, see trl_explore.tasks.TeachableTask"
+        )
+    return EmbeddedTask(found)
+
+
+_user_specs: dict[int, UserSpec] = {}
+
+
+def _is_task(found: Any) -> bool:
+    """Return whether an object is a task, or a spec such as `ReasoningGymSpec("gcd")`."""
+    if isinstance(found, type):
+        return False
+    is_spec = hasattr(found, "train_dataset") and hasattr(found, "reward_funcs")
+    return is_spec or all(hasattr(found, name) for name in TASK_ATTRIBUTES)
 
 
 @functools.lru_cache(maxsize=16)

@@ -8,62 +8,55 @@ from typing import Any, ClassVar, Protocol
 from datasets import Dataset
 
 from trl_explore.tasks.chain import CHAIN, CHAIND, LATE1, LATE3, ChainTask
-from trl_explore.tasks.countdown import COUNTDOWN, CountdownTask
-from trl_explore.tasks.dialects import DIALECT, PLANS, DialectTask
-from trl_explore.tasks.frozen_lake import FROZEN_LAKE, MAZE, FrozenLakeEnvironment, FrozenLakeTask
-from trl_explore.tasks.lake_agent import LAKE_AGENT
-from trl_explore.tasks.multihop import LATE_HOP, MULTI_HOP, RARE_HOP, MultiHopTask
+from trl_explore.tasks.doors import DEEP_DOORS, DOORS, DoorsTask, FactTask
+from trl_explore.tasks.multihop import MULTI_HOP, MultiHopTask
 from trl_explore.tasks.multihop_world import EnglishWorld
-from trl_explore.tasks.path_exploration import PATHS, PathTask, paper_places
 from trl_explore.tasks.sketched import SketchedTask
-from trl_explore.tasks.sokoban import SOKOBAN, SokobanEnvironment, SokobanTask
-from trl_explore.tasks.sudoku import SUDOKU, SudokuTask
-from trl_explore.tasks.vaults import DEEP_DOORS, DOORS, VAULT, DoorsTask, FactTask, VaultTask
 
 __all__ = [
     "AGENTS",
-    "LAKE_AGENT",
-    "LATE_HOP",
     "MULTI_HOP",
-    "RARE_HOP",
     "TASKS",
     "ChainTask",
-    "CountdownTask",
-    "DialectTask",
     "DoorsTask",
     "EnglishWorld",
     "FactTask",
-    "FrozenLakeEnvironment",
-    "FrozenLakeTask",
     "MultiHopTask",
-    "PathTask",
     "SketchedTask",
-    "SokobanEnvironment",
-    "SokobanTask",
-    "SudokuTask",
     "Task",
     "TeachableTask",
-    "VaultTask",
     "get_task",
     "is_agent",
-    "paper_places",
+    "is_teachable",
 ]
 
 
 class Task(Protocol):
-    """What examples, benchmarks and the command line ask of a task: data and pure functions, no model and no state."""
+    """
+    A task: its problems, and the function that rewards answers. It holds no model and no state.
+
+    A task may have more attributes. A task without one of them gets the default.
+
+    - `environment_factory` (`Callable`): Creates the environment of one rollout, for a task that is played with tools.
+    - `options` (`dict`): Fields of `GRPOConfig` that suit the task, such as `max_tool_calling_iterations`.
+    - `metrics` (`tuple[str, ...]`): Metrics that a comparison shows.
+    - `num_train`, `num_eval` (`int`): Number of training problems, and of held-out problems in an evaluation.
+    - `step_delimiters` (`list[str]`): Texts that end a step of an answer, for methods that branch at steps.
+    - `answer_fn` (`Callable`): Returns the answer in a completion. Votes count equal answers.
+    """
 
     @property
     def name(self) -> str:
-        """Short name, as given to [`get_task`]."""
+        """Short name."""
 
     @property
     def max_completion_length(self) -> int:
         """Tokens of a complete correct answer, end-of-sequence token included."""
 
     @property
-    def reward(self) -> Callable[..., list[float]]:
-        """TRL reward function `(completions, **columns)`; TRL names its metrics after the function's `__name__`."""
+    def reward(self) -> Callable[..., list[float]] | None:
+        """TRL reward function `(completions, **columns)`; TRL names its metrics after the function's `__name__`. None
+        if the task's environment has `get_reward`."""
 
     def build_dataset(self, num_examples: int, *, seed: int) -> Dataset:
         """Training problems: a conversational `prompt` column and the columns that `reward` needs."""
@@ -73,7 +66,13 @@ class Task(Protocol):
 
 
 class TeachableTask(Task, Protocol):
-    """A [`Task`] that can also show how it is done, which is what `warm_start` needs. It must be a dataclass."""
+    """
+    A [`Task`] that also writes demonstrations, so that `warm_start` can teach it to the tiny model. It must be a
+    dataclass. It may have two more attributes.
+
+    - `step_length` (`int`): Number of tokens of a step of an answer, if a step has no delimiter.
+    - `sesa_options` (`dict`): Fields of `SESAConfig`. Without them, SESA does not suit the task.
+    """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -88,17 +87,19 @@ class TeachableTask(Task, Protocol):
         """How `prompt` is answered: the assistant's message, which need not be right."""
 
 
-EMBEDDED: tuple[TeachableTask, ...] = (
-    *(CHAIN, CHAIND, LATE1, LATE3, VAULT, DOORS, DEEP_DOORS, DIALECT, PLANS, PATHS, COUNTDOWN),
-    *(SUDOKU, FROZEN_LAKE, MAZE, SOKOBAN),
-)
+EMBEDDED: tuple[TeachableTask, ...] = (CHAIN, CHAIND, LATE1, LATE3, DOORS, DEEP_DOORS)
 TASKS: dict[str, TeachableTask] = {task.name: task for task in EMBEDDED}
-AGENTS: dict[str, Any] = {task.name: task for task in (LAKE_AGENT, MULTI_HOP, RARE_HOP, LATE_HOP)}
+AGENTS: dict[str, Any] = {MULTI_HOP.name: MULTI_HOP}
 
 
 def is_agent(task: Any) -> bool:
-    """Return whether a task, embedded or of another package, is played with tools."""
+    """Return whether a task is played with tools."""
     return getattr(task, "environment_factory", None) is not None
+
+
+def is_teachable(task: Any) -> bool:
+    """Return whether a task can be taught to the tiny model, as a [`TeachableTask`]."""
+    return hasattr(task, "sample_problem") and hasattr(task, "demonstration")
 
 
 def get_task(name: str) -> TeachableTask:
@@ -107,8 +108,7 @@ def get_task(name: str) -> TeachableTask:
 
     Args:
         name (`str`):
-            `chain`, `chaind`, `late1`, `late3`, `vault`, `doors`, `deep_doors`, `dialects`, `plans`, `paths`,
-            `countdown`, `sudoku`, `frozen_lake`, `maze` or `sokoban`.
+            `chain`, `chaind`, `late1`, `late3`, `doors` or `deep_doors`.
 
     Returns:
         [`TeachableTask`]: The task. `dataclasses.replace` makes a variant of it.

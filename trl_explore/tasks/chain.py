@@ -44,6 +44,9 @@ class ChainTask(HeldOutTask):
     warm_start_steps: int  # supervised steps until a tiny model has converged
     table_seed: int = 1234  # of the habits and the table of `x`
 
+    step_delimiters = [";"]
+    step_length = TOKENS_PER_STEP
+
     def __post_init__(self) -> None:
         if not 1 <= len(self.step_ops) <= len(LABELS):
             raise ValueError(f"`step_ops` has {len(self.step_ops)} steps; give between 1 and {len(LABELS)}.")
@@ -60,10 +63,6 @@ class ChainTask(HeldOutTask):
     @property
     def max_completion_length(self) -> int:
         return TOKENS_PER_STEP * len(self.step_ops) + 3
-
-    @property
-    def step_length(self) -> int:
-        return TOKENS_PER_STEP
 
     @cached_property
     def x_table(self) -> dict[int, list[int]]:

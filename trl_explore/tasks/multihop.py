@@ -132,6 +132,10 @@ class MultiHopTask(HeldOutTask):
         return lambda: MultiHopSearch(self)
 
     @property
+    def options(self) -> dict[str, Any]:
+        return {"max_tool_calling_iterations": self.max_searches}
+
+    @property
     def max_prompt_length(self) -> int:
         return len("z.?") + max(self.hops) + len([USER, ASSISTANT])
 
@@ -224,13 +228,3 @@ def _call(query: str) -> str:
 
 
 MULTI_HOP = MultiHopTask(name="multi_hop", warm_start_steps=700)
-# A first success is hard to come by.
-RARE_HOP = MultiHopTask(name="rare_hop", right_probabilities=(0.2, 0.1, 0.05, 0.02), warm_start_steps=700)
-# Five to eight turns, of which the last ones go wrong.
-LATE_HOP = MultiHopTask(
-    name="late_hop",
-    hops=(5, 6),
-    max_searches=7,
-    right_probabilities=(0.2, 0.1, 0.05, 0.02),
-    warm_start_steps=700,
-)

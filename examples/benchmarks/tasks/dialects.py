@@ -8,7 +8,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from trl_explore.tasks.vaults import LETTERS, FactTask, check_range
+from trl_explore.tasks.doors import LETTERS, FactTask, check_range
 
 # How a number is written in each dialect. Every digit changes or moves, so the families share few tokens.
 DIALECTS: dict[str, Callable[[str], str]] = {

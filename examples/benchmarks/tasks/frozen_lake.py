@@ -4,8 +4,8 @@ import random
 from dataclasses import dataclass
 from functools import lru_cache
 
-from trl_explore.tasks.grid_tasks import MAX_DRAWS, GridTask
-from trl_explore.tasks.grid_worlds import OFFSETS, GridEnvironment, State, World
+from .grid_tasks import MAX_DRAWS, GridTask
+from .grid_worlds import OFFSETS, GridEnvironment, State, World
 
 LAKE_OUTCOMES = {"G": "goal", "X": "hole", ".": ""}
 

@@ -8,8 +8,9 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from trl_explore.tasks.grid_worlds import ACTIONS, State, World
 from trl_explore.tasks.sketched import SketchedTask
+
+from .grid_worlds import ACTIONS, State, World
 
 FEW_IDEAS = 4  # sketches that a demonstrator has at least, if need be for longer plans
 MAX_DRAWS = 10_000  # for one board; more means that the knobs leave none

@@ -1,4 +1,4 @@
-"""Facts that only trial and error can tell: codes at the end of easy answers, and ways through rooms with dead ends.
+"""Facts that only trial and error can tell, such as the right doors of ways through rooms with dead ends.
 
 Each fact's item stands right before it, so a tiny model keeps what it has found: hard to explore, not hard to learn.
 """
@@ -13,7 +13,6 @@ from trl_explore.tasks.sketched import MARKS, SketchedTask
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 DOOR_NAMES = "123456789"
 END = "#"
-STEP_END = ";"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,48 +67,6 @@ class FactTask(SketchedTask):
     @abstractmethod
     def answer(self, problem: str, guess: str) -> str:
         """The answer that a guess leads to."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class VaultTask(FactTask):
-    """Right calculations, and at the end the item's code, which is the sketch: `34;12;78;12;#kq` answers `k3171`."""
-
-    code_letters: str  # letters that may be a code
-    habit_probability: float  # of one wrong code per item; all other codes are equally likely
-
-    step_length = 3  # a digit, its successor and the end of the step
-    max_sketch_length = 2  # a code and the end-of-sequence token
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        different = set(self.code_letters) & set(LETTERS)
-        if not 2 <= len(different) == len(self.code_letters):
-            raise ValueError(f"`code_letters` is {self.code_letters!r}; give at least two of {LETTERS!r}, each once.")
-        check_range("habit_probability", self.habit_probability, 0, 1)
-
-    @property
-    def max_completion_length(self) -> int:
-        return 3 * self.num_digits + 4
-
-    @cached_property
-    def facts(self) -> dict[str, str]:
-        return {item: right for item, (right, _) in self.codes.items()}
-
-    @cached_property
-    def codes(self) -> dict[str, list[str]]:
-        """The code of every item, and the one that demonstrators believe in."""
-        rng = random.Random(f"codes/{self.table_seed}")
-        return {item: rng.sample(self.code_letters, 2) for item in LETTERS[: self.num_items]}
-
-    def guess(self, problem: str, rng: random.Random) -> str:
-        return biased(self.codes[item_of(problem)][1], self.code_letters, self.habit_probability, rng)
-
-    def is_guess(self, text: str) -> bool:
-        return len(text) == 1 and text in self.code_letters
-
-    def answer(self, problem: str, guess: str) -> str:
-        steps = (f"{digit}{(int(digit) + 1) % 10}{STEP_END}" for digit in problem[1:])
-        return f"{''.join(steps)}{END}{problem[0]}{guess}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,9 +188,6 @@ def check_range(name: str, value: float, low: float, high: float) -> None:
         raise ValueError(f"`{name}` is {value}; give between {low} and {high}.")
 
 
-VAULT = VaultTask(
-    name="vault", num_items=26, num_digits=6, code_letters=LETTERS, habit_probability=0.5, warm_start_steps=600
-)
 DOORS = DoorsTask(
     name="doors",
     num_items=24,

@@ -70,6 +70,10 @@ class PathTask(SketchedTask):
     format_weights: tuple[float, float, float, float] = (0.4, 0.2, 0.1, 0.3)
 
     mode = "sequential"
+    # There is only one prompt. Without a KL term, lists of candidates break on some seeds.
+    options = {"num_generations": 16, "learning_rate": 1e-4, "beta": 0.02}
+    metrics = ("pass_at_1", "coverage_at_32")
+    num_eval = 8  # copies of the one prompt
 
     max_completion_length = PLACE_LENGTH + 1  # a place and the end-of-sequence token
     max_sketch_length = 2  # a province and the end-of-sequence token

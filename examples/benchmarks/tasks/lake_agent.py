@@ -7,10 +7,11 @@ from typing import Any
 
 from datasets import Dataset
 
-from trl_explore.tasks.frozen_lake import FrozenLakeTask
-from trl_explore.tasks.grid_worlds import ACTIONS, GridEnvironment, State
 from trl_explore.tasks.sketched import SEPARATOR, SKETCH_MARK
 from trl_explore.tasks.tiny_model import ASSISTANT, EOS, USER
+
+from .frozen_lake import FrozenLakeTask
+from .grid_worlds import ACTIONS, GridEnvironment, State
 
 LAST_WORD = "."
 
@@ -45,6 +46,8 @@ class LakeAgentTask:
     proposal_share: float = 0.5  # of demonstrations that end unlike the moves in the last message
     tools: bool = field(default=True, init=False)
 
+    reward = None  # a game has `get_reward`
+
     def __post_init__(self) -> None:
         if not 0 <= self.proposal_share <= 1:
             raise ValueError(f"`proposal_share` is {self.proposal_share}; give a share.")
@@ -63,10 +66,15 @@ class LakeAgentTask:
         return self.max_turns * turn + blocked * len(" blocked") + len(" goal") + len(LAST_WORD) + 1
 
     @property
+    def options(self) -> dict[str, Any]:
+        return {"max_tool_calling_iterations": self.max_turns}
+
+    @property
     def sesa_options(self) -> dict[str, Any]:
         return {
             "mode": "agent",
-            "num_actions": len(ACTIONS),
+            "num_actions": 3,
+            "branch_depth": 2,
             "action_template": f"{{problem}}{SKETCH_MARK}{{actions}}",
             "action_separator": SEPARATOR,
         }
@@ -76,14 +84,6 @@ class LakeAgentTask:
 
     def evaluation_set(self, num_examples: int = 256, *, seed: int = 0) -> Dataset:
         return self.boards.evaluation_set(num_examples, seed=seed).rename_column("problem", "board")
-
-    @property
-    def reward(self) -> Callable[..., list[float]]:
-        """What the games are worth; a trainer with `environment_factory` needs no reward function."""
-        return self.game_reward
-
-    def game_reward(self, environments: list[LakeGame], **columns: Any) -> list[float]:
-        return [game.get_reward() for game in environments]
 
     def sample_problem(self, rng: random.Random) -> str:
         """A training board, now and then with moves that shall not be repeated."""

@@ -8,8 +8,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from trl_explore.tasks.grid_tasks import MAX_DRAWS, GridTask
-from trl_explore.tasks.grid_worlds import OFFSETS, GridEnvironment, State, World
+from .grid_tasks import MAX_DRAWS, GridTask
+from .grid_worlds import OFFSETS, GridEnvironment, State, World
 
 LIFTED = {"o": ".", "*": "G"}  # the tile under a box
 PUSHED = {tile: box for box, tile in LIFTED.items()}
