@@ -75,8 +75,9 @@ def import_named(
     found = getattr(module, name, None)
     if not fits(found):
         known = [known for known, _ in inspect.getmembers(module, is_one)]
+        problem = unknown_name(kind, name, known) if known else f"it has no {kind}."
         place = getattr(module, "__file__", None) or module_name
-        raise ValueError(f"{field}: {path!r}: {unknown_name(kind, name, known)} Imported from {place}")
+        raise ValueError(f"{field}: {path!r}: {problem} Imported from {place}")
     return f"{module_name}:{name}", found
 
 

@@ -140,6 +140,13 @@ def _from_task(name: str, task: Any, args: argparse.Namespace) -> Benchmark:
     return Benchmark(_label(name), origin, rows, rewards, answer_fn, recommended, False)
 
 
+def _rewards_or(args: argparse.Namespace, default: list[Any]) -> list[Any]:
+    """Return the reward functions that `--reward_funcs` names, or `default`."""
+    if args.reward_funcs:
+        return load_reward_functions(args.reward_funcs, None)
+    return default
+
+
 def _from_run_task(args: argparse.Namespace) -> Benchmark:
     """Return the held-out rows of the task that `--task` names. No training on the task uses these rows."""
     from trl_explore.runs.tasks import find_run_task, read_task_config

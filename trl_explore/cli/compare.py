@@ -13,7 +13,7 @@ from trl_explore.runs.arguments import read_config
 DESCRIPTION = """\
 Train several methods on the same number of generated tokens (or seconds) and compare what they learned:
 
-  trl-explore compare                                    # GRPO and what suits the task doors, on a CPU
+  trl-explore compare                                    # GRPO and methods for the task doors, on a CPU
   trl-explore compare --task chain --tokens 2e5 --seeds 0 1
   trl-explore compare --task multi_hop --methods grpo branpo
   trl-explore compare --task reasoning_gym:countdown --model_name_or_path smollm2 --warm_start_steps 60
