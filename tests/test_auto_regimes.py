@@ -20,6 +20,7 @@ def test_the_tables_are_those_of_the_results(auto_regimes):
     assert (BENCHMARKS / "auto_results" / "results.md").read_text() == auto_regimes.report()
 
 
+@pytest.mark.slow
 def test_auto_has_the_tuned_fields_of_grpo_and_nothing_else(auto_regimes):
     for path in auto_regimes.folder().glob("*.yaml"):
         arms = {arm["name"]: arm for arm in auto_regimes.arms_of(auto_regimes.Regime.load(path))}

@@ -478,6 +478,7 @@ def test_all_fields_are_behind_help_all(capsys):
     assert "--novelty_weight" in help_text and "--weight_decay" in help_text
 
 
+@pytest.mark.slow
 def test_a_run_begins_without_what_no_user_can_act_on(workdir, model_folder):
     run = flags(model_folder, method="deep_grpo", max_steps=1, save_steps=None, save_strategy="no")
     code = (

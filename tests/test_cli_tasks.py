@@ -228,6 +228,7 @@ def test_a_warm_start_does_not_change_the_precision_of_the_run(loaded, capfd):
     assert len(list(Path("cache").glob("reasoning_gym-sums-*"))) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("task", "length"), [("chain", 73), ("multi_hop", 113)])
 def test_an_embedded_task_brings_its_tiny_model(task, length, loaded, capfd):
     changes = {"task": task, "model_name_or_path": None, "method": "deep_grpo", "warm_start_steps": 2}
@@ -338,6 +339,7 @@ def runs():
     return {path.parent.name: json.loads(path.read_text()) for path in Path("out").glob("*/run.json")}
 
 
+@pytest.mark.slow
 def test_methods_are_compared_on_a_task_of_a_package(loaded, capfd):
     document = {**COMPARISON, "task_config": {"harder": True}, "metrics": ["reward", "pass_at_2", "maj_at_2"]}
     assert compare(document, "--methods", "grpo", "deep_grpo", "--seeds", "0", "1") == 0
@@ -683,12 +685,14 @@ def real(models, tmp_path, monkeypatch):
     tasks._spec_task.cache_clear()
 
 
+@pytest.mark.slow
 def test_a_model_trains_on_countdown(real, capfd):
     flags = train_flags(task=COUNTDOWN, task_config=EASY, max_completion_length=8, model_name_or_path="./agent")
     assert main(["train", *flags]) == 0
     assert "rewards/reasoning_gym_countdown/mean" in logs()[0]
 
 
+@pytest.mark.slow
 def test_countdown_is_compared_and_evaluated(real, capfd):
     common = {**COMPARISON["common"], "max_completion_length": 8}
     document = {**COMPARISON, "task": COUNTDOWN, "task_config": json.loads(EASY), "common": common}
@@ -700,6 +704,7 @@ def test_countdown_is_compared_and_evaluated(real, capfd):
     assert entry["num_prompts"] == 3
 
 
+@pytest.mark.slow
 def test_a_game_is_compared_and_listed(real, capfd):
     pytest.importorskip("textarena")
     name, rules = "textarena:GuessTheNumber-v0", {"rules": "guess", "max_turns": 2, "eval_size": 4}
@@ -763,6 +768,7 @@ def test_a_task_of_ones_own_is_trained_compared_evaluated_and_shown(own_tasks, c
     )
 
 
+@pytest.mark.slow
 def test_a_task_of_ones_own_that_writes_demonstrations_has_a_tiny_model(own_tasks, capfd):
     common = {"per_device_train_batch_size": 8, "num_generations": 4}
     document = {"task": "my_variants.SHORT", "budget": {"steps": 1}, "evaluations": 1, "num_eval": 4}

@@ -105,6 +105,7 @@ def test_a_resumed_arm_has_the_rate_of_its_own_tokens(start, tmp_path):
     assert (bar.format_dict["initial"], bar.format_dict["n"]) == (done, total) and total > done
 
 
+@pytest.mark.slow
 def test_a_resumed_arm_keeps_its_curve_and_its_budget(start, tmp_path):
     options = dict(save_strategy="steps", save_steps=2)
     whole = train(DEEP, start, tmp_path / "whole", budget=Budget(steps=4), options=options)

@@ -257,7 +257,7 @@ def test_what_explores_nothing_says_so(tmp_path, trainer_class, config_class, fi
         (dict(explore_prompts="failed"), "`explore_prompts`"),
         (dict(explore_into="both"), "`explore_into`"),
         (dict(explore_share_end=1.5), "`explore_share_end=1.5` must be in [0, 1]"),
-        (dict(mode="agent", **UNSOLVED), "`explore_prompts='unsolved'` chooses prompts whose trajectories"),
+        (dict(mode="agent", **UNSOLVED), "`explore_prompts='unsolved'` chooses prompts after their trajectories"),
     ],
 )
 def test_bad_values_are_named(tmp_path, options, message):

@@ -170,6 +170,7 @@ def page_commands():
     return [command[1:] for command in commands]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side_by_side", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_commands_of_the_page_run(side_by_side, workdir, capsys):
     (settings,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
@@ -263,6 +264,7 @@ def test_mistakes_are_explained_in_one_line(argv, message, workdir, capsys):
 # -------------------------------------------------------------------------------------------------------- comparisons
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [[], pytest.param(["--processes", "1"], marks=pytest.mark.slow)], ids=str)
 def test_a_comparison_that_was_stopped_goes_on_with_a_trainer_of_ones_own(more, workdir):
     document = {**TINY, "arms": [{"method": "grpo"}, {"method": OWN}]}

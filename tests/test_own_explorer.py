@@ -33,6 +33,7 @@ def test_the_page_shows_the_example_and_the_explorer_has_at_most_thirty_lines():
     assert len([line for line in explorer.splitlines() if line]) <= 30
 
 
+@pytest.mark.slow
 def test_the_comparison_of_the_page_trains_the_explorer_and_its_control(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -180,6 +180,7 @@ def test_two_hundred_batches_have_few_lengths():
     assert len({r.input_ids.size(1) for r in rows}) <= 15 + 8 + 8  # up to 2048, 4096 and 8192 tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 50])
 def test_new_lengths_compile_nothing(window):
     """As torch traces attention, for a backend that compiles nothing: one graph of a length, and one of any."""

@@ -390,6 +390,7 @@ CALLS = st.lists(
 MODEL = llama()
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(limit=st.integers(1, 40), calls=CALLS)
 def test_a_bound_changes_nothing_but_what_is_encoded(limit, calls):

@@ -409,6 +409,7 @@ def test_of_two_seeds_nothing_is_called_clear(regimes, modules):
     assert effect.seeds == 2 and not effect.has_interval
 
 
+@pytest.mark.slow
 def test_a_frontier_waits_for_the_last_seed(modules):
     """The report can be made while runs of the verdict are missing."""
     regime = modules.plan.Regime.load(BENCHMARKS / "regimes" / "coverage.yaml")

@@ -67,8 +67,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("options", CASES.values(), ids=CASES.keys())
-def test_a_run_resumed_in_any_epoch_ends_where_the_uninterrupted_one_does(tmp_path, options):
+FAST = ("in order", "stream", "accumulation")
+
+
+@pytest.mark.parametrize(
+    "case", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
+def test_a_run_resumed_in_any_epoch_ends_where_the_uninterrupted_one_does(tmp_path, case):
+    options = CASES[case]
     whole, _, trainer = run(tmp_path, **options)
     last = trainer.state.global_step
     # Off a generation boundary, at the end of an epoch, after it, near the end, and where nothing is left to do.

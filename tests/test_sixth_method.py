@@ -113,6 +113,7 @@ def test_the_shell_completes_it(capsys):
     assert "branpo" in script and "halved" in script and "--max_full_length" in script
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], pytest.param(["--processes", "1"], marks=pytest.mark.slow)], ids=str)
 def test_a_comparison_trains_it_beside_the_others(workdir, capsys, flags):
     document = dict(SUBJECT, budget={"steps": 2}, metrics=["reward"], evaluations=1, num_eval=4, common=COMMON)

@@ -25,7 +25,6 @@ from trl_explore.agents.forks import AgentForks
 from trl_explore.agents.turns import Turns, TurnTokens, guarded_factories
 from trl_explore.agents.watch import ToolWatch
 from trl_explore.auto.explorer import AutoExplorer
-from trl_explore.credit.functions import shown
 from trl_explore.credit.part import Credit
 from trl_explore.explorers.branch_explorer import BranchExplorer
 from trl_explore.explorers.branching import Branching
@@ -35,6 +34,7 @@ from trl_explore.explorers.resample import ResampleExplorer
 from trl_explore.forks.engine import Forks
 from trl_explore.gradients.feature_pass import FeaturePass
 from trl_explore.methods import FromRow, Method
+from trl_explore.names import shown
 from trl_explore.packing.forward import PackedForward, unwrapped
 from trl_explore.publishing.cards import citation
 from trl_explore.publishing.publisher import Publisher

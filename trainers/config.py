@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from trl import GRPOConfig
 
 from trl_explore.credit.checks import SCOPES, check_advantage, check_covariance
-from trl_explore.credit.functions import advantage_parts, read_advantage, shown
-from trl_explore.names import explain_fields, unknown_name
+from trl_explore.credit.functions import advantage_parts, read_advantage
+from trl_explore.names import explain_fields, shown, unknown_name
 from trl_explore.publishing.hub import check_repo_id
 from trl_explore.selection.budget import GAINS, check_budget
 from trl_explore.selection.variance import check_trained_generations

@@ -81,6 +81,19 @@ def import_named(
     return f"{module_name}:{name}", found
 
 
+def shown(value: Any) -> Any:
+    """Return the value of a field with functions replaced by their import paths."""
+    if isinstance(value, list | tuple):
+        return [shown(one) for one in value]
+    if isinstance(value, functools.partial):
+        return f"partial of {shown(value.func)}"
+    if callable(value):
+        module = getattr(value, "__module__", type(value).__module__)
+        name = getattr(value, "__qualname__", type(value).__qualname__)
+        return f"{module}:{name}"
+    return value
+
+
 def unknown_name(kind: str, name: str, choices: Iterable[str]) -> str:
     """Message for a name that is none of the choices: the nearest one, or all of them where they are few."""
     known = sorted(choices)

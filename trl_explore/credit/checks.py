@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
-from trl_explore.credit.functions import advantage_parts, shown
+from trl_explore.credit.functions import advantage_parts
+from trl_explore.names import shown
 
 OF_SUBSETS = {"passk", "pkpo", "pkpo_loo"}
 SCOPES = ("history", "batch")

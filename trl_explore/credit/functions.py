@@ -1,6 +1,5 @@
 """The field `advantage`: names of built-in advantages, functions of a user, and weighted sums of these."""
 
-import functools
 import inspect
 import json
 import math
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trl_explore.names import import_named, is_import_path, unknown_name
+from trl_explore.names import import_named, is_import_path, shown, unknown_name
 from trl_explore.rows.ranks import Ranks
 
 ADVANTAGES = ("grpo", "maxrl", "passk", "pkpo", "pkpo_loo", "reinforce", "unlikeliness")
@@ -136,19 +135,6 @@ def _part(given: Any, weight: float) -> AdvantagePart:
             f"then {error}. Write for example `{EXAMPLE}`."
         ) from None
     return part
-
-
-def shown(advantage: Any) -> Any:
-    """Return the value of `advantage` with functions replaced by their import paths."""
-    if isinstance(advantage, list | tuple):
-        return [shown(one) for one in advantage]
-    if isinstance(advantage, functools.partial):
-        return f"partial of {shown(advantage.func)}"
-    if callable(advantage):
-        module = getattr(advantage, "__module__", type(advantage).__module__)
-        name = getattr(advantage, "__qualname__", type(advantage).__qualname__)
-        return f"{module}:{name}"
-    return advantage
 
 
 def call(

@@ -13,9 +13,8 @@ from importlib import metadata, resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trl_explore.credit.functions import shown
 from trl_explore.methods import METHODS
-from trl_explore.names import looks_like_path
+from trl_explore.names import looks_like_path, shown
 from trl_explore.publishing.card_metrics import (
     evaluation_results,
     format_duration,

@@ -8,7 +8,7 @@ change with one warning, and the fields in `FREE` without one.
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from trl_explore.credit.functions import shown
+from trl_explore.names import shown
 from trl_explore.saving.plain_values import to_plain
 
 # If one of these changed, prompts would be trained twice or left out.

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from trl_explore.credit.functions import shown
 from trl_explore.credit.normalised import normalised
+from trl_explore.names import shown
 
 # Returns the gain of one more row, for the number of rows that a prompt has and its success rate.
 Gain = Callable[[int, float], float]
