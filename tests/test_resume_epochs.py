@@ -67,7 +67,7 @@ CASES = {
 }
 
 
-FAST = ("in order", "stream", "accumulation")
+FAST = ("in order", "stream")
 
 
 @pytest.mark.parametrize(
