@@ -730,16 +730,29 @@ def test_countdown_is_listed_and_shown(real, capsys):
     assert "did you mean 'countdown'?" in capsys.readouterr().err
 
 
-@pytest.fixture
-def own_tasks(loaded):
-    """The modules of the page's section on tasks of one's own, in the working directory."""
-    names = ("my_tasks", "my_variants")
-    for name in names:
+OWN_MODULES = ("my_tasks", "my_variants")
+
+
+def write_own_modules():
+    """Write the modules of the page's section on tasks of one's own into the working directory."""
+    for name in OWN_MODULES:
         (text,) = [text for text in page_blocks("tasks.md", "python") if f"# {name}.py" in text]
         Path(f"{name}.py").write_text(text)
+
+
+@pytest.fixture
+def own_modules(monkeypatch):
+    """Forget the modules, and the path to them, after a test."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
     yield
-    for name in names:
+    for name in OWN_MODULES:
         sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def own_tasks(loaded, own_modules):
+    """The modules of the page, in the working directory."""
+    write_own_modules()
 
 
 OWN = {"task": "my_tasks:ADDITION", "model_name_or_path": "./agent"}
@@ -841,7 +854,8 @@ def test_hard_problems_are_filtered_and_trained_on_as_the_page_tasks_md_says(rea
 
 
 @pytest.mark.slow
-def test_commands_of_the_page_tasks_md_are_read_and_its_lists_printed(real, own_tasks, models, tmp_path, capsys):
+def test_commands_of_the_page_tasks_md_are_read_and_its_lists_printed(real, own_modules, models, tmp_path, capsys):
+    write_own_modules()
     blocks = [re.sub("Qwen/[^ ]*", "./agent", text) for text in page_blocks("tasks.md", "bash")]
     lines = [line for text in blocks for line in text.replace("\\\n", " ").splitlines() if not line.startswith("#")]
     assert {line.split()[1] for line in lines} == {"tasks", "train", "compare", "eval", "filter"}
