@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(__file__).resolve().parent.parent.parent))  # for `examples.benchmarks.tasks`
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import argparse

@@ -256,7 +256,8 @@ def test_two_processes_with_unequal_requests(server, models, tmp_path):
         release(f"http://127.0.0.1:{server.port}")
     folders = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(folders + sys.path[:1])
+    root = str(Path(__file__).parent.parent.parent)  # the tasks of the benchmarks are imported from here
+    environment["PYTHONPATH"] = os.pathsep.join([*folders, root, *sys.path[:1]])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command += [f"{folders[1]}/two_ranks.py", str(tmp_path), str(models["untied"]), str(server.port)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path, timeout=300)
@@ -277,7 +278,8 @@ def test_two_processes_with_unequal_requests(server, models, tmp_path):
 @SECOND
 def test_vllm_in_the_same_process(models, tmp_path):
     folder = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder.parent), str(folder)])}
+    folders = [str(folder.parent), str(folder), str(folder.parent.parent)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
     # TRL's colocated vLLM chooses the type itself, bfloat16, and on CPUs it does not renew a tied head.
     environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
