@@ -318,9 +318,9 @@ ERRORS = {
     "misspelt": (dict(advantage="maxlr"), "unknown value 'maxlr'; did you mean 'maxrl'?"),
     "no module": (dict(advantage="nowhere.mine"), "'nowhere.mine': importing 'nowhere' failed"),
     "no such function": (dict(advantage="trl_explore.credit.maxrl.maxlr"), "did you mean 'maxrl'"),
-    "arguments": (dict(advantage=needs_two), "needs_two is called with `rewards`, and with `batch`"),
-    "no arguments": (dict(advantage=lambda: 0), "is called with `rewards`"),
-    "in C": (dict(advantage=torch.sigmoid), "is called with `rewards`"),
+    "arguments": (dict(advantage=needs_two), "needs_two cannot be called with `rewards`, nor with"),
+    "no arguments": (dict(advantage=lambda: 0), "cannot be called with `rewards`"),
+    "in C": (dict(advantage=torch.sigmoid), "cannot be called with `rewards`"),
     "empty list": (dict(advantage=[]), "`advantage=[]` names no advantage"),
     "wrong entry": (dict(advantage=["grpo", 2]), "`advantage`: 2 is neither"),
     "weights without a list": (

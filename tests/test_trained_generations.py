@@ -272,7 +272,7 @@ ERRORS = {
     ),
     "micro-batch": (
         dict(trained_generations=3, per_device_train_batch_size=4, steps_per_generation=2),
-        "leaves 1.5 rows of each micro-batch of `per_device_train_batch_size=4`",
+        "would train 1.5 rows of a micro-batch of `per_device_train_batch_size=4`",
     ),
 }
 

@@ -260,8 +260,8 @@ class ExplorationConfig(GRPOConfig):
             Options of explorers, by name, for example `{"tree": {"expansion_width": 4}}`. They are the fields of the
             trainer with this explorer. On the command line, write JSON.
         explore_discount (`float`, *optional*, defaults to `0.9`):
-            Factor of the sums of contrast and of tokens of an explorer whenever it is used again, in (0, 1]. With a
-            smaller factor, `explore="auto"` follows the policy faster. 1 forgets nothing.
+            Factor of the sums of contrast and of tokens of a source (an explorer, or GRPO's own rows) before new rows
+            are added, in (0, 1]. With a smaller factor, `explore="auto"` follows the policy faster. 1 forgets nothing.
         explore_min_share (`float`, *optional*, defaults to `0.05`):
             Share of the unsolved prompts that `explore="auto"` gives to a random explorer, in [0, 1]. It keeps the
             estimates current.

@@ -33,7 +33,7 @@ class AdvantageBatch:
     examples: Sequence[Mapping[str, Any]]  # rows of the data set, `[B]`
     rewards_per_func: torch.Tensor  # rewards of each reward function, without weights, `(P, G, F)`; NaN if not scored
     success_rewards: torch.Tensor  # rewards that decide about success, `(P, G)`; NaN if not scored
-    grpo: torch.Tensor  # TRL's advantages, `(P, G)`
+    grpo: torch.Tensor  # GRPO's advantages, `(P, G)`; with `trained_generations`, of the trained rows
     trainer: Any  # the trainer, with its model, its tokenizer and its state
     ranks: Ranks  # the processes of the run
 
@@ -131,8 +131,8 @@ def _part(given: Any, weight: float) -> AdvantagePart:
         _signature(function).bind(None, **arguments)
     except (TypeError, ValueError) as error:  # a ValueError: Python cannot read the signature of a function in C
         raise ValueError(
-            f"`advantage`: {name} is called with `rewards`, and with `batch` if it has a parameter of this name, but "
-            f"then {error}. Write for example `{EXAMPLE}`."
+            f"`advantage`: {name} cannot be called with `rewards`, nor with `rewards` and `batch`: {error}. Give all "
+            f"other parameters a default. Write for example `{EXAMPLE}`."
         ) from None
     return part
 

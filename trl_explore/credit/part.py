@@ -47,7 +47,8 @@ class Credit:
             output (`dict`):
                 The main rows of this process as TRL scored them.
             rewards_per_func (`torch.Tensor`):
-                Rewards from which TRL computed its advantages, `(N, F)`.
+                Rewards of all processes, shaped if the method shapes them, `(N, F)` with N = P G. NaN for rows that
+                `trained_generations` leaves out.
             examples (`Sequence[dict]`):
                 Rows of the data set, `[B]`.
 
@@ -123,7 +124,7 @@ class Credit:
             weighted = found if part.weight == 1 else part.weight * found
             total = weighted if total is None else _sum(total, weighted)
         assert total is not None
-        # If one process has an advantage per token, all processes must have them.
+        # If any process has advantages per token, widen them on all processes, so that the shapes agree.
         if any(part.reads_batch for part in parts) and ranks.most(total.dim() == 2):
             total = _wide(total, mask).clone()
         return total

@@ -62,8 +62,9 @@ class StreamTraining:
         return output
 
     def prepare(self, output: RowDict, streams: Streams) -> None:
-        """Distribute the rows of every stream over the micro-batches of the main rows. Every process calls this
-        method. Streams with a weight of 0 are not trained."""
+        """Distribute the rows of every stream over the micro-batches of the main rows. Streams with the weight None
+        share one mean with the main rows. Streams with the weight 0 are not trained. Every process calls this method.
+        """
         joined = [scored for scored, weight in streams.values() if weight is None]
         pooled = self._pool(output, joined) if joined else None
         self.steps = {}

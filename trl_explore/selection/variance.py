@@ -75,6 +75,7 @@ def check_trained_generations(args: Any) -> None:
     rows = args.per_device_train_batch_size
     if rows * number % size:
         raise ValueError(
-            f"{field} of `num_generations={size}` leaves {rows * number / size:g} rows of each micro-batch of "
-            f"`per_device_train_batch_size={rows}`, which must be a whole number. Change one of the three."
+            f"{field} of `num_generations={size}` would train {rows * number / size:g} rows of a micro-batch of "
+            f"`per_device_train_batch_size={rows}`. Make `per_device_train_batch_size` times `trained_generations` a "
+            "multiple of `num_generations`."
         )
