@@ -1,4 +1,4 @@
-"""`trl-explore quickstart`: compare GRPO, DEEP-GRPO and TreeGRPO on a task that needs exploration, offline on a CPU."""
+"""`trl-explore quickstart`: GRPO, DEEP-GRPO and TreeGRPO on a task that needs exploration, offline on a CPU."""
 
 import argparse
 import shlex
