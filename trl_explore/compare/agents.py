@@ -1,4 +1,4 @@
-"""How well an agent does on held-out tasks: whole trajectories by the trainer's own evaluation, rewarded."""
+"""Evaluation of an agent on held-out tasks. The trainer's own evaluation samples and rewards whole trajectories."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -13,12 +13,13 @@ from trl_explore.runs.embedded import AGENT_SAMPLES
 from trl_explore.trainers.base import watch
 
 EVALUATION_SEED = 1234
-ROWS = 64  # trajectories at a time, or those of one task
+ROWS = 64  # trajectories per evaluation batch; a task that needs more gets a batch of its own
 
 
 def agent_evaluation_options(num_samples: int) -> dict[str, int]:
-    """Training options of an agent's evaluations with so many samples per task."""
-    return dict(per_device_eval_batch_size=num_samples * max(1, ROWS // num_samples), num_generations_eval=num_samples)
+    """Return the training options of an agent's evaluations with `num_samples` samples per task."""
+    tasks_per_batch = max(1, ROWS // num_samples)
+    return dict(per_device_eval_batch_size=num_samples * tasks_per_batch, num_generations_eval=num_samples)
 
 
 AGENT_EVALUATION = agent_evaluation_options(AGENT_SAMPLES)
@@ -26,25 +27,28 @@ AGENT_EVALUATION = agent_evaluation_options(AGENT_SAMPLES)
 
 def agent_evaluation(trainer: Any, num_tasks: int, k: Sequence[int] = ()) -> Callable[..., dict[str, Any]]:
     """
-    Measures the mean reward of an agent on the trainer's `eval_dataset`, and pass@k, where a reward of 1 is a success.
-    Training goes on as if nothing had happened.
+    Return a function that measures an agent's mean reward and pass@k on the trainer's `eval_dataset`.
+
+    A sample succeeds if its total reward is at least 1. The evaluation restores the random state and the trainer's
+    logging, so training continues as it would without the evaluation.
 
     Args:
         trainer ([`~trl.GRPOTrainer`]):
-            The trainer, of this class or a subclass, in one process.
+            Trainer of this class or of a subclass, in one process.
         num_tasks (`int`):
-            Rows of its `eval_dataset`.
+            Number of rows of the trainer's `eval_dataset`.
         k (`Sequence[int]`, *optional*, defaults to `()`):
-            Values of k, at most the trainer's `num_generations_eval`. With any, successes by task are there too.
+            Values of k for pass@k, at most the trainer's `num_generations_eval`. If empty, the function returns only
+            `eval/reward`.
 
     Returns:
-        `Callable`: Gives `eval/reward`, `eval/pass_at_{k}`, and how many samples of each task succeeded as `correct`;
-            the same samples whenever it is called with the same `seed`.
+        `Callable`: Function of a `seed` that returns a dictionary: `eval/reward`, `eval/pass_at_{k}` for each k, and
+        `correct`, the number of successful samples per task. The same `seed` gives the same samples.
     """
 
     def evaluate(seed: int = EVALUATION_SEED) -> dict[str, Any]:
         totals: list[float] = []
-        should_log = trainer.control.should_log  # logging the evaluation would take it as carried out
+        should_log = trainer.control.should_log  # `evaluate` logs its metrics, and every log resets this flag
         end = watch(
             trainer,
             "rewarded",
@@ -59,23 +63,39 @@ def agent_evaluation(trainer: Any, num_tasks: int, k: Sequence[int] = ()) -> Cal
         found = {"eval/reward": metrics["eval_reward"]}
         if not k:
             return found
-        correct, count = [0] * num_tasks, trainer.num_generations_eval
+        correct, num_samples = [0] * num_tasks, trainer.num_generations_eval
         order = itertools.chain.from_iterable(trainer.get_eval_dataloader().batch_sampler)  # tasks come shuffled
         for index, total in zip(order, totals, strict=True):
             correct[index] += is_success(total, threshold=1.0)
-        means = {f"eval/pass_at_{n}": fmean(pass_at_k(count, of_task, n) for of_task in correct) for n in k}
-        return {**found, **means, "correct": correct}
+        for n in k:
+            found[f"eval/pass_at_{n}"] = fmean(pass_at_k(num_samples, successes, n) for successes in correct)
+        return {**found, "correct": correct}
 
     return evaluate
 
 
 def agent_end_samples(trainer: Any, num_tasks: int, num_samples: int) -> Callable[[], dict[str, list[int]]]:
-    """Counts how many of a task's `num_samples` succeed, a multiple of the trainer's `num_generations_eval`."""
+    """
+    Return a function that counts the successful samples of each task out of `num_samples` samples.
+
+    Args:
+        trainer ([`~trl.GRPOTrainer`]):
+            Trainer of this class or of a subclass, in one process.
+        num_tasks (`int`):
+            Number of rows of the trainer's `eval_dataset`.
+        num_samples (`int`):
+            Samples per task, a multiple of the trainer's `num_generations_eval`.
+
+    Returns:
+        `Callable`: Function that returns `{"end_correct": counts}` with one count per task.
+    """
     evaluation = agent_evaluation(trainer, num_tasks, k=(1,))
 
     def evaluate() -> dict[str, list[int]]:
-        parts = range(num_samples // trainer.num_generations_eval)
-        correct = [evaluation(EVALUATION_SEED + part)["correct"] for part in parts]
-        return {"end_correct": [sum(of_task) for of_task in zip(*correct, strict=True)]}
+        end_correct = [0] * num_tasks
+        for part in range(num_samples // trainer.num_generations_eval):
+            correct = evaluation(EVALUATION_SEED + part)["correct"]
+            end_correct = [before + more for before, more in zip(end_correct, correct, strict=True)]
+        return {"end_correct": end_correct}
 
     return evaluate

@@ -1,4 +1,4 @@
-"""Arms of a comparison read at the same cost: by generated tokens, by seconds or by optimiser steps."""
+"""Comparison of arms at equal cost: generated tokens, seconds or optimizer steps."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -8,16 +8,31 @@ from typing import Any
 from scipy.special import stdtrit
 
 Points = Sequence[Mapping[str, float]]
-FEWEST_SEEDS = 3  # of an interval: with two seeds it is ± 12.7 standard errors, which says nothing
+FEWEST_SEEDS = 3  # for an interval: with two seeds it is ± 12.7 standard errors, too wide to be of use
 
 
 def t_95(count: int) -> float:
-    """Two-sided 95 % quantile of Student's t for a number of values, to the four digits that tables print."""
+    """Return the two-sided 95 % quantile of Student's t for `count` values, rounded to four digits as in tables."""
     return float(f"{stdtrit(count - 1, 0.975):.4g}")
 
 
 def value_at(points: Points, cost: str, reading: float, metric: str) -> float | None:
-    """A learning curve read linearly between its two nearest points; `None` before the first and after the last."""
+    """
+    Return a learning curve's value at a cost, interpolated linearly between the two nearest points.
+
+    Args:
+        points (`Sequence[Mapping[str, float]]`):
+            Points of the curve, with rising cost.
+        cost (`str`):
+            Name of the cost, such as `"tokens"`.
+        reading (`float`):
+            Amount of the cost at which to read the curve.
+        metric (`str`):
+            Name of the metric.
+
+    Returns:
+        `float` or `None`: The value, or None if `reading` is before the first point or after the last.
+    """
     for before, after in zip(points, points[1:], strict=False):
         if before[cost] <= reading <= after[cost]:
             share = (reading - before[cost]) / max(after[cost] - before[cost], 1e-9)
@@ -26,8 +41,24 @@ def value_at(points: Points, cost: str, reading: float, metric: str) -> float | 
 
 
 def mean_along(points: Points, cost: str, reading: float, metric: str) -> float:
-    """Mean height of a learning curve, with straight lines between its points, up to a cost that is positive and not
-    beyond its end: of two that end alike, the one that rose earlier has more."""
+    """
+    Return the mean height of a learning curve, that is its area up to a cost divided by that cost.
+
+    If two curves end at the same value, the curve that rose earlier has the larger mean.
+
+    Args:
+        points (`Sequence[Mapping[str, float]]`):
+            Points of the curve, joined by straight lines.
+        cost (`str`):
+            Name of the cost, such as `"tokens"`.
+        reading (`float`):
+            Cost up to which to average. It must be positive, and at most the last point's cost.
+        metric (`str`):
+            Name of the metric.
+
+    Raises:
+        ValueError: If the curve ends before `reading`.
+    """
     end = value_at(points, cost, reading, metric)
     if end is None:
         raise ValueError(f"`reading` is {reading}, but the curve is known up to {points[-1][cost]} {cost}.")
@@ -38,22 +69,26 @@ def mean_along(points: Points, cost: str, reading: float, metric: str) -> float:
 
 def other_starts(runs: Sequence[Mapping[str, Any]], base: str, metrics: Sequence[str]) -> dict[str, list[int]]:
     """
-    Arms that did not begin where the first arm did: their difference to it is one of models, too, not of training
-    alone.
+    Find runs whose model differed from the first arm's model before training.
+
+    The difference between such an arm and the first arm comes from the models too, not only from training.
 
     Args:
         runs (`Sequence[Mapping]`):
-            Runs with `arm`, `seed` and `points`, of which the first is before training.
+            Runs with `arm`, `seed` and `points`. The first point was measured before training.
         base (`str`):
-            The first arm.
+            Name of the first arm.
         metrics (`Sequence[str]`):
-            What the first points tell of a model.
+            Metrics to compare at the first points.
 
     Returns:
-        `dict[str, list[int]]`: Seeds at which an arm's first point differs from the first arm's, by arm. Arms that
-        began alike everywhere are left out.
+        `dict[str, list[int]]`: By arm, the seeds at which its first point differs from the first arm's. Arms without
+        such a seed are left out.
     """
-    starts = {(run["arm"], run["seed"]): [run["points"][0].get(metric) for metric in metrics] for run in runs}
+    starts = {}
+    for run in runs:
+        first = run["points"][0]
+        starts[run["arm"], run["seed"]] = [first.get(metric) for metric in metrics]
     found: dict[str, list[int]] = {}
     for (arm, seed), start in starts.items():
         if start != starts.get((base, seed), start):
@@ -73,43 +108,82 @@ def mean_with_interval(values: Sequence[float]) -> str:
     """Return mean and 95 % t-interval of shares in percent, such as `" 48.4 ±  5.8"`; fewer than three values have
     no interval."""
     mean, half = interval(values)
-    return f"{100 * mean:5.1f}" if half is None else f"{100 * mean:5.1f} ± {100 * half:4.1f}"
+    if half is None:
+        return f"{100 * mean:5.1f}"
+    return f"{100 * mean:5.1f} ± {100 * half:4.1f}"
 
 
 def mean_curve(
     curves: Sequence[Points], cost: str, metric: str, *, t_interval: bool = False
 ) -> list[tuple[float, float, float, float]]:
-    """The mean of several seeds' curves, wherever one was measured and all can be read: cost, mean, and lowest and
-    highest, or with `t_interval` the ends of the mean's 95 % interval, which needs three curves."""
+    """
+    Average the curves of several seeds at every cost at which one of them was measured and all have a value.
+
+    Args:
+        curves (`Sequence[Points]`):
+            Points per seed.
+        cost (`str`):
+            Name of the cost, such as `"tokens"`.
+        metric (`str`):
+            Name of the metric.
+        t_interval (`bool`, *optional*, defaults to `False`):
+            Whether to return the ends of the mean's 95 % interval instead of the lowest and highest value. With
+            fewer than three curves there is no interval, so this has no effect.
+
+    Returns:
+        `list[tuple[float, float, float, float]]`: Cost, mean, lower end and upper end.
+    """
+    readings = set()
+    for points in curves:
+        readings |= {point[cost] for point in points}
     mean = []
-    for reading in sorted({point[cost] for points in curves for point in points}):
+    for reading in sorted(readings):
         values = [value_at(points, cost, reading, metric) for points in curves]
         known = [value for value in values if value is not None]
         if len(known) == len(curves):
             middle, half = interval(known)
-            ends = (middle - half, middle + half) if t_interval and half is not None else (min(known), max(known))
-            mean.append((reading, middle, *ends))
+            low, high = min(known), max(known)
+            if t_interval and half is not None:
+                low, high = middle - half, middle + half
+            mean.append((reading, middle, low, high))
     return mean
 
 
 def common_reading(runs: Sequence[Mapping[str, Any]], cost: str) -> float:
-    """Where the run that got least far stopped: the last cost at which all can be read."""
+    """Return the largest cost up to which every run was measured."""
     return min(run["points"][-1][cost] for run in runs)
 
 
 def paired_values(
     runs: Sequence[Mapping[str, Any]], arm: str, base: str, *, cost: str, reading: float, metric: str
 ) -> list[tuple[float, float]]:
-    """A metric of `arm` and `base` at the same cost, for the seeds on which both can be read."""
+    """
+    Return a metric of `arm` and of `base` at the same cost, as one pair per seed.
+
+    Seeds at which one of the two has no value at that cost are left out.
+    """
     points = {(run["arm"], run["seed"]): run["points"] for run in runs}
-    seeds = sorted({run["seed"] for run in runs})
-    pairs = [[value_at(points[name, seed], cost, reading, metric) for name in (arm, base)] for seed in seeds]
-    return [(ours, theirs) for ours, theirs in pairs if ours is not None and theirs is not None]
+    pairs = []
+    for seed in sorted({run["seed"] for run in runs}):
+        ours = value_at(points[arm, seed], cost, reading, metric)
+        theirs = value_at(points[base, seed], cost, reading, metric)
+        if ours is not None and theirs is not None:
+            pairs.append((ours, theirs))
+    return pairs
 
 
 def comparison_table(runs: Sequence[Mapping[str, Any]], cost: str, metrics: Mapping[str, str]) -> str:
-    """All arms where the one that got least far stopped, and their paired differences to the first arm,
-    as text; `metrics` of the points by label, and the same seeds for every arm."""
+    """
+    Return a table as text: all arms at equal cost, and their paired differences to the first arm.
+
+    Args:
+        runs (`Sequence[Mapping]`):
+            Runs with `arm`, `seed` and `points`; every arm has the same seeds.
+        cost (`str`):
+            Name of the cost. The arms are read at the largest amount that every run reached.
+        metrics (`Mapping[str, str]`):
+            Metrics to show, by label.
+    """
     names = list(dict.fromkeys(run["arm"] for run in runs))
     num_seeds, reading = len({run["seed"] for run in runs}), common_reading(runs, cost)
     about = f"mean ± 95 % interval over {num_seeds} seeds"
@@ -119,10 +193,12 @@ def comparison_table(runs: Sequence[Mapping[str, Any]], cost: str, metrics: Mapp
     for name in names:
         cells = []
         for label, metric in metrics.items():
-            known = paired_values(runs, name, names[0], cost=cost, reading=reading, metric=metric)
-            gap = mean_with_interval([ours - base for ours, base in known]) if name != names[0] else ""
-            each = "/".join(f"{100 * ours:.0f}" for ours, _ in known)
-            against = f"[vs {names[0]} {gap}]" if gap else ""
-            cells.append(f"{label} {mean_with_interval([ours for ours, _ in known])} ({each}) {against:24s}")
+            pairs = paired_values(runs, name, names[0], cost=cost, reading=reading, metric=metric)
+            values, differences = [ours for ours, _ in pairs], [ours - base for ours, base in pairs]
+            each = "/".join(f"{100 * value:.0f}" for value in values)
+            against = ""
+            if name != names[0]:
+                against = f"[vs {names[0]} {mean_with_interval(differences)}]"
+            cells.append(f"{label} {mean_with_interval(values)} ({each}) {against:24s}")
         lines.append(f"  {name:22s} " + "  ".join(cells))
     return "\n".join(lines)

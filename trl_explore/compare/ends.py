@@ -1,4 +1,4 @@
-"""What training changed at many samples: pass@k at large k before and after it, and problems newly solved or lost."""
+"""Changes by training that only many samples show: pass@k at large k, and problems newly solved or lost."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -16,17 +16,17 @@ LEVEL = 0.05
 @dataclass(frozen=True)
 class Ends:
     """
-    What one arm's training changed, over seeds.
+    Results of one arm at the end of training, or of all arms before it, as means over seeds.
 
     Args:
         arm (`str`):
-            The arm, or how all of a seed start.
+            Name of the arm, or `"before training"`.
         pass_at (`dict[int, tuple[float, float | None]]`):
-            Mean pass@k and half its 95 % interval, by k.
+            By k, mean pass@k (0 to 1) and half the length of its 95 % interval (None with fewer than three seeds).
         solved (`tuple[float, float | None]`, *optional*):
-            Problems newly solved per seed, and half the interval. None for the start.
+            Mean number of problems newly solved, and half the length of its interval. None before training.
         lost (`tuple[float, float | None]`, *optional*):
-            Problems newly lost.
+            Mean number of problems newly lost, and half the length of its interval. None before training.
     """
 
     arm: str
@@ -36,60 +36,68 @@ class Ends:
 
 
 def powers_up_to(most: int) -> list[int]:
-    """1, 4, 16 and so on, and `most` itself."""
+    """Return the powers of 4 below `most` (1, 4, 16, ...), followed by `most`."""
     values = [4**power for power in range(most.bit_length()) if 4**power < most]
     return [*values, most]
 
 
 def newly(before: Sequence[int], after: Sequence[int]) -> tuple[int, int]:
     """
-    Problems newly solved, and newly lost.
+    Count the problems that training newly solved, and those that it newly lost.
+
+    A problem is newly solved if it had no success before training and at least 5 after it. It is newly lost if it is
+    the other way round. With 5 successes against none, a binomial test is significant at 5 %: a fair coin would put
+    all five on the same side in 1 of 32 cases.
 
     Args:
         before (`Sequence[int]`):
             Successes per problem before training.
         after (`Sequence[int]`):
-            Successes of as many samples after it.
+            Successes per problem after training, out of the same number of samples.
 
     Returns:
-        `tuple[int, int]`: Problems without a success on one side and clearly some on the other: so many that a fair
-        coin would put all of them there in less than 5 % (binomial test), which are 5.
+        `tuple[int, int]`: Number of problems newly solved, and number of problems newly lost.
     """
-    solved = sum(not was and appeared(now) for was, now in zip(before, after, strict=True))
-    lost = sum(not now and appeared(was) for was, now in zip(before, after, strict=True))
+    solved = lost = 0
+    for was, now in zip(before, after, strict=True):
+        solved += was == 0 and appeared(now)
+        lost += now == 0 and appeared(was)
     return solved, lost
 
 
 def appeared(count: int) -> bool:
-    """Whether so many successes against none are more than chance."""
+    """Return whether `count` successes on one side and none on the other are more than chance at 95 %."""
     return count > 0 and float(binomtest(count, count, alternative="greater").pvalue) < LEVEL
 
 
 def summarize_ends(runs: Sequence[Mapping[str, Any]], arms: Sequence[str], num_samples: int) -> list[Ends]:
     """
-    What training changed, per arm.
+    Average pass@k and the problems newly solved and lost over the seeds of each arm.
 
     Args:
         runs (`Sequence[Mapping]`):
-            Runs of the same seeds; the first arm's have `end_correct` at their first point, all at their last.
+            Runs; every arm has the same seeds. Every last point has `end_correct`, the successes per problem. The
+            first arm's first points have it too: all arms of a seed start from the same model.
         arms (`Sequence[str]`):
-            Their arms.
+            Names of the arms.
         num_samples (`int`):
             Samples per problem.
 
     Returns:
-        `list[Ends]`: The start, and one entry per arm.
+        `list[Ends]`: An entry for the model before training, then one entry per arm.
     """
     by_run = {(run["arm"], run["seed"]): run["points"] for run in runs}
     seeds = sorted({run["seed"] for run in runs})
     starts = [by_run[arms[0], seed][0]["end_correct"] for seed in seeds]
 
     def at_k(counts: Sequence[Sequence[int]]) -> dict[int, tuple[float, float | None]]:
-        values = {
-            k: [statistics.fmean(pass_at_k(num_samples, count, k) for count in of_seed) for of_seed in counts]
-            for k in powers_up_to(num_samples)
-        }
-        return {k: interval(of_seeds) for k, of_seeds in values.items()}
+        pass_at = {}
+        for k in powers_up_to(num_samples):
+            per_seed = []
+            for successes in counts:
+                per_seed.append(statistics.fmean(pass_at_k(num_samples, count, k) for count in successes))
+            pass_at[k] = interval(per_seed)
+        return pass_at
 
     found = [Ends("before training", at_k(starts))]
     for arm in arms:
@@ -100,13 +108,15 @@ def summarize_ends(runs: Sequence[Mapping[str, Any]], arms: Sequence[str], num_s
 
 
 def ends_table(found: Sequence[Ends]) -> list[str]:
-    """The same as lines of Markdown."""
+    """Return the entries as lines of a Markdown table."""
 
     def shown(pair: tuple[float, float | None] | None, scale: int) -> str:
         if pair is None:
             return ""
         mean, half = pair
-        return f"{scale * mean:.1f}" if half is None else f"{scale * mean:.1f} ± {scale * half:.1f}"
+        if half is None:
+            return f"{scale * mean:.1f}"
+        return f"{scale * mean:.1f} ± {scale * half:.1f}"
 
     ks = list(found[0].pass_at)
     titles = ["arm", *(f"pass@{k} (%)" for k in ks), "newly solved", "newly lost"]

@@ -1,4 +1,4 @@
-"""The folder of a comparison: what it holds is not trained again, and what does not belong there is refused."""
+"""Folder of a comparison. Runs that it holds are not trained again; runs of another comparison are refused."""
 
 import gc
 import tempfile
@@ -22,13 +22,13 @@ SETTINGS, RESULT = "comparison.yaml", "run.json"
 
 
 def free_memory() -> None:
-    """Gives a finished trainer's memory back: callbacks refer to it in circles."""
-    gc.collect()
+    """Free the memory of a finished trainer."""
+    gc.collect()  # trainer and callbacks refer to each other, so reference counting does not free them
     torch.cuda.empty_cache()
 
 
 def teach(comparison: Comparison, seed: int, *, progress: bool = True) -> str:
-    """Teaches a comparison's task to its model, or finds that it has been taught; the model's folder."""
+    """Train the warm start of a comparison's model, unless the cache holds it, and return the model's folder."""
     assert comparison.task is not None
     return comparison.task.teach(
         comparison.subject.get("model_name_or_path"),
@@ -41,7 +41,18 @@ def teach(comparison: Comparison, seed: int, *, progress: bool = True) -> str:
 
 
 class ComparisonFolder:
-    """A comparison's folder: settings, and a folder per arm and seed. UsageError if another comparison made it."""
+    """
+    Folder of a comparison: its settings, and a subfolder per arm and seed.
+
+    Args:
+        comparison ([`~trl_explore.compare.settings.Comparison`]):
+            The comparison.
+        path (`str` or `Path`):
+            The folder; it need not exist.
+
+    Raises:
+        UsageError: If the folder holds another comparison. Only arms and seeds may have been added.
+    """
 
     def __init__(self, comparison: Comparison, path: str | Path) -> None:
         self.comparison, self.path = comparison, check_output_dir(path)
@@ -56,50 +67,64 @@ class ComparisonFolder:
                 )
 
     def write_settings(self) -> None:
-        """Writes the settings; their file can be given to `trl-explore compare --config` again."""
+        """Write the settings to a file that `trl-explore compare --config` reads."""
         self.path.mkdir(parents=True, exist_ok=True)
         text = yaml.safe_dump(self.comparison.document(), sort_keys=False, allow_unicode=True)
         with whole_file(self.path / SETTINGS) as part:
             part.write_text(text)
 
     def of_run(self, arm: Arm, seed: int) -> Path:
-        """Folder of one arm on one seed."""
+        """Return the folder of one arm on one seed."""
         return self.path / f"{arm_folder(arm.name)}-seed{seed}"
 
     @property
     def num_runs(self) -> int:
-        """Runs in all."""
+        """Number of runs of the comparison, finished or not."""
         return len(self.comparison.arms) * len(self.comparison.seeds)
 
     def missing(self) -> list[tuple[Arm, int]]:
-        """Runs that are not finished, seed by seed."""
-        pairs = ((arm, seed) for seed in self.comparison.seeds for arm in self.comparison.arms)
-        return [(arm, seed) for arm, seed in pairs if not (self.of_run(arm, seed) / RESULT).is_file()]
+        """Return arm and seed of the runs that are not finished, ordered by seed, then by arm."""
+        found = []
+        for seed in self.comparison.seeds:
+            for arm in self.comparison.arms:
+                if not (self.of_run(arm, seed) / RESULT).is_file():
+                    found.append((arm, seed))
+        return found
 
     def unfinished_seeds(self) -> list[int]:
-        """Seeds on which an arm is not finished."""
+        """Return the seeds on which a run is missing."""
         return list(dict.fromkeys(seed for _, seed in self.missing()))
 
     def finished(self) -> list[dict[str, Any]]:
-        """The runs of all seeds on which every arm is finished."""
+        """Return the runs of the seeds on which every arm is finished, ordered by arm, then by seed."""
         unfinished = self.unfinished_seeds()
-        seeds = [seed for seed in self.comparison.seeds if seed not in unfinished]
-        pairs = [(arm, seed) for arm in self.comparison.arms for seed in seeds]
-        return [asdict(Run.load(self.of_run(arm, seed) / RESULT)) for arm, seed in pairs]
+        runs = []
+        for arm in self.comparison.arms:
+            for seed in self.comparison.seeds:
+                if seed not in unfinished:
+                    runs.append(asdict(Run.load(self.of_run(arm, seed) / RESULT)))
+        return runs
 
     def check_arms(self) -> None:
-        """Constructs the trainer of every arm that is to be trained, so that what one refuses, and how many threads
-        suit their models, is known before the first."""
+        """
+        Construct the trainer of every arm with missing runs, to find errors in any arm before the first run starts.
+
+        This also sets the number of threads that suits the models.
+
+        Raises:
+            UsageError: If a trainer refuses its arm's configuration.
+        """
         with tempfile.TemporaryDirectory() as folder:
             start = None
             if self.comparison.builds_model:
-                # In place of the warm start, which takes a while.
+                # An untrained model is enough for this check; a warm start takes minutes.
                 build_model(seed=0, **self.comparison.model_size).save_pretrained(folder)
                 start = folder
             for name, arm in {arm.name: arm for arm, _ in self.missing()}.items():
                 try:
                     trainer = build_run(self.comparison, arm, seed=0, folder=Path(folder), start=start)[0]
-                except (UsageError, ValueError, NotImplementedError) as error:  # what a trainer refuses, it explains
+                except (UsageError, ValueError, NotImplementedError) as error:
+                    # Trainers raise these with a text that explains the problem, so no traceback is needed.
                     raise UsageError(f"arm {name}: {error}") from error
                 limit_threads(trainer.model, trainer.accelerator.device)
                 del trainer
@@ -116,14 +141,30 @@ class ComparisonFolder:
         return list(dict.fromkeys(seed for seed in seeds if seed is not None))
 
     def start_of(self, seed: int, starts: Mapping[int, str]) -> str | None:
-        """Return the folder of the model that a run begins with; `starts` are the folders that
-        [`~ComparisonFolder.warm_starts`] returned."""
+        """
+        Return the folder of the model that a run begins with, or None if it begins without a warm start.
+
+        Args:
+            seed (`int`):
+                Seed of the run.
+            starts (`Mapping[int, str]`):
+                Folders that [`~ComparisonFolder.warm_starts`] returned.
+        """
         warm_start = self.comparison.warm_start_seed(seed)
-        return None if warm_start is None else starts[warm_start]
+        if warm_start is None:
+            return None
+        return starts[warm_start]
 
     def train(self, starts: Mapping[int, str], bar: Any) -> Iterator[int]:
-        """Trains what is missing, one run after the other; yields a seed when all its runs are finished. `starts` are
-        what [`~ComparisonFolder.warm_starts`] returned, and `bar` shows the budgets of all runs."""
+        """
+        Train the missing runs one after the other, and yield each seed when all its runs are finished.
+
+        Args:
+            starts (`Mapping[int, str]`):
+                Folders that [`~ComparisonFolder.warm_starts`] returned.
+            bar (`tqdm`):
+                Progress bar over the budgets of all runs.
+        """
         missing = self.missing()
         for number, (arm, seed) in enumerate(missing, start=self.num_runs - len(missing) + 1):
             folder = self.of_run(arm, seed)
@@ -138,22 +179,42 @@ class ComparisonFolder:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Why the runs of two comparisons cannot stand side by side, by their documents: one phrase per field. The new one
-    may have more arms and more seeds."""
-    missing = [f"seeds: {seed} there, not now" for seed in old["seeds"] if seed not in new["seeds"]]
+    """
+    Return the reasons why a comparison cannot continue another one, one phrase per changed field.
+
+    Args:
+        old (`Mapping[str, Any]`):
+            Document of the comparison that made the folder.
+        new (`Mapping[str, Any]`):
+            Document of the comparison that is to continue. It may have more arms and more seeds.
+
+    Returns:
+        `list[str]`: The differences. Empty if the comparison can continue.
+    """
+    found = _changed("", _without_runs(old), _without_runs(new))
+    found += [f"seeds: {seed} there, not now" for seed in old["seeds"] if seed not in new["seeds"]]
     arms = {arm["name"]: arm for arm in new["arms"]}
     for arm in old["arms"]:
-        here = arms.get(arm["name"])
-        missing += _changed(f"arms.{arm['name']}", arm, here) if here else [f"arms: {arm['name']} there, not now"]
-    rest = [{name: value for name, value in side.items() if name not in ("seeds", "arms")} for side in (old, new)]
-    return _changed("", *rest) + missing
+        name = arm["name"]
+        if name in arms:
+            found += _changed(f"arms.{name}", arm, arms[name])
+        else:
+            found.append(f"arms: {name} there, not now")
+    return found
+
+
+def _without_runs(document: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in document.items() if name not in ("seeds", "arms")}
 
 
 def _changed(place: str, old: Any, new: Any) -> list[str]:
+    """Return a phrase per field that differs; `place` is the path of the two values in their documents."""
     if not isinstance(old, dict) or not isinstance(new, dict):
-        return [] if old == new else [f"{place}: {old} there, {new} now"]
-    names = [*old, *(name for name in new if name not in old)]
-    parts = [
-        (f"{place}.{name}" if place else name, old.get(name, "nothing"), new.get(name, "nothing")) for name in names
-    ]
-    return [phrase for part in parts for phrase in _changed(*part)]
+        if old == new:
+            return []
+        return [f"{place}: {old} there, {new} now"]
+    phrases = []
+    for name in dict.fromkeys([*old, *new]):
+        inner = f"{place}.{name}" if place else name
+        phrases += _changed(inner, old.get(name, "nothing"), new.get(name, "nothing"))
+    return phrases

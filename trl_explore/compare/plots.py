@@ -18,42 +18,62 @@ LABELS = {
     "cpu_seconds": "CPU seconds of training",
     "step": "optimiser steps",
 }
-MORE_STYLES = (("#E69F00", "X"), ("#999999", "*"))  # beside those of `METHODS`
+MORE_STYLES = (("#E69F00", "X"), ("#999999", "*"))  # for arms that get no style of `METHODS`
 
 
 def metric_label(metric: str) -> tuple[str, int]:
-    """A label for a metric such as `eval/pass_at_8`, and what to multiply it with: 100 for shares, 1 for rewards."""
+    """Return the label and the scale of a metric such as `eval/pass_at_8`: 1 for rewards, 100 for shares."""
     label = LABELS.get(metric, metric.removeprefix("eval/").replace("_at_", "@"))
-    return label, 1 if metric.endswith("reward") else 100
+    if metric.endswith("reward"):
+        return label, 1
+    return label, 100
 
 
 def arm_styles(arms: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Colours and markers of arms, by name. An arm that is called as a method, or else the first whose name begins so,
-    has the method's; the others have what is left, but never GRPO's."""
+    """
+    Return colour and marker of each arm, by name.
+
+    The arm whose name is a method's title gets that method's style. If there is none, the first arm whose name begins
+    with the title gets it. The other arms get the unused styles, but never the style of GRPO.
+    """
     names = list(dict.fromkeys(arms))
     styles: dict[str, tuple[str, str]] = {}
     of_methods = {row.title: row.style for row in METHODS.values() if row.style is not None}
     for method, style in of_methods.items():
-        found = [name for name in names if name == method] or [name for name in names if name.startswith(method)]
-        styles |= dict.fromkeys(found[:1], style)
-    rest = [style for style in (*of_methods.values(), *MORE_STYLES) if style not in styles.values()]
-    others = cycle([style for style in rest if style != of_methods["GRPO"]] or MORE_STYLES)
-    return {name: styles[name] if name in styles else next(others) for name in names}
+        named_so = [name for name in names if name.startswith(method)]
+        if method in named_so:
+            styles[method] = style
+        elif named_so:
+            styles[named_so[0]] = style
+    used = {*styles.values(), of_methods["GRPO"]}
+    others = cycle([style for style in (*of_methods.values(), *MORE_STYLES) if style not in used] or MORE_STYLES)
+    found = {}
+    for name in names:
+        found[name] = styles[name] if name in styles else next(others)
+    return found
 
 
 def _draw_panel(panel: Any, runs: Sequence[dict[str, Any]], cost: str, metric: str) -> None:
     scale = metric_label(metric)[1]
-    for arm, (colour, marker) in arm_styles(run["arm"] for run in runs).items():
-        curves = [[p for p in run["points"] if metric in p] for run in runs if run["arm"] == arm]
-        band = len(curves) >= FEWEST_SEEDS
-        readings, *values = zip(*mean_curve(curves, cost, metric, t_interval=band), strict=True)
-        mean, low, high = ([scale * value for value in column] for column in values)
-        if scale == 100:  # a share is none or all at most, whatever the interval says
-            low, high = [max(value, 0) for value in low], [min(value, 100) for value in high]
+    curves: dict[str, list[list[dict[str, Any]]]] = {}
+    for run in runs:
+        measured = [point for point in run["points"] if metric in point]
+        curves.setdefault(run["arm"], []).append(measured)
+    for arm, (colour, marker) in arm_styles(curves).items():
+        seeds = curves[arm]
+        readings, mean, low, high = [], [], [], []
+        for reading, *values in mean_curve(seeds, cost, metric, t_interval=len(seeds) >= FEWEST_SEEDS):
+            middle, lowest, highest = (scale * value for value in values)
+            if scale == 100:  # a share cannot leave 0 to 100 %, but its t-interval can
+                lowest, highest = max(lowest, 0), min(highest, 100)
+            readings.append(reading)
+            mean.append(middle)
+            low.append(lowest)
+            high.append(highest)
         every = max(1, len(mean) // 10)
         style = dict(color=colour, marker=marker, markersize=4, markevery=every)
         panel.plot(readings, mean, label=arm, linewidth=1.5, **style)
-        if len(curves) > 1:
+        if len(seeds) > 1:
             panel.fill_between(readings, low, high, color=colour, alpha=0.12, linewidth=0)
     panel.grid(alpha=0.3)
 
@@ -67,8 +87,28 @@ def learning_curves(
     title: str = "",
     suffixes: Sequence[str] = (),
 ) -> Path:
-    """Draw a panel per cost and metric, a line per arm: the mean over its seeds, in its 95 % t-interval; with two
-    seeds, from the lower to the higher. The suffix of `path` decides the format; `suffixes` are written beside it."""
+    """
+    Draw a panel per cost and metric, with a line per arm: the mean over its seeds.
+
+    A band shows the mean's 95 % t-interval. With two seeds it reaches from the lower to the higher value.
+
+    Args:
+        runs (`Sequence[dict[str, Any]]`):
+            Runs with `arm`, `seed` and `points`.
+        path (`str` or `Path`):
+            File to write. Its suffix decides the format.
+        metrics (`Sequence[str]`, *optional*):
+            Metrics of the points, one row of panels each.
+        costs (`Sequence[str]`, *optional*):
+            Costs of the points, one column of panels each.
+        title (`str`, *optional*, defaults to `""`):
+            Title of the picture.
+        suffixes (`Sequence[str]`, *optional*, defaults to `()`):
+            Suffixes, such as `".svg"`, of further files to write.
+
+    Returns:
+        `Path`: `path`.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""`trl-explore quickstart`: GRPO, DEEP-GRPO and TreeGRPO where exploration is what is missing, on a CPU, offline."""
+"""`trl-explore quickstart`: GRPO, DEEP-GRPO and TreeGRPO on a task that needs exploration, offline on a CPU."""
 
 import argparse
 import shlex
@@ -13,9 +13,9 @@ from trl_explore.runs.workers import count_cores
 if TYPE_CHECKING:
     from trl_explore.compare.settings import Comparison
 
-# The regime deep_ends of examples/benchmarks on half its budget. Of the regime's learning rates, 2e-3 had the highest
-# curves of all three arms on its development seeds (100 to 103) for 60,000 tokens. The other settings are those that
-# the regime picked on the same seeds. A test keeps them among the regime's own.
+# The regime deep_ends of examples/benchmarks with half its budget. On the regime's development seeds (100 to 103), all
+# three arms had the highest curves over 60,000 tokens with a learning rate of 2e-3. The regime picked the other
+# settings on the same seeds. A test checks that the regime's grid contains these settings.
 COMPARISON = {
     "task": "deep_doors",
     "budget": {"tokens": 6e4},
@@ -54,24 +54,37 @@ FAST_NOTE = "With --fast the budget is too small to learn much: this was a check
 
 
 def document(*, fast: bool, seed: int, num_seeds: int | None) -> dict[str, Any]:
-    """What `trl-explore compare` would be given."""
-    count = num_seeds if num_seeds is not None else NUM_SEEDS_FAST if fast else NUM_SEEDS
-    return {**COMPARISON, **(FAST if fast else {}), "seeds": list(range(seed, seed + count))}
+    """Return the comparison as the document that `trl-explore compare` reads."""
+    found, count = dict(COMPARISON), NUM_SEEDS
+    if fast:
+        found, count = {**COMPARISON, **FAST}, NUM_SEEDS_FAST
+    if num_seeds is not None:
+        count = num_seeds
+    return {**found, "seeds": list(range(seed, seed + count))}
 
 
 def clear(mean: float, half: float | None) -> str:
-    """Return a difference in points of a hundred, and what its interval allows to say: `"+10.8 ± 9.1 (ahead)"`."""
+    """Return a difference of shares in percentage points, its interval and the conclusion: `"+10.8 ± 9.1 (ahead)"`."""
     from trl_explore.compare.costs import FEWEST_SEEDS
 
     if half is None:
         return f"{100 * mean:+.1f} (may be chance: an interval needs {FEWEST_SEEDS} seeds)"
-    word = "not clear: the interval includes 0" if abs(mean) <= half else "ahead" if mean > 0 else "behind"
+    if abs(mean) <= half:
+        word = "not clear: the interval includes 0"
+    elif mean > 0:
+        word = "ahead"
+    else:
+        word = "behind"
     return f"{100 * mean:+.1f} ± {100 * half:.1f} ({word})"
 
 
 def verdicts(runs: Sequence[Mapping[str, Any]], comparison: "Comparison") -> list[str]:
-    """What was found about each method, a sentence each, as the regimes of the benchmark are judged: differences to
-    the first arm in the first metric, a share, by the mean along the curve."""
+    """
+    Return a sentence per arm after the first: its difference to the first arm in the comparison's first metric.
+
+    The main result is the difference of the means along the curves, as in the benchmark's regimes. The metric must be
+    a share.
+    """
     from trl_explore.compare.costs import interval, mean_along, paired_values
     from trl_explore.compare.plots import metric_label
     from trl_explore.compare.report import equal_cost, summarize
@@ -85,7 +98,7 @@ def verdicts(runs: Sequence[Mapping[str, Any]], comparison: "Comparison") -> lis
         gap = interval([along[row.arm, seed] - along[base.arm, seed] for seed in seeds])
         end = row.cells[0].difference
         assert end is not None
-        # Not wall seconds: other runs, and other work, are on the machine too.
+        # CPU seconds, because other work on the machine makes wall seconds longer.
         spent = paired_values(runs, row.arm, base.arm, cost=comparison.cost, reading=reading, metric="cpu_seconds")
         ours, theirs = (sum(column) for column in zip(*spent, strict=True))
         sentences.append(
@@ -97,7 +110,7 @@ def verdicts(runs: Sequence[Mapping[str, Any]], comparison: "Comparison") -> lis
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs the quick-start or goes on with it; the exit code is that of [`~trl_explore.compare.workers.carry_out`]."""
+    """Run or continue the quick-start; return the exit code of [`~trl_explore.compare.workers.carry_out`]."""
     if args.processes < 1:
         raise UsageError(f"processes={args.processes}: give an integer of at least 1")
     began = time.perf_counter()
@@ -125,15 +138,17 @@ def main(args: argparse.Namespace) -> int:
         )
     code = carry_out(folder, command=_command(args), processes=args.processes)
     if code == 0:
-        verdict = [] if args.fast else verdicts(folder.finished(), folder.comparison)
-        notes = [FAST_NOTE] if args.fast else [*verdict, MACHINES, MORE_SEEDS, ELSEWHERE]
+        if args.fast:
+            notes = [FAST_NOTE]
+        else:
+            notes = [*verdicts(folder.finished(), folder.comparison), MACHINES, MORE_SEEDS, ELSEWHERE]
         for note in [*notes, f"all in {time.perf_counter() - began:.0f} s"]:
             console.print(note, highlight=False, markup=False)
     return code
 
 
 def _command(args: argparse.Namespace) -> list[str]:
-    """What goes on with an interrupted quick-start."""
+    """Return the command that continues an interrupted quick-start."""
     words = ["trl-explore", "quickstart", *["--fast"] * args.fast]
     if args.output_dir is not None:
         words += ["--output_dir", args.output_dir]

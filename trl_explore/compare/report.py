@@ -1,4 +1,4 @@
-"""What a comparison shows: a table at equal cost, the curves behind it as CSV, PNG and SVG."""
+"""Report of a comparison: a table at equal cost, and the learning curves as CSV, PNG and SVG."""
 
 import csv
 from collections.abc import Mapping, Sequence
@@ -23,25 +23,38 @@ from trl_explore.rewards.threshold import threshold_note
 
 SUCCESSES = ("pass_at_", "greedy_accuracy")  # metrics that count samples whose reward reaches the threshold
 CURVES, TABLE = "curves", "table.md"
-ROW_COSTS = ("tokens", "seconds", "cpu_seconds", "step")  # of a row of the table, in the order of `Row`
+ROW_COSTS = ("tokens", "seconds", "cpu_seconds", "step")  # in the order of the fields of `Row`
 COSTS = ("step", "tokens", "trained_tokens", "seconds", "cpu_seconds")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A metric of one arm at equal cost, as mean and half its interval."""
+    """
+    Metric of one arm at equal cost.
+
+    Args:
+        value (`tuple[float, float | None]`):
+            Mean over seeds, and half the length of its 95 % interval (None with fewer than three seeds).
+        difference (`tuple[float, float | None]`, *optional*):
+            Mean difference to the first arm, paired by seed, and half the length of its interval. None for the first
+            arm.
+        scale (`int`):
+            Factor of the shown numbers: 100 for shares, 1 for rewards.
+    """
 
     value: tuple[float, float | None]
-    difference: tuple[float, float | None] | None  # to the first arm seed by seed; `None` for that one
-    scale: int  # to show both with: 100 for shares
+    difference: tuple[float, float | None] | None
+    scale: int
 
     def texts(self) -> list[str]:
-        """The value, and the difference where there is one."""
+        """Return the value, and the difference if there is one."""
         shown = [self._text(self.value, "")]
-        return shown if self.difference is None else [*shown, self._text(self.difference, "+")]
+        if self.difference is not None:
+            shown.append(self._text(self.difference, "+"))
+        return shown
 
     def text(self) -> str:
-        """Both in one line."""
+        """Return the value, with the difference in parentheses if there is one."""
         value, *rest = self.texts()
         return value + "".join(f" ({difference})" for difference in rest)
 
@@ -49,12 +62,14 @@ class Cell:
         digits = 1 if self.scale == 100 else 3
         mean, half = pair
         text = f"{self.scale * mean:{sign}.{digits}f}"
-        return text if half is None else f"{text} ± {self.scale * half:.{digits}f}"
+        if half is None:
+            return text
+        return f"{text} ± {self.scale * half:.{digits}f}"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One arm of the table: its cells, one per metric, and mean costs over seeds."""
+    """Row of the table: an arm, a cell per metric, and the arm's mean costs over seeds."""
 
     arm: str
     cells: list[Cell]
@@ -64,38 +79,44 @@ class Row:
     steps: float
 
     def texts(self) -> list[str]:
-        """Return the costs, as `headers` names them."""
+        """Return the texts of the cost columns, in the order of `headers`."""
         per_step = self.seconds / max(self.steps, 1e-9)
         return [f"{self.tokens:,.0f}", f"{self.seconds:,.1f}", f"{self.cpu_seconds:,.1f}", f"{per_step:.2f}"]
 
 
 def summarize(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> list[Row]:
-    """All arms of runs with the same seeds at the same cost, in order."""
+    """Return a row per arm at equal cost, in the comparison's order; every arm needs the same seeds."""
     cost, reading = comparison.cost, equal_cost(runs, comparison)
     base = comparison.arms[0].name
     rows = []
     for name in (arm.name for arm in comparison.arms):
-        pairs = {
-            metric: paired_values(runs, name, base, cost=cost, reading=reading, metric=metric)
-            for metric in (*ROW_COSTS, *(f"eval/{metric}" for metric in comparison.metrics))
-        }
-        values = {metric: interval([ours for ours, _ in known]) for metric, known in pairs.items()}
         cells = []
-        for metric in comparison.metrics:
-            known = pairs[f"eval/{metric}"]
-            gap = None if name == base else interval([ours - theirs for ours, theirs in known])
-            cells.append(Cell(values[f"eval/{metric}"], gap, metric_label(f"eval/{metric}")[1]))
-        rows.append(Row(name, cells, *(values[metric][0] for metric in ROW_COSTS)))
+        for metric in _eval_metrics(comparison):
+            pairs = paired_values(runs, name, base, cost=cost, reading=reading, metric=metric)
+            difference = None
+            if name != base:
+                difference = interval([ours - theirs for ours, theirs in pairs])
+            cells.append(Cell(interval([ours for ours, _ in pairs]), difference, metric_label(metric)[1]))
+        costs = []
+        for row_cost in ROW_COSTS:
+            pairs = paired_values(runs, name, base, cost=cost, reading=reading, metric=row_cost)
+            costs.append(interval([ours for ours, _ in pairs])[0])
+        rows.append(Row(name, cells, *costs))
     return rows
 
 
+def _eval_metrics(comparison: Comparison) -> list[str]:
+    """Return the comparison's metrics by their names in the points of a run, such as `eval/reward`."""
+    return [f"eval/{metric}" for metric in comparison.metrics]
+
+
 def equal_cost(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> float:
-    """The budget; less where a run ended before it, at `max_steps`."""
+    """Return the cost at which to read all arms: the budget, or less if a run ended earlier at `max_steps`."""
     return min(comparison.amount, common_reading(runs, comparison.cost))
 
 
 def explanation(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> str:
-    """Describe the numbers of the table."""
+    """Return the sentences under the table that describe its numbers."""
     count, base = len({run["seed"] for run in runs}), comparison.arms[0].name
     if count < FEWEST_SEEDS:
         seeds = {1: "One seed", 2: "Two seeds"}[count]
@@ -119,14 +140,20 @@ def _thresholds(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> li
     """Return notes on success thresholds that no completion reached, or all of them, in training or evaluation."""
     found = []
     for arm in comparison.arms:
-        steps = [step for run in runs if run["arm"] == arm.name for step in run["steps"]]
+        steps = []
+        for run in runs:
+            if run["arm"] == arm.name:
+                steps += run["steps"]
         note = threshold_note(steps)
         if note is not None:
             found.append(f"{arm.name}: {note}")
     successes = [f"eval/{metric}" for metric in comparison.metrics if metric.startswith(SUCCESSES)]
-    values = [point[metric] for run in runs for point in run["points"] for metric in successes if metric in point]
-    differ = any(step.get("reward_std", 0.0) > 0 for run in runs for step in run["steps"])
-    if values and max(values) == 0 and differ:
+    values, rewards_differ = [], False
+    for run in runs:
+        for point in run["points"]:
+            values += [point[metric] for metric in successes if metric in point]
+        rewards_differ |= any(step.get("reward_std", 0.0) > 0 for step in run["steps"])
+    if values and max(values) == 0 and rewards_differ:
         found.append(
             "No sample of any evaluation succeeded, although rewards differ. If a smaller reward is a success, lower "
             "`success_threshold` of the comparison, or compare `reward`."
@@ -135,23 +162,29 @@ def _thresholds(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> li
 
 
 def _other_starts(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> list[str]:
-    """Return a note on the arms that began at other values than the first arm."""
+    """Return a note on the arms whose first evaluation differed from the first arm's."""
     base = comparison.arms[0].name
-    others = other_starts(runs, base, [f"eval/{metric}" for metric in comparison.metrics])
+    others = other_starts(runs, base, _eval_metrics(comparison))
     if not others:
         return []
     named = "; ".join(f"{arm} (seed {', '.join(map(str, sorted(seeds)))})" for arm, seeds in others.items())
     return [
-        f"Began at other values than {base}: {named}. A tiny model that is trained first is another on another "
-        "machine, by rounding. For a comparison from the same start, train all arms on one machine."
+        f"Began at other values than {base}: {named}. Two machines round differently, so the warm starts of a tiny "
+        "model differ too. For a comparison from the same start, train all arms on one machine."
     ]
 
 
 def headers(comparison: Comparison) -> list[str]:
-    """Titles of the table's columns."""
-    labels = [metric_label(f"eval/{metric}") for metric in comparison.metrics]
-    shown = [f"{label} (%)" if scale == 100 else label for label, scale in labels]
+    """Return the titles of the table's columns."""
+    shown = [_title(metric) for metric in _eval_metrics(comparison)]
     return ["arm", *shown, "tokens", "wall seconds", "CPU seconds", "wall s/step"]
+
+
+def _title(metric: str) -> str:
+    label, scale = metric_label(metric)
+    if scale == 100:
+        return f"{label} (%)"
+    return label
 
 
 def markdown_table(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> str:
@@ -167,15 +200,18 @@ def markdown_table(runs: Sequence[Mapping[str, Any]], comparison: Comparison) ->
 
 
 def _markdown(lines: Sequence[Sequence[str]]) -> str:
-    escaped = [[text.replace("|", "\\|").replace("<", "&lt;") for text in line] for line in lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
+    rows = []
+    for line in lines:
+        cells = " | ".join(text.replace("|", "\\|").replace("<", "&lt;") for text in line)
+        rows.append(f"| {cells} |")
+    return "\n".join(rows)
 
 
 def _along_curves(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> str:
-    """A table of the first metric's mean along the curve, for each kind of cost."""
-    metric = f"eval/{comparison.metrics[0]}"
-    label, scale = metric_label(metric)
-    # A run whose groups never had contrast may have no token in the loss.
+    """Return a Markdown table of the first metric's mean along the curve, with a column per kind of cost."""
+    metric = _eval_metrics(comparison)[0]
+    scale = metric_label(metric)[1]
+    # If all rewards of every group are equal, a run may have no token in the loss; there is no mean up to 0 tokens.
     readings = {cost: reading for cost in COSTS if (reading := common_reading(runs, cost)) > 0}
     curves = {(run["arm"], run["seed"]): run["points"] for run in runs}
     seeds = sorted({run["seed"] for run in runs})
@@ -185,16 +221,17 @@ def _along_curves(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> 
     for name in (arm.name for arm in comparison.arms):
         texts = []
         for cost, reading in readings.items():
-            ours, theirs = (
-                [mean_along(curves[arm, seed], cost, reading, metric) for seed in seeds] for arm in (name, base)
-            )
-            gap = None if name == base else interval([a - b for a, b in zip(ours, theirs, strict=True)])
-            texts.append(Cell(interval(ours), gap, scale).text())
+            means, differences = [], []
+            for seed in seeds:
+                mean = mean_along(curves[name, seed], cost, reading, metric)
+                means.append(mean)
+                differences.append(mean - mean_along(curves[base, seed], cost, reading, metric))
+            difference = None if name == base else interval(differences)
+            texts.append(Cell(interval(means), difference, scale).text())
         lines.append([name, *texts])
-    unit = " (%)" if scale == 100 else ""
     head = (
-        f"Mean along the curve of {label}{unit}, up to where the run that got least far stopped: of two arms that end "
-        "alike, the one that rose earlier has more.\n\n"
+        f"Mean along the curve of {_title(metric)}, up to the largest cost that every run reached. If two curves end "
+        "at the same value, the curve that rose earlier has the larger mean.\n\n"
     )
     return f"{head}{_markdown(lines)}\n"
 
@@ -213,44 +250,63 @@ def _at_many_samples(runs: Sequence[Mapping[str, Any]], comparison: Comparison) 
 
 
 def rich_table(runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> FittingTable:
-    """Return the table for a terminal; differences stand below the values."""
+    """Return the table for a terminal, with each difference on a line below its value."""
     from rich.box import SIMPLE_HEAD
 
     base, rows = comparison.arms[0].name, []
     for row in summarize(runs, comparison):
-        name = row.arm if row.arm == base else f"{row.arm}\n  - {base}"
+        name = row.arm
+        if name != base:
+            name = f"{name}\n  - {base}"
         rows.append([name, *("\n".join(cell.texts()) for cell in row.cells), *row.texts()])
     options = {"box": SIMPLE_HEAD, "pad_edge": False, "padding": (0, 1, 0, 0)}
     return FittingTable(headers(comparison), rows, options)
 
 
 def write_csv(runs: Sequence[Mapping[str, Any]], comparison: Comparison, path: Path) -> None:
-    """Writes every evaluation of every run, one per line."""
+    """Write every evaluation of every run as CSV, one per line."""
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["arm", "seed", *COSTS, *comparison.metrics, *TRAINING])
         for run in runs:
             for point in run["points"]:
                 costs = [round(point[name], 6) for name in COSTS]
-                metrics = [point[f"eval/{metric}"] for metric in comparison.metrics]
-                training = [point.get(f"train/{name}") for name in TRAINING]  # nothing before the first step
+                metrics = [point[metric] for metric in _eval_metrics(comparison)]
+                training = [point.get(f"train/{name}") for name in TRAINING]  # None before the first training step
                 writer.writerow([run["arm"], run["seed"], *costs, *metrics, *training])
 
 
 def write_report(runs: Sequence[dict[str, Any]], comparison: Comparison, folder: Path) -> list[Path]:
-    """Writes table, CSV and, where matplotlib is installed, the picture of finished runs with the same seeds."""
+    """
+    Write the report: the table, the CSV file, and the pictures if matplotlib is installed.
+
+    Args:
+        runs (`Sequence[dict[str, Any]]`):
+            Finished runs; every arm has the same seeds.
+        comparison ([`~trl_explore.compare.settings.Comparison`]):
+            Their comparison.
+        folder (`Path`):
+            Folder of the files.
+
+    Returns:
+        `list[Path]`: The files.
+    """
     files = [folder / TABLE, folder / f"{CURVES}.csv"]
     files[0].write_text(markdown_table(runs, comparison), encoding="utf-8")
     write_csv(runs, comparison, files[1])
-    metrics = [f"eval/{metric}" for metric in comparison.metrics]
+    metrics = _eval_metrics(comparison)
     subject = comparison.subject
-    title = f"task {subject['task']}" if "task" in subject else str(subject["model_name_or_path"])
-    # On a CPU other work, and other runs of this comparison, make wall seconds longer.
-    on_cpu = comparison.common.get("use_cpu") and comparison.unit != "seconds"
-    costs = ("tokens", "cpu_seconds" if on_cpu else "seconds")
+    if "task" in subject:
+        title = f"task {subject['task']}"
+    else:
+        title = str(subject["model_name_or_path"])
+    time_cost = "seconds"
+    if comparison.common.get("use_cpu") and comparison.unit != "seconds":
+        time_cost = "cpu_seconds"  # on a CPU, other work and the other runs make wall seconds longer
+    costs = ("tokens", time_cost)
     picture = folder / f"{CURVES}.png"
     try:
         learning_curves(runs, picture, metrics=metrics, costs=costs, title=title, suffixes=[".svg"])
-    except ModuleNotFoundError:  # matplotlib
+    except ModuleNotFoundError:  # matplotlib is an optional dependency
         return files
     return [*files, picture, picture.with_suffix(".svg")]

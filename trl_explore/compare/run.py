@@ -1,7 +1,7 @@
-"""One run: its trainer, what it costs, its curve, and both in its checkpoints.
+"""One run of a comparison: its trainer, its cost and its learning curve. Checkpoints hold cost and curve too.
 
-Costs are generated and trained tokens, process CPU seconds, wall seconds and optimiser steps of training; evaluation
-counts towards none.
+Costs are the generated tokens, trained tokens, CPU seconds of the process, wall seconds and optimizer steps of
+training. Evaluation counts towards none of them.
 """
 
 import itertools
@@ -39,14 +39,14 @@ from trl_explore.trainers.base import ExplorationTrainer, count_sampled, watch
 HELD_OUT_SEED = 0
 TINY_MODEL_BATCH = 512  # completions at a time in evaluations of a tiny model
 RECORD = "comparison.json"
-TRAINING = ("entropy", "frac_reward_zero_std")  # what a curve says of the steps between two evaluations
+TRAINING = ("entropy", "frac_reward_zero_std")  # training metrics that a point has as means since the point before
 
 Evaluate = Callable[["Moment"], Mapping[str, Any]]
-Moment = Literal["start", "middle", "end"]  # of a run's training
+Moment = Literal["start", "middle", "end"]  # of a run's training, at which a model is evaluated
 
 
 class Interrupted(Exception):
-    """Ctrl-C ended a run; its checkpoint is on disk."""
+    """Raised when Ctrl-C ended a run; its checkpoint has been saved."""
 
 
 # --------------------------------------------------------------------------------------------------- costs and curves
@@ -63,27 +63,31 @@ class Run:
     interrupted: bool = False  # Ctrl-C ended the training
 
     def save(self, path: Path) -> None:
-        """Writes the run as JSON, whole or not at all."""
+        """Write the run as JSON; if writing fails, `path` keeps its former content."""
         with whole_file(path) as part:
             part.write_text(json.dumps(asdict(self)))
 
     @classmethod
     def load(cls, path: Path) -> "Run":
-        """Reads what [`~Run.save`] wrote."""
+        """Read a file that [`~Run.save`] wrote."""
         return cls(**json.loads(path.read_text()))
 
 
 def of_step(logs: Mapping[str, Any] | None) -> bool:
-    """Whether a log is of a training step; others are of an evaluation or of the whole training."""
+    """Return whether a log is of a training step, not of an evaluation or of the end of training."""
     return logs is not None and "completions/mean_length" in logs and "train_runtime" not in logs
 
 
 class CostCallback(TrainerCallback):
     """
-    Counts the cost of training steps and stops at a budget.
+    Count the cost of training steps, and stop training when the budget is spent.
 
-    It reads TRL's logs of every step, so `logging_steps` must be 1. Before training, call `count_sampled` with the
-    trainer.
+    The callback reads TRL's logs of every step, so `logging_steps` must be 1. Call `count_sampled` with the trainer
+    before training.
+
+    Args:
+        budget ([`~trl_explore.compare.settings.Budget`]):
+            When to stop training.
     """
 
     def __init__(self, budget: Budget) -> None:
@@ -92,14 +96,14 @@ class CostCallback(TrainerCallback):
         self.history: list[dict[str, float]] = []
         self._started = (0.0, 0.0)
         self._tokens: TokenCount | None = None
-        self._known_tokens = 0  # of the trainer's count, those that `cost` has
+        self._known_tokens = 0  # value of the trainer's count up to which `cost` includes the tokens
 
     def count_sampled(self, trainer: Any) -> None:
-        """Count the tokens that a GRPO trainer samples in training, of any class and by whatever way it samples."""
+        """Count the tokens that a trainer samples in training; it may be any GRPOTrainer, with or without vLLM."""
         self._tokens = count_sampled(trainer)
 
     def count_trained(self, trainer: Any) -> None:
-        """Counts the tokens of every pass through the loss of a trainer in one process, those of streams too."""
+        """Count the tokens in every loss of a trainer in one process, including extra streams of an explorer."""
         watch(trainer, "loss", self._trained)
 
     def _trained(self, model: Any, rows: Any, loss: Any) -> None:
@@ -109,7 +113,7 @@ class CostCallback(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         if self._tokens is None:
             raise RuntimeError("A CostCallback counts no tokens before `count_sampled(trainer)`: call it first.")
-        self._known_tokens = self._tokens.total  # of a resumed run, `cost` is that of its checkpoint
+        self._known_tokens = self._tokens.total  # earlier tokens of a resumed run are in the cost of its checkpoint
 
     def on_step_begin(self, args, state, control, **kwargs):
         self._started = (time.process_time(), time.perf_counter())
@@ -127,43 +131,65 @@ class CostCallback(TrainerCallback):
         self._known_tokens = self._tokens.total
         self.history.append({**asdict(self.cost), **{k: v for k, v in logs.items() if v is not None}})
         if self.budget.is_spent(self.cost):
-            # The end of training is evaluated once; a save that is due at this step still happens.
+            # This stops training after the step, so a save that is due at this step still happens.
             control.should_training_stop = True
 
 
 class Curve(TrainerCallback):
-    """The points of a run. They go with its cost into every checkpoint, so that a resumed run keeps its curve and what
-    is left of its budget, `amount` of `unit`, which a bar shows. It is called after `costs`."""
+    """
+    Collect the points of a run's learning curve, and store them and the run's cost in every checkpoint.
+
+    A resumed run continues its curve and spends only the rest of its budget. Add this callback after `costs`.
+
+    Args:
+        costs ([`~trl_explore.compare.run.CostCallback`]):
+            Counts the cost of the run.
+        unit (`str`):
+            Cost that the budget limits, a field of [`~trl_explore.compare.settings.Cost`].
+        amount (`float`):
+            Budget of the run in that cost.
+        bar (`tqdm`, *optional*):
+            Progress bar that shows how much of the budget is spent.
+    """
 
     def __init__(self, costs: CostCallback, unit: str, amount: float, bar: Any = None) -> None:
         self.costs, self.unit, self.amount = costs, unit, amount
-        self.bar, self.bar_start = bar, 0 if bar is None else bar.n
+        self.bar = bar
+        self.bar_start = 0 if bar is None else bar.n
         self.points: list[dict[str, Any]] = []
 
     def note(self, metrics: Mapping[str, Any]) -> None:
-        """Puts a measurement beside the cost so far."""
+        """Add a point: the metrics and the cost so far."""
         self.points.append({**asdict(self.costs.cost), **metrics})
 
     def finished(self, state: Any) -> bool:
-        """Whether a checkpoint leaves nothing to train."""
+        """Return whether the run is complete, so that its newest checkpoint need not be resumed."""
         return False
 
     def write(self, args: Any, state: Any) -> None:
-        """Adds the record to the newest checkpoint."""
+        """Write cost and curve into the newest checkpoint."""
         record = {"finished": self.finished(state), "cost": asdict(self.costs.cost), "points": self.points}
         path = Path(args.output_dir) / f"checkpoint-{state.global_step}" / RECORD
         with whole_file(path) as part:
             part.write_text(json.dumps({**record, "steps": self.costs.history}))
 
     def restore(self, folder: str | Path) -> str | None:
-        """Goes back to the newest checkpoint from which something is left to train, and removes newer ones."""
+        """
+        Restore cost and curve from the newest checkpoint that can be resumed, and remove newer checkpoints.
+
+        Returns:
+            `str` or `None`: Folder of the checkpoint. None if there is no such checkpoint.
+        """
         while (checkpoint := last_complete_checkpoint(folder)[0]) is not None:
-            record = Path(checkpoint) / RECORD  # missing where the process was killed between the two
-            found = json.loads(record.read_text()) if record.is_file() else None
+            found = None
+            record = Path(checkpoint) / RECORD
+            # The record is missing if the process was killed between saving the checkpoint and writing the record.
+            if record.is_file():
+                found = json.loads(record.read_text())
             if found and not found.get("finished"):
                 self.costs.cost = Cost(**found["cost"])
                 self.costs.history, self.points = found["steps"], found["points"]
-                if self.bar is not None:  # its rate and the time left are of what is sampled from now on
+                if self.bar is not None:  # with `initial`, tqdm computes its rate from the steps of this process alone
                     self.bar.initial += self._position() - self.bar.n
                     self.bar.n = self.bar.last_print_n = self._position()
                 return checkpoint
@@ -171,7 +197,8 @@ class Curve(TrainerCallback):
         return None
 
     def _position(self) -> int:
-        return self.bar_start + int(min(vars(self.costs.cost)[self.unit], self.amount))
+        """Return the value of the progress bar at the cost so far."""
+        return self.bar_start + int(min(getattr(self.costs.cost, self.unit), self.amount))
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if self.bar is not None and of_step(logs):
@@ -180,7 +207,21 @@ class Curve(TrainerCallback):
 
 
 class Milestones(Curve):
-    """A comparison's curve: evaluates and saves at even shares of the budget. `interrupt` is called before it."""
+    """
+    Learning curve of a comparison's run: evaluates and saves at even shares of the budget.
+
+    Args:
+        comparison ([`~trl_explore.compare.settings.Comparison`]):
+            The comparison.
+        costs ([`~trl_explore.compare.run.CostCallback`]):
+            Counts the cost of the run. Add it to the trainer first.
+        interrupt ([`~trl_explore.saving.interrupt.InterruptCallback`]):
+            Stops the run on Ctrl-C. Add it to the trainer before this callback.
+        evaluate (`Callable`):
+            Function of the moment (`"start"`, `"middle"` or `"end"`) that returns the model's metrics.
+        bar (`tqdm`):
+            Progress bar, or None.
+    """
 
     def __init__(
         self, comparison: Comparison, costs: CostCallback, interrupt: InterruptCallback, evaluate: Evaluate, bar: Any
@@ -189,23 +230,30 @@ class Milestones(Curve):
         self.comparison, self.interrupt, self.evaluate = comparison, interrupt, evaluate
 
     def share(self, cost: Mapping[str, float]) -> int:
-        """How many of the evaluations after the first are due at a cost."""
+        """Return the number of evaluations, without the first, that are due at a cost."""
         return int(min(1.0, cost[self.unit] / self.amount) * self.comparison.evaluations)
 
     @property
     def due(self) -> bool:
-        """Whether the next evaluation is."""
-        return not self.points or self.share(vars(self.costs.cost)) > self.share(self.points[-1])
+        """Whether the next evaluation is due."""
+        return not self.points or self.share(asdict(self.costs.cost)) > self.share(self.points[-1])
 
     def finished(self, state: Any) -> bool:
         return self.comparison.budget.is_spent(self.costs.cost) or state.global_step >= state.max_steps
 
     def measure(self, state: Any) -> None:
-        """Puts the current model on the curve, with what the steps since the point before were like."""
-        since = self.points[-1]["step"] if self.points else 0
+        """Evaluate the model and add a point, which also has training metrics averaged since the point before."""
+        moment: Moment = "start"
+        since = 0
+        if self.points:
+            moment, since = "middle", self.points[-1]["step"]
+        if self.finished(state):
+            moment = "end"
         steps = [entry for entry in self.costs.history if entry["step"] > since]
-        training = {f"train/{name}": fmean(entry[name] for entry in steps) for name in TRAINING if steps}
-        moment: Moment = "end" if self.finished(state) else "middle" if self.points else "start"
+        training = {}
+        if steps:
+            for name in TRAINING:
+                training[f"train/{name}"] = fmean(entry[name] for entry in steps)
         self.note({**training, **self.evaluate(moment)})
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -234,7 +282,25 @@ class Milestones(Curve):
 def task_trainer(
     arm: Arm, task: Any, start: str | Path, config: Any, *, num_train: int | None = None, rows: Any = None, **more: Any
 ) -> Any:
-    """The trainer of an arm on a task with a tiny model; `rows` are those that an agent is evaluated on."""
+    """
+    Build the trainer of an arm on a task with a tiny model.
+
+    Args:
+        arm ([`~trl_explore.compare.settings.Arm`]):
+            The arm; its method decides the trainer's class.
+        task ([`~trl_explore.tasks.TeachableTask`]):
+            The task.
+        start (`str` or `Path`):
+            Folder of the model.
+        config ([`~trl.GRPOConfig`]):
+            Configuration of the trainer.
+        num_train (`int`, *optional*):
+            Number of training problems. By default the task decides.
+        rows (*optional*):
+            Evaluation data set of an agent. Other tasks are evaluated by a callback and ignore it.
+        **more:
+            Further arguments of the trainer.
+    """
     of_run = EmbeddedTask(task)
     given = of_run.trainer_arguments(seed=config.seed, evaluates=False)
     if num_train is not None:
@@ -246,8 +312,15 @@ def task_trainer(
 
 
 def held_out_split(comparison: Comparison, arguments: RunArguments) -> tuple[Any, list[dict[str, Any]]]:
-    """Training rows and held-out rows of a user's data set: the split that `dataset_test_split` names, or rows that
-    are taken out of the training split."""
+    """
+    Return training rows and held-out rows of a user's data set.
+
+    The held-out rows come from the split `dataset_test_split`. If the comparison does not name this split, they are
+    removed from the training split.
+
+    Raises:
+        UsageError: If the training split is streamed or has too few rows.
+    """
     script, _, _, mixture = arguments
     named = "dataset_test_split" in comparison.subject
     train, test = load_train_and_eval(script, mixture, needs_eval=named)
@@ -264,13 +337,32 @@ def held_out_split(comparison: Comparison, arguments: RunArguments) -> tuple[Any
 
 
 def build_run(comparison: Comparison, arm: Arm, *, seed: int, folder: Path, start: str | None) -> tuple[Any, Evaluate]:
-    """The trainer of one run, and what measures its model; `start` is the folder of a model that was taught a task."""
+    """
+    Build the trainer of one run, and the function that evaluates its model.
+
+    Args:
+        comparison ([`~trl_explore.compare.settings.Comparison`]):
+            The comparison.
+        arm ([`~trl_explore.compare.settings.Arm`]):
+            The arm.
+        seed (`int`):
+            Seed of the run.
+        folder (`Path`):
+            Folder of the run's checkpoints.
+        start (`str`, *optional*):
+            Folder of the warm start. None if the run begins without a warm start.
+
+    Returns:
+        `tuple[GRPOTrainer, Callable]`: The trainer, and a function of the moment (`"start"`, `"middle"` or `"end"`)
+        that returns the model's metrics.
+    """
     arguments = run_arguments(comparison, arm, seed=seed, folder=str(folder))
     config, task = arguments[1], comparison.task
     agent, count = task is not None and task.is_agent, comparison.samples_at_ends
-    options: dict[str, Any] = {}  # of the callback that measures
+    options: dict[str, Any] = {}  # of `PassAtKCallback`
     if agent:
-        vars(config).update(agent_evaluation_options(comparison.num_samples))
+        for name, value in agent_evaluation_options(comparison.num_samples).items():
+            setattr(config, name, value)
     if task is None:
         train, rows = held_out_split(comparison, arguments)
         trainer = find_method(arm.method).trainer_class(**{**trainer_arguments(arguments), "train_dataset": train})
@@ -293,13 +385,32 @@ def build_run(comparison: Comparison, arm: Arm, *, seed: int, folder: Path, star
         many = agent_end_samples(trainer, len(rows), count)
     else:
         many = end_samples(comparison, trainer, rows, **options)
-    # More samples at the end of a run, and at the start of the first arm's: all runs of a seed start alike.
+    # All runs of a seed start from the same model, so only the first arm takes many samples at the start.
     ends = ("start", "end") if arm == comparison.arms[0] else ("end",)
-    return trainer, lambda moment: {**usual(), **(many() if moment in ends else {})}
+
+    def evaluate(moment: Moment) -> dict[str, Any]:
+        metrics = usual()
+        if moment in ends:
+            metrics |= many()
+        return metrics
+
+    return trainer, evaluate
 
 
 def sampled_metrics(comparison: Comparison, trainer: Any, rows: Any, **options: Any) -> Callable[[], dict[str, Any]]:
-    """Measures what a comparison asks for over several samples per held-out prompt, and which of them succeeded."""
+    """
+    Return a function that measures the comparison's metrics on held-out prompts, and counts successes per prompt.
+
+    Args:
+        comparison ([`~trl_explore.compare.settings.Comparison`]):
+            The comparison.
+        trainer ([`~trl.GRPOTrainer`]):
+            Trainer whose model is measured.
+        rows (`Sequence[dict[str, Any]]`):
+            Held-out prompts, with the columns that the rewards need.
+        **options:
+            Further arguments of [`~trl_explore.PassAtKCallback`].
+    """
     k, maj_k, coverage_k = (comparison.values_of_k(kind) for kind in ("pass", "maj", "coverage"))
     evaluation = PassAtKCallback(
         trainer,
@@ -323,7 +434,7 @@ def sampled_metrics(comparison: Comparison, trainer: Any, rows: Any, **options: 
 
 
 def end_samples(comparison: Comparison, trainer: Any, rows: Any, **options: Any) -> Callable[[], dict[str, list[int]]]:
-    """Counts how many of a comparison's `samples_at_ends` succeed, by problem."""
+    """Return a function that counts the successes per problem out of the comparison's `samples_at_ends` samples."""
     evaluation = PassAtKCallback(
         trainer,
         rows,
@@ -356,15 +467,35 @@ def train_run(
     bar: Any,
     interrupt: InterruptCallback | None = None,
 ) -> Run:
-    """Train one arm of a comparison on one seed, from the beginning (`start` as for [`build_run`]) or from where it
-    was interrupted. After Ctrl-C, by default, the checkpoint is saved and Interrupted raised."""
+    """
+    Train one arm of a comparison on one seed, or resume the run from its newest checkpoint.
+
+    Args:
+        comparison ([`~trl_explore.compare.settings.Comparison`]):
+            The comparison.
+        arm ([`~trl_explore.compare.settings.Arm`]):
+            The arm.
+        seed (`int`):
+            Seed of the run.
+        folder (`Path`):
+            Folder of the run's checkpoints.
+        start (`str`, *optional*):
+            Folder of the warm start. None if the run begins without a warm start.
+        bar (`tqdm`):
+            Progress bar that shows how much of the budget is spent, or None.
+        interrupt ([`~trl_explore.saving.interrupt.InterruptCallback`], *optional*):
+            Decides when to save and stop early. By default on Ctrl-C.
+
+    Raises:
+        Interrupted: If `interrupt` stopped the run. The checkpoint has been saved.
+    """
     trainer, evaluate = build_run(comparison, arm, seed=seed, folder=folder, start=start)
     costs, interrupt = CostCallback(comparison.budget), interrupt or InterruptCallback()
     milestones = Milestones(comparison, costs, interrupt, evaluate, bar)
     costs.count_sampled(trainer)
     costs.count_trained(trainer)
     if isinstance(trainer, ExplorationTrainer):
-        # The budget ends a run long before `max_steps`, so a share that falls over training falls over the budget.
+        # The budget ends a run long before `max_steps`, so schedules must follow the budget, not the steps.
         trainer.end_by_budget(lambda: comparison.budget.share_spent(costs.cost))
     for callback in (costs, interrupt, milestones):
         trainer.add_callback(callback)

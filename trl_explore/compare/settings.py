@@ -1,4 +1,4 @@
-"""What a comparison is: its YAML file and flags, checked and completed before anything is trained."""
+"""Settings of a comparison, read from its YAML file and flags. They are checked and completed before training."""
 
 import math
 import re
@@ -20,10 +20,11 @@ from trl_explore.runs.yaml_values import read_count, read_mapping, read_number
 from trl_explore.tasks.tiny_model import HEAD_SIZE
 from trl_explore.visible_text import visible_text
 
-COST_OF_UNIT = {"tokens": "tokens", "seconds": "seconds", "steps": "step"}  # and what costs call it
+COST_OF_UNIT = {"tokens": "tokens", "seconds": "seconds", "steps": "step"}  # unit of a budget: field of `Cost`
 METRICS = ("greedy_accuracy", "reward", "pass_at_1", "pass_at_8", "maj_at_8", "coverage_at_8")
 COUNTED = re.compile(r"(pass|maj|coverage)_at_([1-9]\d*)")
-# What the comparison itself decides; the others of its kind come from these.
+# Configuration fields that the comparison sets itself, with the reason that its error messages give. They may not be
+# in `common` or in the `options` of an arm.
 OWNED = {
     "output_dir": "it is --output_dir",
     "seed": "it is `seeds`",
@@ -32,8 +33,9 @@ OWNED = {
     "eval_strategy": "it is `evaluations`",
     "push_to_hub": "publish the arm that you choose",
 }
-# What every arm gets unless `common` says otherwise: the length of a run is not known in advance, and of its
-# checkpoints the last is enough to continue from; the one before is for a kill while that is written.
+# Configuration fields of every arm unless `common` sets them. The budget ends a run, so `max_steps` is high and the
+# learning rate constant. A run resumes from its last checkpoint. It keeps two, because the process may be killed while
+# it writes the last one.
 DEFAULTS = {
     "max_steps": 100_000,
     "lr_scheduler_type": "constant",
@@ -45,13 +47,13 @@ DEFAULTS = {
 
 @dataclass
 class Cost:
-    """What training has used so far: `step`, generated `tokens`, those in the loss, `cpu_seconds`, wall `seconds`."""
+    """Cost of training so far."""
 
-    step: int = 0
-    tokens: float = 0.0
-    trained_tokens: float = 0.0
-    cpu_seconds: float = 0.0
-    seconds: float = 0.0
+    step: int = 0  # optimizer steps
+    tokens: float = 0.0  # generated
+    trained_tokens: float = 0.0  # in the loss
+    cpu_seconds: float = 0.0  # of the process in training steps
+    seconds: float = 0.0  # wall seconds of training steps
 
 
 @dataclass(frozen=True)
@@ -59,51 +61,87 @@ class Arm:
     """One side of a comparison."""
 
     name: str  # label in tables and plots
-    method: str  # of `trl_explore.methods.METHODS`, or a trainer's import path
-    options: dict[str, Any] = field(default_factory=dict)  # configuration fields that differ from the common ones
+    method: str  # name in `trl_explore.methods.METHODS`, or a trainer's import path
+    options: dict[str, Any] = field(default_factory=dict)  # configuration fields of this arm, which override `common`
 
 
 @dataclass
 class Budget:
-    """When to stop; whichever is reached first."""
+    """Limits of the training cost. Training stops when it reaches one of them."""
 
-    tokens: float = float("inf")  # generated ones, of extra streams too
+    tokens: float = float("inf")  # generated tokens, including extra streams
     cpu_seconds: float = float("inf")  # of training steps
-    steps: int = 100_000  # of the optimiser
+    steps: int = 100_000  # optimizer steps
     seconds: float = float("inf")  # wall seconds of training steps
 
     def is_spent(self, cost: "Cost") -> bool:
-        """Whether `cost` has reached any of them."""
+        """Return whether `cost` has reached one of the limits."""
         return self.share_spent(cost) >= 1
 
     def share_spent(self, cost: "Cost") -> float:
-        """How much of it `cost` has used, from 0 to 1 and beyond."""
-        used = [vars(cost)[name] / vars(self)[name] for name in ("tokens", "cpu_seconds", "seconds")]
-        return max(*used, cost.step / self.steps)
+        """Return the largest ratio of a cost to its limit: 1 when the budget is spent, more if a step exceeds it."""
+        return max(
+            cost.tokens / self.tokens,
+            cost.cpu_seconds / self.cpu_seconds,
+            cost.seconds / self.seconds,
+            cost.step / self.steps,
+        )
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything that decides what a comparison computes."""
+    """
+    Settings that decide what a comparison computes.
 
-    subject: dict[str, Any]  # fields of `trl-explore train`: model and data, model and `task`, or an embedded `task`
-    unit: str  # what is equal for all arms: "tokens", "seconds" or "steps"
-    amount: float  # of it for each run
+    Args:
+        subject (`dict[str, Any]`):
+            Fields of `trl-explore train` that name a model and data, a model and a `task`, or an embedded `task`.
+        unit (`str`):
+            Unit of the budget, which is equal for all arms: `"tokens"`, `"seconds"` or `"steps"`.
+        amount (`float`):
+            Budget of each run in that unit.
+        seeds (`tuple[int, ...]`):
+            Seeds; every arm has a run per seed.
+        arms (`tuple[Arm, ...]`):
+            Arms, with the options that suit the task filled in. Differences are to the first arm.
+        common (`dict[str, Any]`):
+            Configuration fields of all arms.
+        metrics (`tuple[str, ...]`):
+            Metrics in the table and the picture, such as `"pass_at_8"`.
+        evaluations (`int`):
+            Evaluations per run after the one before training, at even shares of the budget.
+        num_eval (`int`):
+            Number of held-out problems.
+        success_threshold (`float`, *optional*):
+            Smallest total reward of a success in the evaluation.
+        success_reward (`str`, *optional*):
+            Reward function that decides success in the evaluation instead of the total reward.
+        warm_start_steps (`int`, *optional*):
+            Supervised training steps that teach the task to the model. None for no warm start.
+        samples_at_ends (`int`, *optional*):
+            Samples per held-out problem before and after training, for pass@k at large k. None for none.
+        model_size (`dict[str, Any]`):
+            `hidden_size` and `num_layers` of an embedded task's model, if they differ from the tiny model's.
+    """
+
+    subject: dict[str, Any]
+    unit: str
+    amount: float
     seeds: tuple[int, ...]
-    arms: tuple[Arm, ...]  # with every option filled in; differences are to the first
-    common: dict[str, Any]  # configuration fields of all arms
-    metrics: tuple[str, ...]  # what table and picture show
-    evaluations: int  # per run after the first, at even shares of the budget
-    num_eval: int  # held-out problems
-    success_threshold: float | None  # smallest total reward of a success in the evaluation
-    success_reward: str | None  # function that decides success there, in the place of the total
-    warm_start_steps: int | None  # that teach the task to the model
-    samples_at_ends: int | None  # per held-out problem before and after training, for pass@k at large k
-    model_size: dict[str, Any]  # `hidden_size` and `num_layers` where not the tiny model's
+    arms: tuple[Arm, ...]
+    common: dict[str, Any]
+    metrics: tuple[str, ...]
+    evaluations: int
+    num_eval: int
+    success_threshold: float | None
+    success_reward: str | None
+    warm_start_steps: int | None
+    samples_at_ends: int | None
+    model_size: dict[str, Any]
 
     @property
     def task(self) -> RunTask | None:
-        """The task, or `None` where the user has data of his own."""
+        """The task, or None if the comparison uses the user's own data."""
         if "task" not in self.subject:
             return None
         return find_run_task(self.subject["task"], self.subject.get("task_config"))
@@ -121,35 +159,45 @@ class Comparison:
         """
         if self.warm_start_steps is None:
             return None
-        return seed if self.builds_model else WARM_START_SEED
+        if self.builds_model:
+            return seed
+        return WARM_START_SEED
 
     @property
     def budget(self) -> Budget:
-        """When a run stops."""
+        """Budget of each run."""
         amount: Any = int(self.amount) if self.unit == "steps" else self.amount
         return Budget(**{self.unit: amount})
 
     @property
     def cost(self) -> str:
-        """The cost that `unit` counts, a field of [`~trl_explore.compare.settings.Cost`]."""
+        """Field of [`~trl_explore.compare.settings.Cost`] that the budget limits."""
         return COST_OF_UNIT[self.unit]
 
     @property
     def num_samples(self) -> int:
-        """Samples per held-out problem: as many as the largest k asks for, and at least 8 (agents 4)."""
+        """Number of samples per held-out problem: the largest k of the metrics, but at least 8 (4 for agents)."""
         fewest = AGENT_SAMPLES if self.task is not None and self.task.is_agent else 8
-        return max([fewest, *(k for kind in ("pass", "maj", "coverage") for k in self.values_of_k(kind))])
+        return max([fewest, *self.values_of_k("pass"), *self.values_of_k("maj"), *self.values_of_k("coverage")])
 
     def values_of_k(self, kind: str) -> tuple[int, ...]:
-        """The k of the metrics of one kind, such as 8 of `pass_at_8`, ascending."""
-        found = [COUNTED.fullmatch(name) for name in self.metrics]
-        return tuple(sorted({int(match[2]) for match in found if match and match[1] == kind}))
+        """Return the values of k, ascending, of the metrics of one kind (`"pass"`, `"maj"` or `"coverage"`)."""
+        found = set()
+        for name in self.metrics:
+            match = COUNTED.fullmatch(name)
+            if match and match[1] == kind:
+                found.add(int(match[2]))
+        return tuple(sorted(found))
 
     def document(self) -> dict[str, Any]:
-        """The comparison as its YAML file would have it."""
-        names = ("success_threshold", "success_reward", "warm_start_steps", "samples_at_ends")
-        optional = {name: vars(self)[name] for name in names}
-        optional["model_size"] = self.model_size or None
+        """Return the comparison as the content of a YAML file that [`read_comparison`] reads."""
+        optional = {
+            "success_threshold": self.success_threshold,
+            "success_reward": self.success_reward,
+            "warm_start_steps": self.warm_start_steps,
+            "samples_at_ends": self.samples_at_ends,
+            "model_size": self.model_size or None,
+        }
         return {
             **self.subject,
             "budget": {self.unit: self.amount},
@@ -164,14 +212,23 @@ class Comparison:
 
 
 def arm_folder(name: str) -> str:
-    """The folder of an arm: its name in letters, digits and single hyphens."""
+    """Return an arm's name as part of a folder's name: in lower-case letters, digits and single hyphens."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def read_comparison(document: Mapping[str, Any]) -> Comparison:
-    """Check a comparison's document, flags in it, and fill it in. UsageError names field, value and remedy."""
-    named = [spec.name for cls in (TrainArguments, ModelConfig, DatasetMixtureConfig) for spec in fields(cls)]
-    subject_names = {*named} - {"method", "trainer", "warm_start_steps"}
+    """
+    Check the document of a comparison and fill in its defaults.
+
+    Args:
+        document (`Mapping[str, Any]`):
+            Content of the YAML file, with the flags of the command line merged into it.
+
+    Raises:
+        UsageError: If a field is wrong. The message names the field, its value and the remedy.
+    """
+    specs = [*fields(TrainArguments), *fields(ModelConfig), *fields(DatasetMixtureConfig)]
+    subject_names = {spec.name for spec in specs} - {"method", "trainer", "warm_start_steps"}
     own = {spec.name for spec in fields(Comparison)} - {"subject", "unit", "amount"} | {"budget"}
     for name in document:
         if name not in own | subject_names:
@@ -237,11 +294,13 @@ def _find_task(subject: Mapping[str, Any]) -> RunTask | None:
 
 
 def _options_of_task(task: RunTask | None) -> dict[str, Any]:
-    """Fields of all arms that suit a task. TRL's defaults need a GPU, so without one they are fields for a CPU."""
+    """Return configuration fields for all arms that suit the task, and the machine if it has no GPU."""
     if task is None:
         return {}
-    on_cpu = not task.has_tiny_model and available_accelerator() is None
-    return {**({"use_cpu": True, "bf16": False} if on_cpu else {}), **task.options}
+    options: dict[str, Any] = {}
+    if not task.has_tiny_model and available_accelerator() is None:
+        options = {"use_cpu": True, "bf16": False}  # TRL's defaults need a GPU
+    return {**options, **task.options}
 
 
 def _read_num_eval(given: Any, task: RunTask | None) -> int:
@@ -314,19 +373,25 @@ def _read_arm(place: str, entry: Any, task: RunTask | None, common: Mapping[str,
 
 
 def _default_methods(task: RunTask | None) -> list[str]:
-    """GRPO first, because differences are to the first arm; a data set has no tools."""
-    others = [row for row in METHODS.values() if not row.plain]
-    if task is None:
-        suited = [row for row in others if not row.needs_tools]
-    else:
-        suited = [row for row in others if task.method_options(row) is not None]
-    return ["grpo", *(row.name for row in suited)]
+    """Return GRPO, followed by the methods that suit the task. A data set has no tools, so agent methods do not."""
+    names = ["grpo"]  # the first arm, because differences are to the first arm
+    for row in METHODS.values():
+        if row.plain:
+            continue
+        suits = not row.needs_tools if task is None else task.method_options(row) is not None
+        if suits:
+            names.append(row.name)
+    return names
 
 
 def _read_metrics(given: Any, task: RunTask | None) -> tuple[str, ...]:
     if given is None:
-        return ("reward", "greedy_accuracy", "pass_at_1", "pass_at_8") if task is None else task.metrics
-    names = [str(name).replace("@", "_at_") for name in (given if isinstance(given, list) else [given])]
+        if task is not None:
+            return task.metrics
+        return ("reward", "greedy_accuracy", "pass_at_1", "pass_at_8")
+    if not isinstance(given, list):
+        given = [given]
+    names = [str(name).replace("@", "_at_") for name in given]
     for name in names:
         if name not in METRICS and not COUNTED.fullmatch(name):
             raise UsageError(
@@ -362,7 +427,7 @@ def _model_size(given: Any, task: RunTask | None) -> dict[str, Any]:
 
 
 def _check_fields(comparison: Comparison) -> None:
-    """Whether every arm's configuration can be built, for each of them as it will be."""
+    """Build every arm's configuration to find wrong fields; raise a UsageError that names the first one."""
     for arm in comparison.arms:
         specs = {spec.name for spec in fields(find_method(arm.method).config_class) if spec.init}
         for place, options in (("common", comparison.common), (f"options of {arm.name}", arm.options)):
@@ -394,7 +459,19 @@ def _check_fields(comparison: Comparison) -> None:
 
 
 def run_arguments(comparison: Comparison, arm: Arm, *, seed: int, folder: str) -> RunArguments:
-    """The arguments of one run, as `trl-explore train` would have them; checkpoints go to `folder`."""
+    """
+    Return the arguments of one run, as `trl-explore train` parses them.
+
+    Args:
+        comparison ([`~trl_explore.compare.settings.Comparison`]):
+            The comparison.
+        arm ([`~trl_explore.compare.settings.Arm`]):
+            The arm.
+        seed (`int`):
+            Seed of the run.
+        folder (`str`):
+            Folder of the run's checkpoints.
+    """
     subject = {} if comparison.builds_model else comparison.subject
     fixed = {"method": arm.method, "seed": seed, "output_dir": folder, "logging_steps": 1}
     return build_arguments({**subject, **comparison.common, **arm.options, **fixed})

@@ -1,4 +1,4 @@
-"""Carrying a comparison out: one run after the other, or side by side in processes with a line for every arm."""
+"""Execution of a comparison: one run after the other, or several at a time in worker processes."""
 
 import shlex
 import sys
@@ -28,26 +28,39 @@ from trl_explore.runs.workers import AT_WORK, Job, WorkerFailed, Workers, count_
 from trl_explore.saving.full_disk import SAID
 from trl_explore.saving.interrupt import InterruptCallback
 
-SECONDS_BETWEEN_LINES = 60  # of a run, where the output is no terminal
+SECONDS_BETWEEN_LINES = 60  # per run, if the output is not a terminal
 
 
 class HangUpCallback(InterruptCallback):
-    """Saves and stops a run when the parent has hung up, as its parent class does on Ctrl-C."""
+    """
+    Save and stop a run when the parent process has closed its connection.
+
+    Args:
+        connection (`Connection`):
+            Connection to the parent process.
+    """
 
     def __init__(self, connection: Connection) -> None:
         super().__init__()
         self.connection = connection
 
     def on_train_begin(self, args, state, control, **kwargs):
-        """No handler: Ctrl-C is for the parent."""
+        """Install no signal handler, because the parent process handles Ctrl-C."""
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.interrupted = self.connection.poll()  # the parent says nothing while a run is at work: it is gone
+        # The parent sends nothing during a run, so the connection is readable only if the parent has closed it.
+        self.interrupted = self.connection.poll()
         super().on_step_end(args, state, control, **kwargs)
 
 
 class Teller:
-    """Stands where a run wants a `tqdm` bar, and tells the parent."""
+    """
+    Stand-in for a `tqdm` bar that sends a run's progress to the parent process.
+
+    Args:
+        connection (`Connection`):
+            Connection to the parent process.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -55,24 +68,24 @@ class Teller:
         self.reward = ""
 
     def set_postfix(self, *, reward: str, **_: object) -> None:
-        """Keeps the reward of the current step."""
+        """Store the reward of the current step, for the next update."""
         self.reward = reward
 
     def update(self, more: int) -> None:
-        """Tells how much of the run's budget is spent, and the reward."""
+        """Send the spent part of the run's budget, and the reward."""
         self.n += more
-        with suppress(ConnectionError):  # the parent is gone: the run is about to be saved and stopped
+        with suppress(ConnectionError):  # the parent is gone, so `HangUpCallback` saves and stops the run
             self.connection.send((AT_WORK, (self.n, self.reward)))
 
 
 def teach_job(connection: Connection, comparison: Comparison, seed: int) -> str:
-    """A job: [`~trl_explore.compare.folder.teach`]."""
+    """Call [`~trl_explore.compare.folder.teach`] in a worker process."""
     quiet()
-    if comparison.builds_model:  # one per seed, side by side
+    if comparison.builds_model:  # there is a warm start per seed, and several are trained at the same time
         torch.set_num_threads(1)
         return teach(comparison, seed, progress=False)
     datasets.disable_progress_bars()
-    return teach(comparison, seed, progress=True)  # one for all seeds, which takes minutes
+    return teach(comparison, seed, progress=True)  # one warm start for all seeds, which takes minutes
 
 
 def train_job(
@@ -85,11 +98,34 @@ def train_job(
     threads: int,
     row: Method,
 ) -> dict[str, Any]:
-    """A job: one run, whose result is written to the comparison's folder; the last point of its curve."""
+    """
+    Train one run in a worker process, and write its result into the comparison's folder.
+
+    Args:
+        connection (`Connection`):
+            Connection to the parent process.
+        comparison ([`~trl_explore.compare.settings.Comparison`]):
+            The comparison.
+        path (`Path`):
+            The comparison's folder.
+        arm ([`~trl_explore.compare.settings.Arm`]):
+            The arm.
+        seed (`int`):
+            Seed of the run.
+        start (`str`, *optional*):
+            Folder of the warm start. None if the run begins without a warm start.
+        threads (`int`):
+            Number of threads that PyTorch uses.
+        row ([`~trl_explore.methods.Method`]):
+            The arm's method, which may have been registered in the parent process only.
+
+    Returns:
+        `dict[str, Any]`: Last point of the run's curve.
+    """
     quiet()
     datasets.disable_progress_bars()
     torch.set_num_threads(threads)
-    METHODS.setdefault(row.name, row)  # this process does not know one that was added at run time
+    METHODS.setdefault(row.name, row)  # a method that the parent registered at run time is missing here
     folder = ComparisonFolder(comparison, path).of_run(arm, seed)
     teller, hang_up = Teller(connection), HangUpCallback(connection)
     try:
@@ -102,16 +138,27 @@ def train_job(
 
 
 class ArmLines:
-    """A live line per arm. Where the output is no terminal: a line of text for every finished run, and for every run
-    that takes long, one in a minute at most."""
+    """
+    Progress of a comparison: a live line per arm, if the output is a terminal.
+
+    If it is not, each finished run prints a line of text, and a long run prints one per minute at most.
+
+    Args:
+        folder ([`~trl_explore.compare.folder.ComparisonFolder`]):
+            Folder of the comparison.
+        console (`rich.console.Console`):
+            The output.
+    """
 
     def __init__(self, folder: ComparisonFolder, console: Console) -> None:
         self.folder, self.console, self.comparison = folder, console, folder.comparison
-        self.spent = {(arm.name, seed): 0.0 for arm in self.comparison.arms for seed in self.comparison.seeds}
+        self.spent: dict[tuple[str, int], float] = {}
+        for arm in self.comparison.arms:
+            self.spent |= {(arm.name, seed): 0.0 for seed in self.comparison.seeds}
         missing = {(arm.name, seed) for arm, seed in folder.missing()}
         self.finished = self.spent.keys() - missing
         self.spent |= dict.fromkeys(self.finished, self.comparison.amount)
-        self.told_at = dict.fromkeys(missing, time.monotonic())  # when a run had its last line of text
+        self.printed_at = dict.fromkeys(missing, time.monotonic())  # time of a run's last line of text
         columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn())
         self.progress = Progress(
             *columns,
@@ -129,37 +176,39 @@ class ArmLines:
             self._draw(name, "")
 
     def taught(self, count: int, total: int) -> None:
-        """Shows how many models have been taught the task."""
+        """Show how many warm starts are finished."""
         self.progress.update(self.warm_starts, completed=count, total=total, visible=count < total)
         if total and not self.console.is_terminal:
             self.print(f"{count}/{total} warm starts")
 
     def at_work(self, arm: Arm, seed: int, spent: float, reward: str) -> None:
-        """Shows a step of a run."""
+        """Show the progress of a run: the spent part of its budget, and the reward of its newest step."""
         self.spent[arm.name, seed] = spent
         self._draw(arm.name, f", reward {reward}")
         now = time.monotonic()
-        if not self.console.is_terminal and now - self.told_at[arm.name, seed] >= SECONDS_BETWEEN_LINES:
-            self.told_at[arm.name, seed] = now
+        if not self.console.is_terminal and now - self.printed_at[arm.name, seed] >= SECONDS_BETWEEN_LINES:
+            self.printed_at[arm.name, seed] = now
             share = 100 * spent / self.comparison.amount
             self.print(f"{arm.name}, seed {seed}: {share:.0f} % of its budget, reward {reward}")
 
     def done(self, arm: Arm, seed: int, point: dict[str, Any]) -> None:
-        """Shows the end of a run."""
+        """Show that a run is finished; `point` is the last point of its curve."""
         self.finished.add((arm.name, seed))
         self.spent[arm.name, seed] = self.comparison.amount
         self._draw(arm.name, "")
         if not self.console.is_terminal:
             metric = f"eval/{self.comparison.metrics[0]}"
             label, scale = metric_label(metric)
-            shown = f"{scale * point[metric]:.1f} %" if scale == 100 else f"{point[metric]:.3f}"
+            shown = f"{point[metric]:.3f}"
+            if scale == 100:
+                shown = f"{100 * point[metric]:.1f} %"
             self.print(
                 f"{len(self.finished)}/{self.folder.num_runs} {arm.name}, seed {seed}: {label} {shown}, "
                 f"{point['seconds']:.0f} wall seconds of training"
             )
 
     def print(self, text: str) -> None:
-        """Prints a line."""
+        """Print a line of text."""
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _draw(self, name: str, more: str) -> None:
@@ -170,33 +219,44 @@ class ArmLines:
 
 
 def _teach_side_by_side(jobs: list[Job], workers: Workers, lines: ArmLines, starts: dict[int, str]) -> None:
-    """Carry out the warm starts, and put the folders of the models into `starts` by their seeds."""
+    """Train the warm starts, and put the models' folders into `starts`, by seed."""
     try:
         lines.taught(0, len(jobs))
         for job, _, value in workers.do(jobs):
             starts[job.arguments[1]] = value
             lines.taught(len(starts), len(jobs))
     except KeyboardInterrupt:
-        workers.kill()  # an interrupted warm start leaves nothing in the cache
+        workers.kill()  # safe, because a warm start is in the cache only when it is complete
         raise
 
 
 def train_side_by_side(folder: ComparisonFolder, workers: Workers, lines: ArmLines) -> Iterator[int]:
-    """Trains the missing runs, several at a time; yields a seed when all its runs are finished."""
+    """
+    Train the missing runs in worker processes, and yield each seed when all its runs are finished.
+
+    Args:
+        folder ([`~trl_explore.compare.folder.ComparisonFolder`]):
+            Folder of the comparison.
+        workers ([`~trl_explore.runs.workers.Workers`]):
+            Worker processes.
+        lines ([`~trl_explore.compare.workers.ArmLines`]):
+            Shows the progress.
+    """
     comparison = folder.comparison
     teaching = [Job(f"the warm start of seed {n}", teach_job, (comparison, n)) for n in folder.warm_start_seeds()]
     starts: dict[int, str] = {}
     if comparison.builds_model or not teaching:
         _teach_side_by_side(teaching, workers, lines, starts)
     else:
-        # In a process of its own, because a large model leaves gigabytes behind.
+        # This process ends after the warm start, because a large model leaves gigabytes allocated.
         with Workers(1) as teacher:
             _teach_side_by_side(teaching, teacher, lines, starts)
-    # A 100k-parameter model gains little from a second thread on an idle machine, and on a busy one it waits.
-    threads = max(1, count_cores() // len(workers.processes)) if not comparison.builds_model else 1
+    threads = 1  # a second thread makes a tiny model hardly faster, and slower if the machine is busy
+    if not comparison.builds_model:
+        threads = max(1, count_cores() // len(workers.processes))
     runs = []
     for arm, seed in folder.missing():
-        # What suits a task is known by now, and may be a function that no process can be sent.
+        # `options` may be a function that pickle refuses. The arm's options are filled in, so a run does not need it.
         row = replace(find_method(arm.method), options=Method.options)
         arguments = (comparison, folder.path, arm, seed, folder.start_of(seed, starts), threads, row)
         runs.append(Job(f"{arm.name}, seed {seed}", train_job, arguments))
@@ -213,8 +273,23 @@ def train_side_by_side(folder: ComparisonFolder, workers: Workers, lines: ArmLin
 def carry_out(
     folder: ComparisonFolder, *, command: list[str], processes: int | None = None, check_arms: bool = False
 ) -> int:
-    """Trains what is missing of a comparison, `processes` runs at a time or all in this one, and shows its result;
-    `command` continues it. Exit code 130 when Ctrl-C stopped it early, 1 when one of the processes ended early."""
+    """
+    Train the missing runs of a comparison, and show and write its results.
+
+    Args:
+        folder ([`~trl_explore.compare.folder.ComparisonFolder`]):
+            Folder of the comparison.
+        command (`list[str]`):
+            Command that continues the comparison, shown if it stops early.
+        processes (`int`, *optional*):
+            Number of worker processes, which train a run each at the same time. By default all runs are trained in
+            this process, one after the other.
+        check_arms (`bool`, *optional*, defaults to `False`):
+            Whether to construct every arm's trainer before the first run starts.
+
+    Returns:
+        `int`: Exit code: 0, 130 if Ctrl-C stopped the comparison, or 1 if a worker process failed.
+    """
     try:
         if check_arms:
             folder.check_arms()
@@ -225,7 +300,9 @@ def carry_out(
         print(f"\nStopped; what is done is kept. Continue with:\n  {shlex.join(command)}", file=sys.stderr)
         return 130
     except WorkerFailed as error:
-        details = "" if SAID.search(str(error)) else error.details  # of a full disk, the sentence says all
+        details = error.details
+        if SAID.search(str(error)):
+            details = ""  # the message about a full disk needs no traceback
         text = f"{details}trl-explore: error: {error}; what is done is kept. Continue with:"
         print(f"{text}\n  {shlex.join(command)}", file=sys.stderr)
         return 1
@@ -237,14 +314,14 @@ def _train(folder: ComparisonFolder, processes: int | None) -> None:
     done = folder.num_runs - left
     unit = {"tokens": "tok", "seconds": "s", "steps": "step"}[comparison.unit]
     budget = {"seconds": "wall seconds"}.get(comparison.unit, comparison.unit)
+    already = f", {done} of them done" if done else ""
     print(
-        f"{folder.num_runs} runs of {comparison.amount:,.0f} {budget} each"
-        f"{f', {done} of them done' if done else ''}: "
+        f"{folder.num_runs} runs of {comparison.amount:,.0f} {budget} each{already}: "
         f"{', '.join(arm.name for arm in comparison.arms)}; seeds {', '.join(map(str, comparison.seeds))}"
     )
     if not left:
         return
-    datasets.disable_progress_bars()  # there is one of ours
+    datasets.disable_progress_bars()  # they would disturb the progress bar of the comparison
     if processes is not None:
         lines = ArmLines(folder, Console())
         with Workers(min(processes, left)) as workers, lines.progress:
@@ -253,14 +330,14 @@ def _train(folder: ComparisonFolder, processes: int | None) -> None:
         return
     starts = folder.warm_starts()
     total, initial = int(folder.num_runs * comparison.amount), int(done * comparison.amount)
-    # smoothing 0: arms differ in speed, so the mean of all tells more than the last steps
+    # With smoothing=0, tqdm estimates the remaining time from the mean speed; the arms differ in speed.
     with tqdm(total=total, initial=initial, unit=unit, unit_scale=True, smoothing=0) as bar:
         for _ in folder.train(starts, bar):
             _report_so_far(folder)
 
 
 def _report_so_far(folder: ComparisonFolder) -> None:
-    if folder.missing():  # the end has a report of its own
+    if folder.missing():  # `_show` writes the report of the complete comparison
         write_report(folder.finished(), folder.comparison, folder.path)
 
 
