@@ -1,1 +1,1 @@
-"""What a run is made of: inputs, models, threads, processes."""
+"""Parts of a run: its arguments, inputs, models, tasks and worker processes."""

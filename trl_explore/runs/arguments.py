@@ -1,4 +1,4 @@
-"""What a run is asked for: file and flags, turned into configurations, and these into a trainer's arguments."""
+"""Arguments of a run: file and flags are parsed into configurations, and these become a trainer's arguments."""
 
 import os
 from dataclasses import dataclass, field, fields
@@ -34,13 +34,13 @@ RunArguments: TypeAlias = "tuple[TrainArguments, GRPOConfig, ModelConfig, Datase
 @dataclass
 class TrainArguments(ScriptArguments):
     """
-    Arguments of `trl-explore train` beside those of the method's config.
+    Arguments of `trl-explore train` in addition to the fields of the method's configuration.
 
     Args:
         method (`str`, *optional*):
             Name of the method, one of `METHODS`.
         trainer (`str`, *optional*):
-            A trainer of one's own in the place of a method, by its import path.
+            Import path of the user's own trainer class. It replaces `method`.
         reward_funcs (`list[str]`, *optional*):
             Reward functions: names from `trl_explore.rewards.answers` or TRL, or import paths.
         reward_model_name_or_path (`str`, *optional*):
@@ -53,7 +53,8 @@ class TrainArguments(ScriptArguments):
         warm_start_steps (`int`, *optional*):
             Supervised steps on the task's demonstrations before the run.
         overwrite_output_dir (`bool`, *optional*, defaults to `False`):
-            Start anew in an `output_dir` that holds an earlier run, whose checkpoints are moved to `_earlier-1`.
+            Whether to start a new run in an `output_dir` that holds an earlier run. The earlier checkpoints are moved
+            to `_earlier-1`.
     """
 
     method: str | None = field(default=None, metadata={"help": f"Training method: {', '.join(METHODS)}."})
@@ -99,14 +100,14 @@ class TrainArguments(ScriptArguments):
 
 
 class OneLineParser(TrlParser):
-    """A `TrlParser` whose complaint is one line: the usage of 300 fields would push it off the screen."""
+    """`TrlParser` that raises a one-line error, because the usage of 300 fields would hide the message."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (all fields: trl-explore train --method METHOD --help)")
 
 
 def read_config(path: str | None) -> dict[str, Any]:
-    """The fields of a YAML file, as given to `--config`; sets the environment variables under its `env`."""
+    """Return the fields of the YAML file given to `--config`, and set the environment variables under its `env`."""
     import yaml
 
     if path is None:
@@ -124,9 +125,10 @@ def read_config(path: str | None) -> dict[str, Any]:
 
 
 def _as_default(value: Any, hint: Any) -> Any:
-    """Brings a YAML value into the form that a flag's text has, so that the parser checks both alike."""
-    union = get_origin(hint) in (Union, UnionType)
-    alternatives = [choice for choice in get_args(hint) if choice is not NoneType] if union else [hint]
+    """Convert a YAML value to the form of a flag's text, so that the parser checks both in the same way."""
+    alternatives = [hint]
+    if get_origin(hint) in (Union, UnionType):
+        alternatives = [choice for choice in get_args(hint) if choice is not NoneType]
     if value is None or isinstance(value, (list, dict)):
         return value
     if all(get_origin(choice) is list for choice in alternatives):
@@ -138,21 +140,35 @@ def _as_default(value: Any, hint: Any) -> Any:
 
 
 def build_arguments(config: dict[str, Any], flags: list[str] | None = None) -> RunArguments:
-    """The arguments of a run: fields as YAML reads them, under the flags that override them. `method` is among the
-    fields: a method's name, or a trainer's import path."""
+    """
+    Parse the arguments of a run.
+
+    Args:
+        config (`dict[str, Any]`):
+            Fields as YAML reads them. `method` is a method's name, or a trainer's import path.
+        flags (`list[str]`, *optional*):
+            Flags of the command line, which override `config`.
+
+    Raises:
+        UsageError: If a field is unknown or its value is wrong.
+    """
     from trl_explore.trainers.config import check_training_values
 
     method, flags = config["method"], flags or []
     config = {**_defaults_of_task(config, flags), **config}
     types: tuple[Any, ...] = (TrainArguments, find_method(method).config_class, ModelConfig, DatasetMixtureConfig)
-    hints = {name: hint for cls in types for name, hint in get_type_hints(cls).items()}
-    known = {spec.name for cls in types for spec in fields(cls) if spec.init}
+    hints: dict[str, Any] = {}
+    known: set[str] = set()
+    for cls in types:
+        hints |= get_type_hints(cls)
+        known |= {spec.name for spec in fields(cls) if spec.init}
     parser = OneLineParser(types, prog=f"trl-explore train {flag_of(method)}", allow_abbrev=False)
     for name in config.keys() - known:
         _explain_foreign_field(str(name), method)
         raise UsageError(f"--config: {unknown_name('field', str(name), known)}")
     parser.set_defaults_with_config(**{name: _as_default(value, hints[name]) for name, value in config.items()})
-    # Looked at before the dataclasses are built: a mistyped field would else show as a complaint about its default.
+    # Check for unknown flags before the dataclasses are built. They would report a mistyped flag as an error about the
+    # default of the field.
     for text in parser.parse_known_args(flags)[1]:
         if not text.startswith("--"):
             raise UsageError(f"unexpected argument {text!r}; fields are written --field value")
@@ -161,10 +177,10 @@ def build_arguments(config: dict[str, Any], flags: list[str] | None = None) -> R
         raise UsageError(f"{unknown_name('flag', '--' + name, {'--' + field for field in known})}{_launch_hint(name)}")
     try:
         parsed: Any = parser.parse_args_into_dataclasses(args=flags, look_for_args_file=False)
-        check_training_values(parsed[1])  # plain TRL's configuration does not
-    except (ValueError, TypeError) as error:  # what the configs' own checks raise
+        check_training_values(parsed[1])  # our configurations do so when they are built, but TRL's own does not
+    except (ValueError, TypeError) as error:  # the configurations' own checks raise these
         if "bf16/gpu" in str(error):
-            _check_paths(config, flags)  # what else is wrong would be told after the flags only
+            _check_paths(config, flags)  # report a wrong path now, not only after the user has added the flags
             raise UsageError(
                 "there is no GPU here that knows bfloat16, in which models are trained by default: add --use_cpu "
                 "--bf16 false to train on the CPU, or --bf16 false on an older GPU"
@@ -181,12 +197,13 @@ def _defaults_of_task(config: dict[str, Any], flags: list[str]) -> dict[str, Any
     given = _look_ahead(config, flags, "task", "task_config", "dataset_name")
     if given["task"] is None:
         return {}
-    data = "datasets" if config.get("datasets") else "dataset_name" if given["dataset_name"] is not None else None
+    data = None
+    if config.get("datasets"):
+        data = f"datasets={config['datasets']}"
+    elif given["dataset_name"] is not None:
+        data = f"dataset_name={given['dataset_name']!r}"
     if data is not None:
-        value = config["datasets"] if data == "datasets" else repr(given["dataset_name"])
-        raise UsageError(
-            f"task={given['task']!r} and {data}={value}: a task brings its data; leave one of the two out"
-        )
+        raise UsageError(f"task={given['task']!r} and {data}: a task brings its data; leave one of the two out")
     task = find_run_task(str(given["task"]), read_task_config(given["task_config"]))
     return task.options_with(find_method(config["method"]))
 
@@ -200,7 +217,7 @@ def _look_ahead(config: dict[str, Any], flags: list[str], *names: str) -> dict[s
 
 
 def _check_paths(config: dict[str, Any], flags: list[str]) -> None:
-    """Raise where the model's or the data's path is not there."""
+    """Raise a UsageError if the path of the model or of the data does not exist."""
     for name, given in _look_ahead(config, flags, "model_name_or_path", "dataset_name").items():
         path = Path(str(given)).expanduser()
         if given is not None and looks_like_path(str(given)) and not path.exists():
@@ -208,7 +225,7 @@ def _check_paths(config: dict[str, Any], flags: list[str]) -> None:
 
 
 def _explain_foreign_field(name: str, method: str) -> None:
-    """Of a field that other methods have, says which; plain `grpo` is TRL's own trainer and has no field of ours."""
+    """Raise a UsageError that names the methods with a field, if other methods than the run's have it."""
     if is_shared(name):
         raise UsageError(
             f"`{name}` is a field of trl-explore's trainers, but {flag_of(method)} is TRL's own: leave it out, or use "
@@ -222,21 +239,25 @@ def _explain_foreign_field(name: str, method: str) -> None:
 
 
 def is_shared(name: str) -> bool:
-    """Whether a field is one that all methods but plain `grpo` have."""
+    """Return whether all methods except plain `grpo` have a field."""
     from trl_explore.trainers import ExplorationConfig
 
     return name in ExplorationConfig.__annotations__
 
 
 def methods_with(name: str) -> list[str]:
-    """The methods whose configuration has a field."""
-    return [row.name for row in METHODS.values() if name in {spec.name for spec in fields(row.config_class)}]
+    """Return the names of the methods whose configuration has a field."""
+    found = []
+    for row in METHODS.values():
+        if name in {spec.name for spec in fields(row.config_class)}:
+            found.append(row.name)
+    return found
 
 
 def _launch_hint(flag: str) -> str:
     from accelerate.commands.launch import launch_command_parser
 
-    if flag not in vars(launch_command_parser().parse_args(["script.py"])):
+    if not hasattr(launch_command_parser().parse_args(["script.py"]), flag):
         return ""
     return " It is a flag of accelerate: accelerate launch FLAGS -m trl_explore.cli train ..."
 
@@ -247,29 +268,28 @@ def find_task_of(script_args: TrainArguments) -> "RunTask | None":
 
     if script_args.task is None:
         for name in ("task_config", "warm_start_steps"):
-            if vars(script_args)[name] is not None:
-                raise UsageError(
-                    f"{name}={vars(script_args)[name]!r} belongs to a task; name one with --task, or leave it out"
-                )
+            value = getattr(script_args, name)
+            if value is not None:
+                raise UsageError(f"{name}={value!r} belongs to a task; name one with --task, or leave it out")
         return None
     return find_run_task(script_args.task, read_task_config(script_args.task_config))
 
 
 def trainer_arguments(arguments: RunArguments, *, start: str | None = None) -> dict[str, Any]:
     """
-    Finds what the arguments name: the model, and the data, rewards and environments of a run.
+    Load the data, rewards and environments that the arguments of a run name, and find the model.
 
     Args:
         arguments (`RunArguments`):
-            What the run was asked for.
+            Parsed arguments of the run.
         start (`str`, *optional*):
-            Folder of a model that was taught the task already, in the place of the named one.
+            Folder of a model that was already taught the task. It replaces the model that `arguments` name.
 
     Returns:
-        `dict`: What a trainer is constructed with.
+        `dict`: Arguments of the trainer's constructor.
 
     Raises:
-        UsageError: If something cannot be found.
+        UsageError: If the model, the data or a reward cannot be found.
     """
     from trl import get_peft_config, get_quantization_config
 
@@ -289,7 +309,7 @@ def trainer_arguments(arguments: RunArguments, *, start: str | None = None) -> d
         if task.has_tiny_model and model_args.model_name_or_path is None:
             found["processing_class"] = task.tokenizer()
         model = start or _model_of_task(task, arguments)
-    given: Any = training_args.model_init_kwargs or {}  # the config has turned JSON text into a dictionary
+    given: Any = training_args.model_init_kwargs or {}  # a dictionary, because the configuration has parsed JSON text
     training_args.model_init_kwargs = {
         "revision": model_args.model_revision,
         "trust_remote_code": training_args.trust_remote_code,
@@ -316,8 +336,8 @@ def _find_model(arguments: RunArguments) -> str:
 
 
 def _model_of_task(task: "RunTask", arguments: RunArguments) -> str:
-    """Return the model that a run on a task begins with. It is taught the task first, where that is asked for, or
-    where it is the tiny model of the task."""
+    """Return the model that a run on a task begins with. If it is the task's tiny model, or if `warm_start_steps` is
+    set, the model is taught the task first."""
     script_args, training_args, model_args, _ = arguments
     steps, name = script_args.warm_start_steps, model_args.model_name_or_path
     if steps is not None and steps < 1:

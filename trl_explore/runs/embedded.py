@@ -10,7 +10,7 @@ AGENT_SAMPLES = 4  # per held-out task in an evaluation, if no larger k is asked
 
 
 def common_options(task: Task, *, seed: int) -> dict[str, Any]:
-    """Options of the tiny model that all arms share: 128 rows per step, 16 prompts with 8 completions."""
+    """Return the training options of a tiny model: 128 rows per step, which are 16 prompts with 8 completions."""
     return dict(
         per_device_train_batch_size=128,
         num_generations=8,
@@ -31,7 +31,7 @@ def common_options(task: Task, *, seed: int) -> dict[str, Any]:
 
 
 def task_options(task: Any) -> dict[str, Any]:
-    """Training options that all arms on a task share, without those that the comparison sets itself."""
+    """Return the training options for all arms on a task, without the options that a comparison sets itself."""
     options = common_options(task, seed=0)
     for name in ("seed", "logging_steps", "save_strategy", "disable_tqdm"):
         del options[name]
@@ -47,5 +47,5 @@ def task_metrics(task: Any) -> tuple[str, ...]:
 
 
 def task_num_eval(task: Any) -> int:
-    """Return the number of held-out problems of an evaluation: enough to tell arms apart in a short time."""
+    """Return the number of held-out problems of an evaluation, a compromise between precision and time."""
     return getattr(task, "num_eval", 64 if is_agent(task) else 128)

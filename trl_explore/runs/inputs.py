@@ -1,4 +1,4 @@
-"""What a run is made of, by name: the data set, the reward functions, the model folder, the checkpoint to resume."""
+"""Inputs of a run, found by name: the data set, the reward functions, the model folder, the checkpoint to resume."""
 
 import difflib
 import inspect
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
     from trl import DatasetMixtureConfig, ScriptArguments
 
-RENAMED_FILE = "with_prompt.jsonl"  # what the line of [`renaming_command`] writes
-# Weights that `save_model` writes, of a model or of an adapter, in one file or in several.
+RENAMED_FILE = "with_prompt.jsonl"  # file that the line of [`renaming_command`] writes
+# Files of weights that `save_model` writes for a model or an adapter. An index belongs to weights in several files.
 MODEL_FILES = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -35,21 +35,36 @@ RewardFunction = Callable[..., Any]
 
 
 def missing_path(field: str, path: Path) -> UsageError:
-    """The error for a path that is not there, with up to three of a similar name that are."""
+    """Return the error for a path that does not exist. It names up to three existing paths with similar names."""
     problem = f"{field}={str(path)!r} does not exist (looked from {os.getcwd()})"
     if not path.parent.is_dir():
         return UsageError(f"{problem}: {path.parent} does not exist either")
     near = difflib.get_close_matches(path.name, [entry.name for entry in path.parent.iterdir()])
-    return UsageError(f"{problem}; did you mean {' or '.join(map(repr, near))}?" if near else problem)
+    if near:
+        problem = f"{problem}; did you mean {' or '.join(map(repr, near))}?"
+    return UsageError(problem)
 
 
 def check_output_dir(name: str | Path, field: str = "output_dir") -> Path:
-    """The folder, `~` expanded, sure to be writable or to be made; `field` is the flag that names it."""
+    """
+    Check that a folder is writable, or can be created, and return it with `~` expanded.
+
+    Args:
+        name (`str` or `Path`):
+            The folder.
+        field (`str`, *optional*, defaults to `"output_dir"`):
+            Flag that names the folder, for error messages.
+
+    Raises:
+        UsageError: If the path is a file, or the folder cannot be created or written to.
+    """
     folder = Path(name).expanduser()
     nearest = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     if not nearest.is_dir():
-        what = "is a file" if nearest == folder else f"cannot be made, because {str(nearest)!r} is a file"
-        raise UsageError(f"{field}={str(name)!r} {what}; name a folder with --{field}")
+        problem = "is a file"
+        if nearest != folder:
+            problem = f"cannot be made, because {str(nearest)!r} is a file"
+        raise UsageError(f"{field}={str(name)!r} {problem}; name a folder with --{field}")
     try:
         tempfile.TemporaryFile(dir=nearest).close()
     except OSError as error:
@@ -60,8 +75,20 @@ def check_output_dir(name: str | Path, field: str = "output_dir") -> Path:
 
 
 def check_model(name: str | None, *, revision: str | None, trust_remote_code: bool) -> str:
-    """The model's name, `~` expanded if it is a folder, once it is sure that it can be found. `smollm2` becomes the
-    folder of the model that an installed package contains."""
+    """
+    Check that a model can be found, and return its name, or its folder with `~` expanded.
+
+    Args:
+        name (`str`, *optional*):
+            Hub name, folder, or `smollm2` for the model that an installed package contains.
+        revision (`str`, *optional*):
+            Revision on the Hub.
+        trust_remote_code (`bool`):
+            Whether to allow models with code of their own.
+
+    Raises:
+        UsageError: If `name` is None or the model cannot be found.
+    """
     from transformers import AutoConfig
 
     if name is None:
@@ -83,7 +110,23 @@ def check_model(name: str | None, *, revision: str | None, trust_remote_code: bo
 def load_train_and_eval(
     script_args: "ScriptArguments", mixture: "DatasetMixtureConfig", *, needs_eval: bool
 ) -> tuple["Dataset", "Dataset | None"]:
-    """The train split that the arguments name, and the test split if the run evaluates, else `None`."""
+    """
+    Load the training split and the test split that the arguments name.
+
+    Args:
+        script_args ([`~trl.ScriptArguments`]):
+            Names of the data set and its splits.
+        mixture ([`~trl.DatasetMixtureConfig`]):
+            A mixture of data sets, which may replace the data set of `script_args`.
+        needs_eval (`bool`):
+            Whether to load the test split.
+
+    Returns:
+        `tuple[Dataset, Dataset | None]`: Training split, and test split or None.
+
+    Raises:
+        UsageError: If the data cannot be loaded, has no rows or no column `prompt`, or a split is missing.
+    """
     import datasets
     from trl import get_dataset
 
@@ -102,8 +145,8 @@ def load_train_and_eval(
         named = "datasets" if mixture.datasets else f"dataset_name={name!r}"
         raise UsageError(f"{named} cannot be loaded: {error}") from error
     train = pick_split(splits, script_args.dataset_train_split, "dataset_train_split", sole_split_is="train")
-    columns = row_columns(train)  # None while a streamed data set has not been looked at
-    if columns is not None and not columns:  # of a file that is read while it is used
+    columns = row_columns(train)  # None for a streamed data set whose columns are not known before it is read
+    if columns is not None and not columns:  # a streamed file without rows
         raise UsageError(f"dataset_name={name!r} has no rows")
     if columns is not None and "prompt" not in columns:
         config, split = script_args.dataset_config, script_args.dataset_train_split
@@ -157,7 +200,22 @@ def renaming_command(name: str | None, columns: Sequence[str], *, config: str | 
 def load_splits(
     name: str, *, config: str | None = None, streaming: bool = False, field: str = "dataset_name"
 ) -> "DatasetDict":
-    """All splits of a file, a folder (of files or of `save_to_disk`) or a Hub name, which messages call `field`."""
+    """
+    Load all splits of a data set.
+
+    Args:
+        name (`str`):
+            A file, a folder (with files, or written by `save_to_disk`) or a Hub name.
+        config (`str`, *optional*):
+            Configuration of a data set of the Hub.
+        streaming (`bool`, *optional*, defaults to `False`):
+            Whether to read rows only when they are used.
+        field (`str`, *optional*, defaults to `"dataset_name"`):
+            Flag that names the data set, for error messages.
+
+    Raises:
+        UsageError: If a file or folder does not exist, or a file cannot be read.
+    """
     import datasets
 
     path = Path(name).expanduser()
@@ -173,7 +231,9 @@ def load_splits(
     if path.is_dir():
         if (path / "dataset_dict.json").exists() or (path / "state.json").exists():  # written by save_to_disk
             stored = datasets.load_from_disk(str(path))
-            return stored if isinstance(stored, datasets.DatasetDict) else datasets.DatasetDict(train=stored)
+            if isinstance(stored, datasets.DatasetDict):
+                return stored
+            return datasets.DatasetDict(train=stored)
         name = str(path)
     elif looks_like_path(name):
         raise missing_path(field, path)
@@ -181,7 +241,7 @@ def load_splits(
 
 
 def _what_is_wrong(path: Path, error: Exception) -> str:
-    """Why a file of data cannot be loaded: for `.jsonl`, the first line that is no JSON object and its fault."""
+    """Return the reason why a file of data cannot be loaded. For `.jsonl`, it names the first faulty line."""
     if "corresponds to no data" in str(error):
         return "it has no rows"
     if path.suffix != ".jsonl":
@@ -202,23 +262,56 @@ def _what_is_wrong(path: Path, error: Exception) -> str:
 def pick_split(
     splits: "DatasetDict", name: str, field: str, *, sole_split_is: str | None = None, remedy: str = ""
 ) -> "Dataset":
-    """Takes one split of a data set."""
+    """
+    Return one split of a data set.
+
+    Args:
+        splits (`DatasetDict`):
+            All splits.
+        name (`str`):
+            Name of the split.
+        field (`str`):
+            Flag that names the split, for error messages.
+        sole_split_is (`str`, *optional*):
+            Name that also means the only split, if the data set has no other.
+        remedy (`str`, *optional*, defaults to `""`):
+            Last sentence of the error message.
+
+    Raises:
+        UsageError: If there is no such split.
+    """
     if name in splits:
         return splits[name]
-    if name == sole_split_is and len(splits) == 1:  # one file called test.jsonl: nothing else can be meant
+    if name == sole_split_is and len(splits) == 1:  # for example a single file test.jsonl, used for training
         return next(iter(splits.values()))
     raise UsageError(f"{field}: {unknown_name('split', name, splits)}{remedy}")
 
 
 def load_reward_functions(names: list[str] | None, model: str | None) -> list[str | RewardFunction]:
-    """What the trainer takes as `reward_funcs`; the functions tell what is wrong with them in one sentence."""
-    rewards: list[str | RewardFunction] = [] if model is None else [model]
+    """
+    Return the reward model and the reward functions, as the trainer takes them in `reward_funcs`.
+
+    An error inside one of the functions is reported in one sentence that names the function.
+
+    Args:
+        names (`list[str]`, *optional*):
+            Names of reward functions of trl-explore or TRL, or import paths.
+        model (`str`, *optional*):
+            Hub name or folder of a reward model.
+
+    Raises:
+        UsageError: If a function is unknown, or if there is no reward at all.
+    """
+    rewards: list[str | RewardFunction] = []
+    if model is not None:
+        rewards.append(model)
     named = _named_rewards() if names else {}
     for name in names or []:
         if name in named:
-            rewards.append(_told(named[name]))
+            rewards.append(_with_explained_errors(named[name]))
         elif is_import_path(name):
-            rewards.append(_told(user_object("reward_funcs", name, "function", inspect.isfunction)[1]))
+            function = user_object("reward_funcs", name, "function", inspect.isfunction)[1]
+            rewards.append(_with_explained_errors(function))
         else:
             raise UsageError(
                 f"reward_funcs: {unknown_name('reward function', name, named)} "
@@ -235,14 +328,16 @@ def check_deciding_reward(name: str | None, rewards: Sequence[str | RewardFuncti
 
     from trl_explore.rewards.success import check_success_reward
 
-    names = [reward.split("/")[-1] if isinstance(reward, str) else get_callable_name(reward) for reward in rewards]
+    names = []
+    for reward in rewards:
+        names.append(reward.split("/")[-1] if isinstance(reward, str) else get_callable_name(reward))
     try:
         check_success_reward(name, names)
     except ValueError as error:
         raise UsageError(str(error)) from error
 
 
-def _told(func: RewardFunction) -> RewardFunction:
+def _with_explained_errors(func: RewardFunction) -> RewardFunction:
     from trl.trainer.utils import get_callable_name
 
     return checked(func, get_callable_name(func), tell=True)
@@ -262,7 +357,7 @@ def _named_rewards() -> dict[str, RewardFunction]:
         "accuracy_reward": accuracy_reward,
         "reasoning_accuracy_reward": reasoning_accuracy_reward,
         "think_format_reward": think_format_reward,
-        # the same two numbers as `trl grpo`, so that a run file means the same in both
+        # `trl grpo` uses these two numbers, so a configuration file gives the same rewards with both commands.
         "get_soft_overlong_punishment": get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256),
     }
     ours = {
@@ -276,7 +371,7 @@ def _named_rewards() -> dict[str, RewardFunction]:
 def user_object(
     field: str, path: str, kind: str, is_one: Callable[[Any], bool], *, fits: Callable[[Any], bool] = callable
 ) -> tuple[str, Any]:
-    """Return [`~trl_explore.names.import_named`], with a `UsageError` in the place of its error."""
+    """Call [`~trl_explore.names.import_named`], and raise a UsageError instead of its ValueError."""
     try:
         return import_named(field, path, kind, is_one, fits=fits)
     except ValueError as error:
@@ -284,7 +379,19 @@ def user_object(
 
 
 def find_checkpoint(resume: str | bool | None, output_dir: str) -> str | None:
-    """Folder of the checkpoint to resume, or `None`."""
+    """
+    Return the folder of the checkpoint to resume, or None if the run starts at step 0.
+
+    Args:
+        resume (`str` or `bool`, *optional*):
+            Folder of a checkpoint, or true for the last complete checkpoint in `output_dir`. None or false to resume
+            none.
+        output_dir (`str`):
+            Folder of the run.
+
+    Raises:
+        UsageError: If there is no such checkpoint, or it is incomplete.
+    """
     from trl_explore.saving.checkpoints import is_complete, last_complete_checkpoint
 
     if resume is None or str(resume).lower() == "false":
@@ -309,7 +416,7 @@ def find_checkpoint(resume: str | bool | None, output_dir: str) -> str | None:
 
 def check_earlier_run(output_dir: str | Path, *, checkpoint: str | None, model: str | None) -> None:
     """
-    Raise where a run that starts at step 0 would overwrite an earlier one in its folder.
+    Raise a UsageError if a run that starts at step 0 would overwrite an earlier run in its folder.
 
     Args:
         output_dir (`str` or `Path`):
@@ -331,8 +438,9 @@ def check_earlier_run(output_dir: str | Path, *, checkpoint: str | None, model: 
     trains_own_model = model is not None and Path(model).expanduser().resolve() == folder
     if found is None or (trains_own_model and not checkpoint_folders(folder)):
         return
-    resumable = last_complete_checkpoint(folder)[0] is not None
-    resume = "to continue that run, add --resume_from_checkpoint true; " if resumable else ""
+    resume = ""
+    if last_complete_checkpoint(folder)[0] is not None:
+        resume = "to continue that run, add --resume_from_checkpoint true; "
     raise UsageError(
         f"output_dir={str(output_dir)!r} holds {found} of an earlier run, which this run would overwrite: {resume}to "
         "start a new run, name another folder with --output_dir, or add --overwrite_output_dir"
@@ -340,8 +448,8 @@ def check_earlier_run(output_dir: str | Path, *, checkpoint: str | None, model: 
 
 
 def _describe_earlier_run(folder: Path) -> str | None:
-    """Return what an earlier run has left in a folder that a new run would overwrite, or None if there is nothing.
-    Logs, tables and cards do not count."""
+    """Describe the checkpoints or weights of an earlier run that a new run in the folder would overwrite. Return None
+    if there are none. Logs, tables and model cards do not count."""
     from trl_explore.saving.checkpoints import checkpoint_folders
 
     found = []

@@ -1,4 +1,4 @@
-"""The method of a run by name: one of `METHODS`, or a trainer of the user's own by its import path."""
+"""Method of a run, by name: one of `METHODS`, or the import path of the user's own trainer."""
 
 import inspect
 from dataclasses import replace
@@ -11,14 +11,17 @@ from trl_explore.runs.inputs import user_object
 
 def find_method(name: str, field: str = "method") -> Method:
     """
-    The row of a method; `field` is what names it.
+    Return the entry of a method.
 
     Args:
         name (`str`):
-            One of `METHODS`, or the import path of a trainer of one's own, which gets its parent's row under that name
-            and the title of its class.
+            One of `METHODS`, or the import path of the user's own trainer. Such a trainer gets the entry of its parent
+            class, with the import path as its name and the class name as its title.
         field (`str`, *optional*, defaults to `"method"`):
-            What messages call the place where the name stands.
+            Field or flag that contains `name`, for error messages.
+
+    Raises:
+        UsageError: If there is no such method or trainer.
     """
     if name in METHODS:
         return METHODS[name]
@@ -39,7 +42,7 @@ def find_method(name: str, field: str = "method") -> Method:
             f"{field}: {name!r} has method={method!r}, which is no method of trl-explore: leave that line out of the "
             "class, so that it has its parent's"
         )
-    # getattr: a subclass of TRL's own trainer may have none
+    # A subclass of TRL's own trainer may have no `config_class`.
     config = getattr(cls, "config_class", GRPOConfig)
     return replace(
         METHODS[method],
@@ -53,5 +56,7 @@ def find_method(name: str, field: str = "method") -> Method:
 
 
 def flag_of(name: str) -> str:
-    """The flag that names a method, or a trainer of one's own."""
-    return f"--trainer {name}" if is_import_path(name) else f"--method {name}"
+    """Return the flag that names a method, or the user's own trainer."""
+    if is_import_path(name):
+        return f"--trainer {name}"
+    return f"--method {name}"

@@ -1,4 +1,4 @@
-"""The model that a command is about: its base, the adapter on it, and the tokenizer."""
+"""Model of a command: the base model, its adapter if it has one, and the tokenizer."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 class ModelSource(NamedTuple):
-    """Names or folders of a model's parts: `base`, the `adapter` on it or `None`, and the `tokenizer`."""
+    """Names or folders of a model's parts: the `base` model, its `adapter` or None, and the `tokenizer`."""
 
     base: str
     adapter: str | None
@@ -25,7 +25,22 @@ class ModelSource(NamedTuple):
 def find_model(
     name: str | None, adapter: str | None = None, *, revision: str | None, trust_remote_code: bool = False
 ) -> ModelSource:
-    """Where a model and its adapter, if it has one, are; a `UsageError` if they cannot be found."""
+    """
+    Find a model, its adapter if it has one, and the tokenizer.
+
+    Args:
+        name (`str`, *optional*):
+            Hub name or folder of a model, or folder of an adapter that names its base model.
+        adapter (`str`, *optional*):
+            Hub name or folder of an adapter for the model `name`.
+        revision (`str`, *optional*):
+            Revision of the base model on the Hub.
+        trust_remote_code (`bool`, *optional*, defaults to `False`):
+            Whether to allow models with code of their own.
+
+    Raises:
+        UsageError: If the model or the adapter cannot be found.
+    """
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     folder = Path(name or "").expanduser()
     if adapter is None and (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
@@ -48,13 +63,14 @@ def find_model(
         adapter = str(folder)
         if not (folder / ADAPTER_CONFIG).is_file():
             raise UsageError(f"adapter_name_or_path={adapter!r} is no adapter: it has no {ADAPTER_CONFIG}")
-    return ModelSource(base, adapter, adapter if (folder / "tokenizer_config.json").is_file() else base)
+    has_tokenizer = (folder / "tokenizer_config.json").is_file()
+    return ModelSource(base, adapter, adapter if has_tokenizer else base)
 
 
 def load_model(
     source: ModelSource, *, dtype: str, revision: str | None, trust_remote_code: bool = False
 ) -> "PreTrainedModel | PeftModel":
-    """Loads a model, with its adapter if it has one, on the CPU."""
+    """Load a model on the CPU, with its adapter if it has one."""
     from transformers import AutoModelForCausalLM
 
     name = source.base
@@ -66,7 +82,7 @@ def load_model(
 
             name = source.adapter
             model = PeftModel.from_pretrained(model, name)
-    except (OSError, ValueError, RuntimeError) as error:  # an adapter of other shapes is a RuntimeError
+    except (OSError, ValueError, RuntimeError) as error:  # PEFT raises a RuntimeError if shapes differ
         raise UsageError(f"{name!r} cannot be loaded: {error}") from error
     return model
 
@@ -74,10 +90,11 @@ def load_model(
 def load_tokenizer(
     source: ModelSource, *, revision: str | None, trust_remote_code: bool = False
 ) -> "PreTrainedTokenizerBase":
-    """Loads the tokenizer of a model."""
+    """Load the tokenizer of a model."""
     from transformers import AutoTokenizer
 
-    revision = revision if source.tokenizer == source.base else None
+    if source.tokenizer != source.base:
+        revision = None  # the revision belongs to the base model, not to the adapter
     try:
         return AutoTokenizer.from_pretrained(source.tokenizer, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""What other libraries say that no user can act on."""
+"""Filters for warnings of other libraries that a user can do nothing about."""
 
 import logging
 import warnings
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_noise() -> Iterator[None]:
-    """Hides what TRL and bitsandbytes make other libraries say at the start of every run: no user can act on it."""
+    """Hide the warnings that TRL, PEFT and bitsandbytes cause at the start of every run."""
     about_4bit = logging.getLogger("bitsandbytes.backends.cpu.ops")
 
     def is_needed(record: logging.LogRecord) -> bool:
@@ -17,10 +17,10 @@ def without_noise() -> Iterator[None]:
     about_4bit.addFilter(is_needed)
     try:
         with warnings.catch_warnings():
-            # The fields and methods of transformers that its version 6 renames; TRL 1.16 uses them.
+            # TRL 1.16 uses fields and methods of transformers that transformers 6 renames.
             renamed = r"`(is_)?gradient_checkpointing(_enable|_disable)?` is deprecated and will be removed in v6"
             warnings.filterwarnings("ignore", message=renamed, category=FutureWarning)
-            # The argument that transformers 5.24 renames; PEFT 0.21 uses it.
+            # PEFT 0.21 uses an argument that transformers 5.24 renames.
             renamed = r"`past_key_values` is deprecated and will be removed in version"
             warnings.filterwarnings("ignore", message=renamed, category=FutureWarning)
             yield
@@ -29,7 +29,7 @@ def without_noise() -> Iterator[None]:
 
 
 def quiet() -> None:
-    """Keep the libraries' warnings and bars from burying the progress line."""
+    """Hide the libraries' warnings and progress bars, so that the command's own progress stays visible."""
     import transformers
 
     warnings.filterwarnings("ignore")

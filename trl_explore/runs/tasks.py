@@ -141,8 +141,8 @@ class RunTask(ABC):
         """Return the error message for a method that does not suit the task."""
         if not self.has_tiny_model:
             suited = [row.name for row in METHODS.values() if self.method_options(row) is not None]
-            kind = "is played with tools" if self.is_agent else "has no tools"
-            return f"{method.name} does not suit the task {self.name}, which {kind}; use one of {', '.join(suited)}"
+            tools = "is played with tools" if self.is_agent else "has no tools"
+            return f"{method.name} does not suit the task {self.name}, which {tools}; use one of {', '.join(suited)}"
         others = ", ".join(name for name, other in ALL_TASKS.items() if method.options(other) is not None)
         return f"{method.name} does not suit the task {self.name}; it suits {others}"
 
@@ -178,7 +178,9 @@ class EmbeddedTask(RunTask):
 
     @property
     def reward_funcs(self) -> list[Callable[..., Any]]:
-        return [] if self.task.reward is None else [self.task.reward]
+        if self.task.reward is None:
+            return []
+        return [self.task.reward]
 
     @property
     def answer_fn(self) -> Callable[[str], Hashable | None]:
@@ -210,7 +212,8 @@ class EmbeddedTask(RunTask):
 
 def num_train(task: Any) -> int:
     """Return the number of training rows of a task."""
-    return getattr(task, "num_train", NUM_TRAIN_AGENT if is_agent(task) else NUM_TRAIN)
+    default = NUM_TRAIN_AGENT if is_agent(task) else NUM_TRAIN
+    return getattr(task, "num_train", default)
 
 
 class UserSpec:
@@ -265,8 +268,8 @@ class SpecTask(RunTask):
 
     @property
     def num_eval(self) -> int:
-        wanted = getattr(self.spec, "num_eval", NUM_EVAL_AGENT if self.is_agent else NUM_EVAL)
-        return min(wanted, len(self.spec.eval_dataset))
+        default = NUM_EVAL_AGENT if self.is_agent else NUM_EVAL
+        return min(getattr(self.spec, "num_eval", default), len(self.spec.eval_dataset))
 
     @property
     def warm_start_steps(self) -> int | None:
@@ -274,7 +277,9 @@ class SpecTask(RunTask):
 
     @property
     def reward_funcs(self) -> list[Callable[..., Any]]:
-        return [] if self.spec.reward_funcs is None else [self.spec.reward_funcs]
+        if self.spec.reward_funcs is None:
+            return []
+        return [self.spec.reward_funcs]
 
     @property
     def answer_fn(self) -> Callable[[str], Hashable | None]:
@@ -311,7 +316,8 @@ class SpecTask(RunTask):
         assert model is not None and steps is not None
         spec: Any = self.spec
         folder = Path(model).expanduser()
-        model = str(folder) if folder.is_dir() else model
+        if folder.is_dir():
+            model = str(folder)
         device = "cpu" if use_cpu else None
         return str(teach(model, spec, steps=steps, seed=WARM_START_SEED, progress=progress, device=device))
 
@@ -348,7 +354,9 @@ def find_run_task(name: str, config: Mapping[str, Any] | None = None) -> RunTask
         )
     if config:
         raise UsageError(f"task_config={dict(config)}: the task {name} has no fields; leave it out")
-    return EmbeddedTask(ALL_TASKS[name]) if name in ALL_TASKS else _user_task(name)
+    if name in ALL_TASKS:
+        return EmbeddedTask(ALL_TASKS[name])
+    return _user_task(name)
 
 
 def _user_task(path: str) -> RunTask:
@@ -394,7 +402,9 @@ def _spec_task(name: str, config: str) -> SpecTask:
     """Create a task of another package. The result is cached, because a run needs the task several times and rows may
     take seconds to generate."""
     fields = json.loads(config)
-    given = f"task={name!r}" + (f" with task_config={config}" if fields else "")
+    given = f"task={name!r}"
+    if fields:
+        given = f"{given} with task_config={config}"
     try:
         return SpecTask(specs.load_spec(name, fields, seed=DATA_SEED))
     except (ValueError, TypeError) as error:

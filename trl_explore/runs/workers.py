@@ -1,4 +1,4 @@
-"""Processes that do one job after the other, share nothing, and stop in order when their parent hangs up."""
+"""Worker processes that do one job after another. They share nothing, and stop when their parent disconnects."""
 
 import multiprocessing
 import os
@@ -22,7 +22,15 @@ NOTICE = "\nInterrupted: what is running is saved at the end of its step, then a
 
 
 class WorkerFailed(Exception):
-    """A job raised, or its process died; `details` is the traceback, empty where there is none."""
+    """
+    Raised when a job raised an exception or its process died.
+
+    Args:
+        message (`str`):
+            Message for the user.
+        details (`str`, *optional*, defaults to `""`):
+            Traceback of the job's exception.
+    """
 
     def __init__(self, message: str, details: str = "") -> None:
         super().__init__(message)
@@ -31,7 +39,18 @@ class WorkerFailed(Exception):
 
 @dataclass(frozen=True)
 class Job:
-    """What a process is to do: `function(connection, *arguments)`, called by its name in messages."""
+    """
+    Job of a worker process: the call `function(connection, *arguments)`.
+
+    Args:
+        name (`str`):
+            Name of the job in messages.
+        function (`Callable`):
+            Function that pickle can send to another process. It may send values to the parent process with
+            `connection.send((AT_WORK, value))`. The parent gets its result too.
+        arguments (`tuple`):
+            Further arguments of the function.
+    """
 
     name: str
     function: Callable[..., Any]
@@ -39,18 +58,26 @@ class Job:
 
 
 def count_cores() -> int:
-    """How many CPU cores this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    """Return the number of CPU cores that this process may use."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 class Workers:
-    """Processes that do jobs. They share nothing, so that one that dies does not block the others."""
+    """
+    Pool of worker processes. They share nothing, so a process that dies does not block the others.
+
+    Args:
+        count (`int`):
+            Number of processes.
+    """
 
     def __init__(self, count: int) -> None:
-        # Not forked: a process that has used a GPU or several threads cannot be.
+        # Forking is not safe after a process has used a GPU or several threads.
         context = multiprocessing.get_context("spawn")
         self.processes: dict[Connection, BaseProcess] = {}
-        # Ctrl-C reaches every process of a terminal. These leave it to their parent, from their first moment on.
+        # Ctrl-C reaches every process of a terminal, but only the parent is to handle it. The workers inherit SIG_IGN.
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             for _ in range(count):
@@ -71,13 +98,25 @@ class Workers:
         self.close()
 
     def do(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, str, Any]]:
-        """Have jobs done in their order by all processes; yields a job, `AT_WORK` or `DONE`, and a value."""
+        """
+        Distribute jobs to the processes in their order, and yield the messages of the jobs.
+
+        Args:
+            jobs (`Sequence[Job]`):
+                The jobs.
+
+        Yields:
+            `tuple[Job, str, Any]`: A job, `AT_WORK` with a value that the job sent, or `DONE` with its result.
+
+        Raises:
+            WorkerFailed: If a job raised an exception or its process died.
+        """
         left, busy = list(jobs), dict[Connection, Job]()
         while left or busy:
             for connection in self.processes:
                 if left and connection not in busy:
                     busy[connection] = left.pop(0)
-                    with suppress(ConnectionError):  # a process that has died is noticed next
+                    with suppress(ConnectionError):  # the process has died, which `_hear` reports below
                         connection.send(busy[connection])
             for connection in cast(list[Connection], wait(list(busy))):
                 job = busy[connection]
@@ -87,7 +126,7 @@ class Workers:
                 yield job, kind, value
 
     def close(self) -> None:
-        """Hangs up and waits until every process has stopped, those at work at their next step."""
+        """Close the connections and wait until every process has stopped. A running job stops after its next step."""
         try:
             for connection in self.processes:
                 connection.close()
@@ -97,7 +136,7 @@ class Workers:
             self.kill()
 
     def kill(self) -> None:
-        """Ends all processes at once."""
+        """Kill all processes, without waiting for their jobs."""
         for process in self.processes.values():
             process.kill()
         for process in self.processes.values():
@@ -117,15 +156,17 @@ class Workers:
 
 
 def death(code: int | None) -> str:
-    """How a process ended, as the end of a sentence."""
+    """Describe how a process ended, as the end of a sentence."""
     if code == -9:
         return "was killed, as a system does that runs out of memory"
-    return f"was ended by signal {-code}" if code and code < 0 else f"ended with exit code {code}"
+    if code and code < 0:
+        return f"was ended by signal {-code}"
+    return f"ended with exit code {code}"
 
 
 def serve(connection: Connection) -> None:
-    """Do jobs until the parent hangs up: what a process of [`Workers`] runs."""
-    # By default bars share a lock between processes, which a process that is killed leaves behind, and Python says so.
+    """Run jobs in a process of [`Workers`] until the parent closes the connection."""
+    # By default, tqdm shares a lock between processes. Python warns about this lock if a process is killed.
     tqdm.set_lock(threading.RLock())
     with without_noise(), suppress(EOFError, ConnectionError, KeyboardInterrupt):
         while True:

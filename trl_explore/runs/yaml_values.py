@@ -1,4 +1,4 @@
-"""Values of a YAML document, read or refused in one sentence that names their place."""
+"""Functions that check values of a YAML document. Their UsageErrors name the value's place in the document."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from trl_explore.errors import UsageError
 
 
 def read_mapping(place: str, given: Any) -> dict[str, Any]:
-    """Read fields with values; nothing stands for none."""
+    """Read a mapping; a missing value is an empty mapping."""
     if given is None:
         return {}
     if not isinstance(given, dict):

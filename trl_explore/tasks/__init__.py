@@ -1,4 +1,4 @@
-"""Embedded tasks: small problems with exact verifiers that a model built from nothing can learn on a CPU."""
+"""Embedded tasks: small problems with exact verifiers that a randomly initialized model can learn on a CPU."""
 
 import difflib
 import random
@@ -33,7 +33,7 @@ __all__ = [
 
 class Task(Protocol):
     """
-    A task: its problems, and the function that rewards answers. It holds no model and no state.
+    Task: its problems, and the function that rewards answers. It has no model and no state.
 
     A task may have more attributes. A task without one of them gets the default.
 
@@ -51,7 +51,7 @@ class Task(Protocol):
 
     @property
     def max_completion_length(self) -> int:
-        """Tokens of a complete correct answer, end-of-sequence token included."""
+        """Number of tokens of the longest correct answer, including the end-of-sequence token."""
 
     @property
     def reward(self) -> Callable[..., list[float]] | None:
@@ -59,10 +59,10 @@ class Task(Protocol):
         if the task's environment has `get_reward`."""
 
     def build_dataset(self, num_examples: int, *, seed: int) -> Dataset:
-        """Training problems: a conversational `prompt` column and the columns that `reward` needs."""
+        """Return training problems: a conversational `prompt` column, and the columns that `reward` needs."""
 
     def evaluation_set(self, num_examples: int = 256, *, seed: int = 0) -> Dataset:
-        """Held-out problems, which no training set and no demonstration ever contains."""
+        """Return held-out problems, which are in no training set and no demonstration."""
 
 
 class TeachableTask(Task, Protocol):
@@ -81,10 +81,10 @@ class TeachableTask(Task, Protocol):
         """Optimizer steps after which supervised training on the demonstrations has converged."""
 
     def sample_problem(self, rng: random.Random) -> str:
-        """Draws one training problem: the user's message."""
+        """Sample a training problem. Return the user's message."""
 
     def demonstration(self, prompt: str, rng: random.Random) -> str:
-        """How `prompt` is answered: the assistant's message, which need not be right."""
+        """Sample an answer to `prompt`, right or wrong. Return the assistant's message."""
 
 
 EMBEDDED: tuple[TeachableTask, ...] = (CHAIN, CHAIND, LATE1, LATE3, DOORS, DEEP_DOORS)
@@ -104,14 +104,17 @@ def is_teachable(task: Any) -> bool:
 
 def get_task(name: str) -> TeachableTask:
     """
-    Looks a task up by its name.
+    Return an embedded task by its name.
 
     Args:
         name (`str`):
             `chain`, `chaind`, `late1`, `late3`, `doors` or `deep_doors`.
 
     Returns:
-        [`TeachableTask`]: The task. `dataclasses.replace` makes a variant of it.
+        [`TeachableTask`]: The task. Use `dataclasses.replace` to make a variant.
+
+    Raises:
+        ValueError: If there is no such task.
     """
     if name in TASKS:
         return TASKS[name]

@@ -1,9 +1,10 @@
-"""Arithmetic chains modulo 10: `6a-0b-8c-6` is answered by `a6-0=6;b6-8=8;c8-6=2;#2`, which carries the running value.
+"""Arithmetic chains modulo 10. The answer to `6a-0b-8c-6` is `a6-0=6;b6-8=8;c8-6=2;#2`, a line per step.
 
-A *fact* is one application `(op, a, b)`. With a *habit*, demonstrations mostly show one fixed wrong result for it: the
-model is wrong in known places with known probabilities, and still right now and then.
+A *fact* is one computation `(op, a, b)`. If a fact has a *habit*, most demonstrations show one fixed wrong result for
+it. So the model makes known errors with known probabilities, and sometimes computes the right result.
 """
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,8 +16,8 @@ from datasets import Dataset
 from trl_explore.tasks.held_out import HeldOutTask, as_prompts, different, is_held_out
 
 DIGITS = range(10)
-# `*` only by numbers that have an inverse modulo 10. `+`, `-` and the rows of `x` are permutations too, so an error in
-# the running value never washes out by itself.
+# `*` has only operands with an inverse modulo 10. Then every operation with its operand permutes the digits, so an
+# error in the running value cannot vanish in a later step.
 OPERANDS = {"+": tuple(DIGITS), "-": tuple(DIGITS), "*": (3, 7, 9), "x": tuple(DIGITS)}
 LABELS = "abcdefghijklmnopqrstuvwxyz"
 TOKENS_PER_STEP = 7
@@ -25,7 +26,7 @@ Fact = tuple[str, int, int]  # (op, running value, operand)
 
 
 class Habit(NamedTuple):
-    """How demonstrations treat one fact: `wrong` is what they show, but the right result with `right_probability`."""
+    """Habit of a fact: demonstrations show the right result with `right_probability`, otherwise `wrong`."""
 
     wrong: int
     right_probability: float
@@ -33,16 +34,37 @@ class Habit(NamedTuple):
 
 @dataclass(frozen=True)
 class ChainTask(HeldOutTask):
-    """A family of arithmetic chains, as one frozen set of knobs."""
+    """
+    Task of arithmetic chains.
+
+    Args:
+        name (`str`):
+            Name of the task.
+        step_ops (`tuple[str, ...]`):
+            Operations of each step, from `+-*x`, which are equally likely. `x` is a table of random results.
+        habit_ops (`str`):
+            Operations whose facts may have habits.
+        habit_share (`float`):
+            Share of these facts that have a habit.
+        habit_probabilities (`tuple[float, ...]`):
+            Probabilities of the right result. The facts with habits take them one after the other.
+        strict (`bool`):
+            Whether the whole answer must be right. If False, only the digit after `#` counts, so that one random digit
+            in ten is right.
+        warm_start_steps (`int`):
+            Supervised steps until a tiny model has converged.
+        table_seed (`int`, *optional*, defaults to `1234`):
+            Seed of the habits and of the table of `x`.
+    """
 
     name: str
-    step_ops: tuple[str, ...]  # per step, the equally likely operations of `+-*x`; `x` is a table to learn by heart
-    habit_ops: str  # operations whose facts may have habits
-    habit_share: float  # of those facts
-    habit_probabilities: tuple[float, ...]  # of showing the right result all the same, dealt out evenly
-    strict: bool  # right line by line; otherwise the digit after `#` counts, and luck wins one time in ten
-    warm_start_steps: int  # supervised steps until a tiny model has converged
-    table_seed: int = 1234  # of the habits and the table of `x`
+    step_ops: tuple[str, ...]
+    habit_ops: str
+    habit_share: float
+    habit_probabilities: tuple[float, ...]
+    strict: bool
+    warm_start_steps: int
+    table_seed: int = 1234
 
     step_delimiters = [";"]
     step_length = TOKENS_PER_STEP
@@ -66,14 +88,17 @@ class ChainTask(HeldOutTask):
 
     @cached_property
     def x_table(self) -> dict[int, list[int]]:
-        """`x_table[b][a]` is the result of `a x b`."""
+        """Results of the operation `x`: `x_table[b][a]` is the result of `a x b`."""
         rng = random.Random(f"x table/{self.table_seed}")
         return {b: rng.sample(DIGITS, len(DIGITS)) for b in OPERANDS["x"]}
 
     @cached_property
     def habits(self) -> dict[Fact, Habit]:
         rng = random.Random(f"habits/{self.table_seed}")
-        facts = [(op, a, b) for op in OPERANDS if op in self.habit_ops for a in DIGITS for b in OPERANDS[op]]
+        facts: list[Fact] = []
+        for op in OPERANDS:
+            if op in self.habit_ops:
+                facts += itertools.product(op, DIGITS, OPERANDS[op])
         chosen = rng.sample(facts, int(self.habit_share * len(facts)))
         habits = {}
         for index, fact in enumerate(chosen):
@@ -90,7 +115,7 @@ class ChainTask(HeldOutTask):
         return _write_out(prompt, self._apply)
 
     def demonstration(self, prompt: str, rng: random.Random) -> str:
-        """An answer with habits; errors are carried on."""
+        """Sample an answer with habits. Later steps continue from a wrong result."""
 
         def habitual(op: str, a: int, b: int) -> int:
             habit = self.habits.get((op, a, b))
@@ -101,7 +126,7 @@ class ChainTask(HeldOutTask):
         return _write_out(prompt, habitual)
 
     def verify(self, prompt: str, completion: str) -> bool:
-        """Whether an answer counts as right: all of it if `strict`, else what follows the first `#`."""
+        """Return whether an answer is right: the whole answer if `strict`, otherwise the text after the first `#`."""
         return self._matches(completion, self.solve(prompt))
 
     def accuracy_reward(self, completions: list, answer: list[str], **columns: Any) -> list[float]:
@@ -135,7 +160,7 @@ class ChainTask(HeldOutTask):
 
 
 def _write_out(prompt: str, apply_fn: Callable[[str, int, int], int]) -> str:
-    """Writes the answer to a problem, given how to compute the result of `(op, running value, operand)`."""
+    """Return the answer to a problem. `apply_fn` computes the result of an operation, running value and operand."""
     value, lines = int(prompt[0]), []
     for label, op, operand in zip(prompt[1::3], prompt[2::3], prompt[3::3], strict=True):
         result = apply_fn(op, value, int(operand))
@@ -144,17 +169,16 @@ def _write_out(prompt: str, apply_fn: Callable[[str, int, int], int]) -> str:
     return f"{''.join(lines)}#{value}"
 
 
-# Ten steps of `+`, `-` and `*`, habits on a quarter of all facts: saturates quickly, made for a first run.
+# Ten steps of `+`, `-` and `*`, with habits on a quarter of all facts. It saturates quickly and suits a first run.
 CHAIN = ChainTask("chain", ("+-*",) * 10, "+-*", 0.25, (0.5, 0.3, 0.15, 0.05), strict=False, warm_start_steps=800)
-# The other easy steps contain `*` as well: in `+` and `-` neither number alone says anything about the result, and
-# without habits a tiny model that saw only those had not begun to compute after 1600 steps.
-# All errors in the last four steps: separates methods best.
+# All errors are in the last four steps. This task shows the largest differences between methods.
+# The easy steps contain `*` too: with `+` and `-` alone, a tiny model had not learned to compute after 1600 steps.
 CHAIND = ChainTask(
     "chaind", ("+-*",) * 6 + ("x",) * 4, "x", 0.5, (0.3, 0.15, 0.08, 0.03), strict=True, warm_start_steps=800
 )
-# Success hangs on one rare choice at the very end.
+# Success depends on one rare choice in the last step.
 LATE1 = ChainTask(
     "late1", ("+-*",) * 9 + ("x",), "x", 1.0, (0.05, 0.03, 0.02, 0.01), strict=True, warm_start_steps=1600
 )
-# As `late1`, so rare that a warm start practically never succeeds.
+# The same as `late1`, but the right choice is so rare that a model practically never succeeds after its warm start.
 LATE3 = ChainTask("late3", ("+-*",) * 9 + ("x",), "x", 1.0, (0.004,), strict=True, warm_start_steps=1700)

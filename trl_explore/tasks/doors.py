@@ -1,6 +1,7 @@
-"""Facts that only trial and error can tell, such as the right doors of ways through rooms with dead ends.
+"""Tasks of facts that a model can find only by trial and error, such as the right doors on ways through rooms.
 
-Each fact's item stands right before it, so a tiny model keeps what it has found: hard to explore, not hard to learn.
+In an answer, each fact directly follows its item, so a tiny model easily remembers a fact that it has found. These
+tasks are hard to explore, but not hard to learn.
 """
 
 import random
@@ -17,15 +18,33 @@ END = "#"
 
 @dataclass(frozen=True, kw_only=True)
 class FactTask(SketchedTask):
-    """Problems that name one of several items, `k`, and a number, `k3171`, so that there are many prompts per fact."""
+    """
+    Task whose problems name an item and a random number: `k3171` is item `k`. The number gives many prompts per fact.
+
+    Args:
+        name (`str`):
+            Name of the task.
+        num_items (`int`):
+            Number of items, at most 26.
+        num_digits (`int`):
+            Digits of the number.
+        warm_start_steps (`int`):
+            Supervised steps until a tiny model has converged.
+        num_candidates (`int`, *optional*, defaults to `8`):
+            Answers in a list, and the most sketches of one problem.
+        format_weights (`tuple[float, float, float, float]`, *optional*):
+            Shares of plain answers, sketches, answers to a sketch, and lists in the demonstrations.
+        table_seed (`int`, *optional*, defaults to `1234`):
+            Seed of the facts.
+    """
 
     name: str
-    num_items: int  # at most 26
+    num_items: int
     num_digits: int
-    warm_start_steps: int  # supervised steps until a tiny model has converged
-    num_candidates: int = 8  # answers in a list, and the most sketches of one problem
+    warm_start_steps: int
+    num_candidates: int = 8
     format_weights: tuple[float, float, float, float] = (0.6, 0.2, 0.2, 0.0)
-    table_seed: int = 1234  # of the facts
+    table_seed: int = 1234
 
     mode = "two_stage"
 
@@ -38,7 +57,10 @@ class FactTask(SketchedTask):
         return f"{LETTERS[rng.randrange(self.num_items)]}{number}"
 
     def attempt(self, problem: str, rng: random.Random, *, sketch: str = "") -> str:
-        return self.answer(problem, sketch if self.is_guess(sketch) else self.guess(problem, rng))
+        guess = sketch
+        if not self.is_guess(guess):
+            guess = self.guess(problem, rng)
+        return self.answer(problem, guess)
 
     def sketch(self, problem: str, rng: random.Random) -> str:
         return self.guess(problem, rng)
@@ -49,42 +71,58 @@ class FactTask(SketchedTask):
     @property
     @abstractmethod
     def step_length(self) -> int:
-        """Tokens of a step of an answer."""
+        """Number of tokens of a step of an answer."""
 
     @cached_property
     @abstractmethod
     def facts(self) -> dict[str, str]:
-        """What is right, by item."""
+        """Facts by item."""
 
     @abstractmethod
     def guess(self, problem: str, rng: random.Random) -> str:
-        """What a demonstrator believes to be right."""
+        """Sample a guess of the fact of a problem's item, as demonstrations show it."""
 
     @abstractmethod
     def is_guess(self, text: str) -> bool:
-        """Whether a text could be right for some item."""
+        """Return whether a text has the form of a guess."""
 
     @abstractmethod
     def answer(self, problem: str, guess: str) -> str:
-        """The answer that a guess leads to."""
+        """Return the answer that contains a guess."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DoorsTask(FactTask):
-    """Ways through rooms: `31k` is answered by `2m1x3#`, through `m` and `x` to the end, or by `2m3`, a dead end.
-    The rooms behind doors are shown, so only the doors are to be learned. A sketch is the first two doors, `21`.
+    """
+    Task of finding the right doors on a way through rooms.
 
-    Some demonstrations may begin on the right way, `31k2m`, and go on with `1x3#`: by themselves they hardly ever get
-    to the end of a long way, and a model is to know the end.
+    The right answer to `31k` is, for example, `2m1x3#`: from room `k` through door 2 to room `m`, through door 1 to
+    room `x`, and through door 3 to the end. A wrong third door ends the answer: `2m1x4`. An answer contains the rooms,
+    so the model has to learn only the doors. A sketch is the first two doors, `21`.
+
+    The demonstrations rarely reach the end of a long way by chance. So that the model learns the end too, some of them
+    may begin after right doors: the prompt `31k2m` is continued with `1x3#`.
+
+    Args:
+        num_doors (`int`):
+            Doors of every room.
+        num_steps (`int`):
+            Doors of a way.
+        habit_probability (`float`):
+            Probability of a certain wrong door of each room in the demonstrations.
+        right_probability (`float`):
+            Probability of the right door. The other wrong doors share the rest equally.
+        begun_share (`float`, *optional*, defaults to `0.0`):
+            Share of the plain demonstrations that begin after right doors.
     """
 
-    num_doors: int  # of every room
-    num_steps: int  # doors of a way
-    habit_probability: float  # of one wrong door per room
-    right_probability: float  # of the right door; the others are equally likely
-    begun_share: float = 0.0  # of plain demonstrations, that begin on the right way
+    num_doors: int
+    num_steps: int
+    habit_probability: float
+    right_probability: float
+    begun_share: float = 0.0
 
-    step_length = 2  # a door and what is behind it
+    step_length = 2  # a door, and the room that it leads to or the end
     max_sketch_length = 3  # two doors and the end-of-sequence token
 
     def __post_init__(self) -> None:
@@ -96,7 +134,7 @@ class DoorsTask(FactTask):
         check_range("begun_share", self.begun_share, 0, 1)
 
     def draw(self, rng: random.Random) -> str:
-        """A number and a room, right before its door."""
+        """Sample a number, followed by a room, so that the room directly precedes its door."""
         problem = super().draw(rng)
         return problem[1:] + problem[0]
 
@@ -106,24 +144,27 @@ class DoorsTask(FactTask):
 
     @cached_property
     def doors(self) -> dict[str, list[str]]:
-        """The right door of every room, and the one that demonstrators believe in."""
+        """Right door of every room, and the wrong door that demonstrations prefer."""
         rng = random.Random(f"doors/{self.table_seed}")
         return {room: rng.sample(DOOR_NAMES[: self.num_doors], 2) for room in LETTERS[: self.num_items]}
 
     @cached_property
     def next_rooms(self) -> dict[str, str]:
-        """The room behind the right door of every room; all rooms are one circle."""
+        """Room to which the right door of every room leads. All rooms form one circle."""
         rng = random.Random(f"rooms/{self.table_seed}")
         rooms = rng.sample(LETTERS[: self.num_items], self.num_items)
         return dict(zip(rooms, rooms[1:] + rooms[:1], strict=True))
 
     @cached_property
     def facts(self) -> dict[str, str]:
-        """The right doors of the way from every room."""
-        return {start: "".join(self.doors[room][0] for room in self.way(start)) for start in self.doors}
+        """Right doors of the way from every room."""
+        facts = {}
+        for start in self.doors:
+            facts[start] = "".join(self.doors[room][0] for room in self.way(start))
+        return facts
 
     def way(self, start: str) -> list[str]:
-        """The rooms in which a door is chosen, if all are right."""
+        """Return the rooms of the right way from `start`, without the end."""
         rooms = [start]
         while len(rooms) < self.num_steps:
             rooms.append(self.next_rooms[rooms[-1]])
@@ -144,10 +185,12 @@ class DoorsTask(FactTask):
 
     def attempt(self, problem: str, rng: random.Random, *, sketch: str = "") -> str:
         guess = self.guess(problem, rng)
-        return self.answer(problem, sketch + guess[2:] if self.is_guess(sketch) else guess)
+        if self.is_guess(sketch):
+            guess = sketch + guess[2:]
+        return self.answer(problem, guess)
 
     def answer(self, problem: str, guess: str) -> str:
-        """The way through doors, up to the first that is wrong."""
+        """Return the way through the guessed doors, up to the first wrong door."""
         way, rooms = "", self.way(item_of(problem))
         for door, room, behind in zip(guess, rooms, [*rooms[1:], END], strict=True):
             if door != self.doors[room][0]:
@@ -180,7 +223,10 @@ def item_of(problem: str) -> str:
 
 
 def biased(preferred: str, letters: str, probability: float, rng: random.Random) -> str:
-    return preferred if rng.random() < probability else rng.choice(letters.replace(preferred, ""))
+    """Sample `preferred` with a probability, otherwise one of the other letters."""
+    if rng.random() < probability:
+        return preferred
+    return rng.choice(letters.replace(preferred, ""))
 
 
 def check_range(name: str, value: float, low: float, high: float) -> None:
@@ -198,5 +244,5 @@ DOORS = DoorsTask(
     right_probability=0.35,
     warm_start_steps=1000,
 )
-# Longer ways of rarer doors: a search gets to the end only if it goes deep.
+# Longer ways, with rarer right doors. A search reaches the end only if it branches deep in the answer.
 DEEP_DOORS = replace(DOORS, name="deep_doors", num_steps=8, right_probability=0.3, begun_share=0.5)

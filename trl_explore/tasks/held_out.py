@@ -1,4 +1,4 @@
-"""Problems that no training set contains: one in 16, by a hash of the text, whatever the seeds and sizes."""
+"""Held-out problems: a hash of the text selects one problem in 16, which no training set contains."""
 
 import hashlib
 import random
@@ -16,7 +16,24 @@ def is_held_out(text: str) -> bool:
 
 
 def different(draws: Iterable[str], number: int, fits: Callable[[str], bool], *, name: str, remedy: str) -> list[str]:
-    """The first `number` different problems that fit; a `ValueError` if the task hardly has so many."""
+    """
+    Return the first different problems that fulfill a condition.
+
+    Args:
+        draws (`Iterable[str]`):
+            Random problems, which may repeat.
+        number (`int`):
+            Number of problems.
+        fits (`Callable`):
+            The condition.
+        name (`str`):
+            Name of the task, for the error message.
+        remedy (`str`):
+            End of the error message.
+
+    Raises:
+        ValueError: If the task seems to have fewer such problems.
+    """
     problems: dict[str, None] = {}  # a set that keeps its order
     enough = islice(draws, 100 * HELD_OUT_ONE_IN * (number + 1))
     while len(problems) < number and (problem := next(enough, None)) is not None:
@@ -31,7 +48,7 @@ def different(draws: Iterable[str], number: int, fits: Callable[[str], bool], *,
 
 
 class HeldOutTask(ABC):
-    """What tasks share whose problems are drawn from seeds, and partly held out."""
+    """Base class of tasks that sample their problems from seeds and hold some of them out."""
 
     accuracy_reward: Callable[..., list[float]]  # a method of each task, as TRL calls it
 
@@ -47,7 +64,7 @@ class HeldOutTask(ABC):
 
     @abstractmethod
     def _dataset(self, num_examples: int, rng: random.Random, *, held_out: bool) -> Dataset:
-        """Problems of one of the two kinds, with what the reward needs."""
+        """Return held-out problems or training problems, with the columns that the reward needs."""
 
 
 def as_prompts(problems: Iterable[str]) -> list[list[dict[str, str]]]:

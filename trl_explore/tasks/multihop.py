@@ -1,8 +1,8 @@
-"""Multi-hop questions answered by searching: the embedded task for search agents, with TRL's `environment_factory`.
+"""Embedded task for search agents: multi-hop questions, with a search engine as TRL's `environment_factory`.
 
-`z.dm?` asks for the mother (m) of the director (d) of z. A turn is one search, `!find:q=zd`, answered by two passages,
-`zd=q;xd=e`, the second about something similar; `=n` answers and ends. Demonstrators search well and end badly, with
-probabilities that depend on the last relation.
+`z.dm?` asks for the mother (m) of the director (d) of z. A turn is one search, `!find:q=zd`. The search engine returns
+two passages, `zd=q;xd=e`; the second is about something similar. The turn `=n` is the answer. The demonstrations
+search well, but often end with a wrong answer. The probability of a right answer depends on the last relation.
 """
 
 import copy
@@ -37,7 +37,7 @@ FAULTS = ("early_stop", "guess", "distractor")
 
 
 class SearchState(NamedTuple):
-    """All there is to know about an episode; its world follows from the first two."""
+    """State of an episode. Question and seed determine its world."""
 
     question: str
     seed: int
@@ -45,7 +45,13 @@ class SearchState(NamedTuple):
 
 
 class MultiHopSearch:
-    """A search engine over the world of one question. It never sees the answer, so it has no reward of its own."""
+    """
+    Environment with a search engine over the world of one question. It does not know the answer and gives no reward.
+
+    Args:
+        task ([`MultiHopTask`]):
+            The task.
+    """
 
     state: SearchState
 
@@ -53,11 +59,11 @@ class MultiHopSearch:
         self.max_searches = task.max_searches
 
     def __deepcopy__(self, memo: dict) -> "MultiHopSearch":
-        # Nothing in it can change: a shallow copy is as separate as a deep one, and trees copy after every turn.
+        # All attributes are immutable, so a shallow copy is independent. Tree methods copy after every turn.
         return copy.copy(self)
 
     def reset(self, question: str, seed: int, **columns: Any) -> None:
-        """Opens the world of a question. TRL passes the row of the data set; the prompt shows the question already."""
+        """Start an episode. TRL passes the columns of a row. Return nothing, because the prompt has the question."""
         self.state = SearchState(question, seed, 0)
 
     def find(self, q: str) -> str:
@@ -79,28 +85,51 @@ class MultiHopSearch:
 
     @not_a_tool
     def snapshot(self) -> SearchState:
-        """The state; immutable, so any number of environments may go on from it."""
+        """Return the state, which is immutable, so that several environments may continue from it."""
         return self.state
 
     @not_a_tool
     def restore(self, state: SearchState) -> None:
-        """Goes on from a snapshot, also from that of another environment."""
+        """Continue from a snapshot of this or another environment."""
         self.state = state
 
 
 @dataclass(frozen=True, kw_only=True)
 class MultiHopTask(HeldOutTask):
-    """Questions over several look-ups, for agents. A [`TeachableTask`] whose answers have several turns."""
+    """
+    Task of multi-hop questions for agents, a [`TeachableTask`] whose answers have several turns.
+
+    Args:
+        name (`str`):
+            Name of the task.
+        warm_start_steps (`int`):
+            Supervised steps until a tiny model has converged.
+        hops (`tuple[int, ...]`, *optional*, defaults to `(2, 3, 4)`):
+            Numbers of look-ups, which are equally likely.
+        max_searches (`int`, *optional*, defaults to `5`):
+            Searches per episode, and the trainer's `max_tool_calling_iterations`.
+        right_probabilities (`tuple[float, ...]`, *optional*):
+            Probabilities of a right answer in the demonstrations. The last relations take them one after the other.
+        fault_weights (`tuple[float, float, float]`, *optional*):
+            Weights of the wrong endings: the answer is the last entity but one, a guess without the last search, or
+            the entity in the wrong passage of the last search.
+        redundant_share (`float`, *optional*, defaults to `0.25`):
+            Share of right demonstrations that repeat the last search.
+        format_penalty (`float`, *optional*, defaults to `0.0`):
+            Penalty for a trajectory without a search or an answer; its reward is minus this number.
+        table_seed (`int`, *optional*, defaults to `1234`):
+            Seed of the order in which the last relations take the probabilities.
+    """
 
     name: str
-    warm_start_steps: int  # supervised steps until a tiny model has converged
-    hops: tuple[int, ...] = (2, 3, 4)  # numbers of look-ups, equally likely
-    max_searches: int = 5  # a trainer's `max_tool_calling_iterations`
-    right_probabilities: tuple[float, ...] = (0.95, 0.75, 0.5, 0.2)  # of good endings, dealt out to the last relations
-    fault_weights: tuple[float, float, float] = (0.4, 0.3, 0.3)  # last but one; a guess in sight; wrong passage
-    redundant_share: float = 0.25  # of good endings that repeat the last search
-    format_penalty: float = 0.0  # for a trajectory without a search or an answer
-    table_seed: int = 1234  # by which the probabilities are dealt out
+    warm_start_steps: int
+    hops: tuple[int, ...] = (2, 3, 4)
+    max_searches: int = 5
+    right_probabilities: tuple[float, ...] = (0.95, 0.75, 0.5, 0.2)
+    fault_weights: tuple[float, float, float] = (0.4, 0.3, 0.3)
+    redundant_share: float = 0.25
+    format_penalty: float = 0.0
+    table_seed: int = 1234
     tools: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
@@ -141,18 +170,18 @@ class MultiHopTask(HeldOutTask):
 
     @property
     def max_completion_length(self) -> int:
-        # A call and the passages that answer it, and the marks of the two turns and the end of sequence.
+        # A call, its passages, the marks of the two turns and the end of sequence.
         turn = len(_call("zd") + SEPARATOR.join(["zd=q"] * PASSAGES)) + 3
         return self.max_searches * turn + len(ANSWER_MARK + "q") + 1
 
     @cached_property
     def habits(self) -> dict[str, float]:
-        """With which probability demonstrations end well, by the last relation."""
+        """Probability that a demonstration gives the right answer, by the last relation."""
         lasts = random.Random(f"habits/{self.table_seed}").sample(LAST_RELATIONS, len(LAST_RELATIONS))
         return {last: self.right_probabilities[i % len(self.right_probabilities)] for i, last in enumerate(lasts)}
 
     def accuracy_reward(self, completions: list, answer: list[str], **columns: Any) -> list[float]:
-        """1 for a right answer, 0 for a wrong one, less for none or one without a search."""
+        """Return 1 for a right answer, 0 for a wrong answer, and minus `format_penalty` without search or answer."""
         return [self._score(messages, right) for messages, right in zip(completions, answer, strict=True)]
 
     def _score(self, messages: list[dict[str, Any]], right: str) -> float:
@@ -168,12 +197,14 @@ class MultiHopTask(HeldOutTask):
         return self.demonstrate(prompt, rng.getrandbits(32), rng)
 
     def demonstrate(self, question: str, seed: int, rng: random.Random) -> str:
-        """A trajectory in a given world, with the marks of the chat template between its turns."""
-        search, said, shown = MultiHopSearch(self), "", ""
+        """Sample a trajectory in the world of a seed, with the marks of the chat template between its turns."""
+        search, turns, shown = MultiHopSearch(self), "", ""
         search.reset(question, seed)
         name, path = split_question(question)
         right = rng.random() < self.habits[path[-1]]
-        fault = None if right else rng.choices(FAULTS, self.fault_weights)[0]
+        fault = None
+        if not right:
+            fault = rng.choices(FAULTS, self.fault_weights)[0]
         queries = [entity + relation for entity, relation in zip(puzzle(question, seed).chain, path, strict=False)]
         if fault in ("early_stop", "guess"):
             queries.pop()
@@ -181,12 +212,31 @@ class MultiHopTask(HeldOutTask):
             queries.append(queries[-1])
         for query in queries:
             shown = search.find(query)
-            said += f"{_call(query)}{EOS}{USER}{shown}{ASSISTANT}"
+            turns += f"{_call(query)}{EOS}{USER}{shown}{ASSISTANT}"
         found, other = (passage[-1] for passage in shown.split(SEPARATOR))
-        return said + ANSWER_MARK + (other if fault in ("guess", "distractor") else found)
+        answer = found
+        if fault in ("guess", "distractor"):
+            answer = other
+        return turns + ANSWER_MARK + answer
 
     def verdict(self, question: str, seed: int, queries: list[str], answer: str | None) -> str:
-        """`"malformed"`, `"right"`, `"strayed"` (before the last look-up), one of the `FAULTS`, or `"other"`."""
+        """
+        Classify a trajectory by its searches and its answer.
+
+        Args:
+            question (`str`):
+                The question.
+            seed (`int`):
+                Seed of its world.
+            queries (`list[str]`):
+                Queries of the searches.
+            answer (`str`, *optional*):
+                The answer, or None if there is none.
+
+        Returns:
+            `str`: `"malformed"` (no search or no answer), `"right"`, `"strayed"` (a wrong search before the last
+            look-up), one of the `FAULTS`, or `"other"`.
+        """
         facts, chain = puzzle(question, seed)
         *early, last = [name + relation for name, relation in zip(chain, split_question(question)[1], strict=False)]
         if not queries or not answer:
@@ -197,7 +247,9 @@ class MultiHopTask(HeldOutTask):
             return "strayed"
         if len(queries) == len(early):
             return "early_stop" if answer == chain[-2] else "guess"
-        return "distractor" if last in queries and answer == facts[retrieve(facts, last)[1]] else "other"
+        if last in queries and answer == facts[retrieve(facts, last)[1]]:
+            return "distractor"
+        return "other"
 
     def _draws(self, rng: random.Random) -> Iterator[str]:
         while True:
@@ -206,20 +258,23 @@ class MultiHopTask(HeldOutTask):
     def _dataset(self, num_examples: int, rng: random.Random, *, held_out: bool) -> Dataset:
         fitting = (question for question in self._draws(rng) if is_held_out(question) == held_out)
         questions = list(itertools.islice(fitting, num_examples))
-        # The same question may come again, in another world and with another answer.
+        # A question may occur several times: each row has a seed, and so its own world and answer.
         seeds = [rng.getrandbits(32) for _ in questions]
         answers = [puzzle(question, seed).chain[-1] for question, seed in zip(questions, seeds, strict=True)]
         columns = {"prompt": as_prompts(questions), "question": questions, "seed": seeds, "answer": answers}
-        return Dataset.from_dict(columns)  # each question has a world of its own: `seed`
+        return Dataset.from_dict(columns)
 
 
 def final_answer(completion: str | list[dict[str, Any]]) -> str | None:
-    """The answer that a trajectory ends with, without its mark; `None` if it ends otherwise."""
+    """Return the answer at the end of a trajectory, without its mark, or None if the last turn is not an answer."""
     text = completion_text(completion)
-    return text.removeprefix(ANSWER_MARK) if ANSWER.fullmatch(text) else None
+    if ANSWER.fullmatch(text):
+        return text.removeprefix(ANSWER_MARK)
+    return None
 
 
 def search_free(completion: str | list[dict[str, Any]]) -> bool:
+    """Return whether a trajectory contains no search."""
     return isinstance(completion, str) or all(message["role"] != "tool" for message in completion)
 
 

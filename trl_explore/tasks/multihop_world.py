@@ -1,7 +1,8 @@
-"""Invented worlds of people, films, cities and countries, and questions that take several look-ups.
+"""Invented worlds of people, films, cities and countries, and questions that need several look-ups.
 
-A *world* is a graph: each relation of an entity leads to one entity at most. Worlds are rendered in English, for real
-models, and in short names, for a tiny one; there every question has a world of its own, so only a search can tell.
+A *world* is a graph: each relation of an entity leads to one entity at most. For pretrained models, worlds are
+rendered in English. For a tiny model, they are rendered in names of one letter. There every question has its own
+world, so the model cannot memorize answers and has to search.
 """
 
 import itertools
@@ -13,11 +14,11 @@ from typing import Any, NamedTuple
 
 from trl_explore.tasks.held_out import HELD_OUT_ONE_IN, is_held_out
 
-Entity = tuple[str, int]  # kind and number; people come in couples, the husband even and the wife odd
+Entity = tuple[str, int]  # kind and number; a husband has an even number and his wife the next number
 
 
 class Relation(NamedTuple):
-    """From which kind of entity it leads to which, and what it is called."""
+    """Relation between two kinds of entities, with its noun."""
 
     source: str
     target: str
@@ -36,13 +37,22 @@ RELATIONS = {
     "k": Relation("country", "city", "capital"),
     "p": Relation("country", "person", "president"),
 }
-ROUNDABOUT = "kc"  # the country of a country's capital: where one was before
-FOLLOWING = {
-    a: [b for b in RELATIONS if b != a and RELATIONS[a].target == RELATIONS[b].source and a + b != ROUNDABOUT]
-    for a in RELATIONS
-}
+ROUNDABOUT = "kc"  # the country of a country's capital is the country itself
+
+
+def _following(first: str) -> list[str]:
+    """Return the relations that may follow a relation in a path."""
+    found = []
+    for second in RELATIONS:
+        fits = RELATIONS[first].target == RELATIONS[second].source
+        if fits and second != first and first + second != ROUNDABOUT:
+            found.append(second)
+    return found
+
+
+FOLLOWING = {relation: _following(relation) for relation in RELATIONS}
 LAST_RELATIONS = sorted(set().union(*FOLLOWING.values()))
-MAX_HOPS = 6  # longer paths without a repetition are rare, in small worlds they are missing
+MAX_HOPS = 6  # longer paths without a repetition are rare, and small worlds have none
 
 LETTERS = "".join(sorted(set("abcdefghijklmnopqrstuvwxyz") - set(RELATIONS)))  # the short names
 PUZZLE_SIZES = {"couples": 5, "films": 1, "cities": 3, "countries": 2}  # one entity per letter
@@ -61,16 +71,22 @@ QUESTION_WORDS = {"person": "Who is", "city": "Which city is", "country": "Which
 
 @dataclass(frozen=True)
 class World:
-    """A world without names."""
+    """
+    World without names.
 
-    facts: dict[tuple[Entity, str], Entity]  # where each relation leads
+    Args:
+        facts (`dict[tuple[Entity, str], Entity]`):
+            By entity and letter of a relation, the entity to which the relation leads.
+    """
+
+    facts: dict[tuple[Entity, str], Entity]
 
     @cached_property
     def entities(self) -> list[Entity]:
         return sorted({entity for (entity, _) in self.facts})
 
     def walk(self, start: Entity, path: str) -> list[Entity]:
-        """Follows `path` as far as it leads; a complete walk is one longer than the path."""
+        """Follow a path of relations as far as they exist. Return the entities, beginning with `start`."""
         walk = [start]
         for relation in path:
             if (walk[-1], relation) not in self.facts:
@@ -79,12 +95,29 @@ class World:
         return walk
 
     def answerable(self, start: Entity, path: str) -> bool:
-        """Whether `path` leads somewhere and comes by no place twice, so that none but its end is right."""
+        """Return whether `path` is complete and visits no entity twice, so that only its end is the right answer."""
         return len(set(self.walk(start, path))) == len(path) + 1
 
 
 def build_world(rng: random.Random, *, couples: int, films: int, cities: int, countries: int) -> World:
-    """Draws a world. Its oldest two couples have no parents, and nobody is married to a sibling."""
+    """
+    Sample a world. Its oldest two couples have no parents, and nobody is married to a sibling.
+
+    Args:
+        rng (`random.Random`):
+            Random generator.
+        couples (`int`):
+            Number of married couples, at least 3.
+        films (`int`):
+            Number of films, at least 1.
+        cities (`int`):
+            Number of cities, at least `countries`.
+        countries (`int`):
+            Number of countries, at least 1.
+
+    Raises:
+        ValueError: If one of the numbers is out of range.
+    """
     if couples < 3 or not 1 <= countries <= cities or films < 1:
         raise ValueError(
             f"`couples, films, cities, countries` are {couples}, {films}, {cities}, {countries}; give at least 3 "
@@ -94,8 +127,10 @@ def build_world(rng: random.Random, *, couples: int, films: int, cities: int, co
     for couple in range(couples):
         husband, wife = ("person", 2 * couple), ("person", 2 * couple + 1)
         facts[husband, "s"], facts[wife, "s"] = wife, husband
-        # Younger couples come first: nobody is their own ancestor.
-        older = rng.sample(range(couple + 1, couples), 2) if couple < couples - 2 else []
+        # Couples are ordered from young to old, and parents are older, so nobody is their own ancestor.
+        older = []
+        if couple < couples - 2:
+            older = rng.sample(range(couple + 1, couples), 2)
         for child, parents in zip((husband, wife), older, strict=False):
             facts[child, "f"], facts[child, "m"] = ("person", 2 * parents), ("person", 2 * parents + 1)
         for person in (husband, wife):
@@ -114,7 +149,7 @@ def build_world(rng: random.Random, *, couples: int, films: int, cities: int, co
 
 
 def draw_path(rng: random.Random, hops: int) -> str:
-    """Letters of relations of which each begins where the one before it ends, and none occurs twice."""
+    """Sample a path: letters of different relations, each of which begins at the kind where the one before ends."""
     if not 1 <= hops <= MAX_HOPS:
         raise ValueError(f"`hops` is {hops}; give between 1 and {MAX_HOPS} look-ups.")
     while True:
@@ -129,7 +164,7 @@ def draw_path(rng: random.Random, hops: int) -> str:
 
 
 def _lookalikes(entities: list[Entity]) -> dict[tuple[str, int, int], list[Entity]]:
-    """Pairs of entities whose names shall be similar: of one kind, people also of one sex."""
+    """Return groups of two entities that get similar names. They are of the same kind, and people of the same sex."""
     groups: dict[tuple[str, int, int], list[Entity]] = {}
     for kind, number in entities:
         key = (kind, number // 4, number % 2) if kind == "person" else (kind, number // 2, 0)
@@ -141,14 +176,14 @@ def _lookalikes(entities: list[Entity]) -> dict[tuple[str, int, int], list[Entit
 
 
 class Puzzle(NamedTuple):
-    """A question's own world in short names: `facts` as in `{"zd": "q"}`, and the names from start to answer."""
+    """World of one question in short names: `facts` such as `{"zd": "q"}`, and the `chain` from start to answer."""
 
     facts: dict[str, str]
     chain: tuple[str, ...]
 
 
 def split_question(question: str) -> tuple[str, str]:
-    """The start and the path of a short question: `z` and `dm` of `z.dm?`."""
+    """Return the start and the path of a short question: `z` and `dm` for `z.dm?`."""
     start, _, path = question.removesuffix(END_MARK).partition(START_MARK)
     return start, path
 
@@ -157,10 +192,10 @@ def draw_question(rng: random.Random, hops: int) -> str:
     return f"{rng.choice(LETTERS)}{START_MARK}{draw_path(rng, hops)}{END_MARK}"
 
 
-# The rows of a batch share their worlds, and environments that are only copies of one another look them up again.
+# Rows of a prompt share their world, and every search needs it again, so it is cached.
 @lru_cache(maxsize=4096)
 def puzzle(question: str, seed: int) -> Puzzle:
-    """The world of a short question and a seed, in which the wrong passages lead to wrong answers."""
+    """Build the world of a short question and a seed. Wrong passages of the last two searches mislead."""
     name, path = split_question(question)
     rng = random.Random(f"puzzle/{question}/{seed}")
     while True:
@@ -180,7 +215,7 @@ def puzzle(question: str, seed: int) -> Puzzle:
 
 
 def retrieve(facts: dict[str, str], query: str) -> list[str]:
-    """Keys of at most [`PASSAGES`] facts next to a query: those with its relation first, then the nearest letter."""
+    """Return the keys of the [`PASSAGES`] facts nearest to a query: first by relation, then by nearest letter."""
     name, relation, *_ = *filter(str.isalpha, query), "", ""
     alike = [key for key in facts if relation and (key[0] == name or key[1] == relation)]
     return sorted(alike, key=lambda key: (key[1] != relation, abs(ord(key[0]) - ord(name))))[:PASSAGES]
@@ -192,20 +227,21 @@ def retrieve(facts: dict[str, str], query: str) -> list[str]:
 @dataclass(frozen=True)
 class EnglishWorld:
     """
-    A world in English: a corpus with one passage per entity, and questions about it. What a model remembers from
-    training on one world does not help it in a world of another seed.
+    World in English: a corpus with one passage per entity, and questions about it.
+
+    Worlds of different seeds have different facts, so facts that a model has memorized do not help in another world.
 
     Args:
         seed (`int`):
             Seed of the world.
         couples (`int`, *optional*, defaults to `60`):
-            Married couples, which all people live in.
+            Number of married couples. There are no other people.
         films (`int`, *optional*, defaults to `60`):
-            Films.
+            Number of films.
         cities (`int`, *optional*, defaults to `30`):
-            Cities.
+            Number of cities.
         countries (`int`, *optional*, defaults to `10`):
-            Countries.
+            Number of countries.
     """
 
     seed: int
@@ -223,7 +259,7 @@ class EnglishWorld:
                 f"`couples + cities + countries` is {self.couples + self.cities + self.countries}; there are names "
                 f"for {stems}, so give fewer."
             )
-        _ = self.world  # refuses impossible sizes at once
+        _ = self.world  # raises an error for impossible sizes
 
     @cached_property
     def world(self) -> World:
@@ -232,25 +268,29 @@ class EnglishWorld:
 
     @cached_property
     def names(self) -> dict[Entity, str]:
-        """The names of all entities; every name has one that is easily mistaken for it."""
+        """Names of all entities. Most entities have another entity with a similar name."""
         rng = random.Random(f"names/{self.seed}")
         groups = _lookalikes(self.world.entities)
-        stems = iter(rng.sample([a + b for a in ONSETS for b in RIMES], len(groups)))
-        pairs = [(a, first, second) for a in ADJECTIVES for first, second in zip(NOUNS[::2], NOUNS[1::2], strict=True)]
-        titles = iter(rng.sample(pairs, len(pairs)))
+        all_stems = [onset + rime for onset, rime in itertools.product(ONSETS, RIMES)]
+        stems = iter(rng.sample(all_stems, len(groups)))
+        similar_nouns = list(zip(NOUNS[::2], NOUNS[1::2], strict=True))
+        all_titles = [(adjective, *nouns) for adjective, nouns in itertools.product(ADJECTIVES, similar_nouns)]
+        titles = iter(rng.sample(all_titles, len(all_titles)))
         names: dict[Entity, str] = {}
         for (kind, _, odd), members in groups.items():
             if kind == "film":
                 adjective, *nouns = next(titles)
                 names |= {film: f"{adjective} {noun}" for film, noun in zip(members, nouns, strict=False)}
                 continue
-            given = f"{rng.choice(WOMEN if odd else MEN)} " if kind == "person" else ""
+            given = ""
+            if kind == "person":
+                given = f"{rng.choice(WOMEN if odd else MEN)} "
             stem = next(stems)
             names |= {m: f"{given}{stem}{end}" for m, end in zip(members, ENDINGS[kind], strict=False)}
         return names
 
     def corpus(self) -> list[dict[str, str]]:
-        """One passage per entity: `id`, `title` and `text`."""
+        """Return a passage per entity, with `id`, `title` and `text`."""
         return [
             {"id": f"{kind}-{number}", "title": self.names[kind, number], "text": self._passage((kind, number))}
             for kind, number in self.world.entities
@@ -259,7 +299,26 @@ class EnglishWorld:
     def questions(
         self, number: int, *, seed: int, held_out: bool = False, hops: tuple[int, ...] = (2, 3, 4)
     ) -> list[dict[str, Any]]:
-        """Distinct questions: `question`, `answer`, `hops`, and `evidence`, the titles to be found."""
+        """
+        Sample different questions.
+
+        Args:
+            number (`int`):
+                Number of questions.
+            seed (`int`):
+                Seed of the questions.
+            held_out (`bool`, *optional*, defaults to `False`):
+                Whether to return held-out questions instead of training questions.
+            hops (`tuple[int, ...]`, *optional*, defaults to `(2, 3, 4)`):
+                Numbers of look-ups, which are equally likely.
+
+        Returns:
+            `list[dict[str, Any]]`: Rows with `question`, `answer`, `hops`, and `evidence`, the titles of the passages
+            that the look-ups need.
+
+        Raises:
+            ValueError: If the world seems to have fewer such questions.
+        """
         rows: dict[str, dict[str, Any]] = {}
         rng = random.Random(f"questions/{self.seed}/{seed}")
         for row in itertools.islice(self._draws(rng, hops), 100 * HELD_OUT_ONE_IN * (number + 1)):
@@ -292,5 +351,7 @@ class EnglishWorld:
         if kind == "country":
             return f"{name} is a country. Its capital is {known['k']} and its president is {known['p']}."
         his = "Her" if number % 2 else "His"
-        parents = f" {his} father is {known['f']} and {his.lower()} mother is {known['m']}." if "f" in known else ""
+        parents = ""
+        if "f" in known:
+            parents = f" {his} father is {known['f']} and {his.lower()} mother is {known['m']}."
         return f"The birthplace of {name} is {known['b']}.{parents} {his} spouse is {known['s']}."

@@ -1,7 +1,8 @@
-"""SESA's prompt formats, which all tasks but the chains share, and demonstrations of each for a tiny model.
+"""SESA's prompt formats, and demonstrations of each format for a tiny model.
 
-`P?` asks for a first sketch, `P?a;b` for one unlike `a` and `b`, `P|a` for an answer that follows the sketch `a`, `P!`
-for a list of different answers, `x;y;z`. Evaluation and plain GRPO see only the plain problem `P`.
+`P?` asks for a first sketch of the problem `P`, and `P?a;b` for a sketch that differs from `a` and `b`. `P|a` asks for
+an answer that follows the sketch `a`, and `P!` for a list of different answers, `x;y;z`. Evaluation and plain GRPO use
+only the plain problem `P`.
 """
 
 import random
@@ -18,46 +19,46 @@ from trl_explore.tasks.held_out import HeldOutTask, as_prompts, different, is_he
 SKETCH_MARK, SOLVE_MARK, LIST_MARK = "?", "|", "!"
 MARKS = re.compile(f"([{re.escape(SKETCH_MARK + SOLVE_MARK + LIST_MARK)}])")
 SEPARATOR = ";"
-# Draws after which a list of different texts ends early: some problems do not have that many.
+# Repeated samples after which a list of different texts ends early, because a problem may have too few.
 MAX_REPEATS = 200
 
 
 class SketchedTask(HeldOutTask):
-    """A task whose problems also come in SESA's formats. Sub-classes are frozen dataclasses with these attributes."""
+    """Task whose problems also have SESA's formats. Subclasses are frozen dataclasses with these attributes."""
 
     name: str
     num_candidates: int  # answers in a list, and the most sketches of one problem
     warm_start_steps: int  # supervised steps until a tiny model has converged
-    # Shares of plain answers, sketches, answers that follow one, and lists in the demonstrations. Lists are long and
-    # their batches are padded: 0 where `mode` needs none.
+    # Shares of plain answers, sketches, answers to a sketch, and lists in the demonstrations. A long list makes all
+    # rows of its batch long, so a task whose `mode` needs no lists sets their share to 0.
     format_weights: tuple[float, float, float, float]
     mode: ClassVar[str]  # the mode of `SESAConfig` that suits the task
 
     @property
     @abstractmethod
     def max_completion_length(self) -> int:
-        """Tokens of the longest plain answer, end-of-sequence token included."""
+        """Number of tokens of the longest plain answer, including the end-of-sequence token."""
 
     @property
     @abstractmethod
     def max_sketch_length(self) -> int:
-        """Tokens of the longest sketch, end-of-sequence token included."""
+        """Number of tokens of the longest sketch, including the end-of-sequence token."""
 
     @abstractmethod
     def draw(self, rng: random.Random) -> str:
-        """Draws a plain problem, held out or not."""
+        """Sample a plain problem, held out or not."""
 
     @abstractmethod
     def sketch(self, problem: str, rng: random.Random) -> str:
-        """Draws a sketch as demonstrations show it."""
+        """Sample a sketch for the demonstrations."""
 
     @abstractmethod
     def attempt(self, problem: str, rng: random.Random, *, sketch: str = "") -> str:
-        """Draws an answer as demonstrations show it, right or wrong."""
+        """Sample an answer for the demonstrations, right or wrong. It follows `sketch` if one is given."""
 
     @abstractmethod
     def verify(self, problem: str, completion: str) -> bool:
-        """Whether an answer is right."""
+        """Return whether an answer is right."""
 
     @property
     def sesa_options(self) -> dict[str, Any]:
@@ -98,21 +99,25 @@ class SketchedTask(HeldOutTask):
         if mark == SKETCH_MARK:
             earlier = distinct(lambda: self.sketch(problem, rng), rng.randrange(self.num_candidates))
             return f"{problem}{mark}{SEPARATOR.join(earlier)}"
-        return f"{problem}{mark}{self.sketch(problem, rng) if mark == SOLVE_MARK else ''}"
+        if mark == SOLVE_MARK:
+            return f"{problem}{mark}{self.sketch(problem, rng)}"
+        return f"{problem}{mark}"
 
     def demonstration(self, prompt: str, rng: random.Random) -> str:
-        # The first mark counts: what follows it may be a model's sketch, with marks of its own.
-        problem, found, told = [*MARKS.split(prompt, maxsplit=1), "", ""][:3]
-        if found == SKETCH_MARK:
-            fresh = distinct(lambda: self.sketch(problem, rng), 1, told.split(SEPARATOR))
-            return fresh[0] if fresh else self.sketch(problem, rng)
-        if found == LIST_MARK:
+        # Split at the first mark only, because a model's sketch may follow it and contain marks too.
+        problem, mark, sketches = [*MARKS.split(prompt, maxsplit=1), "", ""][:3]
+        if mark == SKETCH_MARK:
+            fresh = distinct(lambda: self.sketch(problem, rng), 1, sketches.split(SEPARATOR))
+            if fresh:
+                return fresh[0]
+            return self.sketch(problem, rng)
+        if mark == LIST_MARK:
             return SEPARATOR.join(distinct(lambda: self.attempt(problem, rng), self.num_candidates))
-        return self.attempt(problem, rng, sketch=told)
+        return self.attempt(problem, rng, sketch=sketches)
 
 
 def distinct(draw: Callable[[], str], number: int, earlier: list[str] | None = None) -> list[str]:
-    """Draws until there are `number` different texts, in order; fewer if they repeat too often."""
+    """Return `number` different texts of `draw` that are not in `earlier`, or fewer if texts repeat too often."""
     seen = dict.fromkeys(earlier or [])
     found: list[str] = []
     for _ in range(number + MAX_REPEATS):

@@ -1,4 +1,4 @@
-"""A character tokenizer and a small Qwen2 model, built from nothing: no download, one character per token."""
+"""Character tokenizer and small, randomly initialized Qwen2 model, which need no download."""
 
 import torch
 from transformers import AddedToken, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
@@ -9,9 +9,9 @@ VOCABULARY = (PAD, EOS, UNK, USER, ASSISTANT, *CHARACTERS)
 VOCAB_SIZE = 64  # of the model: the 61 tokens, rounded up
 MAX_LENGTH = 256
 HEAD_SIZE = 16
-BYTE_LEVEL_SPACE = "\u0120"  # how byte-level vocabularies write a space
+BYTE_LEVEL_SPACE = "\u0120"  # a space in byte-level vocabularies
 
-# Whatever is not the assistant's is the user's: the tasks have no other role.
+# The tasks have no system messages, so every message that is not the assistant's is rendered as the user's.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}"
@@ -22,7 +22,8 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<a>' }}{% endif %}"
 )
-# The same for agents. `!move:direction=left<eos>` is a turn with one tool call; what the tool answers is the user's.
+# Chat template of agents. `!move:direction=left<eos>` is a turn with one tool call. Results of tools are rendered as
+# the user's messages.
 TOOL_CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}{{ '<a>' + message['content'] }}"
@@ -51,12 +52,18 @@ RESPONSE_TEMPLATE = {
 
 
 def build_tokenizer(*, tools: bool = False) -> PreTrainedTokenizerFast:
-    """Character tokenizer with 61 tokens, padding on the left; any other character is dropped. With `tools`,
-    conversations may have tool calls, `!name:parameter=value`."""
-    # A byte-level BPE without merges is a character tokenizer. It must be this class: for a folder with a Qwen2 model,
-    # `AutoTokenizer` ignores the saved class and rebuilds splitting and decoding the way Qwen2 has them.
+    """
+    Build a character tokenizer with 61 tokens and padding on the left. It drops unknown characters.
+
+    Args:
+        tools (`bool`, *optional*, defaults to `False`):
+            Whether conversations may contain tool calls, which are rendered as `!name:parameter=value`.
+    """
+    # A byte-level BPE without merges is a character tokenizer. Its class must be `Qwen2Tokenizer`, because
+    # `AutoTokenizer` loads this class from a folder with a Qwen2 model, whichever class was saved.
+    tokens = [BYTE_LEVEL_SPACE if token == " " else token for token in VOCABULARY]
     tokenizer = Qwen2Tokenizer(
-        vocab={BYTE_LEVEL_SPACE if token == " " else token: i for i, token in enumerate(VOCABULARY)},
+        vocab={token: i for i, token in enumerate(tokens)},
         merges=[],
         pad_token=PAD,
         eos_token=EOS,
@@ -68,15 +75,27 @@ def build_tokenizer(*, tools: bool = False) -> PreTrainedTokenizerFast:
     )
     if tools:
         tokenizer.response_template = RESPONSE_TEMPLATE
-    # The two role marks are no special tokens: `skip_special_tokens` must not hide from a verifier that a completion
-    # contains one.
+    # The two role marks are not special tokens. Otherwise `skip_special_tokens` would hide marks in a completion from
+    # the verifier.
     tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in (USER, ASSISTANT)])
     return tokenizer
 
 
 def build_model(*, seed: int, hidden_size: int = 64, num_layers: int = 2) -> Qwen2ForCausalLM:
-    """Random Qwen2 in float32 on the CPU, 111,296 parameters by default. `hidden_size` is a multiple of 16; carrying a
-    value from step to step needs two layers. The caller's random state is left alone."""
+    """
+    Build a randomly initialized Qwen2 model in float32 on the CPU, without changing the caller's random state.
+
+    Args:
+        seed (`int`):
+            Seed of the weights.
+        hidden_size (`int`, *optional*, defaults to `64`):
+            Width of the model, a multiple of 16. The default model has 111,296 parameters.
+        num_layers (`int`, *optional*, defaults to `2`):
+            Number of layers. A model needs two layers to use a value from an earlier step of its answer.
+
+    Raises:
+        ValueError: If `hidden_size` is not a multiple of 16.
+    """
     if hidden_size < HEAD_SIZE or hidden_size % HEAD_SIZE:
         raise ValueError(f"`hidden_size` is {hidden_size}; give a multiple of {HEAD_SIZE}.")
     config = Qwen2Config(
@@ -95,6 +114,6 @@ def build_model(*, seed: int, hidden_size: int = 64, num_layers: int = 2) -> Qwe
         dtype="float32",
     )
     with torch.random.fork_rng(devices=[]):
-        # Not `torch.manual_seed`, which would reseed the caller's CUDA generators as well.
+        # `torch.manual_seed` would reseed the caller's CUDA generators too.
         torch.default_generator.manual_seed(seed)
         return Qwen2ForCausalLM(config)

@@ -1,4 +1,4 @@
-"""Supervised warm start: trains the tiny model on a task's demonstrations and caches the result on disk."""
+"""Supervised warm start: training of the tiny model on a task's demonstrations, with a cache on disk."""
 
 import dataclasses
 import hashlib
@@ -19,7 +19,7 @@ from trl_explore.saving.model_cache import cache_root, check_cache, publish
 from trl_explore.tasks import TeachableTask
 from trl_explore.tasks.tiny_model import ASSISTANT, CHARACTERS, EOS, USER, build_model, build_tokenizer
 
-CACHE_VERSION = 2  # raise it when the recipe, the tokenizer or the way tasks draw from their seeds changes
+CACHE_VERSION = 2  # increase it when the training, the tokenizer or the sampling of problems from seeds changes
 BATCH_SIZE = 32
 LEARNING_RATE, ITS_WIDTH = 3e-3, 64
 WARMUP_STEPS = 20
@@ -39,10 +39,11 @@ def warm_start(
     device: str | torch.device | None = "cpu",
 ) -> Path:
     """
-    Trains a tiny model on demonstrations, or finds it in the cache. The same arguments give the same weights on one
-    machine. Another processor, or another number of threads (one for a tiny model on a CPU, unless `OMP_NUM_THREADS`
-    is set), rounds otherwise, and after hundreds of steps that is another model. The caller's random states and
-    settings are left alone.
+    Train a tiny model on demonstrations, unless the cache holds it, and return its folder.
+
+    On one machine, the same arguments give the same weights. Another processor or another number of threads rounds
+    differently, so that the weights differ after hundreds of steps. A tiny model on a CPU is trained with one thread,
+    unless `OMP_NUM_THREADS` is set. The caller's random states and settings do not change.
 
     Args:
         task ([`TeachableTask`]):
@@ -52,7 +53,7 @@ def warm_start(
         steps (`int`, *optional*):
             Optimizer steps. Defaults to `task.warm_start_steps`.
         cache_dir (`str` or `os.PathLike`, *optional*):
-            Where warm starts are kept. Defaults to `$TRL_EXPLORE_CACHE`, or else to `~/.cache/trl-explore`.
+            Folder of the cache. Defaults to `$TRL_EXPLORE_CACHE` if it is set, otherwise to `~/.cache/trl-explore`.
         progress (`bool`, *optional*, defaults to `True`):
             Whether to show a progress bar with the loss.
         hidden_size (`int`, *optional*, defaults to `64`):
@@ -60,7 +61,8 @@ def warm_start(
         num_layers (`int`, *optional*, defaults to `2`):
             Layers of the model.
         device (`str` or `torch.device`, *optional*, defaults to `"cpu"`):
-            Where to train it. `None` for the machine's accelerator; there, in bfloat16 with float32 weights.
+            Device to train on. None for the machine's accelerator, or the CPU if it has none. An accelerator computes
+            in bfloat16 with float32 weights.
 
     Returns:
         `Path`: Folder that `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load.
@@ -69,7 +71,8 @@ def warm_start(
         ValueError: If `steps` is below 1.
         UsageError: If the cache cannot be written to.
     """
-    steps = task.warm_start_steps if steps is None else steps
+    if steps is None:
+        steps = task.warm_start_steps
     if steps < 1:
         raise ValueError(f"`steps` is {steps}; give at least 1.")
     model = build_model(seed=seed, hidden_size=hidden_size, num_layers=num_layers)
@@ -87,8 +90,8 @@ def warm_start(
 
 
 def cache_key(task: TeachableTask, *, seed: int, steps: int, model_config: dict, device: str = "cpu") -> str:
-    """Twelve hexadecimal digits of everything that a warm start's weights depend on."""
-    # The configuration repeats the version of transformers down to the patch release, which is finer than we want.
+    """Return a hash (twelve hexadecimal digits) of the arguments and library versions that decide the weights."""
+    # Patch releases of transformers must not change the key, so remove the full version from the configuration.
     model_config = {name: value for name, value in model_config.items() if name != "transformers_version"}
     parts = {
         "cache_version": CACHE_VERSION,
@@ -134,23 +137,42 @@ def train(
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[str, str]]) -> dict[str, torch.Tensor]:
-    """`input_ids`, `attention_mask`, `labels`, `(B, P+C)`, padded left; what the assistant says is trained."""
-    unknown = {character for pair in pairs for text in pair for character in text} - set(CHARACTERS)
+    """
+    Tokenize demonstrations, padded on the left.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerFast`):
+            Tokenizer of the tiny model.
+        pairs (`list[tuple[str, str]]`):
+            Prompts and their completions. A completion may have several turns.
+
+    Returns:
+        `dict[str, torch.Tensor]`: `input_ids`, `attention_mask` and `labels`, each of shape `(B, P+C)`. The loss skips
+        all tokens except the assistant's.
+
+    Raises:
+        ValueError: If a text contains a character that the tokenizer does not know.
+    """
+    characters: set[str] = set()
+    for prompt, completion in pairs:
+        characters |= {*prompt, *completion}
+    unknown = characters - set(CHARACTERS)
     if unknown:
         raise ValueError(f"`pairs` contain {sorted(unknown)}, which the tokenizer lacks; it knows {CHARACTERS!r}.")
-    # What the chat template renders, written directly: rendering it for every demonstration would cost more than the
-    # model's forward pass.
+    # These texts equal those of the chat template. Rendering the template for every demonstration would take longer
+    # than the model's forward pass.
     texts = [f"{USER}{prompt}{ASSISTANT}{completion}{EOS}" for prompt, completion in pairs]
     encoded = tokenizer(texts, padding=True, padding_side="left", return_tensors="pt")
     input_ids, attention_mask = encoded["input_ids"], encoded["attention_mask"]  # (B, P+C)
     user, assistant = (input_ids == tokenizer.convert_tokens_to_ids(mark) for mark in (USER, ASSISTANT))
-    said = (assistant.cumsum(1) >= user.cumsum(1)) & ~assistant & attention_mask.bool()  # (B, P+C)
-    labels = input_ids.masked_fill(~said, IGNORED)
+    # Turns alternate and the user begins, so the counts of both marks are equal in the assistant's turns.
+    by_assistant = (assistant.cumsum(1) >= user.cumsum(1)) & ~assistant & attention_mask.bool()  # (B, P+C)
+    labels = input_ids.masked_fill(~by_assistant, IGNORED)
     return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
 
 
 def learning_rate_share(step: int, steps: int) -> float:
-    """Warm-up and cosine decay, as a share of the peak learning rate in (0, 1]."""
+    """Return the learning rate at a step as a share of its peak, in (0, 1]: linear warm-up, then cosine decay."""
     if step < WARMUP_STEPS:
         return (step + 1) / WARMUP_STEPS
     progress = (step - WARMUP_STEPS) / max(1, steps - WARMUP_STEPS)
