@@ -178,13 +178,16 @@ class AutoExplorer(BranchExplorer):
         weigh as much as the whole batch."""
         if explorer.weight is None:
             return None
-        share = next(self._shares[name] for name, own in self.explorers.items() if own is explorer)
+        share = self._shares[self._name_of(explorer)]
         return explorer.weight * min(1.0, share / FULL_WEIGHT_SHARE)
+
+    def _name_of(self, explorer: BranchExplorer) -> str:
+        """Return the name under which the configuration lists one of the explorers."""
+        return next(name for name, own in self.explorers.items() if own is explorer)
 
     def end_search(self, found: Sequence[Found]) -> None:
         """Add the explorers' rows of this generation batch to the estimates, and log the estimates. Every process
         calls it."""
-        names = {id(explorer): name for name, explorer in self.explorers.items()}
         for one in found:
             contrasts, solved = 0.0, 0
             if one.scored is not None:
@@ -201,7 +204,7 @@ class AutoExplorer(BranchExplorer):
                     "prompts": one.num_prompts,
                 }
             )
-            name = names[id(one.explorer)]
+            name = self._name_of(one.explorer)
             self.estimates.add(name, contrast=total["contrast"], tokens=total["tokens"])
             self.policy.log_metric(f"explore/solved/{name}", total["solved"] / total["prompts"])
             self.policy.log_metric(f"explore/sampled_tokens/{name}", total["sampled"])

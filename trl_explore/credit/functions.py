@@ -27,9 +27,7 @@ class AdvantageBatch:
     The rows of all processes are `P * G` rows, in the order of the processes.
     """
 
-    rows: Mapping[
-        str, Any
-    ]  # main rows of this process as TRL's loss gets them, for example `completion_ids`, `(B, T)`
+    rows: Mapping[str, Any]  # main rows of this process as TRL's loss gets them, such as `completion_ids`, `(B, T)`
     examples: Sequence[Mapping[str, Any]]  # rows of the data set, `[B]`
     rewards_per_func: torch.Tensor  # rewards of each reward function, without weights, `(P, G, F)`; NaN if not scored
     success_rewards: torch.Tensor  # rewards that decide about success, `(P, G)`; NaN if not scored

@@ -93,6 +93,7 @@ class Credit:
         # Rows of this process that have a reward and are trained, `(B,)`, and their trained tokens, `(B, T)`.
         compared = ranks.local(~rewards.isnan().flatten())
         mask = loss_mask(output) * compared.unsqueeze(1)
+        grpo = ranks.gather(output["advantages"]).view(rewards.shape)
         parts = advantage_parts(args)
         names = _distinct([part.name for part in parts])
         logs_parts = any(part.function is not None for part in parts) or len(parts) > 1
@@ -106,13 +107,13 @@ class Credit:
                         examples=examples,
                         rewards_per_func=rewards_per_func.view(*rewards.shape, -1).clone(),
                         success_rewards=deciding.clone(),
-                        grpo=ranks.gather(output["advantages"]).view(rewards.shape).clone(),
+                        grpo=grpo.clone(),
                         trainer=self.policy,
                         ranks=ranks,
                     )
                 found = call(part, rewards, batch, mask=mask)
             elif part.name == "grpo" or (part.name == "unlikeliness" and not args.unlikeliness_beta):
-                found = ranks.gather(output["advantages"]).view(rewards.shape)
+                found = grpo
             elif part.name == "unlikeliness":
                 found = self._unlikeliness(output, rewards)
             else:
