@@ -210,7 +210,7 @@ def test_a_file_that_cannot_be_read_is_refused_and_the_server_goes_on(server, mo
     client = trainer.vllm_generation.vllm_client
     for info, message in (
         ({"path": str(tmp_path / "nothing"), "names": ["a"]}, "cannot read"),
-        ({"path": str(models["tied"] / "model.safetensors"), "names": ["a"]}, "was announced"),
+        ({"path": str(models["tied"] / "model.safetensors"), "names": ["a"]}, "trainer announced"),
         ({"path": str(models["tied"] / "config.json"), "names": ["a"]}, "cannot read"),
     ):
         client._start_weight_update()
