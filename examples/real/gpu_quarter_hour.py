@@ -1,0 +1,397 @@
+"""Learning curves of a pretrained model from a quarter of an hour on one GPU.
+
+    python examples/real/gpu_quarter_hour.py                                   # a CUDA device
+    python examples/real/gpu_quarter_hour.py --device cpu --steps 2 --processes 2   # a check that everything runs
+    python examples/real/gpu_quarter_hour.py --report                          # table and picture of the kept results
+
+A model of 135 million parameters does not fill a GPU: most of a step, the GPU waits for the next kernel. So many runs
+share the GPU, each in a process of its own. The YAML file lists waves of runs. All runs of a wave begin together and
+stop together after `seconds`. They do not end at the same step, so the table compares them at equal tokens.
+
+The script first converts the model and teaches it each task. During training, every run writes its evaluations and
+steps to a file of its own. At the end they are joined in `points.csv` and `steps.csv` of the output folder. With
+`--costs`, the script then measures what a token costs with each method at 128 rows, and a step of BranPO next to GRPO
+with the same tool. With `--tests`, it also runs the tests that need a GPU.
+"""
+
+import argparse
+import csv
+import json
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+RESULTS = HERE / "gpu_results"
+RUN = ("comparison", "arm", "seed")
+COSTS = ("step", "tokens", "trained_tokens", "seconds")
+STEP_METRICS = ("reward", "entropy", "frac_reward_zero_std", "completions/mean_length")
+GRACE_SECONDS = 60  # after training a run may take this long to evaluate its model
+GPU_TESTS = ("tests/test_gpu.py",)
+
+
+# ---------------------------------------------------------------------------------------------------------- one run
+
+
+def run_job(
+    document: dict[str, Any], arm_name: str, seed: int, *, start: str, stop_at: float, first: bool, path: Path
+) -> None:
+    """
+    Train one run until a time, and write its evaluations and steps as lines of JSON.
+
+    Args:
+        document (`dict[str, Any]`):
+            The comparison, as `trl-explore compare` reads it, and `tokens_between`: generated tokens between two
+            evaluations.
+        arm_name (`str`):
+            Name of the arm.
+        seed (`int`):
+            Seed of the run.
+        start (`str`):
+            Folder of the taught model.
+        stop_at (`float`):
+            Time at which training stops, as `time.time()` returns it.
+        first (`bool`):
+            Whether the run evaluates the model before training. All runs of a comparison start from the same model.
+        path (`Path`):
+            File to write.
+    """
+    import torch
+    from transformers import PrinterCallback, TrainerCallback
+
+    from trl_explore.compare.run import CostCallback, build_run, of_step
+    from trl_explore.compare.settings import read_comparison
+    from trl_explore.runs.quiet import quiet
+
+    quiet()
+    torch.set_num_threads(1)
+    document = dict(document)
+    tokens_between = document.pop("tokens_between")
+    comparison = read_comparison(document)
+    (arm,) = (arm for arm in comparison.arms if arm.name == arm_name)
+    run = {"comparison": path.parent.name, "arm": arm.name, "seed": seed}
+
+    with tempfile.TemporaryDirectory() as folder, open(path, "w", encoding="utf-8") as lines:
+        trainer, evaluate = build_run(comparison, arm, seed=seed, folder=Path(folder), start=start)
+        costs = CostCallback(comparison.budget)
+        costs.count_sampled(trainer)
+        costs.count_trained(trainer)
+
+        def write(kind: str, values: dict[str, Any]) -> None:
+            spent = {name: getattr(costs.cost, name) for name in COSTS}
+            lines.write(json.dumps({"kind": kind, **run, **spent, **values}) + "\n")
+            lines.flush()
+
+        class Recorder(TrainerCallback):
+            def __init__(self) -> None:
+                self.evaluated_at = 0.0  # generated tokens at the newest evaluation
+
+            def evaluate(self) -> None:
+                found = evaluate("middle")
+                names = [f"eval/{metric}" for metric in comparison.metrics]
+                write("point", {name: found[name] for name in names})
+                self.evaluated_at = costs.cost.tokens
+
+            def on_train_begin(self, args, state, control, **kwargs):
+                if first:
+                    self.evaluate()
+
+            def on_log(self, args, state, control, logs=None, **kwargs):
+                if not of_step(logs):
+                    return
+                write("step", {name: logs.get(name) for name in STEP_METRICS})
+                if time.time() >= stop_at:
+                    control.should_training_stop = True
+                elif costs.cost.tokens - self.evaluated_at >= tokens_between:
+                    self.evaluate()
+
+        recorder = Recorder()
+        trainer.add_callback(costs)
+        trainer.add_callback(recorder)
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+        if recorder.evaluated_at < costs.cost.tokens:
+            recorder.evaluate()
+
+
+# ------------------------------------------------------------------------------------------------------------ waves
+
+
+def documents_of(settings: dict[str, Any], args: argparse.Namespace) -> list[dict[str, dict[str, Any]]]:
+    """Return the comparisons of each wave by name, in the form that `trl-explore compare` reads."""
+    waves = []
+    for wave in settings["waves"]:
+        documents = {}
+        for entry in wave:
+            document = {**settings["shared"], **entry}
+            name = document.pop("name")
+            common = dict(document["common"])
+            common["use_cpu"] = args.device == "cpu"
+            document["common"] = common
+            document["evaluations"] = 1
+            document["budget"] = {"steps": args.steps} if args.steps else {"tokens": 1e9}
+            if args.device == "cpu":
+                shrink(document)
+            documents[name] = document
+        waves.append(documents)
+    return waves
+
+
+def shrink(document: dict[str, Any]) -> None:
+    """Make a comparison small enough for a check on a CPU."""
+    document.update(num_eval=8, warm_start_steps=2)
+    document["common"].update(per_device_train_batch_size=16, gradient_accumulation_steps=1)
+    for arm in document["arms"]:
+        if "per_device_train_batch_size" in arm.get("options", {}):
+            arm["options"]["per_device_train_batch_size"] = arm["options"]["num_generations"]
+
+
+def teach_job(document: dict[str, Any]) -> str:
+    """Teach a comparison's task to the model, or find the taught model in the cache. Return its folder."""
+    from trl_explore.compare.folder import teach
+    from trl_explore.compare.settings import read_comparison
+    from trl_explore.runs.quiet import quiet
+
+    quiet()
+    document = {key: value for key, value in document.items() if key != "tokens_between"}
+    comparison = read_comparison(document)
+    return teach(comparison, comparison.seeds[0], progress=False)
+
+
+def train_wave(
+    context: Any, documents: dict[str, dict[str, Any]], starts: dict[str, str], args: argparse.Namespace
+) -> None:
+    """Train all runs of a wave side by side. A run that does not end in time is killed, and keeps what it wrote."""
+    stop_at = time.time() + args.seconds
+    waiting = []
+    for name, document in documents.items():
+        folder = args.output_dir / "runs" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        for arm in document["arms"]:
+            for seed in document["seeds"]:
+                first = arm is document["arms"][0] and seed == document["seeds"][0]
+                path = folder / f"{arm['name'].replace(' ', '-')}-{seed}.jsonl"
+                given = dict(start=starts[name], stop_at=stop_at, first=first, path=path)
+                process = context.Process(target=run_job, args=(document, arm["name"], seed), kwargs=given)
+                waiting.append((f"{name}, {arm['name']}, seed {seed}", process))
+    running: list[tuple[str, Any]] = []
+    while waiting or running:
+        while waiting and len(running) < args.processes:
+            what, process = waiting.pop(0)
+            process.start()
+            running.append((what, process))
+        time.sleep(0.2)
+        for what, process in list(running):
+            late = time.time() > stop_at + GRACE_SECONDS and not args.steps
+            if late and process.is_alive():
+                process.kill()
+                process.join()
+            if not process.is_alive():
+                running.remove((what, process))
+                print(f"{time.strftime('%X')} {what}: exit code {process.exitcode}", flush=True)
+
+
+def gather(output_dir: Path) -> None:
+    """Join the files of all runs in `points.csv` and `steps.csv`."""
+    rows: dict[str, list[dict[str, Any]]] = {"point": [], "step": []}
+    # GRPO comes first, because differences are to the first arm.
+    for path in sorted(output_dir.glob("runs/*/*.jsonl"), key=lambda path: ("GRPO-" not in path.name, path)):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            rows[row.pop("kind")].append(row)
+    for kind, of_kind in rows.items():
+        columns: list[str] = []
+        for row in of_kind:
+            columns += [name for name in row if name not in columns]
+        with open(output_dir / f"{kind}s.csv", "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, columns, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(of_kind)
+
+
+def run_command(name: str, command: list[str], output_dir: Path, *, seconds: float) -> None:
+    """Run a Python command in the root of the checkout, and write what it prints to a file."""
+    started = time.perf_counter()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    with open(output_dir / f"{name}.txt", "w", encoding="utf-8") as file:
+        try:
+            code: Any = subprocess.run(
+                [sys.executable, *command],
+                cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, timeout=seconds,
+            ).returncode  # fmt: skip
+        except subprocess.TimeoutExpired:
+            code = f"stopped after {seconds:.0f} seconds"
+    print(f"{name}: {code}, {time.perf_counter() - started:.0f} seconds", flush=True)
+
+
+# ----------------------------------------------------------------------------------------------------------- report
+
+
+def read_points(path: Path) -> dict[str, dict[str, dict[int, list[dict[str, float]]]]]:
+    """Return the evaluations by comparison, arm and seed. Each run begins with the model before training, which one
+    run of the comparison has evaluated for all."""
+    found: dict[str, dict[str, dict[int, list[dict[str, float]]]]] = {}
+    starts: dict[str, dict[str, float]] = {}
+    with open(path, newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            comparison, arm, seed = (row.pop(name) for name in RUN)
+            point = {name: float(value) for name, value in row.items() if value}
+            if point["step"] == 0:
+                starts[comparison] = point
+            else:
+                found.setdefault(comparison, {}).setdefault(arm, {}).setdefault(int(seed), []).append(point)
+    for comparison, arms in found.items():
+        for seeds in arms.values():
+            for points in seeds.values():
+                points.insert(0, starts[comparison])
+    return found
+
+
+def table_of(arms: dict[str, dict[int, list[dict[str, float]]]]) -> list[str]:
+    """Return the table of a comparison: each metric before training and at the largest number of tokens, and of
+    seconds, that all runs reached. Differences are to the first arm, paired by seed."""
+    from trl_explore.compare.costs import mean_with_interval, value_at
+
+    runs = [points for seeds in arms.values() for points in seeds.values()]
+    metrics = [name for name in runs[0][0] if name.startswith("eval/")]
+    base = next(iter(arms))
+    header = ["arm", "at", "steps"]
+    for metric in metrics:
+        header += [metric.removeprefix("eval/"), "difference"]
+    lines = ["| " + " | ".join(header) + " |", "| --- | --- |" + " ---: |" * (len(header) - 2)]
+    before = ["before training", "", "0"]
+    for metric in metrics:
+        before += [f"{100 * runs[0][0][metric]:.1f}", ""]
+    lines.append("| " + " | ".join(before) + " |")
+    for cost in ("tokens", "seconds"):
+        reading = min(points[-1][cost] for points in runs)
+        for arm, seeds in arms.items():
+            steps = statistics.mean(value_at(points, cost, reading, "step") or 0.0 for points in seeds.values())
+            cells = [arm, f"{reading:,.0f} {cost}", f"{steps:.0f}"]
+            for metric in metrics:
+                values = {seed: value_at(points, cost, reading, metric) for seed, points in seeds.items()}
+                cells.append(f"{100 * statistics.mean(value or 0.0 for value in values.values()):.1f}")
+                differences = []
+                for seed, value in values.items():
+                    other = value_at(arms[base].get(seed, []), cost, reading, metric)
+                    if value is not None and other is not None:
+                        differences.append(value - other)
+                cells.append("" if arm == base or not differences else mean_with_interval(differences).strip())
+            lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def report(folder: Path) -> str:
+    """Return the tables of all comparisons, and draw their curves to `curves.png`."""
+    found = read_points(folder / "points.csv")
+    text = ""
+    for comparison, arms in found.items():
+        text += f"**{comparison}**\n\n" + "\n".join(table_of(arms)) + "\n\n"
+    draw(found, folder / "curves.png")
+    return text.rstrip() + "\n"
+
+
+def draw(found: dict[str, dict[str, dict[int, list[dict[str, float]]]]], path: Path) -> None:
+    """Draw pass@1 and pass@8 over generated tokens: a row per comparison, thin lines for seeds, thick ones for means."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    from trl_explore.compare.costs import mean_curve
+
+    metrics = ("eval/pass_at_1", "eval/pass_at_8")
+    figure, axes = plt.subplots(len(found), 2, figsize=(9, 3 * len(found)), squeeze=False)
+    for (comparison, arms), row in zip(found.items(), axes, strict=True):
+        for metric, axis in zip(metrics, row, strict=True):
+            for number, (arm, seeds) in enumerate(arms.items()):
+                color = f"C{number}"
+                for points in seeds.values():
+                    x = [point["tokens"] / 1000 for point in points]
+                    axis.plot(x, [100 * point[metric] for point in points], color=color, linewidth=0.6, alpha=0.5)
+                mean = mean_curve(list(seeds.values()), "tokens", metric)
+                axis.plot([p[0] / 1000 for p in mean], [100 * p[1] for p in mean], color=color, linewidth=2, label=arm)
+            axis.set_title(f"{comparison}: {metric.removeprefix('eval/').replace('_at_', '@')}, %")
+            axis.set_xlabel("thousand generated tokens")
+        row[0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    """Teach, train wave after wave, measure costs, and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, default=Path(__file__).with_suffix(".yaml"))
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--seconds", type=float, default=210, help="of training per wave (default: %(default)s)")
+    parser.add_argument("--steps", type=int, help="optimizer steps at most, for a check")
+    parser.add_argument("--processes", type=int, default=16, help="runs at a time (default: %(default)s)")
+    parser.add_argument("--output_dir", type=Path, default=Path("out/gpu"))
+    parser.add_argument("--costs", action="store_true", help="also measure what a token costs with each method")
+    parser.add_argument("--tests", action="store_true", help="also run the tests that need a GPU")
+    parser.add_argument("--report", action="store_true", help="print the table of the kept results")
+    args = parser.parse_args()
+    if args.report:
+        text = report(RESULTS)
+        (RESULTS / "results.md").write_text(text, encoding="utf-8")
+        print(text)
+        return
+
+    import yaml
+
+    began = time.perf_counter()
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    # The libraries are imported once, and all runs are forked from that process.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["trl_explore.compare.run", "trl_explore.methods", "trl"])
+    waves = documents_of(yaml.safe_load(args.config.read_text()), args)
+    taught: dict[str, Any] = {}
+    with ProcessPoolExecutor(min(args.processes, 4), mp_context=context) as pool:
+        pool.submit(convert_job).result()
+        jobs = {}
+        for documents in waves:
+            for name, document in documents.items():
+                key = json.dumps([document[part] for part in ("task", "task_config", "warm_start_steps")])
+                if key not in jobs:
+                    jobs[key] = pool.submit(teach_job, document)
+                taught[name] = jobs[key]
+        starts = {name: job.result() for name, job in taught.items()}
+    print(f"taught after {time.perf_counter() - began:.0f} seconds", flush=True)
+    for documents in waves:
+        train_wave(context, documents, starts, args)
+        gather(args.output_dir)
+        print(f"wave done after {time.perf_counter() - began:.0f} seconds", flush=True)
+    few = args.device == "cpu"
+    if args.costs:
+        breakdown = ["examples/benchmarks/step_breakdown.py", "--model", "smollm2", "--prompt_tokens", "30"]
+        breakdown += ["--rows", "8" if few else "128", "--rounds", "1", "--steps", "2" if few else "3"]
+        run_command("costs", breakdown, args.output_dir, seconds=300)
+        for name in ("grpo_agent", "branpo"):
+            check = ["examples/benchmarks/gpu_check.py", "--device", args.device, "--only", name]
+            check += ["--output", str(args.output_dir.resolve() / "check"), "--steps", "4", *(["--tiny"] if few else [])]
+            run_command(name, check, args.output_dir, seconds=120)
+    if args.tests:
+        run_command("tests", ["-m", "pytest", "-q", "-p", "no:cacheprovider", *GPU_TESTS], args.output_dir, seconds=180)
+    text = report(args.output_dir)
+    (args.output_dir / "results.md").write_text(text, encoding="utf-8")
+    print(text)
+    print(f"all in {time.perf_counter() - began:.0f} seconds")
+
+
+def convert_job() -> None:
+    """Convert the packaged model once, before several processes want it."""
+    from trl_explore.pretrained.smollm2 import find_pretrained
+
+    find_pretrained("smollm2")
+
+
+if __name__ == "__main__":
+    main()
