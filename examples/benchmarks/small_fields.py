@@ -3,8 +3,8 @@
     python examples/benchmarks/small_fields.py dead_ends coverage many_solutions
     python examples/benchmarks/small_fields.py --report
 
-Each arm is tuned GRPO with one change. The main field of the arm has two values. The better value on the development
-seeds is trained on the fresh seeds. PODS samples four times the completions of GRPO, and trains some of them. Its
+Each arm is tuned GRPO with one change. The main field of the arm has two values, and REINFORCE also has two learning
+rates. The best values on the development seeds are trained on the fresh seeds. PODS samples four times the completions of GRPO, and trains some of them. Its
 control is GRPO with four times the samples.
 
 The evaluations go to `small_fields_results/<regime>.csv`, with a column for the stage (`knob` or `verdict`). After
@@ -40,11 +40,14 @@ def variants(options: dict[str, Any], *, num_generations: int, rows: int) -> dic
     """Return the fields of each arm, two values of its main field each. `options` are those of tuned GRPO, with
     `num_generations` completions per prompt and `rows` completions per batch."""
     more = {**options, "num_generations": 4 * num_generations, "per_device_train_batch_size": 4 * rows}
+    reinforce = []
+    # At GRPO's learning rate, REINFORCE can destroy a model that nearly always fails, so it also gets a tenth of it.
+    for learning_rate in (options["learning_rate"], options["learning_rate"] / 10):
+        for weight in (0.1, 1.0):
+            own = {"advantage": "reinforce", "success_weight": weight, "learning_rate": learning_rate}
+            reinforce.append({**options, **own})
     return {
-        "REINFORCE with weights": [
-            {**options, "advantage": "reinforce", "success_weight": 0.1},
-            {**options, "advantage": "reinforce", "success_weight": 1.0},
-        ],
+        "REINFORCE with weights": reinforce,
         "GRPO + MaxRL": [
             {**options, "advantage": ["grpo", "maxrl"], "advantage_weights": [0.5, 0.5]},
             {**options, "advantage": ["grpo", "maxrl"], "advantage_weights": [1.0, 1.0]},
