@@ -4,8 +4,8 @@
     python examples/benchmarks/small_fields.py --report
 
 Each arm is tuned GRPO with one change. The main field of the arm has two values, and REINFORCE also has two learning
-rates. The best values on the development seeds are trained on the fresh seeds. PODS samples four times the completions of GRPO, and trains some of them. Its
-control is GRPO with four times the samples.
+rates. The best values on the development seeds are trained on the fresh seeds. PODS samples four times the completions
+of GRPO, and trains some of them. Its control is GRPO with four times the samples.
 
 The evaluations go to `small_fields_results/<regime>.csv`, with a column for the stage (`knob` or `verdict`). After
 training, or with `--report` alone, the script writes the table to `small_fields_results/results.md`. The table has

@@ -154,6 +154,13 @@ def shrink(document: dict[str, Any]) -> None:
             arm["options"]["per_device_train_batch_size"] = arm["options"]["num_generations"]
 
 
+def convert_job() -> None:
+    """Convert the packaged model once, before several processes want it."""
+    from trl_explore.pretrained.smollm2 import find_pretrained
+
+    find_pretrained("smollm2")
+
+
 def teach_job(document: dict[str, Any]) -> str:
     """Teach a comparison's task to the model, or find the taught model in the cache. Return its folder."""
     from trl_explore.compare.folder import teach
@@ -164,6 +171,22 @@ def teach_job(document: dict[str, Any]) -> str:
     document = {key: value for key, value in document.items() if key != "tokens_between"}
     comparison = read_comparison(document)
     return teach(comparison, comparison.seeds[0], progress=False)
+
+
+def teach_all(context: Any, waves: list[dict[str, dict[str, Any]]], *, processes: int) -> dict[str, str]:
+    """Convert the packaged model, and teach it all tasks side by side. Return the folders of the taught models by
+    comparison. Comparisons of one task share a model."""
+    with ProcessPoolExecutor(min(processes, 4), mp_context=context) as pool:
+        pool.submit(convert_job).result()
+        jobs: dict[str, Any] = {}
+        job_of = {}
+        for documents in waves:
+            for name, document in documents.items():
+                key = json.dumps([document[part] for part in ("task", "task_config", "warm_start_steps")])
+                if key not in jobs:
+                    jobs[key] = pool.submit(teach_job, document)
+                job_of[name] = jobs[key]
+        return {name: job.result() for name, job in job_of.items()}
 
 
 def train_wave(
@@ -232,6 +255,20 @@ def run_command(name: str, command: list[str], output_dir: Path, *, seconds: flo
     print(f"{name}: {code}, {time.perf_counter() - started:.0f} seconds", flush=True)
 
 
+def measure_costs(args: argparse.Namespace) -> None:
+    """Measure what a token costs with each method, and a step of BranPO next to GRPO with the same tool."""
+    on_cpu = args.device == "cpu"
+    command = ["examples/benchmarks/step_breakdown.py", "--model", "smollm2", "--prompt_tokens", "30", "--rounds", "1"]
+    command += ["--rows", "8", "--steps", "2"] if on_cpu else ["--rows", "128", "--steps", "3"]
+    run_command("costs", command, args.output_dir, seconds=300)
+    for name in ("grpo_agent", "branpo"):
+        command = ["examples/benchmarks/gpu_check.py", "--device", args.device, "--only", name, "--steps", "4"]
+        command += ["--output", str(args.output_dir.resolve() / "check")]
+        if on_cpu:
+            command.append("--tiny")
+        run_command(name, command, args.output_dir, seconds=120)
+
+
 # ----------------------------------------------------------------------------------------------------------- report
 
 
@@ -251,7 +288,8 @@ def read_points(path: Path) -> dict[str, dict[str, dict[int, list[dict[str, floa
     for comparison, arms in found.items():
         for seeds in arms.values():
             for points in seeds.values():
-                points.insert(0, starts[comparison])
+                if comparison in starts:  # missing if the run that evaluates it has failed
+                    points.insert(0, starts[comparison])
     return found
 
 
@@ -267,10 +305,11 @@ def table_of(arms: dict[str, dict[int, list[dict[str, float]]]]) -> list[str]:
     for metric in metrics:
         header += [metric.removeprefix("eval/"), "difference"]
     lines = ["| " + " | ".join(header) + " |", "| --- | --- |" + " ---: |" * (len(header) - 2)]
-    before = ["before training", "", "0"]
-    for metric in metrics:
-        before += [f"{100 * runs[0][0][metric]:.1f}", ""]
-    lines.append("| " + " | ".join(before) + " |")
+    if runs[0][0]["step"] == 0:
+        before = ["before training", "", "0"]
+        for metric in metrics:
+            before += [f"{100 * runs[0][0][metric]:.1f}", ""]
+        lines.append("| " + " | ".join(before) + " |")
     for cost in ("tokens", "seconds"):
         reading = min(points[-1][cost] for points in runs)
         for arm, seeds in arms.items():
@@ -284,7 +323,8 @@ def table_of(arms: dict[str, dict[int, list[dict[str, float]]]]) -> list[str]:
                     other = value_at(arms[base].get(seed, []), cost, reading, metric)
                     if value is not None and other is not None:
                         differences.append(value - other)
-                cells.append("" if arm == base or not differences else mean_with_interval(differences).strip())
+                text = "" if arm == base or not differences else mean_with_interval(differences)
+                cells.append(" ".join(text.split()))
             lines.append("| " + " | ".join(cells) + " |")
     return lines
 
@@ -300,7 +340,7 @@ def report(folder: Path) -> str:
 
 
 def draw(found: dict[str, dict[str, dict[int, list[dict[str, float]]]]], path: Path) -> None:
-    """Draw pass@1 and pass@8 over generated tokens: a row per comparison, thin lines for seeds, thick ones for means."""
+    """Draw pass@1 and pass@8 over generated tokens. Thin lines are seeds, thick lines their means."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -345,52 +385,32 @@ def main() -> None:
         print(text)
         return
 
+    import torch
     import yaml
 
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("no CUDA device: --device cpu --steps 2 --processes 2 runs the same code")
     began = time.perf_counter()
     args.output_dir.mkdir(parents=True, exist_ok=True)
     # The libraries are imported once, and all runs are forked from that process.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["trl_explore.compare.run", "trl_explore.methods", "trl"])
     waves = documents_of(yaml.safe_load(args.config.read_text()), args)
-    taught: dict[str, Any] = {}
-    with ProcessPoolExecutor(min(args.processes, 4), mp_context=context) as pool:
-        pool.submit(convert_job).result()
-        jobs = {}
-        for documents in waves:
-            for name, document in documents.items():
-                key = json.dumps([document[part] for part in ("task", "task_config", "warm_start_steps")])
-                if key not in jobs:
-                    jobs[key] = pool.submit(teach_job, document)
-                taught[name] = jobs[key]
-        starts = {name: job.result() for name, job in taught.items()}
+    starts = teach_all(context, waves, processes=args.processes)
     print(f"taught after {time.perf_counter() - began:.0f} seconds", flush=True)
     for documents in waves:
         train_wave(context, documents, starts, args)
         gather(args.output_dir)
         print(f"wave done after {time.perf_counter() - began:.0f} seconds", flush=True)
-    few = args.device == "cpu"
     if args.costs:
-        breakdown = ["examples/benchmarks/step_breakdown.py", "--model", "smollm2", "--prompt_tokens", "30"]
-        breakdown += ["--rows", "8" if few else "128", "--rounds", "1", "--steps", "2" if few else "3"]
-        run_command("costs", breakdown, args.output_dir, seconds=300)
-        for name in ("grpo_agent", "branpo"):
-            check = ["examples/benchmarks/gpu_check.py", "--device", args.device, "--only", name]
-            check += ["--output", str(args.output_dir.resolve() / "check"), "--steps", "4", *(["--tiny"] if few else [])]
-            run_command(name, check, args.output_dir, seconds=120)
+        measure_costs(args)
     if args.tests:
-        run_command("tests", ["-m", "pytest", "-q", "-p", "no:cacheprovider", *GPU_TESTS], args.output_dir, seconds=180)
+        tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", *GPU_TESTS]
+        run_command("tests", tests, args.output_dir, seconds=180)
     text = report(args.output_dir)
     (args.output_dir / "results.md").write_text(text, encoding="utf-8")
     print(text)
     print(f"all in {time.perf_counter() - began:.0f} seconds")
-
-
-def convert_job() -> None:
-    """Convert the packaged model once, before several processes want it."""
-    from trl_explore.pretrained.smollm2 import find_pretrained
-
-    find_pretrained("smollm2")
 
 
 if __name__ == "__main__":
