@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from few_cases import mark_slow_cases
 from quick import quicken
 
 # Tests and files name tasks of the benchmarks as `examples.benchmarks.tasks:VAULT`. The root comes last, so that tests
@@ -30,6 +31,11 @@ def pytest_configure(config):
         cache = tempfile.TemporaryDirectory(prefix="warm-starts-")
         config.add_cleanup(cache.cleanup)
         os.environ["TRL_EXPLORE_CACHE"] = cache.name
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` selects
+def pytest_collection_modifyitems(items):
+    mark_slow_cases(items)
 
 
 def pytest_collection_finish():

@@ -644,6 +644,7 @@ def test_the_first_ctrl_c_stops_at_the_step_and_the_second_aborts(workdir):
     assert signal.getsignal(signal.SIGINT) == before
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_says_how_to_resume_and_resumes_to_the_full_step_count(workdir, model_folder):
     run = flags(model_folder, max_steps=4, save_strategy="no", save_steps=None, reward_funcs="my_rewards.gated_reward")
     run += ["--method", "deep_grpo", "--num_branches", "2", "--success_threshold", "100"]

@@ -9,6 +9,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -73,6 +74,7 @@ def test_what_is_imported_is_declared():
         assert not distributions - allowed, f"{name} imports what pyproject.toml does not declare for it"
 
 
+@pytest.mark.slow
 def test_what_is_declared_is_imported():
     used = set().union(*sources().values()) | IMPORTED_BY_OTHERS
     for extra, distributions in {"dependencies": DEPENDENCIES, **OPTIONAL}.items():

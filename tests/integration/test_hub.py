@@ -14,7 +14,7 @@ MODEL = ["config.json", "generation_config.json", "model.safetensors"]
 CARD = ["README.md", "training_curve.png"]
 ALL = sorted(MODEL + TOKENIZER + CARD)
 
-pytestmark = pytest.mark.xdist_group("hub")
+pytestmark = [pytest.mark.xdist_group("hub"), pytest.mark.slow]
 
 
 def run(folder, *scenarios):
@@ -132,7 +132,6 @@ def test_the_same_kind_of_model_may_be_published_again(results):
     assert results["refusals"]["same architecture"] is None
 
 
-@pytest.mark.slow
 def test_published_checkpoints_are_whole_and_resume_bit_by_bit(slow_results):
     checkpoint = ["explore_state_0.pt", "optimizer.pt", "rng_state.pth", "scheduler.pt", "trainer_state.json"]
     whole = [*MODEL, *TOKENIZER, *checkpoint]
@@ -143,20 +142,17 @@ def test_published_checkpoints_are_whole_and_resume_bit_by_bit(slow_results):
     assert checkpoints["resumed equal"]
 
 
-@pytest.mark.slow
 def test_a_run_whose_pushes_all_failed_is_published_by_the_one_that_takes_it_up(slow_results):
     assert "the Hub answered 500" in slow_results["checkpoints"]["broken"]
     assert slow_results["checkpoints"]["taken up"]
 
 
-@pytest.mark.slow
 def test_method_state_is_published_on_request_only(slow_results):
     assert slow_results["methods"]["bare"] == ALL
     assert slow_results["methods"]["trees"] == sorted([*ALL, "explore_state_0.pt", "trees/trees_0.jsonl"])
     assert slow_results["methods"]["state"] == ["solutions", "solutions_bytes", "trees_bytes"]
 
 
-@pytest.mark.slow
 def test_models_and_data_of_the_hub_are_linked_and_in_the_metadata(slow_results):
     card, unnamed = slow_results["methods"]["tree_grpo"], slow_results["methods"]["unnamed"]
     assert "Trained from [me/start](https://huggingface.co/me/start), on [me/sums]" in card
@@ -164,13 +160,11 @@ def test_models_and_data_of_the_hub_are_linked_and_in_the_metadata(slow_results)
     assert "on a data set that was not named" in unnamed and "datasets" not in metadata(unnamed)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method, own", [("sesa", "sketch/"), ("g2rl", "geometry/"), ("branpo", "branch/")])
 def test_cards_tell_the_metrics_of_their_method(slow_results, method, own):
     assert f"| `{own}" in slow_results["methods"][method]
 
 
-@pytest.mark.slow
 def test_the_command_line_publishes_and_tells_failures_in_short(slow_results):
     command = slow_results["command"]
     well, fails, refused = command["well"], command["fails"], command["refused"]
