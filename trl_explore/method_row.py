@@ -45,9 +45,9 @@ class Method:
     options: Callable[[Any], dict[str, Any] | None] = _no_options
     needs_tools: bool = False  # True if it has no effect without tools
     plain: bool = False  # True for GRPO, which a comparison contains once by default
-    # Colour and marker in pictures; None: the next unused pair. Colours are those of Okabe and Ito, which colour-blind
-    # readers can distinguish, without yellow, which is hard to see on white. Markers distinguish the methods in black
-    # and white.
+    # Colour and marker in pictures. None: the next unused pair. The rows use the palette of Okabe and Ito, which
+    # colour-blind readers can distinguish. It is used without yellow, because yellow is hard to see on white. The
+    # markers distinguish the methods in black and white.
     style: tuple[str, str] | None = None
     # Returns the remarks of `trl-explore advise` on the last logged values of a run, by name.
     remarks: Callable[[Mapping[str, float]], list[Remark]] = _no_remarks
