@@ -20,6 +20,14 @@ def test_the_tables_are_those_of_the_results(auto_regimes):
     assert (BENCHMARKS / "auto_results" / "results.md").read_text() == auto_regimes.report()
 
 
+def test_the_picture_has_every_problem_with_results(auto_regimes):
+    picture = importlib.import_module("lead_picture")
+    assert set(picture.WORDS) == {path.stem for path in auto_regimes.RESULTS.glob("*.csv")}
+    for name, found in picture.leads().items():
+        mean, half = found["auto"]
+        assert f"{mean:+.1f} ± {half:.1f}" in (auto_regimes.RESULTS / "results.md").read_text(), name
+
+
 @pytest.mark.slow
 def test_auto_has_the_tuned_fields_of_grpo_and_nothing_else(auto_regimes):
     for path in auto_regimes.folder().glob("*.yaml"):
