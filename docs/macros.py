@@ -13,19 +13,33 @@ from trl_explore.methods import METHODS  # noqa: E402
 from trl_explore.names import field_entries  # noqa: E402
 
 REFERENCE = re.compile(r"\[`~?(?:\w+\.)*(\w+)`\]")
+# Fields that few users change: no example, no benchmark and no other text of the site names them. By method.
+RARELY_NEEDED = {
+    "attn_rl": ("influence_quantile",),
+    "branpo": ("branch_depth_solved",),
+    "deep_grpo": ("estimator_buffer_size", "estimator_min_samples"),
+    "evol_rl": ("embedding_batch_size",),
+    "exploration": ("max_sampling_rounds", "count_bonus_scope"),
+    "g2rl": ("reward_clip",),
+    "tree_grpo": ("uct_coef", "q_decay_min"),
+}
+RARE_HEADING = "| **Rarely needed** | | |"
 
 
 def knobs(method: str) -> str:
     """
-    The fields that a method adds, as its configuration's docstring tells them. The file is read, not imported: the
-    site is built without torch and TRL.
+    Return the table of the fields that a method adds, from its configuration's docstring. Rarely needed fields are at
+    the end. The file is read, not imported: the site is built without torch and TRL.
     """
-    lines = ["| knob | default | meaning |", "| --- | --- | --- |"]
+    usual, rare = ["| knob | default | meaning |", "| --- | --- | --- |"], []
     for name, (brackets, text) in field_entries(_docstring(METHODS[method].config)).items():
         default = re.search("defaults to (`.+`)", brackets)
         text = REFERENCE.sub(r"`\1`", text)
-        lines.append(f"| `{name}` | {default[1] if default else '`None`'} | {text} |")
-    return "\n".join(lines)
+        rows = rare if name in RARELY_NEEDED.get(method, ()) else usual
+        rows.append(f"| `{name}` | {default[1] if default else '`None`'} | {text} |")
+    if rare:
+        usual.append(RARE_HEADING)
+    return "\n".join([*usual, *rare])
 
 
 def metrics(method: str, beginning: str = "") -> str:

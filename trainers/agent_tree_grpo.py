@@ -41,6 +41,7 @@ class AgentTreeGRPOTrainer(ExplorationTrainer):
 
     method = "agent_tree_grpo"
     config_class = AgentTreeGRPOConfig
+    args: AgentTreeGRPOConfig
     requires = Requires(samples=True, extra_rows=True, whole_groups=True, tools=True, turns=True, watched_tools=True)
 
     def make_branch_explorer(self) -> TurnTreeExplorer:

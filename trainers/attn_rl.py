@@ -34,6 +34,7 @@ class AttnRLTrainer(ExplorationTrainer):
 
     method = "attn_rl"
     config_class = AttnRLConfig
+    args: AttnRLConfig
     requires = Requires(samples=True, extra_rows=True, whole_groups=True)
 
     def make_branch_explorer(self) -> StepForkExplorer:

@@ -26,3 +26,4 @@ class AutoExploreTrainer(ExplorationTrainer):
 
     method = "auto"
     config_class = AutoExploreConfig
+    args: AutoExploreConfig

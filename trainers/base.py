@@ -61,7 +61,7 @@ from trl_explore.selection.rounds import Rounds, rounds_of
 from trl_explore.serving.backend import ServedGeneration, our_backend
 from trl_explore.serving.session import Serving
 
-from .config import upgrade_config
+from .config import ExplorationConfig, upgrade_config
 from .explorer_options import OwnOptions, own_options
 from .hooks import Hooks
 from .replaced import Replaced
@@ -101,6 +101,7 @@ class ExplorationTrainer(Hooks, GRPOTrainer):
     _name: Any = FromRow(lambda row: row.title)
     _tag_names: Any = FromRow(lambda row: [*row.tags])
     _paper: Any = FromRow(_paper_of)
+    args: ExplorationConfig
     dataset_names: list[str] = []  # names of the training data, for the model card
 
     # Class-level defaults, so that an object made without `__init__` behaves as plain GRPO.

@@ -9,6 +9,7 @@ from trl_explore.forks.trajectories import Trajectory
 
 from .base import ExplorationTrainer, Requires
 from .branpo_config import BranPOConfig
+from .config import ExplorationConfig
 
 
 class BranPOTrainer(ExplorationTrainer):
@@ -40,6 +41,7 @@ class BranPOTrainer(ExplorationTrainer):
 
     method = "branpo"
     config_class = BranPOConfig
+    args: BranPOConfig
     requires = Requires(samples=True, extra_rows=True, whole_groups=True, tools=True, turns=True, watched_tools=True)
 
     def make_branch_explorer(self) -> TailBranchExplorer:
@@ -49,7 +51,8 @@ class BranPOTrainer(ExplorationTrainer):
         forks = self.make_agent_forks(num_turns=num_turns, most_rounds=self.interaction_limit)
         return TailBranchExplorer(self, forks, self.scorer)
 
-    def check(self, args: Any, *, tools: Any, environment_factory: Any) -> None:
+    def check(self, args: ExplorationConfig, *, tools: Any, environment_factory: Any) -> None:
+        assert isinstance(args, BranPOConfig)
         if not tools and environment_factory is None:
             for name in ("interaction_limits", "eval_interaction_limit", "max_tool_calling_iterations"):
                 value = getattr(args, name)

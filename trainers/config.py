@@ -23,14 +23,15 @@ MOST_STAGE_ROWS = 100_000
 EXPLORERS = ("auto", "hints", "replay", "resample")  # values of `explore`
 LARGEST = sys.float_info.max  # of the finite numbers
 C = TypeVar("C", bound="ExplorationConfig")
+G = TypeVar("G", bound=GRPOConfig)
 # Check of a configuration. It raises a ValueError that names the field, its value and the remedy.
-Check = Callable[[Any], None]
+Check = Callable[[G], None]
 
 
-def one_of(name: str, choices: Sequence[str]) -> Check:
+def one_of(name: str, choices: Sequence[str]) -> Check[GRPOConfig]:
     """Return a check that the value of a field is one of a few texts."""
 
-    def check(args: Any) -> None:
+    def check(args: GRPOConfig) -> None:
         value = getattr(args, name)
         if value not in choices:
             raise ValueError(f"`{name}`: {unknown_name('value', str(value), choices)}")
@@ -45,11 +46,11 @@ def within(
     high: float = LARGEST,
     optional: bool = False,
     words: str = "be a finite number",
-) -> Check:
+) -> Check[GRPOConfig]:
     """Return a check that fields are finite numbers from `low` (or above `above`) to `high`. With `optional`, None is
     allowed, too. `words` complete the error message."""
 
-    def check(args: Any) -> None:
+    def check(args: GRPOConfig) -> None:
         for name in names:
             value = getattr(args, name)
             try:
@@ -62,18 +63,18 @@ def within(
     return check
 
 
-def at_least(low: int, *names: str, optional: bool = False, words: str = "") -> Check:
+def at_least(low: int, *names: str, optional: bool = False, words: str = "") -> Check[GRPOConfig]:
     """Return a check that fields are numbers of at least `low`, finite or not. `words` end the error message."""
     return within(*names, low=low, high=math.inf, optional=optional, words=f"be at least {low}{words}")
 
 
-def run_checks(args: GRPOConfig, checks: Iterable[Check]) -> None:
+def run_checks(args: G, checks: Iterable[Check[G]]) -> None:
     """Raise the error of the first check that fails."""
     for check in checks:
         check(args)
 
 
-def check_explore(args: Any) -> None:
+def check_explore(args: "ExplorationConfig") -> None:
     """Raise ValueError if `explore` is not the name of an explorer, or if `explore_prompts` does not fit it."""
     if args.explore_into == "add" and not args.explores_some:
         raise ValueError(
@@ -109,7 +110,7 @@ def read_options(given: Any) -> Any:
     return options
 
 
-def check_auto(args: Any) -> None:
+def check_auto(args: "ExplorationConfig") -> None:
     """Raise ValueError if a field of `explore="auto"` has no effect, or another field contradicts it."""
     for name in ("explorers", "explorer_options"):
         value = getattr(args, name)

@@ -7,6 +7,7 @@ from trl_explore.pivots.explorer import PivotExplorer
 from trl_explore.sampling.continued import options_from_the_start
 
 from .base import ExplorationTrainer, Requires
+from .config import ExplorationConfig
 from .deep_grpo_config import DeepGRPOConfig
 
 
@@ -36,6 +37,7 @@ class DeepGRPOTrainer(ExplorationTrainer):
 
     method = "deep_grpo"
     config_class = DeepGRPOConfig
+    args: DeepGRPOConfig
     splits_groups = True  # pivots are chosen for each completion by itself
     requires = Requires(samples=True, extra_rows=True, tools=True, turns=True, watched_tools=True)
 
@@ -54,7 +56,8 @@ class DeepGRPOTrainer(ExplorationTrainer):
             files = [*files, self.args.hard_states_file]
         return files
 
-    def check(self, args: Any, *, tools: Any, environment_factory: Any) -> None:
+    def check(self, args: ExplorationConfig, *, tools: Any, environment_factory: Any) -> None:
+        assert isinstance(args, DeepGRPOConfig)
         super().check(args, tools=tools, environment_factory=environment_factory)
         if args.deferred_branching and (tools or environment_factory is not None):
             raise ValueError(

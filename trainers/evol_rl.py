@@ -47,6 +47,7 @@ class EvolRLTrainer(ExplorationTrainer):
     method = "evol_rl"
     num_generations: int
     config_class = EvolRLConfig
+    args: EvolRLConfig
     requires = Requires(whole_groups=True)
     _columns: dict[str, list[Any]] = {}  # columns of the completions table for the newest main rows
     _looked_for_votes = False  # True after the first batch

@@ -52,7 +52,7 @@ class OwnOptions:
         if way.has_own_advantages:
             # The trainer's `advantage` only changes GRPO's rows.
             values["advantage"], values["advantage_weights"] = "grpo", None
-        self.args: Any = object.__new__(ExplorationConfig)
+        self.args = object.__new__(ExplorationConfig)
         self.args.__dict__.update({**values, **way.defaults, **given})
         try:
             self.args = upgrade_config(self.args, way.config_class)

@@ -19,6 +19,7 @@ from trl_explore.gradients.novelty import (
 from trl_explore.rows.advantages import as_columns
 
 from .base import ExplorationTrainer, Requires
+from .config import ExplorationConfig
 from .g2rl_config import G2RLConfig
 
 
@@ -32,11 +33,13 @@ class GradientGuided(ExplorationTrainer):
 
     num_generations: int
     config_class = G2RLConfig
+    args: G2RLConfig
     requires = Requires(features=True, vision=False)
     _warned = False
     _novelty: torch.Tensor | None = None  # novelty of the newest main rows of all processes, `(N,)`
 
-    def requirements(self, args: Any) -> Requires:
+    def requirements(self, args: ExplorationConfig) -> Requires:
+        assert isinstance(args, G2RLConfig)
         return replace(super().requirements(args), features=args.novelty_weight > 0)
 
     def setup(self) -> None:

@@ -41,6 +41,7 @@ class GiGPOTrainer(ExplorationTrainer):
     method = "gigpo"
     num_generations: int
     config_class = GiGPOConfig
+    args: GiGPOConfig
     requires = Requires(whole_groups=True, vision=False, turns=True)
     _steps: list[list[float]] = []  # advantages of the steps of main rows, `[B][K]`
 

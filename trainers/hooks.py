@@ -45,7 +45,7 @@ class Hooks:
     splits_groups = False  # True: the branch explorer works if the rows of a prompt are on several processes
     method = "exploration"  # key of the method's row in `METHODS`
 
-    args: Any  # the configuration
+    args: ExplorationConfig  # the configuration; a subclass may narrow the type
     state: Any  # `TrainerState` of transformers
     explorer: Explorer | None = None  # made by `make_explorer`
     branch_explorer: BranchExplorer | None = None  # made by `make_branch_explorer`
@@ -71,15 +71,15 @@ class Hooks:
 
     # ---------------------------------------------------------------------------------------------------- construction
 
-    def check(self, args: Any, *, tools: Any, environment_factory: Any) -> None:
+    def check(self, args: ExplorationConfig, *, tools: Any, environment_factory: Any) -> None:
         """
-        Check the arguments of the trainer before any model is loaded.
+        Check the arguments of the trainer before any model is loaded. `args` is an instance of `config_class`.
 
         Raises:
             ValueError: If the method cannot work with them. The message names the field, the value and the remedy.
         """
 
-    def requirements(self, args: Any) -> Requires:
+    def requirements(self, args: ExplorationConfig) -> Requires:
         """Return the requirements of the method under this configuration."""
         own_explorer = type(self).make_explorer != Hooks.make_explorer
         branches = type(self).make_branch_explorer != Hooks.make_branch_explorer
@@ -340,7 +340,7 @@ class Hooks:
 
     # -------------------------------------------------------------------------------------- which hooks are overridden
 
-    def samples_as_grpo(self, args: Any) -> bool:
+    def samples_as_grpo(self, args: ExplorationConfig) -> bool:
         """Return whether GRPO samples all rows. If so, TRL handles tools, environments, `rollout_func` and images."""
         own = type(self)
         if own.make_explorer != Hooks.make_explorer or args.explore is not None:

@@ -4,6 +4,7 @@ from typing import Any
 
 from trl_explore.rewards.success import check_success_reward
 
+from .config import ExplorationConfig
 from .explorer_options import own_options
 from .requires import check_arguments
 
@@ -46,7 +47,8 @@ class Replaced:
 
     def __init__(self, trainer: Any, given: dict[str, Any]) -> None:
         self.trainer, self.given = trainer, given
-        self.args, self.data, self.model = trainer.args, trainer.train_dataset, trainer.model
+        self.args: ExplorationConfig = trainer.args
+        self.data, self.model = trainer.train_dataset, trainer.model
         self.copied = {name: getattr(trainer, name) for name in COPIED}
         self.selection = self._selection()
         self.limits = self._limits()

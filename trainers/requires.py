@@ -11,6 +11,8 @@ from trl_explore.names import prompt_change
 from trl_explore.rows.columns import row_columns
 from trl_explore.rows.streams import check_loss_type
 
+from .config import ExplorationConfig
+
 
 @dataclass(frozen=True)
 class Requires:
@@ -38,7 +40,7 @@ class Requires:
 def check_arguments(
     name: str,
     requires: Requires,
-    args: Any,
+    args: ExplorationConfig,
     *,
     samples_as_grpo: bool,
     train_dataset: Any,
@@ -132,7 +134,7 @@ def check_arguments(
             )
 
 
-def _check_one_limit(args: Any) -> None:
+def _check_one_limit(args: ExplorationConfig) -> None:
     """Raise a ValueError if GRPO's rows and the rows of explorers would have different limits of tokens."""
     option, most = "max_tokens" if args.use_vllm else "max_new_tokens", args.max_completion_length
     limit = (args.generation_kwargs or {}).get(option, most)
@@ -143,7 +145,7 @@ def _check_one_limit(args: Any) -> None:
         )
 
 
-def check_vision(name: str, args: Any, *, taken: bool) -> None:
+def check_vision(name: str, args: ExplorationConfig, *, taken: bool) -> None:
     """Raise a ValueError if the trainer does not support vision-language models (`taken`), or if one of its fields
     does not."""
     if not taken:
@@ -151,7 +153,7 @@ def check_vision(name: str, args: Any, *, taken: bool) -> None:
     check_text_only(args)
 
 
-def _check_order(name: str, args: Any, train_dataset: Any) -> None:
+def _check_order(name: str, args: ExplorationConfig, train_dataset: Any) -> None:
     """Raise a ValueError if a field chooses prompts and the data is a stream."""
     if not isinstance(train_dataset, IterableDataset):
         return
@@ -169,7 +171,7 @@ def _check_order(name: str, args: Any, train_dataset: Any) -> None:
             )
 
 
-def _check_vllm(name: str, args: Any) -> None:
+def _check_vllm(name: str, args: ExplorationConfig) -> None:
     """Raise an error if vLLM's options do not work with a method that samples rows itself."""
     if args.vllm_mode == "colocate" and args.vllm_tensor_parallel_size > 1:
         raise NotImplementedError(

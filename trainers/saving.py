@@ -33,6 +33,8 @@ from trl_explore.saving.checkpoints import (
 )
 from trl_explore.saving.plain_values import without_numpy
 
+from .config import ExplorationConfig
+
 logger = logging.getLogger(__name__)
 FORMAT = 2  # version of the state; version 1 had no position in the data
 
@@ -47,7 +49,8 @@ class Saving:
     """
 
     def __init__(self, trainer: Any) -> None:
-        self.trainer, self.args, self.accelerator = trainer, trainer.args, trainer.accelerator
+        self.trainer, self.accelerator = trainer, trainer.accelerator
+        self.args: ExplorationConfig = trainer.args
         self.resumed: dict[str, Any] | None = None  # state from which `train` resumes
         self._knows_method = True  # False if plain GRPO wrote the state
         self.sampler: Sampler | None = None

@@ -12,6 +12,7 @@ from trl_explore.sketches.mode import Mode, context_length
 from trl_explore.sketches.two_stage import TwoStage
 
 from .base import ExplorationTrainer, Requires
+from .config import ExplorationConfig
 from .sesa_config import SESAConfig
 
 
@@ -51,6 +52,7 @@ class SESATrainer(ExplorationTrainer):
     max_completion_length: int
     num_generations: int
     config_class = SESAConfig
+    args: SESAConfig
     requires = Requires(samples=True, main_rows=True, whole_groups=True, turns=True)
     mode: Mode | None = None  # None if no row explores
 
@@ -64,10 +66,12 @@ class SESATrainer(ExplorationTrainer):
 
     # --------------------------------------------------------------------------------------------- checks and the mode
 
-    def requirements(self, args: Any) -> Requires:
+    def requirements(self, args: ExplorationConfig) -> Requires:
+        assert isinstance(args, SESAConfig)
         return replace(super().requirements(args), tools=args.mode == "agent")
 
-    def check(self, args: Any, *, tools: Any, environment_factory: Any) -> None:
+    def check(self, args: ExplorationConfig, *, tools: Any, environment_factory: Any) -> None:
+        assert isinstance(args, SESAConfig)
         super().check(args, tools=tools, environment_factory=environment_factory)
         if args.mode == "agent" and environment_factory is None:
             raise ValueError(

@@ -100,6 +100,7 @@ class Step:
         with NaN for all other rows."""
         trainer, args = self.trainer, self.trainer.args
         check_trained_generations(args)  # a callback may have changed the fields
+        assert args.trained_generations is not None
         # All processes use the same seed and the same rewards, so they choose the same rows.
         random = Random(f"{args.seed} {trainer.state.global_step} {self._num_rounds}")
         self._num_rounds += 1

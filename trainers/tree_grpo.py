@@ -8,6 +8,7 @@ from trl_explore.trees.explorer import TreeExplorer
 from trl_explore.trees.replay import SolutionCache
 
 from .base import ExplorationTrainer, Requires
+from .config import ExplorationConfig
 from .tree_grpo_config import TreeGRPOConfig
 
 
@@ -45,6 +46,7 @@ class TreeGRPOTrainer(ExplorationTrainer):
     method = "tree_grpo"
     num_generations: int
     config_class = TreeGRPOConfig
+    args: TreeGRPOConfig
     requires = Requires(samples=True, main_rows=True, whole_groups=True)
     explorer: TreeExplorer
 
@@ -56,7 +58,8 @@ class TreeGRPOTrainer(ExplorationTrainer):
         """Solutions of hard prompts in the replay buffer."""
         return self.explorer.replay.solutions
 
-    def check(self, args: Any, *, tools: Any, environment_factory: Any) -> None:
+    def check(self, args: ExplorationConfig, *, tools: Any, environment_factory: Any) -> None:
+        assert isinstance(args, TreeGRPOConfig)
         super().check(args, tools=tools, environment_factory=environment_factory)
         if args.multi_objective_aggregation != "sum_then_normalize":
             raise ValueError(

@@ -29,6 +29,7 @@ class TreeRLTrainer(ExplorationTrainer):
 
     method = "tree_rl"
     config_class = TreeRLConfig
+    args: TreeRLConfig
     requires = Requires(samples=True, extra_rows=True, whole_groups=True)
 
     def make_branch_explorer(self) -> UncertainForkExplorer:

@@ -35,9 +35,9 @@ def main() -> int:
     # Import these here: each process that trains imports this file, and first has to hide the output of libraries.
     import yaml
 
+    from trl_explore.compare.conductor import carry_out
     from trl_explore.compare.folder import ComparisonFolder
     from trl_explore.compare.settings import read_comparison
-    from trl_explore.compare.workers import carry_out
     from trl_explore.errors import UsageError
     from trl_explore.runs.quiet import quiet
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trl_explore.agent_trees.explorer import TurnTreeExplorer
 from trl_explore.auto.added import AddedExplorer, ResampleBranches
@@ -18,6 +18,11 @@ from trl_explore.rows.scorer import Scorer
 from trl_explore.sketches.mode import context_length
 from trl_explore.sketches.two_stage import TwoStage
 from trl_explore.trees.explorer import TreeExplorer
+
+if TYPE_CHECKING:
+    from trl_explore.trainers.config import ExplorationConfig
+    from trl_explore.trainers.sesa_config import SESAConfig
+    from trl_explore.trainers.tree_grpo_config import TreeGRPOConfig
 
 # Class of an explorer, or a function that makes one. It gets the trainer, the engine of branches and the scorer. The
 # argument `args` is the configuration of the explorer.
@@ -39,17 +44,17 @@ class Way:
     refused_options: Sequence[str] = ()
 
     @property
-    def config_class(self) -> Any:
+    def config_class(self) -> "type[ExplorationConfig]":
         """Return the class that `config` names. It is imported late, because `trl_explore.trainers` imports
         this module."""
         return resolve_name(f"trl_explore.trainers.{self.config}")
 
 
-def _tree(policy: Policy, forks: Forks, scorer: Scorer, *, args: Any) -> BranchExplorer:
+def _tree(policy: Policy, forks: Forks, scorer: Scorer, *, args: "TreeGRPOConfig") -> BranchExplorer:
     return AddedExplorer(policy, forks, scorer, explorer=TreeExplorer(policy, forks.sample, scorer, args=args))
 
 
-def _sketches(policy: Policy, forks: Forks, scorer: Scorer, *, args: Any) -> BranchExplorer:
+def _sketches(policy: Policy, forks: Forks, scorer: Scorer, *, args: "SESAConfig") -> BranchExplorer:
     explorer = TwoStage(
         policy,
         forks.sample,

@@ -1,8 +1,7 @@
 """Folder of a comparison. Runs that it holds are not trained again; runs of another comparison are refused."""
 
 import gc
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,11 @@ from typing import Any
 import torch
 import yaml
 
-from trl_explore.compare.run import Run, build_run, train_run
+from trl_explore.compare.run import Run
 from trl_explore.compare.settings import Arm, Comparison, arm_folder
 from trl_explore.errors import UsageError
-from trl_explore.machine.threads import limit_threads
 from trl_explore.runs.inputs import check_output_dir
 from trl_explore.saving.whole_files import whole_file
-from trl_explore.tasks.tiny_model import build_model
 
 SETTINGS, RESULT = "comparison.yaml", "run.json"
 
@@ -105,36 +102,6 @@ class ComparisonFolder:
                     runs.append(asdict(Run.load(self.of_run(arm, seed) / RESULT)))
         return runs
 
-    def check_arms(self) -> None:
-        """
-        Construct the trainer of every arm with missing runs, to find errors in any arm before the first run starts.
-
-        This also sets the number of threads that suits the models.
-
-        Raises:
-            UsageError: If a trainer refuses its arm's configuration.
-        """
-        with tempfile.TemporaryDirectory() as folder:
-            start = None
-            if self.comparison.builds_model:
-                # An untrained model is enough for this check; a warm start takes minutes.
-                build_model(seed=0, **self.comparison.model_size).save_pretrained(folder)
-                start = folder
-            for name, arm in {arm.name: arm for arm, _ in self.missing()}.items():
-                try:
-                    trainer = build_run(self.comparison, arm, seed=0, folder=Path(folder), start=start)[0]
-                except (UsageError, ValueError, NotImplementedError) as error:
-                    # Trainers raise these with a text that explains the problem, so no traceback is needed.
-                    raise UsageError(f"arm {name}: {error}") from error
-                limit_threads(trainer.model, trainer.accelerator.device)
-                del trainer
-                free_memory()
-
-    def warm_starts(self) -> dict[int, str]:
-        """Return the folders of the models that were taught the task, by the seed of the warm start. The mapping is
-        empty if the runs begin without a warm start."""
-        return {seed: teach(self.comparison, seed) for seed in self.warm_start_seeds()}
-
     def warm_start_seeds(self) -> list[int]:
         """Return the seeds of the warm starts that the missing runs begin with."""
         seeds = [self.comparison.warm_start_seed(seed) for seed in self.unfinished_seeds()]
@@ -148,34 +115,12 @@ class ComparisonFolder:
             seed (`int`):
                 Seed of the run.
             starts (`Mapping[int, str]`):
-                Folders that [`~ComparisonFolder.warm_starts`] returned.
+                Folders of the warm starts, by their seeds.
         """
         warm_start = self.comparison.warm_start_seed(seed)
         if warm_start is None:
             return None
         return starts[warm_start]
-
-    def train(self, starts: Mapping[int, str], bar: Any) -> Iterator[int]:
-        """
-        Train the missing runs one after the other, and yield each seed when all its runs are finished.
-
-        Args:
-            starts (`Mapping[int, str]`):
-                Folders that [`~ComparisonFolder.warm_starts`] returned.
-            bar (`tqdm`):
-                Progress bar over the budgets of all runs.
-        """
-        missing = self.missing()
-        for number, (arm, seed) in enumerate(missing, start=self.num_runs - len(missing) + 1):
-            folder = self.of_run(arm, seed)
-            bar.set_description(f"{number}/{self.num_runs} {arm.name}, seed {seed}")
-            start = self.start_of(seed, starts)
-            run = train_run(self.comparison, arm, seed=seed, folder=folder, start=start, bar=bar)
-            run.save(folder / RESULT)
-            bar.update(int(number * self.comparison.amount) - bar.n)
-            free_memory()
-            if seed not in self.unfinished_seeds():
-                yield seed
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

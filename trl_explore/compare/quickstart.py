@@ -110,16 +110,16 @@ def verdicts(runs: Sequence[Mapping[str, Any]], comparison: "Comparison") -> lis
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run or continue the quick-start; return the exit code of [`~trl_explore.compare.workers.carry_out`]."""
+    """Run or continue the quick-start; return the exit code of [`~trl_explore.compare.conductor.carry_out`]."""
     if args.processes < 1:
         raise UsageError(f"processes={args.processes}: give an integer of at least 1")
     began = time.perf_counter()
 
     from rich.console import Console
 
+    from trl_explore.compare.conductor import carry_out
     from trl_explore.compare.folder import SETTINGS, ComparisonFolder
     from trl_explore.compare.settings import read_comparison
-    from trl_explore.compare.workers import carry_out
 
     quiet()
     console = Console()

@@ -14,7 +14,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-from transformers import PrinterCallback, TrainerCallback
+from transformers import PrinterCallback, TrainerCallback, TrainerState, TrainingArguments
+from trl import GRPOConfig
 
 from trl_explore.compare.agents import (
     EVALUATION_SEED,
@@ -34,6 +35,7 @@ from trl_explore.sampling.count import TokenCount
 from trl_explore.saving.checkpoints import last_complete_checkpoint
 from trl_explore.saving.interrupt import InterruptCallback
 from trl_explore.saving.whole_files import whole_file
+from trl_explore.tasks import TeachableTask
 from trl_explore.trainers.base import ExplorationTrainer, count_sampled, watch
 
 HELD_OUT_SEED = 0
@@ -162,13 +164,14 @@ class Curve(TrainerCallback):
         """Add a point: the metrics and the cost so far."""
         self.points.append({**asdict(self.costs.cost), **metrics})
 
-    def finished(self, state: Any) -> bool:
+    def finished(self, state: TrainerState) -> bool:
         """Return whether the run is complete, so that its newest checkpoint need not be resumed."""
         return False
 
-    def write(self, args: Any, state: Any) -> None:
+    def write(self, args: TrainingArguments, state: TrainerState) -> None:
         """Write cost and curve into the newest checkpoint."""
         record = {"finished": self.finished(state), "cost": asdict(self.costs.cost), "points": self.points}
+        assert args.output_dir is not None  # transformers sets it
         path = Path(args.output_dir) / f"checkpoint-{state.global_step}" / RECORD
         with whole_file(path) as part:
             part.write_text(json.dumps({**record, "steps": self.costs.history}))
@@ -238,10 +241,10 @@ class Milestones(Curve):
         """Whether the next evaluation is due."""
         return not self.points or self.share(asdict(self.costs.cost)) > self.share(self.points[-1])
 
-    def finished(self, state: Any) -> bool:
+    def finished(self, state: TrainerState) -> bool:
         return self.comparison.budget.is_spent(self.costs.cost) or state.global_step >= state.max_steps
 
-    def measure(self, state: Any) -> None:
+    def measure(self, state: TrainerState) -> None:
         """Evaluate the model and add a point, which also has training metrics averaged since the point before."""
         moment: Moment = "start"
         since = 0
@@ -280,7 +283,14 @@ class Milestones(Curve):
 
 
 def task_trainer(
-    arm: Arm, task: Any, start: str | Path, config: Any, *, num_train: int | None = None, rows: Any = None, **more: Any
+    arm: Arm,
+    task: TeachableTask,
+    start: str | Path,
+    config: GRPOConfig,
+    *,
+    num_train: int | None = None,
+    rows: Any = None,
+    **more: Any,
 ) -> Any:
     """
     Build the trainer of an arm on a task with a tiny model.

@@ -1,9 +1,7 @@
-"""Execution of a comparison: one run after the other, or several at a time in worker processes."""
+"""Execution of the runs of a comparison in worker processes, several at a time."""
 
-import shlex
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -14,18 +12,16 @@ import datasets
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-from tqdm.auto import tqdm
 
-from trl_explore.compare.folder import RESULT, ComparisonFolder, free_memory, teach
+from trl_explore.compare.executors import DueRun, complete_run
+from trl_explore.compare.folder import ComparisonFolder, teach
 from trl_explore.compare.plots import metric_label
-from trl_explore.compare.report import explanation, notes, rich_table, write_report
-from trl_explore.compare.run import Interrupted, train_run
+from trl_explore.compare.run import Interrupted
 from trl_explore.compare.settings import Arm, Comparison
 from trl_explore.methods import METHODS, Method
 from trl_explore.runs.methods import find_method
 from trl_explore.runs.quiet import quiet
-from trl_explore.runs.workers import AT_WORK, Job, WorkerFailed, Workers, count_cores
-from trl_explore.saving.full_disk import SAID
+from trl_explore.runs.workers import AT_WORK, Job, Workers, count_cores
 from trl_explore.saving.interrupt import InterruptCallback
 
 SECONDS_BETWEEN_LINES = 60  # per run, if the output is not a terminal
@@ -92,9 +88,7 @@ def train_job(
     connection: Connection,
     comparison: Comparison,
     path: Path,
-    arm: Arm,
-    seed: int,
-    start: str | None,
+    run: DueRun,
     threads: int,
     row: Method,
 ) -> dict[str, Any]:
@@ -108,12 +102,8 @@ def train_job(
             The comparison.
         path (`Path`):
             The comparison's folder.
-        arm ([`~trl_explore.compare.settings.Arm`]):
-            The arm.
-        seed (`int`):
-            Seed of the run.
-        start (`str`, *optional*):
-            Folder of the warm start. None if the run begins without a warm start.
+        run ([`~trl_explore.compare.executors.DueRun`]):
+            The run.
         threads (`int`):
             Number of threads that PyTorch uses.
         row ([`~trl_explore.methods.Method`]):
@@ -126,15 +116,12 @@ def train_job(
     datasets.disable_progress_bars()
     torch.set_num_threads(threads)
     METHODS.setdefault(row.name, row)  # a method that the parent registered at run time is missing here
-    folder = ComparisonFolder(comparison, path).of_run(arm, seed)
-    teller, hang_up = Teller(connection), HangUpCallback(connection)
+    folder = ComparisonFolder(comparison, path)
     try:
-        run = train_run(comparison, arm, seed=seed, folder=folder, start=start, bar=teller, interrupt=hang_up)
+        result = complete_run(folder, run, bar=Teller(connection), interrupt=HangUpCallback(connection))
     except Interrupted:
         raise KeyboardInterrupt from None
-    run.save(folder / RESULT)
-    free_memory()
-    return run.points[-1]
+    return result.points[-1]
 
 
 class ArmLines:
@@ -218,21 +205,9 @@ class ArmLines:
         self.progress.update(self.lines[name], completed=sum(self.spent[name, seed] for seed in seeds), state=state)
 
 
-def _teach_side_by_side(jobs: list[Job], workers: Workers, lines: ArmLines, starts: dict[int, str]) -> None:
-    """Train the warm starts, and put the models' folders into `starts`, by seed."""
-    try:
-        lines.taught(0, len(jobs))
-        for job, _, value in workers.do(jobs):
-            starts[job.arguments[1]] = value
-            lines.taught(len(starts), len(jobs))
-    except KeyboardInterrupt:
-        workers.kill()  # safe, because a warm start is in the cache only when it is complete
-        raise
-
-
-def train_side_by_side(folder: ComparisonFolder, workers: Workers, lines: ArmLines) -> Iterator[int]:
+class WorkerExecutor:
     """
-    Train the missing runs in worker processes, and yield each seed when all its runs are finished.
+    Executes several runs at a time in worker processes.
 
     Args:
         folder ([`~trl_explore.compare.folder.ComparisonFolder`]):
@@ -242,112 +217,47 @@ def train_side_by_side(folder: ComparisonFolder, workers: Workers, lines: ArmLin
         lines ([`~trl_explore.compare.workers.ArmLines`]):
             Shows the progress.
     """
-    comparison = folder.comparison
-    teaching = [Job(f"the warm start of seed {n}", teach_job, (comparison, n)) for n in folder.warm_start_seeds()]
-    starts: dict[int, str] = {}
-    if comparison.builds_model or not teaching:
-        _teach_side_by_side(teaching, workers, lines, starts)
-    else:
+
+    def __init__(self, folder: ComparisonFolder, workers: Workers, lines: ArmLines) -> None:
+        self.folder, self.comparison, self.workers, self.lines = folder, folder.comparison, workers, lines
+
+    def teach(self, seeds: Sequence[int]) -> dict[int, str]:
+        """Train the warm starts of these seeds. Return the folders of the models, by seed."""
+        jobs = [Job(f"the warm start of seed {seed}", teach_job, (self.comparison, seed)) for seed in seeds]
+        if self.comparison.builds_model or not jobs:
+            return self._teach(jobs, self.workers)
         # This process ends after the warm start, because a large model leaves gigabytes allocated.
         with Workers(1) as teacher:
-            _teach_side_by_side(teaching, teacher, lines, starts)
-    threads = 1  # a second thread makes a tiny model hardly faster, and slower if the machine is busy
-    if not comparison.builds_model:
-        threads = max(1, count_cores() // len(workers.processes))
-    runs = []
-    for arm, seed in folder.missing():
-        # `options` may be a function that pickle refuses. The arm's options are filled in, so a run does not need it.
-        row = replace(find_method(arm.method), options=Method.options)
-        arguments = (comparison, folder.path, arm, seed, folder.start_of(seed, starts), threads, row)
-        runs.append(Job(f"{arm.name}, seed {seed}", train_job, arguments))
-    for job, kind, value in workers.do(runs):
-        arm, seed = job.arguments[2:4]
-        if kind == AT_WORK:
-            lines.at_work(arm, seed, *value)
-        else:
-            lines.done(arm, seed, value)
-            if seed not in folder.unfinished_seeds():
-                yield seed
+            return self._teach(jobs, teacher)
 
+    def _teach(self, jobs: Sequence[Job], workers: Workers) -> dict[int, str]:
+        starts: dict[int, str] = {}
+        try:
+            self.lines.taught(0, len(jobs))
+            for job, _, value in workers.do(jobs):
+                starts[job.arguments[1]] = value
+                self.lines.taught(len(starts), len(jobs))
+        except KeyboardInterrupt:
+            workers.kill()  # safe, because a warm start is in the cache only when it is complete
+            raise
+        return starts
 
-def carry_out(
-    folder: ComparisonFolder, *, command: list[str], processes: int | None = None, check_arms: bool = False
-) -> int:
-    """
-    Train the missing runs of a comparison, and show and write its results.
-
-    Args:
-        folder ([`~trl_explore.compare.folder.ComparisonFolder`]):
-            Folder of the comparison.
-        command (`list[str]`):
-            Command that continues the comparison, shown if it stops early.
-        processes (`int`, *optional*):
-            Number of worker processes, which train a run each at the same time. By default all runs are trained in
-            this process, one after the other.
-        check_arms (`bool`, *optional*, defaults to `False`):
-            Whether to construct every arm's trainer before the first run starts.
-
-    Returns:
-        `int`: Exit code: 0, 130 if Ctrl-C stopped the comparison, or 1 if a worker process failed.
-    """
-    try:
-        if check_arms:
-            folder.check_arms()
-        folder.write_settings()
-        _train(folder, processes)
-        _show(folder)
-    except (KeyboardInterrupt, Interrupted):
-        print(f"\nStopped; what is done is kept. Continue with:\n  {shlex.join(command)}", file=sys.stderr)
-        return 130
-    except WorkerFailed as error:
-        details = error.details
-        if SAID.search(str(error)):
-            details = ""  # the message about a full disk needs no traceback
-        text = f"{details}trl-explore: error: {error}; what is done is kept. Continue with:"
-        print(f"{text}\n  {shlex.join(command)}", file=sys.stderr)
-        return 1
-    return 0
-
-
-def _train(folder: ComparisonFolder, processes: int | None) -> None:
-    comparison, left = folder.comparison, len(folder.missing())
-    done = folder.num_runs - left
-    unit = {"tokens": "tok", "seconds": "s", "steps": "step"}[comparison.unit]
-    budget = {"seconds": "wall seconds"}.get(comparison.unit, comparison.unit)
-    already = f", {done} of them done" if done else ""
-    print(
-        f"{folder.num_runs} runs of {comparison.amount:,.0f} {budget} each{already}: "
-        f"{', '.join(arm.name for arm in comparison.arms)}; seeds {', '.join(map(str, comparison.seeds))}"
-    )
-    if not left:
-        return
-    datasets.disable_progress_bars()  # they would disturb the progress bar of the comparison
-    if processes is not None:
-        lines = ArmLines(folder, Console())
-        with Workers(min(processes, left)) as workers, lines.progress:
-            for _ in train_side_by_side(folder, workers, lines):
-                _report_so_far(folder)
-        return
-    starts = folder.warm_starts()
-    total, initial = int(folder.num_runs * comparison.amount), int(done * comparison.amount)
-    # With smoothing=0, tqdm estimates the remaining time from the mean speed; the arms differ in speed.
-    with tqdm(total=total, initial=initial, unit=unit, unit_scale=True, smoothing=0) as bar:
-        for _ in folder.train(starts, bar):
-            _report_so_far(folder)
-
-
-def _report_so_far(folder: ComparisonFolder) -> None:
-    if folder.missing():  # `_show` writes the report of the complete comparison
-        write_report(folder.finished(), folder.comparison, folder.path)
-
-
-def _show(folder: ComparisonFolder) -> None:
-    console, runs, comparison = Console(), folder.finished(), folder.comparison
-    files = write_report(runs, comparison, folder.path)
-    console.print(rich_table(runs, comparison))
-    for text in (explanation(runs, comparison), *notes(runs, comparison)):
-        console.print(text, markup=False, highlight=False)
-    names = ", ".join(path.name for path in files)
-    console.print(f"{Path(folder.path)}: {names}", markup=False, highlight=False, soft_wrap=True)
-    if not any(path.suffix == ".png" for path in files):
-        console.print("no picture: matplotlib is missing (pip install 'trl-explore[plots]')", markup=False)
+    def train(self, runs: Sequence[DueRun]) -> Iterator[DueRun]:
+        """Train runs, and yield each run when its result is in the comparison's folder."""
+        threads = 1  # a second thread makes a tiny model hardly faster, and slower if the machine is busy
+        if not self.comparison.builds_model:
+            threads = max(1, count_cores() // len(self.workers.processes))
+        jobs = []
+        for run in runs:
+            # `options` may be a function that pickle refuses. The arm's options are filled in, so a run does not need
+            # it.
+            row = replace(find_method(run.arm.method), options=Method.options)
+            arguments = (self.comparison, self.folder.path, run, threads, row)
+            jobs.append(Job(f"{run.arm.name}, seed {run.seed}", train_job, arguments))
+        for job, kind, value in self.workers.do(jobs):
+            run = job.arguments[2]
+            if kind == AT_WORK:
+                self.lines.at_work(run.arm, run.seed, *value)
+            else:
+                self.lines.done(run.arm, run.seed, value)
+                yield run

@@ -1,10 +1,13 @@
 """Checks of the configuration's fields of credit. `args` is any configuration."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from trl_explore.credit.functions import advantage_parts
 from trl_explore.names import shown
+
+if TYPE_CHECKING:
+    from trl_explore.trainers.config import ExplorationConfig
 
 OF_SUBSETS = {"passk", "pkpo", "pkpo_loo"}
 SCOPES = ("history", "batch")
@@ -12,7 +15,7 @@ SCOPES = ("history", "batch")
 RATIO_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")
 
 
-def check_advantage(args: Any) -> None:
+def check_advantage(args: "ExplorationConfig") -> None:
     """Raise a ValueError if `advantage` is unknown, or cannot be computed or train with the other fields."""
     names = {part.name for part in advantage_parts(args)}
     advantage = shown(args.advantage)
@@ -43,7 +46,7 @@ def check_advantage(args: Any) -> None:
         )
 
 
-def check_covariance(args: Any) -> None:
+def check_covariance(args: "ExplorationConfig") -> None:
     """Raise a ValueError if the range of `clip_cov` is empty, or if `kl_cov` does not work with the loss."""
     if args.clip_cov_low >= args.clip_cov_high:
         raise ValueError(
@@ -65,7 +68,7 @@ def check_covariance(args: Any) -> None:
             raise ValueError(f"{field} takes the place of all clipping, `{name}={value}` too: leave one of them out.")
 
 
-def check_updates(args: Any) -> None:
+def check_updates(args: "ExplorationConfig") -> None:
     """Raise a ValueError if `kl_cov` would do nothing. Its penalty has no gradient before the policy has changed since
     it sampled, so one update per generation batch is not enough."""
     every = args.steps_per_generation * args.num_iterations
@@ -77,7 +80,7 @@ def check_updates(args: Any) -> None:
         )
 
 
-def check_text_only(args: Any) -> None:
+def check_text_only(args: "ExplorationConfig") -> None:
     """Raise a ValueError if a field is set that does not work with vision-language models."""
     in_use = {
         "advantage": any(part.name == "unlikeliness" for part in advantage_parts(args)),
@@ -91,7 +94,7 @@ def check_text_only(args: Any) -> None:
     refuse(args, names, "looks at tokens, and not at a prompt's images")
 
 
-def refuse(args: Any, names: Iterable[str], why: str) -> None:
+def refuse(args: "ExplorationConfig", names: Iterable[str], why: str) -> None:
     """Raise a ValueError for the first field of `names`, if there is one. `why` completes the sentence about it."""
     for name in names:
         raise ValueError(f"`{name}={shown(getattr(args, name))!r}` {why}: leave `{name}` out.")

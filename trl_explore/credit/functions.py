@@ -6,13 +6,16 @@ import math
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from trl_explore.names import import_named, is_import_path, shown, unknown_name
 from trl_explore.rows.ranks import Ranks
+
+if TYPE_CHECKING:
+    from trl_explore.trainers.config import ExplorationConfig
 
 ADVANTAGES = ("grpo", "maxrl", "passk", "pkpo", "pkpo_loo", "reinforce", "unlikeliness")
 EXAMPLE = "def my_advantage(rewards): return rewards - rewards.nanmean(dim=1, keepdim=True)"
@@ -76,7 +79,7 @@ def read_advantage(given: Any) -> Any:
     return list(given) if isinstance(given, tuple) else given
 
 
-def advantage_parts(args: Any) -> list[AdvantagePart]:
+def advantage_parts(args: "ExplorationConfig") -> list[AdvantagePart]:
     """
     Return the parts whose weighted sum `advantage` is. `args` is any configuration.
 

@@ -1,6 +1,6 @@
 """Advantages of whole groups, from their rewards alone."""
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,8 +10,11 @@ from trl_explore.credit.normalised import equal_groups, normalised
 from trl_explore.credit.reinforce import reinforce
 from trl_explore.credit.subsets import outcomes, pass_at_k_advantages, pkpo
 
+if TYPE_CHECKING:
+    from trl_explore.trainers.config import ExplorationConfig
 
-def built_in(name: str, args: Any, rewards: torch.Tensor, deciding: torch.Tensor) -> torch.Tensor:
+
+def built_in(name: str, args: "ExplorationConfig", rewards: torch.Tensor, deciding: torch.Tensor) -> torch.Tensor:
     """
     Return a built-in advantage other than `"grpo"` and `"unlikeliness"`.
 
@@ -37,7 +40,7 @@ def built_in(name: str, args: Any, rewards: torch.Tensor, deciding: torch.Tensor
     return pkpo(rewards, k=args.passk_k, leave_one_out=name == "pkpo_loo")
 
 
-def group_advantages(args: Any, rewards: torch.Tensor, deciding: torch.Tensor) -> torch.Tensor:
+def group_advantages(args: "ExplorationConfig", rewards: torch.Tensor, deciding: torch.Tensor) -> torch.Tensor:
     """
     Return the advantages of groups that are no random sample of the batch, for example of groups with rows of an
     explorer, by the fields `advantage`, `advantage_weights` and `scale_rewards`.
@@ -62,7 +65,9 @@ def group_advantages(args: Any, rewards: torch.Tensor, deciding: torch.Tensor) -
     return total
 
 
-def _of_part(part: AdvantagePart, args: Any, rewards: torch.Tensor, deciding: torch.Tensor) -> torch.Tensor:
+def _of_part(
+    part: AdvantagePart, args: "ExplorationConfig", rewards: torch.Tensor, deciding: torch.Tensor
+) -> torch.Tensor:
     if part.name == "grpo" or part.reads_batch:
         scale = "none" if args.scale_rewards == "none" else "group"
         return normalised(rewards, scale=scale).masked_fill(equal_groups(rewards), 0.0)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 from transformers import GenerationConfig, ProcessorMixin
-from trl import apply_chat_template
+from trl import GRPOConfig, apply_chat_template
 from trl.trainer.utils import get_callable_name, is_async_callable
 
 from trl_explore.evaluation.completions import completions_for_rewards, encode_prompts
@@ -163,14 +163,19 @@ class PolicySamples:
         return completion_ids, completions_for_rewards(prompts, prompt_ids, completion_ids, texts, tokenizer)
 
     def _config(self, *, greedy: bool) -> GenerationConfig:
-        trainer, args = self.trainer, self.trainer.args
-        options = {"repetition_penalty": args.repetition_penalty, "cache_implementation": args.cache_implementation}
+        trainer = self.trainer
+        args: GRPOConfig = trainer.args
+        options: dict[str, Any] = {
+            "repetition_penalty": args.repetition_penalty,
+            "cache_implementation": args.cache_implementation,
+        }
         temperature = 1.0
         if not greedy:
             options |= {"top_p": args.top_p, "top_k": args.top_k, "min_p": args.min_p}
             temperature = self.temperature
-        if not args.use_vllm:  # with vLLM, generation_kwargs are vLLM's options
-            options |= args.generation_kwargs or {}
+        # With vLLM, generation_kwargs are vLLM's options. TRL has already read a text with JSON as a dictionary.
+        if not args.use_vllm and isinstance(args.generation_kwargs, dict):
+            options |= args.generation_kwargs
         options |= {
             "max_new_tokens": self.max_completion_length,
             "do_sample": not greedy,

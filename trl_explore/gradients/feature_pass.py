@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import gather
@@ -18,6 +18,9 @@ from trl_explore.sampling.generation import has_dropout, whole_row_adapter
 from trl_explore.sampling.paths import effective_options
 from trl_explore.sampling.positions import fixed_rotary_length
 from trl_explore.sampling.sampler import SHARDED, without_dropout
+
+if TYPE_CHECKING:
+    from trl_explore.trainers.config import ExplorationConfig
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -60,6 +63,7 @@ class FeaturePass:
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
+        self.args: ExplorationConfig = trainer.args
         self.seconds = 0.0
         self._rows: FeatureRows | None = None
         self._generated: Generated | None = None
@@ -67,7 +71,7 @@ class FeaturePass:
 
     def check_head(self) -> None:
         """Raise a ValueError if the LM head of the model does not allow gradient features."""
-        lm_head_of(unwrapped(self.trainer, self.trainer.model), temperature=self.trainer.args.temperature)
+        lm_head_of(unwrapped(self.trainer, self.trainer.model), temperature=self.args.temperature)
 
     def sampled(self, sample: Callable[[list[list[int]]], Any], contexts: list[list[int]]) -> Any:
         """
@@ -82,7 +86,7 @@ class FeaturePass:
         Returns:
             `Any`: Result of `sample`.
         """
-        trainer, args, accelerator = self.trainer, self.trainer.args, self.trainer.accelerator
+        trainer, args, accelerator = self.trainer, self.args, self.trainer.accelerator
         if args.use_vllm or args.use_transformers_continuous_batching or accelerator.distributed_type in SHARDED:
             return sample(contexts)
         model = unwrapped(trainer, trainer.model)
@@ -128,7 +132,7 @@ class FeaturePass:
             mask (`list[list[int]]`, *optional*):
                 1 for tokens that are trained, `[B][T_i]`. None if all tokens are trained.
         """
-        args = self.trainer.args
+        args = self.args
         loss_mask = mask or [[1] * len(ids) for ids in completion_ids]
         if args.mask_truncated_completions:
             ends = {*self.trainer.eos_token_ids, tokenizer_of(self.trainer).pad_token_id}
@@ -234,7 +238,7 @@ class FeaturePass:
         ids = torch.cat([prompts, completions], dim=1)
         mask = torch.cat([prompt_mask, completion_mask], dim=1)
         width = max(map(len, rows.completion_ids))
-        batch = trainer.args.per_device_train_batch_size
+        batch = self.args.per_device_train_batch_size
         with (
             torch.no_grad(),
             kept_randomness(device),
@@ -274,7 +278,7 @@ class FeaturePass:
         start = time.perf_counter()
         trainer, model = self.trainer, unwrapped(self.trainer, self.trainer.model)
         precision: AbstractContextManager[Any] = nullcontext()
-        if trainer.args.cast_lm_head_to_fp32:
+        if self.args.cast_lm_head_to_fp32:
             hidden = hidden.float()
             precision = torch.autocast(hidden.device.type, enabled=False)
         first, width = sum(map(len, rows.features)), hidden.shape[1]
@@ -289,7 +293,7 @@ class FeaturePass:
         if getattr(layer, "bias", None) is not None:
             parameters.append(layer.bias)
         with torch.no_grad(), precision, maybe_gather_lm_head_ctx(*parameters):
-            head = lm_head_of(model, temperature=trainer.args.temperature)
+            head = lm_head_of(model, temperature=self.args.temperature)
             ids_of_rows, mask_of_rows = torch.tensor([ids, mask], device=hidden.device)
             found = sequence_features(hidden, ids_of_rows, mask_of_rows, head)
         rows.features.append(found.features.to(trainer.accelerator.device))

@@ -6,13 +6,16 @@ One pass over the logits of a few tokens at a time yields the sum, the log-proba
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from peft import PeftModel
 from peft.tuners.lora import Linear as LoraLinear
 from peft.utils import ModulesToSaveWrapper
 from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 # Bytes of the largest float32 tensor of the pass. About three such tensors exist at once, four with soft-capping.
 MAX_TILE_BYTES = 2**27
@@ -124,7 +127,7 @@ def effective_parameters(layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Te
     return weight, bias
 
 
-def logit_scale(config: Any) -> float:
+def logit_scale(config: "PreTrainedConfig") -> float:
     """Return the factor by which a text model multiplies its logits before soft-capping. 1 if it does not scale."""
     for name in MULTIPLIERS:
         factor = getattr(config, name, None)

@@ -26,6 +26,7 @@ from trl_explore.visible_text import visible_text
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCard
+    from trl import GRPOConfig
 
 CURVE_FILE = "training_curve.png"
 TASK_MARK = "task "  # prefix for the data of a task; its space distinguishes it from names on the Hub
@@ -313,13 +314,13 @@ def _is_local(name: str) -> bool:
     return False
 
 
-def told_hyperparameters(config: Any, base: type) -> dict[str, Any]:
+def told_hyperparameters(config: "GRPOConfig", base: type) -> dict[str, Any]:
     """
     Return the hyperparameters that a card shows, without paths, hosts, tokens and fields that do not change learning.
 
     Args:
-        config (`Any`):
-            Configuration of the run, a dataclass.
+        config ([`~trl.GRPOConfig`]):
+            Configuration of the run.
         base (`type`):
             Configuration class of TRL, [`~trl.GRPOConfig`].
 

@@ -44,7 +44,6 @@ class Pass:
 class Policy(Protocol):
     """The trainer as its parts see it. [`~trl_explore.trainers.ExplorationTrainer`] is one."""
 
-    args: "ExplorationConfig"
     accelerator: Any
     model: Any  # the model in training, wrapped by accelerate
     state: Any  # `TrainerState` of transformers
@@ -53,6 +52,11 @@ class Policy(Protocol):
     reward_weights: torch.Tensor  # `(F,)`
     log_completions: bool
     exploration_generator: torch.Generator  # for all random choices of a method; not used to sample main rows
+
+    @property
+    def args(self) -> "ExplorationConfig":
+        """The configuration; a property, because each trainer narrows the type."""
+        ...
 
     @property
     def tokenizer(self) -> Any:

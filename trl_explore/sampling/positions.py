@@ -1,12 +1,15 @@
 """Models whose rotary factors depend on the length of the longest row of a forward pass."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 Values = dict[str, Any]
 
 
-def fixed_rotary_length(config: Any) -> int | None:
+def fixed_rotary_length(config: "PreTrainedConfig") -> int | None:
     """
     Return the number of tokens up to which a model always uses the same rotary factors. None if they never change.
 

@@ -4,12 +4,15 @@
 import heapq
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from trl_explore.credit.normalised import normalised
 from trl_explore.names import shown
+
+if TYPE_CHECKING:
+    from trl_explore.trainers.config import ExplorationConfig
 
 # Returns the gain of one more row, for the number of rows that a prompt has and its success rate.
 Gain = Callable[[int, float], float]
@@ -136,7 +139,7 @@ def unequal_advantages(
     return torch.cat(groups)
 
 
-def check_budget(args: Any) -> None:
+def check_budget(args: "ExplorationConfig") -> None:
     """Raise a ValueError if a budget is impossible, or if another field needs groups of equal size. `args` is any
     configuration."""
     if args.budget == "uniform":

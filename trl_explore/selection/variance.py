@@ -1,9 +1,12 @@
 """PODS: train only the rows of a group whose rewards have the largest variance."""
 
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from trl_explore.trainers.config import ExplorationConfig
 
 TRAINED = "trained_rows"  # entry of the main rows of a batch: mask of the rows to train, `(B,)`
 
@@ -51,7 +54,7 @@ def _ends(rows: list[int], values: list[float], number: int) -> list[int]:
     return best
 
 
-def check_trained_generations(args: Any) -> None:
+def check_trained_generations(args: "ExplorationConfig") -> None:
     """Raise a ValueError if `trained_generations` is impossible, or does not work with another field. `args` is any
     configuration."""
     number, size = args.trained_generations, args.num_generations

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlparse
 
 import requests
@@ -24,6 +24,9 @@ from urllib3.util.retry import Retry
 
 from trl_explore.saving.whole_files import whole_file
 from trl_explore.serving.agreement import check_server, check_vocabulary, hold, serve_command, wait_until_healthy
+
+if TYPE_CHECKING:
+    from trl_explore.trainers.config import ExplorationConfig
 
 MAX_CONCURRENT_REQUESTS = 64
 WEIGHTS_FOLDER = "_vllm_weights"  # folders whose name starts with an underscore are not pushed to the Hub
@@ -335,7 +338,7 @@ class ServedGeneration(VLLMGeneration):
 
 
 @contextmanager
-def our_backend(args: Any) -> Iterator[None]:
+def our_backend(args: "ExplorationConfig") -> Iterator[None]:
     """Replace TRL's vLLM backend by [`ServedGeneration`] inside the `with` block, in which TRL's trainer is created.
     TRL's constructor has no argument for another backend."""
     module: Any = grpo_trainer

@@ -58,7 +58,7 @@ def read_targets(value: Any, column: str) -> list[str]:
 
 
 def check_coverage_column(
-    column: str | None, dataset: Any, *, remove_unused_columns: bool, most: int = 10_000
+    column: str | None, dataset: Any, *, remove_unused_columns: bool | None, most: int = 10_000
 ) -> None:
     """Raise a ValueError if a data set has no column of lists of texts with this name. Check the first `most` rows."""
     if column is None:

@@ -17,6 +17,8 @@ from trl_explore.sketches.metrics import group_metrics, read_targets
 from trl_explore.sketches.weights import Drawn, likelihood_ratios
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from trl_explore.trainers.config import ExplorationConfig
     from trl_explore.trainers.sesa_config import SESAConfig
 
@@ -37,7 +39,7 @@ def context_length(policy: Policy, args: "SESAConfig", *, longest_sketch: int) -
     Raises:
         ValueError: If there is no room for a prompt.
     """
-    config: Any = policy.accelerator.unwrap_model(policy.model).config
+    config: PreTrainedConfig = policy.accelerator.unwrap_model(policy.model).config
     model_length = getattr(config.get_text_config(), "max_position_embeddings", None)
     served_length = policy.serving.backend.max_served_length if policy.serving is not None else None
     length = min(args.context_length or model_length or math.inf, served_length or math.inf)

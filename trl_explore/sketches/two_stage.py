@@ -114,7 +114,7 @@ class TwoStage(Mode):
     def _solved(self, solve_ids: list[list[int]], plain: PlainSampling) -> Rollout:
         """Sample one completion per row as GRPO does. If the sampler keeps the keys of prefixes, use it, because it
         encodes common prefixes of rows only once."""
-        options: Any = self.args.generation_kwargs or {}
+        options = self.args.generation_kwargs or {}
         most = options.get("max_new_tokens", self.max_completion_length)  # as in TRL
         if self.sample.paths is None or self.sample.batch_size is not None or most is None:
             return plain(solve_ids)

@@ -2,10 +2,13 @@
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from trl_explore.trees.credit import first_appearance, is_uniform
 from trl_explore.trees.search import Limits, Tree, frontier
+
+if TYPE_CHECKING:
+    from trl_explore.trainers.tree_grpo_config import TreeGRPOConfig
 
 # Names of the sums. All processes must add them up in the same order.
 SUMS = (
@@ -93,11 +96,10 @@ class NarrowSearch:
     """
     Warns once if nearly every tree contains copies of one completion.
 
-    Then only noise is left to train, but the optimizer still makes steps of full size. `args` is a
-    [`~trl_explore.trainers.TreeGRPOConfig`].
+    Then only noise is left to train, but the optimizer still makes steps of full size.
     """
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: "TreeGRPOConfig") -> None:
         self.args, self.batches, self.seen = args, 0, {"trees": 0.0, "solved": 0.0, "uniform": 0.0}
 
     def look(self, total: dict[str, float]) -> None:

@@ -1,0 +1,148 @@
+"""The conductor of a comparison: it checks the arms, lets an executor train what is missing, and shows the results."""
+
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import datasets
+from rich.console import Console
+
+from trl_explore.compare.executors import DueRun, Executor, SequentialExecutor
+from trl_explore.compare.folder import ComparisonFolder, free_memory
+from trl_explore.compare.report import explanation, notes, rich_table, write_report
+from trl_explore.compare.run import Interrupted, build_run
+from trl_explore.compare.workers import ArmLines, WorkerExecutor
+from trl_explore.errors import UsageError
+from trl_explore.machine.threads import limit_threads
+from trl_explore.runs.workers import WorkerFailed, Workers
+from trl_explore.saving.full_disk import SAID
+from trl_explore.tasks.tiny_model import build_model
+
+
+def carry_out(
+    folder: ComparisonFolder, *, command: list[str], processes: int | None = None, check_arms: bool = False
+) -> int:
+    """
+    Train the missing runs of a comparison, and show and write its results.
+
+    Args:
+        folder ([`~trl_explore.compare.folder.ComparisonFolder`]):
+            Folder of the comparison.
+        command (`list[str]`):
+            Command that continues the comparison, shown if it stops early.
+        processes (`int`, *optional*):
+            Number of worker processes, which train a run each at the same time. By default all runs are trained in
+            this process, one after the other.
+        check_arms (`bool`, *optional*, defaults to `False`):
+            Whether to construct every arm's trainer before the first run starts.
+
+    Returns:
+        `int`: Exit code: 0, 130 if Ctrl-C stopped the comparison, or 1 if a worker process failed.
+    """
+    try:
+        if check_arms:
+            check_trainers(folder)
+        folder.write_settings()
+        _announce(folder)
+        if folder.missing():
+            datasets.disable_progress_bars()  # they would disturb the progress bar of the comparison
+            with _executor(folder, processes) as executor:
+                conduct(folder, executor)
+        _show(folder)
+    except (KeyboardInterrupt, Interrupted):
+        print(f"\nStopped; what is done is kept. Continue with:\n  {shlex.join(command)}", file=sys.stderr)
+        return 130
+    except WorkerFailed as error:
+        details = error.details
+        if SAID.search(str(error)):
+            details = ""  # the message about a full disk needs no traceback
+        text = f"{details}trl-explore: error: {error}; what is done is kept. Continue with:"
+        print(f"{text}\n  {shlex.join(command)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def conduct(folder: ComparisonFolder, executor: Executor) -> None:
+    """
+    Train the missing warm starts and runs. When all runs of a seed are finished, write a report of the finished seeds.
+
+    Args:
+        folder ([`~trl_explore.compare.folder.ComparisonFolder`]):
+            Folder of the comparison.
+        executor ([`~trl_explore.compare.executors.Executor`]):
+            Trains in this process or in worker processes.
+    """
+    starts = executor.teach(folder.warm_start_seeds())
+    runs = [DueRun(arm, seed, folder.start_of(seed, starts)) for arm, seed in folder.missing()]
+    for run in executor.train(runs):
+        unfinished = folder.unfinished_seeds()
+        if unfinished and run.seed not in unfinished:  # `carry_out` writes the report of the complete comparison
+            write_report(folder.finished(), folder.comparison, folder.path)
+
+
+def check_trainers(folder: ComparisonFolder) -> None:
+    """
+    Construct the trainer of every arm with missing runs, to find errors in any arm before the first run starts.
+
+    This also sets the number of threads that suits the models.
+
+    Raises:
+        UsageError: If a trainer refuses its arm's configuration.
+    """
+    # The trainers are not kept for the runs. Together they could exceed the memory, worker processes could not get
+    # them, and transformers seeds the random generators when it constructs a trainer, so each run needs its own
+    # construction just before it to be reproducible.
+    comparison = folder.comparison
+    with tempfile.TemporaryDirectory() as temporary:
+        start = None
+        if comparison.builds_model:
+            # An untrained model is enough for this check; a warm start takes minutes.
+            build_model(seed=0, **comparison.model_size).save_pretrained(temporary)
+            start = temporary
+        for name, arm in {arm.name: arm for arm, _ in folder.missing()}.items():
+            try:
+                trainer = build_run(comparison, arm, seed=0, folder=Path(temporary), start=start)[0]
+            except (UsageError, ValueError, NotImplementedError) as error:
+                # Trainers raise these with a text that explains the problem, so no traceback is needed.
+                raise UsageError(f"arm {name}: {error}") from error
+            limit_threads(trainer.model, trainer.accelerator.device)
+            del trainer
+            free_memory()
+
+
+@contextmanager
+def _executor(folder: ComparisonFolder, processes: int | None) -> Iterator[Executor]:
+    """Yield the executor of the missing runs: `processes` worker processes, or this process if it is None."""
+    if processes is None:
+        yield SequentialExecutor(folder)
+        return
+    lines = ArmLines(folder, Console())
+    with Workers(min(processes, len(folder.missing()))) as workers, lines.progress:
+        yield WorkerExecutor(folder, workers, lines)
+
+
+def _announce(folder: ComparisonFolder) -> None:
+    """Print how many runs the comparison has, their budget, and how many are finished."""
+    comparison, num_done = folder.comparison, folder.num_runs - len(folder.missing())
+    budget = {"seconds": "wall seconds"}.get(comparison.unit, comparison.unit)
+    already = f", {num_done} of them done" if num_done else ""
+    print(
+        f"{folder.num_runs} runs of {comparison.amount:,.0f} {budget} each{already}: "
+        f"{', '.join(arm.name for arm in comparison.arms)}; seeds {', '.join(map(str, comparison.seeds))}"
+    )
+
+
+def _show(folder: ComparisonFolder) -> None:
+    """Print and write the results of the complete comparison."""
+    console, runs, comparison = Console(), folder.finished(), folder.comparison
+    files = write_report(runs, comparison, folder.path)
+    console.print(rich_table(runs, comparison))
+    for text in (explanation(runs, comparison), *notes(runs, comparison)):
+        console.print(text, markup=False, highlight=False)
+    names = ", ".join(path.name for path in files)
+    console.print(f"{Path(folder.path)}: {names}", markup=False, highlight=False, soft_wrap=True)
+    if not any(path.suffix == ".png" for path in files):
+        console.print("no picture: matplotlib is missing (pip install 'trl-explore[plots]')", markup=False)
