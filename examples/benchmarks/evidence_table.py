@@ -92,7 +92,7 @@ def table() -> str:
         regime = Regime.load(folder() / f"{name}.yaml")
         has_auto = (auto_regimes.RESULTS / f"{name}.csv").exists()
         cells = row_with_auto(regime) if has_auto else row_without_auto(regime)
-        lines.append(f"| [{name}](regimes.md#{name}): {text} | {' | '.join(cells)} |")
+        lines.append(f"| [{name}](evidence-details.md#{name}): {text} | {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 
 
