@@ -16,7 +16,7 @@ MANY_CUT = 0.3  # share of completions that are cut off, from which this is the 
 LOST = 0.15  # share of the initial entropy that is left, up to which a finding reports it
 FALL = 0.02  # decrease of pass@k above which it counts as falling
 EXPLORED = 0.02  # share of explored prompts below which exploring did not matter in a run
-CONTRAST = "docs/evidence.md#do-groups-contain-right-and-wrong-answers"
+CONTRAST = "docs/evidence.md#do-groups-have-contrast"
 NO_CONTRAST = {
     "start": "docs/evidence.md#does-nearly-every-sample-fail",
     "end": "docs/evidence-details.md#groups-without-contrast-at-the-end",
