@@ -14,7 +14,8 @@ Each regime has these arms:
 
 The evaluations go to `auto_results/<regime>.csv`. An interrupted run continues from its last checkpoint. After
 training, or with `--report` alone, the script prints the tables, and writes them to `auto_results/results.md`:
-differences to GRPO along the curve in percentage points, paired by seed, with 95 % t-intervals.
+differences to GRPO along the curve in percentage points, paired by seed, with 95 % t-intervals. Then run
+`evidence_table.py`, which reads the same files.
 """
 
 import argparse

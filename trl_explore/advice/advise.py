@@ -16,7 +16,13 @@ MANY_CUT = 0.3  # share of completions that are cut off, from which this is the 
 LOST = 0.15  # share of the initial entropy that is left, up to which a finding reports it
 FALL = 0.02  # decrease of pass@k above which it counts as falling
 EXPLORED = 0.02  # share of explored prompts below which exploring did not matter in a run
-EVIDENCE = "docs/evidence.md"
+CONTRAST = "docs/evidence.md#do-groups-have-contrast"
+NO_CONTRAST = {
+    "start": "docs/evidence.md#does-nearly-every-sample-fail",
+    "end": "docs/evidence-details.md#groups-without-contrast-at-the-end",
+}
+FALLING_PASS_AT_K = "docs/evidence-details.md#reward-rises-and-passk-falls"
+FEW_ANSWERS = "docs/evidence.md#should-many-right-answers-survive"
 TROUBLES = "docs/troubleshooting.md#it-trains-but-nothing-happens"
 WHICH_METHOD = "docs/which-method.md"
 ENDS = ("start", "end")
@@ -134,7 +140,7 @@ def _of_grpo(signs: Signs, findings: list[Finding]) -> Advice:
     rises = reward.end > reward.start
     if equal and max(equal) <= FEW and rises:
         verdict = f"Nearly all groups have contrast, and the reward rises: {KEEP_GRPO}"
-        return Advice(signs, findings, verdict, f"{EVIDENCE}#groups-have-contrast")
+        return Advice(signs, findings, verdict, CONTRAST)
     if equal and max(equal) >= MANY:
         return _of_equal_groups(signs, findings, equal)
     if _only_passk_falls(signs):
@@ -143,12 +149,12 @@ def _of_grpo(signs: Signs, findings: list[Finding]) -> Advice:
             "with `explore: auto`."
         )
         changes = [{**AUTO, "advantage": "maxrl"}]
-        return Advice(signs, findings, verdict, f"{EVIDENCE}#reward-rises-and-passk-falls", changes)
+        return Advice(signs, findings, verdict, FALLING_PASS_AT_K, changes)
     if rises:
         verdict = f"The reward rises, and nothing here calls for another method: {KEEP_GRPO}"
     else:
         verdict = "The reward does not rise, although groups have contrast: tune the learning rate of GRPO first."
-    return Advice(signs, findings, verdict, f"{EVIDENCE}#groups-have-contrast")
+    return Advice(signs, findings, verdict, CONTRAST)
 
 
 def _of_equal_groups(signs: Signs, findings: list[Finding], equal: Pair) -> Advice:
@@ -160,8 +166,7 @@ def _of_equal_groups(signs: Signs, findings: list[Finding], equal: Pair) -> Advi
             verdict = (
                 f"{_equal_groups(signs, equal, end)}: try `explore: auto`, which explores unsolved prompts if it pays."
             )
-            link = f"{EVIDENCE}#groups-without-contrast-at-the-{end}"
-            return Advice(signs, findings, verdict, link, [AUTO])
+            return Advice(signs, findings, verdict, NO_CONTRAST[end], [AUTO])
     groups = _equal_groups(signs, equal, ends[-1])
     if signs.wrong_share(ends[-1]) is None:
         verdict = f"{groups}: if their completions are wrong, try `explore: auto`; if right, filter these prompts."
@@ -232,7 +237,7 @@ def _findings(signs: Signs) -> Iterator[Finding]:
         yield Finding(
             f"{left:.0%} of the entropy that the run began with is left ({values['entropy'].start:.2f} nats, now "
             f"{values['entropy'].end:.2f}): samples of a prompt hardly differ any more.",
-            f"{EVIDENCE}#entropy-is-gone",
+            FEW_ANSWERS,
         )
     if len(signs.pass_at) > 1:
         (small, first), *_, (large, last) = signs.pass_at.items()
@@ -241,7 +246,7 @@ def _findings(signs: Signs) -> Iterator[Finding]:
                 f"pass@{large} falls from {last.start:.1%} to {last.end:.1%} while pass@{small} goes from "
                 f"{first.start:.1%} to {first.end:.1%}: the run sharpens what it knew, and loses other answers. If "
                 f"pass@{large} matters to you, try a lower learning rate or the advantage `maxrl` or `passk`.",
-                f"{EVIDENCE}#reward-rises-and-passk-falls",
+                FALLING_PASS_AT_K,
             )
     ends = {name: pair.end for name, pair in values.items()}
     for row in METHODS.values():
@@ -254,12 +259,12 @@ def _of_groups(signs: Signs, equal: Pair, reward: Pair) -> Iterator[Finding]:
     for end in ENDS:
         if getattr(equal, end) >= MANY:
             text = f"{_equal_groups(signs, equal, end)}. They teach nothing."
-            yield Finding(text, f"{EVIDENCE}#groups-without-contrast-at-the-{end}")
+            yield Finding(text, NO_CONTRAST[end])
     if max(equal) < MANY and reward.end > reward.start:
         yield Finding(
             f"Groups have contrast ({1 - equal.start:.0%} at the start, {1 - equal.end:.0%} at the end), and "
             f"the reward rises from {reward.start:.2f} to {reward.end:.2f}: GRPO learns from what it samples.",
-            f"{EVIDENCE}#groups-have-contrast",
+            CONTRAST,
         )
     cost = signs.contrast_cost
     if cost is not None:

@@ -1,0 +1,107 @@
+"""Print the table of `docs/evidence.md`: GRPO, the best rival, the best method and `auto` on every problem.
+
+    python examples/benchmarks/evidence_table.py
+
+The script writes the table to `evidence_table.md`. If `auto_results` has a file for a problem, the row comes from this
+file: all arms ran on new seeds, and the rival and the method were chosen before. Otherwise, the row comes from the
+verdict stage of the regime, where the rival and the method are the best ones on the same seeds, and `auto` was not
+measured. Run this script after `auto_regimes.py` and after `regimes.py train`.
+"""
+
+import statistics
+from pathlib import Path
+
+import auto_regimes
+from regimes_effects import Effect, Results
+from regimes_plan import Regime, asked_for, folder
+from regimes_results import read_results, timed_alike, to_runs
+
+from trl_explore.compare.costs import mean_along
+
+TARGET = Path(__file__).resolve().with_suffix(".md")
+# The order is that of the questions in docs/evidence.md.
+PROBLEMS = {
+    "dead_ends": "five doors in a row; a wrong door ends the answer",
+    "deep_ends": "eight doors in a row; a wrong door ends the answer",
+    "late_code": "an easy calculation that ends with an unknown code",
+    "coverage": "one prompt with twenty right answers",
+    "many_plans": "an answer may be written in six of sixteen dialects",
+    "solution_families": "an answer may be written in two of four dialects",
+    "many_solutions": "Countdown with four numbers",
+    "maze": "a way over a frozen lake; 3.4 million parameters",
+    "late_falls": "an agent that fails late, five to eight turns",
+    "tail_errors": "an agent that fails in its last turn, three to five turns",
+}
+NOT_MEASURED = "not measured yet"
+
+
+def joined(tokens: str, seconds: str) -> str:
+    """Return the verdict at equal tokens, and the one at equal CPU seconds if it differs."""
+    return tokens if tokens == seconds else f"{tokens}; at equal CPU seconds {seconds}"
+
+
+def row_with_auto(regime: Regime) -> list[str]:
+    """Return the cells of a problem for which `auto` was measured."""
+    runs, metric = auto_regimes.read(regime), regime.metric
+    base, rival, method, *_ = runs
+    shown, verdicts = {}, {}
+    for arm in (rival, method, "auto"):
+        gaps = {cost: auto_regimes.gaps(runs, arm, base, cost=cost, metric=metric) for cost in auto_regimes.COSTS}
+        shown[arm] = auto_regimes.shown(*gaps["tokens"])
+        verdicts[arm] = joined(*(auto_regimes.verdict(*gap) for gap in gaps.values()))
+    reading = auto_regimes.reading_of(runs, "tokens")
+    level = statistics.mean(mean_along(points, "tokens", reading, metric) for points in runs[base].values())
+    cells = [f"{100 * level:.1f}", f"{rival} {shown[rival]}", f"{method} {shown[method]}", verdicts[method]]
+    return [*cells, shown["auto"], verdicts["auto"]]
+
+
+def row_without_auto(regime: Regime) -> list[str]:
+    """Return the cells of a problem for which only the regime was measured."""
+    rows = [row for row in read_results(regime.path) if asked_for(regime, row)]
+    results = Results(regime, timed_alike(rows))
+    rival = auto_regimes.best(regime, ("rival", "more samples"))["name"]
+    method = auto_regimes.best(regime, ("method",))["name"]
+    runs = [run for run in to_runs(rows, "verdict") if run.arm == results.base]
+    reading = min(run.points[-1]["tokens"] for run in runs)
+    level = statistics.mean(mean_along(run.points, "tokens", reading, f"eval/{regime.metric}") for run in runs)
+
+    def effect(arm: str, cost: str) -> Effect:
+        found = results.effect(arm, results.base, metric=regime.metric, cost=cost)
+        assert found is not None, f"{regime.name} has no results for {arm}"
+        return found
+
+    cells = [f"{100 * level:.1f}", *(f"{arm} {effect(arm, 'tokens')}".replace("**", "") for arm in (rival, method))]
+    verdicts = [verdict_of(effect(method, cost)) for cost in ("tokens", results.seconds)]
+    return [*cells, joined(*verdicts), NOT_MEASURED, ""]
+
+
+def verdict_of(effect: Effect) -> str:
+    """Return "ahead" or "behind" if the interval of the difference excludes 0, else "level"."""
+    if not effect.clear:
+        return "level"
+    return "ahead" if effect.mean > 0 else "behind"
+
+
+def table() -> str:
+    """Return the table as Markdown."""
+    lines = [
+        "| problem | GRPO | best rival | best method | verdict on the method | `auto` | verdict on `auto` |",
+        "| --- | ---: | --- | --- | --- | ---: | --- |",
+    ]
+    for name, text in PROBLEMS.items():
+        regime = Regime.load(folder() / f"{name}.yaml")
+        has_auto = (auto_regimes.RESULTS / f"{name}.csv").exists()
+        cells = row_with_auto(regime) if has_auto else row_without_auto(regime)
+        lines.append(f"| [{name}](evidence-details.md#{name}): {text} | {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    """Write the table to a file and print it."""
+    text = table()
+    TARGET.write_text(text, encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

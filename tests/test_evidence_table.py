@@ -1,0 +1,47 @@
+"""The table of docs/evidence.md is that of the committed results."""
+
+import importlib
+
+import pytest
+from commands import EXAMPLES
+
+BENCHMARKS = EXAMPLES / "benchmarks"
+COMMAND = "run `python examples/benchmarks/evidence_table.py`"
+
+
+@pytest.fixture
+def evidence_table(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("evidence_table")
+
+
+def test_the_rows_with_auto_are_those_of_the_results(evidence_table):
+    auto_regimes = evidence_table.auto_regimes
+    committed = evidence_table.TARGET.read_text()
+    measured = [file.stem for file in auto_regimes.RESULTS.glob("*.csv")]
+    assert measured and set(measured) <= set(evidence_table.PROBLEMS)
+    for name in measured:
+        regime = auto_regimes.Regime.load(auto_regimes.folder() / f"{name}.yaml")
+        row = f"{evidence_table.PROBLEMS[name]} | {' | '.join(evidence_table.row_with_auto(regime))} |"
+        assert row in committed, COMMAND
+    not_measured = len(evidence_table.PROBLEMS) - len(measured)
+    assert committed.count(evidence_table.NOT_MEASURED) == not_measured, COMMAND
+
+
+@pytest.mark.slow
+def test_the_table_is_that_of_the_results(evidence_table):
+    assert evidence_table.TARGET.read_text() == evidence_table.table(), COMMAND
+
+
+def test_every_regime_is_a_problem(evidence_table):
+    known = {path.stem for path in evidence_table.folder().glob("*.yaml")}
+    assert known == set(evidence_table.PROBLEMS)
+
+
+def test_verdicts(evidence_table):
+    effect = evidence_table.Effect
+    assert evidence_table.verdict_of(effect(2.0, 1.0, 3.0)) == "ahead"
+    assert evidence_table.verdict_of(effect(-2.0, -3.0, -1.0)) == "behind"
+    assert evidence_table.verdict_of(effect(2.0, -1.0, 5.0)) == evidence_table.verdict_of(effect(2.0)) == "level"
+    assert evidence_table.joined("ahead", "ahead") == "ahead"
+    assert evidence_table.joined("ahead", "level") == "ahead; at equal CPU seconds level"
