@@ -226,7 +226,7 @@ class Saving:
         mid_generation = self.trainer._step % (self.args.steps_per_generation * self.trainer.num_iterations) != 0
         buffered_inputs = rollout = None
         if mid_generation:
-            buffered_inputs, rollout = self.trainer._buffered_inputs, self.trainer.streams.state()
+            buffered_inputs, rollout = self.trainer._buffered_inputs, self.trainer.stream_training.state()
         state = {
             "format": FORMAT,
             "num_processes": self.accelerator.num_processes,
@@ -345,7 +345,7 @@ class Saving:
         if state["buffered_inputs"] is not None:
             device = self.accelerator.device
             self.trainer._buffered_inputs = _to_device(state["buffered_inputs"], device)
-            self.trainer.streams.load_state(_to_device(state["rollout"], device))
+            self.trainer.stream_training.load_state(_to_device(state["rollout"], device))
 
     def _table_state(self) -> dict[str, Any] | None:
         trainer = self.trainer

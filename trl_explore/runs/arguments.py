@@ -53,7 +53,7 @@ class TrainArguments(ScriptArguments):
         warm_start_steps (`int`, *optional*):
             Supervised steps on the task's demonstrations before the run.
         overwrite_output_dir (`bool`, *optional*, defaults to `False`):
-            Whether to start a new run in an `output_dir` that holds an earlier run. The earlier checkpoints are moved
+            If `True`, start a new run in an `output_dir` that holds an earlier run. The earlier checkpoints are moved
             to `_earlier-1`.
     """
 

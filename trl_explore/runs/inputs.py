@@ -84,7 +84,7 @@ def check_model(name: str | None, *, revision: str | None, trust_remote_code: bo
         revision (`str`, *optional*):
             Revision on the Hub.
         trust_remote_code (`bool`):
-            Whether to allow models with code of their own.
+            If `True`, allow models with code of their own.
 
     Raises:
         UsageError: If `name` is None or the model cannot be found.
@@ -119,7 +119,7 @@ def load_train_and_eval(
         mixture ([`~trl.DatasetMixtureConfig`]):
             A mixture of data sets, which may replace the data set of `script_args`.
         needs_eval (`bool`):
-            Whether to load the test split.
+            If `True`, load the test split.
 
     Returns:
         `tuple[Dataset, Dataset | None]`: Training split, and test split or None.
@@ -209,7 +209,7 @@ def load_splits(
         config (`str`, *optional*):
             Configuration of a data set of the Hub.
         streaming (`bool`, *optional*, defaults to `False`):
-            Whether to read rows only when they are used.
+            If `True`, read rows only when they are used.
         field (`str`, *optional*, defaults to `"dataset_name"`):
             Flag that names the data set, for error messages.
 
