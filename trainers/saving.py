@@ -77,11 +77,12 @@ class Saving:
                     f"{found}: train without it."
                 )
             if skipped:
-                logger.warning("passing over %s: not written to the end", ", ".join(skipped))
+                logger.warning("skipping %s: not written to the end", ", ".join(skipped))
         elif resume_from_checkpoint and not is_complete(resume_from_checkpoint):
             raise ValueError(
-                f"`resume_from_checkpoint={str(resume_from_checkpoint)!r}` is no whole checkpoint: its trainer state, "
-                "or that of a process, is missing or cut off. Pass an older one, or `True` for the newest whole one."
+                f"`resume_from_checkpoint={str(resume_from_checkpoint)!r}` is not a complete checkpoint: its trainer "
+                "state, or the state of a process, is missing or cut off. Pass an older checkpoint, or `True` for the "
+                "newest complete one."
             )
         self.resumed = None
         if resume_from_checkpoint:
@@ -111,14 +112,12 @@ class Saving:
             aside = set_aside(folder, earlier)
             if aside is not None:
                 names = sorted({path.relative_to(folder).parts[0] for path in earlier})
-                logger.warning(
-                    "%s holds files that this run does not go on from; they are in %s now: %s.", folder, aside, names
-                )
+                logger.warning("%s contained files of an earlier run; they are in %s now: %s.", folder, aside, names)
             old = None if checkpoint else last_complete_checkpoint(folder)[0]
             if old is not None:
                 logger.warning(
-                    "%s is of an earlier run, and `resume_from_checkpoint=True` takes it until this run has gone "
-                    "further: delete it, or choose another `output_dir`.",
+                    "%s is of an earlier run, and `resume_from_checkpoint=True` uses it until this run has "
+                    "saved a later step: delete it, or choose another `output_dir`.",
                     old,
                 )
         self.accelerator.wait_for_everyone()
@@ -284,7 +283,7 @@ class Saving:
         self._knows_method = state["trainer"] == own and not begins_to_explore
         if state["trainer"] not in (own, METHODS["exploration"].title):
             raise ValueError(
-                f"{checkpoint} was written by {state['trainer']}, whose state means nothing to {own}: go on "
+                f"{checkpoint} was written by {state['trainer']}, whose state cannot be used by {own}: go on "
                 f"with {state['trainer']}, or {new_run}."
             )
         if self._knows_method and state["method"].keys() != self.trainer.exploration_state().keys():
@@ -309,7 +308,10 @@ class Saving:
             if changed:
                 logger.warning(changed)
             if self.args.sync_ref_model:
-                logger.warning("`sync_ref_model=True`: no checkpoint holds the reference model, which begins anew.")
+                logger.warning(
+                    "`sync_ref_model=True`: no checkpoint holds the reference model, so it starts with its initial "
+                    "weights."
+                )
         return state
 
     def restore(self, checkpoint: str) -> None:

@@ -399,10 +399,10 @@ def find_checkpoint(resume: str | bool | None, output_dir: str) -> str | None:
     if str(resume).lower() == "true":
         last, skipped = last_complete_checkpoint(output_dir)
         if skipped:
-            print(f"trl-explore: passing over {', '.join(skipped)}: not written to the end", file=sys.stderr)
+            print(f"trl-explore: skipping {', '.join(skipped)}: not written to the end", file=sys.stderr)
         if last is None:
             raise UsageError(
-                f"resume_from_checkpoint=true: no checkpoint in {output_dir!r}; leave it out to start anew"
+                f"resume_from_checkpoint=true: no checkpoint in {output_dir!r}; leave it out to start a new run"
             )
         return last
     path = Path(str(resume)).expanduser()
