@@ -129,7 +129,7 @@ def test_a_card_names_the_rewards_with_their_weights_and_the_time_of_training():
     weighted = [("accuracy_reward", 0.65), ("<lambda>", 0.2)]
     text = model_card(facts(rewards=weighted, history=log)).text
     assert "rewarded by `accuracy_reward` (weight 0.65) and `'<lambda>'` (weight 0.2)." in text
-    assert "Training took 1 h 20 min up to step 5, evaluation and saving not counted." in text
+    assert "Training took 1 h 20 min up to step 5, without evaluation and saving." in text
     text = model_card(facts(rewards=[("accuracy_reward", 1.0), ("form", 1.0)], history=[])).text
     assert "rewarded by `accuracy_reward` and `form`." in text and "Training took" not in text
     assert [format_duration(seconds) for seconds in (0.25, 59.4, 61, 3600)] == [

@@ -214,4 +214,4 @@ def test_checkpoints_of_an_earlier_run_are_told(tmp_path, caplog):
     run(BASE, tmp_path, max_steps=2)
     with caplog.at_level(logging.WARNING):
         run(BASE, tmp_path, max_steps=1, save_strategy="no")
-    assert "checkpoint-2 is of an earlier run, and `resume_from_checkpoint=True` takes it" in caplog.text
+    assert "checkpoint-2 is of an earlier run, and `resume_from_checkpoint=True` uses it" in caplog.text
